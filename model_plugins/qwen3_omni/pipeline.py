@@ -1,0 +1,56 @@
+"""Qwen3-Omni: thinker (text) -> talker (codec frames) -> code2wav (sound). Pure data."""
+
+from __future__ import annotations
+
+from vllm_omni_ext.model_plugins.registry import EdgeSpec, PipelineSpec, StageSpec
+
+_HERE = "vllm_omni_ext.model_plugins.qwen3_omni"
+
+THINKER = StageSpec(
+    name="thinker",
+    text_stage=True,
+    engine={"worker_cls": "vllm_omni_ext.engine.worker.ThinkerWorker"},
+    cpu_kv_bytes=256 << 20,
+)
+# Sampling defaults are those of Transformers' `Qwen3OmniMoeForConditionalGeneration.generate`.
+TALKER = StageSpec(
+    name="talker",
+    engine={
+        "worker_cls": "vllm_omni_ext.engine.worker.TalkerWorker",
+        "scheduler_cls": "vllm_omni_ext.engine.scheduler.talker_scheduler",
+        "hf_overrides": f"{_HERE}.hf_configs:talker",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "enable_prompt_embeds": True,
+    },
+    cpu_kv_bytes=128 << 20,
+    sampling={
+        "temperature": 0.9,
+        "top_k": 50,
+        "top_p": 1.0,
+        "repetition_penalty": 1.05,
+        "max_tokens": 4096,
+    },
+)
+CODE2WAV = StageSpec(
+    name="code2wav",
+    engine={
+        "runner": "pooling",
+        "hf_overrides": f"{_HERE}.hf_configs:code2wav",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+    },
+)
+
+QWEN3_OMNI = PipelineSpec(
+    name="qwen3_omni",
+    architectures=("Qwen3OmniMoeForConditionalGeneration",),
+    stages=(THINKER, TALKER, CODE2WAV),
+    edges=(
+        EdgeSpec("thinker", "talker", "tokens"),
+        EdgeSpec("thinker", "talker", "tensors"),
+        EdgeSpec("talker", "code2wav", "tokens"),
+    ),
+    output_modalities=("text", "audio"),
+    request_plugin=f"{_HERE}.requests:Qwen3OmniRequests",
+)

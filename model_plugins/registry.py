@@ -1,0 +1,85 @@
+"""What a model plugin declares. Pure data: no vLLM, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vllm_omni_ext.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSpec:
+    """One stage of a pipeline, before any user setting.
+
+    Attributes:
+        name: e.g. "talker".
+        text_stage: True for the one stage that answers text; stock `vllm serve` flags apply to it alone.
+        engine: vLLM `EngineArgs` fields this stage needs whatever the user says (worker_cls, hf_overrides, ...).
+            Values are plain data; a string of the form "pkg.mod:attr" under `hf_overrides` names a function.
+        engine_defaults: `EngineArgs` fields the user may override.
+        cpu_kv_bytes: KV cache bytes given to a replica on a CPU machine when nothing else is said; 0 = no KV cache.
+        sampling: default sampling parameters of the stage (fields of vLLM `SamplingParams`).
+    """
+
+    name: str
+    text_stage: bool = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    engine_defaults: Mapping[str, Any] = field(default_factory=dict)
+    cpu_kv_bytes: int = 0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EdgeSpec:
+    """A hand-over between two stages: `tokens` travel in request messages, `tensors` beside them."""
+
+    source: str
+    target: str
+    kind: Literal["tokens", "tensors"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSpec:
+    """A model family: which architectures it serves, with which stages and edges.
+
+    Attributes:
+        name: e.g. "qwen3_omni"; also the name of its default stage config.
+        architectures: `architectures[0]` of the Hugging Face config, as vLLM sees it.
+        stages: in start order; names are unique.
+        edges: hand-overs, by stage name.
+        output_modalities: what the model can answer with, e.g. ("text", "audio").
+        request_plugin: "pkg.mod:attr" of the class that plans requests (imported only where requests are served).
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    stages: tuple[StageSpec, ...]
+    edges: tuple[EdgeSpec, ...]
+    output_modalities: tuple[str, ...]
+    request_plugin: str
+
+    def stage(self, name: str) -> StageSpec:
+        """Return the stage of that name; ConfigError names the known ones."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        known = ", ".join(s.name for s in self.stages)
+        raise ConfigError(f"stages.{name}: pipeline '{self.name}' has no such stage; use one of {known}")
+
+
+def pipelines() -> tuple[PipelineSpec, ...]:
+    """All known pipelines, in a fixed order."""
+    from vllm_omni_ext.model_plugins.qwen3_omni.pipeline import QWEN3_OMNI
+
+    return (QWEN3_OMNI,)
+
+
+def pipeline_for(architecture: str) -> PipelineSpec:
+    """Return the pipeline that serves `architecture`; ConfigError lists what is supported."""
+    for pipeline in pipelines():
+        if architecture in pipeline.architectures:
+            return pipeline
+    known = ", ".join(a for p in pipelines() for a in p.architectures)
+    raise ConfigError(f"model: architecture '{architecture}' has no omni pipeline; supported: {known}")

@@ -1,0 +1,49 @@
+"""Every error a caller may meet.
+
+    OmniError
+     |- ConfigError            the configuration is wrong; says where and what to write instead
+     |- RequestError           this request is wrong (HTTP 400); names the parameter
+     |- UnknownMember          a stage or replica name that does not exist
+     |- StageUnavailable       a stage has no live replica (HTTP 503); try again later
+     |- RequestFailed          the request was accepted and could not be finished (HTTP 500)
+     |- IncompatibleVllm       the installed vLLM is not one this package was tested with
+"""
+
+from __future__ import annotations
+
+
+class OmniError(Exception):
+    """Base of all errors raised by this package."""
+
+
+class ConfigError(OmniError):
+    """The configuration is wrong; the message starts with the path of the offending key."""
+
+
+class RequestError(OmniError):
+    """A request that can never succeed as written.
+
+    Args:
+        message: what is wrong and what is allowed.
+        parameter: name of the request parameter, as the client wrote it.
+    """
+
+    def __init__(self, message: str, *, parameter: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class UnknownMember(OmniError):
+    """A stage or replica that is not part of the plan."""
+
+
+class StageUnavailable(OmniError):
+    """No live replica of a stage is left."""
+
+
+class RequestFailed(OmniError):
+    """An accepted request that a stage could not finish."""
+
+
+class IncompatibleVllm(OmniError):
+    """The installed vLLM is outside the tested range, or its code differs from what was tested."""
