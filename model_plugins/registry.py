@@ -21,6 +21,7 @@ class StageSpec:
         engine_defaults: `EngineArgs` fields the user may override.
         cpu_kv_bytes: KV cache bytes given to a replica on a CPU machine when nothing else is said; 0 = no KV cache.
         sampling: default sampling parameters of the stage (fields of vLLM `SamplingParams`).
+        gpu_share: how much of a CUDA device's memory a replica gets, relative to others, when several share one.
     """
 
     name: str
@@ -29,6 +30,21 @@ class StageSpec:
     engine_defaults: Mapping[str, Any] = field(default_factory=dict)
     cpu_kv_bytes: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    gpu_share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What a checkpoint's config says about each stage, by stage name. A stage that is missing is not known.
+
+    Attributes:
+        max_model_len: longest sequence in tokens. For a stage with the pooling runner, which takes a sequence in one
+            step, it also becomes the engine's `max_model_len` and `max_num_batched_tokens`.
+        kv_bytes_per_token: KV cache of one token in float32.
+    """
+
+    max_model_len: Mapping[str, int] = field(default_factory=dict)
+    kv_bytes_per_token: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,6 +67,7 @@ class PipelineSpec:
         edges: hand-overs, by stage name.
         output_modalities: what the model can answer with, e.g. ("text", "audio").
         request_plugin: "pkg.mod:attr" of the class that plans requests (imported only where requests are served).
+        facts: "pkg.mod:attr" of `(hf_config, sampling by stage) -> ModelFacts`; "" if there is none.
     """
 
     name: str
@@ -59,6 +76,7 @@ class PipelineSpec:
     edges: tuple[EdgeSpec, ...]
     output_modalities: tuple[str, ...]
     request_plugin: str
+    facts: str = ""
 
     def stage(self, name: str) -> StageSpec:
         """Return the stage of that name; ConfigError names the known ones."""

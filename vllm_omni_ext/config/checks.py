@@ -1,0 +1,91 @@
+"""What a configuration value may be: one small object a rule, used by the schema and by the error text."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_omni_ext.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Check:
+    """A rule for one value.
+
+    Attributes:
+        expected: completes "must be ...", e.g. "an integer >= 1".
+        accepts: whether a value satisfies the rule.
+        convert: turns an accepted value into its stored form.
+    """
+
+    expected: str
+    accepts: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
+
+    def __call__(self, path: str, value: Any) -> Any:
+        """Return the stored form of `value`; ConfigError names `path` and the rule."""
+        if not self.accepts(value):
+            raise ConfigError(f"{path}: must be {self.expected}, got {value!r}")
+        return self.convert(value)
+
+    def or_none(self) -> Check:
+        """The same rule, with null allowed."""
+        return Check(
+            f"{self.expected}, or null",
+            lambda value: value is None or self.accepts(value),
+            lambda value: None if value is None else self.convert(value),
+        )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _has_text_keys(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+def integer(*, at_least: int) -> Check:
+    """An integer with a lower bound; booleans are not integers."""
+    return Check(f"an integer >= {at_least}", lambda value: _is_int(value) and value >= at_least)
+
+
+def seconds() -> Check:
+    """A duration; stored as a float."""
+    return Check("a number of seconds > 0", lambda value: _is_number(value) and value > 0, float)
+
+
+BOOLEAN = Check("true or false", lambda value: isinstance(value, bool))
+TEXT = Check("a non-empty string", lambda value: isinstance(value, str) and value != "")
+MAPPING = Check("a mapping with string keys", _has_text_keys, dict)
+DEVICES = Check(
+    "a comma-separated list of device numbers such as '0,1'",
+    lambda value: (
+        (_is_int(value) and value >= 0)
+        or (isinstance(value, str) and all(part.strip().isdecimal() for part in value.split(",")))
+    ),
+    lambda value: ",".join(part.strip() for part in str(value).split(",")),
+)
+ENVIRONMENT = Check(
+    "a mapping of variable names to strings or numbers",
+    lambda value: _has_text_keys(value) and all(isinstance(v, str) or _is_number(v) for v in value.values()),
+    lambda value: {name: str(v) for name, v in value.items()},
+)
+
+
+def unknown_key(path: str, key: str, known: Collection[str]) -> ConfigError:
+    """The error for a key nobody knows, with the closest known one (or all of them) as advice."""
+    close = difflib.get_close_matches(key.replace("-", "_"), sorted(known), n=1)
+    where = f"{path}.{key}" if path else key
+    if close:
+        return ConfigError(f"{where}: unknown key; did you mean '{close[0]}'?")
+    if len(known) > 30:
+        return ConfigError(f"{where}: unknown key")
+    return ConfigError(f"{where}: unknown key; use one of {', '.join(sorted(known))}")

@@ -1,0 +1,92 @@
+"""The configuration: every key with its default, its unit and its meaning. No default lives anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from vllm_omni_ext.config.checks import BOOLEAN, DEVICES, ENVIRONMENT, MAPPING, TEXT, Check, integer, seconds
+
+
+@dataclass(frozen=True)
+class Key:
+    """What is known about one key: the rule for its value, its unit and what it means."""
+
+    check: Check
+    unit: str
+    text: str
+
+
+def _key(default: Any, check: Check, text: str, unit: str = "") -> Any:
+    return field(default=default, metadata={"key": Key(check, unit, text)})
+
+
+def _map(check: Check, text: str) -> Any:
+    return field(default_factory=dict, metadata={"key": Key(check, "", text)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig:
+    """What a user may say about one stage."""
+
+    replicas: int = _key(1, integer(at_least=1), "How many replicas of the stage are started.", "processes")
+    devices: str | None = _key(
+        None,
+        DEVICES.or_none(),
+        "CUDA devices: one list for all replicas in order (replicas x devices a replica), or one replica's devices, "
+        "which every replica then shares. Null: placed automatically.",
+        "device numbers",
+    )
+    kv_cache_bytes: int | None = _key(
+        None,
+        integer(at_least=1).or_none(),
+        "KV cache of each replica. Null: vLLM measures it on CUDA; on CPU the pipeline's default.",
+        "bytes",
+    )
+    cpu_threads: int | None = _key(
+        None,
+        integer(at_least=1).or_none(),
+        "OpenMP threads of each replica on a CPU machine. Null: cores divided by all replicas.",
+        "threads",
+    )
+    engine: Mapping[str, Any] = _map(MAPPING, "vLLM `EngineArgs` fields of this stage, by their Python name.")
+    sampling: Mapping[str, Any] = _map(MAPPING, "Default `SamplingParams` fields of this stage.")
+    env: Mapping[str, str] = _map(ENVIRONMENT, "Environment variables of the stage's replica processes.")
+    engine_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Engine fields from `--stage-overrides`: not a key of the file, stronger than stock command line flags."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OmniConfig:
+    """The whole configuration."""
+
+    pipeline: str | None = _key(
+        None, TEXT.or_none(), "Name of the pipeline the file is for. Null: taken from the model's architecture."
+    )
+    async_chunk: bool = _key(
+        True, BOOLEAN, "Hand results to the next stage while they are made; false: once, when a stage has finished."
+    )
+    api_servers: int = _key(1, integer(at_least=1), "How many API server processes are started.", "processes")
+    startup_timeout_s: float = _key(600.0, seconds(), "All replicas must be ready within this time.", "seconds")
+    shutdown_timeout_s: float = _key(5.0, seconds(), "A process that has not ended by then is killed.", "seconds")
+    request_deadline_s: float | None = _key(
+        None, seconds().or_none(), "A request that takes longer fails. Null: no limit.", "seconds"
+    )
+    stage_error_s: float = _key(
+        1.0, seconds(), "A request that needs a stage without a live replica fails after this time.", "seconds"
+    )
+    log_dir: str | None = _key(
+        None, TEXT.or_none(), "Directory for one log file a replica. Null: replicas log to the terminal."
+    )
+    stages: Mapping[str, StageConfig] = field(default_factory=dict)
+    """Settings by stage name; a stage that is not named has the defaults of `StageConfig`."""
+
+    def stage(self, name: str) -> StageConfig:
+        """The settings of a stage, or the defaults if nothing was said about it."""
+        return self.stages.get(name, StageConfig())
+
+
+def keys(schema: type[StageConfig] | type[OmniConfig]) -> dict[str, Key]:
+    """The keys a file may hold at that level (`stages` is the level below and not among them)."""
+    return {f.name: f.metadata["key"] for f in fields(schema) if "key" in f.metadata}

@@ -1,0 +1,60 @@
+"""Defaults of a replica on a CPU machine, where several engines must live in one memory and on a few cores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_omni_ext.config.schema import StageConfig
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.model_plugins.registry import ModelFacts, StageSpec
+from vllm_omni_ext.topology.shape import Machine
+
+MAX_NUM_SEQS = 16
+"""Sequences a replica runs at once."""
+
+SMALLEST_CACHE_BYTES = 16 << 20
+"""For a stage without a KV cache: an explicit size keeps the engine from claiming most of the memory at start."""
+
+CACHE_PART_OF_MEMORY = 0.5
+"""Part of the memory that all KV caches together may take by default."""
+
+
+def engine_defaults(spec: StageSpec, facts: ModelFacts, machine: Machine, replicas: int) -> dict[str, Any]:
+    """`EngineArgs` of a replica when nobody says otherwise.
+
+    Args:
+        replicas: number of replicas of all stages.
+
+    The cache holds one sequence of full length if the facts are known and half of the memory, divided by all replicas,
+    suffices; if not, `max_model_len` is lowered to what fits.
+    """
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "kv_cache_memory_bytes": max(spec.cpu_kv_bytes, SMALLEST_CACHE_BYTES),
+    }
+    length = facts.max_model_len.get(spec.name)
+    token_bytes = facts.kv_bytes_per_token.get(spec.name)
+    if spec.cpu_kv_bytes and length and token_bytes:
+        limit = max(spec.cpu_kv_bytes, int(machine.memory_bytes * CACHE_PART_OF_MEMORY) // replicas)
+        defaults["kv_cache_memory_bytes"] = min(max(spec.cpu_kv_bytes, length * token_bytes), limit)
+        if length * token_bytes > limit:
+            defaults["max_model_len"] = limit // token_bytes
+    return defaults
+
+
+def environment(stage: StageConfig, machine: Machine, replicas: int) -> dict[str, str]:
+    """Environment of a replica: one process (no worker process besides), no pinning, its part of the cores."""
+    threads = stage.cpu_threads or max(1, machine.cpu_count // replicas)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+
+
+def check_devices(name: str, stage: StageConfig) -> None:
+    """Refuse devices on a machine that has none."""
+    if stage.devices is not None:
+        raise ConfigError(f"stages.{name}.devices: this machine has no CUDA device; remove it")

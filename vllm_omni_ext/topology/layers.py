@@ -1,0 +1,107 @@
+"""Engine arguments of one stage, from all who have a say: the strongest layer wins, nothing is dropped silently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_omni_ext.config.schema import StageConfig
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.model_plugins.registry import StageSpec
+
+SHARED_FIELDS = frozenset(
+    {
+        "code_revision",
+        "config_format",
+        "disable_log_stats",
+        "download_dir",
+        "dtype",
+        "enforce_eager",
+        "hf_config_path",
+        "hf_token",
+        "ignore_patterns",
+        "load_format",
+        "log_level",
+        "logging_config",
+        "model_loader_extra_config",
+        "model_weights",
+        "pt_load_map_location",
+        "revision",
+        "safetensors_load_strategy",
+        "safetensors_prefetch_block_size",
+        "safetensors_prefetch_num_threads",
+        "seed",
+        "trust_remote_code",
+        "use_tqdm_on_load",
+    }
+)
+"""Stock flags that say something about the whole model or the whole server: they apply to every stage.
+All other stock flags apply to the text stage alone."""
+
+_ONE_HOST = "a replica runs on one host; remove it"
+_REPLICAS = "write stages.{stage}.replicas instead"
+_API = "write api_servers instead"
+_RESERVED: Mapping[str, tuple[str, object]] = {
+    "model": ("the model is given once, on the command line; remove it", None),
+    "device_ids": ("write stages.{stage}.devices instead", None),
+    "data_parallel_size": (_REPLICAS, 1),
+    "data_parallel_size_local": (_REPLICAS, None),
+    "data_parallel_rank": (_REPLICAS, None),
+    "data_parallel_start_rank": (_REPLICAS, None),
+    "data_parallel_address": (_REPLICAS, None),
+    "data_parallel_rpc_port": (_REPLICAS, None),
+    "data_parallel_hybrid_lb": (_REPLICAS, False),
+    "data_parallel_external_lb": (_REPLICAS, False),
+    "data_parallel_multi_port_external_lb": (_REPLICAS, False),
+    "enable_elastic_ep": (_REPLICAS, False),
+    "enable_fault_tolerance": ("a lost replica is handled by the pool; remove it", False),
+    "nnodes": (_ONE_HOST, 1),
+    "node_rank": (_ONE_HOST, 0),
+    "_api_process_count": (_API, 1),
+    "_api_process_rank": (_API, 0),
+}
+"""Engine fields that the plan decides: what to write instead, and the one value that changes nothing."""
+
+
+def said(spec: StageSpec, stage: StageConfig, text_args: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user said about a stage's engine: `--stage-overrides` over stock flags over the file.
+
+    Raises:
+        ConfigError: a field that the pipeline or the plan decides.
+    """
+    path = f"stages.{spec.name}.engine"
+    flags = {
+        key: value for key, value in text_args.items() if key != "model" and (spec.text_stage or key in SHARED_FIELDS)
+    }
+    for layer, prefix in ((flags, ""), (stage.engine, f"{path}."), (stage.engine_overrides, f"{path}.")):
+        for key, value in layer.items():
+            _check_free(f"{prefix}{key}", key, value, spec)
+    _check_cache(path, stage)
+    cache = {} if stage.kv_cache_bytes is None else {"kv_cache_memory_bytes": stage.kv_cache_bytes}
+    return {**stage.engine, **cache, **flags, **stage.engine_overrides}
+
+
+def parallel_size(path: str, field: str, args: Mapping[str, Any]) -> int:
+    """Read `tensor_parallel_size` or `pipeline_parallel_size`."""
+    value = args.get(field, 1)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{path}.engine.{field}: must be an integer >= 1, got {value!r}")
+    return value
+
+
+def _check_free(where: str, key: str, value: Any, spec: StageSpec) -> None:
+    if key in spec.engine and value != spec.engine[key]:
+        raise ConfigError(f"{where}: the pipeline sets it to {spec.engine[key]!r} for '{spec.name}'; remove it")
+    if key in _RESERVED:
+        advice, harmless = _RESERVED[key]
+        if value != harmless:
+            raise ConfigError(f"{where}: {advice.format(stage=spec.name)}")
+
+
+def _check_cache(path: str, stage: StageConfig) -> None:
+    for layer in (stage.engine, stage.engine_overrides):
+        if stage.kv_cache_bytes is not None and "kv_cache_memory_bytes" in layer:
+            where = path.removesuffix(".engine")
+            raise ConfigError(
+                f"{path}.kv_cache_memory_bytes: {where}.kv_cache_bytes says the same; keep one of the two"
+            )

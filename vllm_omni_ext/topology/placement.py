@@ -1,0 +1,147 @@
+"""Which CUDA devices each replica gets, and how much of a shared device's memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm_omni_ext.errors import ConfigError
+
+SHARED_DEVICE_MEMORY = 0.9
+"""Part of a device's memory that is handed out when several replicas share it; the rest is for CUDA contexts."""
+
+Devices = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What one stage asks for.
+
+    Attributes:
+        tensor_parallel, pipeline_parallel: their product is the number of devices of one replica.
+        devices: what the user wrote under `stages.<name>.devices`; None = place automatically.
+        share: relative part of a shared device's memory (`StageSpec.gpu_share`).
+        utilization: `gpu_memory_utilization` if the user set it.
+    """
+
+    stage: str
+    replicas: int
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    devices: str | None = None
+    share: float = 1.0
+    utilization: float | None = None
+
+    @property
+    def per_replica(self) -> int:
+        """Devices of one replica."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+
+def place(demands: Sequence[Demand], device_count: int) -> dict[str, tuple[Devices, ...]]:
+    """Give every replica its devices.
+
+    Written devices are taken as written. The other replicas follow in stage order, each on the devices with the least
+    load so far, where the load of a replica is its stage's share. So with enough devices every replica has its own,
+    with two the largest stage keeps one for itself, and with one all are on it.
+
+    Raises:
+        ConfigError: counts that do not fit; the message does the arithmetic.
+    """
+    placed: dict[str, tuple[Devices, ...]] = {}
+    load = [0.0] * device_count
+    for demand in demands:
+        if demand.devices is not None:
+            placed[demand.stage] = _written(demand, demand.devices, device_count)
+            for device in (d for devices in placed[demand.stage] for d in devices):
+                load[device] += demand.share
+    for demand in demands:
+        if demand.devices is None:
+            placed[demand.stage] = tuple(_least_loaded(demand, load) for _ in range(demand.replicas))
+    return {demand.stage: placed[demand.stage] for demand in demands}
+
+
+def memory_shares(demands: Sequence[Demand], placed: Mapping[str, tuple[Devices, ...]]) -> dict[str, float]:
+    """`gpu_memory_utilization` for each stage that shares a device and whose user did not set it.
+
+    The users' own values are taken off `SHARED_DEVICE_MEMORY` first, the rest is split by share. A stage has one value
+    for all its replicas: that of its fullest device. A stage alone on its devices is left to vLLM's default.
+    """
+    shares: dict[str, float] = {}
+    for device in sorted({d for replicas in placed.values() for devices in replicas for d in devices}):
+        users = [demand for demand in demands for devices in placed[demand.stage] if device in devices]
+        if len(users) == 1:
+            continue
+        unit = _unit_share(device, users)
+        for demand in users:
+            if demand.utilization is None:
+                value = math.floor(demand.share * unit * 1000 + 1e-6) / 1000
+                shares[demand.stage] = min(value, shares.get(demand.stage, value))
+    return shares
+
+
+def _written(demand: Demand, text: str, device_count: int) -> tuple[Devices, ...]:
+    path = f"stages.{demand.stage}.devices"
+    ids = tuple(int(part) for part in text.split(","))
+    for device in ids:
+        if device >= device_count:
+            has = f"devices 0 to {device_count - 1}" if device_count > 1 else "only device 0"
+            raise ConfigError(f"{path}: device {device} does not exist; this machine has {has}")
+    size = demand.per_replica
+    if len(ids) == size:
+        replicas = (ids,) * demand.replicas
+    elif len(ids) == size * demand.replicas:
+        replicas = tuple(ids[start : start + size] for start in range(0, len(ids), size))
+    else:
+        either = (
+            "" if demand.replicas == 1 else f"; write {size * demand.replicas}, or {size} for all replicas to share"
+        )
+        raise ConfigError(f"{path}: {_arithmetic(demand)}, but '{text}' names {len(ids)}{either}")
+    for devices in replicas:
+        if len(set(devices)) != len(devices):
+            names = ",".join(map(str, devices))
+            raise ConfigError(f"{path}: a replica would have the same device twice ('{names}'); name different ones")
+    return replicas
+
+
+def _least_loaded(demand: Demand, load: list[float]) -> Devices:
+    if demand.per_replica > len(load):
+        raise ConfigError(
+            f"stages.{demand.stage}: a replica needs {demand.per_replica} devices "
+            f"({_parallel(demand)}), but this machine has {len(load)}"
+        )
+    chosen = sorted(sorted(range(len(load)), key=lambda device: (round(load[device], 9), device))[: demand.per_replica])
+    for device in chosen:
+        load[device] += demand.share
+    return tuple(chosen)
+
+
+def _unit_share(device: int, users: Sequence[Demand]) -> float:
+    """Memory of one unit of `share` on that device."""
+    written = [(demand.stage, demand.utilization) for demand in users if demand.utilization is not None]
+    taken = sum(value for _, value in written)
+    sum_text = " + ".join(f"{stage} {value:g}" for stage, value in written)
+    if taken > 1.0 + 1e-9:
+        raise ConfigError(
+            f"gpu_memory_utilization: device {device} is shared and {sum_text} = {taken:g} is more than 1; "
+            "lower one of them or give the stages different devices"
+        )
+    relative = sum(demand.share for demand in users if demand.utilization is None)
+    if relative and SHARED_DEVICE_MEMORY - taken < 0.01:
+        waiting = next(demand.stage for demand in users if demand.utilization is None)
+        raise ConfigError(
+            f"stages.{waiting}.engine.gpu_memory_utilization: {sum_text} leaves nothing of device {device} "
+            f"(at most {SHARED_DEVICE_MEMORY:g} of a shared device is handed out); lower it or set this one too"
+        )
+    return (SHARED_DEVICE_MEMORY - taken) / relative if relative else 0.0
+
+
+def _parallel(demand: Demand) -> str:
+    text = f"tensor_parallel_size {demand.tensor_parallel}"
+    return text if demand.pipeline_parallel == 1 else f"{text} x pipeline_parallel_size {demand.pipeline_parallel}"
+
+
+def _arithmetic(demand: Demand) -> str:
+    replicas = "1 replica" if demand.replicas == 1 else f"{demand.replicas} replicas"
+    return f"{replicas} x {_parallel(demand)} = {demand.replicas * demand.per_replica} devices"

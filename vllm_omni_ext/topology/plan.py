@@ -1,0 +1,137 @@
+"""From model, pipeline, configuration and machine to a plan. Pure: the same input gives the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec, StageSpec
+from vllm_omni_ext.topology import cpu
+from vllm_omni_ext.topology.layers import SHARED_FIELDS, parallel_size, said
+from vllm_omni_ext.topology.placement import Demand, Devices, memory_shares, place
+from vllm_omni_ext.topology.shape import Machine, Plan, ReplicaPlan, StagePlan
+
+__all__ = ["SHARED_FIELDS", "Machine", "Plan", "ReplicaPlan", "StagePlan", "make_plan", "resolved_sampling"]
+
+
+def make_plan(
+    *,
+    model: str,
+    pipeline: PipelineSpec,
+    config: OmniConfig,
+    text_args: Mapping[str, Any],
+    machine: Machine,
+    facts: ModelFacts | None = None,
+) -> Plan:
+    """Decide everything that is going to be started.
+
+    Args:
+        text_args: the `EngineArgs` fields the user really gave as stock flags or keywords. They apply to the text
+            stage; those in `SHARED_FIELDS` to every stage.
+        facts: what the checkpoint says about its stages, if known.
+
+    Raises:
+        ConfigError: the settings contradict each other, the pipeline or the machine.
+    """
+    if config.pipeline not in (None, pipeline.name):
+        raise ConfigError(f"pipeline: the stage config is for '{config.pipeline}', but the model is '{pipeline.name}'")
+    for name in config.stages:
+        pipeline.stage(name)
+    user = {spec.name: said(spec, config.stage(spec.name), text_args) for spec in pipeline.stages}
+    around = _Surroundings(config, machine, facts or ModelFacts(), _replica_count(pipeline, config))
+    demands = [_demand(spec, config, user[spec.name]) for spec in pipeline.stages]
+    if machine.platform == "cpu":
+        for spec in pipeline.stages:
+            cpu.check_devices(spec.name, config.stage(spec.name))
+        devices: dict[str, tuple[Devices, ...]] = {d.stage: ((),) * d.replicas for d in demands}
+        shares: dict[str, float] = {}
+    else:
+        devices = place(demands, machine.device_count)
+        shares = memory_shares(demands, devices)
+    return Plan(
+        model=model,
+        pipeline=pipeline.name,
+        machine=machine,
+        stages=tuple(
+            _stage_plan(spec, user[spec.name], devices[spec.name], shares.get(spec.name), around)
+            for spec in pipeline.stages
+        ),
+        edges=pipeline.edges,
+        api_servers=config.api_servers,
+        config=config,
+    )
+
+
+def resolved_sampling(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[str, Any]]:
+    """Sampling defaults by stage: what the configuration says over what the pipeline says."""
+    return {spec.name: {**spec.sampling, **config.stage(spec.name).sampling} for spec in pipeline.stages}
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """What is the same for all stages; `replicas` counts all of them."""
+
+    config: OmniConfig
+    machine: Machine
+    facts: ModelFacts
+    replicas: int
+
+
+def _replica_count(pipeline: PipelineSpec, config: OmniConfig) -> int:
+    return sum(config.stage(spec.name).replicas for spec in pipeline.stages)
+
+
+def _demand(spec: StageSpec, config: OmniConfig, user: Mapping[str, Any]) -> Demand:
+    stage, path = config.stage(spec.name), f"stages.{spec.name}"
+    return Demand(
+        stage=spec.name,
+        replicas=stage.replicas,
+        tensor_parallel=parallel_size(path, "tensor_parallel_size", user),
+        pipeline_parallel=parallel_size(path, "pipeline_parallel_size", user),
+        devices=stage.devices,
+        share=spec.gpu_share,
+        utilization=user.get("gpu_memory_utilization"),
+    )
+
+
+def _stage_plan(
+    spec: StageSpec,
+    user: Mapping[str, Any],
+    devices: tuple[Devices, ...],
+    share: float | None,
+    around: _Surroundings,
+) -> StagePlan:
+    stage = around.config.stage(spec.name)
+    defaults: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    if around.machine.platform == "cpu":
+        defaults = cpu.engine_defaults(spec, around.facts, around.machine, around.replicas)
+        env = cpu.environment(stage, around.machine, around.replicas)
+        if user.get("tensor_parallel_size", 1) == user.get("pipeline_parallel_size", 1) == 1:
+            defaults["distributed_executor_backend"] = "uni"
+    elif share is not None:
+        defaults["gpu_memory_utilization"] = share
+    args = {**defaults, **spec.engine_defaults, **user, **spec.engine}
+    return StagePlan(
+        name=spec.name,
+        text_stage=spec.text_stage,
+        engine_args=_one_step(spec, args, around.facts),
+        env={**env, **stage.env},
+        replicas=tuple(ReplicaPlan(id=ReplicaId(spec.name, i), devices=ids) for i, ids in enumerate(devices)),
+        sampling={**spec.sampling, **stage.sampling},
+    )
+
+
+def _one_step(spec: StageSpec, args: dict[str, Any], facts: ModelFacts) -> dict[str, Any]:
+    """A pooling stage takes a sequence in one step, so a step must hold the longest sequence."""
+    if args.get("runner") != "pooling":
+        return args
+    if spec.name in facts.max_model_len:
+        args.setdefault("max_model_len", facts.max_model_len[spec.name])
+    if "max_model_len" in args:
+        args.setdefault("max_num_batched_tokens", args["max_model_len"])
+    return args

@@ -1,0 +1,95 @@
+"""What a plan is made of. Frozen data that can be pickled into every process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.errors import UnknownMember
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.model_plugins.registry import EdgeSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where the replicas will run. `memory_bytes` is the host's."""
+
+    platform: Literal["cpu", "cuda"]
+    device_count: int
+    cpu_count: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaPlan:
+    """One replica: its name and its CUDA devices (none on a CPU machine)."""
+
+    id: ReplicaId
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """One stage, everything decided.
+
+    Attributes:
+        engine_args: `EngineArgs` fields of its replicas, without `model` and devices; what is not named is left to
+            vLLM's default.
+        env: environment variables of the replica processes, on top of the inherited ones.
+        sampling: default `SamplingParams` fields.
+    """
+
+    name: str
+    text_stage: bool
+    engine_args: Mapping[str, Any]
+    env: Mapping[str, str]
+    replicas: tuple[ReplicaPlan, ...]
+    sampling: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is going to be started. `pipeline` is the name of the pipeline; stages are in start order."""
+
+    model: str
+    pipeline: str
+    machine: Machine
+    stages: tuple[StagePlan, ...]
+    edges: tuple[EdgeSpec, ...]
+    api_servers: int
+    config: OmniConfig
+
+    def stage(self, name: str) -> StagePlan:
+        """Return the stage of that name; UnknownMember names the known ones."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise UnknownMember(f"no stage '{name}'; the plan has {', '.join(s.name for s in self.stages)}")
+
+    def text_stage(self) -> StagePlan:
+        """Return the stage that answers text."""
+        return next(stage for stage in self.stages if stage.text_stage)
+
+    def replica(self, replica_id: ReplicaId) -> ReplicaPlan:
+        """Return the replica of that name; UnknownMember names the known ones of its stage."""
+        replicas = self.stage(replica_id.stage).replicas
+        for replica in replicas:
+            if replica.id == replica_id:
+                return replica
+        raise UnknownMember(f"no replica '{replica_id}'; the plan has {', '.join(str(r.id) for r in replicas)}")
+
+    def replicas(self) -> tuple[ReplicaPlan, ...]:
+        """All replicas, stage by stage."""
+        return tuple(replica for stage in self.stages for replica in stage.replicas)
+
+    def edges_from(self, name: str) -> tuple[EdgeSpec, ...]:
+        """The hand-overs that start at a stage."""
+        source = self.stage(name).name
+        return tuple(edge for edge in self.edges if edge.source == source)
+
+    def edges_to(self, name: str) -> tuple[EdgeSpec, ...]:
+        """The hand-overs that end at a stage."""
+        target = self.stage(name).name
+        return tuple(edge for edge in self.edges if edge.target == target)
