@@ -9,19 +9,21 @@ _HERE = "vllm_omni_ext.model_plugins.qwen3_omni"
 THINKER = StageSpec(
     name="thinker",
     text_stage=True,
-    engine={"worker_cls": "vllm_omni_ext.engine.worker.ThinkerWorker"},
+    engine={"worker_cls": "vllm_omni_ext.engine.worker.ExportWorker"},
     cpu_kv_bytes=256 << 20,
+    gpu_share=0.6,
 )
 # Sampling defaults are those of Transformers' `Qwen3OmniMoeForConditionalGeneration.generate`.
 TALKER = StageSpec(
     name="talker",
     engine={
-        "worker_cls": "vllm_omni_ext.engine.worker.TalkerWorker",
-        "scheduler_cls": "vllm_omni_ext.engine.scheduler.talker_scheduler",
+        "worker_cls": "vllm_omni_ext.engine.worker.FeedWorker",
+        "scheduler_cls": "vllm_omni_ext.engine.scheduler.feed_scheduler",
         "hf_overrides": f"{_HERE}.hf_configs:talker",
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "enable_prompt_embeds": True,
+        "async_scheduling": False,  # the code predictor needs the sampled token on the host
     },
     cpu_kv_bytes=128 << 20,
     sampling={
@@ -31,6 +33,7 @@ TALKER = StageSpec(
         "repetition_penalty": 1.05,
         "max_tokens": 4096,
     },
+    gpu_share=0.2,
 )
 CODE2WAV = StageSpec(
     name="code2wav",
@@ -40,6 +43,7 @@ CODE2WAV = StageSpec(
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
     },
+    gpu_share=0.1,
 )
 
 QWEN3_OMNI = PipelineSpec(
@@ -53,4 +57,5 @@ QWEN3_OMNI = PipelineSpec(
     ),
     output_modalities=("text", "audio"),
     request_plugin=f"{_HERE}.requests:Qwen3OmniRequests",
+    facts=f"{_HERE}.facts:facts",
 )

@@ -1,0 +1,171 @@
+"""The talker as a vLLM model: Qwen3-MoE over codec tokens, fed with rows built by `TalkerFeeder`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.models.interfaces import SupportsMRoPE
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.sequence import IntermediateTensors
+
+from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor
+from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerFeeder
+
+SPECIAL_CODES = 1024  # the last ids of the talker's vocabulary are specials; only the end may be sampled
+EMBED = "thinker.model.embed_tokens.weight"
+PROJECT_ROWS = 8192  # rows of the text table projected at once, so that loading needs little extra memory
+
+RowSource = Callable[[Sequence[str] | None], Tensor]
+
+
+class _Resize(nn.Module):
+    """Two-layer projection from the thinker's width to the talker's (`...TalkerResizeMLP`)."""
+
+    def __init__(self, source: int, middle: int, target: int) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(source, middle)
+        self.linear_fc2 = nn.Linear(middle, target)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_fc2(nn.functional.silu(self.linear_fc1(x)))
+
+
+class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
+    """Talker of Qwen3-Omni. The worker brackets every step with `begin_step` / `end_step`."""
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={
+            "talker.model.codec_embedding.": "language_model.model.embed_tokens.",
+            "talker.codec_head.": "language_model.lm_head.",
+            "talker.model.": "language_model.model.",
+            "talker.": "",
+            "thinker.": None,
+            "code2wav.": None,
+        }
+    )
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        text = config.text_config
+        if text.hidden_act != "silu":
+            raise ValueError(f"talker hidden_act '{text.hidden_act}' is not supported; only silu is")
+        self.config = config
+        self.codec_eos: int = config.codec_eos_token_id
+        self.language_model = Qwen3MoeForCausalLM(
+            vllm_config=vllm_config, prefix=maybe_prefix(prefix, "language_model")
+        )
+        self.text_projection = _Resize(config.thinker_hidden_size, text.intermediate_size, text.hidden_size)
+        self.hidden_projection = _Resize(config.thinker_hidden_size, text.intermediate_size, text.hidden_size)
+        self.code_predictor = CodePredictor(config.code_predictor_config)
+        self.text_table = nn.Parameter(torch.empty(config.thinker_vocab_size, text.hidden_size), requires_grad=False)
+        blocked = torch.zeros(text.vocab_size, dtype=torch.bool)
+        blocked[-SPECIAL_CODES:] = True
+        blocked[self.codec_eos] = False
+        self.register_buffer("blocked", blocked, persistent=False)
+        self.make_empty_intermediate_tensors = self.language_model.make_empty_intermediate_tensors
+        self._limits = (vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len)
+        self._feeder: TalkerFeeder | None = None
+        self._rows: RowSource | None = None
+        self._opened: list[str] = []
+        self.sampled_hidden: Tensor | None = None
+
+    @staticmethod
+    def get_model_state_cls() -> type:
+        """Model Runner V2 asks the returned state for the input rows of a step."""
+        from vllm_omni_ext.engine.model_state import FeedModelState
+
+        return FeedModelState
+
+    @property
+    def feeder(self) -> TalkerFeeder:
+        """Per-request inputs, made on first use (the device is known only after loading)."""
+        if self._feeder is None:
+            slots, capacity = self._limits
+            self._feeder = TalkerFeeder(
+                self,
+                groups=self.config.code_predictor_config.num_code_groups,
+                slots=slots,
+                capacity=min(capacity, 16384),
+                device=self.text_table.device,
+            )
+        return self._feeder
+
+    def begin_step(self, *, rows: RowSource, opened: list[str]) -> None:
+        """Set where this step's rows come from and which requests the runner is about to add, in order."""
+        self._rows, self._opened = rows, list(opened)
+
+    def end_step(self) -> None:
+        """Forget the step."""
+        self._rows, self._opened = None, []
+
+    def input_rows(self, order: Sequence[str] | None) -> Tensor:
+        """Rows of the running step in batch order (None: the V1 runner's own order)."""
+        assert self._rows is not None, "rows are asked for inside a step only"
+        return self._rows(order)
+
+    def codec_rows(self, ids: Tensor) -> Tensor:
+        """Codec embeddings [n, hidden] of first-group codes [n]."""
+        return self.language_model.model.embed_tokens(ids)
+
+    def project_hidden(self, rows: Tensor) -> Tensor:
+        """Project thinker rows [n, thinker hidden] to [n, hidden]."""
+        return self.hidden_projection(rows.to(self.text_table.dtype))
+
+    def embed_input_ids(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Called by the V1 runner before each step; outside a step (profiling) the ids are embedded as codes."""
+        if self._rows is None:
+            return self.codec_rows(input_ids.clamp(max=self.config.text_config.vocab_size - 1))
+        return self.input_rows(None)
+
+    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
+        """Positions [3, n] and delta of the next request the runner adds in this step."""
+        if not self._opened:
+            return torch.arange(len(input_tokens)).expand(3, -1), 0
+        return self.feeder.positions(self._opened.pop(0), len(input_tokens))
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor | IntermediateTensors:
+        """Hidden states [tokens, hidden] after the final norm."""
+        return self.language_model.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Logits [requests, codes] with the special codes out of reach; keeps the hidden rows for the predictor."""
+        self.sampled_hidden = hidden_states
+        logits = self.language_model.compute_logits(hidden_states)
+        return None if logits is None else logits.masked_fill(self.blocked, float("-inf"))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load `talker.*` and project the thinker's embedding table; returns the names loaded."""
+        table: list[Tensor] = []
+
+        def talker_only() -> Iterable[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if name == EMBED:
+                    table.append(tensor)
+                elif name.startswith("talker."):
+                    yield name, tensor
+
+        loaded = AutoWeightsLoader(self).load_weights(talker_only(), mapper=self.hf_to_vllm_mapper)
+        if not table:
+            raise ValueError(f"the checkpoint has no '{EMBED}', which the talker's text track is made from")
+        self._project(table[0])
+        return loaded | {"text_table"}
+
+    @torch.inference_mode()
+    def _project(self, embed: Tensor) -> None:
+        like = self.text_table
+        for start in range(0, embed.shape[0], PROJECT_ROWS):
+            rows = embed[start : start + PROJECT_ROWS].to(device=like.device, dtype=like.dtype)
+            like.data[start : start + rows.shape[0]] = self.text_projection(rows)

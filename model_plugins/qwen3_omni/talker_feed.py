@@ -1,0 +1,191 @@
+"""Input rows of the talker from ids: text track, codec frames and projected multimodal rows.
+
+Position p of a request is
+    p < prompt length:  text(id_p) [+ codec(c_p)], or the projected hidden row of a multimodal position;
+    p = prompt + t:     sum of the codec embeddings of frame t + text(track[t]),
+with text(id) = text_projection(thinker embedding of id), a row of a table made once at load. After the track has
+ended, `fill` (tts_pad) is fed. Source: Transformers' `_get_talker_user_parts`, `_get_talker_assistant_parts` and
+`prepare_inputs_for_generation` of Qwen3-Omni; there the same rows come from hidden states of every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_omni_ext.engine.feeder import Span
+from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor, Draw
+
+MULTIMODAL = -1  # text id of a position whose row is handed over
+NO_CODEC = -1
+
+
+class TalkerWeights(Protocol):
+    """What the feeder needs of the model."""
+
+    text_table: Tensor  # [thinker vocabulary, hidden]
+    code_predictor: CodePredictor
+    codec_eos: int
+
+    def codec_rows(self, ids: Tensor) -> Tensor:
+        """Codec embeddings of first-group codes."""
+
+    def project_hidden(self, rows: Tensor) -> Tensor:
+        """hidden_projection of thinker rows [n, thinker hidden]."""
+
+
+@dataclass
+class _Request:
+    text: list[int]
+    codec: list[int]
+    fill: int
+    track: list[int]
+    draw: Draw
+    slot: int
+    positions: Tensor | None
+    rows: Tensor | None = None
+    row_of: dict[int, int] = field(default_factory=dict)
+    frames: int = 0
+
+    def text_at(self, step: int) -> int:
+        return self.track[step] if step < len(self.track) else self.fill
+
+
+class TalkerFeeder:
+    """Implements `engine.feeder.Feeder` for the talker."""
+
+    def __init__(self, model: TalkerWeights, *, groups: int, slots: int, capacity: int, device: torch.device) -> None:
+        self._model = model
+        self._groups = groups
+        self._capacity = capacity
+        self._device = device
+        self._frames = torch.zeros((slots, capacity, groups), dtype=torch.int32, device=device)
+        self._free = list(range(slots - 1, -1, -1))
+        self._requests: dict[str, _Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def open(self, req_id: str, prompt: Mapping[str, Any], sampling: Any) -> None:
+        """Start a request; `prompt` has text, codec, track, fill and, for multimodal prompts, positions."""
+        if req_id in self._requests:  # preempted and added again: its history stays
+            return
+        text = list(prompt["text"])
+        seed = sampling.seed
+        generator = None if seed is None else torch.Generator(self._device).manual_seed(seed)
+        positions = prompt.get("positions")
+        self._requests[req_id] = _Request(
+            text=text,
+            codec=list(prompt["codec"]),
+            fill=int(prompt["fill"]),
+            track=list(prompt["track"]),
+            draw=Draw(greedy=sampling.temperature < 1e-5, generator=generator),
+            slot=self._take_slot(),
+            positions=None if positions is None else _positions_from(positions),
+            row_of={p: i for i, p in enumerate(q for q, t in enumerate(text) if t == MULTIMODAL)},
+        )
+
+    def _take_slot(self) -> int:
+        if not self._free:  # more requests alive than run at once (preempted ones keep their history)
+            slots = self._frames.shape[0]
+            self._frames = torch.cat([self._frames, torch.zeros_like(self._frames)])
+            self._free = list(range(2 * slots - 1, slots - 1, -1))
+        return self._free.pop()
+
+    def extend(self, req_id: str, chunk: Mapping[str, Any], rows: Tensor | None) -> None:
+        """Append track ids and/or multimodal rows [n, thinker hidden]."""
+        request = self._requests[req_id]
+        request.track.extend(chunk.get("track", ()))
+        if rows is not None:
+            new = self._model.project_hidden(rows.to(self._device))
+            request.rows = new if request.rows is None else torch.cat([request.rows, new])
+
+    def close(self, req_id: str) -> None:
+        """Forget a request."""
+        request = self._requests.pop(req_id, None)
+        if request is not None:
+            self._free.append(request.slot)
+
+    def positions(self, req_id: str, length: int) -> tuple[Tensor, int]:
+        """M-RoPE positions of the first `length` positions and the delta of the following ones."""
+        prompt = self._requests[req_id].positions
+        if prompt is None:
+            return torch.arange(length).expand(3, -1), 0
+        after = int(prompt.max()) + 1
+        delta = after - prompt.shape[1]
+        tail = torch.arange(after, after + length - prompt.shape[1]).expand(3, -1)
+        return torch.cat([prompt, tail], dim=1)[:, :length], delta
+
+    def rows(self, spans: Sequence[Span]) -> Tensor:
+        """Input rows of all spans, [sum of counts, hidden]."""
+        table = self._model.text_table
+        rows = table.new_zeros((sum(s.count for s in spans), table.shape[1]))
+        decode: list[tuple[int, int, int, int]] = []  # row, slot, frame, text id
+        base = 0
+        for span in spans:
+            request = self._requests[span.req_id]
+            prompt = len(request.text)
+            cut = max(0, min(prompt - span.start, span.count))
+            if cut:
+                self._prompt_rows(request, span.start, rows[base : base + cut])
+            for i in range(cut, span.count):
+                step = span.start + i - prompt
+                decode.append((base + i, request.slot, step, request.text_at(step)))
+            base += span.count
+        if decode:
+            at, slot, frame, text = torch.tensor(decode, device=self._device).unbind(dim=1)
+            rows[at] = self._frame_rows(self._frames[slot, frame]) + table[text]
+        return rows
+
+    def _prompt_rows(self, request: _Request, start: int, out: Tensor) -> None:
+        stop = start + out.shape[0]
+        ids = torch.tensor(request.text[start:stop], device=self._device)
+        out.copy_(self._model.text_table[ids.clamp(min=0)])
+        mixed = [p for p in range(start, stop) if request.text[p] == MULTIMODAL]
+        if mixed:
+            assert request.rows is not None, "the scheduler starts a prompt only when its rows are there"
+            at = torch.tensor([p - start for p in mixed], device=self._device)
+            source = torch.tensor([request.row_of[p] for p in mixed], device=self._device)
+            out[at] = request.rows[source].to(out.dtype)
+        spoken = [p for p in range(start, stop) if request.codec[p] != NO_CODEC]
+        if spoken:
+            at = torch.tensor([p - start for p in spoken], device=self._device)
+            codes = torch.tensor([request.codec[p] for p in spoken], device=self._device)
+            out[at] += self._model.codec_rows(codes)
+
+    def _frame_rows(self, frames: Tensor) -> Tensor:
+        """Sum of the code embeddings of frames [n, groups] -> [n, hidden]."""
+        codes = frames.long()
+        total = self._model.codec_rows(codes[:, 0])
+        for group, embedding in enumerate(self._model.code_predictor.model.codec_embedding, start=1):
+            total = total + embedding(codes[:, group])
+        return total
+
+    def sampled(self, req_ids: Sequence[str], tokens: Sequence[Sequence[int]], hidden: Tensor) -> list[Tensor | None]:
+        """Complete the frames of the sampled first codes; int32 [1, groups] per request that has one."""
+        made: list[Tensor | None] = [None] * len(req_ids)
+        live = [i for i, got in enumerate(tokens) if got and got[0] != self._model.codec_eos]
+        if not live:
+            return made
+        first = torch.tensor([tokens[i][0] for i in live], device=self._device)
+        requests = [self._requests[req_ids[i]] for i in live]
+        rest = self._model.code_predictor.predict(
+            hidden[live], self._model.codec_rows(first), [request.draw for request in requests]
+        )
+        frames = torch.cat([first[:, None], rest], dim=1).to(torch.int32)
+        host = frames.cpu()
+        for row, (i, request) in enumerate(zip(live, requests, strict=True)):
+            if request.frames < self._capacity:
+                self._frames[request.slot, request.frames] = frames[row]
+            request.frames += 1
+            made[i] = host[row : row + 1]
+        return made
+
+
+def _positions_from(data: bytes) -> Tensor:
+    flat = torch.frombuffer(bytearray(data), dtype=torch.int32).long()
+    return flat.view(3, -1)

@@ -1,0 +1,104 @@
+"""Scheduler of a stage whose inputs arrive in chunks.
+
+A chunk is a second ADD with a known request id (see `wire.handoff`). A request whose next input is missing is held
+with vLLM's own `next_decode_eligible_step`, and an engine in which everything is held reports no work, so that it
+sleeps on its input queue until the next chunk, request or abort wakes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_omni_ext.engine.gate import Gate
+from vllm_omni_ext.wire.handoff import chunk_of
+
+
+class FeedMixin(Scheduler):
+    """Gates requests on their hand-over and passes chunks on to the worker with the step that uses them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._gates: dict[str, Gate] = {}
+        self._chunks: dict[str, list[tuple[dict[str, Any], Any]]] = {}
+        self._parked: dict[str, Request] = {}
+
+    def add_request(self, request: Request) -> None:
+        """Add a request, or hand a chunk to the request of the same id; chunks of ended requests are dropped."""
+        payload, is_chunk = chunk_of(request.sampling_params.extra_args)
+        if is_chunk:
+            self._take_chunk(request.request_id, payload, request.prompt_embeds)
+            return
+        self._gates[request.request_id] = gate = Gate.of(payload)
+        if gate.ready:
+            super().add_request(request)
+        else:
+            self._parked[request.request_id] = request
+
+    def _take_chunk(self, req_id: str, payload: dict[str, Any], rows: Any) -> None:
+        gate = self._gates.get(req_id)
+        if gate is None:  # ended meanwhile: the sender learns it from the request's last output
+            return
+        gate.take(payload, 0 if rows is None else rows.shape[0])
+        self._chunks.setdefault(req_id, []).append((payload, rows))
+        if gate.ready and req_id in self._parked:
+            super().add_request(self._parked.pop(req_id))
+
+    def _starved(self, request: Request) -> bool:
+        gate = self._gates.get(request.request_id)
+        return gate is not None and gate.starved(request.num_output_tokens + request.num_output_placeholders)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule one step; starved requests are not eligible for it."""
+        for request in self.running:
+            if self._starved(request):
+                request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
+        output = super().schedule(throttle_prefills)
+        due = [req_id for req_id in output.num_scheduled_tokens if req_id in self._chunks]
+        output.handoff = {req_id: self._chunks.pop(req_id) for req_id in due}  # type: ignore[attr-defined]
+        return output
+
+    def has_requests(self) -> bool:
+        """False while every request waits for a chunk, so that the engine sleeps."""
+        if not super().has_requests():
+            return False
+        if self.has_finished_requests() or len(self.waiting) or len(self.kv_holding_waiting):
+            return True
+        return any(not self._starved(request) for request in self.running)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> Any:
+        """End requests, those still parked included."""
+        if isinstance(request_ids, str):
+            request_ids = [request_ids]
+        known = list(self._gates) if request_ids is None else list(request_ids)
+        for req_id in known:
+            if self._parked.pop(req_id, None) is not None:
+                self._forget(req_id)
+        return super().finish_requests(None if request_ids is None else known, finished_status)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._forget(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _forget(self, req_id: str) -> None:
+        self._gates.pop(req_id, None)
+        self._chunks.pop(req_id, None)
+
+
+class FeedScheduler(FeedMixin):
+    """For engines without async scheduling (CPU)."""
+
+
+class FeedAsyncScheduler(FeedMixin, AsyncScheduler):
+    """For engines with async scheduling."""
+
+
+def feed_scheduler(**kwargs: Any) -> Scheduler:
+    """Build the scheduler that fits `vllm_config`; vLLM calls `scheduler_cls` with keywords only."""
+    cls = FeedAsyncScheduler if kwargs["vllm_config"].scheduler_config.async_scheduling else FeedScheduler
+    return cls(**kwargs)

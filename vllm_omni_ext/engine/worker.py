@@ -1,0 +1,164 @@
+"""Workers of stages that hand rows over (`ExportWorker`) or are fed by another stage (`FeedWorker`).
+
+All logic is in `Exporter` and in the model's `Feeder`; what is here translates between them and vLLM's runner.
+The V1 runner (CPU, or `VLLM_USE_V2_MODEL_RUNNER=0`) and Model Runner V2 (GPU default) differ only in `_spans`
+and in where the input rows are asked for (V1: `embed_input_ids`; V2: `get_model_state_cls`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from vllm_omni_ext.engine.exporter import Exporter
+from vllm_omni_ext.engine.feeder import Feeder, Span
+from vllm_omni_ext.wire.handoff import PROMPT, export_ranges
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as _Worker  # type: ignore[assignment]
+
+
+def scheduled_starts(step: SchedulerOutput) -> dict[str, int]:
+    """First position each scheduled request computes in this step."""
+    cached = step.scheduled_cached_reqs
+    starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    starts.update((new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs)
+    return starts
+
+
+def spans_of(order: list[str], step: SchedulerOutput) -> list[Span]:
+    """The step's spans in the batch order of the runner."""
+    starts = scheduled_starts(step)
+    return [Span(req_id, starts[req_id], step.num_scheduled_tokens[req_id]) for req_id in order]
+
+
+class WithOutputs(AsyncModelRunnerOutput):
+    """Adds per-request tensors to an output that is not on the host yet."""
+
+    def __init__(self, inner: AsyncModelRunnerOutput, outputs: dict[str, torch.Tensor]) -> None:
+        self._inner = inner
+        self._outputs = outputs
+
+    def get_output(self) -> ModelRunnerOutput:
+        return with_outputs(self._inner.get_output(), self._outputs)
+
+
+def with_outputs(out: Any, outputs: dict[str, torch.Tensor]) -> Any:
+    """Put tensors beside the sampled tokens, where `EngineCoreOutput.pooling_output` picks them up."""
+    if not outputs:
+        return out
+    if isinstance(out, AsyncModelRunnerOutput):
+        return WithOutputs(out, outputs)
+    out.pooler_output = [outputs.get(req_id) for req_id in out.req_ids]
+    return out
+
+
+def _v1_order(runner: Any) -> list[str]:
+    """Batch order of the running step in the V1 runner (V2 passes its own batch to the model state)."""
+    return list(runner.input_batch.req_ids)
+
+
+def _executed_order(runner: Any, state: Any) -> list[str]:
+    """Batch order of the step that has just been executed, for either runner."""
+    return list(state.input_batch.req_ids) if hasattr(state, "input_batch") else _v1_order(runner)
+
+
+class ExportWorker(_Worker):  # type: ignore[misc]
+    """Exports hidden rows of chosen prompt positions; without such requests it is the stock worker."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._exporter = Exporter()
+        self._exported: dict[str, torch.Tensor] = {}
+
+    def handoff_steps(self) -> int:
+        """Steps in which this worker did more than the stock one (read through `collective_rpc`)."""
+        return self._exporter.steps
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Run one step; when rows are due, with the accept layer's hidden states beside the result."""
+        for req_id in scheduler_output.finished_req_ids:
+            self._exporter.drop(req_id)
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.sampling_params is not None and new.sampling_params.extra_args:
+                self._exporter.add(new.req_id, export_ranges(new.sampling_params.extra_args))
+        spans = spans_of(list(scheduler_output.num_scheduled_tokens), scheduler_output)
+        if not self._exporter.due(spans):
+            return super().execute_model(scheduler_output)
+        return self._execute_exporting(scheduler_output)
+
+    def _execute_exporting(self, step: SchedulerOutput) -> Any:
+        runner, model = self.model_runner, self.model_runner.get_model()
+        # This one step runs uncompiled: the compiled graph has no output for the layer.
+        hook = model.register_forward_pre_hook(_skip_compiled)
+        model.set_aux_hidden_state_layers((model_accept_layer(self.vllm_config),))
+        runner.use_aux_hidden_state_outputs = True
+        try:
+            out = super().execute_model(step)
+        finally:
+            runner.use_aux_hidden_state_outputs = False
+            model.set_aux_hidden_state_layers(())
+            hook.remove()
+        state = runner.execute_model_state
+        spans = spans_of(_executed_order(runner, state), step)
+        self._exported = self._exporter.cut(spans, state.aux_hidden_states[0])
+        return out
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample, and attach the rows exported by this step."""
+        exported, self._exported = self._exported, {}
+        return with_outputs(super().sample_tokens(grammar_output), exported)
+
+
+def _skip_compiled(module: torch.nn.Module, args: Any) -> None:
+    get_forward_context().skip_compiled = True
+
+
+def model_accept_layer(vllm_config: Any) -> int:
+    """Layer whose output the talker reads at multimodal positions (`talker_config.accept_hidden_layer`)."""
+    return int(vllm_config.model_config.hf_config.talker_config.accept_hidden_layer)
+
+
+class FeedWorker(_Worker):  # type: ignore[misc]
+    """Runs a model that builds its own input rows (`model.feeder`) and turns samples into stage outputs."""
+
+    @property
+    def _feeder(self) -> Feeder:
+        return self.model_runner.get_model().feeder
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Give the step's requests and chunks to the feeder, then run the step."""
+        model, feeder = self.model_runner.get_model(), self._feeder
+        for req_id in scheduler_output.finished_req_ids:
+            feeder.close(req_id)
+        for new in scheduler_output.scheduled_new_reqs:
+            feeder.open(new.req_id, new.sampling_params.extra_args[PROMPT], new.sampling_params)
+        for req_id, chunks in scheduler_output.handoff.items():  # type: ignore[attr-defined]
+            for chunk, rows in chunks:
+                feeder.extend(req_id, chunk, rows)
+        model.begin_step(
+            rows=lambda order: feeder.rows(spans_of(order or _v1_order(self.model_runner), scheduler_output)),
+            opened=[new.req_id for new in scheduler_output.scheduled_new_reqs],
+        )
+        try:
+            return super().execute_model(scheduler_output)
+        finally:
+            model.end_step()
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample, then finish the step's outputs (for the talker: the residual codes of each frame)."""
+        out = super().sample_tokens(grammar_output)
+        if isinstance(out, AsyncModelRunnerOutput):
+            out = out.get_output()
+        if out is None or not out.req_ids:
+            return out
+        hidden = self.model_runner.get_model().sampled_hidden
+        made = self._feeder.sampled(out.req_ids, out.sampled_token_ids, hidden)
+        return with_outputs(out, {r: t for r, t in zip(out.req_ids, made, strict=True) if t is not None})
