@@ -1,0 +1,202 @@
+"""Streaming code-to-waveform decoder of Qwen3-Omni: codec frames in, final audio samples out, nothing recomputed.
+
+Computes exactly what Transformers' `Qwen3OmniMoeCode2Wav` computes over a whole utterance, for any way of cutting the
+utterance into chunks: the joined pieces equal the unchunked decode, with the same number of samples. (Transformers'
+`chunked_decode` differs from that: it drops `lookahead_samples` at every chunk border.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_layers import (
+    Carry,
+    CausalConv,
+    CausalUpsample,
+    ConvNeXtBlock,
+    DecoderBlock,
+    SnakeBeta,
+    StatefulLayer,
+    WindowTransformer,
+)
+
+DEFAULT_MAX_FRAMES_PER_PASS = 256
+"""Frames in flight at once, over all streams: bounds the activation memory (about 0.75 MB a frame and activation in
+float32 with the released configuration, a handful of activations alive at a time)."""
+
+
+@dataclass
+class VocoderState:
+    """What one stream needs to go on: about 5 MB in float32 with the released configuration.
+
+    Attributes:
+        flat: `[numel]`, the states of all layers one after another, in the model's dtype and on its device.
+        frames: frames consumed so far; also the absolute position of the next frame.
+        samples: samples released so far.
+        closed: the last chunk has been consumed.
+    """
+
+    flat: Tensor
+    frames: int = 0
+    samples: int = 0
+    closed: bool = False
+
+
+class Vocoder(nn.Module):
+    """Transformer over codec frames, then upsampling convolutions down to single samples.
+
+    Parameter names are those of a checkpoint's `code2wav.*` tensors without that prefix.
+
+    Args:
+        config: a checkpoint's `code2wav_config` (`Qwen3OmniMoeCode2WavConfig`).
+        max_frames_per_pass: frames processed at once, over all streams; longer input is processed in slices of this
+            length, so memory does not grow with the length of the utterance or the number of streams.
+
+    Attributes:
+        groups: codes per frame.
+        codebook_size: every code is in `0 .. codebook_size - 1`.
+        total_upsample: samples per frame (1920 as released).
+        lookahead_samples: samples of the last frames that are not final without more frames, and that Transformers
+            does not produce at the end of an utterance either (555 as released).
+    """
+
+    def __init__(self, config: PretrainedConfig, *, max_frames_per_pass: int = DEFAULT_MAX_FRAMES_PER_PASS):
+        super().__init__()
+        if max_frames_per_pass < 1:
+            raise ValueError(f"max_frames_per_pass: {max_frames_per_pass} must be at least 1")
+        self.max_frames_per_pass = max_frames_per_pass
+        self.groups = config.num_quantizers
+        self.codebook_size = config.codebook_size
+        dim = config.hidden_size
+        channels = [config.decoder_dim // 2**i for i in range(len(config.upsample_rates) + 1)]
+
+        self.pre_transformer = WindowTransformer(config)
+        self.code_embedding = nn.Embedding(config.codebook_size * config.num_quantizers, dim)
+        self.upsample = nn.ModuleList(
+            nn.ModuleList([CausalUpsample(dim, dim, factor, factor), ConvNeXtBlock(dim)])
+            for factor in config.upsampling_ratios
+        )
+        blocks = [DecoderBlock(channels[i], channels[i + 1], rate) for i, rate in enumerate(config.upsample_rates)]
+        tail = [SnakeBeta(channels[-1]), CausalConv(channels[-1], 1, 7)]
+        self.decoder = nn.ModuleList([CausalConv(dim, channels[0], 7), *blocks, *tail])
+
+        self._upsamplers = [layer for layer in self.modules() if isinstance(layer, CausalUpsample)]
+        self._state_numel = self._lay_out_states()
+        self.total_upsample = math.prod((*config.upsampling_ratios, *config.upsample_rates))
+        steady = 1 + sum(layer.overlap for layer in self._upsamplers)
+        self.lookahead_samples = steady * self.total_upsample - self.samples_after(steady)
+
+    def new_state(self) -> VocoderState:
+        """The state of a stream that has not begun: zeros, which is also the padding before the first input."""
+        weight = self.code_embedding.weight
+        return VocoderState(flat=torch.zeros(self._state_numel, dtype=weight.dtype, device=weight.device))
+
+    def samples_after(self, frames: int) -> int:
+        """Final samples once `frames` frames have been consumed; also the length of a whole utterance."""
+        count = frames
+        for layer in self._upsamplers:
+            count = layer.outputs_after(count)
+        return count
+
+    @torch.inference_mode()
+    def decode(self, chunks: Sequence[Tensor], states: Sequence[VocoderState], last: Sequence[bool]) -> list[Tensor]:
+        """Consume the next frames of several streams; streams that advance equally run as one batch.
+
+        Args:
+            chunks: for each stream `[frames, groups]` int64 codes, on any device; `frames` may differ and may be 0.
+            states: the streams' states, updated in place; all different objects.
+            last: whether the chunk ends its stream. The end releases nothing more (see `lookahead_samples`).
+
+        Returns:
+            for each stream `[samples]` float32 in [-1, 1] on the model's device: all samples that became final.
+
+        Raises:
+            ValueError: a chunk of the wrong shape, or a stream that has already ended. No state was changed then.
+        """
+        self._check(chunks, states, last)
+        device = self.code_embedding.weight.device
+        codes = [chunk.to(device, non_blocking=True) for chunk in chunks]
+        done = [0] * len(chunks)
+        pieces: list[list[Tensor]] = [[] for _ in chunks]
+        while batches := self._batches([len(c) - d for c, d in zip(codes, done, strict=True)], states):
+            for frames, members in batches:
+                batch = torch.stack([codes[i][done[i] : done[i] + frames] for i in members])
+                for i, wave in zip(members, self._advance(batch, [states[i] for i in members]), strict=True):
+                    pieces[i].append(wave)
+                    done[i] += frames
+        for state, ends in zip(states, last, strict=True):
+            state.closed = ends
+        nothing = torch.empty(0, dtype=torch.float32, device=device)
+        return [torch.cat(waves) if waves else nothing.clone() for waves in pieces]
+
+    def _lay_out_states(self) -> int:
+        offset = 0
+        for layer in self.modules():
+            if isinstance(layer, StatefulLayer):
+                layer.state_offset = offset
+                offset += layer.state_numel
+        return offset
+
+    def _check(self, chunks: Sequence[Tensor], states: Sequence[VocoderState], last: Sequence[bool]) -> None:
+        if not len(chunks) == len(states) == len(last):
+            raise ValueError(f"{len(chunks)} chunks, {len(states)} states and {len(last)} end marks do not match")
+        if len({id(state) for state in states}) != len(states):
+            raise ValueError("the same stream is given twice in one call")
+        for chunk, state in zip(chunks, states, strict=True):
+            if chunk.ndim != 2 or chunk.shape[1] != self.groups:
+                raise ValueError(f"codes of shape {tuple(chunk.shape)}; expected [frames, {self.groups}]")
+            if state.closed:
+                raise ValueError("the stream has ended; start a new one with new_state()")
+
+    def _filled(self, frames: int) -> tuple[int, ...]:
+        """Per upsampler, how many of the inputs it keeps are real after `frames` frames."""
+        filled = []
+        for layer in self._upsamplers:
+            filled.append(min(frames, layer.overlap))
+            frames = layer.outputs_after(frames)
+        return tuple(filled)
+
+    def _batches(self, remaining: list[int], states: Sequence[VocoderState]) -> list[tuple[int, list[int]]]:
+        """Split one round of work into batches `(frames, stream indices)` of at most `max_frames_per_pass` frames."""
+        alike: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+        for i, left in enumerate(remaining):
+            if left > 0:
+                alike[min(left, self.max_frames_per_pass), self._filled(states[i].frames)].append(i)
+        batches = []
+        for (frames, _), members in alike.items():
+            width = max(1, self.max_frames_per_pass // frames)
+            batches += [(frames, members[i : i + width]) for i in range(0, len(members), width)]
+        return batches
+
+    def _advance(self, codes: Tensor, states: list[VocoderState]) -> list[Tensor]:
+        """Run the next `[B, T, groups]` codes of B streams that are `_filled` alike; update their states."""
+        flat = torch.stack([s.flat for s in states]) if len(states) > 1 else states[0].flat[None]
+        positions = torch.tensor([s.frames for s in states], device=flat.device)
+        filled = self._filled(states[0].frames)
+        waves = self._run(codes, Carry(flat, positions, dict(zip(self._upsamplers, filled, strict=True))))
+        for row, state in zip(flat, states, strict=True):
+            if len(states) > 1:
+                state.flat.copy_(row)
+            state.frames += codes.shape[1]
+            state.samples += waves.shape[1]
+        return list(waves.unbind(0))
+
+    def _run(self, codes: Tensor, carry: Carry) -> Tensor:
+        """`[B, T, groups]` codes -> `[B, samples]` float32."""
+        offsets = torch.arange(self.groups, device=codes.device) * self.codebook_size
+        x = self.code_embedding(codes + offsets).mean(2)
+        x = self.pre_transformer(x, carry).transpose(1, 2)
+        for upsample, block in self.upsample:
+            x = block(upsample(x, carry), carry)
+        first, *blocks, activation, last = self.decoder
+        x = first(x, carry)
+        for block in blocks:
+            x = block(x, carry)
+        x = last(activation(x), carry)
+        return x[:, 0].clamp(-1, 1).float()

@@ -1,0 +1,336 @@
+"""Layers of the streaming vocoder: each consumes the next inputs of a stream and keeps what the following inputs need.
+
+Every layer computes what its counterpart in Transformers' `modeling_qwen3_omni_moe.py` computes over a whole
+utterance, and has the same parameter names. Notation in shapes: B streams, C channels, T new positions of this call.
+
+All state of a stream is one flat vector (`Vocoder.new_state`); a stateful layer owns a slice of it. A batch of streams
+is therefore one `[B, numel]` tensor, whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
+
+
+class StatefulLayer(nn.Module):
+    """A layer that keeps `state_shape` numbers of each stream; the owner of all layers sets `state_offset`."""
+
+    state_shape: tuple[int, ...]
+    state_offset: int = 0
+
+    @property
+    def state_numel(self) -> int:
+        """Numbers kept per stream."""
+        return math.prod(self.state_shape)
+
+
+@dataclass
+class Carry:
+    """The states of the streams of one batch, read and updated in place while the layers run.
+
+    Attributes:
+        flat: `[B, numel]`, the streams' states in the model's dtype.
+        positions: `[B]` int64, frames every stream had consumed before this call.
+        filled: for each upsampling layer with overlap, how many of its kept inputs are real (the same for all B).
+    """
+
+    flat: Tensor
+    positions: Tensor
+    filled: dict[nn.Module, int] = field(default_factory=dict)
+
+    def read(self, layer: StatefulLayer) -> Tensor:
+        """The state of `layer`, `[B, *state_shape]`: a view, to be copied before `write`."""
+        piece = self.flat[:, layer.state_offset : layer.state_offset + layer.state_numel]
+        return piece.unflatten(1, layer.state_shape)
+
+    def write(self, layer: StatefulLayer, value: Tensor) -> None:
+        """Replace the state of `layer` with `value` `[B, *state_shape]`, which must not be a view of the old one."""
+        self.read(layer).copy_(value)
+
+
+class CausalConv(StatefulLayer):
+    """Convolution that sees the last `(kernel - 1) * dilation` earlier inputs, zeros before the stream's start."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: int, *, dilation: int = 1, groups: int = 1):
+        super().__init__()
+        self.conv = nn.Conv1d(in_channels, out_channels, kernel, dilation=dilation, groups=groups)
+        self.history = (kernel - 1) * dilation
+        self.state_shape = (in_channels, self.history)
+
+    def forward(self, x: Tensor, carry: Carry) -> Tensor:
+        """`[B, in, T]` -> `[B, out, T]`."""
+        if x.shape[-1] == 0:
+            return x.new_empty(x.shape[0], self.conv.out_channels, 0)
+        if self.history:
+            x = torch.cat((carry.read(self), x), dim=-1)
+            carry.write(self, x[..., x.shape[-1] - self.history :])
+        return self.conv(x)
+
+
+class CausalUpsample(StatefulLayer):
+    """Transposed convolution whose outputs are all final.
+
+    A block of `stride` outputs depends on one input and the `overlap` inputs before it. Transformers trims
+    `kernel - stride` outputs on both sides of the utterance, so the first `overlap` inputs give no block of their own:
+    L inputs in total give `(L - overlap) * stride` outputs, and nothing is left over at the end.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int):
+        super().__init__()
+        if kernel % stride:
+            raise ValueError(f"a transposed convolution of kernel {kernel} and stride {stride} cannot be streamed")
+        self.conv = nn.ConvTranspose1d(in_channels, out_channels, kernel, stride=stride)
+        self.stride = stride
+        self.overlap = kernel // stride - 1
+        self.state_shape = (in_channels, self.overlap)
+
+    def outputs_after(self, inputs: int) -> int:
+        """Outputs released once `inputs` inputs have arrived in total."""
+        return max(0, inputs - self.overlap) * self.stride
+
+    def forward(self, x: Tensor, carry: Carry) -> Tensor:
+        """`[B, in, T]` -> `[B, out, T * stride]`, less at the start of a stream."""
+        if self.overlap:
+            kept = torch.cat((carry.read(self), x), dim=-1)
+            carry.write(self, kept[..., kept.shape[-1] - self.overlap :])
+            x = kept[..., self.overlap - carry.filled[self] :]
+        inputs = x.shape[-1]
+        if inputs <= self.overlap:
+            return x.new_empty(x.shape[0], self.conv.out_channels, 0)
+        return self.conv(x)[..., self.overlap * self.stride : inputs * self.stride]
+
+
+class ConvNeXtBlock(nn.Module):
+    """Depthwise causal convolution and a pointwise MLP, added to the input with a learnt weight per channel."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.dwconv = CausalConv(dim, dim, 7, groups=dim)
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.pwconv1 = nn.Linear(dim, 4 * dim)
+        self.pwconv2 = nn.Linear(4 * dim, dim)
+        self.gamma = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor, carry: Carry) -> Tensor:
+        """`[B, dim, T]` -> the same shape."""
+        y = self.norm(self.dwconv(x, carry).transpose(1, 2))
+        y = self.gamma * self.pwconv2(F.gelu(self.pwconv1(y)))
+        return x + y.transpose(1, 2)
+
+
+class SnakeBeta(nn.Module):
+    """`x + sin(x * e^alpha)^2 / e^beta`, per channel (https://huggingface.co/papers/2006.08195)."""
+
+    EPSILON = 1e-9
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.zeros(channels))
+        self.beta = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, channels, T]` -> the same shape."""
+        alpha = self.alpha.exp()[:, None]
+        beta = self.beta.exp()[:, None]
+        return x + (1.0 / (beta + self.EPSILON)) * torch.sin(x * alpha).square()
+
+
+class ResidualUnit(nn.Module):
+    """Dilated causal convolution with a residual path."""
+
+    def __init__(self, dim: int, dilation: int):
+        super().__init__()
+        self.act1 = SnakeBeta(dim)
+        self.conv1 = CausalConv(dim, dim, 7, dilation=dilation)
+        self.act2 = SnakeBeta(dim)
+        self.conv2 = CausalConv(dim, dim, 1)
+
+    def forward(self, x: Tensor, carry: Carry) -> Tensor:
+        """`[B, dim, T]` -> the same shape."""
+        return x + self.conv2(self.act2(self.conv1(self.act1(x), carry)), carry)
+
+
+class DecoderBlock(nn.Module):
+    """Upsamples by `rate` and halves the channels, then three residual units of growing dilation."""
+
+    DILATIONS = (1, 3, 9)
+
+    def __init__(self, in_channels: int, out_channels: int, rate: int):
+        super().__init__()
+        units = [ResidualUnit(out_channels, dilation) for dilation in self.DILATIONS]
+        upsample = CausalUpsample(in_channels, out_channels, 2 * rate, rate)
+        self.block = nn.ModuleList([SnakeBeta(in_channels), upsample, *units])
+
+    def forward(self, x: Tensor, carry: Carry) -> Tensor:
+        """`[B, in, T]` -> `[B, out, T * rate]`, less at the start of a stream."""
+        activation, *stateful = self.block
+        x = activation(x)
+        for layer in stateful:
+            x = layer(x, carry)
+        return x
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32 whatever the dtype of the input."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., dim]` -> the same shape and dtype."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class LayerScale(nn.Module):
+    """A learnt weight per channel."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., dim]` -> the same shape."""
+        return self.scale * x
+
+
+def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding, `[B, 1, T, head_dim]` each, for `positions` `[B, T]`."""
+    steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    angles = positions[..., None].float() * (1.0 / (theta ** (steps / head_dim)))
+    angles = torch.cat((angles, angles), dim=-1)[:, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply a rotary embedding to `[B, heads, T, head_dim]`."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+def window_mask(positions: Tensor, new: int, window: int) -> Tensor:
+    """Which keys a query may see, bool `[B, 1, new, window - 1 + new]`.
+
+    The keys are the `window - 1` kept positions followed by the `new` ones. A query sees itself and the `window - 1`
+    positions before it (Transformers: `kv > query - window`), as far as the stream, which had consumed `positions`
+    `[B]` frames, has them.
+    """
+    device = positions.device
+    query = torch.arange(new, device=device)[:, None]
+    key = torch.arange(window - 1 + new, device=device)[None]
+    band = (key >= query) & (key <= query + window - 1)
+    exists = key >= (window - 1 - positions)[:, None]
+    return (band[None] & exists[:, None])[:, None]
+
+
+class WindowAttention(StatefulLayer):
+    """Causal sliding-window attention; keeps the rotated keys and the values of the last `window - 1` positions."""
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_dim = attention_head_dim(config)
+        self.kept = config.sliding_window - 1
+        dim, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(dim, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, dim, bias=bias)
+        self.state_shape = (2, self.kv_heads, self.kept, self.head_dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, carry: Carry) -> Tensor:
+        """`[B, T, dim]` -> the same shape."""
+        query = rotate(self._split(self.q_proj(x), self.heads), cos, sin)
+        key = rotate(self._split(self.k_proj(x), self.kv_heads), cos, sin)
+        value = self._split(self.v_proj(x), self.kv_heads)
+        both = torch.cat((carry.read(self), torch.stack((key, value), dim=1)), dim=3)
+        if self.kept:
+            carry.write(self, both[..., both.shape[3] - self.kept :, :])
+        groups = self.heads // self.kv_heads
+        if groups > 1:
+            both = both.repeat_interleave(groups, dim=2)
+        out = F.scaled_dot_product_attention(query, both[:, 0], both[:, 1], attn_mask=mask)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _split(self, x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+
+
+class GatedMlp(nn.Module):
+    """`down(act(gate(x)) * up(x))`."""
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., dim]` -> the same shape."""
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm attention and MLP, both residual branches with a layer scale."""
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__()
+        self.self_attn = WindowAttention(config)
+        self.mlp = GatedMlp(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn_layer_scale = LayerScale(config.hidden_size)
+        self.mlp_layer_scale = LayerScale(config.hidden_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, carry: Carry) -> Tensor:
+        """`[B, T, dim]` -> the same shape."""
+        x = x + self.self_attn_layer_scale(self.self_attn(self.input_layernorm(x), cos, sin, mask, carry))
+        return x + self.mlp_layer_scale(self.mlp(self.post_attention_layernorm(x)))
+
+
+class WindowTransformer(nn.Module):
+    """The sliding-window transformer in front of the upsampling."""
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__()
+        self.layers = nn.ModuleList([TransformerLayer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.window = config.sliding_window
+        self.head_dim = attention_head_dim(config)
+        self.theta = rope_theta(config)
+
+    def forward(self, x: Tensor, carry: Carry) -> Tensor:
+        """`[B, T, dim]` -> the same shape."""
+        new = x.shape[1]
+        positions = carry.positions[:, None] + torch.arange(new, device=x.device)
+        cos, sin = rotary(positions, self.head_dim, self.theta, x.dtype)
+        mask = window_mask(carry.positions, new, self.window)
+        for layer in self.layers:
+            x = layer(x, cos, sin, mask, carry)
+        return self.norm(x)
+
+
+def attention_head_dim(config: PretrainedConfig) -> int:
+    """Head size: the configuration's own field if a checkpoint has one, else hidden size over heads."""
+    explicit = config.to_dict().get("head_dim")
+    return explicit or config.hidden_size // config.num_attention_heads
+
+
+def rope_theta(config: PretrainedConfig) -> float:
+    """Base of the rotary embedding; scaled kinds of RoPE are refused."""
+    rope = config.rope_parameters
+    if rope["rope_type"] != "default":
+        raise ValueError(f"code2wav_config.rope_parameters.rope_type: {rope['rope_type']!r} is not supported")
+    return float(rope["rope_theta"])
