@@ -1,5 +1,123 @@
-"""Start-up hook run inside `import torch` (entry point group `torch.backends`). Never raises, imports nothing heavy."""
+"""Start-up hook, run inside every `import torch` (entry point group `torch.backends`).
+
+It must never raise (torch would not import) and must cost nothing, so it only leaves import hooks behind:
+
+    torchvision.extension    CPU torch with a torchvision whose own operators cannot load: declare the two operators that
+                             torchvision needs to be importable
+    vllm.entrypoints.llm     `LLM(model, omni=True)`
+    vllm_omni...             `vllm ... --omni` looks for this package; answered only if nobody else does
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+Action = Callable[[ModuleType], None]
+ALIASES = ("vllm_omni", "vllm_omni.entrypoints", "vllm_omni.entrypoints.cli", "vllm_omni.entrypoints.cli.main")
+TORCHVISION_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+
+_log = logging.getLogger(__name__)
+_kept: list[object] = []
+"""Objects that must live as long as the process: torch drops the operators of a collected Library."""
 
 
 def autoload() -> None:
-    """Entry point; filled in by the boot work."""
+    """Entry point: install the import hooks, once per process."""
+    if any(isinstance(finder, AfterImport) for finder in sys.meta_path):
+        return
+    actions: dict[str, Action] = {"vllm.entrypoints.llm": _add_llm_keyword}
+    torch_version = sys.modules.get("torch.version")
+    if torch_version is not None and not any(vars(torch_version).get(gpu) for gpu in ("cuda", "hip", "xpu")):
+        actions["torchvision.extension"] = _declare_torchvision_operators
+    sys.meta_path.insert(0, AfterImport(actions))
+    if asks_for_omni(sys.argv, sys.orig_argv):
+        sys.meta_path.append(OmniAlias())
+
+
+def asks_for_omni(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
+    """True if this is vLLM's own command (`vllm ...`, `python -m vllm...`) with `--omni`."""
+    if "--omni" not in argv and "--omni" not in orig_argv:
+        return False
+    script = argv[0].replace("\\", "/").rpartition("/")[2].removesuffix(".exe") if argv else ""
+    module = orig_argv[orig_argv.index("-m") + 1 :][:1] if "-m" in orig_argv else []
+    return script == "vllm" or any(name == "vllm" or name.startswith("vllm.") for name in module)
+
+
+class AfterImport:
+    """Finder that lets the others find a module, and acts on it right after it was executed."""
+
+    def __init__(self, actions: dict[str, Action]) -> None:
+        self._actions = actions
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of one of our modules as found by the other finders, its loader followed by the action."""
+        action = self._actions.get(name)
+        if action is None:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                if spec.loader is not None:
+                    _follow(spec.loader, action)
+                return spec
+        return None
+
+
+def _follow(loader: Loader, action: Action) -> None:
+    """Make this one loader object run `action` after the module; the loader keeps its type."""
+    original = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        original(module)
+        try:
+            action(module)
+        except Exception:  # a plain run goes on without us, whatever is wrong here
+            _log.exception("vllm-omni-ext: start-up hook of %s failed; run `vllm-omni-ext doctor`", module.__name__)
+
+    loader.exec_module = exec_module  # type: ignore[method-assign]
+
+
+class OmniAlias(Loader):
+    """Finder and loader of `vllm_omni.entrypoints.cli.main`, whose `main` is ours. Appended, so a real one wins."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Answer the four names, but none inside a package that somebody else provides."""
+        if name not in ALIASES or (name != ALIASES[0] and vars(sys.modules[ALIASES[0]]).get("__file__")):
+            return None
+        return ModuleSpec(name, self, is_package=name != ALIASES[-1])
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the last module its `main`."""
+        if module.__name__ == ALIASES[-1]:
+            from vllm_omni_ext.cli.main import vllm_main
+
+            vars(module)["main"] = vllm_main
+
+
+def _add_llm_keyword(module: ModuleType) -> None:
+    from vllm_omni_ext.patches.llm_omni_keyword import PATCH
+    from vllm_omni_ext.patching.slot import apply_on_import
+
+    apply_on_import(PATCH, module)
+
+
+def _declare_torchvision_operators(extension: ModuleType) -> None:
+    if extension._has_ops():
+        return
+    from torch.library import Library
+
+    library = Library("torchvision", "FRAGMENT")
+    for schema in TORCHVISION_SCHEMAS:
+        library.define(schema)
+    _kept.append(library)

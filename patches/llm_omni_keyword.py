@@ -1,0 +1,57 @@
+"""`LLM(model, omni=True)`: the keyword of vLLM's offline class.
+
+The constructor is wrapped, not the class: `isinstance(x, LLM)`, subclasses, pickling and `inspect.signature` stay as they
+are, and without the keyword the original is called with exactly the arguments that came in. With it, the instance becomes
+an `OmniLLM` (a subclass of `LLM`) before anything of vLLM's constructor has run.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm_omni_ext.patching.spec import Patch
+
+KEYWORD = "omni"
+
+
+def wrap(original: Any) -> Any:
+    """Return `LLM.__init__` that understands `omni=True`."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if KEYWORD not in kwargs:
+            return original(self, *args, **kwargs)
+        if not kwargs.pop(KEYWORD):
+            return original(self, *args, **kwargs)
+        return _become_omni(self, *args, **kwargs)
+
+    return __init__
+
+
+def _become_omni(self: Any, *args: Any, **kwargs: Any) -> None:
+    # Imported here: a plain LLM(model) must not load anything of ours.
+    from vllm.entrypoints.llm import LLM
+
+    from vllm_omni_ext.compat import activate
+
+    activate()
+    from vllm_omni_ext.llm import OmniLLM
+
+    if type(self) is LLM:
+        self.__class__ = OmniLLM
+    elif not isinstance(self, OmniLLM):
+        raise TypeError(f"{type(self).__name__}: omni=True works on LLM itself; derive from vllm_omni_ext.llm.OmniLLM")
+    OmniLLM.__init__(self, *args, **kwargs)
+
+
+PATCH = Patch(
+    name="llm_omni_keyword",
+    target="vllm.entrypoints.llm:LLM.__init__",
+    why="LLM(model, omni=True): EngineArgs rejects an unknown keyword before vLLM loads any plugin.",
+    upstream="none: vLLM has no hook for constructor keywords",
+    remove_when="vLLM delegates LLM(omni=True) to a plugin, as it does for `vllm serve --omni`",
+    seen=frozenset({"517caaf1860b"}),
+    wrap=wrap,
+    when="import",
+)

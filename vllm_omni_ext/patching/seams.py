@@ -1,0 +1,172 @@
+"""The vLLM symbols we rely on without changing them, and the code of each that we were tested with.
+
+A changed symbol here means: our subclass, our call or our imitation of it may be wrong, even where nothing fails at once.
+`vllm-omni-ext doctor` lists them; the launcher checks them before it starts anything.
+"""
+
+from __future__ import annotations
+
+from vllm_omni_ext.patching.check import allowed_drift, check
+from vllm_omni_ext.patching.source import VllmSource
+from vllm_omni_ext.patching.spec import Seam
+
+
+def _in(module: str, *rows: tuple[str, str, str]) -> tuple[Seam, ...]:
+    """Rows are (qualified name, fingerprint, how we depend on it)."""
+    return tuple(Seam(target=f"{module}:{name}", seen=frozenset({seen}), use=use) for name, seen, use in rows)
+
+
+COMMAND_LINE = (
+    *_in(
+        "vllm.entrypoints.cli.main",
+        (
+            "maybe_run_omni",
+            "204b5b1bd731",
+            "calls vllm_omni.entrypoints.cli.main.main, which the start-up hook answers",
+        ),
+        ("main", "299ed1660ae8", "imitated: our own main parses the same arguments"),
+    ),
+    *_in(
+        "vllm.entrypoints.cli.benchmark.main",
+        ("BenchmarkSubcommand.subparser_init", "ed19e8622948", "called: `vllm-omni-ext bench`"),
+    ),
+    *_in(
+        "vllm.entrypoints.cli.serve",
+        ("ServeSubcommand.subparser_init", "05920630e74d", "called: every flag of `vllm serve`"),
+        ("run_multi_api_server", "eee6900edf0a", "imitated: order of sockets, engines and API servers"),
+        ("run_headless", "1a530c3617b2", "imitated: replicas on another host"),
+    ),
+    *_in(
+        "vllm.entrypoints.launchers.cli_args",
+        ("make_arg_parser", "4cef2048c90b", "called: every flag of `vllm serve`"),
+        ("validate_parsed_serve_args", "c9ac15ea177e", "called"),
+    ),
+    *_in("vllm.entrypoints.serve.utils.api_utils", ("cli_env_setup", "234d83be5f29", "called: spawn method")),
+)
+
+API_SERVER = (
+    *_in("vllm.entrypoints.launchers.launcher", ("setup_server", "35f734859eed", "called: the listening socket")),
+    *_in(
+        "vllm.entrypoints.launchers.api_server.entry",
+        ("build_and_serve", "c03367593bfa", "imitated: one statement is inserted after the state is built"),
+        ("run_server_worker", "66acbbed5415", "imitated: start of one API server process"),
+    ),
+    *_in("vllm.entrypoints.launchers.api_server.app_state", ("init_app_state", "e97221e1d7d0", "called")),
+    *_in(
+        "vllm.entrypoints.generate.api_router",
+        ("init_generate_state", "2ca2ad6ac661", "imitated: arguments of the chat handler"),
+    ),
+    *_in(
+        "vllm.entrypoints.openai.chat_completion.serving",
+        ("OpenAIServingChat.__init__", "ed198736dd98", "subclassed"),
+        ("OpenAIServingChat.chat_completion_full_generator", "1ffad7651a9f", "overridden, calls the original"),
+        ("OpenAIServingChat.chat_completion_stream_generator", "f69a8434f95e", "overridden, calls the original"),
+    ),
+    *_in("vllm.v1.utils", ("APIServerProcessManager.__init__", "72a7be88d4cb", "called with target_server_fn")),
+)
+
+ENGINE_PROCESS = (
+    *_in(
+        "vllm.v1.engine.utils",
+        ("bind_engine_zmq_listeners", "df0fd7354255", "called: one pair of listeners a replica and API server"),
+        ("launch_core_engines", "ab52b83030ab", "called: starts on enter, waits for ready on exit"),
+        ("wait_for_engine_startup", "70bbb0fd848f", "imitated: the handshake of a replica that joins later"),
+        ("CoreEngineProcManager.__init__", "a6516024cac6", "called: one manager a replica"),
+        ("EngineZmqAddresses", "1480e1f7e9c5", "sent in the handshake"),
+        ("EngineHandshakeMetadata", "cccbb50f416e", "sent in the handshake"),
+    ),
+    *_in(
+        "vllm.v1.engine.core",
+        ("EngineCoreProc.startup_handshake", "fac0f9c9ef6a", "answered: HELLO, addresses, READY"),
+        ("EngineCoreProc.run_engine_core", "a161fb30ff9e", "process target of a replica"),
+        ("EngineCoreProc.has_work", "8559b71d27a9", "a starved engine sleeps because has_requests() is False"),
+        ("EngineCoreProc.process_input_sockets", "f40c433fbe49", "wire protocol: requests in"),
+        ("EngineCoreProc.process_output_sockets", "130969a8443c", "wire protocol: outputs by client index"),
+        ("EngineCore.preprocess_add_request", "965a91d7f689", "a chunk arrives as a second ADD"),
+    ),
+    *_in(
+        "vllm.v1.engine.core_client",
+        ("MPClient.__init__", "7a87b1dbdbf4", "called with client_addresses"),
+        ("AsyncMPClient.__init__", "c15a9525425c", "called: one client a replica in each API server"),
+        ("AsyncMPClient._ensure_output_queue_task", "65165cb30868", "an EngineDeadError in outputs_queue ends it"),
+        ("AsyncMPClient.add_request_async", "dcce67ed9fbf", "called: sets client_index"),
+    ),
+    *_in(
+        "vllm.v1.engine.async_llm",
+        ("AsyncLLM.__init__", "251301a2a999", "imitated: the attributes that generate() uses"),
+        ("AsyncLLM._run_output_handler", "ae35f0370a65", "inherited: pulls outputs from the pool"),
+    ),
+    *_in(
+        "vllm.v1.engine.output_processor",
+        ("OutputProcessor.process_outputs", "c21ebfe6c248", "never sees pooling_output of a generation request"),
+    ),
+    *_in(
+        "vllm.v1.engine",
+        ("EngineCoreRequest", "29084b07dba3", "built by hand; the order of its fields is the wire format"),
+        ("EngineCoreOutput", "9a93bc7b7c79", "read; pooling_output carries tensors"),
+        ("EngineCoreOutputs", "0ebf1d198be2", "read; finished requests and scheduler statistics"),
+    ),
+)
+
+SCHEDULER = (
+    *_in(
+        "vllm.v1.core.sched.interface",
+        ("SchedulerInterface", "91d02a22a314", "implemented by the one-step-a-denoise scheduler"),
+    ),
+    *_in(
+        "vllm.v1.core.sched.scheduler",
+        ("Scheduler.__init__", "74c31cd5056b", "subclassed"),
+        ("Scheduler.schedule", "272db55b70fe", "overridden: holds starved requests by next_decode_eligible_step"),
+        ("Scheduler.add_request", "55013f31efc9", "overridden: takes chunks of known requests"),
+        ("Scheduler.update_from_output", "941ee1677f37", "passes pooler_output of a generation request on"),
+        ("Scheduler.finish_requests", "65a84168677e", "overridden: drops what is held for a request"),
+        ("Scheduler.has_requests", "e6c08f9e9cf7", "overridden: False when everything left is starved"),
+    ),
+    *_in(
+        "vllm.v1.core.sched.async_scheduler",
+        ("AsyncScheduler._update_after_schedule", "ff4ab5e68eab", "subclassed: placeholders count as output tokens"),
+    ),
+    *_in("vllm.v1.core.sched.output", ("SchedulerOutput", "d0962f5659b5", "carries our payload to the worker")),
+    *_in("vllm.v1.request", ("Request.__init__", "7e19a5e2ee07", "read by the schedulers")),
+)
+
+WORKER = (
+    *_in("vllm.v1.outputs", ("ModelRunnerOutput", "bfe93a10be69", "pooler_output is set by our worker")),
+    *_in(
+        "vllm.v1.worker.gpu_worker",
+        ("Worker._make_model_runner", "618d39e9bbf7", "overridden: our runner class"),
+        ("Worker.execute_model", "25bae4b9012c", "overridden, calls the original"),
+        ("Worker.sample_tokens", "bd121c3baba8", "overridden, calls the original"),
+    ),
+    *_in(
+        "vllm.v1.worker.cpu_worker",
+        ("CPUWorker.init_device", "7d1057108cfe", "overridden: the runner's class is replaced after it"),
+    ),
+    *_in(
+        "vllm.v1.worker.gpu_model_runner",
+        ("GPUModelRunner._preprocess", "7b2ec35f04f0", "feeds inputs_embeds to the model"),
+        ("GPUModelRunner._model_forward", "ae76ccfde926", "overridden: edits rows of inputs_embeds in place"),
+        ("GPUModelRunner.sample_tokens", "d6f8b90a0ddc", "runs the sampler that the code predictor follows"),
+    ),
+    *_in(
+        "vllm.v1.worker.gpu.model_states",
+        ("resolve_model_state_cls", "731582eef8c4", "asks the model class for get_model_state_cls()"),
+    ),
+    *_in("vllm.v1.worker.gpu.model_states.interface", ("ModelState", "f2f886782115", "subclassed")),
+    *_in(
+        "vllm.v1.worker.gpu.model_states.default",
+        ("DefaultModelState.prepare_inputs_embeds", "6f40a8e76273", "overridden: edits rows of inputs_embeds in place"),
+        ("DefaultModelState.add_request", "16879413f2bc", "overridden, calls the original"),
+        ("DefaultModelState.remove_request", "65ea5de0512d", "overridden, calls the original"),
+    ),
+)
+
+SEAMS: tuple[Seam, ...] = COMMAND_LINE + API_SERVER + ENGINE_PROCESS + SCHEDULER + WORKER
+
+
+def check_seams(source: VllmSource | None = None, *, allowed: frozenset[str] | None = None) -> None:
+    """Raise IncompatibleVllm, naming each symbol, if vLLM's code is not what this package was tested with.
+
+    Reads sources only (about half a second); imports nothing of vLLM. VLLM_OMNI_EXT_ALLOW_DRIFT accepts single names.
+    """
+    check(SEAMS, source or VllmSource.installed(), allowed=allowed_drift() if allowed is None else allowed)
