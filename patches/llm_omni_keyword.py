@@ -1,8 +1,8 @@
 """`LLM(model, omni=True)`: the keyword of vLLM's offline class.
 
-The constructor is wrapped, not the class: `isinstance(x, LLM)`, subclasses, pickling and `inspect.signature` stay as they
-are, and without the keyword the original is called with exactly the arguments that came in. With it, the instance becomes
-an `OmniLLM` (a subclass of `LLM`) before anything of vLLM's constructor has run.
+The constructor is wrapped, not the class: `isinstance(x, LLM)`, subclasses, pickling and `inspect.signature` stay as
+they are, and without the keyword the original is called with exactly the arguments that came in. With it, the instance
+becomes an `OmniLLM` (a subclass of `LLM`) before anything of vLLM's constructor has run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ def wrap(original: Any) -> Any:
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if KEYWORD not in kwargs:
-            return original(self, *args, **kwargs)
-        if not kwargs.pop(KEYWORD):
-            return original(self, *args, **kwargs)
-        return _become_omni(self, *args, **kwargs)
+        if kwargs.pop(KEYWORD, False):
+            _become_omni(self, *args, **kwargs)
+        else:
+            original(self, *args, **kwargs)
 
     return __init__
 

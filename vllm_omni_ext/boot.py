@@ -2,8 +2,8 @@
 
 It must never raise (torch would not import) and must cost nothing, so it only leaves import hooks behind:
 
-    torchvision.extension    CPU torch with a torchvision whose own operators cannot load: declare the two operators that
-                             torchvision needs to be importable
+    torchvision.extension    CPU torch with a torchvision whose own operators cannot load: declare the two operators
+                             that torchvision needs to be importable
     vllm.entrypoints.llm     `LLM(model, omni=True)`
     vllm_omni...             `vllm ... --omni` looks for this package; answered only if nobody else does
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 Action = Callable[[ModuleType], None]
 ALIASES = ("vllm_omni", "vllm_omni.entrypoints", "vllm_omni.entrypoints.cli", "vllm_omni.entrypoints.cli.main")
@@ -115,9 +116,9 @@ def _add_llm_keyword(module: ModuleType) -> None:
 def _declare_torchvision_operators(extension: ModuleType) -> None:
     if extension._has_ops():
         return
-    from torch.library import Library
+    from torch.library import Library  # torch is importing us at this module's top
 
-    library = Library("torchvision", "FRAGMENT")
+    library: Any = Library("torchvision", "FRAGMENT")
     for schema in TORCHVISION_SCHEMAS:
         library.define(schema)
     _kept.append(library)

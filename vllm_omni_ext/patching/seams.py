@@ -1,6 +1,6 @@
 """The vLLM symbols we rely on without changing them, and the code of each that we were tested with.
 
-A changed symbol here means: our subclass, our call or our imitation of it may be wrong, even where nothing fails at once.
+If one changed, our subclass, our call or our imitation of it may be wrong although nothing fails at once.
 `vllm-omni-ext doctor` lists them; the launcher checks them before it starts anything.
 """
 
