@@ -1,0 +1,68 @@
+"""The engine arguments of one replica, as vLLM takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from vllm_omni_ext.cli.model import resolve
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.topology.plan import Plan
+
+HEAD = -1
+"""`api_process` of the process that starts the engines: not an API server."""
+
+_FEWEST_API_PROCESSES = 2
+"""With one API process vLLM mirrors the multimodal cache into "the" engine, which fails with several replicas: the
+second one never saw the item. From two on the cache stays in the API process, as it must."""
+
+
+def stage_engine_args(plan: Plan, replica_id: ReplicaId, *, api_process: int = HEAD) -> AsyncEngineArgs:
+    """The arguments of a replica's engine, for the engine itself and for its clients.
+
+    Args:
+        api_process: index of the API server that asks; `HEAD` for the process that starts the engine.
+
+    Raises:
+        UnknownMember: the plan has no such replica.
+        ConfigError: vLLM does not accept a value.
+    """
+    stage, replica = plan.stage(replica_id.stage), plan.replica(replica_id)
+    values = {name: _value(stage.name, name, value) for name, value in stage.engine_args.items()}
+    if replica.devices:
+        values["device_ids"] = list(replica.devices)
+    return AsyncEngineArgs(
+        model=plan.model,
+        _api_process_count=max(_FEWEST_API_PROCESSES, plan.api_servers),
+        _api_process_rank=api_process,
+        **values,
+    )
+
+
+def _value(stage: str, name: str, value: Any) -> Any:
+    if name == "hf_overrides" and isinstance(value, str):
+        return resolve(value)
+    if isinstance(value, Mapping) and name in _config_classes():
+        cls = _config_classes()[name]
+        try:
+            return cls(**value)
+        except (TypeError, ValueError) as err:
+            raise ConfigError(f"stages.{stage}.engine.{name}: {' '.join(str(err).split())}") from err
+    return value
+
+
+@cache
+def _config_classes() -> dict[str, type]:
+    """Engine fields that hold one of vLLM's config objects: a mapping from YAML or JSON becomes that object."""
+    found: dict[str, type] = {}
+    for name, hint in typing.get_type_hints(AsyncEngineArgs).items():
+        for option in typing.get_args(hint) or (hint,):
+            if isinstance(option, type) and dataclasses.is_dataclass(option):
+                found[name] = option
+    return found

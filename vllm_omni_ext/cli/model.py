@@ -1,0 +1,73 @@
+"""What has to be known of model and machine before a plan can be made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+from vllm.platforms import current_platform
+from vllm.transformers_utils.config import get_config
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec
+from vllm_omni_ext.topology.plan import Machine, resolved_sampling
+
+
+def load_hf_config(model: str, text_args: Mapping[str, Any]) -> Any:
+    """Read the Hugging Face config of a local directory or a hub id, the way vLLM does."""
+    overrides = text_args.get("hf_overrides")
+    try:
+        return get_config(
+            text_args.get("hf_config_path") or model,
+            text_args.get("trust_remote_code", False),
+            text_args.get("revision"),
+            text_args.get("code_revision"),
+            text_args.get("config_format", "auto"),
+            hf_overrides_kw=overrides if isinstance(overrides, dict) else None,
+        )
+    except (OSError, ValueError) as err:
+        reason = " ".join(str(err).split())
+        raise ConfigError(f"model: the config of '{model}' cannot be read: {reason}") from err
+
+
+def architecture(model: str, hf_config: Any) -> str:
+    """The first of the config's `architectures`, by which vLLM chooses the model class."""
+    names = hf_config.architectures
+    if not names:
+        raise ConfigError(f"model: the config of '{model}' has no 'architectures'")
+    return str(names[0])
+
+
+def model_facts(pipeline: PipelineSpec, hf_config: Any, config: OmniConfig) -> ModelFacts:
+    """What the checkpoint says about its stages."""
+    if not pipeline.facts:
+        return ModelFacts()
+    facts: ModelFacts = resolve(pipeline.facts)(hf_config, resolved_sampling(pipeline, config))
+    return facts
+
+
+def detect_machine() -> Machine:
+    """This machine, as vLLM sees it."""
+    if current_platform.is_cuda_alike():
+        devices = current_platform.device_count()
+        if not devices:
+            raise ConfigError("machine: no CUDA device is visible; check CUDA_VISIBLE_DEVICES")
+    elif current_platform.is_cpu():
+        devices = 0
+    else:
+        raise ConfigError(f"machine: platform '{current_platform.device_type}' is not supported; use CUDA or CPU")
+    return Machine(
+        platform="cuda" if devices else "cpu",
+        device_count=devices,
+        cpu_count=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+    )
+
+
+def resolve(name: str) -> Any:
+    """The object that "pkg.mod:attr" names."""
+    return resolve_obj_by_qualname(name.replace(":", "."))

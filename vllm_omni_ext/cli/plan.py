@@ -1,0 +1,25 @@
+"""`vllm-omni-ext plan MODEL [flags of serve] [--json]`: show what would be started, start nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+
+from vllm_omni_ext.cli.serve import prepare, report
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.topology.explain import as_json, explain
+
+_JSON = "--json"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan. Returns 0, or 2 with one line on stderr if the configuration is wrong."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is the plan's
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        plan, _ = prepare([word for word in argv if word != _JSON])
+    except ConfigError as err:
+        return report(err)
+    print(json.dumps(as_json(plan), indent=2) if _JSON in argv else explain(plan), end="\n" if _JSON in argv else "")
+    return 0

@@ -1,0 +1,60 @@
+"""Stock flags that cannot mean anything with `--omni`: one clear error that says what to write instead."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping
+
+from vllm_omni_ext.errors import ConfigError
+
+_REPLICAS = (
+    'stages are replicated, not data-parallel; write --stage-overrides \'{{"{stage}": {{"replicas": 2}}}}\' '
+    "or replicas in a stage config"
+)
+_ONE_SERVER = "more than one API server is not supported yet; write 1 or leave it out"
+_HOST = "a replica runs on one host; remove it"
+
+REFUSED: Mapping[str, tuple[frozenset[object], str]] = {
+    "headless": (frozenset({False}), "replicas on another host are not supported yet; start them all on this one"),
+    "grpc": (frozenset({False}), "only the HTTP server is available; remove it"),
+    "grpc_port": (frozenset({None}), "only the HTTP server is available; remove it"),
+    "runner": (frozenset({"auto", "generate"}), "the stages choose their own runner; remove it"),
+    "convert": (frozenset({"auto", "none"}), "the stages choose their own; remove it"),
+    "device_ids": (
+        frozenset({None}),
+        'write --stage-overrides \'{{"{stage}": {{"devices": "0"}}}}\' or devices in a stage config',
+    ),
+    "api_server_count": (
+        frozenset({None, 1}),
+        "more than one API server is not supported yet; write 1 or leave it out",
+    ),
+    "nnodes": (frozenset({1}), _HOST),
+    "node_rank": (frozenset({0}), _HOST),
+    "data_parallel_size": (frozenset({1}), _REPLICAS),
+    "data_parallel_size_local": (frozenset({None, 1}), _REPLICAS),
+    "data_parallel_rank": (frozenset({None}), _REPLICAS),
+    "data_parallel_start_rank": (frozenset({None}), _REPLICAS),
+    "data_parallel_address": (frozenset({None}), _REPLICAS),
+    "data_parallel_rpc_port": (frozenset({None}), _REPLICAS),
+    "data_parallel_hybrid_lb": (frozenset({False}), _REPLICAS),
+    "data_parallel_external_lb": (frozenset({False}), _REPLICAS),
+    "data_parallel_multi_port_external_lb": (frozenset({False}), _REPLICAS),
+    "enable_elastic_ep": (frozenset({False}), _REPLICAS),
+    "enable_fault_tolerance": (frozenset({False}), "a lost replica is handled by its pool; remove it"),
+}
+"""Argument -> the values that change nothing, and what to do instead."""
+
+
+def check_flags(args: argparse.Namespace, given: Collection[str], *, text_stage: str) -> None:
+    """Refuse what was given and cannot work.
+
+    Raises:
+        ConfigError: starts with the flag and its value.
+    """
+    for name in sorted(REFUSED.keys() & set(given)):
+        harmless, advice = REFUSED[name]
+        value = getattr(args, name)
+        if isinstance(value, list) or value not in harmless:
+            written = "" if value is True else f" {value}"
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag}{written}: with --omni {advice.format(stage=text_stage)}")

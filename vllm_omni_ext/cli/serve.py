@@ -1,0 +1,58 @@
+"""`vllm serve MODEL --omni`, also `vllm-omni-ext serve MODEL`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.topology.plan import Plan
+
+WRONG_CONFIGURATION = 2
+"""Exit status when nothing was started because the configuration is wrong."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start the server and stay until it ends.
+
+    Args:
+        argv: what follows the program's name; the word `serve` may be left out.
+
+    Returns:
+        The exit status. A wrong configuration is one line on stderr and status 2; nothing was started then.
+    """
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+
+    cli_env_setup()
+    try:
+        plan, args = prepare(argv)
+    except ConfigError as err:
+        return report(err)
+    from vllm_omni_ext.runtime.launcher import serve
+
+    serve(plan, args)
+    return 0
+
+
+def prepare(argv: Sequence[str]) -> tuple[Plan, argparse.Namespace]:
+    """Parse, check and plan; starts nothing."""
+    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
+    from vllm.logger import configure_logging_from_args
+
+    from vllm_omni_ext.cli.args import parse_serve
+    from vllm_omni_ext.cli.settings import from_cli
+
+    try:
+        args = parse_serve(argv)
+        configure_logging_from_args(args)
+        validate_parsed_serve_args(args)
+    except (TypeError, ValueError) as err:
+        raise ConfigError(str(err).removeprefix("Error: ")) from err
+    return from_cli(args)
+
+
+def report(err: ConfigError) -> int:
+    """Print a wrong configuration as one line and return the exit status."""
+    print(f"error: {err}", file=sys.stderr)
+    return WRONG_CONFIGURATION

@@ -1,0 +1,122 @@
+"""A plan as text for people (`vllm-omni-ext plan`) and as plain data for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from vllm_omni_ext.topology.shape import Plan, ReplicaPlan, StagePlan
+
+_SECRETS = frozenset({"hf_token"})
+_SECRET_MARKS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
+
+
+def explain(plan: Plan) -> str:
+    """The plan as text: process tree, hand-overs, then each stage with what differs from vLLM's defaults."""
+    lines = [f"model     {plan.model}", f"pipeline  {plan.pipeline}", f"machine   {_machine(plan)}", "", "processes"]
+    lines += [f"  {line}" for line in _processes(plan)]
+    lines += ["", "hand-overs"]
+    lines += [f"  {edge.source} -> {edge.target}  {edge.kind}" for edge in plan.edges]
+    lines += ["", "settings", *_settings(plan)]
+    for stage in plan.stages:
+        lines += ["", *_stage(stage)]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data (JSON can hold it): the same content as the text."""
+    config = asdict(plan.config)
+    del config["stages"]
+    return {
+        "model": plan.model,
+        "pipeline": plan.pipeline,
+        "machine": asdict(plan.machine),
+        "api_servers": plan.api_servers,
+        "config": config,
+        "edges": [asdict(edge) for edge in plan.edges],
+        "stages": [
+            {
+                "name": stage.name,
+                "text_stage": stage.text_stage,
+                "engine_args": _plain(_visible(stage.engine_args)),
+                "env": _visible(stage.env),
+                "sampling": _plain(stage.sampling),
+                "replicas": [{"id": str(r.id), "devices": list(r.devices)} for r in stage.replicas],
+            }
+            for stage in plan.stages
+        ],
+    }
+
+
+def _machine(plan: Plan) -> str:
+    machine = plan.machine
+    memory = f"{machine.memory_bytes / (1 << 30):.1f} GiB memory"
+    devices = "" if machine.platform == "cpu" else f"{machine.device_count} devices, "
+    return f"{machine.platform}, {devices}{machine.cpu_count} cores, {memory}"
+
+
+def _processes(plan: Plan) -> list[str]:
+    children = ["coordinator", *(f"api_server {index}" for index in range(plan.api_servers))]
+    children += [_replica(replica) for replica in plan.replicas()]
+    return ["head", *(f"|- {child}" for child in children)]
+
+
+def _replica(replica: ReplicaPlan) -> str:
+    if not replica.devices:
+        return str(replica.id)
+    return f"{replica.id}  device {','.join(map(str, replica.devices))}"
+
+
+def _settings(plan: Plan) -> list[str]:
+    config = plan.config
+    deadline = "none" if config.request_deadline_s is None else f"{config.request_deadline_s:g} s"
+    return _table(
+        {
+            "async_chunk": str(config.async_chunk).lower(),
+            "startup timeout": f"{config.startup_timeout_s:g} s",
+            "request deadline": deadline,
+            "stage error": f"{config.stage_error_s:g} s",
+            "shutdown timeout": f"{config.shutdown_timeout_s:g} s",
+            "logs": config.log_dir or "terminal",
+        }
+    )
+
+
+def _stage(stage: StagePlan) -> list[str]:
+    count = len(stage.replicas)
+    about = f"{count} replica{'s' if count > 1 else ''}{', answers text' if stage.text_stage else ''}"
+    lines = [f"stage {stage.name}: {about}"]
+    for title, values in (("engine", stage.engine_args), ("sampling", stage.sampling), ("env", stage.env)):
+        if values:
+            lines += [f"  {title}", *(f"  {line}" for line in _table(_visible(values)))]
+    return lines
+
+
+def _table(values: Mapping[str, Any]) -> list[str]:
+    width = max(len(name) for name in values)
+    return [f"  {name.ljust(width)}  {_value(name, values[name])}" for name in sorted(values)]
+
+
+def _value(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{value} ({value / (1 << 20):g} MiB)"
+    return str(value)
+
+
+def _visible(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: "***" if value and _is_secret(name) else value for name, value in values.items()}
+
+
+def _is_secret(name: str) -> bool:
+    return name in _SECRETS or (name.isupper() and any(mark in name for mark in _SECRET_MARKS))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    return str(value)
