@@ -1,0 +1,141 @@
+"""How a spoken request passes through Qwen3-Omni's stages. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_omni_ext.connectors.chunks import Chunk, ChunkReader, ChunkSchedule, ChunkWriter
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, SpecialIds, Spoken, talker_prompt
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finished, Open, Produced
+
+THINKER, TALKER, CODE2WAV = "thinker", "talker", "code2wav"
+TOO_SHORT = "the reply has fewer than two tokens, so there is nothing to speak"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speech:
+    """What is fixed when the request is opened.
+
+    Attributes:
+        prompt: the thinker's prompt ids.
+        positions: int32 M-RoPE positions [3, talker prompt length] of a multimodal prompt, else None.
+    """
+
+    prompt: Sequence[int]
+    parts: Spoken
+    voice: str
+    ids: SpecialIds
+    sample_rate: int
+    positions: bytes | None = None
+
+
+class SpeechFlow:
+    """Implements `orchestrator.flow.Flow`: thinker tokens -> talker frames -> sound."""
+
+    def __init__(self, speech: Speech, *, text: ChunkSchedule, frames: ChunkSchedule) -> None:
+        self._speech = speech
+        self._rows = RowCollector(speech.parts.row_count)
+        self._text = ChunkWriter[int](text)
+        self._codec = ChunkWriter[tuple[int, ...]](frames)
+        self._heard = ChunkReader[tuple[int, ...]]()
+        self._frames: list[tuple[int, ...]] = []
+        self._talking = False
+        # An assistant turn that the prompt has begun already is spoken too.
+        self._begun: tuple[int, ...] = tuple(speech.prompt[speech.parts.header + HEADER :])
+
+    def handle(self, event: Produced) -> list[Action]:
+        """Decide what follows from an event."""
+        if event.finish in ("abort", "error"):
+            return [Fail(f"the {event.stage} stage ended the request: {event.finish}")]
+        match event.stage:
+            case "thinker":
+                return self._thought(event)
+            case "talker":
+                return self._said(event)
+            case _:
+                return self._sounded(event)
+
+    def _thought(self, event: Produced) -> list[Action]:
+        if event.payload is not None:
+            self._rows.add(*event.payload)
+        tokens, self._begun = (*self._begun, *event.tokens), ()
+        if event.finish is not None:
+            # The last token is never fed to the thinker, so it has no row: the end mark takes its place.
+            tokens = (*(tokens[:-1] if event.tokens else tokens), self._speech.ids.tts_eos)
+        return [
+            action
+            for chunk in self._text.write(tokens, last=event.finish is not None)
+            for action in self._speak(chunk)
+        ]
+
+    def _speak(self, chunk: Chunk[int]) -> list[Action]:
+        if self._talking:
+            return [Extend(TALKER, chunk.items, chunk.last)]
+        if chunk.items == (self._speech.ids.tts_eos,) and chunk.last:
+            return [self._sound(None, note=TOO_SHORT), Finished()]
+        if not self._rows.complete:
+            return [Fail(f"the thinker handed over {self._rows.count} of {self._rows.due} multimodal rows")]
+        self._talking = True
+        first, *track = chunk.items
+        text, codec = talker_prompt(self._speech.prompt, self._speech.parts, first, self._speech.voice, self._speech.ids)
+        handoff: dict[str, Any] = {
+            "text": text,
+            "codec": codec,
+            "fill": self._speech.ids.tts_pad,
+            "track": track,
+            "last": chunk.last,
+            "rows": self._rows.due,
+        }
+        if self._speech.positions is not None:
+            handoff["positions"] = self._speech.positions
+        # The engine counts the prompt in ids that no penalty and no sampling can touch.
+        prompt = [self._speech.ids.codec_pad] * len(text)
+        return [Open(TALKER, prompt, handoff, self._rows.take(), stop=(self._speech.ids.codec_eos,))]
+
+    def _said(self, event: Produced) -> list[Action]:
+        # The frame of the step that ends the talker (end of speech, or the length limit) is not part of the sound.
+        done = event.finish is not None
+        frames = [] if event.payload is None or done else [tuple(frame) for frame in event.payload.tolist()]
+        self._frames += frames
+        return [action for chunk in self._codec.write(frames, last=done) for action in self._voice(chunk)]
+
+    def _voice(self, chunk: Chunk[tuple[int, ...]]) -> list[Action]:
+        frames = self._heard.read(chunk)
+        if not self._frames:
+            return [self._sound(None, note="the talker ended before its first frame"), Finished()]
+        return [Open(CODE2WAV, [code for frame in frames for code in frame])]
+
+    def _sounded(self, event: Produced) -> list[Action]:
+        return [self._sound(event.payload), Finished()]
+
+    def _sound(self, samples: Any, note: str | None = None) -> Emit:
+        facts = {"sample_rate": self._speech.sample_rate, "frames": tuple(self._frames), "note": note}
+        return Emit("audio", samples, facts)
+
+
+class RowCollector:
+    """Collects exported rows in order, whatever was sent twice after a preemption."""
+
+    def __init__(self, due: int) -> None:
+        self.due = due
+        self.count = 0
+        self._pieces: list[Any] = []
+
+    @property
+    def complete(self) -> bool:
+        return self.count >= self.due
+
+    def add(self, first: int, rows: Any) -> None:
+        """Take rows whose first one has index `first`; known ones are skipped, a gap is an error."""
+        if first > self.count:
+            raise ValueError(f"multimodal rows {self.count} to {first} are missing")
+        new = rows[self.count - first :]
+        self._pieces.append(new)
+        self.count += len(new)
+
+    def take(self) -> Any:
+        """All pieces in order (None if there are none); they are given up."""
+        pieces, self._pieces = self._pieces, []
+        return pieces or None

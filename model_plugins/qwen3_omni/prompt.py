@@ -1,0 +1,122 @@
+"""The talker's prompt and text track, from token ids alone. Pure.
+
+Source: Transformers' `Qwen3OmniMoeForConditionalGeneration.generate` (`_get_talker_user_parts`,
+`_get_talker_assistant_parts`). All user segments are kept, system and earlier assistant segments dropped; the last
+assistant header opens the spoken part: three header ids, four pads, the begin mark, then the first text token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MULTIMODAL = -1
+NO_CODEC = -1
+HEADER = 3  # <|im_start|> assistant \n
+PADS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialIds:
+    """Ids of a checkpoint's config; nothing here is a constant of the code."""
+
+    im_start: int
+    user: int
+    assistant: int
+    tts_bos: int
+    tts_eos: int
+    tts_pad: int
+    multimodal: frozenset[int]
+    codec_nothink: int
+    codec_think_bos: int
+    codec_think_eos: int
+    codec_pad: int
+    codec_bos: int
+    codec_eos: int
+    speakers: Mapping[str, int]
+
+    @classmethod
+    def of(cls, config: Any) -> SpecialIds:
+        """Read them from a `Qwen3OmniMoeConfig`."""
+        talker, thinker = config.talker_config, config.thinker_config
+        return cls(
+            im_start=config.im_start_token_id,
+            user=config.user_token_id,
+            assistant=config.assistant_token_id,
+            tts_bos=config.tts_bos_token_id,
+            tts_eos=config.tts_eos_token_id,
+            tts_pad=config.tts_pad_token_id,
+            multimodal=frozenset((thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id)),
+            codec_nothink=talker.codec_nothink_id,
+            codec_think_bos=talker.codec_think_bos_id,
+            codec_think_eos=talker.codec_think_eos_id,
+            codec_pad=talker.codec_pad_id,
+            codec_bos=talker.codec_bos_id,
+            codec_eos=talker.codec_eos_token_id,
+            speakers={name.lower(): int(i) for name, i in talker.speaker_id.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """Where things are in a thinker prompt.
+
+    Attributes:
+        user: ranges [start, stop) of the user segments.
+        header: position of the last assistant header.
+        rows: ranges of multimodal positions inside the user segments, ascending.
+    """
+
+    user: tuple[tuple[int, int], ...]
+    header: int
+    rows: tuple[tuple[int, int], ...]
+
+    @property
+    def row_count(self) -> int:
+        return sum(stop - start for start, stop in self.rows)
+
+
+def find_parts(prompt: Sequence[int], ids: SpecialIds) -> Spoken | None:
+    """Find the segments of a chat prompt; None if it does not end in an assistant turn."""
+    starts = [p for p, token in enumerate(prompt) if token == ids.im_start]
+    stops = [*starts[1:], len(prompt)]
+    roles = [(a, b, prompt[a + 1] if a + 1 < len(prompt) else None) for a, b in zip(starts, stops, strict=True)]
+    headers = [a for a, _, role in roles if role == ids.assistant]
+    if not headers or headers[-1] != starts[-1] or len(prompt) - headers[-1] < HEADER:
+        return None
+    user = tuple((a, b) for a, b, role in roles if role == ids.user)
+    return Spoken(user=user, header=headers[-1], rows=_runs(prompt, user, ids.multimodal))
+
+
+def _runs(
+    prompt: Sequence[int], segments: Sequence[tuple[int, int]], wanted: frozenset[int]
+) -> tuple[tuple[int, int], ...]:
+    runs: list[tuple[int, int]] = []
+    for start, stop in segments:
+        for p in range(start, stop):
+            if prompt[p] not in wanted:
+                continue
+            if runs and runs[-1][1] == p:
+                runs[-1] = (runs[-1][0], p + 1)
+            else:
+                runs.append((p, p + 1))
+    return tuple(runs)
+
+
+def talker_prompt(
+    prompt: Sequence[int], parts: Spoken, first_text: int, voice: str, ids: SpecialIds
+) -> tuple[list[int], list[int]]:
+    """Text ids and codec ids of the talker's prompt positions (MULTIMODAL and NO_CODEC where there is none).
+
+    Args:
+        first_text: id of the first spoken text token.
+        voice: a key of `ids.speakers`.
+    """
+    text = [MULTIMODAL if t in ids.multimodal else t for a, b in parts.user for t in prompt[a:b]]
+    codec = [NO_CODEC] * (len(text) + HEADER)
+    text += prompt[parts.header : parts.header + HEADER]
+    text += [ids.tts_pad] * PADS + [ids.tts_bos, first_text]
+    codec += [ids.codec_nothink, ids.codec_think_bos, ids.codec_think_eos, ids.speakers[voice]]
+    codec += [ids.codec_pad, ids.codec_bos]
+    return text, codec

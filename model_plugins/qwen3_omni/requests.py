@@ -1,0 +1,123 @@
+"""What a Qwen3-Omni request may ask for, and the flow that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_omni_ext.connectors.chunks import ChunkSchedule
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.model_plugins.qwen3_omni.flow import THINKER, Speech, SpeechFlow
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, PADS, SpecialIds, Spoken, find_parts
+from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
+from vllm_omni_ext.wire.handoff import EXPORT
+from vllm_omni_ext.wire.rows import unpack
+
+SAMPLE_RATE_HZ = 24_000  # the vocoder's output rate; the public config has no field for it
+PREFERRED_VOICE = "ethan"  # Transformers' default speaker
+
+
+class Qwen3OmniRequests:
+    """Plans requests of one checkpoint; `config` is its `Qwen3OmniMoeConfig`."""
+
+    sample_rate = SAMPLE_RATE_HZ
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._speaks = bool(config.enable_audio_output)
+        self._ids = SpecialIds.of(config) if self._speaks else None
+        self._positions: Any = None
+
+    @property
+    def output_modalities(self) -> tuple[str, ...]:
+        """What the checkpoint can answer with."""
+        return ("text", "audio") if self._speaks else ("text",)
+
+    @property
+    def voices(self) -> tuple[str, ...]:
+        """Names of the speakers, sorted."""
+        return tuple(sorted(self._ids.speakers)) if self._ids else ()
+
+    @property
+    def default_voice(self) -> str:
+        """The speaker used when none is asked for."""
+        return PREFERRED_VOICE if PREFERRED_VOICE in self.voices else self.voices[0]
+
+    def check(self, options: OmniOptions) -> None:
+        """Raise RequestError if the checkpoint cannot do what is asked for."""
+        for modality in options.modalities:
+            if modality not in self.output_modalities:
+                allowed = ", ".join(self.output_modalities)
+                raise RequestError(f"modalities: '{modality}' is not available; use {allowed}", parameter="modalities")
+        if not options.modalities:
+            raise RequestError("modalities: name at least one", parameter="modalities")
+        if options.voice is not None and options.voice.lower() not in self.voices:
+            allowed = ", ".join(self.voices)
+            raise RequestError(f"voice: '{options.voice}' is unknown; use one of {allowed}", parameter="voice")
+
+    def open(self, request: TextRequest, options: OmniOptions) -> SpeechFlow:
+        """Plan a request that wants sound.
+
+        Sets what the thinker must export in `request.extra_args`; text-only prompts export nothing.
+
+        Raises:
+            RequestError: the prompt does not end in an assistant turn, so there is nobody to speak.
+        """
+        assert self._ids is not None
+        parts = find_parts(request.prompt, self._ids)
+        if parts is None:
+            raise RequestError(
+                "prompt: sound needs a chat prompt that ends in an assistant turn; use chat messages, or end the "
+                "prompt with the assistant header of the chat template",
+                parameter="prompt",
+            )
+        positions = None
+        if parts.rows:
+            request.extra_args[EXPORT] = [list(span) for span in parts.rows]
+            request.skip_prefix_cache = True
+            positions = self._talker_positions(request, parts)
+        speech = Speech(
+            prompt=request.prompt,
+            parts=parts,
+            voice=(options.voice or self.default_voice).lower(),
+            ids=self._ids,
+            sample_rate=SAMPLE_RATE_HZ,
+            positions=positions,
+        )
+        return SpeechFlow(speech, text=ChunkSchedule(), frames=ChunkSchedule())
+
+    def decode(self, stage: str, tensor: Any) -> Any:
+        """Read a stage's output tensor: exported rows of the thinker, frames of the talker, sound of code2wav."""
+        return unpack(tensor) if stage == THINKER else tensor
+
+    def _talker_positions(self, request: TextRequest, parts: Spoken) -> bytes:
+        """The talker counts M-RoPE positions over its own prompt: the user segments, moved together."""
+        if self._positions is None:
+            self._positions = _position_model(self._config)
+        thinker, _ = self._positions.get_mrope_input_positions(list(request.prompt), request.features)
+        return join_segments(thinker.numpy(), parts.user, HEADER + PADS + 2)
+
+
+def join_segments(positions: np.ndarray, segments: Sequence[tuple[int, int]], tail: int) -> bytes:
+    """Positions of the segments one after the other, then `tail` text positions; int32 [3, n], row-major."""
+    pieces: list[np.ndarray] = []
+    after = 0
+    for start, stop in segments:
+        piece = positions[:, start:stop] - positions[0, start] + after  # a segment starts with a text token
+        pieces.append(piece)
+        after = int(piece.max()) + 1
+    pieces.append(np.broadcast_to(np.arange(after, after + tail), (3, tail)))
+    return np.ascontiguousarray(np.concatenate(pieces, axis=1), dtype=np.int32).tobytes()
+
+
+def _position_model(config: Any) -> Any:
+    """vLLM's thinker class without its layers: only its M-RoPE arithmetic is used, which reads nothing but config."""
+    from torch import nn
+    from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
+
+    model = Qwen3OmniMoeThinkerForConditionalGeneration.__new__(Qwen3OmniMoeThinkerForConditionalGeneration)
+    nn.Module.__init__(model)
+    model.config = config.thinker_config
+    return model

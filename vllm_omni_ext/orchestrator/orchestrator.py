@@ -1,0 +1,249 @@
+"""Executes request flows: turns actions into engine requests and engine outputs into events.
+
+It holds no rule of any model: what follows from what is the flow's decision, where it goes is the pool's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+
+from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finish, Finished, Flow, Open, Produced
+from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin, TextRequest
+from vllm_omni_ext.outputs import AudioOutput
+from vllm_omni_ext.pool.stage_pool import StagePool
+from vllm_omni_ext.runtime.replica import Replica, chunk_request
+from vllm_omni_ext.wire.handoff import CHUNK, PROMPT
+
+log = logging.getLogger(__name__)
+
+TICKET = "omni_ticket"  # extra_args key that leads from a text request to its options
+Sink = asyncio.Queue[Any]
+
+
+@dataclass
+class _Ticket:
+    options: OmniOptions
+    sink: Sink
+    request_id: str | None = None  # internal id, once the text stage has the request
+
+
+@dataclass
+class _Live:
+    """Everything held for one request beyond the text stage."""
+
+    flow: Flow
+    options: OmniOptions
+    sink: Sink
+    external_id: str
+    opened: dict[str, EngineCoreRequest] = field(default_factory=dict)
+
+
+class Orchestrator:
+    """One per API server; runs in its event loop.
+
+    Args:
+        plugin: the pipeline's request plugin.
+        text_stage: name of the stage that answers text.
+        pools: one per stage.
+        replicas: all replicas, by id.
+        sampling: default `SamplingParams` fields by stage.
+    """
+
+    def __init__(
+        self,
+        *,
+        plugin: RequestPlugin,
+        text_stage: str,
+        pools: Mapping[str, StagePool],
+        replicas: Mapping[ReplicaId, Replica],
+        sampling: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self.plugin = plugin
+        self.text_stage = text_stage
+        self.pools = pools
+        self.replicas = dict(replicas)
+        self._sampling = sampling
+        self._tickets: dict[str, _Ticket] = {}
+        self._live: dict[str, _Live] = {}
+        self._numbers = itertools.count()
+
+    def held(self) -> int:
+        """Requests and tickets this orchestrator holds (0 when idle)."""
+        bound = sum(pool.in_flight(replica) for pool in self.pools.values() for replica in pool.replicas)
+        return len(self._tickets) + len(self._live) + bound
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def expect(self, options: OmniOptions, sink: Sink) -> str:
+        """Announce a request that wants more than text; the ticket goes into its `extra_args[TICKET]`."""
+        self.plugin.check(options)
+        ticket = str(next(self._numbers))
+        self._tickets[ticket] = _Ticket(options, sink)
+        return ticket
+
+    async def withdraw(self, ticket: str) -> None:
+        """The caller is gone or has everything: release whatever the request still holds."""
+        known = self._tickets.pop(ticket, None)
+        if known is not None and known.request_id is not None:
+            await self.abort([known.request_id])
+
+    async def open(self, request: EngineCoreRequest) -> None:
+        """Send a text request to a replica; plan its further way if it came with a ticket.
+
+        Raises:
+            StageUnavailable: the text stage has no live replica.
+            RequestError: the plugin cannot serve this prompt.
+        """
+        self._plan(request)
+        replica = self.pools[self.text_stage].admit(request.request_id)
+        try:
+            await self.replicas[replica].add(request)
+        except BaseException:
+            await self.abort([request.request_id])
+            raise
+
+    def _plan(self, request: EngineCoreRequest) -> None:
+        params = request.sampling_params
+        extra = params.extra_args if params is not None else None
+        ticket = self._tickets.get(extra.pop(TICKET, "")) if extra else None
+        if ticket is None:
+            return
+        assert params is not None and extra is not None
+        text = TextRequest(prompt=request.prompt_token_ids or [], features=request.mm_features or [], extra_args=extra)
+        flow = self.plugin.open(text, ticket.options)
+        params.extra_args = extra or None
+        if text.skip_prefix_cache:
+            params.skip_reading_prefix_cache = True
+        ticket.request_id = request.request_id
+        external = request.external_req_id or request.request_id
+        self._live[request.request_id] = _Live(flow, ticket.options, ticket.sink, external)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests in every stage; unknown ids are ignored (they may just have ended)."""
+        for request_id in request_ids:
+            self._live.pop(request_id, None)
+            for pool in self.pools.values():
+                replica = pool.release(request_id)
+                if replica is not None and replica in self.replicas:
+                    await self.replicas[replica].abort([request_id])
+
+    async def text_stopped(self, request_ids: list[str]) -> None:
+        """A stop string ended these requests on our side: the text stage must stop, the others go on."""
+        for request_id in request_ids:
+            replica = self.pools[self.text_stage].release(request_id)
+            if replica is not None:
+                await self.replicas[replica].abort([request_id])
+            await self._event(request_id, Produced(self.text_stage, finish="stop"))
+
+    # -- outputs ------------------------------------------------------------------------------------------------
+
+    async def produced(self, stage: str, output: EngineCoreOutput) -> None:
+        """Take one engine output; its tensor is removed from it."""
+        tensor, output.pooling_output = output.pooling_output, None
+        request_id = output.request_id
+        finish = None if output.finish_reason is None else _finish(output.finish_reason)
+        if finish is not None:
+            self.pools[stage].release(request_id)
+        if request_id in self._live:
+            payload = None if tensor is None else self.plugin.decode(stage, tensor)
+            await self._event(request_id, Produced(stage, tuple(output.new_token_ids), payload, finish))
+
+    async def replica_down(self, replica: ReplicaId, reason: str) -> None:
+        """A replica is gone: its requests end with an error, everywhere."""
+        self.replicas.pop(replica, None)
+        for request_id in self.pools[replica.stage].remove(replica):
+            await self._fail(request_id, StageUnavailable(f"replica {replica} is gone: {reason}"))
+
+    async def _event(self, request_id: str, event: Produced) -> None:
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        try:
+            for action in live.flow.handle(event):
+                await self._do(request_id, live, action)
+        except Exception as error:  # one request's failure must not stop the stage's output loop
+            log.exception("request %s failed at stage %s", live.external_id, event.stage)
+            await self._fail(request_id, error if isinstance(error, OmniError) else RequestFailed(str(error)))
+
+    async def _do(self, request_id: str, live: _Live, action: Action) -> None:
+        match action:
+            case Open():
+                await self._open_stage(request_id, live, action)
+            case Extend(stage, track, last, rows):
+                await self._extend(request_id, live, stage, {"track": list(track), "last": last}, rows)
+            case Emit():
+                live.sink.put_nowait(_audio(live.external_id, action))
+            case Fail(message):
+                await self._fail(request_id, RequestFailed(message))
+            case Finished():
+                self._live.pop(request_id, None)
+
+    async def _open_stage(self, request_id: str, live: _Live, action: Open) -> None:
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=action.prompt,
+            mm_features=None,
+            sampling_params=None if action.handoff is None else self._params(live, action),
+            pooling_params=PoolingParams(task="plugin") if action.handoff is None else None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        replica = self.pools[action.stage].admit(request_id)
+        live.opened[action.stage] = request
+        await self.replicas[replica].add(request)
+        if action.rows is not None:
+            await self._extend(request_id, live, action.stage, {}, torch.cat(action.rows))
+
+    async def _extend(self, request_id: str, live: _Live, stage: str, chunk: dict[str, Any], rows: Any) -> None:
+        replica = self.pools[stage].replica_of(request_id)
+        if replica is not None:  # else the stage has ended the request already: nothing to extend
+            request = chunk_request(live.opened[stage], extra_args={CHUNK: chunk}, rows=rows)
+            await self.replicas[replica].add(request)
+
+    def _params(self, live: _Live, action: Open) -> SamplingParams:
+        given = live.options.sampling.get(action.stage)
+        params = SamplingParams(**self._sampling[action.stage]) if given is None else given.clone()
+        params.extra_args = {PROMPT: dict(action.handoff or {})}
+        params.output_kind = RequestOutputKind.DELTA
+        params.detokenize = False
+        params.stop_token_ids = [*(params.stop_token_ids or ()), *action.stop]
+        params._all_stop_token_ids = {*params._all_stop_token_ids, *action.stop}
+        return params
+
+    async def _fail(self, request_id: str, error: OmniError) -> None:
+        live = self._live.get(request_id)
+        await self.abort([request_id])
+        if live is not None:
+            live.sink.put_nowait(error)
+
+
+def _finish(reason: FinishReason) -> Finish:
+    return str(reason)  # type: ignore[return-value]
+
+
+def _audio(request_id: str, emit: Emit) -> AudioOutput:
+    frames = emit.facts["frames"]
+    return AudioOutput(
+        request_id=request_id,
+        samples=np.zeros(0, np.float32) if emit.data is None else emit.data.float().reshape(-1).numpy(),
+        sample_rate=emit.facts["sample_rate"],
+        frames=np.array(frames, np.int64).reshape(len(frames), -1),
+        finished=emit.last,
+        note=emit.facts["note"],
+    )
