@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder
 
 from tests.model_plugins.vocoder_reference import (
     check_equal,
@@ -20,6 +19,7 @@ from tests.model_plugins.vocoder_reference import (
     small_config,
     vocoder_like,
 )
+from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder
 
 SMALL = reference(small_config())
 RELEASED_RATES = {"upsample_rates": (8, 5, 4, 3), "upsampling_ratios": (2, 2), "decoder_dim": 64}

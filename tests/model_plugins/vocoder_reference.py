@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
+
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder
 
 TOLERANCE = 1e-5

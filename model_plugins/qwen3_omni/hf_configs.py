@@ -1,0 +1,57 @@
+"""`hf_overrides` of the stages: the part of a Qwen3-Omni configuration that a stage's engine sees as its model.
+
+vLLM first calls each of them with a dummy configuration, which they return as it is. They are sent to other processes
+by name, so they stay at module level.
+"""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from vllm_omni_ext.errors import ConfigError
+
+TALKER_ARCHITECTURE = "Qwen3OmniTalker"
+CODE2WAV_ARCHITECTURE = "Qwen3OmniCode2Wav"
+
+CODE2WAV_POSITION_LIMIT = 1 << 24
+"""Upper bound for `max_model_len` of the vocoder stage, in codes. The network itself has no limit (its attention
+window slides), so this only keeps vLLM from refusing the launcher's `max_model_len`."""
+
+
+def talker(config: PretrainedConfig) -> PretrainedConfig:
+    """Return `talker_config`, with what the talker needs to know of the thinker.
+
+    Added: `thinker_vocab_size` (rows of the thinker's embedding table) and the ids of the text-to-speech marks
+    `tts_bos_token_id`, `tts_eos_token_id`, `tts_pad_token_id`. vLLM takes its sizes from the nested `text_config`.
+    """
+    part = _part(config, "talker_config")
+    if part is None:
+        return config
+    part.architectures = [TALKER_ARCHITECTURE]
+    part.model_type = "qwen3_omni_talker"
+    part.thinker_vocab_size = config.thinker_config.text_config.vocab_size
+    part.tts_bos_token_id = config.tts_bos_token_id
+    part.tts_eos_token_id = config.tts_eos_token_id
+    part.tts_pad_token_id = config.tts_pad_token_id
+    return part
+
+
+def code2wav(config: PretrainedConfig) -> PretrainedConfig:
+    """Return `code2wav_config`, with the fields vLLM expects of any model: codes are its tokens."""
+    part = _part(config, "code2wav_config")
+    if part is None:
+        return config
+    part.architectures = [CODE2WAV_ARCHITECTURE]
+    part.model_type = "qwen3_omni_code2wav"
+    part.vocab_size = part.codebook_size
+    part.max_position_embeddings = CODE2WAV_POSITION_LIMIT
+    return part
+
+
+def _part(config: PretrainedConfig, name: str) -> PretrainedConfig | None:
+    """The named part of a Qwen3-Omni configuration; None for any other configuration."""
+    if not hasattr(config, name):
+        return None
+    if not config.enable_audio_output:
+        raise ConfigError(f"model: this checkpoint has no sound output (enable_audio_output is false), so no {name}")
+    return getattr(config, name)

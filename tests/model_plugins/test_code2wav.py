@@ -1,0 +1,135 @@
+"""The code2wav model class without an engine: loading, and what its pooler makes of the runner's metadata."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from vllm.pooling_params import PoolingParams
+from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
+
+from tests.model_plugins.vocoder_reference import check_equal, expected, random_codes, reference, small_config
+from vllm_omni_ext.model_plugins.qwen3_omni import code2wav
+from vllm_omni_ext.model_plugins.qwen3_omni.code2wav import POOLING_TASK, Qwen3OmniCode2Wav
+
+REFERENCE = reference(small_config(), seed=1)
+CHECKPOINT = {f"code2wav.{name}": tensor for name, tensor in REFERENCE.state_dict().items()}
+OTHERS = {"thinker.model.norm.weight": torch.zeros(3), "talker.model.norm.weight": torch.zeros(3)}
+
+
+def empty_model() -> Qwen3OmniCode2Wav:
+    return Qwen3OmniCode2Wav(vllm_config=SimpleNamespace(model_config=SimpleNamespace(hf_config=small_config())))
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3OmniCode2Wav:
+    model = empty_model()
+    model.load_weights((CHECKPOINT | OTHERS).items())
+    return model
+
+
+def metadata(prompts: list[list[int]], params: list[PoolingParams]) -> PoolingMetadata:
+    """What the runner hands to the pooler for a step that holds these whole prompts."""
+    lengths = [len(p) for p in prompts]
+    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int32)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    for p in params:
+        p.requires_token_ids = True
+    result = PoolingMetadata(
+        prompt_lens=torch.tensor(lengths),
+        prompt_token_ids=None,
+        prompt_token_ids_cpu=ids,
+        pooling_params=params,
+        pooling_states=[PoolingStates() for _ in prompts],
+    )
+    result.build_pooling_cursor(np.array(lengths), torch.tensor(lengths), device=torch.device("cpu"))
+    return result
+
+
+def whole_utterance() -> PoolingParams:
+    return PoolingParams(task=POOLING_TASK, extra_kwargs={"last": True})
+
+
+def pool(model: Qwen3OmniCode2Wav, prompts: list[list[int]], params: list[PoolingParams]) -> list[Tensor]:
+    positions = torch.cat([torch.arange(len(p)) for p in prompts])
+    hidden = model(torch.zeros_like(positions), positions)
+    assert len(hidden) == len(positions)
+    return model.pooler(hidden_states=hidden, pooling_metadata=metadata(prompts, params))
+
+
+def test_loads_only_its_own_tensors() -> None:
+    model = empty_model()
+    loaded = model.load_weights((OTHERS | CHECKPOINT).items())
+    assert loaded == {name for name, _ in model.named_parameters()}
+    assert all(model.is_unused_checkpoint_weight(name) for name in OTHERS)
+    assert not any(model.is_unused_checkpoint_weight(name) for name in CHECKPOINT)
+
+
+def test_loading_names_what_is_missing_or_wrong() -> None:
+    lacking = {k: v for k, v in CHECKPOINT.items() if k != "code2wav.decoder.0.conv.bias"}
+    with pytest.raises(ValueError, match=r"lacks 1 tensors .*code2wav\.decoder\.0\.conv\.bias"):
+        empty_model().load_weights(lacking.items())
+    with pytest.raises(ValueError, match=r"code2wav\.novelty has no place"):
+        empty_model().load_weights((CHECKPOINT | {"code2wav.novelty": torch.zeros(1)}).items())
+    wrong = CHECKPOINT | {"code2wav.decoder.0.conv.bias": torch.zeros(7)}
+    with pytest.raises(ValueError, match=r"decoder\.0\.conv\.bias has shape \(7,\); the configuration says \(16,\)"):
+        empty_model().load_weights(wrong.items())
+
+
+def test_utterances_of_one_step(model: Qwen3OmniCode2Wav) -> None:
+    codes = [random_codes(REFERENCE.config, frames, seed=frames) for frames in (20, 1, 33)]
+    waves = pool(model, [c.flatten().tolist() for c in codes], [whole_utterance() for _ in codes])
+    for wave, frames in zip(waves, codes, strict=True):
+        check_equal(wave, expected(REFERENCE, frames))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "reason"),
+    [
+        ([1, 2, 3, 4, 5], {"last": True}, "5 codes are no whole number of frames of 4"),
+        ([1, 2, 3, 32], {"last": True}, "codes reach from 1 to 32, allowed are 0 to 31"),
+        ([1, 2, 3, 4], {"last": False}, "extra_kwargs is"),
+    ],
+)
+def test_one_bad_request_does_not_disturb_the_others(
+    model: Qwen3OmniCode2Wav,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    prompt: list[int],
+    params: dict[str, bool],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(code2wav.logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm_omni_ext"), "propagate", True)
+    good = random_codes(REFERENCE.config, 5, seed=0)
+    bad = PoolingParams(task=POOLING_TASK, extra_kwargs=params)
+    with caplog.at_level(logging.ERROR):
+        waves = pool(model, [prompt, good.flatten().tolist()], [bad, whole_utterance()])
+    assert len(waves[0]) == 0
+    check_equal(waves[1], expected(REFERENCE, good))
+    assert reason in caplog.text
+
+
+def test_dummy_batches_cost_one_short_pass(model: Qwen3OmniCode2Wav, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[tuple[int, ...]] = []
+    vocoder = model.pooler.vocoder
+    run = vocoder._run
+    monkeypatch.setattr(vocoder, "_run", lambda c, carry: passes.append(tuple(c.shape)) or run(c, carry))
+    dummy = PoolingParams(task=POOLING_TASK)
+    waves = pool(model, [[0] * 65537, [7] * 3], [dummy, dummy])
+    assert [len(w) for w in waves] == [0, 0]
+    assert passes == [(1, code2wav.WARM_UP_FRAMES, 4)]
+
+
+def test_tasks_of_both_runner_generations() -> None:
+    from vllm.v1.worker.gpu.pool.pooling_runner import _SUPPORTED_TASKS
+
+    pooler = empty_model().pooler
+    assert pooler.get_supported_tasks() == {POOLING_TASK}
+    assert pooler.get_supported_tasks() <= _SUPPORTED_TASKS
+    assert pooler.get_pooling_updates(POOLING_TASK).requires_token_ids
