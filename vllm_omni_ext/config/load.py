@@ -24,8 +24,10 @@ class _StrictLoader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable) or key in seen:
-                line = key_node.start_mark.line + 1
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                raise ConfigError(f"line {line}: key '{key}' is not a plain value")
+            if key in seen:
                 raise ConfigError(f"line {line}: key '{key}' is written twice; keep one of the two")
             seen.add(key)
         return super().construct_mapping(node, deep=deep)

@@ -1,0 +1,38 @@
+"""docs/configuration.md and the schema say the same."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from vllm_omni_ext.config.schema import OmniConfig, StageConfig, keys
+from vllm_omni_ext.topology.layers import SHARED_FIELDS
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+
+
+def rows(schema: type[OmniConfig] | type[StageConfig]) -> list[str]:
+    default_of = {f.name: getattr(schema(), f.name) for f in fields(schema)}
+    return [
+        f"| `{name}` | `{text(default_of[name])}` | {key.unit} | {key.text} |" for name, key in keys(schema).items()
+    ]
+
+
+def text(default: object) -> str:
+    return {None: "null", True: "true"}.get(default, str(default)) if not isinstance(default, dict) else "{}"
+
+
+@pytest.mark.parametrize("schema", [OmniConfig, StageConfig])
+def test_tables_are_the_schema(schema: type[OmniConfig] | type[StageConfig]) -> None:
+    assert "\n".join(rows(schema)) + "\n" in DOCUMENT
+
+
+def test_tables_hold_nothing_else() -> None:
+    documented = [line for line in DOCUMENT.splitlines() if line.startswith("| `") and line.count("|") == 5]
+    assert documented == rows(OmniConfig) + rows(StageConfig)
+
+
+def test_shared_flags_are_listed() -> None:
+    assert ", ".join(f"`{name}`" for name in sorted(SHARED_FIELDS)) in DOCUMENT

@@ -1,0 +1,112 @@
+"""The command line over the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni_ext.config.overrides import parse_overrides, with_overrides, with_settings
+from vllm_omni_ext.config.parse import Names
+from vllm_omni_ext.config.schema import OmniConfig, StageConfig
+from vllm_omni_ext.errors import ConfigError
+
+NAMES = Names(
+    stages=("thinker", "talker"),
+    engine=frozenset({"max_num_seqs", "dtype", "seed"}),
+    sampling=frozenset({"temperature", "top_k"}),
+)
+
+
+def test_keys_go_where_they_belong() -> None:
+    config = with_overrides(OmniConfig(), {"talker": {"replicas": 2, "max_num_seqs": 4}}, NAMES)
+    assert config.stages == {"talker": StageConfig(replicas=2, engine_overrides={"max_num_seqs": 4})}
+
+
+def test_the_file_stays_where_nothing_is_said() -> None:
+    file = OmniConfig(
+        async_chunk=False,
+        stages={
+            "talker": StageConfig(
+                replicas=3, devices="1", engine={"seed": 1}, sampling={"top_k": 5, "temperature": 1.0}, env={"A": "1"}
+            ),
+            "thinker": StageConfig(replicas=2),
+        },
+    )
+    over = {"talker": {"replicas": 2, "sampling": {"temperature": 0.0}, "env": {"B": 2}, "engine": {"dtype": "half"}}}
+    config = with_overrides(file, over, NAMES)
+    assert config.async_chunk is False
+    assert config.stage("thinker") == StageConfig(replicas=2)
+    assert config.stage("talker") == StageConfig(
+        replicas=2,
+        devices="1",
+        engine={"seed": 1},
+        sampling={"top_k": 5, "temperature": 0.0},
+        env={"A": "1", "B": "2"},
+        engine_overrides={"dtype": "half"},
+    )
+
+
+def test_nothing_given_changes_nothing() -> None:
+    config = OmniConfig(stages={"talker": StageConfig(replicas=2)})
+    assert with_overrides(config, {}, NAMES) == config
+    assert with_overrides(config, {"talker": {}}, NAMES) == config
+    assert with_settings(config, {"async_chunk": None, "log_dir": None}) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"taker": {}}, "stages.taker: no such stage; use one of thinker, talker"),
+        ({"talker": {"replica": 2}}, "stages.talker.replica: unknown key; did you mean 'replicas'?"),
+        ({"talker": {"max_num_seq": 2}}, "stages.talker.max_num_seq: unknown key; did you mean 'max_num_seqs'?"),
+        ({"talker": {"replicas": 0}}, "stages.talker.replicas: must be an integer >= 1, got 0"),
+        ({"talker": {"engine": {"sed": 1}}}, "stages.talker.engine.sed: unknown key; did you mean 'seed'?"),
+        ({"talker": {"sampling": {"seed": 1}}}, "stages.talker.sampling.seed: unknown key; use one of temperature, "),
+    ],
+)
+def test_refusals(overrides: Mapping[str, Mapping[str, Any]], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_overrides(OmniConfig(), overrides, NAMES)
+    assert str(caught.value).startswith(f"--stage-overrides: {message}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not valid JSON: "),
+        ("[1]", "must be a mapping with string keys, got [1]"),
+        ('{"talker": 2}', "stages.talker: must be a mapping with string keys, got 2"),
+        ('{"talker": {"replicas": 1, "replicas": 2}}', "key 'replicas' is written twice; keep one of the two"),
+    ],
+)
+def test_json_refusals(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides(text)
+    assert str(caught.value).startswith(f"--stage-overrides: {message}")
+
+
+def test_json() -> None:
+    assert parse_overrides('{"talker": {"replicas": 2}}') == {"talker": {"replicas": 2}}
+
+
+def test_settings() -> None:
+    config = with_settings(OmniConfig(async_chunk=True), {"async_chunk": False, "startup_timeout_s": 3})
+    assert (config.async_chunk, config.startup_timeout_s) == (False, 3.0)
+    with pytest.raises(ConfigError, match=r"^startup_timeout_s: must be a number of seconds > 0, got -1$"):
+        with_settings(config, {"startup_timeout_s": -1})
+    with pytest.raises(ConfigError, match=r"^startup_timeout: unknown key; did you mean 'startup_timeout_s'\?$"):
+        with_settings(config, {"startup_timeout": 1})
+
+
+@given(
+    first=st.dictionaries(st.sampled_from(["max_num_seqs", "dtype", "seed"]), st.integers()),
+    second=st.dictionaries(st.sampled_from(["max_num_seqs", "dtype", "seed"]), st.integers()),
+)
+def test_overrides_laid_twice_are_overrides_laid_once(first: dict[str, int], second: dict[str, int]) -> None:
+    twice = with_overrides(with_overrides(OmniConfig(), {"talker": first}, NAMES), {"talker": second}, NAMES)
+    once = with_overrides(OmniConfig(), {"talker": {**first, **second}}, NAMES)
+    assert twice == once

@@ -1,0 +1,163 @@
+"""Plain data to the schema: what is accepted, and the exact text of every refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni_ext.config.parse import Names, parse_config
+from vllm_omni_ext.config.schema import OmniConfig, StageConfig, keys
+from vllm_omni_ext.errors import ConfigError
+
+NAMES = Names(
+    stages=("thinker", "talker", "code2wav"),
+    engine=frozenset({"max_num_seqs", "dtype", "tensor_parallel_size"}),
+    sampling=frozenset({"temperature", "top_k"}),
+)
+
+
+@pytest.mark.parametrize("data", [None, {}, {"stages": None}, {"stages": {}}])
+def test_nothing_said_is_all_defaults(data: Any) -> None:
+    assert parse_config(data, NAMES) == OmniConfig()
+
+
+def test_everything_said_arrives() -> None:
+    config = parse_config(
+        {
+            "pipeline": "qwen3_omni",
+            "async_chunk": False,
+            "api_servers": 2,
+            "startup_timeout_s": 60,
+            "shutdown_timeout_s": 1.5,
+            "request_deadline_s": 30,
+            "stage_error_s": 2,
+            "log_dir": "logs",
+            "stages": {
+                "talker": {
+                    "replicas": 2,
+                    "devices": "0, 1",
+                    "kv_cache_bytes": 1024,
+                    "cpu_threads": 3,
+                    "engine": {"max_num_seqs": 4},
+                    "sampling": {"temperature": 0.5},
+                    "env": {"A": 1, "B": "x"},
+                }
+            },
+        },
+        NAMES,
+    )
+    assert config == OmniConfig(
+        pipeline="qwen3_omni",
+        async_chunk=False,
+        api_servers=2,
+        startup_timeout_s=60.0,
+        shutdown_timeout_s=1.5,
+        request_deadline_s=30.0,
+        stage_error_s=2.0,
+        log_dir="logs",
+        stages={
+            "talker": StageConfig(
+                replicas=2,
+                devices="0,1",
+                kv_cache_bytes=1024,
+                cpu_threads=3,
+                engine={"max_num_seqs": 4},
+                sampling={"temperature": 0.5},
+                env={"A": "1", "B": "x"},
+            )
+        },
+    )
+    assert config.stage("thinker") == StageConfig()
+
+
+def test_one_device_may_be_a_number() -> None:
+    assert parse_config({"stages": {"talker": {"devices": 1}}}, NAMES).stage("talker").devices == "1"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "the configuration: must be a mapping with string keys, got []"),
+        ({1: 2}, "the configuration: must be a mapping with string keys, got {1: 2}"),
+        ({"async_chunks": True}, "async_chunks: unknown key; did you mean 'async_chunk'?"),
+        ({"async-chunk": True}, "async-chunk: unknown key; did you mean 'async_chunk'?"),
+        ({"stage": {}}, "stage: unknown key; did you mean 'stages'?"),
+        ({"async_chunk": "yes"}, "async_chunk: must be true or false, got 'yes'"),
+        ({"async_chunk": 1}, "async_chunk: must be true or false, got 1"),
+        ({"api_servers": 0}, "api_servers: must be an integer >= 1, got 0"),
+        ({"api_servers": True}, "api_servers: must be an integer >= 1, got True"),
+        ({"startup_timeout_s": 0}, "startup_timeout_s: must be a number of seconds > 0, got 0"),
+        ({"startup_timeout_s": None}, "startup_timeout_s: must be a number of seconds > 0, got None"),
+        ({"request_deadline_s": "x"}, "request_deadline_s: must be a number of seconds > 0, or null, got 'x'"),
+        ({"shutdown_timeout_s": float("nan")}, "shutdown_timeout_s: must be a number of seconds > 0, got nan"),
+        ({"log_dir": ""}, "log_dir: must be a non-empty string, or null, got ''"),
+        ({"stages": []}, "stages: must be a mapping with string keys, got []"),
+        ({"stages": {"taler": {}}}, "stages.taler: no such stage; use one of thinker, talker, code2wav"),
+        ({"stages": {"talker": 2}}, "stages.talker: must be a mapping with string keys, got 2"),
+        ({"stages": {"talker": {"replica": 2}}}, "stages.talker.replica: unknown key; did you mean 'replicas'?"),
+        (
+            {"stages": {"talker": {"replicas": "two"}}},
+            "stages.talker.replicas: must be an integer >= 1, got 'two'",
+        ),
+        ({"stages": {"talker": {"replicas": 1.5}}}, "stages.talker.replicas: must be an integer >= 1, got 1.5"),
+        (
+            {"stages": {"talker": {"devices": "gpu0"}}},
+            "stages.talker.devices: must be a comma-separated list of device numbers such as '0,1', or null, "
+            "got 'gpu0'",
+        ),
+        (
+            {"stages": {"talker": {"zzz": 1}}},
+            "stages.talker.zzz: unknown key; use one of cpu_threads, devices, engine, env, kv_cache_bytes, replicas, "
+            "sampling",
+        ),
+        (
+            {"stages": {"talker": {"max_num_seqs": 4}}},
+            "stages.talker.max_num_seqs: is an engine setting; write it as stages.talker.engine.max_num_seqs",
+        ),
+        (
+            {"stages": {"talker": {"engine": {"max_num_seq": 4}}}},
+            "stages.talker.engine.max_num_seq: unknown key; did you mean 'max_num_seqs'?",
+        ),
+        (
+            {"stages": {"talker": {"sampling": {"temprature": 1}}}},
+            "stages.talker.sampling.temprature: unknown key; did you mean 'temperature'?",
+        ),
+        (
+            {"stages": {"talker": {"env": {"A": None}}}},
+            "stages.talker.env: must be a mapping of variable names to strings or numbers, got {'A': None}",
+        ),
+        (
+            {"stages": {"talker": {"engine_overrides": {}}}},
+            "stages.talker.engine_overrides: unknown key; use one of cpu_threads, devices, engine, env, "
+            "kv_cache_bytes, replicas, sampling",
+        ),
+    ],
+)
+def test_refusals_name_the_place(data: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(data, NAMES)
+    assert str(caught.value) == message
+
+
+@given(
+    data=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from([*keys(OmniConfig), *keys(StageConfig), "stages", "talker", "thinker", "other"]), inner
+            )
+        ),
+        max_leaves=12,
+    )
+)
+def test_any_data_is_a_config_or_a_config_error(data: Any) -> None:
+    try:
+        config = parse_config(data, NAMES)
+    except ConfigError as err:
+        assert str(err)
+    else:
+        assert isinstance(config, OmniConfig)
