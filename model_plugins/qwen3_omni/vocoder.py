@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_layers import (
     Carry,
     CausalConv,
