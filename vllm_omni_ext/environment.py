@@ -1,0 +1,138 @@
+"""Facts about the Python environment, found without importing vLLM or torch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from vllm_omni_ext import __version__
+from vllm_omni_ext.report import Line, Section
+
+ENTRY_POINTS = (
+    ("torch.backends", "vllm_omni_ext", "`vllm serve --omni` and LLM(omni=True)"),
+    ("vllm.general_plugins", "omni_ext", "model classes in every vLLM process"),
+    ("console_scripts", "vllm-omni-ext", "the command line"),
+)
+CUDA_ONLY = ("torchaudio", "torchcodec")
+"""Packages whose usual wheels are CUDA builds and break `import transformers` beside a CPU torch."""
+SMALL_SHM_BYTES = 1 << 30
+"""Each engine process reserves some 400 MB of shared memory; less than this is a container's default."""
+_VERSION = re.compile(r"^__version__\b.*?=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
+_ACCELERATOR = re.compile(r"^(cuda|hip|xpu)\b[^=]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
+
+
+def versions() -> Section:
+    """This package, Python and torch; vLLM has its own section."""
+    torch = _version_file("torch")
+    lines = [
+        Line("vllm-omni-ext", True, __version__),
+        Line("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        Line("torch", torch is not None, f"{_version('torch')} ({accelerator()})" if torch else "not installed"),
+    ]
+    return Section("versions", tuple(lines))
+
+
+def accelerator() -> str:
+    """What torch was built for: "cpu", "cuda 13.0", ..."""
+    found = _ACCELERATOR.search(_version_file("torch") or "")
+    return f"{found.group(1)} {found.group(2)}" if found else "cpu"
+
+
+def hooks(environ: Mapping[str, str] = os.environ) -> Section:
+    """Entry points, what switches them off, and whether the real vllm-omni is there."""
+    lines = [_entry_point(group, name, purpose) for group, name, purpose in ENTRY_POINTS]
+    if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        state = "set, so the torch.backends entry point does not run; unset it, or use `vllm-omni-ext serve`"
+        lines.append(Line("TORCH_DEVICE_BACKEND_AUTOLOAD", False, state))
+    plugins = environ.get("VLLM_PLUGINS")
+    if plugins is not None and "omni_ext" not in plugins.split(","):
+        lines.append(Line("VLLM_PLUGINS", False, "set without omni_ext, so our models are unknown; add omni_ext to it"))
+    lines.append(Line("vllm-omni", True, _real_vllm_omni()))
+    return Section("entry points", tuple(lines))
+
+
+def traps() -> Section:
+    """Packages known to break an otherwise right environment."""
+    return Section("known traps", tuple(_traps()))
+
+
+def connectors() -> Section:
+    """Which ways of moving tensors between stages can be used here."""
+    return Section("connectors", (Line("in_process", True, "ready"), _shared_memory(), _tcp(), _mooncake()))
+
+
+def _entry_point(group: str, name: str, purpose: str) -> Line:
+    found = metadata.entry_points(group=group, name=name)
+    state = next(iter(found)).value if found else "missing; install the package (pip install vllm-omni-ext)"
+    return Line(f"{group}: {name}", bool(found), state, {"for": purpose})
+
+
+def _real_vllm_omni() -> str:
+    spec = find_spec("vllm_omni")
+    if spec is None or spec.origin is None:
+        return "not installed; `vllm serve --omni` is ours"
+    return "installed, and it wins: `vllm serve --omni` starts vllm-omni; write `vllm-omni-ext serve` for ours"
+
+
+def _traps() -> Iterator[Line]:
+    on_cpu = accelerator() == "cpu"
+    for package in CUDA_ONLY:
+        bad = on_cpu and find_spec(package) is not None and "+cpu" not in _version(package)
+        state = f"{_version(package)} is a CUDA build, torch is a CPU build; pip uninstall {package}"
+        yield Line(package, not bad, state if bad else "no conflict")
+    vision = _version("torchvision")
+    if find_spec("torchvision") is None:
+        yield Line("torchvision", False, "not installed; images and video cannot be read; pip install torchvision")
+    elif on_cpu and "+cu" in vision:
+        yield Line("torchvision", True, f"{vision} beside a CPU torch: made importable by our torch.backends hook")
+    else:
+        yield Line("torchvision", True, vision)
+
+
+def _shared_memory() -> Line:
+    place = Path("/dev/shm")
+    if not os.access(place, os.W_OK):
+        return Line("shared_memory", False, f"{place} cannot be written; mount it, vLLM needs it too")
+    free = shutil.disk_usage(place).free
+    if free < SMALL_SHM_BYTES:
+        return Line("shared_memory", False, f"{free >> 20} MiB free in {place}; give it more (docker: --shm-size=8g)")
+    return Line("shared_memory", True, "ready")
+
+
+def _tcp() -> Line:
+    ready = find_spec("zmq") is not None
+    return Line("tcp", ready, "ready" if ready else "pyzmq is not installed; pip install pyzmq")
+
+
+def _mooncake() -> Line:
+    if find_spec("mooncake") is None:
+        return Line("mooncake", True, "not installed (optional); pip install 'vllm-omni-ext[mooncake]'")
+    try:
+        importlib.import_module("mooncake.engine")
+    except (ImportError, OSError) as err:  # a shared library it needs is not there
+        return Line("mooncake", False, f"installed but cannot be imported: {err}")
+    return Line("mooncake", True, "ready")
+
+
+def _version_file(package: str) -> str | None:
+    spec = find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    file = Path(next(iter(folders))) / "version.py" if folders else None
+    return file.read_text() if file is not None and file.is_file() else None
+
+
+def _version(package: str) -> str:
+    found = _VERSION.search(_version_file(package) or "")
+    if found is not None:
+        return found.group(1)
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown version"

@@ -1,0 +1,66 @@
+"""What `vllm-omni-ext doctor` found, as data and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+_INDENT = 2
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what it is.
+        ok: False makes `doctor` fail.
+        state: what was found, in a few words, and what to do if it is not ok.
+        details: more about it, by heading.
+    """
+
+    name: str
+    ok: bool
+    state: str
+    details: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Lines that belong together."""
+
+    title: str
+    lines: tuple[Line, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True if every line is."""
+        return all(line.ok for line in self.lines)
+
+
+def as_text(sections: Sequence[Section]) -> str:
+    """For a terminal: one line a thing, details indented below it."""
+    return "\n".join(row for section in sections for row in _rows(section))
+
+
+def as_data(sections: Sequence[Section]) -> dict[str, object]:
+    """For `--json`."""
+    return {
+        "ok": all(section.ok for section in sections),
+        "sections": {
+            section.title: [
+                {"name": line.name, "ok": line.ok, "state": line.state, **line.details} for line in section.lines
+            ]
+            for section in sections
+        },
+    }
+
+
+def _rows(section: Section) -> Iterator[str]:
+    yield section.title
+    width = max((len(line.name) for line in section.lines), default=0)
+    for line in section.lines:
+        yield f"{'':{_INDENT}}{'ok ' if line.ok else 'BAD'} {line.name:{width}}  {line.state}"
+        for heading, text in line.details.items():
+            yield f"{'':{_INDENT + 4}}{heading}: {text}"
+    yield ""
