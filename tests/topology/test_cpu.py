@@ -1,0 +1,83 @@
+"""Defaults on a CPU machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vllm_omni_ext.config.schema import OmniConfig, StageConfig
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec
+from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
+
+MIB = 1 << 20
+
+
+def plan_for(pipeline: PipelineSpec, machine: Machine, facts: ModelFacts | None = None, **stages: StageConfig) -> Plan:
+    config = OmniConfig(stages=stages)
+    return make_plan(model="m", pipeline=pipeline, config=config, text_args={}, machine=machine, facts=facts)
+
+
+def test_defaults(pipeline: PipelineSpec, cpu: Machine) -> None:
+    plan = plan_for(pipeline, cpu)
+    common = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_num_seqs": 16,
+        "distributed_executor_backend": "uni",
+    }
+    assert plan.stage("thinker").engine_args == {
+        **common,
+        "worker_cls": "pkg.W",
+        "kv_cache_memory_bytes": 256 * MIB,
+    }
+    assert plan.stage("code2wav").engine_args == {**common, "runner": "pooling", "kv_cache_memory_bytes": 16 * MIB}
+    assert [replica.devices for replica in plan.replicas()] == [(), (), ()]
+
+
+@pytest.mark.parametrize(("cores", "replicas", "threads"), [(8, 1, "2"), (8, 2, "2"), (8, 6, "1"), (1, 1, "1")])
+def test_threads_are_divided(pipeline: PipelineSpec, cpu: Machine, cores: int, replicas: int, threads: str) -> None:
+    plan = plan_for(pipeline, replace(cpu, cpu_count=cores), talker=StageConfig(replicas=replicas))
+    assert plan.stage("thinker").env == {
+        "OMP_NUM_THREADS": threads,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+
+
+def test_environment_may_be_changed(pipeline: PipelineSpec, cpu: Machine) -> None:
+    stage = StageConfig(cpu_threads=5, env={"VLLM_CPU_OMP_THREADS_BIND": "0-3", "MINE": "1"})
+    env = plan_for(pipeline, cpu, talker=stage).stage("talker").env
+    assert env == {
+        "OMP_NUM_THREADS": "5",
+        "VLLM_CPU_OMP_THREADS_BIND": "0-3",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "MINE": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("facts", "cache", "length"),
+    [
+        (ModelFacts(), 256 * MIB, None),
+        (ModelFacts(max_model_len={"thinker": 32768}), 256 * MIB, None),
+        (ModelFacts(max_model_len={"thinker": 1024}, kv_bytes_per_token={"thinker": 1024}), 256 * MIB, None),
+        (ModelFacts(max_model_len={"thinker": 2048}, kv_bytes_per_token={"thinker": MIB}), 2048 * MIB, None),
+        (ModelFacts(max_model_len={"thinker": 65536}, kv_bytes_per_token={"thinker": MIB}), 4096 * MIB, 4096),
+    ],
+)
+def test_cache_size(pipeline: PipelineSpec, cpu: Machine, facts: ModelFacts, cache: int, length: int | None) -> None:
+    args: Any = plan_for(pipeline, cpu, facts).stage("thinker").engine_args
+    assert (args["kv_cache_memory_bytes"], args.get("max_model_len")) == (cache, length)
+
+
+def test_several_processes_for_tensor_parallel(pipeline: PipelineSpec, cpu: Machine) -> None:
+    args = plan_for(pipeline, cpu, talker=StageConfig(engine={"tensor_parallel_size": 2})).stage("talker").engine_args
+    assert "distributed_executor_backend" not in args
+
+
+def test_devices_are_refused(pipeline: PipelineSpec, cpu: Machine) -> None:
+    with pytest.raises(ConfigError, match=r"^stages\.talker\.devices: this machine has no CUDA device; remove it$"):
+        plan_for(pipeline, cpu, talker=StageConfig(devices="0"))

@@ -1,0 +1,88 @@
+"""The plan as text and as data."""
+
+from __future__ import annotations
+
+import json
+
+from vllm_omni_ext.config.schema import OmniConfig, StageConfig
+from vllm_omni_ext.model_plugins.registry import PipelineSpec
+from vllm_omni_ext.topology.explain import as_json, explain
+from vllm_omni_ext.topology.plan import Machine, make_plan
+
+EXPECTED = """\
+model     m
+pipeline  speech
+machine   cuda, 4 devices, 64 cores, 512.0 GiB memory
+
+processes
+  head
+  |- coordinator
+  |- api_server 0
+  |- thinker/0  device 0,1
+  |- talker/0  device 2
+  |- talker/1  device 3
+  |- code2wav/0  device 2
+
+hand-overs
+  thinker -> talker  tokens
+  thinker -> talker  tensors
+  talker -> code2wav  tokens
+
+settings
+  async_chunk       true
+  logs              terminal
+  request deadline  30 s
+  shutdown timeout  5 s
+  stage error       1 s
+  startup timeout   600 s
+
+stage thinker: 1 replica, answers text
+  engine
+    hf_token              ***
+    tensor_parallel_size  2
+    worker_cls            pkg.W
+  env
+    MY_SECRET  ***
+    NAME       value
+
+stage talker: 2 replicas
+  engine
+    enable_prefix_caching   False
+    gpu_memory_utilization  0.6
+    hf_token                ***
+    kv_cache_memory_bytes   1048576 (1 MiB)
+    max_num_seqs            7
+  sampling
+    max_tokens   4096
+    temperature  0.9
+
+stage code2wav: 1 replica
+  engine
+    gpu_memory_utilization  0.3
+    hf_token                ***
+    runner                  pooling
+"""
+
+
+def test_text_and_data(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+    config = OmniConfig(
+        request_deadline_s=30,
+        stages={
+            "thinker": StageConfig(engine={"tensor_parallel_size": 2}, env={"NAME": "value", "MY_SECRET": "x"}),
+            "talker": StageConfig(replicas=2, kv_cache_bytes=1 << 20),
+        },
+    )
+    plan = make_plan(model="m", pipeline=pipeline, config=config, text_args={"hf_token": "secret"}, machine=four_gpus)
+    assert explain(plan) == EXPECTED
+    data = json.loads(json.dumps(as_json(plan)))
+    assert data["stages"][1]["replicas"] == [{"id": "talker/0", "devices": [2]}, {"id": "talker/1", "devices": [3]}]
+    assert data["stages"][0]["engine_args"]["hf_token"] == "***"
+    assert data["stages"][0]["env"] == {"NAME": "value", "MY_SECRET": "***"}
+    assert data["edges"][0] == {"source": "thinker", "target": "talker", "kind": "tokens"}
+    assert data["config"]["request_deadline_s"] == 30
+
+
+def test_values_json_cannot_hold_become_text(pipeline: PipelineSpec, cpu: Machine) -> None:
+    config = OmniConfig(stages={"talker": StageConfig(engine={"x": {"a": (1, object)}})})
+    plan = make_plan(model="m", pipeline=pipeline, config=config, text_args={}, machine=cpu)
+    json.dumps(as_json(plan))

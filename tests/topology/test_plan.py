@@ -1,0 +1,206 @@
+"""From configuration to plan: who decides which engine argument, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from vllm_omni_ext.config.schema import OmniConfig, StageConfig
+from vllm_omni_ext.errors import ConfigError, UnknownMember
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec
+from vllm_omni_ext.topology.plan import SHARED_FIELDS, Machine, Plan, make_plan
+
+
+def plan_for(
+    pipeline: PipelineSpec,
+    machine: Machine,
+    stages: dict[str, StageConfig] | None = None,
+    text_args: dict[str, Any] | None = None,
+    facts: ModelFacts | None = None,
+    **config: Any,
+) -> Plan:
+    return make_plan(
+        model="m",
+        pipeline=pipeline,
+        config=OmniConfig(stages=stages or {}, **config),
+        text_args=text_args or {},
+        machine=machine,
+        facts=facts,
+    )
+
+
+def test_names_and_order(pipeline: PipelineSpec, cpu: Machine) -> None:
+    plan = plan_for(pipeline, cpu, {"talker": StageConfig(replicas=2)})
+    assert (plan.model, plan.pipeline, plan.api_servers) == ("m", "speech", 1)
+    assert [str(replica.id) for replica in plan.replicas()] == ["thinker/0", "talker/0", "talker/1", "code2wav/0"]
+    assert plan.text_stage().name == "thinker"
+    assert [edge.target for edge in plan.edges_from("thinker")] == ["talker", "talker"]
+    assert [edge.source for edge in plan.edges_to("code2wav")] == ["talker"]
+    assert plan.edges_to("thinker") == () == plan.edges_from("code2wav")
+    assert plan.replica(ReplicaId("talker", 1)).id == ReplicaId("talker", 1)
+
+
+def test_unknown_members(pipeline: PipelineSpec, cpu: Machine) -> None:
+    plan = plan_for(pipeline, cpu)
+    for ask in (plan.stage, plan.edges_from, plan.edges_to):
+        with pytest.raises(UnknownMember, match=r"^no stage 'dit'; the plan has thinker, talker, code2wav$"):
+            ask("dit")
+    with pytest.raises(UnknownMember, match=r"^no replica 'talker/1'; the plan has talker/0$"):
+        plan.replica(ReplicaId("talker", 1))
+
+
+def test_a_plan_travels_between_processes(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+    plan = plan_for(pipeline, four_gpus, {"talker": StageConfig(replicas=2)}, {"seed": 1})
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_stock_flags_are_for_the_text_stage(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+    plan = plan_for(pipeline, four_gpus, text_args={"model": "m", "max_model_len": 100, "seed": 3, "dtype": "half"})
+    assert plan.stage("thinker").engine_args == {
+        "worker_cls": "pkg.W",
+        "max_model_len": 100,
+        "seed": 3,
+        "dtype": "half",
+    }
+    assert plan.stage("talker").engine_args == {
+        "max_num_seqs": 7,
+        "seed": 3,
+        "dtype": "half",
+        "enable_prefix_caching": False,
+    }
+
+
+@pytest.mark.parametrize("field", sorted(SHARED_FIELDS))
+def test_shared_fields_reach_every_stage(pipeline: PipelineSpec, cpu: Machine, field: str) -> None:
+    plan = plan_for(pipeline, cpu, text_args={field: "value"})
+    assert [stage.engine_args[field] for stage in plan.stages] == ["value"] * 3
+
+
+def test_precedence(pipeline: PipelineSpec, cpu: Machine) -> None:
+    """Overrides over flags over the file over the pipeline over the platform."""
+
+    def seqs(stage: str, config: StageConfig, flags: dict[str, Any]) -> Any:
+        return plan_for(pipeline, cpu, {stage: config}, flags).stage(stage).engine_args["max_num_seqs"]
+
+    file, over = {"max_num_seqs": 2}, {"max_num_seqs": 4}
+    assert seqs("thinker", StageConfig(), {}) == 16
+    assert seqs("talker", StageConfig(), {}) == 7
+    assert seqs("talker", StageConfig(engine=file), {"max_num_seqs": 3}) == 2
+    assert seqs("thinker", StageConfig(engine=file), {}) == 2
+    assert seqs("thinker", StageConfig(engine=file), {"max_num_seqs": 3}) == 3
+    assert seqs("thinker", StageConfig(engine=file, engine_overrides=over), {"max_num_seqs": 3}) == 4
+
+
+def test_a_shared_flag_beats_the_file_but_not_the_override(pipeline: PipelineSpec, cpu: Machine) -> None:
+    stages = {
+        "talker": StageConfig(engine={"dtype": "float16"}),
+        "code2wav": StageConfig(engine_overrides={"dtype": "float16"}),
+    }
+    plan = plan_for(pipeline, cpu, stages, {"dtype": "bfloat16"})
+    assert [stage.engine_args["dtype"] for stage in plan.stages] == ["bfloat16", "bfloat16", "float16"]
+
+
+def test_sampling(pipeline: PipelineSpec, cpu: Machine) -> None:
+    plan = plan_for(pipeline, cpu, {"talker": StageConfig(sampling={"temperature": 0.0})})
+    assert plan.stage("talker").sampling == {"temperature": 0.0, "max_tokens": 4096}
+
+
+def test_cuda_devices_and_shares(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+    stages = {"thinker": StageConfig(devices="0,1"), "talker": StageConfig(replicas=2)}
+    plan = plan_for(pipeline, four_gpus, stages, {"tensor_parallel_size": 2})
+    assert [replica.devices for replica in plan.replicas()] == [(0, 1), (2,), (3,), (2,)]
+    assert "gpu_memory_utilization" not in plan.stage("thinker").engine_args
+    assert plan.stage("talker").engine_args["gpu_memory_utilization"] == 0.6
+    assert plan.stage("code2wav").engine_args["gpu_memory_utilization"] == 0.3
+    assert [stage.env for stage in plan.stages] == [{}, {}, {}]
+
+
+def test_the_users_utilization_stays(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+    stages = {name: StageConfig(devices="0") for name in ("thinker", "talker", "code2wav")}
+    plan = plan_for(pipeline, four_gpus, stages, {"gpu_memory_utilization": 0.3})
+    values = [stage.engine_args["gpu_memory_utilization"] for stage in plan.stages]
+    assert values == [0.3, 0.4, 0.2]
+
+
+def test_kv_cache_bytes(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+    plan = plan_for(pipeline, four_gpus, {"talker": StageConfig(kv_cache_bytes=5)})
+    assert plan.stage("talker").engine_args["kv_cache_memory_bytes"] == 5
+
+
+def test_one_step_stage_holds_its_longest_sequence(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+    facts = ModelFacts(max_model_len={"thinker": 10, "code2wav": 65536})
+    args = plan_for(pipeline, four_gpus, facts=facts).stage("code2wav").engine_args
+    assert (args["max_model_len"], args["max_num_batched_tokens"]) == (65536, 65536)
+    stages = {"code2wav": StageConfig(engine={"max_model_len": 100})}
+    args = plan_for(pipeline, four_gpus, stages, facts=facts).stage("code2wav").engine_args
+    assert (args["max_model_len"], args["max_num_batched_tokens"]) == (100, 100)
+    stages = {"code2wav": StageConfig(engine={"max_num_batched_tokens": 200_000})}
+    args = plan_for(pipeline, four_gpus, stages, facts=facts).stage("code2wav").engine_args
+    assert (args["max_model_len"], args["max_num_batched_tokens"]) == (65536, 200_000)
+    assert "max_model_len" not in plan_for(pipeline, four_gpus, facts=facts).stage("thinker").engine_args
+    assert "max_model_len" not in plan_for(pipeline, four_gpus).stage("code2wav").engine_args
+
+
+REFUSALS: list[tuple[dict[str, StageConfig], dict[str, Any], str]] = [
+    ({"dit": StageConfig()}, {}, "stages.dit: pipeline 'speech' has no such stage; use one of thinker, talker, code2w"),
+    (
+        {"code2wav": StageConfig(engine={"runner": "generate"})},
+        {},
+        "stages.code2wav.engine.runner: the pipeline sets it to 'pooling' for 'code2wav'; remove it",
+    ),
+    (
+        {"talker": StageConfig(engine_overrides={"enable_prefix_caching": True})},
+        {},
+        "stages.talker.engine.enable_prefix_caching: the pipeline sets it to False for 'talker'; remove it",
+    ),
+    ({}, {"worker_cls": "mine"}, "worker_cls: the pipeline sets it to 'pkg.W' for 'thinker'; remove it"),
+    ({}, {"data_parallel_size": 2}, "data_parallel_size: write stages.thinker.replicas instead"),
+    (
+        {"talker": StageConfig(engine={"data_parallel_size": 2})},
+        {},
+        "stages.talker.engine.data_parallel_size: write stages.talker.replicas instead",
+    ),
+    (
+        {"talker": StageConfig(engine={"device_ids": [1]})},
+        {},
+        "stages.talker.engine.device_ids: write stages.talker.de",
+    ),
+    ({"talker": StageConfig(engine={"model": "x"})}, {}, "stages.talker.engine.model: the model is given once, on the"),
+    ({"talker": StageConfig(engine={"nnodes": 2})}, {}, "stages.talker.engine.nnodes: a replica runs on one host"),
+    (
+        {"talker": StageConfig(engine={"tensor_parallel_size": 0})},
+        {},
+        "stages.talker.engine.tensor_parallel_size: must be an integer >= 1, got 0",
+    ),
+    (
+        {"talker": StageConfig(kv_cache_bytes=1, engine={"kv_cache_memory_bytes": 2})},
+        {},
+        "stages.talker.engine.kv_cache_memory_bytes: stages.talker.kv_cache_bytes says the same; keep one of the two",
+    ),
+]
+
+
+@pytest.mark.parametrize(("stages", "text_args", "message"), REFUSALS)
+def test_refusals(
+    pipeline: PipelineSpec,
+    four_gpus: Machine,
+    stages: dict[str, StageConfig],
+    text_args: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_for(pipeline, four_gpus, stages, text_args)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_harmless_value_passes(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+    text_args = {"data_parallel_size": 1, "worker_cls": "pkg.W", "nnodes": 1}
+    assert plan_for(pipeline, four_gpus, text_args=text_args).stage("thinker").engine_args["worker_cls"] == "pkg.W"
+
+
+def test_a_config_for_another_pipeline(pipeline: PipelineSpec, cpu: Machine) -> None:
+    with pytest.raises(ConfigError, match=r"^pipeline: the stage config is for 'other', but the model is 'speech'$"):
+        make_plan(model="m", pipeline=pipeline, config=OmniConfig(pipeline="other"), text_args={}, machine=cpu)

@@ -1,0 +1,38 @@
+"""The real pipeline, from its packaged stage configs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_omni_ext.config.load import load_config
+from vllm_omni_ext.config.parse import Names
+from vllm_omni_ext.model_plugins.qwen3_omni.facts import facts
+from vllm_omni_ext.model_plugins.qwen3_omni.pipeline import QWEN3_OMNI
+from vllm_omni_ext.model_plugins.registry import ModelFacts
+from vllm_omni_ext.topology.plan import Machine, make_plan, resolved_sampling
+
+NAMES = Names(stages=tuple(stage.name for stage in QWEN3_OMNI.stages))
+
+
+@pytest.mark.parametrize("name", ["qwen3_omni", "qwen3_omni_replicas"])
+@pytest.mark.parametrize("devices", [1, 2, 3, 5, 8])
+def test_packaged_configs_fit_any_machine(name: str, devices: int) -> None:
+    machine = Machine(platform="cuda", device_count=devices, cpu_count=8, memory_bytes=1 << 36)
+    plan = make_plan(model="m", pipeline=QWEN3_OMNI, config=load_config(name, NAMES), text_args={}, machine=machine)
+    used = [device for replica in plan.replicas() for device in replica.devices]
+    assert len(set(used)) == min(devices, len(used))
+
+
+def test_facts() -> None:
+    text = SimpleNamespace(max_position_embeddings=1000, num_hidden_layers=3, num_key_value_heads=2, head_dim=32)
+    hf_config = SimpleNamespace(
+        thinker_config=SimpleNamespace(text_config=text),
+        talker_config=SimpleNamespace(text_config=text, num_code_groups=16),
+    )
+    config = load_config("qwen3_omni", NAMES)
+    assert facts(hf_config, resolved_sampling(QWEN3_OMNI, config)) == ModelFacts(
+        max_model_len={"thinker": 1000, "talker": 1000, "code2wav": 4096 * 16},
+        kv_bytes_per_token={"thinker": 3 * 2 * 32 * 2 * 4, "talker": 3 * 2 * 32 * 2 * 4},
+    )
