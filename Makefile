@@ -1,0 +1,34 @@
+# Nothing to set first: every target makes .venv if it is missing or out of date.
+PYTHON := .venv/bin/python
+
+.PHONY: help setup test lint types format demo docs clean
+
+help:
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
+
+setup: ## create or update .venv
+	@scripts/setup_env.sh
+
+test: setup ## run all tests that need no GPU
+	$(PYTHON) -m pytest
+
+lint: setup ## check style and formatting
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+types: setup ## check types
+	$(PYTHON) -m mypy
+
+format: setup ## fix style and formatting
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+demo: setup ## start a tiny pipeline on this machine, talk to it and stop it
+	$(PYTHON) examples/demo.py
+
+docs: setup ## write the generated pages
+	$(PYTHON) -m vllm_omni_ext doctor --write-docs
+
+clean: ## remove .venv and everything that was built
+	rm -rf .venv build dist demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
