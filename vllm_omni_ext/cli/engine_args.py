@@ -61,8 +61,8 @@ def _value(stage: str, name: str, value: Any) -> Any:
 def _config_classes() -> dict[str, type]:
     """Engine fields that hold one of vLLM's config objects: a mapping from YAML or JSON becomes that object."""
     found: dict[str, type] = {}
-    for name, hint in typing.get_type_hints(AsyncEngineArgs).items():
-        for option in typing.get_args(hint) or (hint,):
+    for field in dataclasses.fields(AsyncEngineArgs):
+        for option in typing.get_args(field.type) or (field.type,):
             if isinstance(option, type) and dataclasses.is_dataclass(option):
-                found[name] = option
+                found[field.name] = option
     return found

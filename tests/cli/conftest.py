@@ -1,0 +1,31 @@
+"""A checkpoint directory with a config only: enough for a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Path of a directory whose config.json has small sizes of every stage."""
+    text = {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
+    config = {
+        "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+        "model_type": "qwen3_omni_moe",
+        "thinker_config": {"text_config": text},
+        "talker_config": {"text_config": text, "num_code_groups": 4},
+    }
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model without a pipeline."""
+    path: Path = tmp_path_factory.mktemp("other")
+    (path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    return str(path)

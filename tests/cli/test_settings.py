@@ -1,0 +1,91 @@
+"""The Python API's keywords, and the engine arguments of a replica."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from vllm.config import KVTransferConfig
+
+from vllm_omni_ext.cli.engine_args import stage_engine_args
+from vllm_omni_ext.cli.settings import from_kwargs
+from vllm_omni_ext.errors import ConfigError, UnknownMember
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.topology.plan import ReplicaPlan
+
+
+def test_keywords(model: str) -> None:
+    plan = from_kwargs(
+        model,
+        stage_config="qwen3_omni_replicas",
+        stage_overrides={"talker": {"replicas": 3}},
+        async_chunk=False,
+        startup_timeout_s=30,
+        max_num_seqs=2,
+        seed=1,
+    )
+    assert len(plan.stage("talker").replicas) == 3
+    assert len(plan.stage("code2wav").replicas) == 2
+    assert (plan.config.async_chunk, plan.config.startup_timeout_s) == (False, 30.0)
+    assert plan.stage("thinker").engine_args["max_num_seqs"] == 2
+    assert [stage.engine_args["seed"] for stage in plan.stages] == [1, 1, 1]
+
+
+def test_overrides_as_json(model: str) -> None:
+    plan = from_kwargs(model, stage_overrides='{"talker": {"replicas": 2}}')
+    assert len(plan.stage("talker").replicas) == 2
+    assert plan.config.async_chunk is True
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        ("max_num_seq", "max_num_seq: unknown key; did you mean 'max_num_seqs'?"),
+        ("stage_overide", "stage_overide: unknown key; did you mean 'stage_overrides'?"),
+        ("zzzzzz", "zzzzzz: unknown key"),
+        ("data_parallel_size", "data_parallel_size: write stages.thinker.replicas instead"),
+        ("api_servers", "api_servers: more than one is not supported yet; write 1, got 2"),
+    ],
+)
+def test_wrong_keywords(model: str, keyword: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_kwargs(model, **{keyword: 2})
+    assert str(caught.value) == message
+
+
+def test_engine_args(model: str) -> None:
+    plan = from_kwargs(model, max_num_seqs=2)
+    args = stage_engine_args(plan, ReplicaId("thinker", 0))
+    assert (args.model, args.max_num_seqs, args.device_ids) == (model, 2, None)
+    assert (args._api_process_count, args._api_process_rank) == (2, -1)
+    assert stage_engine_args(plan, ReplicaId("thinker", 0), api_process=1)._api_process_rank == 1
+
+
+def test_engine_args_of_unknown_replicas(model: str) -> None:
+    plan = from_kwargs(model)
+    for unknown in (ReplicaId("dit", 0), ReplicaId("thinker", 1)):
+        with pytest.raises(UnknownMember):
+            stage_engine_args(plan, unknown)
+
+
+def test_devices_and_named_functions(model: str) -> None:
+    plan = from_kwargs(model)
+    thinker = plan.stage("thinker")
+    thinker = replace(
+        thinker,
+        engine_args={**thinker.engine_args, "hf_overrides": "os.path:join"},
+        replicas=(ReplicaPlan(id=ReplicaId("thinker", 0), devices=(2, 3)),),
+    )
+    args = stage_engine_args(replace(plan, stages=(thinker, *plan.stages[1:])), ReplicaId("thinker", 0))
+    assert args.device_ids == [2, 3]
+    assert args.hf_overrides.__name__ == "join"
+
+
+def test_mappings_become_vllms_config_objects(model: str) -> None:
+    engine = {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}
+    plan = from_kwargs(model, stage_overrides={"thinker": {"engine": engine}})
+    args = stage_engine_args(plan, ReplicaId("thinker", 0))
+    assert isinstance(args.kv_transfer_config, KVTransferConfig)
+    bad = from_kwargs(model, stage_overrides={"thinker": {"kv_transfer_config": {"kv_rol": "kv_both"}}})
+    with pytest.raises(ConfigError, match=r"^stages\.thinker\.engine\.kv_transfer_config: .*kv_rol"):
+        stage_engine_args(bad, ReplicaId("thinker", 0))
