@@ -50,7 +50,7 @@ PATCH = Patch(
     why="LLM(model, omni=True): EngineArgs rejects an unknown keyword before vLLM loads any plugin.",
     upstream="none: vLLM has no hook for constructor keywords",
     remove_when="vLLM delegates LLM(omni=True) to a plugin, as it does for `vllm serve --omni`",
-    seen=frozenset({"517caaf1860b"}),
+    seen=frozenset({"3cd8a3f890e8"}),
     wrap=wrap,
     when="import",
 )

@@ -37,7 +37,8 @@ def extract(tree: ast.Module, lines: list[str], qualname: str) -> str | None:
 def fingerprint(code: str) -> str:
     """Return the digest of one definition as returned by `extract`."""
     words = list(_words(code))
-    kept = [word for at, word in enumerate(words) if not _is_docstring(words, at)]
+    docstrings = {at for at in range(len(words)) if _is_docstring(words, at)}
+    kept = [word for at, word in enumerate(words) if at not in docstrings and at - 1 not in docstrings]
     return hashlib.sha256("\x00".join(kept).encode()).hexdigest()[:DIGEST_CHARS]
 
 

@@ -38,18 +38,18 @@ COMMAND_LINE = (
     ),
     *_in(
         "vllm.entrypoints.launchers.cli_args",
-        ("make_arg_parser", "4cef2048c90b", "called: every flag of `vllm serve`"),
-        ("validate_parsed_serve_args", "c9ac15ea177e", "called"),
+        ("make_arg_parser", "ef213c8c38b3", "called: every flag of `vllm serve`"),
+        ("validate_parsed_serve_args", "0003979b1b50", "called"),
     ),
     *_in("vllm.entrypoints.serve.utils.api_utils", ("cli_env_setup", "234d83be5f29", "called: spawn method")),
 )
 
 API_SERVER = (
-    *_in("vllm.entrypoints.launchers.launcher", ("setup_server", "35f734859eed", "called: the listening socket")),
+    *_in("vllm.entrypoints.launchers.launcher", ("setup_server", "bf3413c14b9a", "called: the listening socket")),
     *_in(
         "vllm.entrypoints.launchers.api_server.entry",
-        ("build_and_serve", "c03367593bfa", "imitated: one statement is inserted after the state is built"),
-        ("run_server_worker", "66acbbed5415", "imitated: start of one API server process"),
+        ("build_and_serve", "c7c6cfb5350f", "imitated: one statement is inserted after the state is built"),
+        ("run_server_worker", "bf7a4b0b1c31", "imitated: start of one API server process"),
     ),
     *_in("vllm.entrypoints.launchers.api_server.app_state", ("init_app_state", "e97221e1d7d0", "called")),
     *_in(
@@ -62,27 +62,27 @@ API_SERVER = (
         ("OpenAIServingChat.chat_completion_full_generator", "1ffad7651a9f", "overridden, calls the original"),
         ("OpenAIServingChat.chat_completion_stream_generator", "f69a8434f95e", "overridden, calls the original"),
     ),
-    *_in("vllm.v1.utils", ("APIServerProcessManager.__init__", "72a7be88d4cb", "called with target_server_fn")),
+    *_in("vllm.v1.utils", ("APIServerProcessManager.__init__", "8cd615022d91", "called with target_server_fn")),
 )
 
 ENGINE_PROCESS = (
     *_in(
         "vllm.v1.engine.utils",
-        ("bind_engine_zmq_listeners", "df0fd7354255", "called: one pair of listeners a replica and API server"),
-        ("launch_core_engines", "ab52b83030ab", "called: starts on enter, waits for ready on exit"),
+        ("bind_engine_zmq_listeners", "308a3a5d5c52", "called: one pair of listeners a replica and API server"),
+        ("launch_core_engines", "4ab1886a897e", "called: starts on enter, waits for ready on exit"),
         ("wait_for_engine_startup", "70bbb0fd848f", "imitated: the handshake of a replica that joins later"),
         ("CoreEngineProcManager.__init__", "a6516024cac6", "called: one manager a replica"),
-        ("EngineZmqAddresses", "1480e1f7e9c5", "sent in the handshake"),
-        ("EngineHandshakeMetadata", "cccbb50f416e", "sent in the handshake"),
+        ("EngineZmqAddresses", "50f5402833a7", "sent in the handshake"),
+        ("EngineHandshakeMetadata", "44fda8209ce2", "sent in the handshake"),
     ),
     *_in(
         "vllm.v1.engine.core",
         ("EngineCoreProc.startup_handshake", "fac0f9c9ef6a", "answered: HELLO, addresses, READY"),
-        ("EngineCoreProc.run_engine_core", "a161fb30ff9e", "process target of a replica"),
-        ("EngineCoreProc.has_work", "8559b71d27a9", "a starved engine sleeps because has_requests() is False"),
-        ("EngineCoreProc.process_input_sockets", "f40c433fbe49", "wire protocol: requests in"),
-        ("EngineCoreProc.process_output_sockets", "130969a8443c", "wire protocol: outputs by client index"),
-        ("EngineCore.preprocess_add_request", "965a91d7f689", "a chunk arrives as a second ADD"),
+        ("EngineCoreProc.run_engine_core", "6043bcf10fa8", "process target of a replica"),
+        ("EngineCoreProc.has_work", "56db2332dc6d", "a starved engine sleeps because has_requests() is False"),
+        ("EngineCoreProc.process_input_sockets", "2fdd9c95b78b", "wire protocol: requests in"),
+        ("EngineCoreProc.process_output_sockets", "17bdcc1213d7", "wire protocol: outputs by client index"),
+        ("EngineCore.preprocess_add_request", "588865cb2174", "a chunk arrives as a second ADD"),
     ),
     *_in(
         "vllm.v1.engine.core_client",
@@ -93,16 +93,16 @@ ENGINE_PROCESS = (
     ),
     *_in(
         "vllm.v1.engine.async_llm",
-        ("AsyncLLM.__init__", "251301a2a999", "imitated: the attributes that generate() uses"),
-        ("AsyncLLM._run_output_handler", "ae35f0370a65", "inherited: pulls outputs from the pool"),
+        ("AsyncLLM.__init__", "447bcac7f8b3", "imitated: the attributes that generate() uses"),
+        ("AsyncLLM._run_output_handler", "e75658908cfe", "inherited: pulls outputs from the pool"),
     ),
     *_in(
         "vllm.v1.engine.output_processor",
-        ("OutputProcessor.process_outputs", "c21ebfe6c248", "never sees pooling_output of a generation request"),
+        ("OutputProcessor.process_outputs", "baad8206c476", "never sees pooling_output of a generation request"),
     ),
     *_in(
         "vllm.v1.engine",
-        ("EngineCoreRequest", "29084b07dba3", "built by hand; the order of its fields is the wire format"),
+        ("EngineCoreRequest", "cdbc7cfef874", "built by hand; the order of its fields is the wire format"),
         ("EngineCoreOutput", "9a93bc7b7c79", "read; pooling_output carries tensors"),
         ("EngineCoreOutputs", "0ebf1d198be2", "read; finished requests and scheduler statistics"),
     ),
@@ -111,7 +111,7 @@ ENGINE_PROCESS = (
 SCHEDULER = (
     *_in(
         "vllm.v1.core.sched.interface",
-        ("SchedulerInterface", "91d02a22a314", "implemented by the one-step-a-denoise scheduler"),
+        ("SchedulerInterface", "ff0ef002cf47", "implemented by the one-step-a-denoise scheduler"),
     ),
     *_in(
         "vllm.v1.core.sched.scheduler",
@@ -119,7 +119,7 @@ SCHEDULER = (
         ("Scheduler.schedule", "272db55b70fe", "overridden: holds starved requests by next_decode_eligible_step"),
         ("Scheduler.add_request", "55013f31efc9", "overridden: takes chunks of known requests"),
         ("Scheduler.update_from_output", "941ee1677f37", "passes pooler_output of a generation request on"),
-        ("Scheduler.finish_requests", "65a84168677e", "overridden: drops what is held for a request"),
+        ("Scheduler.finish_requests", "f2be1ab8f2d8", "overridden: drops what is held for a request"),
         ("Scheduler.has_requests", "e6c08f9e9cf7", "overridden: False when everything left is starved"),
     ),
     *_in(
@@ -131,10 +131,10 @@ SCHEDULER = (
 )
 
 WORKER = (
-    *_in("vllm.v1.outputs", ("ModelRunnerOutput", "bfe93a10be69", "pooler_output is set by our worker")),
+    *_in("vllm.v1.outputs", ("ModelRunnerOutput", "ed91bef27164", "pooler_output is set by our worker")),
     *_in(
         "vllm.v1.worker.gpu_worker",
-        ("Worker._make_model_runner", "618d39e9bbf7", "overridden: our runner class"),
+        ("Worker._make_model_runner", "8c1f98ddeee0", "overridden: our runner class"),
         ("Worker.execute_model", "25bae4b9012c", "overridden, calls the original"),
         ("Worker.sample_tokens", "bd121c3baba8", "overridden, calls the original"),
     ),
@@ -145,14 +145,14 @@ WORKER = (
     *_in(
         "vllm.v1.worker.gpu_model_runner",
         ("GPUModelRunner._preprocess", "7b2ec35f04f0", "feeds inputs_embeds to the model"),
-        ("GPUModelRunner._model_forward", "ae76ccfde926", "overridden: edits rows of inputs_embeds in place"),
+        ("GPUModelRunner._model_forward", "3bc3a4482053", "overridden: edits rows of inputs_embeds in place"),
         ("GPUModelRunner.sample_tokens", "d6f8b90a0ddc", "runs the sampler that the code predictor follows"),
     ),
     *_in(
         "vllm.v1.worker.gpu.model_states",
         ("resolve_model_state_cls", "731582eef8c4", "asks the model class for get_model_state_cls()"),
     ),
-    *_in("vllm.v1.worker.gpu.model_states.interface", ("ModelState", "f2f886782115", "subclassed")),
+    *_in("vllm.v1.worker.gpu.model_states.interface", ("ModelState", "20eef17e3c98", "subclassed")),
     *_in(
         "vllm.v1.worker.gpu.model_states.default",
         ("DefaultModelState.prepare_inputs_embeds", "6f40a8e76273", "overridden: edits rows of inputs_embeds in place"),

@@ -1,0 +1,96 @@
+"""All or none, once, and never on top of somebody else's change."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_omni_ext.errors import IncompatibleVllm
+from vllm_omni_ext.patching.apply import apply_all
+from vllm_omni_ext.patching.slot import apply_on_import, is_applied
+from vllm_omni_ext.patching.spec import PatchConflict
+
+NONE = frozenset()
+
+
+def louder(original):
+    def replacement(*args):
+        return f"{original(*args)}!"
+
+    return replacement
+
+
+def test_applied_once(fake):
+    patch = fake.patch("start", "start", louder)
+    assert apply_all([patch], fake.source, allowed=NONE) == ["start"]
+    assert apply_all([patch], fake.source, allowed=NONE) == []
+    assert fake.load().start("x") == "start x!"
+
+
+def test_methods_and_decorated_functions(fake):
+    patches = [
+        fake.patch("step", "Engine.step", lambda original: lambda self: original(self) + 1),
+        fake.patch("stop", "stop", louder),
+    ]
+    apply_all(patches, fake.source, allowed=NONE)
+    assert fake.load().Engine().step() == 2
+    assert fake.load().stop() == "stop!"
+
+
+def test_a_class_method_gets_its_descriptor(fake):
+    patch = fake.patch("kind", "Engine.kind", lambda original: classmethod(lambda cls: original.__func__(cls) + "!"))
+    apply_all([patch], fake.source, allowed=NONE)
+    assert fake.load().Engine.kind() == "Engine!"
+
+
+def test_none_is_applied_if_one_does_not_fit(fake):
+    patches = [fake.patch("start", "start", louder), fake.patch("fly", "Engine.fly")]
+    with pytest.raises(IncompatibleVllm):
+        apply_all(patches, fake.source, allowed=NONE)
+    assert fake.load().start("x") == "start x"
+    assert not is_applied(patches[0], fake.load())
+
+
+def test_none_is_applied_if_one_cannot_be_wrapped(fake):
+    def broken(original):
+        raise RuntimeError("no")
+
+    patches = [fake.patch("start", "start", louder), fake.patch("stop", "stop", broken)]
+    with pytest.raises(RuntimeError):
+        apply_all(patches, fake.source, allowed=NONE)
+    assert fake.load().start("x") == "start x"
+    patches[1] = fake.patch("stop", "stop", louder)
+    assert apply_all(patches, fake.source, allowed=NONE) == ["start", "stop"]
+
+
+def test_a_target_replaced_by_somebody_else_is_a_conflict(fake):
+    fake.load().start = lambda name: "mine"
+    with pytest.raises(PatchConflict, match=r"start: .* was already replaced by tests"):
+        apply_all([fake.patch("start", "start", louder)], fake.source, allowed=NONE)
+
+
+def test_our_replacement_replaced_by_somebody_else_is_a_conflict(fake):
+    patch = fake.patch("start", "start", louder)
+    apply_all([patch], fake.source, allowed=NONE)
+    fake.load().start = louder(fake.load().start)
+    with pytest.raises(PatchConflict):
+        apply_all([patch], fake.source, allowed=NONE)
+
+
+def test_two_patches_of_one_target_are_a_conflict(fake):
+    with pytest.raises(PatchConflict, match=r"two: .* already changed by one"):
+        apply_all([fake.patch("one", "start"), fake.patch("two", "start")], fake.source, allowed=NONE)
+
+
+def test_import_time_patches_are_checked_but_not_applied_here(fake):
+    patch = fake.patch("start", "start", louder, when="import")
+    assert apply_all([patch], fake.source, allowed=NONE) == []
+    assert not is_applied(patch, fake.load())
+    apply_on_import(patch, fake.load())
+    apply_on_import(patch, fake.load())
+    assert fake.load().start("x") == "start x!"
+
+
+@pytest.mark.parametrize("qualname", ["fly", "Engine.fly", "Plane.fly"])
+def test_an_import_time_patch_without_its_target_does_nothing(fake, qualname):
+    apply_on_import(fake.patch("fly", qualname, louder, when="import"), fake.load())
+    assert fake.load().start("x") == "start x"
