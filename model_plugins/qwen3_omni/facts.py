@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.registry import ModelFacts
 
 _FLOAT32_BYTES = 4
@@ -17,7 +18,12 @@ def facts(hf_config: Any, sampling: Mapping[str, Mapping[str, Any]]) -> ModelFac
     Args:
         hf_config: the Hugging Face config of the whole model.
         sampling: resolved sampling defaults by stage; the talker's `max_tokens` is the most frames a reply has.
+
+    Raises:
+        ConfigError: the checkpoint is the thinker alone.
     """
+    if not hf_config.enable_audio_output:
+        raise ConfigError("model: this checkpoint has no sound output (enable_audio_output is false); leave --omni out")
     thinker = hf_config.thinker_config.text_config
     talker = hf_config.talker_config.text_config
     frames = int(sampling["talker"]["max_tokens"])

@@ -8,6 +8,7 @@ import pytest
 
 from vllm_omni_ext.config.load import load_config
 from vllm_omni_ext.config.parse import Names
+from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen3_omni.facts import facts
 from vllm_omni_ext.model_plugins.qwen3_omni.pipeline import QWEN3_OMNI
 from vllm_omni_ext.model_plugins.registry import ModelFacts
@@ -25,14 +26,23 @@ def test_packaged_configs_fit_any_machine(name: str, devices: int) -> None:
     assert len(set(used)) == min(devices, len(used))
 
 
-def test_facts() -> None:
+def checkpoint(*, sound: bool) -> SimpleNamespace:
     text = SimpleNamespace(max_position_embeddings=1000, num_hidden_layers=3, num_key_value_heads=2, head_dim=32)
-    hf_config = SimpleNamespace(
+    return SimpleNamespace(
+        enable_audio_output=sound,
         thinker_config=SimpleNamespace(text_config=text),
         talker_config=SimpleNamespace(text_config=text, num_code_groups=16),
     )
-    config = load_config("qwen3_omni", NAMES)
-    assert facts(hf_config, resolved_sampling(QWEN3_OMNI, config)) == ModelFacts(
+
+
+def test_facts() -> None:
+    sampling = resolved_sampling(QWEN3_OMNI, load_config("qwen3_omni", NAMES))
+    assert facts(checkpoint(sound=True), sampling) == ModelFacts(
         max_model_len={"thinker": 1000, "talker": 1000, "code2wav": 4096 * 16},
         kv_bytes_per_token={"thinker": 3 * 2 * 32 * 2 * 4, "talker": 3 * 2 * 32 * 2 * 4},
     )
+
+
+def test_a_checkpoint_without_sound_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^model: this checkpoint has no sound output .* leave --omni out$"):
+        facts(checkpoint(sound=False), {"talker": {"max_tokens": 1}})

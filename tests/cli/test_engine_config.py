@@ -1,0 +1,42 @@
+"""vLLM accepts what the plan says: the engine configuration of every stage, without starting an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_omni_ext.cli.engine_args import stage_engine_args
+from vllm_omni_ext.cli.settings import from_kwargs
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from vllm_omni_ext.topology.plan import Plan
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    path: Path = tmp_path_factory.mktemp("tiny") / "model"
+    write_qwen3_omni(path, seed=0)
+    return from_kwargs(str(path))
+
+
+@pytest.mark.parametrize(
+    ("stage", "architecture"),
+    [
+        ("thinker", "Qwen3OmniMoeForConditionalGeneration"),
+        ("talker", "Qwen3OmniTalker"),
+        ("code2wav", "Qwen3OmniCode2Wav"),
+    ],
+)
+def test_every_stage(plan: Plan, stage: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in plan.stage(stage).env.items():
+        monkeypatch.setenv(name, value)
+    config = stage_engine_args(plan, ReplicaId(stage, 0)).create_engine_config()
+    said = plan.stage(stage).engine_args
+    assert config.model_config.architectures == [architecture]
+    assert config.cache_config.kv_cache_memory_bytes == said.get("kv_cache_memory_bytes")
+    if plan.machine.platform == "cpu":
+        assert config.parallel_config.distributed_executor_backend == "uni"
+        assert str(config.model_config.dtype) == "torch.float32"
+    if stage == "code2wav":
+        assert config.scheduler_config.max_num_batched_tokens >= config.model_config.max_model_len
