@@ -101,3 +101,11 @@ def pipeline_for(architecture: str) -> PipelineSpec:
             return pipeline
     known = ", ".join(a for p in pipelines() for a in p.architectures)
     raise ConfigError(f"model: architecture '{architecture}' has no omni pipeline; supported: {known}")
+
+
+def resolve_plugin(pipeline: PipelineSpec) -> Any:
+    """Import the class that plans requests of a pipeline."""
+    import importlib
+
+    module, _, name = pipeline.request_plugin.partition(":")
+    return getattr(importlib.import_module(module), name)

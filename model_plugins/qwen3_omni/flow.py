@@ -11,6 +11,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, SpecialIds, Sp
 from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finished, Open, Produced
 
 THINKER, TALKER, CODE2WAV = "thinker", "talker", "code2wav"
+ONE_UTTERANCE = {"task": "token_embed", "extra_kwargs": {"last": True}}  # what code2wav's pooler expects
 TOO_SHORT = "the reply has fewer than two tokens, so there is nothing to speak"
 
 
@@ -105,9 +106,11 @@ class SpeechFlow:
         frames = self._heard.read(chunk)
         if not self._frames:
             return [self._sound(None, note="the talker ended before its first frame"), Finished()]
-        return [Open(CODE2WAV, [code for frame in frames for code in frame])]
+        return [Open(CODE2WAV, [code for frame in frames for code in frame], pooling=ONE_UTTERANCE)]
 
     def _sounded(self, event: Produced) -> list[Action]:
+        if event.payload is None or not len(event.payload):
+            return [Fail("code2wav could not decode the frames")]
         return [self._sound(event.payload), Finished()]
 
     def _sound(self, samples: Any, note: str | None = None) -> Emit:

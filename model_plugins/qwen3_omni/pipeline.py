@@ -42,6 +42,7 @@ CODE2WAV = StageSpec(
         "hf_overrides": f"{_HERE}.hf_configs:code2wav",
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
+        "enforce_eager": True,
     },
     gpu_share=0.1,
 )

@@ -76,6 +76,11 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
         self.sampled_hidden: Tensor | None = None
 
     @staticmethod
+    def is_unused_checkpoint_weight(name: str) -> bool:
+        """Lets vLLM's loader leave out the checkpoint files that hold no tensor of this stage."""
+        return name != EMBED and not name.startswith("talker.")
+
+    @staticmethod
     def get_model_state_cls() -> type:
         """Model Runner V2 asks the returned state for the input rows of a step."""
         from vllm_omni_ext.engine.model_state import FeedModelState
@@ -154,7 +159,7 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
             for name, tensor in weights:
                 if name == EMBED:
                     table.append(tensor)
-                elif name.startswith("talker."):
+                elif not self.is_unused_checkpoint_weight(name):
                     yield name, tensor
 
         loaded = AutoWeightsLoader(self).load_weights(talker_only(), mapper=self.hf_to_vllm_mapper)

@@ -37,6 +37,7 @@ class Open:
     Attributes:
         prompt: token ids as the stage's engine counts them.
         handoff: payload for a fed stage (see `wire.handoff`); None for a one-shot stage.
+        pooling: fields of vLLM `PoolingParams` for a one-shot stage; None for a fed one.
         rows: tensor rows that belong to the prompt.
         stop: token ids that end the request in that stage.
     """
@@ -44,6 +45,7 @@ class Open:
     stage: str
     prompt: list[int]
     handoff: Mapping[str, Any] | None = None
+    pooling: Mapping[str, Any] | None = None
     rows: Any = None
     stop: tuple[int, ...] = ()
 

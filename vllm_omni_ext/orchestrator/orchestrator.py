@@ -198,7 +198,7 @@ class Orchestrator:
             prompt_token_ids=action.prompt,
             mm_features=None,
             sampling_params=None if action.handoff is None else self._params(live, action),
-            pooling_params=PoolingParams(task="plugin") if action.handoff is None else None,
+            pooling_params=None if action.pooling is None else PoolingParams(**action.pooling),
             arrival_time=time.time(),
             lora_request=None,
             cache_salt=None,

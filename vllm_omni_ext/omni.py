@@ -1,0 +1,218 @@
+"""`AsyncOmni`: vLLM's `AsyncLLM` whose answers may also be heard."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextvars import ContextVar
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.collection_utils import as_list
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+
+from vllm_omni_ext.errors import OmniError, RequestError
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.model_plugins.registry import pipeline_for, resolve_plugin
+from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
+from vllm_omni_ext.orchestrator.requests import OmniOptions
+from vllm_omni_ext.outputs import AudioOutput
+from vllm_omni_ext.pool.stage_pool import StagePool
+from vllm_omni_ext.runtime.replica import StockReplica
+from vllm_omni_ext.runtime.text_client import TextClient
+from vllm_omni_ext.topology.shape import Plan
+
+REQUEST_OPTIONS: ContextVar[OmniOptions | None] = ContextVar("omni_request_options", default=None)
+"""Options for requests made by stock handlers, which know nothing of them; read when `generate` is called."""
+
+_TEXT_END = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connections:
+    """What one API server needs to reach every replica.
+
+    Attributes:
+        configs: vLLM config by replica.
+        addresses: `client_addresses` of vLLM's client by replica, for this API server.
+        client_count: number of API servers.
+        client_index: which of them this is.
+    """
+
+    plan: Plan
+    configs: Mapping[ReplicaId, VllmConfig]
+    addresses: Mapping[ReplicaId, Mapping[str, Any]]
+    client_count: int = 1
+    client_index: int = 0
+
+
+class AsyncOmni(AsyncLLM):
+    """Serves a pipeline. Must be made inside a running event loop.
+
+    Text requests run exactly as in `AsyncLLM`; requests with other modalities also pass through the stages behind.
+    """
+
+    def __init__(self, connections: Connections, *, log_stats: bool = True, log_requests: bool = False) -> None:
+        plan = connections.plan
+        self.plan = plan
+        self._connected = False
+        self._pumps: list[asyncio.Task[None]] = []
+        text = plan.text_stage()
+        first = text.replicas[0].id
+        config = deepcopy(connections.configs[first])
+        super().__init__(
+            vllm_config=config,
+            executor_class=Executor.get_class(config),
+            log_stats=log_stats,
+            log_requests=log_requests,
+            client_addresses=dict(connections.addresses[first]),
+            client_count=connections.client_count,
+            client_index=connections.client_index,
+        )
+        replicas = {first: StockReplica(first, self.engine_core)}
+        for replica in plan.replicas():
+            if replica.id != first:
+                replicas[replica.id] = _connect(replica.id, connections)
+        self._start(config, replicas)
+
+    def _start(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica]) -> None:
+        pipeline = pipeline_for(config.model_config.architectures[0])
+        self.plugin = resolve_plugin(pipeline)(config.model_config.hf_config)
+        self.orchestrator = Orchestrator(
+            plugin=self.plugin,
+            text_stage=self.plan.text_stage().name,
+            pools={s.name: StagePool(s.name, (r.id for r in s.replicas)) for s in self.plan.stages},
+            replicas=replicas,
+            sampling={stage.name: stage.sampling for stage in self.plan.stages},
+        )
+        text = {r.id: replicas[r.id] for r in self.plan.text_stage().replicas}
+        self._replicas = dict(replicas)
+        self.engine_core = TextClient(text, self.orchestrator)
+        self._connected = True
+        self._pumps = [asyncio.create_task(self._pump(replica)) for replica in replicas.values()]
+        self._run_output_handler()
+
+    def _run_output_handler(self) -> None:
+        if self._connected:  # AsyncLLM's constructor calls it too early
+            super()._run_output_handler()
+
+    async def _pump(self, replica: StockReplica) -> None:
+        stage, is_text = replica.id.stage, replica.id.stage == self.plan.text_stage().name
+        try:
+            while True:
+                outputs = await replica.outputs()
+                for output in outputs.outputs:
+                    await self.orchestrator.produced(stage, output)
+                if is_text:
+                    # An output that carried nothing but exported rows is no news for the client.
+                    outputs.outputs = [o for o in outputs.outputs if o.new_token_ids or o.finish_reason is not None]
+                    self.engine_core.deliver(replica.id, outputs)
+        except EngineDeadError as error:
+            await self._lost(replica.id, str(error))
+
+    async def _lost(self, replica: ReplicaId, reason: str) -> None:
+        await self.orchestrator.replica_down(replica, reason)
+        if replica.stage == self.plan.text_stage().name:
+            self.engine_core.lost(replica)
+
+    def replica_died(self, replica: ReplicaId, reason: str) -> None:
+        """Called (in the event loop) when a supervisor saw a replica's process end."""
+        self._replicas[replica].fail(EngineDeadError(reason))
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def generate(  # type: ignore[override]
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        options: OmniOptions | None = None,
+        **stock: Any,
+    ) -> AsyncGenerator[Any, None]:
+        """As `AsyncLLM.generate`; with options that ask for sound, `AudioOutput`s come between the `RequestOutput`s.
+
+        Args:
+            options: what to answer with; None takes `REQUEST_OPTIONS`, and text alone if that is not set.
+
+        Raises:
+            RequestError: the options or the prompt cannot be served.
+            StageUnavailable: a stage that is needed has no live replica.
+            RequestFailed: a stage could not finish the request.
+        """
+        chosen = options or REQUEST_OPTIONS.get()
+        if chosen is None or chosen.text_only:
+            return super().generate(prompt, sampling_params, request_id, **stock)
+        return self._generate_more(prompt, sampling_params, request_id, chosen, stock)
+
+    async def _generate_more(
+        self, prompt: Any, params: SamplingParams, request_id: str, options: OmniOptions, stock: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        if params.n != 1:
+            raise RequestError("n: must be 1 when sound is asked for", parameter="n")
+        sink: asyncio.Queue[Any] = asyncio.Queue()
+        ticket = self.orchestrator.expect(options, sink)
+        params = params.clone()
+        params.extra_args = {**(params.extra_args or {}), TICKET: ticket}
+        text = asyncio.create_task(self._text_into(sink, super().generate(prompt, params, request_id, **stock)))
+        try:
+            waiting = {_TEXT_END, AudioOutput}
+            while waiting:
+                item = await sink.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is _TEXT_END:
+                    waiting.discard(_TEXT_END)
+                    continue
+                if isinstance(item, AudioOutput) and item.finished:
+                    waiting.discard(AudioOutput)
+                yield item
+        finally:
+            text.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await text
+            await self.orchestrator.withdraw(ticket)
+
+    async def _text_into(self, sink: asyncio.Queue[Any], source: AsyncGenerator[Any, None]) -> None:
+        try:
+            async with contextlib.aclosing(source):
+                async for output in source:
+                    sink.put_nowait(output)
+            sink.put_nowait(_TEXT_END)
+        except Exception as error:  # handed to the caller, who waits on the sink
+            cause = error.__cause__
+            sink.put_nowait(cause if isinstance(cause, OmniError) else error)
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """Abort requests in every stage."""
+        given = (request_id,) if isinstance(request_id, str) else as_list(request_id)
+        await self.orchestrator.abort(self.output_processor.abort_requests(given, internal))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Close the connections; processes belong to the launcher."""
+        for pump in getattr(self, "_pumps", ()):
+            pump.cancel()
+        for replica in getattr(self, "_replicas", {}).values():
+            if replica.id.stage != self.plan.text_stage().name:
+                replica.close(timeout)
+        super().shutdown(timeout)
+
+
+def _connect(replica: ReplicaId, connections: Connections) -> StockReplica:
+    config = deepcopy(connections.configs[replica])  # vLLM's client writes into its config
+    client = AsyncMPClient(
+        config,
+        Executor.get_class(config),
+        False,
+        client_addresses=dict(connections.addresses[replica]),
+        client_count=connections.client_count,
+        client_index=connections.client_index,
+    )
+    return StockReplica(replica, client)

@@ -1,0 +1,150 @@
+"""Starts and ends the processes of a plan: replicas first (all at once), API servers beside them.
+
+A replica is one stock `EngineCoreProc` with its own listeners, config and process manager, so that its end concerns
+nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.utils import CoreEngineLaunch, EngineZmqListeners, bind_engine_zmq_listeners, launch_core_engines
+from vllm.v1.executor import Executor
+
+from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.omni import Connections
+from vllm_omni_ext.cli.engine_args import stage_engine_args
+from vllm_omni_ext.topology.shape import Plan
+
+START_METHOD = "VLLM_WORKER_MULTIPROCESSING_METHOD"
+
+
+class StartFailed(OmniError):
+    """A replica did not come up."""
+
+
+class Deployment:
+    """The running replicas of a plan. Use as a context manager; leaving it ends every process.
+
+    Args:
+        plan: what to start.
+        clients: number of API servers that will talk to every replica.
+        usage: how vLLM accounts for the start (server or offline).
+    """
+
+    def __init__(self, plan: Plan, *, clients: int, usage: UsageContext) -> None:
+        self.plan = plan
+        self.clients = clients
+        self.configs: dict[ReplicaId, VllmConfig] = {}
+        self._listeners: dict[ReplicaId, EngineZmqListeners] = {}
+        self._launches: dict[ReplicaId, CoreEngineLaunch] = {}
+        self._starting = contextlib.ExitStack()
+        self._usage = usage
+
+    def __enter__(self) -> Deployment:
+        try:
+            for stage in self.plan.stages:
+                with environment({**start_method(self.plan), **stage.env}):
+                    for replica in stage.replicas:
+                        self._start(replica.id)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _start(self, replica: ReplicaId) -> None:
+        config = stage_engine_args(self.plan, replica).create_engine_config(self._usage)
+        config.shutdown_timeout = 0
+        listeners = bind_engine_zmq_listeners(config, self.clients)
+        self.configs[replica], self._listeners[replica] = config, listeners
+        launch = launch_core_engines(config, Executor.get_class(config), True, listeners.addresses)
+        self._launches[replica] = self._starting.enter_context(launch)
+
+    def wait(self) -> None:
+        """Wait until every replica is ready.
+
+        Raises:
+            StartFailed: a replica ended while starting; its log tells why.
+        """
+        try:
+            self._starting.close()
+        except RuntimeError as error:
+            gone = ", ".join(str(r) for r, p in self.processes().items() if p.exitcode is not None) or "a replica"
+            raise StartFailed(f"{gone} did not start; see the log lines of that process above") from error
+
+    def processes(self) -> dict[ReplicaId, Any]:
+        """The process of each replica."""
+        return {replica: launch.engine_manager.processes[0] for replica, launch in self._launches.items()}
+
+    def connections(self, client: int) -> Connections:
+        """What API server `client` needs; its listeners travel with it to its process."""
+        return Connections(
+            plan=self.plan,
+            configs=self.configs,
+            addresses={
+                replica: {
+                    "input_address": listeners.inputs[client].address,
+                    "output_address": listeners.outputs[client].address,
+                    "input_listener": listeners.inputs[client].socket,
+                    "output_listener": listeners.outputs[client].socket,
+                }
+                for replica, listeners in self._listeners.items()
+            },
+            client_count=self.clients,
+            client_index=client,
+        )
+
+    def close(self) -> None:
+        """End all replicas together; what has not ended within `shutdown_timeout_s` is killed."""
+        end_processes(list(self.processes().values()), self.plan.config.shutdown_timeout_s)
+        for launch in self._launches.values():
+            launch.engine_manager.shutdown(timeout=0)
+        with contextlib.suppress(RuntimeError):  # the start-up barrier of replicas that have just been ended
+            self._starting.close()
+        for listeners in self._listeners.values():
+            listeners.cleanup()
+        self._launches.clear()
+        self._listeners.clear()
+
+
+def end_processes(processes: list[Any], timeout_s: float) -> None:
+    """SIGTERM to all at once, then SIGKILL to those alive after `timeout_s` seconds."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def start_method(plan: Plan) -> Mapping[str, str]:
+    """On a CPU machine processes are forked, so that vLLM is imported once; elsewhere vLLM's own choice stands."""
+    if plan.machine.platform == "cpu" and current_platform.is_cpu():
+        return {START_METHOD: "fork"}
+    return {}
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for what is started inside the block; the user's own settings win."""
+    before = dict(os.environ)
+    os.environ.update({key: value for key, value in values.items() if key == START_METHOD or key not in before})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

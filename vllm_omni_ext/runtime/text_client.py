@@ -1,0 +1,93 @@
+"""What `AsyncLLM` takes for its engine client: all replicas of the text stage, with the orchestrator in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
+from vllm_omni_ext.runtime.replica import StockReplica
+
+
+class Resources:
+    """`engine_dead` as vLLM's server reads it: true only when the whole stage is gone."""
+
+    def __init__(self) -> None:
+        self.engine_dead = False
+
+
+class TextClient:
+    """Duck-typed `EngineCoreClient` over the replicas of the text stage.
+
+    Args:
+        replicas: the text stage's replicas (shared with the orchestrator, which removes lost ones).
+    """
+
+    def __init__(self, replicas: Mapping[ReplicaId, StockReplica], orchestrator: Orchestrator) -> None:
+        self._replicas = dict(replicas)
+        self._orchestrator = orchestrator
+        self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
+        self.resources = Resources()
+        self.engine_ranks_managed = [replica.index for replica in self._replicas]
+        first = next(iter(self._replicas.values())).client
+        self.vllm_config = first.vllm_config
+        self.stats_update_address = None
+        self.effective_attention_block_sizes = getattr(first, "_effective_attention_block_sizes", set())
+
+    def deliver(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
+        """Pass outputs on to `AsyncLLM`, after the orchestrator has seen them."""
+        outputs.engine_index = replica.index
+        self._outputs.put_nowait(outputs)
+
+    def lost(self, replica: ReplicaId) -> None:
+        """A replica is gone; the last one makes the stage dead."""
+        self._replicas.pop(replica, None)
+        if not self._replicas:
+            self.resources.engine_dead = True
+            self._outputs.put_nowait(EngineDeadError())
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """The next outputs of any replica."""
+        outputs = await self._outputs.get()
+        if isinstance(outputs, Exception):
+            raise outputs
+        return outputs
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Send a text request to a replica of the stage."""
+        await self._orchestrator.open(request)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """vLLM's output loop calls this for requests that met a stop string (`AsyncOmni.abort` comes first otherwise)."""
+        await self._orchestrator.text_stopped(request_ids)
+
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        """KV event publishers of the replicas."""
+        return {replica.index: s for replica, r in self._replicas.items() for s in r.client.get_kv_event_sources().values()}
+
+    def dp_engines_running(self) -> bool:
+        """No data parallel wave is ever running: replicas are independent."""
+        return False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Close all connections."""
+        for replica in self._replicas.values():
+            replica.close(timeout)
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        """Utilities (`reset_prefix_cache_async`, `collective_rpc_async`, ...) go to every replica."""
+        if not name.endswith("_async"):
+            raise AttributeError(f"TextClient has no attribute '{name}'")
+
+        async def everywhere(*args: Any, **kwargs: Any) -> Any:
+            results = await asyncio.gather(
+                *(getattr(replica.client, name)(*args, **kwargs) for replica in self._replicas.values())
+            )
+            return [item for result in results for item in result] if name == "collective_rpc_async" else results[0]
+
+        return everywhere
