@@ -1,13 +1,7 @@
 """What Transformers says: the reference for every token, frame and sample.
 
-Messages are chat messages whose content is a string or a list of parts:
-
-    {"type": "text", "text": str}
-    {"type": "audio", "audio": float array [samples] at 16 kHz}
-    {"type": "image", "image": PIL image (RGB)}
-    {"type": "video", "video": uint8 array [frames, height, width, 3]}
-
-The processor call below gives the prompt ids that stock vLLM gives for the same media:
+Messages are those of `tests.media`. The processor call below gives the prompt ids that stock vLLM gives for the same
+media:
 
 * audio is padded with zeros to a multiple of the feature hop (160 samples), as vLLM does before it calls the
   processor; without it, a ragged end changes the number of features;
@@ -29,7 +23,7 @@ import numpy as np
 import torch
 from transformers import Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeProcessor
 
-Message = Mapping[str, Any]
+from tests.media import Message, of_kind
 
 FEATURE_HOP = 160
 """Samples between two mel frames at 16 kHz."""
@@ -59,8 +53,8 @@ class Oracle:
 
     def __init__(self, model_dir: str | Path) -> None:
         self.model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
-        # The talker's get_rope_index reads an audio_config (Transformers 5.19) that only the thinker's configuration has:
-        # generate() raises AttributeError for sound out of audio together with an image or video.
+        # In Transformers 5.19 the talker's get_rope_index reads an audio_config that only the thinker's configuration
+        # has: without this line, generate() fails for audio together with an image or video.
         self.model.talker.config.audio_config = self.model.config.thinker_config.audio_config
         self.processor = Qwen3OmniMoeProcessor.from_pretrained(model_dir)
         generation = json.loads((Path(model_dir) / "generation_config.json").read_text())
@@ -72,12 +66,12 @@ class Oracle:
 
     def inputs(self, messages: Sequence[Message]) -> dict[str, torch.Tensor]:
         """What the processor makes of the messages: ids and features of one request (batch of 1)."""
-        audio = [_whole_hops(np.asarray(clip, dtype=np.float32)) for clip in _media(messages, "audio")]
+        audio = [_whole_hops(np.asarray(clip, dtype=np.float32)) for clip in of_kind(messages, "audio")]
         batch = self.processor(
             text=[self.prompt(messages)],
             audio=audio or None,
-            images=_media(messages, "image") or None,
-            videos=_media(messages, "video") or None,
+            images=of_kind(messages, "image") or None,
+            videos=of_kind(messages, "video") or None,
             return_tensors="pt",
         )
         return dict(batch)
@@ -142,12 +136,6 @@ class _Recorder:
         self.arguments = arguments
         self.result = self.function(*arguments, **options)
         return self.result
-
-
-def _media(messages: Sequence[Message], kind: str) -> list[Any]:
-    """All media of one kind in the order of the prompt."""
-    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
-    return [part[kind] for content in contents for part in content if part["type"] == kind]
 
 
 def _whole_hops(samples: np.ndarray) -> np.ndarray:

@@ -26,8 +26,8 @@ SNAKE_STD = 0.3
 
 THINKER_LOGIT_STD = 3.0
 TALKER_LOGIT_STD = 3.0
-THINKER_EOS_QUANTILE = 2.5
-TALKER_EOS_QUANTILE = 2.45
+THINKER_EOS_QUANTILE = 2.6
+TALKER_EOS_QUANTILE = 2.8
 """The end token wins where its own score exceeds this many of its standard deviations: larger is rarer."""
 
 WAVE_RMS = 0.15
@@ -87,7 +87,7 @@ def expected_maximum(count: int) -> float:
 
 
 def fill(model: Any, sizes: Sizes, vocabulary: Vocabulary, seed: int) -> None:
-    """Draw all parameters of a Transformers Qwen3-Omni model, in the order of their names, from one seeded generator."""
+    """Draw all parameters of a Qwen3-Omni model from one seeded generator, in the order of their names."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

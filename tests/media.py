@@ -1,0 +1,124 @@
+"""Synthetic audio, images and video from a seed, and the ways to send them.
+
+A message is a chat message whose content is a string or a list of parts:
+
+    {"type": "text", "text": str}
+    {"type": "audio", "audio": float32 array [samples] at 16 kHz}
+    {"type": "image", "image": PIL image (RGB)}
+    {"type": "video", "video": uint8 array [frames, height, width, 3]}
+
+The data URLs are lossless (16-bit WAV, PNG, FFV1 in AVI), so that vLLM, which decodes them with soundfile, Pillow and
+OpenCV, sees exactly what the oracle sees. vLLM reads at most 32 frames of a video by default, and ignores its frame
+rate for Qwen3-Omni.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import soundfile
+from PIL import Image
+
+Message = Mapping[str, Any]
+
+AUDIO_RATE = 16_000
+"""Samples a second of all audio input."""
+
+
+def audio(seconds: float, seed: int) -> np.ndarray:
+    """Three tones and some noise: [samples] float32 in [-1, 1], exact in 16 bits."""
+    rng = np.random.default_rng(seed)
+    time = np.arange(round(seconds * AUDIO_RATE)) / AUDIO_RATE
+    tones = sum(np.sin(2 * np.pi * rng.uniform(80, 3000) * time + rng.uniform(0, 6)) for _ in range(3))
+    sound = 0.2 * tones * np.sin(2 * np.pi * rng.uniform(1, 4) * time) + 0.02 * rng.standard_normal(len(time))
+    return (np.clip(sound, -0.99, 0.99) * 2**15).astype(np.int16).astype(np.float32) / 2**15
+
+
+def image(width: int, height: int, seed: int) -> Image.Image:
+    """Colour waves with some noise, RGB."""
+    return Image.fromarray(video(1, width, height, seed)[0])
+
+
+def video(frames: int, width: int, height: int, seed: int) -> np.ndarray:
+    """Moving colour waves with some noise: [frames, height, width, 3] uint8."""
+    rng = np.random.default_rng(seed)
+    t, y, x = np.meshgrid(np.arange(frames), np.arange(height), np.arange(width), indexing="ij")
+    waves = []
+    for _ in range(3):
+        across, down, speed = rng.uniform(0.02, 0.3, 3)
+        waves.append(127 + 100 * np.sin(across * x + down * y + 10 * speed * t + rng.uniform(0, 6)))
+    pixels = np.stack(waves, axis=-1) + rng.uniform(-20, 20, (frames, height, width, 3))
+    return np.clip(pixels, 0, 255).astype(np.uint8)
+
+
+def audio_url(samples: np.ndarray) -> str:
+    """[samples] at 16 kHz as a `data:` URL of a WAV file."""
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, AUDIO_RATE, format="WAV", subtype="PCM_16")
+    return _data_url("audio/wav", buffer.getvalue())
+
+
+def image_url(picture: Image.Image) -> str:
+    """An image as a `data:` URL of a PNG file."""
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG")
+    return _data_url("image/png", buffer.getvalue())
+
+
+def video_url(frames: np.ndarray, fps: float = 2.0) -> str:
+    """[frames, height, width, 3] uint8 as a `data:` URL of an AVI file with the lossless FFV1 codec."""
+    _, height, width, _ = frames.shape
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "video.avi"
+        writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"FFV1"), fps, (width, height))
+        if not writer.isOpened():
+            raise RuntimeError("this OpenCV cannot write FFV1")
+        for frame in frames:
+            writer.write(cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))
+        writer.release()
+        return _data_url("video/x-msvideo", path.read_bytes())
+
+
+def of_kind(messages: Sequence[Message], kind: str) -> list[Any]:
+    """All media of one kind (`audio`, `image` or `video`) in the order of the prompt."""
+    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+    return [part[kind] for content in contents for part in content if part["type"] == kind]
+
+
+def multi_modal_data(messages: Sequence[Message]) -> dict[str, Any]:
+    """The media as vLLM's `multi_modal_data`, to go with the text prompt of the chat template."""
+    data = {
+        "audio": [(samples, AUDIO_RATE) for samples in of_kind(messages, "audio")],
+        "image": of_kind(messages, "image"),
+        "video": of_kind(messages, "video"),
+    }
+    return {kind: items for kind, items in data.items() if items}
+
+
+def openai_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The same conversation as the body of a chat completion request, media as `data:` URLs."""
+    return [{**message, "content": _openai_content(message["content"])} for message in messages]
+
+
+def _openai_content(content: str | Sequence[Mapping[str, Any]]) -> Any:
+    if isinstance(content, str):
+        return content
+    urls = {"audio": audio_url, "image": image_url, "video": video_url}
+    parts = []
+    for part in content:
+        kind = part["type"]
+        parts.append(
+            dict(part) if kind == "text" else {"type": f"{kind}_url", f"{kind}_url": {"url": urls[kind](part[kind])}}
+        )
+    return parts
+
+
+def _data_url(mime: str, content: bytes) -> str:
+    return f"data:{mime};base64,{base64.b64encode(content).decode()}"
