@@ -1,0 +1,105 @@
+"""vLLM's OpenAI server with our chat handler in it."""
+
+from __future__ import annotations
+
+import socket
+from argparse import Namespace
+from collections.abc import Awaitable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+from vllm import envs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
+from vllm.entrypoints.launchers.launcher import serve_http
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.logger import init_logger
+from vllm.renderers.chat_utils import load_chat_template
+
+from vllm_omni_ext.omni import AsyncOmni
+from vllm_omni_ext.serving.chat import OmniServingChat
+
+logger = init_logger(__name__)
+
+SERVER_ARGS = (
+    "host",
+    "port",
+    "enable_ssl_refresh",
+    "ssl_keyfile",
+    "ssl_certfile",
+    "ssl_ca_certs",
+    "ssl_cert_reqs",
+    "ssl_ciphers",
+    "h11_max_incomplete_event_size",
+    "h11_max_header_count",
+)
+"""Arguments that go to the HTTP server under their own name."""
+
+CHAT_ARGS = (
+    "response_role",
+    "chat_template_content_format",
+    "trust_request_chat_template",
+    "return_tokens_as_token_ids",
+    "exclude_tools_when_tool_choice_none",
+    "tool_strict_level",
+    "enable_prompt_tokens_details",
+    "enable_force_include_usage",
+    "enable_log_outputs",
+    "enable_log_deltas",
+    "enable_per_request_metrics",
+)
+"""Arguments that go to the chat handler under their own name."""
+
+
+async def run_app(omni: AsyncOmni, listen_address: str, sock: socket.socket, args: Namespace) -> None:
+    """Serve until the process is told to stop; returns when the server has shut down and `sock` is closed.
+
+    Args:
+        listen_address: for the log.
+        sock: bound already.
+        args: as parsed for `vllm serve`.
+    """
+    try:
+        await omni.reset_mm_cache()  # forgets the dummy data of the start
+        app = await make_app(omni, args)
+        logger.info("Starting the server on %s", listen_address)
+        shutdown: Awaitable[None] = await serve_http(app, sock, **_server_options(args))
+        await shutdown
+    finally:
+        sock.close()
+
+
+async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
+    """The application: vLLM's, with chat answered by `OmniServingChat`."""
+    tasks = await omni.get_supported_tasks()
+    app = build_app(args, tasks, omni.model_config)
+    await init_app_state(omni, app.state, args, tasks)
+    app.state.openai_serving_chat = OmniServingChat(**_chat_options(omni, app.state, args))
+    return app
+
+
+def _chat_options(omni: AsyncOmni, state: State, args: Namespace) -> dict[str, Any]:
+    """What vLLM gives its own chat handler."""
+    return {name: getattr(args, name) for name in CHAT_ARGS} | {
+        "engine_client": omni,
+        "models": state.openai_serving_models,
+        "online_renderer": state.online_renderer,
+        "request_logger": state.openai_serving_chat.request_logger,
+        "chat_template": load_chat_template(args.chat_template),
+        "default_chat_template_kwargs": resolve_default_chat_template_kwargs(args),
+        "enable_auto_tools": args.enable_auto_tool_choice,
+        "tool_parser": args.tool_call_parser,
+        "reasoning_parser": args.structured_outputs_config.reasoning_parser,
+    }
+
+
+def _server_options(args: Namespace) -> dict[str, Any]:
+    options = {name: getattr(args, name) for name in SERVER_ARGS} | {
+        "log_level": args.uvicorn_log_level,
+        "access_log": not args.disable_uvicorn_access_log,
+        "timeout_keep_alive": envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+    }
+    log_config = get_uvicorn_log_config(args)
+    return options if log_config is None else options | {"log_config": log_config}

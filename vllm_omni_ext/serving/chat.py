@@ -1,0 +1,84 @@
+"""`/v1/chat/completions` with sound. vLLM's handler does everything; sound is taken out before it and put in after."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+from fastapi import Request
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.omni import REQUEST_OPTIONS, AsyncOmni
+from vllm_omni_ext.serving.failures import with_vllm_errors
+from vllm_omni_ext.serving.options import Asked, read_request
+from vllm_omni_ext.serving.spoken_reply import SpokenReply
+from vllm_omni_ext.serving.spoken_stream import SpokenStream
+from vllm_omni_ext.serving.turns import restore_spoken_turns
+
+Answer: TypeAlias = AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse
+
+_ASKED: ContextVar[Asked] = ContextVar("omni_chat_asked")
+"""What the request that is being handled asks for; read by the hooks, which vLLM calls in the same context."""
+
+
+class OmniServingChat(OpenAIServingChat):
+    """Chat whose answers may be text, sound or both. A request for text alone goes through vLLM unchanged."""
+
+    engine_client: AsyncOmni
+
+    async def create_chat_completion(
+        self, request: ChatCompletionRequest, raw_request: Request | None = None
+    ) -> Answer:
+        """Answer a chat request."""
+        omni = self.engine_client
+        try:
+            asked = read_request(request, omni.plugin, omni.plan)
+            restore_spoken_turns(request.messages)
+        except RequestError as err:
+            return self.create_error_response(str(err), param=err.parameter)
+        wishes, options = _ASKED.set(asked), REQUEST_OPTIONS.set(asked.options)
+        try:
+            return await super().create_chat_completion(request, raw_request)
+        finally:
+            REQUEST_OPTIONS.reset(options)
+            _ASKED.reset(wishes)
+
+    async def chat_completion_full_generator(
+        self, request: ChatCompletionRequest, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> ErrorResponse | ChatCompletionResponse:
+        """vLLM's hook: the whole answer."""
+        asked = _ASKED.get()
+        source = with_vllm_errors(result_generator)
+        if asked.options.text_only:
+            async with aclosing(source):
+                return await super().chat_completion_full_generator(request, source, *args, **kwargs)
+        reply = SpokenReply(asked, self.engine_client.plugin.sample_rate)
+        async with aclosing(reply.text_of(source)) as text:
+            response = await super().chat_completion_full_generator(request, text, *args, **kwargs)
+        if isinstance(response, ChatCompletionResponse):
+            reply.complete(response)
+        return response
+
+    def chat_completion_stream_generator(
+        self,
+        request: ChatCompletionRequest,
+        result_generator: Any,
+        request_id: str,
+        model_name: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncGenerator[str, None]:
+        """vLLM's hook: the answer as server-sent events."""
+        asked = _ASKED.get()
+        source = with_vllm_errors(result_generator)
+        stock = super().chat_completion_stream_generator
+        if asked.options.text_only:
+            return stock(request, source, request_id, model_name, *args, **kwargs)
+        stream = SpokenStream(asked, self.engine_client.plugin.sample_rate, request_id=request_id, model=model_name)
+        text = stream.text_of(source)
+        return stream.events(stock(request, text, request_id, model_name, *args, **kwargs), text)

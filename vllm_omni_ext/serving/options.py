@@ -1,0 +1,106 @@
+"""What a chat request asks for beyond text: the fields that stock vLLM accepts and does not read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin
+from vllm_omni_ext.serving.stage_sampling import read_sampling
+from vllm_omni_ext.topology.shape import Plan
+
+WAV, PCM16 = "wav", "pcm16"
+FORMATS = (WAV, PCM16)
+AUDIO_KEYS = ("voice", "format")
+VOICE_FIELDS = ("voice", "speaker")
+"""Top-level names of the voice; `audio.voice` comes before them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One request's wishes. `format` is how sound is encoded in the answer."""
+
+    options: OmniOptions
+    format: str
+
+    @property
+    def text(self) -> bool:
+        """Whether the text belongs into the answer's content."""
+        return "text" in self.options.modalities
+
+
+def read_request(request: ChatCompletionRequest, plugin: RequestPlugin, plan: Plan) -> Asked:
+    """Read and check what a request asks for.
+
+    Raises:
+        RequestError: something is unknown or does not fit together; names the field and what is allowed.
+    """
+    extra = request.model_extra or {}
+    audio = _audio(extra.get("audio"))
+    sound_format = _choice("audio.format", audio.get("format") or WAV, FORMATS)
+    voice, named = _voice(audio, extra)
+    options = OmniOptions(
+        modalities=_modalities(extra.get("modalities"), plugin),
+        voice=voice,
+        sampling=read_sampling(plan, extra, seed=request.seed),
+    )
+    try:
+        plugin.check(options)
+    except RequestError as err:
+        if err.parameter != "voice":
+            raise
+        raise RequestError(str(err), parameter=named) from err
+    if not options.text_only:
+        _refuse_several(request)
+    return Asked(options=options, format=sound_format)
+
+
+def _modalities(given: Any, plugin: RequestPlugin) -> tuple[str, ...]:
+    if given is None:
+        return plugin.output_modalities
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        allowed = ", ".join(plugin.output_modalities)
+        raise RequestError(f"modalities: must be a list of names out of {allowed}", parameter="modalities")
+    return tuple(dict.fromkeys(given))
+
+
+def _audio(given: Any) -> Mapping[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise RequestError(f"audio: must be an object with {' and '.join(AUDIO_KEYS)}", parameter="audio")
+    for key in given:
+        if key not in AUDIO_KEYS:
+            raise RequestError(f"audio.{key}: is unknown; use {', '.join(AUDIO_KEYS)}", parameter=f"audio.{key}")
+    return given
+
+
+def _voice(audio: Mapping[str, Any], extra: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The voice, and the name of the field that says it."""
+    named = {"audio.voice": audio.get("voice")} | {name: extra.get(name) for name in VOICE_FIELDS}
+    for name, value in named.items():
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise RequestError(f"{name}: must be the name of a voice; custom voices do not exist", parameter=name)
+        return value, name
+    return None, VOICE_FIELDS[0]
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        raise RequestError(f"{name}: '{value}' is not available; use {', '.join(allowed)}", parameter=name)
+    return value
+
+
+def _refuse_several(request: ChatCompletionRequest) -> None:
+    """One voice cannot speak several answers."""
+    instead = 'send one request for each answer, or ask for modalities ["text"]'
+    if request.use_beam_search:
+        raise RequestError(f"use_beam_search: is not available with sound; {instead}", parameter="use_beam_search")
+    if request.n not in (None, 1):
+        raise RequestError(f"n: must be 1 when sound is asked for, got {request.n}; {instead}", parameter="n")
