@@ -1,0 +1,225 @@
+"""What the start-up hook does to a Python process, seen from fresh processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from vllm_omni_ext.boot import AfterImport, OmniAlias, asks_for_omni
+
+VLLM_SCRIPT = Path(sys.executable).parent / "vllm"
+ENTRY_POINT_BUDGET_S = 0.005
+
+
+def python(code: str, *args: str, **environ: str) -> str:
+    """Run code in a fresh interpreter; returns what it printed."""
+    return run([sys.executable, "-c", textwrap.dedent(code), *args], **environ).stdout.strip()
+
+
+def run(command, *, check: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
+    environ = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | environ
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environ, cwd="/", timeout=300)
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv", "answer"),
+    [
+        (["/usr/bin/vllm", "serve", "m", "--omni"], ["python", "/usr/bin/vllm", "serve", "m", "--omni"], True),
+        (["C:\\bin\\vllm.exe", "serve", "--omni"], [], True),
+        (["-m", "serve", "--omni"], ["python", "-m", "vllm.entrypoints.cli.main", "serve", "--omni"], True),
+        (["/usr/bin/vllm", "serve", "m"], [], False),
+        (["/usr/bin/vllm-omni-ext", "serve", "--omni"], [], False),
+        (["train.py", "--omni"], ["python", "train.py", "--omni"], False),
+        (["-m", "--omni"], ["python", "-m", "vllmish", "--omni"], False),
+        (["-c", "--omni"], ["python", "-c", "", "--omni"], False),
+        (["-m"], ["python", "-m"], False),
+        ([], [], False),
+    ],
+)
+def test_only_vllm_s_own_command_with_the_flag_counts(argv, orig_argv, answer):
+    assert asks_for_omni(argv, orig_argv) is answer
+
+
+def test_the_entry_points_are_cheap():
+    """CPU time of both entry points in a process that has torch, the best of five."""
+    code = """
+        import sys, time, torch
+
+        def once():
+            for name in [name for name in sys.modules if name.startswith("vllm_omni_ext")]:
+                del sys.modules[name]
+            sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "AfterImport"]
+            started = time.thread_time()
+            from vllm_omni_ext.boot import autoload
+            autoload()
+            import vllm_omni_ext.plugin
+            return time.thread_time() - started
+
+        print(min(once() for _ in range(5)))
+    """
+    assert float(python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")) < ENTRY_POINT_BUDGET_S
+
+
+def test_import_torch_loads_one_module_of_ours_and_one_finder_a_process():
+    code = """
+        import sys, torch
+        from vllm_omni_ext.boot import autoload
+        autoload(); autoload()
+        print(sorted(m for m in sys.modules if m.startswith("vllm")))
+        print([type(f).__name__ for f in sys.meta_path].count("AfterImport"))
+    """
+    assert python(code).splitlines() == ["['vllm_omni_ext', 'vllm_omni_ext.boot']", "1"]
+
+
+def test_a_plain_vllm_is_as_without_us():
+    """One process for all of it: importing vLLM takes seconds."""
+    code = """
+        import importlib.util, inspect, pickle, sys, time
+        import vllm
+        from vllm import LLM
+        import vllm.entrypoints.llm as module
+
+        assert importlib.util.find_spec("vllm_omni") is None
+        assert module.LLM is LLM and inspect.isclass(LLM) and type(LLM) is type
+        assert pickle.loads(pickle.dumps(LLM)) is LLM
+        assert "model" in inspect.signature(LLM).parameters and "omni" not in inspect.signature(LLM).parameters
+        assert LLM.__init__.__qualname__ == "LLM.__init__" and LLM.__init__.__wrapped__
+        assert type(module.__spec__.loader).__name__ == "SourceFileLoader"
+        ours = [name for name, value in vars(LLM).items() if "llm_omni_keyword" in repr(getattr(value, "__code__", ""))]
+        assert ours == ["__init__"], ours
+        LLM.__init__.__wrapped__.__code__ = (lambda self, *args, **kwargs: None).__code__
+
+        class Mine(LLM):
+            def __init__(self, x):
+                super().__init__(x)
+
+        assert isinstance(Mine("m"), LLM) and type(LLM("m", dtype="auto")) is LLM
+        assert type(LLM("m", omni=False)) is LLM
+        assert type(pickle.loads(pickle.dumps(LLM("m")))) is LLM
+        ours = sorted(m for m in sys.modules if m.startswith("vllm_omni_ext."))
+        print(*ours, sep="\\n")
+    """
+    assert python(code).splitlines() == [
+        "vllm_omni_ext.boot",
+        "vllm_omni_ext.errors",
+        "vllm_omni_ext.patches",
+        "vllm_omni_ext.patches.llm_omni_keyword",
+        "vllm_omni_ext.patching",
+        "vllm_omni_ext.patching.slot",
+        "vllm_omni_ext.patching.spec",
+    ]
+
+
+def test_the_keyword_makes_an_omni_llm_or_says_why_not():
+    code = """
+        import sys, types
+        from vllm import LLM
+        from vllm_omni_ext.patching.source import VllmSource
+
+        class OmniLLM(LLM):
+            def __init__(self, model, **kwargs):
+                self.got = (model, kwargs)
+
+        sys.modules["vllm_omni_ext.llm"] = types.SimpleNamespace(OmniLLM=OmniLLM)
+        llm = LLM("m", omni=True, dtype="float32")
+        assert type(llm) is OmniLLM and isinstance(llm, LLM)
+        assert llm.got == ("m", {"dtype": "float32"}), llm.got
+        assert type(type("MineToo", (OmniLLM,), {})("m")).__name__ == "MineToo"
+        try:
+            type("Mine", (LLM,), {})("m", omni=True)
+        except TypeError as err:
+            print(err)
+        VllmSource.version = "0.40.0"
+        try:
+            LLM("m", omni=True)
+        except Exception as err:
+            print(type(err).__name__, err)
+    """
+    subclass, version = python(code).splitlines()
+    assert subclass == "Mine: omni=True works on LLM itself; derive from vllm_omni_ext.llm.OmniLLM"
+    assert version.startswith("IncompatibleVllm vLLM 0.40.0 is installed, but this package needs")
+
+
+def test_torchvision_is_importable_whoever_comes_first():
+    code = """
+        import sys
+        import {first}
+        import torchvision, torch
+        from torchvision.transforms import v2
+        image = torch.zeros(3, 8, 8)
+        assert v2.functional.resize(image, [4, 4]).shape == (3, 4, 4)
+        print(hasattr(torch.ops.torchvision, "nms"))
+    """
+    for first in ("torch", "torchvision"):
+        assert python(code.format(first=first)) == "True"
+
+
+def test_the_hook_never_breaks_the_module_it_follows(tmp_path, monkeypatch, caplog):
+    """An action that fails is logged; the module is there all the same."""
+
+    def broken(module):
+        raise RuntimeError("no")
+
+    (tmp_path / "followed_module.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [AfterImport({"followed_module": broken}), *sys.meta_path])
+    import followed_module
+
+    assert followed_module.x == 1
+    assert "doctor" in caplog.text
+    monkeypatch.delitem(sys.modules, "followed_module")
+
+
+def test_a_module_that_is_not_there_stays_absent():
+    finder = AfterImport({"nowhere_to_be_found": print})
+    assert finder.find_spec("nowhere_to_be_found") is None
+
+
+def test_the_alias_answers_four_names():
+    finder = OmniAlias()
+    assert finder.find_spec("vllm_omni").submodule_search_locations == []
+    for name in ("vllm_omnibus", "vllm_omni_ext", "vllm"):
+        assert finder.find_spec(name) is None
+
+
+def test_the_stock_console_script_hands_over(tmp_path):
+    """`vllm serve M --omni` with a model that does not exist: the refusal is ours, and vLLM's own main never ran."""
+    missing = tmp_path / "no-such-model"
+    done = run([VLLM_SCRIPT, "serve", str(missing), "--omni"], check=False)
+    assert done.returncode == 2, done.stderr
+    assert "error: model" in done.stderr
+
+
+def test_other_commands_say_what_to_write():
+    done = run([sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--omni"], check=False)
+    assert done.returncode == 2
+    assert "write 'vllm-omni-ext bench ...' instead" in done.stderr
+
+
+def real_vllm_omni(root: Path) -> Path:
+    """Something that looks like an installed vllm-omni."""
+    folder = root / "vllm_omni/entrypoints/cli"
+    folder.mkdir(parents=True)
+    for package in (folder, *folder.parents[:2]):
+        (package / "__init__.py").touch()
+    (folder / "main.py").write_text("def main():\n    print('THE REAL ONE')\n")
+    return root
+
+
+def test_a_real_vllm_omni_wins(tmp_path):
+    done = run([VLLM_SCRIPT, "serve", "m", "--omni"], PYTHONPATH=str(real_vllm_omni(tmp_path)))
+    assert "THE REAL ONE" in done.stdout
+
+
+def test_a_broken_real_vllm_omni_is_not_completed_by_us(tmp_path):
+    (real_vllm_omni(tmp_path) / "vllm_omni/entrypoints/cli/main.py").unlink()
+    done = run([VLLM_SCRIPT, "serve", "m", "--omni"], check=False, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "No module named 'vllm_omni.entrypoints.cli.main'" in done.stderr
