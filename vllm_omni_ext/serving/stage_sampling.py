@@ -62,12 +62,14 @@ def _merged(stage: str, configured: Mapping[str, Any], wanted: Mapping[str, Any]
     try:
         return SamplingParams(**{**configured, **wanted})
     except VLLMValidationError as err:
-        name = f"{stage}.{err.parameter}" if err.parameter in wanted else stage
-        raise RequestError(f"{name}: {err.args[0]}", parameter=name) from err
-    except ValueError as err:
-        raise RequestError(f"{stage}: {err}", parameter=_blamed(stage, str(err), wanted)) from err
+        named = err.parameter if err.parameter in wanted else _blamed(str(err), wanted)
+        message, cause = str(err.args[0]), err
+    except ValueError as other:
+        named, message, cause = _blamed(str(other), wanted), str(other), other
+    name = f"{stage}.{named}" if named else stage
+    raise RequestError(f"{name}: {message}", parameter=name) from cause
 
 
-def _blamed(stage: str, message: str, wanted: Mapping[str, Any]) -> str:
+def _blamed(message: str, wanted: Mapping[str, Any]) -> str | None:
     """The field a message is about: vLLM names it in the text."""
-    return next((f"{stage}.{key}" for key in wanted if key in message), stage)
+    return next((key for key in wanted if key in message), None)
