@@ -1,0 +1,288 @@
+"""The rules of the layout, read from the syntax trees: who may import whom, and how large a piece of code may be."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OURS = "vllm_omni_ext"
+MAPPED = ("patches", "model_plugins", "stage_configs")
+
+FILE_LINES = 500
+FUNCTION_LINES = 60
+MODEL_FILE_LINES = 700
+MODEL_FUNCTION_LINES = 100
+MEDIAN_FILE_LINES = 120
+
+HEAVY = {"vllm", "torch", "zmq", "transformers", "mooncake"}
+
+LAYERS = (
+    {"errors", "ids", "report", "outputs"},
+    {"patching", "patches"},
+    {"config", "compat", "environment", "metrics", "model_plugins.registry", "model_plugins.*.pipeline"},
+    {"topology", "pool", "orchestrator.flow", "coordinator.membership"},
+    {"wire", "connectors", "runtime.replica"},
+    {"coordinator", "orchestrator", "engine", "model_plugins"},
+    {"runtime", "omni"},
+    {"serving", "cli", "doctor", "llm", "plugin", "boot", "tiny", "stage_configs", "__main__", "__init__"},
+)
+"""Lowest first; a module may import its own layer and those below. The longest matching name counts."""
+
+PURE = (
+    "errors",
+    "ids",
+    "report",
+    "config",
+    "topology",
+    "pool",
+    "orchestrator.flow",
+    "coordinator.membership",
+    "patching",
+)
+"""Modules that must not import anything heavy, not even inside a function."""
+
+LIGHT_AT_THE_TOP = (
+    *PURE,
+    "compat",
+    "environment",
+    "doctor",
+    "boot",
+    "plugin",
+    "patches",
+    "model_plugins.registry",
+    "cli.main",
+)
+"""Modules that are imported in plain runs or for --help: nothing heavy at their top."""
+
+FORBIDDEN = {
+    "model_plugins": ("topology", "runtime", "pool", "cli", "serving"),
+    "patches": (
+        "config",
+        "topology",
+        "runtime",
+        "pool",
+        "wire",
+        "connectors",
+        "engine",
+        "orchestrator",
+        "serving",
+        "cli",
+    ),
+    "engine": ("runtime", "pool", "orchestrator", "serving", "cli"),
+    "orchestrator": ("runtime", "engine", "serving", "cli"),
+}
+"""On top of the layers."""
+
+PROTOCOLS = {"runtime.replica"}
+"""What the orchestrator knows of a replica."""
+
+LAZY = {("patches.llm_omni_keyword", "compat"), ("patches.llm_omni_keyword", "llm"), ("boot", "cli.main")}
+"""Imports inside a function that run only once omni was asked for: (importer, imported)."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file."""
+
+    file: Path
+    name: str
+    tree: ast.Module
+    lines: int
+
+    @property
+    def is_model(self) -> bool:
+        return self.name.startswith("model_plugins")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module; `nested` if inside a function."""
+
+    name: str
+    nested: bool
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    """All modules of the package, named without the package's own name."""
+    return tuple(_read(file) for top in (OURS, *MAPPED) for file in sorted((ROOT / top).rglob("*.py")))
+
+
+def _read(file: Path) -> Module:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == OURS else parts
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+    text = file.read_text()
+    return Module(file, name, ast.parse(text), text.count("\n"))
+
+
+@cache
+def imports(module: Module) -> tuple[Import, ...]:
+    """Everything a module imports when it runs; what is under `if TYPE_CHECKING` does not run."""
+    return tuple(_imports(module.tree, nested=False))
+
+
+def _imports(node: ast.AST, *, nested: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, nested) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield from (Import(f"{child.module}.{alias.name}", nested) for alias in child.names)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        else:
+            inside = nested or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from _imports(child, nested=inside)
+
+
+def ours(module: Module) -> Iterator[tuple[str, bool]]:
+    """Imports of our own modules: (module name without the package, nested)."""
+    known = {other.name for other in modules()}
+    for found in imports(module):
+        if found.name.partition(".")[0] == OURS:
+            name = found.name.removeprefix(OURS).removeprefix(".")
+            while name and name not in known:
+                name = name.rpartition(".")[0]
+            yield name or "__init__", found.nested
+
+
+def matches(name: str, pattern: str) -> bool:
+    """True if `name` is `pattern` or inside it; `*` stands for one part."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) >= len(wanted) and all(w in (p, "*") for p, w in zip(parts, wanted, strict=False))
+
+
+def layer(name: str) -> int:
+    """Number of the layer a module is in."""
+    found = [(pattern.count("."), at) for at, group in enumerate(LAYERS) for pattern in group if matches(name, pattern)]
+    assert found, f"{name} is in no layer; add it to LAYERS"
+    return max(found)[1]
+
+
+def every(module: Module, kinds: type | tuple[type, ...]) -> Iterator[ast.AST]:
+    return (node for node in ast.walk(module.tree) if isinstance(node, kinds))
+
+
+def where(module: Module, node: ast.AST) -> str:
+    return f"{module.file.relative_to(ROOT)}:{node.lineno}"
+
+
+def test_a_module_imports_only_its_own_layer_and_lower_ones():
+    wrong = [
+        f"{module.name} (layer {layer(module.name)}) imports {name} (layer {layer(name)})"
+        for module in modules()
+        for name, nested in ours(module)
+        if name != "__init__" and layer(name) > layer(module.name) and not (nested and (module.name, name) in LAZY)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_forbidden_imports(package):
+    wrong = [
+        f"{module.name} imports {name}"
+        for module in modules()
+        if matches(module.name, package)
+        for name, nested in ours(module)
+        if any(matches(name, other) for other in FORBIDDEN[package]) and name not in PROTOCOLS
+    ]
+    assert wrong == []
+
+
+def test_pure_modules_import_nothing_heavy():
+    assert heavy(PURE, nested_too=True) == []
+
+
+def test_light_modules_import_nothing_heavy_at_their_top():
+    assert heavy(LIGHT_AT_THE_TOP, nested_too=False) == []
+
+
+def heavy(patterns: tuple[str, ...], *, nested_too: bool) -> list[str]:
+    return [
+        f"{module.name} imports {found.name}"
+        for module in modules()
+        if any(matches(module.name, pattern) for pattern in patterns)
+        for found in imports(module)
+        if found.name.partition(".")[0] in HEAVY and (nested_too or not found.nested)
+    ]
+
+
+def test_mapped_folders_are_imported_by_their_full_name():
+    wrong = [
+        f"{module.name} imports {found.name}"
+        for module in modules()
+        for found in imports(module)
+        if found.name.partition(".")[0] in MAPPED
+    ]
+    assert wrong == []
+
+
+def test_files_are_short():
+    limit = {True: MODEL_FILE_LINES, False: FILE_LINES}
+    assert {m.name: m.lines for m in modules() if m.lines > limit[m.is_model]} == {}
+
+
+def test_the_median_file_is_short():
+    lines = sorted(module.lines for module in modules() if module.lines > 1)
+    assert lines[len(lines) // 2] <= MEDIAN_FILE_LINES
+
+
+def test_functions_are_short():
+    limit = {True: MODEL_FUNCTION_LINES, False: FUNCTION_LINES}
+    wrong = {
+        f"{where(module, node)} {node.name}": length
+        for module in modules()
+        for node in every(module, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if (length := node.end_lineno - node.lineno + 1) > limit[module.is_model]
+    }
+    assert wrong == {}
+
+
+def test_no_error_is_swallowed():
+    """A broad handler must do something: raise, log and count, or turn the error into an event."""
+    wrong = [
+        where(module, node)
+        for module in modules()
+        for node in every(module, ast.ExceptHandler)
+        if is_broad(node) and all(isinstance(step, ast.Pass | ast.Continue) or is_ellipsis(step) for step in node.body)
+    ]
+    assert wrong == []
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    return handler.type is None or bool(
+        {"Exception", "BaseException"} & set(ast.unparse(handler.type).strip("()").split(", "))
+    )
+
+
+def is_ellipsis(step: ast.stmt) -> bool:
+    return isinstance(step, ast.Expr) and isinstance(step.value, ast.Constant) and step.value.value is ...
+
+
+def test_nothing_polls():
+    """`sleep(<less than a tenth of a second>)` is a polling loop in disguise."""
+    wrong = [
+        where(module, node)
+        for module in modules()
+        for node in every(module, ast.Call)
+        if ast.unparse(node.func).rpartition(".")[2] == "sleep"
+        and any(isinstance(arg, ast.Constant) and 0 < float(arg.value) < 0.1 for arg in node.args)
+    ]
+    assert wrong == []
+
+
+def test_the_rules_see_through_the_tree():
+    """The helpers themselves, on a piece of code that breaks every rule."""
+    tree = ast.parse("import torch\ndef f():\n    from vllm_omni_ext.cli import main\n    sleep(0.01)\n")
+    module = Module(Path("x.py"), "config.x", tree, 3)
+    assert imports(module) == (Import("torch", False), Import("vllm_omni_ext.cli.main", True))
+    assert list(ours(module)) == [("cli.main", True)]
+    assert layer("cli.main") > layer("config.x")
+    assert layer("orchestrator.flow") < layer("orchestrator.orchestrator")
+    assert layer("model_plugins.bagel.pipeline") < layer("model_plugins.bagel.dit")
