@@ -1,0 +1,132 @@
+"""Start `vllm serve MODEL --omni` as a process of its own, and end it without leaving anything behind."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+HOST = "127.0.0.1"
+START_S = 600.0
+STOP_S = 60.0
+LOOK_EVERY_S = 0.2
+TAIL_LINES = 40
+
+
+class ServerFailed(RuntimeError):
+    """The server ended, or was not ready in time; the message has the end of its log."""
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind((HOST, 0))
+        return int(sock.getsockname()[1])
+
+
+def command() -> list[str]:
+    """The `vllm` script beside this Python, else our own command."""
+    script = Path(sys.executable).with_name("vllm")
+    return [str(script)] if script.exists() else [sys.executable, "-m", "vllm_omni_ext"]
+
+
+class Server:
+    """A running server. Use as a context manager.
+
+    Args:
+        model: name or folder of the model.
+        log: file that takes what the server prints.
+        flags: more flags of `vllm serve`.
+    """
+
+    def __init__(self, model: str | Path, log: Path, flags: Sequence[str] = ()) -> None:
+        self.port = free_port()
+        self.log = log
+        self.startup_s = 0.0
+        self._words = [*command(), "serve", str(model), "--omni", "--host", HOST, "--port", str(self.port), *flags]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._seen: dict[int, psutil.Process] = {}
+
+    @property
+    def base_url(self) -> str:
+        """Of the OpenAI API."""
+        return f"http://{HOST}:{self.port}/v1"
+
+    def __enter__(self) -> Server:
+        started = time.monotonic()
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        try:
+            self._wait(started + START_S)
+        except BaseException:
+            self.stop()
+            raise
+        self.startup_s = time.monotonic() - started
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def healthy(self) -> bool:
+        """Whether `/health` answers 200."""
+        try:
+            with urllib.request.urlopen(f"http://{HOST}:{self.port}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def processes(self) -> list[psutil.Process]:
+        """The server's processes that are alive, those that lost their parent too."""
+        if self._process is not None and psutil.pid_exists(self._process.pid):
+            tree = psutil.Process(self._process.pid)
+            self._seen |= {process.pid: process for process in [tree, *tree.children(recursive=True)]}
+        return [process for process in self._seen.values() if process.is_running() and _alive(process)]
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> list[psutil.Process]:
+        """Ask the server to end as Ctrl-C does and wait; returns the processes that had to be killed."""
+        if self._process is None:
+            return []
+        known = self.processes()
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+        psutil.wait_procs(known, timeout=STOP_S)
+        left = self.processes()
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=STOP_S)
+        self._process.wait()
+        return left
+
+    def tail(self) -> str:
+        """The last lines of the log."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-TAIL_LINES:])
+
+    def _wait(self, deadline: float) -> None:
+        assert self._process is not None
+        while not self.healthy():
+            if self._process.poll() is not None:
+                raise ServerFailed(f"the server ended with status {self._process.returncode}:\n{self.tail()}")
+            if time.monotonic() > deadline:
+                raise ServerFailed(f"the server was not ready after {START_S:.0f} s:\n{self.tail()}")
+            time.sleep(LOOK_EVERY_S)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,252 @@
+"""`vllm serve TINY --omni` as a process, asked by the official client."""
+
+from __future__ import annotations
+
+import base64
+import io
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import soundfile
+
+from examples.server import Server
+from tests import media
+
+pytestmark = pytest.mark.engine
+
+MODEL = "tiny"
+RATE = 24_000
+HELLO: list[Any] = [{"role": "user", "content": "Tell me about the blue cat in the moon"}]
+PCM = {"voice": "ethan", "format": "pcm16"}
+SHORT = {"max_completion_tokens": 12, "temperature": 0, "seed": 3, "extra_body": {"talker": {"max_tokens": 24}}}
+LONG = {"max_completion_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
+SETTLE_S = 10.0
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with Server(tiny, log, ["--served-model-name", MODEL, "--max-model-len", "2048"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=120)
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(**{"model": MODEL, "messages": HELLO, **SHORT, **fields})
+
+
+def heard(reply: Any) -> np.ndarray:
+    """The 16 bit samples of a WAV reply."""
+    samples, rate = soundfile.read(io.BytesIO(base64.b64decode(reply.choices[0].message.audio.data)), dtype="int16")
+    assert (rate, samples.ndim) == (RATE, 1)
+    return samples
+
+
+def streamed(chunks: list[Any]) -> tuple[str, str, np.ndarray]:
+    """Content, transcript and 16 bit samples of a stream."""
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    audios = [delta.audio for delta in deltas if delta.audio]
+    data = b"".join(base64.b64decode(audio.data) for audio in audios if audio.data)
+    transcript = "".join(audio.transcript or "" for audio in audios)
+    return "".join(delta.content or "" for delta in deltas), transcript, np.frombuffer(data, "<i2")
+
+
+def test_text_alone(client: openai.OpenAI) -> None:
+    reply = ask(client, modalities=["text"])
+    assert reply.choices[0].message.content
+    assert reply.choices[0].message.audio is None
+    assert reply.usage.completion_tokens == 12
+
+
+def test_text_and_sound(client: openai.OpenAI) -> None:
+    reply = ask(client, modalities=["text", "audio"])
+    choice = reply.choices[0]
+    samples = heard(reply)
+    assert choice.message.content == ask(client, modalities=["text"]).choices[0].message.content
+    assert choice.message.audio.transcript == choice.message.content
+    assert np.ptp(samples) > 0
+    assert choice.audio_metadata["frame_count"] == len(samples)
+    assert 0 < reply.usage.completion_tokens_details.audio_tokens <= 24
+    assert choice.finish_reason == "length"
+
+
+def test_sound_alone(client: openai.OpenAI) -> None:
+    reply = ask(client, modalities=["audio"], audio=PCM)
+    assert reply.choices[0].message.content is None
+    data = base64.b64decode(reply.choices[0].message.audio.data)
+    assert data == heard(ask(client)).tobytes()
+
+
+def test_stream_says_the_same(client: openai.OpenAI) -> None:
+    whole = ask(client)
+    chunks = list(ask(client, stream=True, audio=PCM, stream_options={"include_usage": True}))
+    content, transcript, samples = streamed(chunks)
+    assert content == transcript == whole.choices[0].message.content
+    assert np.array_equal(samples, heard(whole))
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+    assert chunks[-1].usage == whole.usage
+
+
+async def test_async_client(server: Server, client: openai.OpenAI) -> None:
+    async with openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0) as asking:
+        fields = {"model": MODEL, "messages": HELLO, **SHORT}
+        reply = await asking.chat.completions.create(**fields)
+        stream = await asking.chat.completions.create(**fields, stream=True, modalities=["audio"], audio=PCM)
+        content, transcript, samples = streamed([chunk async for chunk in stream])
+    assert content == ""
+    assert transcript == reply.choices[0].message.content
+    assert np.array_equal(samples, heard(reply))
+
+
+PARTS: dict[str, list[dict[str, Any]]] = {
+    "audio": [{"type": "audio", "audio": media.audio(1.25, seed=1)}],
+    "image": [{"type": "image", "image": media.image(130, 100, seed=3)}],
+    "video": [{"type": "video", "video": media.video(4, 96, 64, seed=4)}],
+    "all": [
+        {"type": "audio", "audio": media.audio(0.7, seed=2)},
+        {"type": "image", "image": media.image(64, 64, seed=5)},
+        {"type": "video", "video": media.video(2, 64, 64, seed=6)},
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_media(client: openai.OpenAI, kind: str) -> None:
+    question = [*PARTS[kind], {"type": "text", "text": "what is it"}]
+    messages = media.openai_messages([{"role": "user", "content": question}])
+    first, second = ask(client, messages=messages), ask(client, messages=messages)
+    assert np.ptp(heard(first)) > 0
+    assert np.array_equal(heard(first), heard(second))
+    assert first.choices[0].message.content == second.choices[0].message.content
+
+
+def test_input_audio(client: openai.OpenAI) -> None:
+    url = media.audio_url(PARTS["audio"][0]["audio"])
+    part = {"type": "input_audio", "input_audio": {"data": url.partition(",")[2], "format": "wav"}}
+    same = {"type": "audio_url", "audio_url": {"url": url}}
+    replies = [ask(client, messages=[{"role": "user", "content": [p]}]) for p in (part, same)]
+    assert np.array_equal(heard(replies[0]), heard(replies[1]))
+
+
+def test_turns(client: openai.OpenAI) -> None:
+    first = ask(client, modalities=["audio"]).choices[0].message
+    reply = ask(client, messages=[*HELLO, first, {"role": "user", "content": "Why?"}])
+    written = [*HELLO, {"role": "assistant", "content": first.audio.transcript}, {"role": "user", "content": "Why?"}]
+    assert np.array_equal(heard(reply), heard(ask(client, messages=written)))
+
+
+def test_voices_differ(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, audio={"voice": "nobody", "format": "wav"})
+    voices = caught.value.body["message"].partition("use one of ")[2].split(", ")
+    assert len(voices) >= 2
+    sounds = [heard(ask(client, audio={"voice": voice, "format": "wav"})).tobytes() for voice in voices[:2]]
+    assert sounds[0] != sounds[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({"modalities": ["smell"]}, "modalities"),
+        ({"audio": {"voice": "ethan", "format": "mp3"}}, "audio.format"),
+        ({"n": 2}, "n"),
+        ({"extra_body": {"talker": {"heat": 1}}}, "talker.heat"),
+        ({"messages": [*HELLO, {"role": "assistant", "audio": {"id": "audio-1"}}, *HELLO]}, "messages[1].audio"),
+        ({"messages": HELLO, "extra_body": {"add_generation_prompt": False}}, "prompt"),
+    ],
+)
+def test_refusals(client: openai.OpenAI, fields: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, **fields)
+    assert caught.value.param == parameter
+
+
+def test_seed(client: openai.OpenAI) -> None:
+    def sound(seed: int, **talker: Any) -> bytes:
+        return heard(ask(client, seed=seed, extra_body={"talker": {"max_tokens": 24, **talker}})).tobytes()
+
+    assert sound(11) == sound(11)
+    assert sound(11) != sound(12)
+    assert sound(11) == sound(12, seed=11)
+
+
+def test_too_short_to_speak(client: openai.OpenAI) -> None:
+    choice = ask(client, max_completion_tokens=1).choices[0]
+    assert choice.message.audio is None
+    assert "fewer than two tokens" in choice.audio_metadata["note"]
+
+
+def test_other_endpoints(client: openai.OpenAI, server: Server) -> None:
+    assert client.models.list().data[0].id == MODEL
+    assert client.completions.create(model=MODEL, prompt="hello", max_tokens=4).usage.completion_tokens == 4
+    assert server.healthy()
+
+
+@pytest.mark.parametrize("modalities", [["text"], ["text", "audio"]])
+def test_leaving_a_stream_frees_everything(client: openai.OpenAI, server: Server, modalities: list[str]) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL, messages=HELLO, modalities=modalities, audio=PCM, stream=True, **LONG
+    )
+    for _, _chunk in zip(range(5), stream, strict=False):
+        pass
+    assert _running(server) == 1
+    stream.close()
+    _wait_idle(server)
+    assert heard(ask(client)).size
+
+
+@pytest.mark.parametrize("modalities", [["text"], ["text", "audio"]])
+def test_leaving_an_answer_frees_everything(client: openai.OpenAI, server: Server, modalities: list[str]) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.5).chat.completions.create(
+            model=MODEL, messages=HELLO, modalities=modalities, **LONG
+        )
+    _wait_idle(server)
+    assert heard(ask(client)).size
+
+
+def _running(server: Server) -> float:
+    """Requests in the text stage, as vLLM counts them."""
+    with urllib.request.urlopen(f"{server.base_url.removesuffix('/v1')}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+
+def _wait_idle(server: Server) -> None:
+    deadline = time.monotonic() + SETTLE_S
+    while _running(server):
+        assert time.monotonic() < deadline, "the request is still running"
+        time.sleep(0.1)
+
+
+def test_ctrl_c_ends_everything(client: openai.OpenAI, server: Server) -> None:
+    """Last: the server is gone afterwards, in the middle of a request."""
+    shared = set(Path("/dev/shm").iterdir())
+    stream = client.chat.completions.create(model=MODEL, messages=HELLO, audio=PCM, stream=True, **LONG)
+    next(stream)
+    started = time.monotonic()
+    assert server.stop(signal.SIGINT) == []
+    assert time.monotonic() - started < 30
+    assert set(Path("/dev/shm").iterdir()) <= shared
+
+
+def test_demo(tmp_path: Path) -> None:
+    """The demonstration works from any folder, and leaves a sound."""
+    demo = REPOSITORY / "examples" / "demo.py"
+    done = subprocess.run([sys.executable, demo], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert soundfile.info(tmp_path / "demo" / "reply.wav").samplerate == RATE
