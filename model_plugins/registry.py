@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -103,9 +104,7 @@ def pipeline_for(architecture: str) -> PipelineSpec:
     raise ConfigError(f"model: architecture '{architecture}' has no omni pipeline; supported: {known}")
 
 
-def resolve_plugin(pipeline: PipelineSpec) -> Any:
-    """Import the class that plans requests of a pipeline."""
-    import importlib
-
-    module, _, name = pipeline.request_plugin.partition(":")
-    return getattr(importlib.import_module(module), name)
+def resolve(name: str) -> Any:
+    """Import the object that "pkg.mod:attr" names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)

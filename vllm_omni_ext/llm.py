@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 from tqdm import tqdm
-from vllm.renderers.chat_utils import load_chat_template
 from vllm.entrypoints.llm import LLM
 from vllm.inputs import PromptType
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.inputs.preprocess import conversation_to_seq, prompt_to_seq
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
@@ -170,7 +170,9 @@ class OmniLLM(LLM):
         use_tqdm: bool | Callable[..., tqdm[Any]],
     ) -> list[OmniRequestOutput]:
         self._omni.plugin.check(options)
-        each = list(self._params_to_seq(sampling if sampling is not None else self.get_default_sampling_params(), len(renders)))  # type: ignore[type-var]
+        each = list(
+            self._params_to_seq(sampling if sampling is not None else self.get_default_sampling_params(), len(renders))
+        )  # type: ignore[type-var]
         bar_type = use_tqdm if callable(use_tqdm) else tqdm
         bar = bar_type(total=len(renders), desc="Processed prompts", dynamic_ncols=True) if use_tqdm else None
         futures = []

@@ -20,7 +20,7 @@ from vllm.v1.executor import Executor
 
 from vllm_omni_ext.errors import OmniError, RequestError
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.model_plugins.registry import pipeline_for, resolve_plugin
+from vllm_omni_ext.model_plugins.registry import pipeline_for, resolve
 from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
 from vllm_omni_ext.orchestrator.requests import OmniOptions
 from vllm_omni_ext.outputs import AudioOutput
@@ -84,7 +84,7 @@ class AsyncOmni(AsyncLLM):
 
     def _start(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica]) -> None:
         pipeline = pipeline_for(config.model_config.architectures[0])
-        self.plugin = resolve_plugin(pipeline)(config.model_config.hf_config)
+        self.plugin = resolve(pipeline.request_plugin)(config.model_config.hf_config)
         self.orchestrator = Orchestrator(
             plugin=self.plugin,
             text_stage=self.plan.text_stage().name,

@@ -66,9 +66,7 @@ class SpeechFlow:
             # The last token is never fed to the thinker, so it has no row: the end mark takes its place.
             tokens = (*(tokens[:-1] if event.tokens else tokens), self._speech.ids.tts_eos)
         return [
-            action
-            for chunk in self._text.write(tokens, last=event.finish is not None)
-            for action in self._speak(chunk)
+            action for chunk in self._text.write(tokens, last=event.finish is not None) for action in self._speak(chunk)
         ]
 
     def _speak(self, chunk: Chunk[int]) -> list[Action]:
@@ -80,7 +78,9 @@ class SpeechFlow:
             return [Fail(f"the thinker handed over {self._rows.count} of {self._rows.due} multimodal rows")]
         self._talking = True
         first, *track = chunk.items
-        text, codec = talker_prompt(self._speech.prompt, self._speech.parts, first, self._speech.voice, self._speech.ids)
+        text, codec = talker_prompt(
+            self._speech.prompt, self._speech.parts, first, self._speech.voice, self._speech.ids
+        )
         handoff: dict[str, Any] = {
             "text": text,
             "codec": codec,
@@ -93,7 +93,7 @@ class SpeechFlow:
             handoff["positions"] = self._speech.positions
         # The engine counts the prompt in ids that no penalty and no sampling can touch.
         prompt = [self._speech.ids.codec_pad] * len(text)
-        return [Open(TALKER, prompt, handoff, self._rows.take(), stop=(self._speech.ids.codec_eos,))]
+        return [Open(TALKER, prompt, handoff, rows=self._rows.take(), stop=(self._speech.ids.codec_eos,))]
 
     def _said(self, event: Produced) -> list[Action]:
         # The frame of the step that ends the talker (end of speech, or the length limit) is not part of the sound.

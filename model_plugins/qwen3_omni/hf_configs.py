@@ -22,7 +22,7 @@ def talker(config: PretrainedConfig) -> PretrainedConfig:
     """Return `talker_config`, with what the talker needs to know of the thinker.
 
     Added: `thinker_vocab_size` (rows of the thinker's embedding table) and the ids of the text-to-speech marks
-    `tts_bos_token_id`, `tts_eos_token_id`, `tts_pad_token_id`. vLLM takes its sizes from the nested `text_config`.
+    `tts_bos_token_id`, `tts_eos_token_id`, `tts_pad_token_id`; M-RoPE sections are interleaved. vLLM takes its sizes from the nested `text_config`.
     """
     part = _part(config, "talker_config")
     if part is None:
@@ -30,6 +30,8 @@ def talker(config: PretrainedConfig) -> PretrainedConfig:
     part.architectures = [TALKER_ARCHITECTURE]
     part.model_type = "qwen3_omni_talker"
     part.thinker_vocab_size = config.thinker_config.text_config.vocab_size
+    # Transformers always interleaves the talker's M-RoPE sections; the released config does not say so.
+    part.text_config.rope_parameters = {**part.text_config.rope_parameters, "mrope_interleaved": True}
     part.tts_bos_token_id = config.tts_bos_token_id
     part.tts_eos_token_id = config.tts_eos_token_id
     part.tts_pad_token_id = config.tts_pad_token_id

@@ -19,15 +19,24 @@ OMNI_FLAG = "--omni"
 
 @dataclass(frozen=True)
 class Command:
-    """One command: the module whose `main(argv) -> int` runs it, and its line in the help text."""
+    """One command.
+
+    Attributes:
+        module: its `main(argv) -> int` runs the command.
+        help: its line in the help text.
+        checks_vllm: refuse to run with a vLLM that is not the tested one.
+    """
 
     module: str
     help: str
+    checks_vllm: bool = False
 
 
 COMMANDS = {
-    "serve": Command("vllm_omni_ext.cli.serve", "serve a multi-stage model; the same as `vllm serve MODEL --omni`"),
-    "plan": Command("vllm_omni_ext.cli.plan", "show what `serve` would start, and start nothing"),
+    "serve": Command(
+        "vllm_omni_ext.cli.serve", "serve a multi-stage model; the same as `vllm serve MODEL --omni`", True
+    ),
+    "plan": Command("vllm_omni_ext.cli.plan", "show what `serve` would start, and start nothing", True),
     "doctor": Command("vllm_omni_ext.doctor", "check vLLM, patches, entry points and connectors"),
     "tiny": Command("vllm_omni_ext.cli.tiny", "write a tiny random checkpoint to try things with"),
     "bench": Command("vllm_omni_ext.cli.bench", "run vLLM's own benchmarks (`vllm bench`)"),
@@ -40,13 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         _parser().print_help(sys.stderr)
         return WRONG_USAGE
-    command = _parser().parse_args(words[:1]).command
+    name = _parser().parse_args(words[:1]).command
     try:
-        status: int = import_module(COMMANDS[command].module).main(words[1:])
+        return _run(COMMANDS[name], words[1:])
     except OmniError as err:
-        print(f"{PROGRAM} {command}: {err}", file=sys.stderr)
+        print(f"{PROGRAM} {name}: {err}", file=sys.stderr)
         return FAILED
-    return status
 
 
 def vllm_main() -> None:
@@ -55,6 +63,15 @@ def vllm_main() -> None:
     status = main(words) if words[:1] == ["serve"] or words[:1] == ["--version"] else _refuse(words)
     if status:
         sys.exit(status)
+
+
+def _run(command: Command, argv: Sequence[str]) -> int:
+    if command.checks_vllm:
+        from vllm_omni_ext.compat import activate
+
+        activate()
+    status: int = import_module(command.module).main(argv)
+    return status
 
 
 def _refuse(words: Sequence[str]) -> int:

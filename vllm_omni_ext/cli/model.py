@@ -9,11 +9,10 @@ from typing import Any
 import psutil
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
-from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec
+from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec, resolve
 from vllm_omni_ext.topology.plan import Machine, resolved_sampling
 
 
@@ -66,8 +65,3 @@ def detect_machine() -> Machine:
         cpu_count=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
     )
-
-
-def resolve(name: str) -> Any:
-    """The object that "pkg.mod:attr" names."""
-    return resolve_obj_by_qualname(name.replace(":", "."))

@@ -11,7 +11,6 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni_ext.cli.args import EXPLICIT, SETTINGS
-from vllm_omni_ext.cli.engine_args import stage_engine_args
 from vllm_omni_ext.cli.model import architecture, detect_machine, load_hf_config, model_facts
 from vllm_omni_ext.cli.refusals import check_flags
 from vllm_omni_ext.config.checks import unknown_key
@@ -21,6 +20,7 @@ from vllm_omni_ext.config.parse import Names
 from vllm_omni_ext.config.schema import OmniConfig, keys
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.registry import PipelineSpec, pipeline_for
+from vllm_omni_ext.runtime.engine_args import stage_engine_args
 from vllm_omni_ext.topology.plan import Plan, make_plan
 
 __all__ = ["ENGINE_FIELDS", "SAMPLING_FIELDS", "from_cli", "from_kwargs", "stage_engine_args"]

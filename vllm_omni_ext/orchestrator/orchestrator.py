@@ -243,7 +243,7 @@ def _audio(request_id: str, emit: Emit) -> AudioOutput:
         request_id=request_id,
         samples=np.zeros(0, np.float32) if emit.data is None else emit.data.float().reshape(-1).numpy(),
         sample_rate=emit.facts["sample_rate"],
-        frames=np.array(frames, np.int64).reshape(len(frames), -1),
+        frames=np.array(frames, np.int64).reshape(len(frames), len(frames[0]) if frames else 0),
         finished=emit.last,
         note=emit.facts["note"],
     )

@@ -21,7 +21,7 @@ from vllm.v1.executor import Executor
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.omni import Connections
-from vllm_omni_ext.cli.engine_args import stage_engine_args
+from vllm_omni_ext.runtime.engine_args import stage_engine_args
 from vllm_omni_ext.topology.shape import Plan
 
 START_METHOD = "VLLM_WORKER_MULTIPROCESSING_METHOD"
@@ -52,7 +52,8 @@ class Deployment:
     def __enter__(self) -> Deployment:
         try:
             for stage in self.plan.stages:
-                with environment({**start_method(self.plan), **stage.env}):
+                said = self.plan.config.stage(stage.name).env
+                with environment({**start_method(self.plan), **said}, defaults=stage.env):
                     for replica in stage.replicas:
                         self._start(replica.id)
         except BaseException:
@@ -139,10 +140,10 @@ def start_method(plan: Plan) -> Mapping[str, str]:
 
 
 @contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for what is started inside the block; the user's own settings win."""
+def environment(values: Mapping[str, str], *, defaults: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for what is started inside the block; `defaults` give way to what is set already."""
     before = dict(os.environ)
-    os.environ.update({key: value for key, value in values.items() if key == START_METHOD or key not in before})
+    os.environ.update({**defaults, **before, **values})
     try:
         yield
     finally:

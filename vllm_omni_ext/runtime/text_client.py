@@ -68,7 +68,9 @@ class TextClient:
 
     def get_kv_event_sources(self) -> dict[int, Any]:
         """KV event publishers of the replicas."""
-        return {replica.index: s for replica, r in self._replicas.items() for s in r.client.get_kv_event_sources().values()}
+        return {
+            replica.index: s for replica, r in self._replicas.items() for s in r.client.get_kv_event_sources().values()
+        }
 
     def dp_engines_running(self) -> bool:
         """No data parallel wave is ever running: replicas are independent."""

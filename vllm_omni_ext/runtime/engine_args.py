@@ -10,9 +10,9 @@ from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from vllm_omni_ext.cli.model import resolve
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.model_plugins.registry import resolve
 from vllm_omni_ext.topology.plan import Plan
 
 HEAD = -1

@@ -1,0 +1,48 @@
+"""Real engines on tiny checkpoints, shared by all tests of a session."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.oracle import Oracle
+from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+
+MAX_LEN = 2048
+STEP_TOKENS = 128  # prompts longer than this are prefilled in chunks
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A tiny checkpoint."""
+    folder = tmp_path_factory.mktemp("tiny")
+    yield write_qwen3_omni(folder / "model", seed=0)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def real_vocab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A tiny checkpoint with the released vocabulary and code books."""
+    folder = tmp_path_factory.mktemp("real_vocab")
+    yield write_qwen3_omni(folder / "model", seed=0, real_vocab=True)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny: Path) -> Oracle:
+    """Transformers on the tiny checkpoint."""
+    return Oracle(tiny)
+
+
+@pytest.fixture(scope="session")
+def omni(tiny: Path) -> Iterator[Any]:
+    """The tiny checkpoint through `LLM(omni=True)`."""
+    from vllm import LLM
+
+    llm = LLM(str(tiny), omni=True, max_model_len=MAX_LEN, max_num_batched_tokens=STEP_TOKENS)
+    yield llm
+    llm.close()

@@ -1,0 +1,155 @@
+"""Every id, frame and sample equals Transformers' (greedy, float32, CPU)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from tests.media import Message, audio, image, multi_modal_data, video
+from tests.oracle import Golden, Oracle
+
+pytestmark = pytest.mark.engine
+
+TOLERANCE = 1e-4
+
+
+def user(*content: Any) -> Message:
+    parts = [{"type": "text", "text": c} if isinstance(c, str) else c for c in content]
+    return {"role": "user", "content": parts if len(parts) > 1 or not isinstance(content[0], str) else content[0]}
+
+
+def heard(seconds: float, seed: int) -> dict[str, Any]:
+    return {"type": "audio", "audio": audio(seconds, seed)}
+
+
+def seen(width: int, height: int, seed: int) -> dict[str, Any]:
+    return {"type": "image", "image": image(width, height, seed)}
+
+
+def watched(frames: int, seed: int) -> dict[str, Any]:
+    return {"type": "video", "video": video(frames, 64, 64, seed)}
+
+
+SYSTEM: Message = {"role": "system", "content": "You are a helpful voice."}
+TURNS: list[Message] = [user("What is a replica?"), {"role": "assistant", "content": "One of many."}]
+
+
+@dataclass(frozen=True)
+class Case:
+    messages: list[Message]
+    voice: str = "ethan"
+    text: int = 24  # most thinker tokens
+    frames: int = 40  # most talker tokens
+
+
+CASES: dict[str, Case] = {
+    "text": Case([user("hello world")]),
+    "another_voice": Case([user("hello world")], voice="chelsie"),
+    "system": Case([SYSTEM, user("Say something nice.")]),
+    "turns": Case([SYSTEM, *TURNS, user("And a stage?")]),
+    "audio": Case([user(heard(1.0, 1), "What do you hear?")]),
+    "image": Case([user(seen(96, 64, 2), "What is this?")]),
+    "video": Case([user(watched(4, 3), "What happens?")]),
+    "two_images_and_audio": Case([user(seen(64, 64, 4), seen(96, 128, 5), heard(0.7, 6), "Compare them.")]),
+    "media_in_an_earlier_turn": Case([user(seen(64, 64, 7), "And this?"), TURNS[1], user(heard(0.5, 8), "Now?")]),
+    "long_prompt": Case([user("word " * 300)]),
+    "long_media_prompt": Case([SYSTEM, user("before " * 60, seen(192, 160, 9), "after " * 40, heard(3.0, 10))]),
+    "long_answer": Case([user("Tell me a long story.")], text=96, frames=200),
+    "short_answer": Case([user("Be brief.")], text=2),
+}
+
+
+def sampling(case: Case) -> Mapping[str, SamplingParams]:
+    return {
+        "thinker": SamplingParams(temperature=0, max_tokens=case.text),
+        "talker": SamplingParams(temperature=0, repetition_penalty=1.05, max_tokens=case.frames),
+    }
+
+
+def golden(oracle: Oracle, case: Case) -> Golden:
+    return oracle.run(case.messages, voice=case.voice, thinker_max_tokens=case.text, talker_max_tokens=case.frames)
+
+
+def prompt(oracle: Oracle, case: Case) -> dict[str, Any]:
+    return {"prompt": oracle.prompt(case.messages), "multi_modal_data": multi_modal_data(case.messages)}
+
+
+def check(output: Any, expected: Golden) -> None:
+    assert output.error is None
+    assert list(output.prompt_token_ids) == expected.prompt_ids
+    assert list(output.outputs[0].token_ids) == expected.thinker_ids
+    assert output.frames.tolist() == expected.frames.tolist()
+    assert output.sample_rate == 24_000
+    assert output.audio.dtype == np.float32 and output.audio.shape == expected.wav.shape
+    assert np.abs(output.audio - expected.wav).max() <= TOLERANCE
+
+
+@pytest.fixture(scope="session")
+def expected(oracle: Oracle) -> dict[str, Golden]:
+    return {name: golden(oracle, case) for name, case in CASES.items()}
+
+
+def answer(omni: Any, oracle: Oracle, names: list[str]) -> list[Any]:
+    by_voice: dict[str, list[str]] = {}
+    for name in names:
+        by_voice.setdefault(CASES[name].voice, []).append(name)
+    outputs = {}
+    for voice, group in by_voice.items():
+        got = omni.generate(
+            [prompt(oracle, CASES[name]) for name in group],
+            [sampling(CASES[name]) for name in group],
+            voice=voice,
+            use_tqdm=False,
+        )
+        outputs.update(zip(group, got, strict=True))
+    return [outputs[name] for name in names]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_by_one(name: str, omni: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
+    (output,) = answer(omni, oracle, [name])
+    check(output, expected[name])
+    assert omni._omni.orchestrator.held() == 0
+
+
+def test_eight_at_once(omni: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
+    names = [name for name, case in CASES.items() if case.voice == "ethan"][:8]
+    for name, output in zip(names, answer(omni, oracle, names), strict=True):
+        check(output, expected[name])
+
+
+def test_all_at_once(omni: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
+    names = list(CASES)
+    for name, output in zip(names, answer(omni, oracle, names), strict=True):
+        check(output, expected[name])
+    assert omni._omni.orchestrator.held() == 0
+
+
+def test_the_cases_cover_both_ends_of_both_stages(oracle: Oracle, expected: dict[str, Golden]) -> None:
+    eos = oracle.eos_ids if isinstance(oracle.eos_ids, list) else [oracle.eos_ids]
+    codec_eos = oracle.model.config.talker_config.codec_eos_token_id
+    thinker = {golden.thinker_ids[-1] in eos for golden in expected.values()}
+    talker = {golden.talker_ids[-1] == codec_eos for golden in expected.values() if golden.talker_ids}
+    assert thinker == {True, False} and talker == {True, False}
+
+
+def test_real_vocabulary(real_vocab: Path) -> None:
+    from vllm import LLM
+
+    oracle = Oracle(real_vocab)
+    cases = [CASES["turns"], CASES["two_images_and_audio"]]
+    with LLM(str(real_vocab), omni=True, max_model_len=1024) as omni:
+        outputs = omni.generate(
+            [prompt(oracle, case) for case in cases],
+            [sampling(case) for case in cases],
+            voice="ethan",
+            use_tqdm=False,
+        )
+    for case, output in zip(cases, outputs, strict=True):
+        check(output, golden(oracle, case))
