@@ -128,6 +128,12 @@ def test_the_keyword_makes_an_omni_llm_or_says_why_not():
                 self.got = (model, kwargs)
 
         sys.modules["vllm_omni_ext.llm"] = types.SimpleNamespace(OmniLLM=OmniLLM)
+        real, VllmSource.version = VllmSource.version, "0.40.0"
+        try:
+            LLM("m", omni=True)
+        except Exception as err:
+            print(type(err).__name__, err)
+        VllmSource.version = real
         llm = LLM("m", omni=True, dtype="float32")
         assert type(llm) is OmniLLM and isinstance(llm, LLM)
         assert llm.got == ("m", {"dtype": "float32"}), llm.got
@@ -136,13 +142,8 @@ def test_the_keyword_makes_an_omni_llm_or_says_why_not():
             type("Mine", (LLM,), {})("m", omni=True)
         except TypeError as err:
             print(err)
-        VllmSource.version = "0.40.0"
-        try:
-            LLM("m", omni=True)
-        except Exception as err:
-            print(type(err).__name__, err)
     """
-    subclass, version = python(code).splitlines()
+    version, subclass = python(code).splitlines()
     assert subclass == "Mine: omni=True works on LLM itself; derive from vllm_omni_ext.llm.OmniLLM"
     assert version.startswith("IncompatibleVllm vLLM 0.40.0 is installed, but this package needs")
 

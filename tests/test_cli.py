@@ -10,7 +10,7 @@ import pytest
 
 from vllm_omni_ext import __version__
 from vllm_omni_ext.cli import main as cli
-from vllm_omni_ext.errors import StageUnavailable
+from vllm_omni_ext.errors import IncompatibleVllm, StageUnavailable
 
 
 @pytest.fixture
@@ -22,13 +22,27 @@ def commands(monkeypatch):
         monkeypatch.setitem(sys.modules, cli.COMMANDS[name].module, module)
         parent, _, child = cli.COMMANDS[name].module.rpartition(".")
         monkeypatch.setattr(sys.modules[parent], child, module, raising=False)
+    monkeypatch.setattr("vllm_omni_ext.compat.activate", lambda: ran.append("checked"))
     return ran
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_the_rest_of_the_line_belongs_to_the_command(name, commands):
     assert cli.main([name, "--help", "x", "--y=1"]) == 0
-    assert commands == [(name, ["--help", "x", "--y=1"])]
+    assert commands[-1] == (name, ["--help", "x", "--y=1"])
+
+
+def test_what_uses_vllm_s_inside_checks_it_first(commands, monkeypatch, capsys):
+    for name in cli.COMMANDS:
+        cli.main([name])
+    assert commands == ["checked", ("serve", []), "checked", ("plan", []), ("doctor", []), ("tiny", []), ("bench", [])]
+
+    def wrong():
+        raise IncompatibleVllm("vLLM 0.99 is installed")
+
+    monkeypatch.setattr("vllm_omni_ext.compat.activate", wrong)
+    assert cli.main(["serve", "m"]) == 1
+    assert capsys.readouterr().err == "vllm-omni-ext serve: vLLM 0.99 is installed\n"
 
 
 def test_an_error_of_ours_is_one_line(commands, monkeypatch, capsys):
@@ -89,7 +103,7 @@ def vllm(monkeypatch, *words: str) -> int:
 )
 def test_vllm_serve_is_our_serve_wherever_the_flag_is(words, commands, monkeypatch):
     assert vllm(monkeypatch, *words) == 0
-    assert commands == [("serve", ["m", "--port", "1"])]
+    assert commands == ["checked", ("serve", ["m", "--port", "1"])]
 
 
 @pytest.mark.parametrize("words", [("chat", "--omni"), ("--omni",), ("run-batch", "--omni", "-i", "x")])

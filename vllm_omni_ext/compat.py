@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from vllm_omni_ext.errors import IncompatibleVllm
 from vllm_omni_ext.patches import ALL
 from vllm_omni_ext.patching.apply import apply_all
@@ -25,10 +27,11 @@ def require_vllm(source: VllmSource | None = None) -> str:
     return version
 
 
+@cache
 def activate() -> None:
     """Make sure that vLLM is the tested one, then apply our patches; call it before anything omni starts.
 
-    Takes about half a second, the reading of vLLM's sources; a second call in a process changes nothing.
+    Takes about half a second, the reading of vLLM's sources; once it succeeded, further calls do nothing.
     """
     source = VllmSource.installed()
     require_vllm(source)
