@@ -23,6 +23,9 @@ from vllm_omni_ext.serving.chat import OmniServingChat
 
 logger = init_logger(__name__)
 
+GRACE_S = 1
+"""How long open connections may last after the engines are gone: nothing can be answered any more."""
+
 SERVER_ARGS = (
     "host",
     "port",
@@ -99,6 +102,7 @@ def _server_options(args: Namespace) -> dict[str, Any]:
     options = {name: getattr(args, name) for name in SERVER_ARGS} | {
         "log_level": args.uvicorn_log_level,
         "access_log": not args.disable_uvicorn_access_log,
+        "timeout_graceful_shutdown": GRACE_S,
         "timeout_keep_alive": envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
     }
     log_config = get_uvicorn_log_config(args)

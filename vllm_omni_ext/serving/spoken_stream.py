@@ -119,7 +119,7 @@ class SpokenStream:
         if chunk["choices"]:
             self._rewrite_choice(chunk, chunk["choices"][0])
         else:
-            details = chunk["usage"].setdefault("completion_tokens_details", {})
+            details = chunk["usage"].setdefault("completion_tokens_details", {"reasoning_tokens": 0})
             details["audio_tokens"] = self._frames
         return _event(chunk)
 
