@@ -178,7 +178,8 @@ def test_the_hook_never_breaks_the_module_it_follows(tmp_path, monkeypatch, capl
     monkeypatch.delitem(sys.modules, "followed_module")
 
 
-def test_a_module_that_is_not_there_stays_absent():
+def test_a_module_that_is_not_there_stays_absent(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path])  # a finder without find_spec
     finder = AfterImport({"nowhere_to_be_found": print})
     assert finder.find_spec("nowhere_to_be_found") is None
 

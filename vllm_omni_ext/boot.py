@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 Action = Callable[[ModuleType], None]
 ALIASES = ("vllm_omni", "vllm_omni.entrypoints", "vllm_omni.entrypoints.cli", "vllm_omni.entrypoints.cli.main")
@@ -66,10 +66,11 @@ class AfterImport:
         if action is None:
             return None
         for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+            find: Any = getattr(finder, "find_spec", None)  # finders of other packages may be of the old kind
+            if finder is not self and find is not None and (spec := find(name, path, target)) is not None:
                 if spec.loader is not None:
                     _follow(spec.loader, action)
-                return spec
+                return cast(ModuleSpec, spec)
         return None
 
 
