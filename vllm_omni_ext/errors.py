@@ -1,12 +1,12 @@
 """Every error a caller may meet.
 
-    OmniError
-     |- ConfigError            the configuration is wrong; says where and what to write instead
-     |- RequestError           this request is wrong (HTTP 400); names the parameter
-     |- UnknownMember          a stage or replica name that does not exist
-     |- StageUnavailable       a stage has no live replica (HTTP 503); try again later
-     |- RequestFailed          the request was accepted and could not be finished (HTTP 500)
-     |- IncompatibleVllm       the installed vLLM is not one this package was tested with
+OmniError
+ |- ConfigError            the configuration is wrong; says where and what to write instead
+ |- RequestError           this request is wrong (HTTP 400); names the parameter
+ |- UnknownMember          a stage or replica name that does not exist
+ |- StageUnavailable       a stage has no live replica (HTTP 503); try again later
+ |- RequestFailed          the request was accepted and could not be finished (HTTP 500)
+ |- IncompatibleVllm       the installed vLLM is not one this package was tested with
 """
 
 from __future__ import annotations

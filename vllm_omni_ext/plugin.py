@@ -14,7 +14,7 @@ def register() -> None:
 
     from vllm.model_executor.models import ModelRegistry
 
-    if threads := os.environ.get("VLLM_OMNI_EXT_THREADS"):  # set for the replicas of a CPU machine (topology.cpu)
+    if threads := os.environ.get("OMNI_EXT_THREADS"):  # set for the replicas of a CPU machine (topology.cpu)
         import torch
 
         torch.set_num_threads(int(threads))

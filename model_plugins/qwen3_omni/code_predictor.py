@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,7 @@ class _RMSNorm(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: object) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         c = config
         self.heads, self.kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
@@ -79,7 +80,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Mlp(nn.Module):
-    def __init__(self, config: object) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         c = config
         self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
@@ -91,7 +92,7 @@ class _Mlp(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: object) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.self_attn = _Attention(config)
         self.mlp = _Mlp(config)
@@ -104,7 +105,7 @@ class _Layer(nn.Module):
 
 
 class _Decoder(nn.Module):
-    def __init__(self, config: object) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.layers = nn.ModuleList([_Layer(config) for _ in range(config.num_hidden_layers)])
         self.norm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -116,7 +117,7 @@ class _Decoder(nn.Module):
 class CodePredictor(nn.Module):
     """Predicts codes 1..num_code_groups-1 of frames; parameter names are those of the checkpoint."""
 
-    def __init__(self, config: object) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
         self.groups: int = config.num_code_groups

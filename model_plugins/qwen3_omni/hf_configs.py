@@ -22,7 +22,8 @@ def talker(config: PretrainedConfig) -> PretrainedConfig:
     """Return `talker_config`, with what the talker needs to know of the thinker.
 
     Added: `thinker_vocab_size` (rows of the thinker's embedding table) and the ids of the text-to-speech marks
-    `tts_bos_token_id`, `tts_eos_token_id`, `tts_pad_token_id`; M-RoPE sections are interleaved. vLLM takes its sizes from the nested `text_config`.
+    `tts_bos_token_id`, `tts_eos_token_id`, `tts_pad_token_id`; M-RoPE sections are interleaved.
+    vLLM takes its sizes from the nested `text_config`.
     """
     part = _part(config, "talker_config")
     if part is None:

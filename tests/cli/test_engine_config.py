@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni_ext.runtime.engine_args import stage_engine_args
 from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.runtime.engine_args import stage_engine_args
 from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
 from vllm_omni_ext.topology.plan import Plan
 

@@ -29,10 +29,9 @@ def main(argv: Sequence[str]) -> int:
         plan, args = prepare(argv)
     except ConfigError as err:
         return report(err)
-    from vllm_omni_ext.runtime.launcher import serve
+    from vllm_omni_ext.serving.server import serve
 
-    serve(plan, args)
-    return 0
+    return serve(plan, args)
 
 
 def prepare(argv: Sequence[str]) -> tuple[Plan, argparse.Namespace]:

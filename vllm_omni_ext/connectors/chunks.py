@@ -1,4 +1,4 @@
-"""Chunks: the one form in which results pass from stage to stage. A whole payload is a single chunk with `last=True`."""
+"""Chunks: the one form in which results pass from stage to stage. A whole payload is one chunk with `last=True`."""
 
 from __future__ import annotations
 

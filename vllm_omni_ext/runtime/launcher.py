@@ -24,7 +24,7 @@ from vllm_omni_ext.omni import Connections
 from vllm_omni_ext.runtime.engine_args import stage_engine_args
 from vllm_omni_ext.topology.shape import Plan
 
-START_METHOD = "VLLM_WORKER_MULTIPROCESSING_METHOD"
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 class StartFailed(OmniError):
@@ -105,6 +105,12 @@ class Deployment:
             client_count=self.clients,
             client_index=client,
         )
+
+    def close_listeners(self) -> None:
+        """Give up this process's copy of the listeners, once the API servers have theirs."""
+        for listeners in self._listeners.values():
+            for listener in (*listeners.inputs, *listeners.outputs):
+                listener.close()
 
     def close(self) -> None:
         """End all replicas together; what has not ended within `shutdown_timeout_s` is killed."""

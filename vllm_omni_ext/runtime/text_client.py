@@ -63,7 +63,7 @@ class TextClient:
         await self._orchestrator.open(request)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """vLLM's output loop calls this for requests that met a stop string (`AsyncOmni.abort` comes first otherwise)."""
+        """vLLM's output loop calls this when a request met a stop string (`AsyncOmni.abort` comes first otherwise)."""
         await self._orchestrator.text_stopped(request_ids)
 
     def get_kv_event_sources(self) -> dict[int, Any]:

@@ -15,7 +15,7 @@ MAX_NUM_SEQS = 16
 SMALLEST_CACHE_BYTES = 16 << 20
 """For a stage without a KV cache: an explicit size keeps the engine from claiming most of the memory at start."""
 
-THREADS = "VLLM_OMNI_EXT_THREADS"
+THREADS = "OMNI_EXT_THREADS"
 """Environment variable with the compute threads of a replica; a forked process reads OMP_NUM_THREADS too late."""
 
 CACHE_PART_OF_MEMORY = 0.5
