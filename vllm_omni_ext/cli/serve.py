@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -31,7 +32,19 @@ def main(argv: Sequence[str]) -> int:
         return report(err)
     from vllm_omni_ext.serving.server import serve
 
-    return serve(plan, args)
+    try:
+        status = serve(plan, args)
+    except SystemExit as end:  # a signal
+        status = end.code if isinstance(end.code, int) else 0
+    _leave(status)
+    return status
+
+
+def _leave(status: int) -> None:
+    """End the process now: everything started has ended, and Python's own clean-up would take seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def prepare(argv: Sequence[str]) -> tuple[Plan, argparse.Namespace]:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.utils import CoreEngineLaunch, EngineZmqListeners, bind_engine_zmq_listeners, launch_core_engines
 from vllm.v1.executor import Executor
@@ -22,6 +21,7 @@ from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.omni import Connections
 from vllm_omni_ext.runtime.engine_args import stage_engine_args
+from vllm_omni_ext.topology.cpu import THREADS
 from vllm_omni_ext.topology.shape import Plan
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
@@ -48,12 +48,13 @@ class Deployment:
         self._launches: dict[ReplicaId, CoreEngineLaunch] = {}
         self._starting = contextlib.ExitStack()
         self._usage = usage
+        self.fork = may_fork(plan, usage)
 
     def __enter__(self) -> Deployment:
         try:
             for stage in self.plan.stages:
                 said = self.plan.config.stage(stage.name).env
-                with environment({**start_method(self.plan), **said}, defaults=stage.env):
+                with environment(said, defaults=stage.env):
                     for replica in stage.replicas:
                         self._start(replica.id)
         except BaseException:
@@ -67,6 +68,8 @@ class Deployment:
     def _start(self, replica: ReplicaId) -> None:
         config = stage_engine_args(self.plan, replica).create_engine_config(self._usage)
         config.shutdown_timeout = 0
+        if self.fork:  # after the config: making it, vLLM's CPU platform asks for spawn
+            os.environ[START_METHOD] = "fork"
         listeners = bind_engine_zmq_listeners(config, self.clients)
         self.configs[replica], self._listeners[replica] = config, listeners
         launch = launch_core_engines(config, Executor.get_class(config), True, listeners.addresses)
@@ -138,11 +141,15 @@ def end_processes(processes: list[Any], timeout_s: float) -> None:
             process.join()
 
 
-def start_method(plan: Plan) -> Mapping[str, str]:
-    """On a CPU machine processes are forked, so that vLLM is imported once; elsewhere vLLM's own choice stands."""
-    if plan.machine.platform == "cpu" and current_platform.is_cpu():
-        return {START_METHOD: "fork"}
-    return {}
+def may_fork(plan: Plan, usage: UsageContext) -> bool:
+    """Whether replicas are forked, so that vLLM is imported once; otherwise vLLM's own choice (spawn) stands.
+
+    Only on a CPU machine, and only where OpenMP survives it: the server's head has never computed anything, but a
+    user's program may have, and then a forked process may use one thread only.
+    """
+    if plan.machine.platform != "cpu":
+        return False
+    return usage is UsageContext.OPENAI_API_SERVER or all(stage.env.get(THREADS) == "1" for stage in plan.stages)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from vllm.utils.system_utils import decorate_logs, get_mp_context
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.omni import Connections
-from vllm_omni_ext.runtime.launcher import Deployment, end_processes, environment, start_method
+from vllm_omni_ext.runtime.launcher import START_METHOD, Deployment, end_processes, environment
 from vllm_omni_ext.runtime.supervisor import Supervisor
 from vllm_omni_ext.topology.shape import Plan
 from vllm_omni_ext.wire.control import ReplicaDied, decode, encode
@@ -64,7 +64,7 @@ class ApiServers:
         self._listen, self._sock, self._args = listen_address, sock, args
 
     def __enter__(self) -> ApiServers:
-        with environment(start_method(self._deployment.plan), defaults={}):
+        with environment({START_METHOD: "fork"} if self._deployment.fork else {}, defaults={}):
             context = get_mp_context()
             for client in range(self._deployment.clients):
                 receiver, sender = context.Pipe(duplex=False)
