@@ -18,7 +18,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
-from vllm_omni_ext.errors import OmniError, RequestError
+from vllm_omni_ext.errors import OmniError, RequestError, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.registry import pipeline_for, resolve
 from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
@@ -59,11 +59,12 @@ class AsyncOmni(AsyncLLM):
     Text requests run exactly as in `AsyncLLM`; requests with other modalities also pass through the stages behind.
     """
 
+    _pumps: list[asyncio.Task[None]] = []  # noqa: RUF012 (replaced, never changed; __del__ may come before __init__)
+
     def __init__(self, connections: Connections, *, log_stats: bool = True, log_requests: bool = False) -> None:
         plan = connections.plan
         self.plan = plan
         self._connected = False
-        self._pumps: list[asyncio.Task[None]] = []
         text = plan.text_stage()
         first = text.replicas[0].id
         config = deepcopy(connections.configs[first])
@@ -125,6 +126,12 @@ class AsyncOmni(AsyncLLM):
     def replica_died(self, replica: ReplicaId, reason: str) -> None:
         """Called (in the event loop) when a supervisor saw a replica's process end."""
         self._replicas[replica].fail(EngineDeadError(reason))
+
+    def _stop(self, pumps: list[asyncio.Task[None]]) -> None:
+        for pump in pumps:
+            pump.cancel()
+        self.orchestrator.fail_all(StageUnavailable("the server is shutting down"))
+        self.output_processor.propagate_error(EngineDeadError())
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -196,13 +203,28 @@ class AsyncOmni(AsyncLLM):
         await self.orchestrator.abort(self.output_processor.abort_requests(given, internal))
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Close the connections; processes belong to the launcher."""
-        for pump in getattr(self, "_pumps", ()):
-            pump.cancel()
+        """Fail what is in flight and close the connections; processes belong to the launcher.
+
+        vLLM's server calls it from another thread; a second call does nothing.
+        """
+        pumps, self._pumps = self._pumps, []
+        if pumps and not (loop := pumps[0].get_loop()).is_closed():
+            if _is_running(loop):
+                self._stop(pumps)
+            else:
+                loop.call_soon_threadsafe(self._stop, pumps)
         for replica in getattr(self, "_replicas", {}).values():
             if replica.id.stage != self.plan.text_stage().name:
                 replica.close(timeout)
         super().shutdown(timeout)
+
+
+def _is_running(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether this thread is running `loop`."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
 
 
 def _connect(replica: ReplicaId, connections: Connections) -> StockReplica:

@@ -168,6 +168,11 @@ class Orchestrator:
         for request_id in self.pools[replica.stage].remove(replica):
             await self._fail(request_id, StageUnavailable(f"replica {replica} is gone: {reason}"))
 
+    def fail_all(self, error: OmniError) -> None:
+        """Tell every waiting caller that this is the end."""
+        for live in self._live.values():
+            live.sink.put_nowait(error)
+
     async def _event(self, request_id: str, event: Produced) -> None:
         live = self._live.get(request_id)
         if live is None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -49,12 +51,14 @@ class Deployment:
         self._starting = contextlib.ExitStack()
         self._usage = usage
         self.fork = may_fork(plan, usage)
+        self._folder = ""
 
     def __enter__(self) -> Deployment:
+        self._folder = tempfile.mkdtemp(prefix="omni-")
         try:
             for stage in self.plan.stages:
-                said = self.plan.config.stage(stage.name).env
-                with environment(said, defaults=stage.env):
+                said = {"VLLM_RPC_BASE_PATH": self._folder, **self.plan.config.stage(stage.name).env}
+                with environment(said, defaults=stage.env), temporary_files_in(self._folder):
                     for replica in stage.replicas:
                         self._start(replica.id)
         except BaseException:
@@ -115,9 +119,21 @@ class Deployment:
             for listener in (*listeners.inputs, *listeners.outputs):
                 listener.close()
 
+    def end(self, others: Sequence[Any] = ()) -> None:
+        """End all replicas, and `others` with them; what has not ended within `shutdown_timeout_s` is killed.
+
+        A forked replica is killed at once: it is a single process that has nothing to put in order, while taking the
+        inherited interpreter apart costs it seconds.
+        """
+        replicas = list(self.processes().values())
+        end_processes([*others, *(() if self.fork else replicas)], self.plan.config.shutdown_timeout_s)
+        for process in replicas:
+            process.kill()
+            process.join()
+
     def close(self) -> None:
-        """End all replicas together; what has not ended within `shutdown_timeout_s` is killed."""
-        end_processes(list(self.processes().values()), self.plan.config.shutdown_timeout_s)
+        """End everything and remove every trace; a second call does nothing."""
+        self.end()
         for launch in self._launches.values():
             launch.engine_manager.shutdown(timeout=0)
         with contextlib.suppress(RuntimeError):  # the start-up barrier of replicas that have just been ended
@@ -126,6 +142,7 @@ class Deployment:
             listeners.cleanup()
         self._launches.clear()
         self._listeners.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def end_processes(processes: list[Any], timeout_s: float) -> None:
@@ -150,6 +167,17 @@ def may_fork(plan: Plan, usage: UsageContext) -> bool:
     if plan.machine.platform != "cpu":
         return False
     return usage is UsageContext.OPENAI_API_SERVER or all(stage.env.get(THREADS) == "1" for stage in plan.stages)
+
+
+@contextlib.contextmanager
+def temporary_files_in(folder: str) -> Iterator[None]:
+    """Let replicas started inside the block put their temporary files into `folder`."""
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        with environment({"TMPDIR": folder}, defaults={}):
+            yield
+    finally:
+        tempfile.tempdir = before
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from vllm.utils.system_utils import decorate_logs, get_mp_context
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.omni import Connections
-from vllm_omni_ext.runtime.launcher import START_METHOD, Deployment, end_processes, environment
+from vllm_omni_ext.runtime.launcher import START_METHOD, Deployment, environment
 from vllm_omni_ext.runtime.supervisor import Supervisor
 from vllm_omni_ext.topology.shape import Plan
 from vllm_omni_ext.wire.control import ReplicaDied, decode, encode
@@ -82,8 +82,7 @@ class ApiServers:
 
     def __exit__(self, *exc: object) -> None:
         # Together with the replicas: one whose API server is gone would wait seconds to deliver its last message.
-        everything = [*self._deployment.processes().values(), *self.processes.values()]
-        end_processes(everything, self._deployment.plan.config.shutdown_timeout_s)
+        self._deployment.end(list(self.processes.values()))
         for pipe in self._pipes:
             pipe.close()
 
