@@ -7,7 +7,9 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 from tqdm import tqdm
@@ -24,7 +26,7 @@ from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed
 from vllm_omni_ext.orchestrator.requests import OmniOptions
 from vllm_omni_ext.outputs import AudioOutput
 
-Sampling = SamplingParams | Mapping[str, SamplingParams]
+Sampling: TypeAlias = SamplingParams | Mapping[str, SamplingParams]
 
 
 class OmniRequestOutput(RequestOutput):
@@ -130,7 +132,7 @@ class OmniLLM(LLM):
         """
         items = prompt_to_seq(prompts)
         return self._answer(
-            [lambda p=p: self._preprocess_cmpl_one(p, **{"tokenization_kwargs": None, **rendering}) for p in items],
+            [partial(self._preprocess_cmpl_one, prompt, **rendering) for prompt in items],
             sampling_params,
             OmniOptions(modalities=self._modalities(modalities), voice=voice),
             use_tqdm,
@@ -153,7 +155,7 @@ class OmniLLM(LLM):
         """
         items = conversation_to_seq(messages)
         return self._answer(
-            [lambda c=c: self._preprocess_chat_one(c, **rendering) for c in items],
+            [partial(self._preprocess_chat_one, conversation, **rendering) for conversation in items],
             sampling_params,
             OmniOptions(modalities=self._modalities(modalities), voice=voice),
             use_tqdm,
@@ -170,25 +172,30 @@ class OmniLLM(LLM):
         use_tqdm: bool | Callable[..., tqdm[Any]],
     ) -> list[OmniRequestOutput]:
         self._omni.plugin.check(options)
-        each = list(
-            self._params_to_seq(sampling if sampling is not None else self.get_default_sampling_params(), len(renders))
-        )  # type: ignore[type-var]
-        bar_type = use_tqdm if callable(use_tqdm) else tqdm
+        given = sampling if sampling is not None else self.get_default_sampling_params()
+        each: Sequence[Any] = self._params_to_seq(given, len(renders))  # type: ignore[type-var, arg-type]
+        bar_type: Any = use_tqdm if callable(use_tqdm) else tqdm
         bar = bar_type(total=len(renders), desc="Processed prompts", dynamic_ncols=True) if use_tqdm else None
-        futures = []
-        for render, params in zip(renders, each, strict=True):
-            number = str(next(self._numbers))
-            text, chosen = self._split(params, options)
-            try:
-                futures.append(asyncio.run_coroutine_threadsafe(self._one(number, render(), text, chosen), self._loop))  # type: ignore[arg-type]
-            except (ValueError, TypeError, OSError) as error:  # this prompt cannot be rendered; the others can
-                futures.append(_failed(number, RequestError(str(error), parameter="prompt")))
-            if bar is not None and isinstance(futures[-1], asyncio.Future | object):
-                _count(futures[-1], bar)
-        outputs = [f if isinstance(f, OmniRequestOutput) else f.result() for f in futures]
+        pending = [self._submit(render, params, options) for render, params in zip(renders, each, strict=True)]
+        if bar is not None:
+            for future in pending:
+                future.add_done_callback(lambda _: bar.update())
+        outputs = [future.result() for future in pending]
         if bar is not None:
             bar.close()
         return outputs
+
+    def _submit(self, render: Callable[[], Any], params: Any, options: OmniOptions) -> Future[OmniRequestOutput]:
+        number = str(next(self._numbers))
+        text, chosen = self._split(params, options)
+        try:
+            prompt = render()
+        except (ValueError, TypeError, OSError) as error:  # this prompt cannot be rendered; the others can
+            failed: Future[OmniRequestOutput] = Future()
+            failed.set_result(_failed(number, RequestError(str(error), parameter="prompt")))
+            return failed
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(self._one(number, prompt, text, chosen), self._loop)
 
     def _split(self, params: Any, options: OmniOptions) -> tuple[SamplingParams, OmniOptions]:
         if isinstance(params, SamplingParams):
@@ -222,6 +229,19 @@ class OmniLLM(LLM):
         """The text stage's defaults: the model's generation config under those of the stage config."""
         base = self.model_config.get_diff_sampling_param()
         return SamplingParams.from_optional(**{**base, **self.plan.text_stage().sampling})
+
+    def get_tokenizer(self) -> Any:
+        """The text stage's tokenizer."""
+        return self.renderer.get_tokenizer()
+
+    def collective_rpc(self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a method of every worker of the text stage."""
+        return self._run(self._omni.collective_rpc(method, timeout, args, kwargs))
+
+    @property
+    def llm_engine(self) -> Any:
+        """What only a single engine can do (`beam_search`, `enqueue`, `sleep`, ...) is not available here."""
+        raise NotImplementedError("this method is not available with omni=True; use generate() or chat()")
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -258,13 +278,6 @@ def _start_loop() -> asyncio.AbstractEventLoop:
 
 def _end(deployment: Any) -> None:
     deployment.close()
-
-
-def _count(future: Any, bar: tqdm[Any]) -> None:
-    if isinstance(future, OmniRequestOutput):
-        bar.update()
-    else:
-        future.add_done_callback(lambda _: bar.update())
 
 
 def _with_sound(text: RequestOutput, pieces: list[AudioOutput]) -> OmniRequestOutput:

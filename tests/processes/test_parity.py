@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.media import Message, audio, image, multi_modal_data, video
+from tests.media import Message, audio, image, multi_modal_data, openai_messages, video
 from tests.oracle import Golden, Oracle
 
 pytestmark = pytest.mark.engine
@@ -56,11 +56,12 @@ CASES: dict[str, Case] = {
     "audio": Case([user(heard(1.0, 1), "What do you hear?")]),
     "image": Case([user(seen(96, 64, 2), "What is this?")]),
     "video": Case([user(watched(4, 3), "What happens?")]),
-    "two_images_and_audio": Case([user(seen(64, 64, 4), seen(96, 128, 5), heard(0.7, 6), "Compare them.")]),
+    "two_images_and_audio": Case([user(seen(64, 64, 4), seen(96, 128, 5), heard(0.7, 6), "Compare them, please.")]),
     "media_in_an_earlier_turn": Case([user(seen(64, 64, 7), "And this?"), TURNS[1], user(heard(0.5, 8), "Now?")]),
     "long_prompt": Case([user("word " * 300)]),
     "long_media_prompt": Case([SYSTEM, user("before " * 60, seen(192, 160, 9), "after " * 40, heard(3.0, 10))]),
     "long_answer": Case([user("Tell me a long story.")], text=96, frames=200),
+    "one_token": Case([user("Zebra crossing at noon!")]),
     "short_answer": Case([user("Be brief.")], text=2),
 }
 
@@ -84,6 +85,9 @@ def check(output: Any, expected: Golden) -> None:
     assert output.error is None
     assert list(output.prompt_token_ids) == expected.prompt_ids
     assert list(output.outputs[0].token_ids) == expected.thinker_ids
+    if not len(expected.frames):
+        assert output.audio is None and len(output.frames) == 0 and output.note
+        return
     assert output.frames.tolist() == expected.frames.tolist()
     assert output.sample_rate == 24_000
     assert output.audio.dtype == np.float32 and output.audio.shape == expected.wav.shape
@@ -116,6 +120,17 @@ def test_one_by_one(name: str, omni: Any, oracle: Oracle, expected: dict[str, Go
     (output,) = answer(omni, oracle, [name])
     check(output, expected[name])
     assert omni._omni.orchestrator.held() == 0
+
+
+@pytest.mark.parametrize("name", ["audio", "video", "turns"])
+def test_chat(name: str, omni: Any, expected: dict[str, Golden]) -> None:
+    case = CASES[name]
+    (output,) = omni.chat(openai_messages(case.messages), sampling(case), voice=case.voice, use_tqdm=False)
+    check(output, expected[name])
+
+
+def test_the_chosen_cases_include_one_without_sound(expected: dict[str, Golden]) -> None:
+    assert not len(expected["one_token"].frames) and len(expected["short_answer"].frames)
 
 
 def test_eight_at_once(omni: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:

@@ -37,7 +37,6 @@ class TextClient:
         first = next(iter(self._replicas.values())).client
         self.vllm_config = first.vllm_config
         self.stats_update_address = None
-        self.effective_attention_block_sizes = getattr(first, "_effective_attention_block_sizes", set())
 
     def deliver(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
         """Pass outputs on to `AsyncLLM`, after the orchestrator has seen them."""

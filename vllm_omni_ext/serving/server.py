@@ -103,7 +103,9 @@ class Head:
         self._stopping = stopping
         self._done = threading.Event()
         self._status = 0
-        processes: dict[ReplicaId | int, Any] = {**deployment.processes(), **servers.processes}
+        processes: dict[ReplicaId | int, Any] = {name: p for name, p in deployment.processes().items()}  # noqa: C416
+        for client, process in servers.processes.items():
+            processes[client] = process
         self._supervisor: Supervisor[ReplicaId | int] = Supervisor(processes, self._ended)
 
     def _ended(self, name: ReplicaId | int, exitcode: int | None) -> None:
