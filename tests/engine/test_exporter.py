@@ -1,0 +1,127 @@
+"""Exported rows: any ranges, any split of the prefill, any preemption."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_omni_ext.engine.exporter import Exporter
+from vllm_omni_ext.engine.feeder import Span
+from vllm_omni_ext.wire.rows import unpack
+
+LENGTH = 24
+WIDTH = 2
+Ranges = list[tuple[int, int]]
+
+
+def hidden_of(request: int, start: int, count: int) -> Tensor:
+    """Rows that say whose they are and where: [request, position]."""
+    return torch.tensor([[float(request), float(p)] for p in range(start, start + count)]).view(count, WIDTH)
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> Ranges:
+    """Disjoint ranges (touching ones included) in any order."""
+    marks = sorted(draw(st.lists(st.integers(0, LENGTH), max_size=8, unique=True)))
+    found = list(zip(marks[::2], marks[1::2], strict=False))
+    touching = draw(st.booleans())
+    if touching and found and found[0][1] - found[0][0] > 1:
+        (a, b), *others = found
+        found = [(a, a + 1), (a + 1, b), *others]
+    return draw(st.permutations(found))
+
+
+@st.composite
+def prefill(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """Spans (start, count) of a chunked prefill; a preemption starts over, at 0 or where the cache ends."""
+    spans = []
+    for _ in range(draw(st.integers(0, 2))):
+        cut = draw(st.lists(st.integers(1, LENGTH - 1), min_size=1, max_size=4, unique=True))
+        spans += _steps([draw(st.sampled_from([0, 0, min(cut) - 1])), *sorted(cut)])
+    cut = draw(st.lists(st.integers(1, LENGTH - 1), max_size=5, unique=True))
+    spans += _steps([0, *sorted(cut), LENGTH])
+    return spans + [(LENGTH + i, 1) for i in range(draw(st.integers(0, 3)))]  # decode steps
+
+
+def _steps(marks: list[int]) -> list[tuple[int, int]]:
+    return [(a, b - a) for a, b in itertools.pairwise(marks) if b > a]
+
+
+def owed(wanted: Ranges) -> list[int]:
+    return [p for a, b in sorted(wanted) for p in range(a, b)]
+
+
+@given(ranges(), prefill())
+def test_every_step_gives_its_rows_with_their_index(wanted: Ranges, spans: list[tuple[int, int]]) -> None:
+    exporter, positions = Exporter(), owed(wanted)
+    exporter.add("a", wanted)
+    seen: dict[int, int] = {}
+    for start, count in spans:
+        span = Span("a", start, count)
+        expected = [p for p in positions if start <= p < start + count]
+        assert exporter.due([span]) == bool(expected)
+        packed = exporter.cut([span], hidden_of(1, start, count))
+        assert list(packed) == (["a"] if expected else [])
+        for blob in packed.values():
+            first, rows = unpack(blob)
+            assert [int(p) for p in rows[:, 1]] == expected
+            assert first == positions.index(expected[0])
+            seen |= {first + i: int(p) for i, p in enumerate(rows[:, 1])}
+    assert [seen[i] for i in range(len(seen))] == positions  # nothing is missing after the whole prefill
+
+
+@given(st.lists(st.tuples(ranges(), st.integers(0, LENGTH - 1), st.integers(1, LENGTH)), min_size=1, max_size=5))
+def test_requests_of_a_batch_are_not_mixed(batch: list[tuple[Ranges, int, int]]) -> None:
+    exporter, spans, hidden = Exporter(), [], []
+    for number, (wanted, start, count) in enumerate(batch):
+        exporter.add(str(number), wanted)
+        spans.append(Span(str(number), start, count))
+        hidden.append(hidden_of(number, start, count))
+    packed = exporter.cut(spans, torch.cat(hidden))
+    for number, (wanted, start, count) in enumerate(batch):
+        expected = [[number, p] for p in owed(wanted) if start <= p < start + count]
+        rows = unpack(packed[str(number)])[1].tolist() if str(number) in packed else []
+        assert rows == expected
+    assert exporter.due(spans) == bool(packed)
+
+
+def test_requests_without_ranges_cost_nothing() -> None:
+    exporter = Exporter()
+    exporter.add("a", [])
+    spans = [Span("a", 0, 9), Span("unknown", 0, 4)]
+    assert not exporter.due(spans)
+    assert exporter.cut(spans, torch.zeros(13, WIDTH)) == {}
+    exporter.add("b", [(2, 4)])
+    assert not exporter.due(spans)
+    assert exporter.cut(spans, torch.zeros(13, WIDTH)) == {}
+
+
+def test_a_dropped_request_owes_nothing() -> None:
+    exporter = Exporter()
+    exporter.add("a", [(0, 2)])
+    exporter.drop("a")
+    exporter.drop("a")
+    assert not exporter.due([Span("a", 0, 4)])
+    assert exporter.cut([Span("a", 0, 4)], torch.zeros(4, WIDTH)) == {}
+
+
+def test_an_id_that_is_used_again_owes_its_new_rows() -> None:
+    exporter = Exporter()
+    exporter.add("a", [(0, 2)])
+    exporter.add("a", [(3, 4)])
+    first, rows = unpack(exporter.cut([Span("a", 0, 4)], hidden_of(1, 0, 4))["a"])
+    assert (first, rows[:, 1].tolist()) == (0, [3])
+
+
+def test_steps_with_work_are_counted() -> None:
+    exporter = Exporter()
+    exporter.add("a", [(1, 2)])
+    for start in range(3):
+        span = Span("a", start, 1)
+        if exporter.due([span]):
+            exporter.cut([span], hidden_of(1, start, 1))
+    assert exporter.steps == 1
