@@ -7,6 +7,7 @@ nobody else.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import tempfile
@@ -77,7 +78,8 @@ class Deployment:
         listeners = bind_engine_zmq_listeners(config, self.clients)
         self.configs[replica], self._listeners[replica] = config, listeners
         launch = launch_core_engines(config, Executor.get_class(config), True, listeners.addresses)
-        self._launches[replica] = self._starting.enter_context(launch)
+        with frozen_heap() if self.fork else contextlib.nullcontext():
+            self._launches[replica] = self._starting.enter_context(launch)
 
     def wait(self) -> None:
         """Wait until every replica is ready.
@@ -167,6 +169,20 @@ def may_fork(plan: Plan, usage: UsageContext) -> bool:
     if plan.machine.platform != "cpu":
         return False
     return usage is UsageContext.OPENAI_API_SERVER or all(stage.env.get(THREADS) == "1" for stage in plan.stages)
+
+
+@contextlib.contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Keep the garbage collector of processes forked inside the block off what they share with this one.
+
+    It writes into every object it looks at, and each page written to is copied: hundreds of MB in every process.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

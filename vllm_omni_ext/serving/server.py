@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import sys
@@ -19,7 +20,7 @@ from vllm.utils.system_utils import decorate_logs, get_mp_context
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.omni import Connections
-from vllm_omni_ext.runtime.launcher import START_METHOD, Deployment, environment
+from vllm_omni_ext.runtime.launcher import START_METHOD, Deployment, environment, frozen_heap
 from vllm_omni_ext.runtime.supervisor import Supervisor
 from vllm_omni_ext.topology.shape import Plan
 from vllm_omni_ext.wire.control import ReplicaDied, decode, encode
@@ -73,7 +74,8 @@ class ApiServers:
                     name=f"ApiServer_{client}",
                     args=(self._deployment.connections(client), receiver, self._listen, self._sock, self._args),
                 )
-                process.start()
+                with frozen_heap() if self._deployment.fork else contextlib.nullcontext():
+                    process.start()
                 receiver.close()
                 self.processes[client] = process
                 self._pipes.append(sender)
