@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models.interfaces import SupportsMRoPE
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3MoeLLMForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
@@ -18,6 +18,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerFeeder
 
 SPECIAL_CODES = 1024  # the last ids of the talker's vocabulary are specials; only the end may be sampled
 EMBED = "thinker.model.embed_tokens.weight"
+FIRST_SLOTS = 16  # requests whose frames have room at once; the feeder makes more when they are needed
 PROJECT_ROWS = 8192  # rows of the text table projected at once, so that loading needs little extra memory
 
 RowSource = Callable[[Sequence[str] | None], Tensor]
@@ -57,8 +58,10 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
             raise ValueError(f"talker hidden_act '{text.hidden_act}' is not supported; only silu is")
         self.config = config
         self.codec_eos: int = config.codec_eos_token_id
-        self.language_model = Qwen3MoeForCausalLM(
-            vllm_config=vllm_config, prefix=maybe_prefix(prefix, "language_model")
+        # The class compiled for M-RoPE, where the second dimension of the positions is the one that varies.
+        self.language_model = Qwen3MoeLLMForCausalLM(
+            vllm_config=vllm_config.with_hf_config(text, architectures=["Qwen3MoeForCausalLM"]),
+            prefix=maybe_prefix(prefix, "language_model"),
         )
         self.text_projection = _Resize(config.thinker_hidden_size, text.intermediate_size, text.hidden_size)
         self.hidden_projection = _Resize(config.thinker_hidden_size, text.intermediate_size, text.hidden_size)
@@ -95,8 +98,8 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
             self._feeder = TalkerFeeder(
                 self,
                 groups=self.config.code_predictor_config.num_code_groups,
-                slots=slots,
-                capacity=min(capacity, 16384),
+                slots=min(slots, FIRST_SLOTS),
+                capacity=capacity,
                 device=self.text_table.device,
             )
         return self._feeder
@@ -108,6 +111,11 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
     def end_step(self) -> None:
         """Forget the step."""
         self._rows, self._opened = None, []
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step of our scheduler is running, as opposed to vLLM's profiling and warm-up."""
+        return self._rows is not None
 
     def input_rows(self, order: Sequence[str] | None) -> Tensor:
         """Rows of the running step in batch order (None: the V1 runner's own order)."""
@@ -124,7 +132,7 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
 
     def embed_input_ids(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Called by the V1 runner before each step; outside a step (profiling) the ids are embedded as codes."""
-        if self._rows is None:
+        if not self.in_step:
             return self.codec_rows(input_ids.clamp(max=self.config.text_config.vocab_size - 1))
         return self.input_rows(None)
 

@@ -15,6 +15,8 @@ class FeedModelState(DefaultModelState):
         self, scheduled_encoder_inputs: dict[str, list[int]], input_batch: Any, req_states: Any
     ) -> torch.Tensor:
         """Write the rows of the batch into the persistent buffer (CUDA graphs replay from it)."""
+        if not self.model.in_step:  # vLLM warms its kernels up with requests of its own
+            return super().prepare_inputs_embeds(scheduled_encoder_inputs, input_batch, req_states)
         rows = self.model.input_rows(list(input_batch.req_ids))
         self.inputs_embeds[: rows.shape[0]] = rows
         return self.inputs_embeds[: input_batch.num_tokens_after_padding]

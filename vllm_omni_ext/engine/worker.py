@@ -7,6 +7,8 @@ and in where the input rows are asked for (V1: `embed_input_ids`; V2: `get_model
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -96,12 +98,13 @@ class ExportWorker(_Worker):  # type: ignore[misc]
 
     def _execute_exporting(self, step: SchedulerOutput) -> Any:
         runner, model = self.model_runner, self.model_runner.get_model()
-        # This one step runs uncompiled: the compiled graph has no output for the layer.
+        # This one step runs uncompiled and outside CUDA graphs: what they hold has no output for the layer.
         hook = model.register_forward_pre_hook(_skip_compiled)
         model.set_aux_hidden_state_layers((model_accept_layer(self.vllm_config),))
         runner.use_aux_hidden_state_outputs = True
         try:
-            out = super().execute_model(step)
+            with _without_cuda_graphs(runner):
+                out = super().execute_model(step)
         finally:
             runner.use_aux_hidden_state_outputs = False
             model.set_aux_hidden_state_layers(())
@@ -121,26 +124,53 @@ def _skip_compiled(module: torch.nn.Module, args: Any) -> None:
     get_forward_context().skip_compiled = True
 
 
+@contextmanager
+def _without_cuda_graphs(runner: Any) -> Iterator[None]:
+    """Steps inside the block are dispatched as if no CUDA graph had been captured.
+
+    A prompt's last chunk of one token counts as a decode step, which replays a full graph otherwise.
+    """
+    if hasattr(runner, "cudagraph_manager"):  # V2
+        dispatcher, flag = runner.cudagraph_manager, "_graphs_captured"
+    else:
+        dispatcher, flag = runner.cudagraph_dispatcher, "keys_initialized"
+    before = getattr(dispatcher, flag)
+    setattr(dispatcher, flag, False)
+    try:
+        yield
+    finally:
+        setattr(dispatcher, flag, before)
+
+
 def model_accept_layer(vllm_config: Any) -> int:
     """Layer whose output the talker reads at multimodal positions (`talker_config.accept_hidden_layer`)."""
     return int(vllm_config.model_config.hf_config.talker_config.accept_hidden_layer)
 
 
 class FeedWorker(_Worker):  # type: ignore[misc]
-    """Runs a model that builds its own input rows (`model.feeder`) and turns samples into stage outputs."""
+    """Runs a model that builds its own input rows (`model.feeder`) and turns samples into stage outputs.
+
+    Steps that do not come from our scheduler are vLLM's own warm-up (V2 runs it through the worker): they stay stock.
+    """
+
+    _warming_up = True
 
     @property
     def _feeder(self) -> Feeder:
         return self.model_runner.get_model().feeder
 
+    @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Give the step's requests and chunks to the feeder, then run the step."""
+        self._warming_up = not hasattr(scheduler_output, "handoff")
+        if self._warming_up:
+            return super().execute_model(scheduler_output)
         model, feeder = self.model_runner.get_model(), self._feeder
         for req_id in scheduler_output.finished_req_ids:
             feeder.close(req_id)
         for new in scheduler_output.scheduled_new_reqs:
             feeder.open(new.req_id, new.sampling_params.extra_args[PROMPT], new.sampling_params)
-        for req_id, chunks in scheduler_output.handoff.items():  # type: ignore[attr-defined]
+        for req_id, chunks in scheduler_output.handoff.items():
             for chunk, rows in chunks:
                 feeder.extend(req_id, chunk, rows)
         model.begin_step(
@@ -152,9 +182,12 @@ class FeedWorker(_Worker):  # type: ignore[misc]
         finally:
             model.end_step()
 
+    @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, then finish the step's outputs (for the talker: the residual codes of each frame)."""
         out = super().sample_tokens(grammar_output)
+        if self._warming_up:
+            return out
         if isinstance(out, AsyncModelRunnerOutput):
             out = out.get_output()
         if out is None or not out.req_ids:
