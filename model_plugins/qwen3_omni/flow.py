@@ -61,6 +61,8 @@ class SpeechFlow:
     def _thought(self, event: Produced) -> list[Action]:
         if event.payload is not None:
             self._rows.add(*event.payload)
+        if not event.tokens and event.finish is None:  # rows of a prefill that goes on
+            return []
         tokens, self._begun = (*self._begun, *event.tokens), ()
         if event.finish is not None:
             # The last token is never fed to the thinker, so it has no row: the end mark takes its place.

@@ -80,7 +80,7 @@ class Spoken:
 def find_parts(prompt: Sequence[int], ids: SpecialIds) -> Spoken | None:
     """Find the segments of a chat prompt; None if it does not end in an assistant turn."""
     starts = [p for p, token in enumerate(prompt) if token == ids.im_start]
-    stops = [*starts[1:], len(prompt)]
+    stops = [*starts, len(prompt)][1:]
     roles = [(a, b, prompt[a + 1] if a + 1 < len(prompt) else None) for a, b in zip(starts, stops, strict=True)]
     headers = [a for a, _, role in roles if role == ids.assistant]
     if not headers or headers[-1] != starts[-1] or len(prompt) - headers[-1] < HEADER:

@@ -1,0 +1,268 @@
+"""The way of a spoken request: events in, actions out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.model_plugins.talker_ids import AUDIO, HEADER, IDS, SYSTEM, turn, user
+from vllm_omni_ext.connectors.chunks import ALL, ChunkSchedule
+from vllm_omni_ext.model_plugins.qwen3_omni.flow import (
+    CODE2WAV,
+    TALKER,
+    THINKER,
+    TOO_SHORT,
+    RowCollector,
+    Speech,
+    SpeechFlow,
+)
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import find_parts, talker_prompt
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finish, Finished, Open, Produced
+
+TEXT = turn(SYSTEM, 30) + user(20, 21) + HEADER
+HEARD = user(20, AUDIO, AUDIO, AUDIO, 21, AUDIO) + HEADER
+ONCE, EACH = ChunkSchedule(), ChunkSchedule((1,))
+schedules = st.lists(st.integers(0, 4), min_size=1, max_size=3).map(lambda sizes: ChunkSchedule(tuple(sizes)))
+
+
+def flow_for(
+    prompt: list[int], *, text: ChunkSchedule = ONCE, frames: ChunkSchedule = ONCE, positions: bytes | None = None
+) -> SpeechFlow:
+    parts = find_parts(prompt, IDS)
+    assert parts is not None
+    speech = Speech(prompt=prompt, parts=parts, voice="ethan", ids=IDS, sample_rate=24_000, positions=positions)
+    return SpeechFlow(speech, text=text, frames=frames)
+
+
+def thought(*tokens: int, rows: Any = None, finish: Finish | None = None) -> Produced:
+    return Produced(THINKER, tokens, rows, finish)
+
+
+def said(*frames: tuple[int, ...], finish: Finish | None = None) -> Produced:
+    return Produced(TALKER, (1,), torch.tensor(frames, dtype=torch.int32) if frames else None, finish)
+
+
+def feed(flow: SpeechFlow, *events: Produced) -> list[Action]:
+    return [action for event in events for action in flow.handle(event)]
+
+
+@dataclass
+class Stages:
+    """Takes down what the stages behind the thinker receive."""
+
+    text: list[int] = field(default_factory=list)
+    closed: list[bool] = field(default_factory=list)
+    codes: list[int] = field(default_factory=list)
+    opened: list[str] = field(default_factory=list)
+    rest: list[Action] = field(default_factory=list)
+
+    def take(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Open(stage="talker", handoff=handoff):
+                    assert handoff is not None
+                    self.opened.append(TALKER)
+                    self.text += [handoff["text"][-1], *handoff["track"]]
+                    self.closed.append(handoff["last"])
+                case Extend(stage="talker", track=track, last=last):
+                    assert self.opened[:1] == [TALKER]
+                    self.text += track
+                    self.closed.append(last)
+                case Open(stage="code2wav", prompt=prompt):
+                    self.opened.append(CODE2WAV)
+                    self.codes += prompt
+                case _:
+                    self.rest.append(action)
+
+
+def test_a_reply_in_one_piece() -> None:
+    flow = flow_for(TEXT)
+    assert feed(flow, thought(40), thought(41, 42)) == []
+    (opened,) = feed(flow, thought(9, finish="stop"))
+    parts = find_parts(TEXT, IDS)
+    assert parts is not None
+    text, codec = talker_prompt(TEXT, parts, 40, "ethan", IDS)
+    handoff = {"text": text, "codec": codec, "fill": IDS.tts_pad, "track": [41, 42, IDS.tts_eos], "last": True}
+    assert opened == Open(TALKER, [IDS.codec_pad] * len(text), handoff | {"rows": 0}, rows=None, stop=(IDS.codec_eos,))
+    assert feed(flow, said((1, 2)), said((3, 4))) == []
+    (decode,) = feed(flow, said(finish="stop"))
+    assert (decode.stage, decode.prompt, decode.handoff) == (CODE2WAV, [1, 2, 3, 4], None)
+    assert decode.pooling == {"task": "token_embed", "extra_kwargs": {"last": True}}
+    sound = torch.ones(5)
+    emit, end = feed(flow, Produced(CODE2WAV, payload=sound, finish="stop"))
+    assert end == Finished()
+    assert emit.data is sound
+    assert emit.last
+    assert (emit.modality, emit.facts) == (
+        "audio",
+        {"sample_rate": 24_000, "frames": ((1, 2), (3, 4)), "note": None},
+    )
+
+
+@pytest.mark.parametrize("finish", ["stop", "length", "repetition"])
+@pytest.mark.parametrize("last", [9, 43], ids=["end token", "any token"])
+def test_the_end_mark_takes_the_place_of_the_last_token(finish: Finish, last: int) -> None:
+    (opened,) = feed(flow_for(TEXT), thought(40, 41), thought(last, finish=finish))
+    assert [opened.handoff["text"][-1], *opened.handoff["track"]] == [40, 41, IDS.tts_eos]
+
+
+def test_an_end_without_a_token_takes_no_token_away() -> None:
+    (opened,) = feed(flow_for(TEXT), thought(40, 41), thought(finish="stop"))
+    assert [opened.handoff["text"][-1], *opened.handoff["track"]] == [40, 41, IDS.tts_eos]
+
+
+@pytest.mark.parametrize("text", [ONCE, EACH, ChunkSchedule((4,))], ids=str)
+def test_a_reply_of_one_token_has_no_sound_and_says_so(text: ChunkSchedule) -> None:
+    emit, end = feed(flow_for(TEXT, text=text), thought(9, finish="stop"))
+    assert end == Finished()
+    assert (emit.data, emit.last, emit.facts["note"], emit.facts["frames"]) == (None, True, TOO_SHORT, ())
+
+
+@pytest.mark.parametrize("text", [ONCE, EACH], ids=str)
+def test_a_turn_that_the_prompt_has_begun_is_spoken_too(text: ChunkSchedule) -> None:
+    stages, flow = Stages(), flow_for([*TEXT, 50, 51], text=text)
+    stages.take(feed(flow, thought(9, finish="length")))
+    assert stages.text == [50, 51, IDS.tts_eos]
+    stages, flow = Stages(), flow_for([*TEXT, 50], text=text)
+    stages.take(feed(flow, thought(40), thought(41), thought(9, finish="stop")))
+    assert stages.text == [50, 40, 41, IDS.tts_eos]
+
+
+@given(
+    st.lists(st.integers(40, 60), max_size=3),
+    st.lists(st.lists(st.integers(40, 60), min_size=1, max_size=3), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 63), st.integers(0, 63)), min_size=1, max_size=12),
+    schedules,
+    schedules,
+    st.randoms(use_true_random=False),
+)
+def test_schedules_change_nothing_of_what_arrives(begun, steps, frames, text, codec, random) -> None:
+    """Any schedules, any order of the two stages' events."""
+    flow, stages = flow_for([*TEXT, *begun], text=text, frames=codec), Stages()
+    thoughts = [thought(*step, finish="stop" if i == len(steps) - 1 else None) for i, step in enumerate(steps)]
+    talk = [*(said(frame) for frame in frames), said(finish="stop")]
+    while thoughts or (talk and stages.opened):
+        if thoughts and not (stages.opened and talk and random.random() < 0.5):
+            stages.take(flow.handle(thoughts.pop(0)))
+        else:
+            stages.take(flow.handle(talk.pop(0)))
+    spoken = [*begun, *(token for step in steps for token in step)][:-1]
+    if not spoken:
+        assert [type(action) for action in stages.rest] == [Emit, Finished]
+        return
+    assert stages.text == [*spoken, IDS.tts_eos]
+    assert stages.closed == [False] * (len(stages.closed) - 1) + [True]
+    assert stages.codes == [code for frame in frames for code in frame]
+    assert stages.opened[0] == TALKER
+    assert TALKER not in stages.opened[1:]
+    assert stages.rest == []
+    if text.sizes[0] == ALL:
+        assert len(stages.closed) == 1
+    if codec.sizes[0] == ALL:
+        assert stages.opened == [TALKER, CODE2WAV]
+
+
+def test_text_goes_out_as_soon_as_a_chunk_is_full() -> None:
+    flow = flow_for(TEXT, text=ChunkSchedule((2, 1)))
+    assert feed(flow, thought(40)) == []
+    (opened,) = feed(flow, thought(41))
+    assert (opened.handoff["text"][-1], opened.handoff["track"], opened.handoff["last"]) == (40, [41], False)
+    assert feed(flow, thought(42)) == [Extend(TALKER, (42,), False)]
+    assert feed(flow, thought(9, finish="stop")) == [Extend(TALKER, (IDS.tts_eos,), True)]
+
+
+def row_events(pieces: list[tuple[int, int]]) -> list[Produced]:
+    return [thought(rows=(first, torch.arange(first, stop)[:, None])) for first, stop in pieces]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [(0, 4)],
+        [(0, 1), (1, 3), (3, 4)],
+        [(0, 2), (0, 2), (2, 4)],
+        [(0, 3), (0, 4)],
+        [(0, 4), (1, 2), (0, 4)],
+        [(0, 2), (1, 4)],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("begun", [[], [50, 51]], ids=["", "begun"])
+@pytest.mark.parametrize("text", [ONCE, EACH], ids=str)
+def test_rows_in_pieces_and_twice(pieces: list[tuple[int, int]], begun: list[int], text: ChunkSchedule) -> None:
+    flow = flow_for([*HEARD, *begun], text=text, positions=b"xyz")
+    assert feed(flow, *row_events(pieces)) == []
+    opened, *_ = feed(flow, thought(40), thought(41), thought(9, finish="stop"))
+    assert torch.cat(opened.rows).flatten().tolist() == [0, 1, 2, 3]
+    assert (opened.handoff["rows"], opened.handoff["positions"]) == (4, b"xyz")
+
+
+def test_rows_may_come_with_the_first_token() -> None:
+    flow = flow_for(HEARD, text=EACH)
+    (opened,) = feed(flow, thought(40, rows=(0, torch.zeros(4, 1))))
+    assert sum(len(piece) for piece in opened.rows) == 4
+
+
+@pytest.mark.parametrize(("pieces", "got"), [([], 0), ([(0, 3)], 3), ([(0, 1), (0, 2)], 2)], ids=str)
+def test_missing_rows_are_a_failure(pieces: list[tuple[int, int]], got: int) -> None:
+    flow = flow_for(HEARD)
+    (fail,) = feed(flow, *row_events(pieces), thought(40, 41), thought(9, finish="stop"))
+    assert fail == Fail(f"the thinker handed over {got} of 4 multimodal rows")
+
+
+def test_a_gap_in_the_rows_is_an_error() -> None:
+    collector = RowCollector(4)
+    collector.add(0, [0, 1])
+    with pytest.raises(ValueError, match="rows 2 to 3 are missing"):
+        collector.add(3, [3])
+
+
+@given(st.integers(0, 8), st.data())
+def test_a_collector_keeps_each_row_once(due: int, data: st.DataObject) -> None:
+    collector, kept = RowCollector(due), []
+    while not collector.complete:
+        first = data.draw(st.integers(0, collector.count))
+        collector.add(first, list(range(first, data.draw(st.integers(first, due)))))
+    for piece in collector.take() or ():
+        kept += piece
+    assert kept == list(range(due))
+    assert collector.take() is None
+
+
+@pytest.mark.parametrize("codec", [ONCE, EACH], ids=str)
+def test_a_talker_that_ends_at_once_has_no_sound_and_says_so(codec: ChunkSchedule) -> None:
+    flow = flow_for(TEXT, frames=codec)
+    feed(flow, thought(40), thought(9, finish="stop"))
+    emit, end = feed(flow, said(finish="stop"))
+    assert end == Finished()
+    assert (emit.data, emit.facts["frames"]) == (None, ())
+    assert "before its first frame" in emit.facts["note"]
+
+
+def test_the_frame_of_the_talkers_last_step_is_left_out() -> None:
+    flow = flow_for(TEXT)
+    feed(flow, thought(40), thought(9, finish="stop"), said((1, 2)))
+    (decode,) = feed(flow, said((3, 4), finish="length"))
+    assert decode.prompt == [1, 2]
+
+
+@pytest.mark.parametrize("payload", [None, torch.zeros(0)], ids=["none", "empty"])
+def test_no_samples_for_frames_are_a_failure(payload: Any) -> None:
+    flow = flow_for(TEXT)
+    feed(flow, thought(40), thought(9, finish="stop"), said((1, 2)), said(finish="stop"))
+    (fail,) = feed(flow, Produced(CODE2WAV, payload=payload, finish="stop"))
+    assert isinstance(fail, Fail)
+
+
+@pytest.mark.parametrize("finish", ["abort", "error"])
+@pytest.mark.parametrize("stage", [THINKER, TALKER, CODE2WAV])
+def test_a_stage_that_gives_up_is_a_failure(stage: str, finish: Finish) -> None:
+    flow = flow_for(TEXT)
+    feed(flow, thought(40))
+    (fail,) = feed(flow, Produced(stage, (41,), None, finish))
+    assert fail == Fail(f"the {stage} stage ended the request: {finish}")

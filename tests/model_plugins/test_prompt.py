@@ -1,0 +1,117 @@
+"""The segments of a prompt and the talker's prompt made of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.model_plugins.talker_ids import AUDIO, HEADER, IDS, IM_END, IMAGE, NEWLINE, SYSTEM, VIDEO, turn, user
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import MULTIMODAL, NO_CODEC, Spoken, find_parts, talker_prompt
+
+tokens = st.lists(st.sampled_from([20, 21, 22, AUDIO, IMAGE, VIDEO]), max_size=6)
+turns = st.lists(st.tuples(st.sampled_from([SYSTEM, IDS.user, IDS.assistant]), tokens), max_size=5)
+
+
+def parts_of(prompt: list[int]) -> Spoken:
+    parts = find_parts(prompt, IDS)
+    assert parts is not None
+    return parts
+
+
+def kept(prompt: list[int]) -> list[int]:
+    return [t for a, b in parts_of(prompt).user for t in prompt[a:b]]
+
+
+def test_system_and_earlier_assistant_turns_are_dropped() -> None:
+    one, two = user(20, 21), user(22)
+    assert kept(turn(SYSTEM, 30) + one + turn(IDS.assistant, 31) + two + HEADER) == one + two
+    assert kept(HEADER) == []
+    assert kept(user() + HEADER) == user()
+
+
+@given(turns, tokens)
+def test_any_conversation(conversation: list[tuple[int, list[int]]], begun: list[int]) -> None:
+    """Against a second, plainer way: turns are kept or dropped as they are written."""
+    segments = [(role, turn(role, *content)) for role, content in conversation]
+    before = [t for _, segment in segments for t in segment]
+    prompt = before + HEADER + begun
+    parts = parts_of(prompt)
+    said = [t for role, segment in segments if role == IDS.user for t in segment]
+    assert kept(prompt) == said
+    assert parts.header == len(before)
+    rows = [p for a, b in parts.rows for p in range(a, b)]
+    users = {p for a, b in parts.user for p in range(a, b)}
+    assert rows == [p for p in sorted(users) if prompt[p] in IDS.multimodal]
+    assert parts.row_count == len(rows) == sum(t in IDS.multimodal for t in said)
+
+
+@given(tokens)
+def test_runs_are_as_long_as_possible(content: list[int]) -> None:
+    prompt = user(*content) + HEADER
+    for start, stop in parts_of(prompt).rows:
+        assert start < stop
+        assert prompt[start - 1] not in IDS.multimodal
+        assert prompt[stop] not in IDS.multimodal
+
+
+def test_different_media_side_by_side_are_one_run() -> None:
+    assert parts_of(user(AUDIO, IMAGE, 20, VIDEO) + HEADER).rows == ((3, 5), (6, 7))
+
+
+def test_media_outside_user_turns_are_no_rows() -> None:
+    prompt = turn(SYSTEM, AUDIO) + user(20) + turn(IDS.assistant, IMAGE) + HEADER + [VIDEO]
+    assert parts_of(prompt).rows == ()
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [],
+        [20],
+        [20, 21, 22],
+        [IDS.assistant, NEWLINE],
+        [IDS.im_start],
+        [IDS.im_start, IDS.assistant],
+        user(20),
+        [*user(20), IDS.im_start],
+        [*user(20), IDS.im_start, IDS.assistant],
+        turn(IDS.assistant, 20) + user(21),
+        [*HEADER, IDS.im_start, SYSTEM, NEWLINE],
+        [*HEADER, IDS.im_start],
+    ],
+    ids=str,
+)
+def test_nobody_speaks_in_a_prompt_that_does_not_end_in_an_assistant_turn(prompt: list[int]) -> None:
+    assert find_parts(prompt, IDS) is None
+
+
+def test_text_before_the_first_turn_belongs_to_nobody() -> None:
+    parts = parts_of([20, AUDIO, *user(21), *HEADER])
+    assert parts == Spoken(user=((2, 8),), header=8, rows=())
+
+
+def test_layout_of_the_talker_prompt() -> None:
+    prompt = turn(SYSTEM, 30) + user(20, AUDIO, AUDIO, 21) + turn(IDS.assistant, 31) + user(VIDEO) + HEADER + [40]
+    text, codec = talker_prompt(prompt, parts_of(prompt), 50, "chelsie", IDS)
+    first = [IDS.im_start, IDS.user, NEWLINE, 20, MULTIMODAL, MULTIMODAL, 21, IM_END, NEWLINE]
+    second = [IDS.im_start, IDS.user, NEWLINE, MULTIMODAL, IM_END, NEWLINE]
+    assert text == [*first, *second, *HEADER, 7, 7, 7, 7, IDS.tts_bos, 50]
+    assert codec == [NO_CODEC] * (len(first + second) + 3) + [70, 71, 72, 81, 73, 74]
+
+
+@given(turns, st.sampled_from(["ethan", "chelsie"]))
+def test_the_talker_prompt_has_nine_positions_after_the_user_turns(
+    conversation: list[tuple[int, list[int]]], voice: str
+) -> None:
+    prompt = [t for role, content in conversation for t in turn(role, *content)] + HEADER
+    parts = parts_of(prompt)
+    text, codec = talker_prompt(prompt, parts, 50, voice, IDS)
+    assert len(text) == len(codec) == len(kept(prompt)) + 9
+    assert text.count(MULTIMODAL) == parts.row_count
+    assert codec[-3] == IDS.speakers[voice]
+
+
+def test_an_unknown_voice_is_not_replaced() -> None:
+    with pytest.raises(KeyError):
+        talker_prompt(HEADER, parts_of(HEADER), 50, "nobody", IDS)
