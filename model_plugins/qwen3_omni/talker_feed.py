@@ -117,7 +117,7 @@ class TalkerFeeder:
             return torch.arange(length).expand(3, -1), 0
         after = int(prompt.max()) + 1
         delta = after - prompt.shape[1]
-        tail = torch.arange(after, after + length - prompt.shape[1]).expand(3, -1)
+        tail = torch.arange(after, after + max(0, length - prompt.shape[1])).expand(3, -1)
         return torch.cat([prompt, tail], dim=1)[:, :length], delta
 
     def rows(self, spans: Sequence[Span]) -> Tensor:

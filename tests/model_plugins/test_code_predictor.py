@@ -1,0 +1,159 @@
+"""The code predictor against Transformers' own, and how residual codes are drawn."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeTalkerCodePredictorConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration as Reference,
+)
+
+from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import TOP_K, TOP_P, CodePredictor, Draw, choose
+
+HIDDEN = 32
+GREEDY = Draw(greedy=True)
+SHAPES: dict[str, dict[str, Any]] = {
+    "grouped heads": {},
+    "one head each": {"num_key_value_heads": 4, "num_hidden_layers": 1},
+    "bias": {"attention_bias": True, "head_dim": 12},
+    "two groups": {"num_code_groups": 2},
+    "many groups": {"num_code_groups": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+}
+
+
+@cache
+def reference(shape: str) -> Reference:
+    values: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_code_groups": 5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }
+    config = Qwen3OmniMoeTalkerCodePredictorConfig(**(values | SHAPES[shape]))
+    model = Reference._from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            scale = 0.3 if weight.dim() == 2 else 0.1
+            weight.copy_(torch.randn(weight.shape, generator=generator) * scale + ("norm" in name))
+    return model
+
+
+@cache
+def predictor(shape: str) -> CodePredictor:
+    model = CodePredictor(reference(shape).config)
+    model.load_state_dict(reference(shape).state_dict())  # strict: the names are the checkpoint's
+    return model
+
+
+def inputs(batch: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, HIDDEN, generator=generator), torch.randn(batch, HIDDEN, generator=generator)
+
+
+def expected(shape: str, hidden: Tensor, first: Tensor) -> Tensor:
+    model = reference(shape)
+    with torch.no_grad():
+        return model.generate(
+            inputs_embeds=torch.stack((hidden, first), dim=1),
+            max_new_tokens=model.config.num_code_groups - 1,
+            do_sample=False,
+        )
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_codes_are_those_of_transformers(shape: str, batch: int) -> None:
+    hidden, first = inputs(batch, seed=batch)
+    codes = predictor(shape).predict(hidden, first, [GREEDY] * batch)
+    assert codes.dtype == torch.int64
+    assert codes.tolist() == expected(shape, hidden, first).tolist()
+
+
+def test_the_codes_are_not_all_the_same() -> None:
+    hidden, first = inputs(8, seed=3)
+    codes = predictor("grouped heads").predict(hidden, first, [GREEDY] * 8)
+    assert all(len(set(column.tolist())) > 3 for column in codes.T)
+
+
+def test_a_sampling_neighbour_does_not_change_a_greedy_row() -> None:
+    hidden, first = inputs(3, seed=5)
+    draws = [Draw(greedy=False), GREEDY, Draw(greedy=False)]
+    codes = predictor("grouped heads").predict(hidden, first, draws)
+    assert codes[1].tolist() == expected("grouped heads", hidden, first)[1].tolist()
+
+
+def draw(seed: int) -> Draw:
+    return Draw(greedy=False, generator=torch.Generator().manual_seed(seed))
+
+
+def test_seeded_frames_do_not_depend_on_their_batch() -> None:
+    hidden, first = inputs(4, seed=7)
+    model = predictor("grouped heads")
+    alone = [model.predict(hidden[i : i + 1], first[i : i + 1], [draw(i)])[0].tolist() for i in range(4)]
+    assert model.predict(hidden, first, [draw(i) for i in range(4)]).tolist() == alone
+    order = [2, 0, 3, 1]
+    mixed = model.predict(hidden[order], first[order], [GREEDY if i == 3 else draw(i) for i in order]).tolist()
+    assert [row for i, row in zip(order, mixed, strict=True) if i != 3] == [alone[i] for i in order if i != 3]
+
+
+def warped(row: Tensor) -> Tensor:
+    """Transformers' own top-k and top-p filters: the probabilities it samples from."""
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    return TopPLogitsWarper(TOP_P)(None, TopKLogitsWarper(TOP_K)(None, row[None]))[0].softmax(-1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([3, 50, 51, 200]), st.floats(0.05, 5))
+def test_only_what_transformers_would_sample_is_drawn(seed: int, codes: int, spread: float) -> None:
+    row = torch.randn(codes, generator=torch.Generator().manual_seed(seed)) * spread
+    allowed = set(warped(row).nonzero().flatten().tolist())
+    generator = torch.Generator().manual_seed(seed)
+    drawn = set(choose(row.expand(60, -1), [Draw(greedy=False, generator=generator)] * 60).tolist())
+    assert drawn <= allowed
+    assert len(allowed) <= TOP_K
+
+
+def test_codes_are_drawn_as_often_as_transformers_would() -> None:
+    row = torch.randn(80, generator=torch.Generator().manual_seed(2)) * 1.5
+    count, generator = 4000, torch.Generator().manual_seed(0)
+    drawn = choose(row.expand(count, -1), [Draw(greedy=False, generator=generator)] * count)
+    share = torch.bincount(drawn, minlength=80) / count
+    assert (share - warped(row)).abs().max() < 0.03
+    assert set(drawn.tolist()) == set(warped(row).nonzero().flatten().tolist())
+
+
+def test_the_most_likely_code_always_stays() -> None:
+    row = torch.tensor([0.0, 20.0, 1.0])
+    assert choose(row.expand(50, -1), [Draw(greedy=False)] * 50).tolist() == [1] * 50
+
+
+@given(st.integers(0, 10**6), st.lists(st.booleans(), min_size=1, max_size=5))
+def test_a_seeded_choice_is_its_own(seed: int, greedy: list[bool]) -> None:
+    """The same logits and seed give the same code, whoever is beside it; greedy rows are the maximum."""
+    logits = torch.randn(len(greedy), 70, generator=torch.Generator().manual_seed(seed))
+    draws = [GREEDY if g else draw(seed + i) for i, g in enumerate(greedy)]
+    together = choose(logits, draws).tolist()
+    for i, g in enumerate(greedy):
+        alone = choose(logits[i : i + 1], [GREEDY if g else draw(seed + i)]).item()
+        assert together[i] == alone
+        if g:
+            assert alone == logits[i].argmax()
+
+
+def test_a_generator_goes_on_from_draw_to_draw() -> None:
+    row, one = torch.zeros(1, 500), draw(1)
+    assert len({choose(row, [one]).item() for _ in range(20)}) > 5
