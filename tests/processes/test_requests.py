@@ -1,0 +1,176 @@
+"""What requests may ask for, how they fail, and that nothing of them stays."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMError
+
+from tests.oracle import Oracle
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.orchestrator.requests import OmniOptions
+
+pytestmark = pytest.mark.engine
+
+QUESTION = [{"role": "user", "content": "Tell me about the blue cat in the moon"}]
+OTHER = [{"role": "user", "content": "Say something nice."}]
+TOO_LONG = [{"role": "user", "content": "word " * 4000}]
+
+
+def sampled(seed: int) -> dict[str, SamplingParams]:
+    """Random sampling in both stages, from one seed."""
+    return {
+        "thinker": SamplingParams(temperature=1.0, seed=seed, max_tokens=24, ignore_eos=True),
+        "talker": SamplingParams(temperature=1.0, top_k=50, seed=seed, max_tokens=24),
+    }
+
+
+def greedy(text: int = 16, **thinker: Any) -> dict[str, SamplingParams]:
+    return {
+        "thinker": SamplingParams(temperature=0, max_tokens=text, ignore_eos=True, **thinker),
+        "talker": SamplingParams(temperature=0, max_tokens=16),
+    }
+
+
+def ask(omni: Any, conversations: Any, sampling: Any, **options: Any) -> list[Any]:
+    outputs = omni.chat(conversations, sampling, use_tqdm=False, **options)
+    assert omni._omni.orchestrator.held() == 0
+    return outputs
+
+
+def said(output: Any) -> tuple[Any, ...]:
+    """Everything of an answer that must repeat."""
+    assert output.error is None
+    return tuple(output.outputs[0].token_ids), output.frames.tolist(), output.audio.tobytes()
+
+
+def test_seeds(omni: Any) -> None:
+    (first,), (again,), (other,) = (ask(omni, [QUESTION], sampled(seed)) for seed in (7, 7, 8))
+    assert said(first) == said(again)
+    assert first.outputs[0].token_ids != other.outputs[0].token_ids
+    assert first.frames.tolist() != other.frames.tolist()
+
+
+def test_the_talker_has_a_seed_of_its_own(omni: Any) -> None:
+    outputs = [ask(omni, [QUESTION], {**greedy(), "talker": sampled(seed)["talker"]})[0] for seed in (7, 8)]
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    assert outputs[0].frames.tolist() != outputs[1].frames.tolist()
+
+
+def test_seeds_at_the_same_time(omni: Any) -> None:
+    (alone,) = ask(omni, [QUESTION], sampled(7))
+    together = ask(omni, [QUESTION, OTHER, QUESTION], [sampled(7), sampled(9), sampled(7)])
+    assert said(together[0]) == said(together[2]) == said(alone)
+
+
+def test_one_bad_prompt_fails_alone(omni: Any, oracle: Oracle) -> None:
+    prompts = [oracle.prompt(QUESTION), "nobody is asked to answer", oracle.prompt(OTHER)]
+    good, bad, other = omni.generate(prompts, greedy(), use_tqdm=False)
+    assert isinstance(bad.error, RequestError)
+    assert bad.outputs[0].finish_reason == "error"
+    assert said(good) == said(ask(omni, [QUESTION], greedy())[0])
+    assert said(other) == said(ask(omni, [OTHER], greedy())[0])
+
+
+@pytest.mark.xfail(strict=True, raises=VLLMError, reason="OmniLLM does not catch vLLM's own validation errors")
+def test_one_prompt_too_long_fails_alone(omni: Any) -> None:
+    good, too_long = ask(omni, [QUESTION, TOO_LONG], greedy())
+    assert isinstance(too_long.error, RequestError)
+    assert said(good) == said(ask(omni, [QUESTION], greedy())[0])
+
+
+def test_no_one_to_speak(omni: Any) -> None:
+    (output,) = omni.generate("hello", greedy(), use_tqdm=False)
+    assert isinstance(output.error, RequestError) and "assistant" in str(output.error)
+    (output,) = omni.generate("hello", greedy(), use_tqdm=False, modalities=["text"])
+    assert output.error is None and output.audio is None
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter"),
+    [({"voice": "nobody"}, "voice"), ({"modalities": ["smell"]}, "modalities"), ({"modalities": []}, "modalities")],
+)
+def test_refusals(omni: Any, options: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        omni.chat(QUESTION, use_tqdm=False, **options)
+    assert caught.value.parameter == parameter
+
+
+def test_a_stop_string_ends_the_text_and_not_the_sound(omni: Any) -> None:
+    (whole,) = ask(omni, [QUESTION], greedy(text=24))
+    text = whole.outputs[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    (output,) = ask(omni, [QUESTION], greedy(text=24, stop=[stop]))
+    assert output.error is None
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].text == text[: text.index(stop)]
+    assert len(output.frames) and output.audio.size
+
+
+@pytest.mark.parametrize("modalities", [("text",), ("text", "audio")])
+def test_leaving_a_stream_frees_everything(omni: Any, modalities: tuple[str, ...]) -> None:
+    expected = said(ask(omni, [QUESTION], greedy())[0])
+    prompt = omni._preprocess_chat_one(QUESTION)
+    endless = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+
+    async def leave() -> int:
+        stream = omni._omni.generate(prompt, endless, "left", options=OmniOptions(modalities=modalities))
+        async with contextlib.aclosing(stream):
+            async for _ in stream:
+                return omni._omni.orchestrator.held()
+        raise AssertionError("the stream was empty")
+
+    assert omni._run(leave()) > 0
+    assert omni._omni.orchestrator.held() == 0
+    assert said(ask(omni, [QUESTION], greedy())[0]) == expected
+
+
+OPEN_AND_CLOSE = """
+import json, os, sys, tempfile
+import psutil
+from vllm import LLM
+
+def here():
+    return set(os.listdir("/dev/shm")), set(os.listdir(tempfile.gettempdir()))
+
+if __name__ == "__main__":
+    before = here()
+    llm = LLM(sys.argv[1], omni=True, max_model_len=512)
+    (output,) = llm.chat([{"role": "user", "content": "hello"}], use_tqdm=False)
+    running = len(psutil.Process().children(recursive=True))
+    llm.close()
+    llm.close()
+    after = here()
+    left = [process.name() for process in psutil.Process().children(recursive=True)]
+    facts = {"error": str(output.error or ""), "running": running, "left": left,
+             "shared": sorted(after[0] - before[0]), "temporary": sorted(after[1] - before[1])}
+    print("FACTS", json.dumps(facts))
+"""
+
+
+def test_closing_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
+    script = tmp_path / "open_and_close.py"
+    script.write_text(OPEN_AND_CLOSE)
+    with tempfile.TemporaryDirectory() as folder:  # short: sockets have their paths in it
+        done = subprocess.run(
+            [sys.executable, script, tiny],
+            env={**os.environ, "TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert os.listdir(folder) == []
+    facts = json.loads(done.stdout.partition("FACTS")[2])
+    assert facts.pop("running") >= 3
+    assert facts == {"error": "", "left": [], "shared": [], "temporary": []}

@@ -1,0 +1,106 @@
+"""What a spoken answer costs: bytes between thinker and talker, extra work in the thinker, the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from tests.media import image, openai_messages
+from vllm_omni_ext.ids import ReplicaId
+
+pytestmark = pytest.mark.engine
+
+TALKER = ReplicaId("talker", 0)
+MOST_BYTES_A_TOKEN = 64
+QUESTION = [{"role": "user", "content": "Tell me about the blue cat in the moon"}]
+LONG = [{"role": "user", "content": "word " * 300}]
+PICTURE = openai_messages(
+    [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": image(96, 64, seed=2)},
+                {"type": "text", "text": "before " * 200 + "What is this?"},
+            ],
+        }
+    ]
+)
+
+
+def ask(omni: Any, messages: Any, *, text: int = 8, frames: int = 8, modalities: Any = None) -> Any:
+    """One greedy answer of exactly `text` tokens."""
+    sampling = {
+        "thinker": SamplingParams(temperature=0, max_tokens=text, ignore_eos=True),
+        "talker": SamplingParams(temperature=0, max_tokens=frames),
+    }
+    (output,) = omni.chat(messages, sampling, use_tqdm=False, modalities=modalities)
+    assert output.error is None
+    assert len(output.outputs[0].token_ids) == text
+    return output
+
+
+@contextmanager
+def sent_to_talker(omni: Any) -> Iterator[list[int]]:
+    """Encoded sizes in bytes of the requests and chunks that the talker gets inside the block."""
+    replica = omni._omni.orchestrator.replicas[TALKER]
+    add, sizes, encoder = replica.add, [], MsgpackEncoder()
+
+    async def counting(request: Any) -> None:
+        sizes.append(sum(memoryview(part).nbytes for part in encoder.encode(request)))
+        await add(request)
+
+    replica.add = counting
+    try:
+        yield sizes
+    finally:
+        replica.add = add
+
+
+def handoff_steps(omni: Any) -> int:
+    """Steps in which the thinker's worker did more than the stock one."""
+    (steps,) = omni.collective_rpc("handoff_steps")
+    return int(steps)
+
+
+def test_bytes_a_thinker_token(omni: Any, record_property: Any) -> None:
+    totals = {}
+    for text in (2, 200):
+        with sent_to_talker(omni) as sizes:
+            ask(omni, QUESTION, text=text)
+        totals[text] = sum(sizes)
+    each = (totals[200] - totals[2]) / 198
+    record_property("bytes of a reply of 2 and of 200 tokens", totals)
+    print(f"{totals[2]} bytes for 2 tokens, {totals[200]} for 200: {each:.1f} bytes a token")
+    assert 0 < each <= MOST_BYTES_A_TOKEN
+
+
+def test_the_thinker_works_more_for_media_alone(omni: Any) -> None:
+    before = handoff_steps(omni)
+    ask(omni, QUESTION)
+    ask(omni, LONG)
+    ask(omni, PICTURE, modalities=["text"])
+    assert handoff_steps(omni) == before
+    ask(omni, PICTURE)
+    assert handoff_steps(omni) > before
+
+
+@pytest.mark.parametrize("modalities", [["text"], ["text", "audio"]])
+def test_a_repeated_prompt_comes_from_the_cache(omni: Any, modalities: list[str]) -> None:
+    block = omni._omni.vllm_config.cache_config.block_size
+    ask(omni, LONG, modalities=modalities)
+    output = ask(omni, LONG, modalities=modalities)
+    assert len(output.prompt_token_ids) > block
+    assert output.num_cached_tokens >= block
+
+
+def test_a_repeated_picture_sounds_the_same(omni: Any) -> None:
+    first, second = ask(omni, PICTURE, frames=24), ask(omni, PICTURE, frames=24)
+    assert len(first.frames) > 1
+    assert first.frames.tolist() == second.frames.tolist()
+    assert first.audio.tobytes() == second.audio.tobytes()
+    assert second.num_cached_tokens == 0, "its rows have to be computed again"
