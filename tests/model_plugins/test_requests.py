@@ -165,7 +165,7 @@ def test_a_segment_goes_on_after_the_highest_position_of_the_one_before() -> Non
     ]
 
 
-# -- against Transformers -----------------------------------------------------------------------------------------------
+# -- against Transformers ----------------------------------------------------------------------
 
 
 def feature(modality: str, offset: int, length: int, **data: torch.Tensor) -> MultiModalFeatureSpec:
