@@ -22,6 +22,7 @@ from vllm_omni_ext.errors import OmniError, RequestError, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.registry import pipeline_for, resolve
 from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
+from vllm_omni_ext.orchestrator.recital import Recital, make_recital
 from vllm_omni_ext.orchestrator.requests import OmniOptions
 from vllm_omni_ext.outputs import AudioOutput
 from vllm_omni_ext.pool.stage_pool import StagePool
@@ -81,9 +82,10 @@ class AsyncOmni(AsyncLLM):
         for replica in plan.replicas():
             if replica.id != first:
                 replicas[replica.id] = _connect(replica.id, connections)
-        self._start(config, replicas)
+        limits = {name.stage: each.model_config.max_model_len for name, each in connections.configs.items()}
+        self._start(config, replicas, limits)
 
-    def _start(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica]) -> None:
+    def _start(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica], limits: Mapping[str, int]) -> None:
         pipeline = pipeline_for(config.model_config.architectures[0])
         self.plugin = resolve(pipeline.request_plugin)(config.model_config.hf_config)
         self.orchestrator = Orchestrator(
@@ -92,6 +94,7 @@ class AsyncOmni(AsyncLLM):
             pools={s.name: StagePool(s.name, (r.id for r in s.replicas)) for s in self.plan.stages},
             replicas=replicas,
             sampling={stage.name: stage.sampling for stage in self.plan.stages},
+            limits=limits,
         )
         text = {r.id: replicas[r.id] for r in self.plan.text_stage().replicas}
         self._replicas = dict(replicas)
@@ -157,6 +160,8 @@ class AsyncOmni(AsyncLLM):
         chosen = options or REQUEST_OPTIONS.get()
         if chosen is None or chosen.text_only:
             return super().generate(prompt, sampling_params, request_id, **stock)
+        if isinstance(prompt, dict) and "prompt_token_ids" in prompt:  # rendered: what is wrong with it shows now
+            self.orchestrator.room(prompt["prompt_token_ids"], chosen)
         return self._generate_more(prompt, sampling_params, request_id, chosen, stock)
 
     async def _generate_more(
@@ -186,6 +191,19 @@ class AsyncOmni(AsyncLLM):
             with contextlib.suppress(asyncio.CancelledError):
                 await text
             await self.orchestrator.withdraw(ticket)
+
+    async def speak(self, text: str, options: OmniOptions, request_id: str) -> Recital:
+        """Read a text out, word for word; the text stage is not used. Iterate over the result for the sound.
+
+        Raises:
+            RequestError: there is nothing to read, or more than the stages can take.
+            StageUnavailable: a stage has no live replica.
+        """
+        return await make_recital(self.orchestrator, self.renderer, text, options, request_id)
+
+    def get_num_unfinished_requests(self) -> int:
+        """As vLLM counts them, and those without a text stage."""
+        return super().get_num_unfinished_requests() + self.orchestrator.recitals
 
     async def _text_into(self, sink: asyncio.Queue[Any], source: AsyncGenerator[Any, None]) -> None:
         try:

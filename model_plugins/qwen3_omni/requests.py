@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.model_plugins.qwen3_omni.flow import THINKER, Speech, SpeechFlow
+from vllm_omni_ext.model_plugins.qwen3_omni.flow import CODE2WAV, TALKER, THINKER, Speech, SpeechFlow
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, PADS, SpecialIds, Spoken, find_parts
 from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
 from vllm_omni_ext.wire.handoff import EXPORT
@@ -17,12 +17,15 @@ from vllm_omni_ext.wire.rows import unpack
 
 SAMPLE_RATE_HZ = 24_000  # the vocoder's output rate; the public config has no field for it
 PREFERRED_VOICE = "ethan"  # Transformers' default speaker
+TALKER_TAIL = HEADER + PADS + 2  # talker prompt positions after the user segments
 
 
 class Qwen3OmniRequests:
     """Plans requests of one checkpoint; `config` is its `Qwen3OmniMoeConfig`."""
 
     sample_rate = SAMPLE_RATE_HZ
+    # The talker was trained on conversations: an empty user turn keeps their form and adds no words of ours.
+    recital_prompt = "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -65,14 +68,7 @@ class Qwen3OmniRequests:
         Raises:
             RequestError: the prompt does not end in an assistant turn, so there is nobody to speak.
         """
-        assert self._ids is not None
-        parts = find_parts(request.prompt, self._ids)
-        if parts is None:
-            raise RequestError(
-                "prompt: sound needs a chat prompt that ends in an assistant turn; use chat messages, or end the "
-                "prompt with the assistant header of the chat template",
-                parameter="prompt",
-            )
+        parts = self._parts(request.prompt)
         positions = None
         if parts.rows:
             request.extra_args[EXPORT] = [list(span) for span in parts.rows]
@@ -88,6 +84,43 @@ class Qwen3OmniRequests:
         )
         return SpeechFlow(speech, text=ChunkSchedule(), frames=ChunkSchedule())
 
+    def room(self, prompt: Sequence[int], options: OmniOptions, limits: Mapping[str, int]) -> Mapping[str, int]:
+        """Most tokens the talker may make: what its context holds and code2wav can decode.
+
+        Raises:
+            RequestError: nobody speaks in this prompt, it fills the talker, or more frames are asked for than code2wav
+                can decode.
+        """
+        groups = self._config.talker_config.num_code_groups
+        most = limits[CODE2WAV] // groups
+        wanted = options.sampling.get(TALKER)
+        if wanted is not None and wanted.max_tokens is not None and wanted.max_tokens > most:
+            raise RequestError(
+                f"talker.max_tokens: {wanted.max_tokens} frames of {groups} codes are {wanted.max_tokens * groups} "
+                f"codes, and the code2wav stage takes {limits[CODE2WAV]}; use at most {most}",
+                parameter="talker.max_tokens",
+            )
+        length = sum(stop - start for start, stop in self._parts(prompt).user) + TALKER_TAIL
+        left = limits[TALKER] - length
+        if left < 1:
+            raise RequestError(
+                f"messages: the user turns and the header are {length} tokens for the talker, whose context holds "
+                f'{limits[TALKER]}; shorten them, or ask for modalities ["text"]',
+                parameter="messages",
+            )
+        return {TALKER: min(left, most)}
+
+    def _parts(self, prompt: Sequence[int]) -> Spoken:
+        assert self._ids is not None
+        parts = find_parts(prompt, self._ids)
+        if parts is None:
+            raise RequestError(
+                "prompt: sound needs a chat prompt that ends in an assistant turn; use chat messages, or end the "
+                "prompt with the assistant header of the chat template",
+                parameter="prompt",
+            )
+        return parts
+
     def decode(self, stage: str, tensor: Any) -> Any:
         """Read a stage's output tensor: exported rows of the thinker, frames of the talker, sound of code2wav."""
         return unpack(tensor) if stage == THINKER else tensor
@@ -97,7 +130,7 @@ class Qwen3OmniRequests:
         if self._positions is None:
             self._positions = _position_model(self._config)
         thinker, _ = self._positions.get_mrope_input_positions(list(request.prompt), request.features)
-        return join_segments(thinker.numpy(), parts.user, HEADER + PADS + 2)
+        return join_segments(thinker.numpy(), parts.user, TALKER_TAIL)
 
 
 def join_segments(positions: np.ndarray, segments: Sequence[tuple[int, int]], tail: int) -> bytes:

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,8 @@ class _Live:
     options: OmniOptions
     sink: Sink
     external_id: str
+    room: Mapping[str, int]
+    recital: bool = False
     opened: dict[str, EngineCoreRequest] = field(default_factory=dict)
 
 
@@ -61,6 +63,7 @@ class Orchestrator:
         pools: one per stage.
         replicas: all replicas, by id.
         sampling: default `SamplingParams` fields by stage.
+        limits: longest sequence in tokens, by stage.
     """
 
     def __init__(
@@ -71,12 +74,14 @@ class Orchestrator:
         pools: Mapping[str, StagePool],
         replicas: Mapping[ReplicaId, Replica],
         sampling: Mapping[str, Mapping[str, Any]],
+        limits: Mapping[str, int],
     ) -> None:
         self.plugin = plugin
         self.text_stage = text_stage
         self.pools = pools
         self.replicas = dict(replicas)
         self._sampling = sampling
+        self._limits = limits
         self._tickets: dict[str, _Ticket] = {}
         self._live: dict[str, _Live] = {}
         self._numbers = itertools.count()
@@ -86,7 +91,48 @@ class Orchestrator:
         bound = sum(pool.in_flight(replica) for pool in self.pools.values() for replica in pool.replicas)
         return len(self._tickets) + len(self._live) + bound
 
+    @property
+    def recitals(self) -> int:
+        """Requests that have no text stage."""
+        return sum(live.recital for live in self._live.values())
+
     # -- requests -----------------------------------------------------------------------------------------------
+
+    def room(self, prompt: Sequence[int], options: OmniOptions) -> Mapping[str, int]:
+        """Most tokens each later stage may make; refuses what is known to fail before anything is started.
+
+        Raises:
+            RequestError: the options or the prompt cannot be served.
+            StageUnavailable: a stage has no live replica.
+        """
+        self.plugin.check(options)
+        room = self.plugin.room(prompt, options, self._limits)
+        for pool in self.pools.values():
+            if not pool.replicas:
+                raise StageUnavailable(f"stage '{pool.stage}' has no live replica")
+        return room
+
+    async def recite(
+        self,
+        request_id: str,
+        *,
+        external_id: str,
+        prompt: Sequence[int],
+        reply: Sequence[int],
+        options: OmniOptions,
+        sink: Sink,
+    ) -> None:
+        """Speak a reply that is known already: the text stage is left out.
+
+        Args:
+            prompt: ids of a conversation that ends where the reply begins.
+            reply: ids of the reply.
+        """
+        flow = self.plugin.open(TextRequest(prompt=prompt), options)
+        room = self.plugin.room(prompt, options, self._limits)
+        self._live[request_id] = _Live(flow, options, sink, external_id, room, recital=True)
+        # A text stage never hands its last token on; here the last one is a filler.
+        await self._event(request_id, Produced(self.text_stage, (*reply, reply[-1]), finish="stop"))
 
     def expect(self, options: OmniOptions, sink: Sink) -> str:
         """Announce a request that wants more than text; the ticket goes into its `extra_args[TICKET]`."""
@@ -130,7 +176,8 @@ class Orchestrator:
             params.skip_reading_prefix_cache = True
         ticket.request_id = request.request_id
         external = request.external_req_id or request.request_id
-        self._live[request.request_id] = _Live(flow, ticket.options, ticket.sink, external)
+        room = self.plugin.room(text.prompt, ticket.options, self._limits)
+        self._live[request.request_id] = _Live(flow, ticket.options, ticket.sink, external, room)
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests in every stage; unknown ids are ignored (they may just have ended)."""
@@ -227,6 +274,8 @@ class Orchestrator:
         params.extra_args = {PROMPT: dict(action.handoff or {})}
         params.output_kind = RequestOutputKind.DELTA
         params.detokenize = False
+        if (room := live.room.get(action.stage)) is not None:
+            params.max_tokens = min(params.max_tokens or room, room)
         params.stop_token_ids = [*(params.stop_token_ids or ()), *action.stop]
         params._all_stop_token_ids = {*params._all_stop_token_ids, *action.stop}
         return params

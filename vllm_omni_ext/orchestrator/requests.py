@@ -50,6 +50,8 @@ class RequestPlugin(Protocol):
     """What a pipeline's `request_plugin` provides."""
 
     sample_rate: int
+    recital_prompt: str
+    """A conversation, as text, that ends where the reply begins: before a text that is only to be read out."""
 
     @property
     def output_modalities(self) -> tuple[str, ...]:
@@ -65,6 +67,16 @@ class RequestPlugin(Protocol):
 
     def check(self, options: OmniOptions) -> None:
         """Raise RequestError if the options cannot be met."""
+
+    def room(self, prompt: Sequence[int], options: OmniOptions, limits: Mapping[str, int]) -> Mapping[str, int]:
+        """Most tokens each stage behind the text stage may make after this prompt.
+
+        Args:
+            limits: longest sequence in tokens, by stage.
+
+        Raises:
+            RequestError: not even one fits, or nobody speaks in this prompt.
+        """
 
     def open(self, request: TextRequest, options: OmniOptions) -> Flow:
         """Plan a request that needs more than the text stage."""
