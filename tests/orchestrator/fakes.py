@@ -1,0 +1,144 @@
+"""Replicas that write down what they are sent, and a plugin whose flows do what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.orchestrator.flow import Action, Produced
+from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
+from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
+from vllm_omni_ext.pool.stage_pool import StagePool
+
+STAGES = ("text", "voice", "sound")
+VOICE_ROOM = 50
+OPTIONS = OmniOptions(modalities=("text", "audio"))
+
+
+class FakeReplica:
+    """Remembers requests and aborts; `error` is raised by the next `add`."""
+
+    def __init__(self, replica: ReplicaId) -> None:
+        self.id = replica
+        self.added: list[EngineCoreRequest] = []
+        self.aborted: list[str] = []
+        self.error: Exception | None = None
+
+    async def add(self, request: EngineCoreRequest) -> None:
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        self.added.append(request)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await asyncio.sleep(0)
+        self.aborted += request_ids
+
+    def close(self, timeout: float | None = None) -> None:
+        raise AssertionError("the orchestrator does not own replicas")
+
+
+class ScriptedFlow:
+    """Answers each event with what `script` says."""
+
+    def __init__(self, script: Callable[[Produced], list[Action]]) -> None:
+        self.script = script
+        self.events: list[Produced] = []
+
+    def handle(self, event: Produced) -> list[Action]:
+        self.events.append(event)
+        return self.script(event)
+
+
+class FakePlugin:
+    """Gives every request a scripted flow; `change` may alter the text request as a plugin would."""
+
+    sample_rate = 24_000
+    recital_prompt = ""
+    output_modalities = ("text", "audio")
+    voices = ("ethan",)
+    default_voice = "ethan"
+
+    def __init__(self, script: Callable[[Produced], list[Action]]) -> None:
+        self.script = script
+        self.change: Callable[[TextRequest], None] = lambda request: None
+        self.flows: list[ScriptedFlow] = []
+        self.prompts: list[Sequence[int]] = []
+
+    def check(self, options: OmniOptions) -> None:
+        if "smell" in options.modalities:
+            raise RequestError("modalities: 'smell' is not available", parameter="modalities")
+
+    def room(self, prompt: Sequence[int], options: OmniOptions, limits: Mapping[str, int]) -> Mapping[str, int]:
+        return {"voice": VOICE_ROOM}
+
+    def open(self, request: TextRequest, options: OmniOptions) -> ScriptedFlow:
+        self.change(request)
+        self.prompts.append(request.prompt)
+        self.flows.append(ScriptedFlow(self.script))
+        return self.flows[-1]
+
+    def decode(self, stage: str, tensor: Any) -> Any:
+        return (stage, tensor)
+
+
+class Bench:
+    """An orchestrator over fake replicas, and short ways to drive it."""
+
+    def __init__(self, script: Callable[[Produced], list[Action]], **counts: int) -> None:
+        ids = [ReplicaId(stage, i) for stage in STAGES for i in range(counts.get(stage, 1))]
+        self.replicas = {replica: FakeReplica(replica) for replica in ids}
+        self.plugin = FakePlugin(script)
+        self.pools = {s: StagePool(s, [r for r in ids if r.stage == s]) for s in STAGES}
+        self.orchestrator = Orchestrator(
+            plugin=self.plugin,
+            text_stage="text",
+            pools=self.pools,
+            replicas=self.replicas,
+            sampling={"voice": {"temperature": 0.9, "max_tokens": 40}},
+            limits={"text": 1000, "voice": 1000, "sound": 1000},
+        )
+
+    def of(self, name: str) -> FakeReplica:
+        return self.replicas[ReplicaId.parse(name)]
+
+    def bound(self, stage: str, request_id: str) -> FakeReplica:
+        replica = self.pools[stage].replica_of(request_id)
+        assert replica is not None
+        return self.replicas[replica]
+
+    async def start(self, request_id: str, options: OmniOptions = OPTIONS) -> tuple[str, asyncio.Queue[Any]]:
+        """Open a request with a ticket: (ticket, sink)."""
+        sink: asyncio.Queue[Any] = asyncio.Queue()
+        ticket = self.orchestrator.expect(options, sink)
+        await self.orchestrator.open(text_request(request_id, {TICKET: ticket}))
+        return ticket, sink
+
+    async def produce(self, stage: str, request_id: str, *tokens: int, tensor: Any = None, end: str = "") -> None:
+        await self.orchestrator.produced(stage, output(request_id, *tokens, tensor=tensor, end=end))
+
+
+def text_request(request_id: str, extra_args: dict[str, Any] | None = None) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=[1, 2, 3],
+        mm_features=None,
+        sampling_params=SamplingParams(extra_args=extra_args),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        external_req_id=f"external {request_id}",
+    )
+
+
+def output(request_id: str, *tokens: int, tensor: Any = None, end: str = "") -> EngineCoreOutput:
+    reason = FinishReason[end.upper()] if end else None
+    return EngineCoreOutput(request_id, list(tokens), pooling_output=tensor, finish_reason=reason)

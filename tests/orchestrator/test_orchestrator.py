@@ -1,0 +1,410 @@
+"""Actions become engine requests, outputs become events, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from tests.orchestrator.fakes import OPTIONS, VOICE_ROOM, Bench, output, text_request
+from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finished, Open, Produced
+from vllm_omni_ext.orchestrator.orchestrator import TICKET
+from vllm_omni_ext.orchestrator.requests import OmniOptions
+from vllm_omni_ext.outputs import AudioOutput
+from vllm_omni_ext.wire.handoff import CHUNK, PROMPT
+
+FACTS = {"sample_rate": 24_000, "frames": ((1, 2), (3, 4)), "note": None}
+
+
+def pipeline(event: Produced) -> list[Action]:
+    """Text -> voice (opened with the first token, extended with each) -> sound -> the client."""
+    last = event.finish is not None
+    match event.stage:
+        case "text" if event.tokens == (10,):
+            return [Open("voice", [0, 0], {"track": [], "last": False}, stop=(75,))]
+        case "text":
+            return [Extend("voice", event.tokens, last)]
+        case "voice":
+            return [Open("sound", [1, 2, 3, 4], pooling={"task": "token_embed"})] if last else []
+        case _:
+            return [Emit("audio", event.payload[1], FACTS), Finished()]
+
+
+SOUND = torch.tensor([[0.5], [-0.5]])
+STEPS: list[tuple[str, tuple[int, ...], Any, str]] = [
+    ("text", (10,), None, ""),
+    ("text", (11,), None, ""),
+    ("voice", (7,), torch.zeros(1), ""),
+    ("text", (12,), None, "stop"),
+    ("voice", (75,), None, "stop"),
+    ("sound", (), SOUND, "stop"),
+]
+"""One request's outputs from beginning to end."""
+
+
+async def play(bench: Bench, request_id: str, steps: Any = STEPS) -> None:
+    for stage, tokens, tensor, end in steps:
+        await bench.produce(stage, request_id, *tokens, tensor=tensor, end=end)
+
+
+def drained(sink: asyncio.Queue[Any]) -> list[Any]:
+    return [sink.get_nowait() for _ in range(sink.qsize())]
+
+
+# -- the way of a request --------------------------------------------------------------------------
+
+
+async def test_a_request_from_ticket_to_sound() -> None:
+    bench = Bench(pipeline)
+    ticket, sink = await bench.start("r")
+    await play(bench, "r")
+    (audio,) = drained(sink)
+    assert isinstance(audio, AudioOutput)
+    assert (audio.request_id, audio.sample_rate, audio.finished, audio.note) == ("external r", 24_000, True, None)
+    np.testing.assert_array_equal(audio.samples, np.array([0.5, -0.5], np.float32))
+    assert audio.frames.tolist() == [[1, 2], [3, 4]]
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+    assert [r.aborted for r in bench.replicas.values()] == [[], [], []]
+    assert bench.plugin.flows[0].events == [
+        Produced(stage, tokens, None if tensor is None else (stage, tensor), end or None)
+        for stage, tokens, tensor, end in STEPS
+    ]
+
+
+async def test_what_a_fed_stage_is_sent() -> None:
+    bench = Bench(pipeline)
+    await bench.start("r")
+    await play(bench, "r", STEPS[:4])
+    opened, *chunks = bench.of("voice/0").added
+    params = opened.sampling_params
+    assert params is not None
+    assert (opened.request_id, opened.prompt_token_ids, opened.resumable) == ("r", [0, 0], False)
+    assert params.extra_args == {PROMPT: {"track": [], "last": False}}
+    assert (params.temperature, params.max_tokens, params.stop_token_ids) == (0.9, 40, [75])
+    assert 75 in params.all_stop_token_ids
+    assert (params.output_kind, params.detokenize) == (RequestOutputKind.DELTA, False)
+    assert [chunk.sampling_params.extra_args for chunk in chunks if chunk.sampling_params] == [
+        {CHUNK: {"track": [11], "last": False}},
+        {CHUNK: {"track": [12], "last": True}},
+    ]
+    assert all((chunk.request_id, chunk.resumable, chunk.prompt_embeds) == ("r", True, None) for chunk in chunks)
+
+
+async def test_what_a_one_shot_stage_is_sent() -> None:
+    bench = Bench(pipeline)
+    await bench.start("r")
+    await play(bench, "r", STEPS[:5])
+    (request,) = bench.of("sound/0").added
+    assert (request.prompt_token_ids, request.sampling_params) == ([1, 2, 3, 4], None)
+    assert request.pooling_params is not None
+    assert request.pooling_params.task == "token_embed"
+
+
+async def test_sampling_given_with_the_request_is_copied() -> None:
+    given = SamplingParams(temperature=0.1, stop_token_ids=[5], max_tokens=1000)
+    bench = Bench(pipeline)
+    await bench.start("r", OmniOptions(modalities=("audio",), sampling={"voice": given}))
+    await play(bench, "r", STEPS[:1])
+    params = bench.of("voice/0").added[0].sampling_params
+    assert params is not None
+    assert (params.temperature, params.stop_token_ids, params.max_tokens) == (0.1, [5, 75], VOICE_ROOM)
+    assert (given.stop_token_ids, given.extra_args, given.max_tokens) == ([5], None, 1000)
+
+
+async def test_rows_follow_the_request_they_belong_to() -> None:
+    def with_rows(event: Produced) -> list[Action]:
+        return [Open("voice", [0], {"rows": 3}, rows=[torch.zeros(1, 2), torch.ones(2, 2)])]
+
+    bench = Bench(with_rows)
+    await bench.start("r")
+    await bench.produce("text", "r", 10)
+    opened, chunk = bench.of("voice/0").added
+    assert opened.prompt_embeds is None
+    assert chunk.prompt_embeds is not None
+    assert chunk.prompt_embeds.tolist() == [[0, 0], [1, 1], [1, 1]]
+    assert (chunk.request_id, chunk.prompt_token_ids, chunk.resumable) == ("r", None, True)
+
+
+async def test_chunks_stay_with_their_replica() -> None:
+    bench = Bench(pipeline, voice=3)
+    for name in "abcd":
+        await bench.start(name)
+        await play(bench, name, STEPS[:1])
+    for name in "dbca":
+        await play(bench, name, STEPS[1:4])
+    for name in "abcd":
+        assert [r.request_id for r in bench.bound("voice", name).added].count(name) == 3
+    assert sum(len(bench.of(f"voice/{i}").added) for i in range(3)) == 12
+
+
+async def test_a_stage_that_has_ended_the_request_gets_no_more() -> None:
+    bench = Bench(pipeline)
+    await bench.start("r")
+    await play(bench, "r", [*STEPS[:1], STEPS[4], *STEPS[1:2], STEPS[3]])
+    assert len(bench.of("voice/0").added) == 1
+    assert len(bench.of("sound/0").added) == 1
+
+
+# -- text alone ------------------------------------------------------------------------------------
+
+
+async def test_a_request_without_a_ticket_is_only_routed() -> None:
+    bench = Bench(pipeline, text=2)
+    sent = [text_request("a", {"mine": 1}), text_request("b")]
+    for request in sent:
+        await bench.orchestrator.open(request)
+    assert bench.of("text/0").added + bench.of("text/1").added == sent
+    assert sent[0].sampling_params is not None
+    assert sent[0].sampling_params.extra_args == {"mine": 1}
+    assert bench.plugin.flows == []
+    for name in "ab":
+        await bench.produce("text", name, 10)
+        await bench.produce("text", name, 11, end="length")
+    assert bench.orchestrator.held() == 0
+
+
+async def test_a_tensor_does_not_reach_the_client() -> None:
+    bench = Bench(pipeline)
+    await bench.orchestrator.open(text_request("r"))
+    made = output("r", 10, tensor=torch.zeros(2))
+    await bench.orchestrator.produced("text", made)
+    assert (made.pooling_output, made.new_token_ids) == (None, [10])
+
+
+async def test_a_ticket_leaves_no_trace_in_the_request() -> None:
+    bench = Bench(pipeline)
+    sink: asyncio.Queue[Any] = asyncio.Queue()
+    tickets = [bench.orchestrator.expect(OPTIONS, sink) for _ in range(2)]
+    assert len(set(tickets)) == 2
+    requests = [text_request("a", {TICKET: tickets[0]}), text_request("b", {TICKET: tickets[1], "mine": 1})]
+    for request in requests:
+        await bench.orchestrator.open(request)
+    assert [r.sampling_params.extra_args for r in requests if r.sampling_params] == [None, {"mine": 1}]
+    assert not any(r.sampling_params.skip_reading_prefix_cache for r in requests if r.sampling_params)
+    assert bench.plugin.prompts == [[1, 2, 3]] * 2
+
+
+async def test_a_plugin_may_ask_the_text_stage_for_more() -> None:
+    bench = Bench(pipeline)
+
+    def change(request: Any) -> None:
+        request.extra_args["export"] = [[0, 2]]
+        request.skip_prefix_cache = True
+
+    bench.plugin.change = change
+    await bench.start("r")
+    params = bench.of("text/0").added[0].sampling_params
+    assert params is not None
+    assert params.extra_args == {"export": [[0, 2]]}
+    assert params.skip_reading_prefix_cache is True
+
+
+# -- the end comes early ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("done", range(len(STEPS) + 1))
+@pytest.mark.parametrize("how", ["abort", "withdraw"])
+async def test_ended_by_the_caller_at_any_point(done: int, how: str) -> None:
+    bench = Bench(pipeline)
+    ticket, sink = await bench.start("r")
+    await play(bench, "r", STEPS[:done])
+    bound = [stage for stage, pool in bench.pools.items() if pool.replica_of("r")]
+    if how == "abort":
+        await bench.orchestrator.abort(["r", "unknown"])
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+    assert {name.stage: r.aborted for name, r in bench.replicas.items() if r.aborted} == {s: ["r"] for s in bound}
+    drained(sink)
+    sent = [len(r.added) for r in bench.replicas.values()]
+    await play(bench, "r", STEPS[done:])  # what was on its way
+    assert [len(r.added) for r in bench.replicas.values()] == sent
+    assert drained(sink) == []
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+async def test_a_ticket_that_was_never_used_can_be_withdrawn() -> None:
+    bench = Bench(pipeline)
+    ticket = bench.orchestrator.expect(OPTIONS, asyncio.Queue())
+    assert bench.orchestrator.held() == 1
+    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.withdraw("unknown")
+    assert bench.orchestrator.held() == 0
+
+
+@pytest.mark.parametrize("done", range(len(STEPS)))
+@pytest.mark.parametrize("stage", ["text", "voice", "sound"])
+async def test_a_replica_that_is_gone_takes_only_its_requests_along(stage: str, done: int) -> None:
+    bench = Bench(pipeline, text=2, voice=2, sound=2)
+    tickets = {name: await bench.start(name) for name in "abcd"}
+    for name in "abcd":
+        await play(bench, name, STEPS[:done])
+    gone = ReplicaId(stage, 0)
+    lost = {name for name in "abcd" if bench.pools[stage].replica_of(name) == gone}
+    elsewhere = {(s, name) for s in bench.pools for name in lost if s != stage and bench.pools[s].replica_of(name)}
+    await bench.orchestrator.replica_down(gone, "killed by signal 9")
+    assert {(r.id.stage, name) for r in bench.replicas.values() for name in r.aborted} == elsewhere
+    for name, (ticket, sink) in tickets.items():
+        await play(bench, name, STEPS[done:])
+        answers = drained(sink)
+        if name in lost:
+            (error,) = answers
+            assert isinstance(error, StageUnavailable)
+            assert f"{stage}/0" in str(error)
+            assert "killed by signal 9" in str(error)
+        else:
+            assert [type(answer) for answer in answers] == [AudioOutput]
+        await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+async def test_without_any_replica_left_the_error_says_so() -> None:
+    bench = Bench(pipeline)
+    await bench.orchestrator.replica_down(ReplicaId("voice", 0), "gone")
+    ticket, sink = await bench.start("r")
+    await play(bench, "r", STEPS[:1])
+    (error,) = drained(sink)
+    assert isinstance(error, StageUnavailable)
+    assert bench.of("text/0").aborted == ["r"]
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+async def test_a_stop_string_ends_the_text_and_not_the_sound(late: int) -> None:
+    """Tokens that the engine makes before it learns of the end are nobody's."""
+    bench = Bench(pipeline)
+    ticket, sink = await bench.start("r")
+    await play(bench, "r", STEPS[:2])
+    await bench.orchestrator.text_stopped(["r", "unknown"])
+    assert bench.of("text/0").aborted == ["r"]
+    for i in range(late):
+        await bench.produce("text", "r", 90 + i)
+    assert [e for e in bench.plugin.flows[0].events if e.stage == "text"][2:] == [Produced("text", finish="stop")]
+    await play(bench, "r", [STEPS[2], *STEPS[4:]])
+    assert [type(answer) for answer in drained(sink)] == [AudioOutput]
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+async def test_a_stop_string_of_a_text_request() -> None:
+    bench = Bench(pipeline)
+    await bench.orchestrator.open(text_request("r"))
+    await bench.orchestrator.text_stopped(["r"])
+    assert bench.of("text/0").aborted == ["r"]
+    assert bench.orchestrator.held() == 0
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def at_first(answer: Any) -> Any:
+    """A script that fails for requests whose first token is 66 and goes the usual way for others."""
+
+    def script(event: Produced) -> list[Action]:
+        if event.tokens == (66,):
+            if isinstance(answer, Exception):
+                raise answer
+            return [answer]
+        return pipeline(event)
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "says"),
+    [
+        (KeyError("frame"), RequestFailed, "frame"),
+        (ValueError("rows are missing"), RequestFailed, "rows are missing"),
+        (RequestError("prompt: odd", parameter="prompt"), RequestError, "prompt: odd"),
+        (Fail("the voice is gone"), RequestFailed, "the voice is gone"),
+        (Open("nowhere", [1], {}), RequestFailed, "nowhere"),
+        (Extend("nowhere", (1,), True), RequestFailed, "nowhere"),
+    ],
+    ids=str,
+)
+async def test_a_failure_is_one_requests_own(answer: Any, kind: type[OmniError], says: str) -> None:
+    bench = Bench(at_first(answer))
+    (bad, bad_sink), (good, good_sink) = await bench.start("bad"), await bench.start("good")
+    await play(bench, "good", STEPS[:2])
+    await bench.produce("text", "bad", 66)
+    (error,) = drained(bad_sink)
+    assert isinstance(error, kind)
+    assert says in str(error)
+    assert bench.of("text/0").aborted == ["bad"]
+    await play(bench, "good", STEPS[2:])
+    assert [type(answer) for answer in drained(good_sink)] == [AudioOutput]
+    for ticket in (bad, good):
+        await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+async def test_a_replica_that_refuses_a_request_fails_it() -> None:
+    bench = Bench(pipeline)
+    ticket, sink = await bench.start("r")
+    bench.of("voice/0").error = OSError("broken pipe")
+    await play(bench, "r", STEPS[:1])
+    (error,) = drained(sink)
+    assert isinstance(error, RequestFailed)
+    assert "broken pipe" in str(error)
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+async def test_a_text_request_that_cannot_be_sent_is_not_held() -> None:
+    bench = Bench(pipeline)
+    bench.of("text/0").error = OSError("broken pipe")
+    with pytest.raises(OSError, match="broken pipe"):
+        await bench.orchestrator.open(text_request("r"))
+    assert bench.orchestrator.held() == 0
+    await bench.orchestrator.replica_down(ReplicaId("text", 0), "gone")
+    with pytest.raises(StageUnavailable, match="text"):
+        await bench.orchestrator.open(text_request("r"))
+    assert bench.orchestrator.held() == 0
+
+
+async def test_what_the_plugin_refuses_is_not_started() -> None:
+    bench = Bench(pipeline)
+    with pytest.raises(RequestError, match="smell"):
+        bench.orchestrator.expect(OmniOptions(modalities=("smell",)), asyncio.Queue())
+    assert bench.orchestrator.held() == 0
+
+    def refuse(request: Any) -> None:
+        raise RequestError("prompt: no", parameter="prompt")
+
+    bench.plugin.change = refuse
+    ticket = bench.orchestrator.expect(OPTIONS, asyncio.Queue())
+    with pytest.raises(RequestError, match="prompt: no"):
+        await bench.orchestrator.open(text_request("r", {TICKET: ticket}))
+    assert bench.of("text/0").added == []
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+async def test_everybody_who_waits_is_told_of_the_end() -> None:
+    bench = Bench(pipeline)
+    sinks = [(await bench.start(name))[1] for name in "ab"]
+    error = StageUnavailable("the server is shutting down")
+    bench.orchestrator.fail_all(error)
+    assert [drained(sink) for sink in sinks] == [[error], [error]]
+
+
+async def test_no_sound_is_an_answer_too() -> None:
+    def silent(event: Produced) -> list[Action]:
+        facts = {"sample_rate": 24_000, "frames": (), "note": "too short"}
+        return [Emit("audio", None, facts), Finished()]
+
+    bench = Bench(silent)
+    ticket, sink = await bench.start("r")
+    await bench.produce("text", "r", 9, end="stop")
+    (audio,) = drained(sink)
+    assert (audio.samples.shape, audio.frames.shape, audio.note) == ((0,), (0, 0), "too short")
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
