@@ -1,0 +1,200 @@
+"""Run a tiny Qwen3-Omni through all stages in several modes and compare with stored answers. Needs no pytest.
+
+    python tests/gpu/run_once.py [--modes NAME ...] [--all-at-once] [--list]
+
+Each mode runs in a process of its own, one after the other. In float32 every token and frame must be the stored one;
+in bfloat16 it is only counted how many are, and the answer has to be complete. On a machine without CUDA the one mode
+is "cpu". Exit status 1 if a mode failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+GOLDEN = Path(__file__).parents[1] / "data" / "gpu_golden.json"
+CACHE_BYTES = 256 << 20
+MAX_LEN, MAX_SEQS = 2048, 8
+STEP_TOKENS = 128  # longer prompts are prefilled in chunks
+RATE_HZ = 16_000
+TIMEOUT_S = 400
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How the engines are configured."""
+
+    dtype: str
+    eager: bool
+    v2: bool
+
+
+MODES = {
+    "fp32-eager-v2": Mode("float32", eager=True, v2=True),
+    "fp32-graphs-v2": Mode("float32", eager=False, v2=True),
+    "bf16-eager-v2": Mode("bfloat16", eager=True, v2=True),
+    "bf16-graphs-v2": Mode("bfloat16", eager=False, v2=True),
+    "fp32-eager-v1": Mode("float32", eager=True, v2=False),
+    "bf16-graphs-v1": Mode("bfloat16", eager=False, v2=False),
+}
+CPU = Mode("float32", eager=True, v2=False)
+
+
+def prompt_of(case: dict[str, Any]) -> dict[str, Any]:
+    """The case's prompt with its media decoded."""
+    import numpy as np
+    from PIL import Image
+
+    pictures = [Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB") for data in case["image"]]
+    sounds = [np.frombuffer(base64.b64decode(data), "<i2").astype("f4") / 2**15 for data in case["audio"]]
+    media = {"image": pictures, "audio": [(sound, RATE_HZ) for sound in sounds]}
+    return {"prompt": case["prompt"], "multi_modal_data": {kind: items for kind, items in media.items() if items}}
+
+
+def same(got: list[Any], expected: list[Any]) -> int:
+    """Length of the common beginning."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected))
+    )
+
+
+def judge(name: str, output: Any, case: dict[str, Any], *, exact: bool) -> bool:
+    """Print how an answer compares and whether it will do."""
+    if output.error is not None:
+        print(f"  {name}: FAILED: {output.error}")
+        return False
+    tokens, frames = list(output.outputs[0].token_ids), output.frames.tolist()
+    ok = output.audio is not None and bool((abs(output.audio) <= 1).all()) and len(output.audio) > 0
+    if exact:
+        ok = ok and (tokens, frames, len(output.audio)) == (case["tokens"], case["frames"], case["samples"])
+    print(
+        f"  {name}: {'ok' if ok else 'WRONG'}; tokens {same(tokens, case['tokens'])} of {len(case['tokens'])}, "
+        f"frames {same(frames, case['frames'])} of {len(case['frames'])} as stored"
+    )
+    return ok
+
+
+def one_by_one() -> Any:
+    """Start replicas one after the other: a small machine does not survive all at once."""
+    from vllm_omni_ext.runtime import launcher
+
+    class OneByOne(launcher.Deployment):
+        def _start(self, replica: Any) -> None:
+            super()._start(replica)
+            super().wait()
+
+        def wait(self) -> None:
+            """All are ready already."""
+
+    return mock.patch.object(launcher, "Deployment", OneByOne)
+
+
+def run(mode: Mode, model: str) -> bool:
+    """Start, ask each case alone and then all together, compare and time."""
+    from vllm import LLM
+
+    started = time.perf_counter()
+    small = {"max_model_len": MAX_LEN, "max_num_seqs": MAX_SEQS}
+    llm = LLM(
+        model,
+        omni=True,
+        dtype=mode.dtype,
+        enforce_eager=mode.eager,
+        **small,
+        max_num_batched_tokens=STEP_TOKENS,
+        stage_overrides={
+            "thinker": {"kv_cache_bytes": CACHE_BYTES},
+            "talker": {"kv_cache_bytes": CACHE_BYTES, "engine": small},
+        },
+    )
+    print(f"  ready after {time.perf_counter() - started:.1f} s")
+    try:
+        return ask(llm, mode)
+    finally:
+        llm.close()
+
+
+def ask(llm: Any, mode: Mode) -> bool:
+    """All cases, alone and together."""
+    from vllm import SamplingParams
+
+    golden = json.loads(GOLDEN.read_text())
+    cases, limits = golden["cases"], golden["limits"]
+    sampling = {
+        "thinker": SamplingParams(temperature=0, max_tokens=limits["text"]),
+        "talker": SamplingParams(temperature=0, repetition_penalty=1.05, max_tokens=limits["frames"]),
+    }
+    exact, ok = mode.dtype == "float32", True
+    for name, case in cases.items():
+        began = time.perf_counter()
+        (output,) = llm.generate(prompt_of(case), sampling, voice="ethan", use_tqdm=False)
+        print(f"  {name}: {time.perf_counter() - began:.3f} s")
+        ok = judge(name, output, case, exact=exact) and ok
+    for turn in ("together", "together again"):
+        began = time.perf_counter()
+        outputs = llm.generate([prompt_of(c) for c in cases.values()], sampling, voice="ethan", use_tqdm=False)
+        print(f"  {turn}: {time.perf_counter() - began:.3f} s")
+        for (name, case), output in zip(cases.items(), outputs, strict=True):
+            ok = judge(name, output, case, exact=exact) and ok
+    return ok
+
+
+def in_a_process(name: str, model: str, *, all_at_once: bool) -> bool:
+    """Run one mode in a fresh interpreter, its log going where ours goes."""
+    mode = MODES.get(name, CPU)
+    environment = {**os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
+    if name in MODES:
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(mode.v2))
+    command = [sys.executable, __file__, "--mode", name, "--model", model]
+    command += ["--all-at-once"] if all_at_once else []
+    print(f"== {name}", flush=True)
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(command, env=environment, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"== {name}: FAILED, not done after {TIMEOUT_S} s", flush=True)
+        return False
+    state = "ok" if done.returncode == 0 else f"FAILED with {done.returncode}"
+    print(f"== {name}: {state} after {time.perf_counter() - began:.1f} s", flush=True)
+    return done.returncode == 0
+
+
+def main() -> int:
+    """Run the modes asked for."""
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--modes", nargs="+", choices=[*MODES, "cpu"], help="default: all that this machine can do")
+    flags.add_argument("--all-at-once", action="store_true", help="start all stages at once, as a server does")
+    flags.add_argument("--list", action="store_true", help="print the modes")
+    flags.add_argument("--mode", choices=[*MODES, "cpu"], help=argparse.SUPPRESS)
+    flags.add_argument("--model", help=argparse.SUPPRESS)
+    args = flags.parse_args()
+    if args.list:
+        print("\n".join(MODES))
+        return 0
+    if args.mode is not None:
+        with mock.MagicMock() if args.all_at_once else one_by_one():
+            return 0 if run(MODES.get(args.mode, CPU), args.model) else 1
+    import torch
+
+    from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+
+    names = args.modes or (list(MODES) if torch.cuda.is_available() else ["cpu"])
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(write_qwen3_omni(f"{folder}/model", seed=0))
+        results = [in_a_process(name, model, all_at_once=args.all_at_once) for name in names]
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
