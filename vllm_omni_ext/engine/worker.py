@@ -19,6 +19,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_omni_ext.engine.exporter import Exporter
 from vllm_omni_ext.engine.feeder import Feeder, Span
+from vllm_omni_ext.memory import trim
 from vllm_omni_ext.wire.handoff import PROMPT, export_ranges
 
 if current_platform.is_cpu():
@@ -72,7 +73,17 @@ def _executed_order(runner: Any, state: Any) -> list[str]:
     return list(state.input_batch.req_ids) if hasattr(state, "input_batch") else _v1_order(runner)
 
 
-class ExportWorker(_Worker):  # type: ignore[misc]
+class _LeanWorker(_Worker):  # type: ignore[misc]
+    """The stock worker; gives back what loading left behind."""
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Last step of the start-up."""
+        times = super().compile_or_warm_up_model()
+        trim()
+        return times
+
+
+class ExportWorker(_LeanWorker):
     """Exports hidden rows of chosen prompt positions; without such requests it is the stock worker."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -147,7 +158,7 @@ def model_accept_layer(vllm_config: Any) -> int:
     return int(vllm_config.model_config.hf_config.talker_config.accept_hidden_layer)
 
 
-class FeedWorker(_Worker):  # type: ignore[misc]
+class FeedWorker(_LeanWorker):
     """Runs a model that builds its own input rows (`model.feeder`) and turns samples into stage outputs.
 
     Steps that do not come from our scheduler are vLLM's own warm-up (V2 runs it through the worker): they stay stock.

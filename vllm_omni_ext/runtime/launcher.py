@@ -13,16 +13,24 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.model_executor.models import ModelRegistry
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.engine.utils import CoreEngineLaunch, EngineZmqListeners, bind_engine_zmq_listeners, launch_core_engines
 from vllm.v1.executor import Executor
 
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.memory import trim
+from vllm_omni_ext.model_plugins.registry import resolve
 from vllm_omni_ext.omni import Connections
+from vllm_omni_ext.plugin import MODELS
 from vllm_omni_ext.runtime.engine_args import stage_engine_args
 from vllm_omni_ext.topology.cpu import THREADS
 from vllm_omni_ext.topology.shape import Plan
@@ -49,13 +57,15 @@ class Deployment:
         self.configs: dict[ReplicaId, VllmConfig] = {}
         self._listeners: dict[ReplicaId, EngineZmqListeners] = {}
         self._launches: dict[ReplicaId, CoreEngineLaunch] = {}
-        self._starting = contextlib.ExitStack()
+        self._barriers: list[contextlib.ExitStack] = []
         self._usage = usage
         self.fork = may_fork(plan, usage)
         self._folder = ""
 
     def __enter__(self) -> Deployment:
         self._folder = tempfile.mkdtemp(prefix="omni-")
+        if self.fork:
+            register_classes()
         try:
             for stage in self.plan.stages:
                 said = {"VLLM_RPC_BASE_PATH": self._folder, **self.plan.config.stage(stage.name).env}
@@ -75,11 +85,19 @@ class Deployment:
         config.shutdown_timeout = 0
         if self.fork:  # after the config: making it, vLLM's CPU platform asks for spawn
             os.environ[START_METHOD] = "fork"
+            preload(config)
         listeners = bind_engine_zmq_listeners(config, self.clients)
         self.configs[replica], self._listeners[replica] = config, listeners
         launch = launch_core_engines(config, Executor.get_class(config), True, listeners.addresses)
-        with frozen_heap() if self.fork else contextlib.nullcontext():
-            self._launches[replica] = self._starting.enter_context(launch)
+        with self.forking():
+            barrier = contextlib.ExitStack()
+            self._launches[replica] = barrier.enter_context(launch)
+            self._barriers.append(barrier)
+
+    def forking(self) -> contextlib.AbstractContextManager[None]:
+        """Where processes of this deployment are started. The server's head has no work left for the collector."""
+        server = self._usage is UsageContext.OPENAI_API_SERVER
+        return frozen_heap(keep=server) if self.fork else contextlib.nullcontext()
 
     def wait(self) -> None:
         """Wait until every replica is ready.
@@ -88,10 +106,18 @@ class Deployment:
             StartFailed: a replica ended while starting; its log tells why.
         """
         try:
-            self._starting.close()
+            self._await_handshakes()
         except RuntimeError as error:
             gone = ", ".join(str(r) for r, p in self.processes().items() if p.exitcode is not None) or "a replica"
             raise StartFailed(f"{gone} did not start; see the log lines of that process above") from error
+
+    def _await_handshakes(self) -> None:
+        """Serve the start-up handshake of all replicas at once: a replica loads nothing before its own is answered."""
+        with ThreadPoolExecutor(max_workers=len(self._barriers)) as threads:
+            waits = [threads.submit(barrier.close) for barrier in self._barriers]
+        self._barriers.clear()
+        for wait in waits:
+            wait.result()
 
     def processes(self) -> dict[ReplicaId, Any]:
         """The process of each replica."""
@@ -138,8 +164,10 @@ class Deployment:
         self.end()
         for launch in self._launches.values():
             launch.engine_manager.shutdown(timeout=0)
-        with contextlib.suppress(RuntimeError):  # the start-up barrier of replicas that have just been ended
-            self._starting.close()
+        for barrier in self._barriers:  # only if the start was cut short: the replicas they wait for have been ended
+            with contextlib.suppress(RuntimeError):
+                barrier.close()
+        self._barriers.clear()
         for listeners in self._listeners.values():
             listeners.cleanup()
         self._launches.clear()
@@ -171,18 +199,40 @@ def may_fork(plan: Plan, usage: UsageContext) -> bool:
     return usage is UsageContext.OPENAI_API_SERVER or all(stage.env.get(THREADS) == "1" for stage in plan.stages)
 
 
+def register_classes() -> None:
+    """Register the stage models as classes: for a name, vLLM imports itself once more in a process just to look."""
+    for architecture, target in MODELS.items():
+        ModelRegistry.register_model(architecture, resolve(target))
+
+
+def preload(config: VllmConfig) -> None:
+    """Import the worker and fill vLLM's caches of tokenizer and processor once, for all that is forked from here."""
+    resolve_obj_by_qualname(config.parallel_config.worker_cls)
+    model = config.model_config
+    if model.skip_tokenizer_init:
+        return
+    cached_tokenizer_from_config(model)
+    if model.is_multimodal_model:
+        MULTIMODAL_REGISTRY.create_processor(model).info.get_hf_processor()
+
+
 @contextlib.contextmanager
-def frozen_heap() -> Iterator[None]:
+def frozen_heap(*, keep: bool) -> Iterator[None]:
     """Keep the garbage collector of processes forked inside the block off what they share with this one.
 
     It writes into every object it looks at, and each page written to is copied: hundreds of MB in every process.
+
+    Args:
+        keep: keep it off in this process too, for good.
     """
     gc.collect()
+    trim()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not keep:
+            gc.unfreeze()
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.logger import init_logger
 from vllm.renderers.chat_utils import load_chat_template
 
+from vllm_omni_ext.memory import trim
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.serving.chat import OmniServingChat
 
@@ -67,6 +68,7 @@ async def run_app(omni: AsyncOmni, listen_address: str, sock: socket.socket, arg
     try:
         await omni.reset_mm_cache()  # forgets the dummy data of the start
         app = await make_app(omni, args)
+        trim()
         logger.info("Starting the server on %s", listen_address)
         shutdown: Awaitable[None] = await serve_http(app, sock, **_server_options(args))
         await shutdown

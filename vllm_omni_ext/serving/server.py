@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import socket
 import sys
@@ -19,8 +18,9 @@ from vllm.utils.system_utils import decorate_logs, get_mp_context
 
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.memory import trim
 from vllm_omni_ext.omni import Connections
-from vllm_omni_ext.runtime.launcher import START_METHOD, Deployment, environment, frozen_heap
+from vllm_omni_ext.runtime.launcher import START_METHOD, Deployment, environment
 from vllm_omni_ext.runtime.supervisor import Supervisor
 from vllm_omni_ext.topology.shape import Plan
 from vllm_omni_ext.wire.control import ReplicaDied, decode, encode
@@ -46,6 +46,7 @@ def serve(plan: Plan, args: Namespace) -> int:
             ApiServers(deployment, listen_address, sock, args) as servers,
         ):
             deployment.wait()
+            trim()
             return Head(deployment, servers, stopping).watch()
     except OmniError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -74,7 +75,7 @@ class ApiServers:
                     name=f"ApiServer_{client}",
                     args=(self._deployment.connections(client), receiver, self._listen, self._sock, self._args),
                 )
-                with frozen_heap() if self._deployment.fork else contextlib.nullcontext():
+                with self._deployment.forking():
                     process.start()
                 receiver.close()
                 self.processes[client] = process

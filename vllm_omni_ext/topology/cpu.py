@@ -12,6 +12,12 @@ from vllm_omni_ext.topology.shape import Machine
 MAX_NUM_SEQS = 16
 """Sequences a replica runs at once."""
 
+SMALL_CACHE_BYTES = 32 << 20
+"""The least a stage with a KV cache gets when its size is worked out: many short sequences instead of a long one."""
+
+SPARE_TOKENS = 512
+"""Room beside the one sequence of full length: vLLM keeps a block for itself and rounds up to whole blocks."""
+
 SMALLEST_CACHE_BYTES = 16 << 20
 """For a stage without a KV cache: an explicit size keeps the engine from claiming most of the memory at start."""
 
@@ -41,7 +47,7 @@ def engine_defaults(spec: StageSpec, facts: ModelFacts, machine: Machine, replic
     token_bytes = facts.kv_bytes_per_token.get(spec.name)
     if spec.cpu_kv_bytes and length and token_bytes:
         limit = max(spec.cpu_kv_bytes, int(machine.memory_bytes * CACHE_PART_OF_MEMORY) // replicas)
-        defaults["kv_cache_memory_bytes"] = min(max(spec.cpu_kv_bytes, length * token_bytes), limit)
+        defaults["kv_cache_memory_bytes"] = min(max(SMALL_CACHE_BYTES, (length + SPARE_TOKENS) * token_bytes), limit)
         if length * token_bytes > limit:
             defaults["max_model_len"] = limit // token_bytes
     return defaults
