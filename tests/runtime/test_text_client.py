@@ -1,0 +1,144 @@
+"""The text stage's replicas as `AsyncLLM` sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.runtime.replica import StockReplica
+from vllm_omni_ext.runtime.text_client import TextClient
+
+NAMES = [ReplicaId("thinker", i) for i in range(3)]
+
+
+class Client:
+    """vLLM's client of one replica."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.vllm_config = f"config {number}"
+        self.calls: list[tuple[Any, ...]] = []
+        self.closed: list[float | None] = []
+        self.resources = SimpleNamespace(engine_dead=False)
+
+    async def reset_prefix_cache_async(self, *args: Any, **kwargs: Any) -> int:
+        self.calls.append((args, kwargs))
+        await asyncio.sleep(0)
+        return self.number
+
+    async def collective_rpc_async(self, method: str) -> list[str]:
+        await asyncio.sleep(0)
+        return [f"{method} {self.number}"]
+
+    async def failing_async(self) -> None:
+        if self.number == 1:
+            raise ValueError("no")
+
+    def get_kv_event_sources(self) -> dict[int, str]:
+        return {0: f"source {self.number}"}
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.closed.append(timeout)
+
+
+class Orchestrator:
+    """Takes down what passes through it."""
+
+    def __init__(self) -> None:
+        self.opened: list[Any] = []
+        self.stopped: list[str] = []
+
+    async def open(self, request: Any) -> None:
+        self.opened.append(request)
+
+    async def text_stopped(self, request_ids: list[str]) -> None:
+        self.stopped += request_ids
+
+
+class Bench:
+    def __init__(self, count: int = 3) -> None:
+        self.clients: list[Any] = [Client(i) for i in range(count)]
+        self.replicas = {name: StockReplica(name, c) for name, c in zip(NAMES, self.clients, strict=False)}
+        self.orchestrator: Any = Orchestrator()
+        self.text = TextClient(self.replicas, self.orchestrator)
+
+
+def outputs(request_id: str) -> EngineCoreOutputs:
+    return EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, [1])])
+
+
+async def test_outputs_come_in_order_with_the_replicas_number() -> None:
+    text = Bench().text
+    waiting = asyncio.create_task(text.get_output_async())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    for i in (2, 0, 1):
+        text.deliver(NAMES[i], outputs(str(i)))
+    got = [await waiting, await text.get_output_async(), await text.get_output_async()]
+    assert [(o.engine_index, o.outputs[0].request_id) for o in got] == [(2, "2"), (0, "0"), (1, "1")]
+
+
+async def test_requests_and_stop_strings_go_to_the_orchestrator() -> None:
+    bench = Bench()
+    request: Any = object()
+    await bench.text.add_request_async(request)
+    await bench.text.abort_requests_async(["a", "b"])
+    assert (bench.orchestrator.opened, bench.orchestrator.stopped) == ([request], ["a", "b"])
+
+
+async def test_the_stage_is_dead_with_its_last_replica() -> None:
+    text = Bench().text
+    text.deliver(NAMES[0], outputs("before"))
+    for name in NAMES[:2]:
+        text.lost(name)
+    assert not text.resources.engine_dead
+    text.lost(NAMES[2])
+    assert text.resources.engine_dead
+    assert (await text.get_output_async()).outputs[0].request_id == "before"
+    with pytest.raises(EngineDeadError):
+        await text.get_output_async()
+
+
+async def test_utilities_reach_every_live_replica() -> None:
+    bench = Bench()
+    bench.text.lost(NAMES[1])
+    assert await bench.text.reset_prefix_cache_async(True, x=1) == 0
+    assert [client.calls for client in bench.clients] == [[((True,), {"x": 1})], [], [((True,), {"x": 1})]]
+    assert await bench.text.collective_rpc_async("f") == ["f 0", "f 2"]
+
+
+async def test_a_utility_that_fails_in_one_replica_fails() -> None:
+    with pytest.raises(ValueError, match="no"):
+        await Bench().text.failing_async()
+
+
+def test_other_names_are_unknown() -> None:
+    async def main() -> None:
+        text = Bench().text
+        assert not hasattr(text, "nothing")
+        with pytest.raises(AttributeError, match="'nothing'"):
+            _ = text.nothing
+
+    asyncio.run(main())
+
+
+async def test_what_vllm_reads_of_a_client() -> None:
+    bench = Bench()
+    assert bench.text.engine_ranks_managed == [0, 1, 2]
+    assert bench.text.vllm_config == "config 0"
+    assert bench.text.get_kv_event_sources() == {0: "source 0", 1: "source 1", 2: "source 2"}
+    assert bench.text.dp_engines_running() is False
+
+
+async def test_closing_closes_what_is_left_and_not_the_callers_table() -> None:
+    bench = Bench()
+    bench.text.lost(NAMES[0])
+    bench.text.shutdown(2.5)
+    assert [client.closed for client in bench.clients] == [[], [2.5], [2.5]]
+    assert len(bench.replicas) == 3
