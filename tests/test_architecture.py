@@ -23,7 +23,7 @@ MEDIAN_FILE_LINES = 120
 HEAVY = {"vllm", "torch", "zmq", "transformers", "mooncake"}
 
 LAYERS = (
-    {"errors", "ids", "report", "outputs"},
+    {"errors", "ids", "memory", "report", "outputs"},
     {"patching", "patches"},
     {"config", "compat", "environment", "metrics", "model_plugins.registry", "model_plugins.*.pipeline"},
     {"topology", "pool", "orchestrator.flow", "coordinator.membership"},

@@ -42,6 +42,7 @@ def test_threads_are_divided(pipeline: PipelineSpec, cpu: Machine, cores: int, r
     plan = plan_for(pipeline, replace(cpu, cpu_count=cores), talker=StageConfig(replicas=replicas))
     assert plan.stage("thinker").env == {
         "OMP_NUM_THREADS": threads,
+        "OMNI_EXT_THREADS": threads,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
@@ -52,6 +53,7 @@ def test_environment_may_be_changed(pipeline: PipelineSpec, cpu: Machine) -> Non
     env = plan_for(pipeline, cpu, talker=stage).stage("talker").env
     assert env == {
         "OMP_NUM_THREADS": "5",
+        "OMNI_EXT_THREADS": "5",
         "VLLM_CPU_OMP_THREADS_BIND": "0-3",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "MINE": "1",
@@ -63,9 +65,9 @@ def test_environment_may_be_changed(pipeline: PipelineSpec, cpu: Machine) -> Non
     [
         (ModelFacts(), 256 * MIB, None),
         (ModelFacts(max_model_len={"thinker": 32768}), 256 * MIB, None),
-        (ModelFacts(max_model_len={"thinker": 1024}, kv_bytes_per_token={"thinker": 1024}), 256 * MIB, None),
-        (ModelFacts(max_model_len={"thinker": 2048}, kv_bytes_per_token={"thinker": MIB}), 2048 * MIB, None),
-        (ModelFacts(max_model_len={"thinker": 65536}, kv_bytes_per_token={"thinker": MIB}), 4096 * MIB, 4096),
+        (ModelFacts(max_model_len={"thinker": 1024}, kv_bytes_per_token={"thinker": 1024}), 32 * MIB, None),
+        (ModelFacts(max_model_len={"thinker": 2048}, kv_bytes_per_token={"thinker": MIB}), 2560 * MIB, None),
+        (ModelFacts(max_model_len={"thinker": 65536}, kv_bytes_per_token={"thinker": MIB}), 4096 * MIB, 3584),
     ],
 )
 def test_cache_size(pipeline: PipelineSpec, cpu: Machine, facts: ModelFacts, cache: int, length: int | None) -> None:

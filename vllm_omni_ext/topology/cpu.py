@@ -47,9 +47,10 @@ def engine_defaults(spec: StageSpec, facts: ModelFacts, machine: Machine, replic
     token_bytes = facts.kv_bytes_per_token.get(spec.name)
     if spec.cpu_kv_bytes and length and token_bytes:
         limit = max(spec.cpu_kv_bytes, int(machine.memory_bytes * CACHE_PART_OF_MEMORY) // replicas)
-        defaults["kv_cache_memory_bytes"] = min(max(SMALL_CACHE_BYTES, (length + SPARE_TOKENS) * token_bytes), limit)
-        if length * token_bytes > limit:
-            defaults["max_model_len"] = limit // token_bytes
+        needed = (length + SPARE_TOKENS) * token_bytes
+        defaults["kv_cache_memory_bytes"] = min(max(SMALL_CACHE_BYTES, needed), limit)
+        if needed > limit:
+            defaults["max_model_len"] = limit // token_bytes - SPARE_TOKENS
     return defaults
 
 
