@@ -166,7 +166,8 @@ def test_voices_differ(client: openai.OpenAI) -> None:
     ("fields", "parameter"),
     [
         ({"modalities": ["smell"]}, "modalities"),
-        ({"audio": {"voice": "ethan", "format": "mp3"}}, "audio.format"),
+        ({"audio": {"voice": "ethan", "format": "aac"}}, "audio.format"),
+        ({"audio": {"voice": "ethan", "format": "mp3"}, "stream": True}, "audio.format"),
         ({"n": 2}, "n"),
         ({"extra_body": {"talker": {"heat": 1}}}, "talker.heat"),
         ({"messages": [*HELLO, {"role": "assistant", "audio": {"id": "audio-1"}}, *HELLO]}, "messages[1].audio"),
@@ -227,7 +228,9 @@ def _running(server: Server) -> float:
     """Requests in the text stage, as vLLM counts them."""
     with urllib.request.urlopen(f"{server.base_url.removesuffix('/v1')}/metrics") as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running{"))
+    return sum(
+        float(line.rpartition(" ")[2]) for line in lines if line.startswith('vllm:num_requests_running{engine="0"')
+    )
 
 
 def _wait_idle(server: Server) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -24,7 +25,24 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "custom voice": ({"audio": {"voice": {"id": "v"}, "format": "wav"}}, "audio.voice", "name of a voice"),
     "top voice": ({"voice": "alloy"}, "voice", "ethan"),
     "speaker": ({"speaker": "alloy"}, "speaker", "ethan"),
-    "format": ({"audio": {"voice": "ethan", "format": "mp3"}}, "audio.format", "wav, pcm16"),
+    "format": ({"audio": {"voice": "ethan", "format": "aac"}}, "audio.format", "wav, pcm16, flac, mp3, opus"),
+    "format type": ({"audio": {"voice": "ethan", "format": ["wav"]}}, "audio.format", "wav"),
+    "audio in content": ({"audio_in_content": "yes"}, "audio_in_content", "true or false"),
+    "list type": ({"sampling_params_list": {"talker": {}}}, "sampling_params_list", "thinker, talker, code2wav"),
+    "list length": ({"sampling_params_list": [{}] * 4}, "sampling_params_list", "thinker, talker, code2wav"),
+    "list entry": ({"sampling_params_list": [{}, 1]}, "sampling_params_list[1]", "temperature"),
+    "list key": ({"sampling_params_list": [{}, {"heat": 1}]}, "sampling_params_list[1].heat", "temperature"),
+    "list value": (
+        {"sampling_params_list": [{}, {"temperature": -1}]},
+        "sampling_params_list[1].temperature",
+        "temperature",
+    ),
+    "list text value": ({"sampling_params_list": [{"top_p": 7}]}, "sampling_params_list[0].top_p", "top_p"),
+    "list text type": ({"sampling_params_list": [{"stop": 7}]}, "sampling_params_list[0].stop", "texts"),
+    "list sound value": ({"sampling_params_list": [None, None, {"seed": "x"}]}, "sampling_params_list[2].seed", "64"),
+    "large integer": ({"talker": {"seed": 1 << 70}}, "talker.seed", "64 bits"),
+    "large integer of vLLM": ({"top_k": 1 << 70}, "top_k", "64 bits"),
+    "long value": ({"voice": "x" * 100_000}, "voice", "..."),
     "audio type": ({"audio": "wav"}, "audio", "voice and format"),
     "audio key": ({"audio": {"vioce": "ethan"}}, "audio.vioce", "voice, format"),
     "n": ({"n": 2}, "n", "must be 1"),
@@ -55,9 +73,40 @@ async def test_refused(client: openai.AsyncOpenAI, engine: ScriptedOmni, case: s
     with pytest.raises(openai.BadRequestError) as caught:
         await ask(client, messages=messages, stream=stream, extra_body=rest)
     assert caught.value.param == parameter
+    assert len(caught.value.body["message"]) < 1100
     assert said in caught.value.body["message"]
     assert caught.value.body["type"] == "BadRequestError"
     assert engine.calls == []
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", "%s"), ("talker", '{"temperature": %s}'), ("logit_bias", '{"1": %s}')]
+)
+async def test_numbers_no_engine_can_take(app: Any, engine: ScriptedOmni, number: str, field: str, value: str) -> None:
+    body = json.dumps({"messages": HELLO})[:-1] + f', "{field}": {value % number}}}'
+    response = await post(app, body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].partition(".")[0] == field
+    assert engine.calls == []
+
+
+async def test_half_a_character_is_answered(app: Any, engine: ScriptedOmni) -> None:
+    for field in ('"voice": "\\ud800"', '"talker": {"\\ud800": 1}', '"model": "\\ud800"', '"stop": ["\\ud800", 1]'):
+        response = await post(app, json.dumps({"messages": HELLO})[:-1] + f", {field}}}")
+        assert response.status_code in (400, 404), response.text
+
+
+async def post(app: Any, body: str) -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as http:
+        return await http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize("name", ["flac", "mp3", "opus"])
+async def test_files_cannot_be_streamed(client: openai.AsyncOpenAI, engine: ScriptedOmni, name: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await ask(client, stream=True, audio={"voice": "ethan", "format": name})
+    assert (caught.value.param, "wav, pcm16" in caught.value.body["message"]) == ("audio.format", True)
 
 
 async def test_n_is_fine_for_text(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import openai
 import pytest
 import soundfile
 
+from tests import media
 from tests.serving.conftest import MODEL
 from tests.serving.scripted import RATE, ScriptedOmni, sound
 from vllm_omni_ext.serving.wav import pcm16
@@ -56,6 +58,20 @@ async def test_sound_alone_has_no_content(client: openai.AsyncOpenAI, engine: Sc
     assert base64.b64decode(choice.message.audio.data) == pcm16(expected_sound())
     assert choice.audio_metadata["format"] == "pcm16"
     assert engine.calls[0].options.voice == "Ethan"
+
+
+@pytest.mark.parametrize(("name", "kind"), [("flac", "FLAC"), ("mp3", "MP3"), ("opus", "OGG")])
+async def test_formats(client: openai.AsyncOpenAI, engine: ScriptedOmni, name: str, kind: str) -> None:
+    tone = np.sin(np.arange(24_000, dtype=np.float32) / 20) / 2
+    engine.script = ["a", replace(sound(0, frames=13, finished=True), samples=tone)]
+    choice = (await ask(client, audio={"voice": "ethan", "format": name})).choices[0]
+    file = io.BytesIO(base64.b64decode(choice.message.audio.data))
+    info = soundfile.info(file)
+    assert (info.format, info.samplerate, info.channels, info.frames) == (kind, RATE, 1, 24_000)
+    file.seek(0)
+    heard, _ = soundfile.read(file)
+    assert np.corrcoef(heard, tone)[0, 1] > 0.9
+    assert choice.audio_metadata["format"] == name
 
 
 async def test_text_alone_is_stock(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
@@ -117,6 +133,49 @@ async def test_talker_sampling(client: openai.AsyncOpenAI, engine: ScriptedOmni)
     assert (talker.seed, talker.temperature) == (8, 0)
     await ask(client)
     assert engine.calls[2].options.sampling == {}
+
+
+async def test_sampling_by_stage_in_a_list(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
+    engine.script = TWO_PIECES
+    text = {"temperature": 0.25, "top_p": 0.5, "max_tokens": 9, "seed": 4, "stop": ["!"], "detokenize": True}
+    talker = {"temperature": 0.75, "top_k": 3, "seed": 5, "detokenize": False}
+    entries = [text, talker, {"temperature": 0.0, "top_k": -1, "max_tokens": 65536}]
+    await ask(client, extra_body={"sampling_params_list": entries})
+    call = engine.calls[0]
+    params, chosen = call.params, call.options.sampling
+    assert (params.temperature, params.top_p, params.max_tokens, params.seed) == (0.25, 0.5, 9, 4)
+    assert params.stop == ["!"]
+    assert (chosen["talker"].temperature, chosen["talker"].top_k, chosen["talker"].seed) == (0.75, 3, 5)
+    assert set(chosen) == {"talker"}
+
+
+async def test_a_field_is_stronger_than_the_list(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
+    engine.script = TWO_PIECES
+    entries = [{"temperature": 0.25, "max_tokens": 9}, {"temperature": 0.75, "top_k": 3}]
+    body = {"sampling_params_list": entries, "talker": {"temperature": 0.5}}
+    await ask(client, temperature=0.125, max_completion_tokens=7, extra_body=body)
+    call = engine.calls[0]
+    assert (call.params.temperature, call.params.max_tokens) == (0.125, 7)
+    assert (call.options.sampling["talker"].temperature, call.options.sampling["talker"].top_k) == (0.5, 3)
+    await ask(client, extra_body={"sampling_params_list": entries[:1]})
+    assert engine.calls[1].options.sampling == {}
+
+
+async def test_tokens_of_heard_sound_are_counted(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
+    engine.script = TWO_PIECES
+    part = {"type": "audio_url", "audio_url": {"url": media.audio_url(media.audio(1.0, seed=1))}}
+    heard: list[Any] = [{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}]
+    pad = engine.model_config.hf_config.thinker_config.audio_token_id
+    for modalities in (["text"], ["text", "audio"]):
+        engine.script = ["a"] if modalities == ["text"] else TWO_PIECES
+        reply = await ask(client, messages=heard, modalities=modalities)
+        pads = engine.calls[-1].prompt["prompt_token_ids"].count(pad)
+        assert reply.usage.prompt_tokens_details.audio_tokens == pads > 1
+        stream = await ask(
+            client, messages=heard, modalities=modalities, stream=True, stream_options={"include_usage": True}
+        )
+        *_, last = [chunk async for chunk in stream]
+        assert last.usage.prompt_tokens_details.audio_tokens == pads
 
 
 @pytest.mark.parametrize("field", ["voice", "speaker"])

@@ -99,6 +99,44 @@ async def test_sound_alone(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> 
     assert [chunk.choices[0].finish_reason for chunk in received if chunk.choices[0].finish_reason] == ["stop"]
 
 
+async def test_chunks_say_what_they_carry(app: Any, engine: ScriptedOmni) -> None:
+    """As vllm-omni's do."""
+    engine.script = TWO_PIECES
+    lines = await events(app, {"stream_options": {"include_usage": True}})
+    *chunks_, usage = [json.loads(line) for line in lines[:-1]]
+    for chunk in chunks_:
+        assert chunk["modality"] == ("audio" if "audio_metadata" in chunk["choices"][0] else "text")
+    assert "modality" not in usage
+    engine.script = ["a", "b"]
+    lines = await events(app, {"modalities": ["text"]})
+    assert {json.loads(line)["modality"] for line in lines[:-1]} == {"text"}
+
+
+@pytest.mark.parametrize("name", ["wav", "pcm16"])
+async def test_sound_in_content_if_asked_for(app: Any, engine: ScriptedOmni, name: str) -> None:
+    engine.script = TWO_PIECES
+    body = {"audio": {"voice": "ethan", "format": name}, "audio_in_content": True}
+    chunks_ = [json.loads(line) for line in (await events(app, body))[:-1]]
+    heard = []
+    for chunk in chunks_:
+        delta = chunk["choices"][0]["delta"]
+        if chunk["modality"] == "audio" and "content" in delta:
+            data = base64.b64decode(delta["content"])
+            heard.append(wav_samples(data) if name == "wav" else data)
+    assert b"".join(heard) == pcm16(expected_sound())
+    assert len(heard) == 2
+    text = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks_ if chunk["modality"] == "text"]
+    assert "".join(text) == "blue cat"
+    data = [chunk["choices"][0]["delta"].get("audio", {}).get("data", "") for chunk in chunks_]
+    assert base64.b64decode("".join(data)).endswith(pcm16(expected_sound()))
+
+
+def wav_samples(data: bytes) -> bytes:
+    samples, rate = soundfile.read(io.BytesIO(data), dtype="int16")
+    assert rate == RATE
+    return samples.tobytes()
+
+
 async def test_text_alone_is_stock(app: Any, engine: ScriptedOmni) -> None:
     engine.script = ["blue ", "cat"]
     lines = await events(app, {"modalities": ["text"]})

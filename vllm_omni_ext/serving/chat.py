@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 from fastapi import Request
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse, PromptTokenUsageInfo
 
-from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.errors import OmniError, RequestError
 from vllm_omni_ext.omni import REQUEST_OPTIONS, AsyncOmni
-from vllm_omni_ext.serving.failures import with_vllm_errors
+from vllm_omni_ext.serving.failures import as_vllm_error, with_vllm_errors
 from vllm_omni_ext.serving.options import Asked, read_request
 from vllm_omni_ext.serving.spoken_reply import SpokenReply
-from vllm_omni_ext.serving.spoken_stream import SpokenStream
+from vllm_omni_ext.serving.spoken_stream import SpokenStream, with_text_events
 from vllm_omni_ext.serving.turns import restore_spoken_turns
 
 Answer: TypeAlias = AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse
@@ -40,10 +40,12 @@ class OmniServingChat(OpenAIServingChat):
             asked = read_request(request, omni.plugin, omni.plan)
             restore_spoken_turns(request.messages)
         except RequestError as err:
-            return self.create_error_response(str(err), param=err.parameter)
+            return self.create_error_response(as_vllm_error(err))
         wishes, options = _ASKED.set(asked), REQUEST_OPTIONS.set(asked.options)
         try:
             return await super().create_chat_completion(request, raw_request)
+        except OmniError as err:  # known before the first byte
+            return self.create_error_response(as_vllm_error(err))
         finally:
             REQUEST_OPTIONS.reset(options)
             _ASKED.reset(wishes)
@@ -54,15 +56,17 @@ class OmniServingChat(OpenAIServingChat):
         """vLLM's hook: the whole answer."""
         asked = _ASKED.get()
         source = with_vllm_errors(result_generator)
+        heard = _prompt_audio(kwargs)
         if asked.options.text_only:
             async with aclosing(source):
-                return await super().chat_completion_full_generator(request, source, *args, **kwargs)
+                response = await super().chat_completion_full_generator(request, source, *args, **kwargs)
+            return _with_prompt_audio(response, heard)
         reply = SpokenReply(asked, self.engine_client.plugin.sample_rate)
         async with aclosing(reply.text_of(source)) as text:
             response = await super().chat_completion_full_generator(request, text, *args, **kwargs)
         if isinstance(response, ChatCompletionResponse):
-            reply.complete(response)
-        return response
+            await reply.complete(response)
+        return _with_prompt_audio(response, heard)
 
     def chat_completion_stream_generator(
         self,
@@ -78,7 +82,29 @@ class OmniServingChat(OpenAIServingChat):
         source = with_vllm_errors(result_generator)
         stock = super().chat_completion_stream_generator
         if asked.options.text_only:
-            return stock(request, source, request_id, model_name, *args, **kwargs)
-        stream = SpokenStream(asked, self.engine_client.plugin.sample_rate, request_id=request_id, model=model_name)
+            events = stock(request, source, request_id, model_name, *args, **kwargs)
+            return with_text_events(events, _prompt_audio(kwargs))
+        stream = SpokenStream(
+            asked,
+            self.engine_client.plugin.sample_rate,
+            request_id=request_id,
+            model=model_name,
+            prompt_audio=_prompt_audio(kwargs),
+        )
         text = stream.text_of(source)
         return stream.events(stock(request, text, request_id, model_name, *args, **kwargs), text)
+
+
+def _prompt_audio(hook_arguments: Mapping[str, Any]) -> int:
+    """Tokens of the prompt that are sound, from what vLLM gives its hooks."""
+    return int((hook_arguments.get("mm_token_counts") or {}).get("audio", 0))
+
+
+def _with_prompt_audio(
+    response: ErrorResponse | ChatCompletionResponse, tokens: int
+) -> ErrorResponse | ChatCompletionResponse:
+    if tokens and isinstance(response, ChatCompletionResponse):
+        details = response.usage.prompt_tokens_details or PromptTokenUsageInfo()
+        details.audio_tokens = tokens  # type: ignore[attr-defined]  # the model takes extra fields
+        response.usage.prompt_tokens_details = details
+    return response

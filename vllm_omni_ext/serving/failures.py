@@ -10,6 +10,9 @@ from vllm.exceptions import GenerationError, RetryableRequestError, VLLMError, V
 
 from vllm_omni_ext.errors import OmniError, RequestError, StageUnavailable
 
+LONGEST_MESSAGE = 1000
+"""Characters of an error message or of a parameter's name."""
+
 
 class BadRequest(VLLMValidationError):
     """HTTP 400. Its text is the message alone, which names the field already."""
@@ -21,10 +24,16 @@ class BadRequest(VLLMValidationError):
 def as_vllm_error(error: OmniError) -> VLLMError:
     """RequestError -> 400 with `param`, StageUnavailable -> 503, everything else -> 500."""
     if isinstance(error, RequestError):
-        return BadRequest(str(error), parameter=error.parameter)
+        return BadRequest(printable(str(error)), parameter=printable(error.parameter))
     if isinstance(error, StageUnavailable):
         return RetryableRequestError(str(error))
     return GenerationError(str(error))
+
+
+def printable(text: str) -> str:
+    """A text that may repeat what a client sent: of bounded length, and possible to encode."""
+    short = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "..."
+    return short.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 async def with_vllm_errors(source: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:

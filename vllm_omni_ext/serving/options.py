@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,22 +10,36 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin
-from vllm_omni_ext.serving.stage_sampling import read_sampling
+from vllm_omni_ext.serving.encoding import CHAT_FORMATS, WAV, Encoding, streaming
+from vllm_omni_ext.serving.numbers import refuse_absurd_numbers
+from vllm_omni_ext.serving.stage_sampling import apply_to_text, read_sampling
 from vllm_omni_ext.topology.shape import Plan
 
-WAV, PCM16 = "wav", "pcm16"
-FORMATS = (WAV, PCM16)
 AUDIO_KEYS = ("voice", "format")
 VOICE_FIELDS = ("voice", "speaker")
 """Top-level names of the voice; `audio.voice` comes before them."""
 
+AUDIO_IN_CONTENT = "audio_in_content"
+"""Field that asks for streamed sound in `delta.content` too, where clients of vllm-omni look for it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One request's wishes. `format` is how sound is encoded in the answer."""
+    """One request's wishes.
+
+    Attributes:
+        format: how sound is encoded in the answer.
+        audio_in_content: streamed sound is sent in `delta.content` as well.
+    """
 
     options: OmniOptions
     format: str
+    audio_in_content: bool = False
+
+    @property
+    def encoding(self) -> Encoding:
+        """How sound is encoded in the answer."""
+        return CHAT_FORMATS[self.format]
 
     @property
     def text(self) -> bool:
@@ -34,29 +48,59 @@ class Asked:
 
 
 def read_request(request: ChatCompletionRequest, plugin: RequestPlugin, plan: Plan) -> Asked:
-    """Read and check what a request asks for.
+    """Read and check what a request asks for; the text stage's entry of `sampling_params_list` is put into it.
 
     Raises:
         RequestError: something is unknown or does not fit together; names the field and what is allowed.
     """
+    refuse_absurd_numbers(request)
     extra = request.model_extra or {}
     audio = _audio(extra.get("audio"))
-    sound_format = _choice("audio.format", audio.get("format") or WAV, FORMATS)
+    sound_format = _format(audio.get("format"), stream=bool(request.stream))
     voice, named = _voice(audio, extra)
     options = OmniOptions(
         modalities=_modalities(extra.get("modalities"), plugin),
         voice=voice,
         sampling=read_sampling(plan, extra, seed=request.seed),
     )
+    check_options(plugin, options, voice_field=named)
+    apply_to_text(plan, request)
+    if not options.text_only:
+        _refuse_several(request)
+    return Asked(
+        options=options, format=sound_format, audio_in_content=_flag(AUDIO_IN_CONTENT, extra.get(AUDIO_IN_CONTENT))
+    )
+
+
+def check_options(plugin: RequestPlugin, options: OmniOptions, *, voice_field: str) -> None:
+    """Let the plugin check; a wrong voice is reported under the name the request has for it."""
     try:
         plugin.check(options)
     except RequestError as err:
         if err.parameter != "voice":
             raise
-        raise RequestError(str(err), parameter=named) from err
-    if not options.text_only:
-        _refuse_several(request)
-    return Asked(options=options, format=sound_format)
+        raise RequestError(str(err), parameter=voice_field) from err
+
+
+def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
+    """Return `value`; RequestError lists what is allowed."""
+    if not isinstance(value, str) or value not in allowed:
+        raise RequestError(f"{name}: {value!r:.100} is not available; use {', '.join(allowed)}", parameter=name)
+    return value
+
+
+def _format(given: Any, *, stream: bool) -> str:
+    name = choice("audio.format", WAV if given is None else given, CHAT_FORMATS)
+    if stream and not CHAT_FORMATS[name].streams:
+        allowed = ", ".join(streaming(CHAT_FORMATS))
+        raise RequestError(f"audio.format: '{name}' cannot be streamed; use {allowed}", parameter="audio.format")
+    return name
+
+
+def _flag(name: str, given: Any) -> bool:
+    if given is not None and not isinstance(given, bool):
+        raise RequestError(f"{name}: must be true or false, got {given!r:.100}", parameter=name)
+    return bool(given)
 
 
 def _modalities(given: Any, plugin: RequestPlugin) -> tuple[str, ...]:
@@ -89,12 +133,6 @@ def _voice(audio: Mapping[str, Any], extra: Mapping[str, Any]) -> tuple[str | No
             raise RequestError(f"{name}: must be the name of a voice; custom voices do not exist", parameter=name)
         return value, name
     return None, VOICE_FIELDS[0]
-
-
-def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in allowed:
-        raise RequestError(f"{name}: '{value}' is not available; use {', '.join(allowed)}", parameter=name)
-    return value
 
 
 def _refuse_several(request: ChatCompletionRequest) -> None:

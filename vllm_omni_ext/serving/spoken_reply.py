@@ -15,8 +15,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRespo
 from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
 
 from vllm_omni_ext.outputs import AudioOutput
-from vllm_omni_ext.serving.options import WAV, Asked
-from vllm_omni_ext.serving.wav import CHANNELS, pcm16, wav
+from vllm_omni_ext.serving.encoding import encode_aside
+from vllm_omni_ext.serving.options import Asked
+from vllm_omni_ext.serving.wav import CHANNELS
 
 
 def new_audio_id() -> str:
@@ -61,7 +62,7 @@ class SpokenReply:
                 else:
                     yield item
 
-    def complete(self, response: ChatCompletionResponse) -> None:
+    async def complete(self, response: ChatCompletionResponse) -> None:
         """Add the sound, how it is encoded and what it cost.
 
         A reply too short to be spoken keeps its text as content, whatever was asked for: nothing else is left of it.
@@ -71,15 +72,15 @@ class SpokenReply:
         facts = metadata(self._asked.format, self._rate, len(samples), self._note)
         choice.audio_metadata = facts  # type: ignore[attr-defined]  # the model takes extra fields
         if len(samples):
-            choice.message.audio = self._audio(samples, choice.message.content or "")
+            choice.message.audio = await self._audio(samples, choice.message.content or "")
             if not self._asked.text:
                 choice.message.content = None
         details = response.usage.completion_tokens_details or CompletionTokenUsageInfo()
         details.audio_tokens = self._frames  # type: ignore[attr-defined]
         response.usage.completion_tokens_details = details
 
-    def _audio(self, samples: np.ndarray[Any, Any], transcript: str) -> ChatCompletionAudio:
-        data = wav(samples, self._rate) if self._asked.format == WAV else pcm16(samples)
+    async def _audio(self, samples: np.ndarray[Any, Any], transcript: str) -> ChatCompletionAudio:
+        data = await encode_aside(samples, self._rate, self._asked.encoding)
         return ChatCompletionAudio(
             id=new_audio_id(),
             data=base64.b64encode(data).decode("ascii"),

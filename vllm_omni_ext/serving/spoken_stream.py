@@ -2,6 +2,8 @@
 
     role, content + audio.transcript ..., audio.data ..., audio.expires_at, finish_reason, [usage], [DONE]
 
+Every chunk says in `modality` what it carries, as vllm-omni's do, and one with sound has `audio_metadata`.
+
 vLLM's own generator makes the text events. It reads from `text_of`, which sends sound past it, so its end - the usage
 chunk and `[DONE]` - comes after the last sound, and an error of any stage becomes its error event. Only the finish
 reason is moved: many clients stop reading there.
@@ -10,6 +12,7 @@ reason is moved: many clients stop reading there.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import time
 from collections.abc import AsyncGenerator
@@ -17,19 +20,27 @@ from contextlib import aclosing
 from typing import Any
 
 from vllm_omni_ext.outputs import AudioOutput
-from vllm_omni_ext.serving.options import WAV, Asked
+from vllm_omni_ext.serving.encoding import WAV, encode
+from vllm_omni_ext.serving.options import Asked
 from vllm_omni_ext.serving.spoken_reply import expiry, metadata, new_audio_id
 from vllm_omni_ext.serving.wav import Base64Pieces, pcm16, wav_stream_header
 
 PREFIX, END = "data: ", "\n\n"
 DONE = f"{PREFIX}[DONE]{END}"
+CHOICES_HEAD = PREFIX + '{"id":'
+"""How vLLM's events begin, other than errors and the end."""
 
 
 class SpokenStream:
-    """The events of one request."""
+    """The events of one request.
 
-    def __init__(self, asked: Asked, sample_rate: int, *, request_id: str, model: str) -> None:
+    Args:
+        prompt_audio: tokens of the prompt that are sound.
+    """
+
+    def __init__(self, asked: Asked, sample_rate: int, *, request_id: str, model: str, prompt_audio: int = 0) -> None:
         self._asked = asked
+        self._prompt_audio = prompt_audio
         self._rate = sample_rate
         self._head = {"id": request_id, "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
         self._audio_id: str | None = new_audio_id()
@@ -80,11 +91,16 @@ class SpokenStream:
         data = pcm16(piece.samples)
         if self._header_due and data:
             data, self._header_due = wav_stream_header(self._rate) + data, False
-        self._send_data(self._pieces.write(data, last=piece.finished), len(piece.samples))
+        data_text = self._pieces.write(data, last=piece.finished)
+        delta: dict[str, Any] = {"audio": self._audio(data=data_text)} if data_text else {}
+        if self._asked.audio_in_content and len(piece.samples):
+            delta = {"role": "assistant", "content": self._complete(piece), **delta}
+        if delta:
+            self._send(delta, samples=len(piece.samples))
 
-    def _send_data(self, data: str, samples: int) -> None:
-        if data:
-            self._send({"audio": self._audio(data=data)}, samples=samples)
+    def _complete(self, piece: AudioOutput) -> str:
+        """A piece as it is in vllm-omni's content: with a header of its own, if the format has one."""
+        return base64.b64encode(encode(piece.samples, self._rate, self._asked.encoding)).decode("ascii")
 
     def _close(self) -> None:
         """After the last output: nothing more is heard, then the reason why the text ended."""
@@ -101,7 +117,7 @@ class SpokenStream:
     def _send(self, delta: dict[str, Any], *, samples: int) -> None:
         facts = metadata(self._asked.format, self._rate, samples, self._note)
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "audio_metadata": facts}
-        self._put({**self._head, "choices": [choice]})
+        self._put({**self._head, "choices": [choice], "modality": "audio"})
 
     def _put(self, chunk: dict[str, Any]) -> None:
         self._out.put_nowait(_event(chunk))
@@ -117,10 +133,12 @@ class SpokenStream:
             return event
         chunk["created"] = self._head["created"]
         if chunk["choices"]:
+            chunk["modality"] = "text"
             self._rewrite_choice(chunk, chunk["choices"][0])
         else:
             details = chunk["usage"].setdefault("completion_tokens_details", {"reasoning_tokens": 0})
             details["audio_tokens"] = self._frames
+            add_prompt_audio(chunk["usage"], self._prompt_audio)
         return _event(chunk)
 
     def _rewrite_choice(self, chunk: dict[str, Any], choice: dict[str, Any]) -> None:
@@ -134,6 +152,25 @@ class SpokenStream:
             end["finish_reason"], choice["finish_reason"] = choice["finish_reason"], None
             end["stop_reason"] = choice.pop("stop_reason", None)
             self._finish = {**chunk, "choices": [end]}
+
+
+async def with_text_events(stock: AsyncGenerator[str, None], prompt_audio: int) -> AsyncGenerator[str, None]:
+    """vLLM's events of an answer without sound, with what every stream of ours has. Closes `stock`."""
+    async with aclosing(stock):
+        async for event in stock:
+            if event.startswith(CHOICES_HEAD):
+                event = f'{CHOICES_HEAD[:-5]}"modality":"text","id":{event[len(CHOICES_HEAD) :]}'
+            if prompt_audio and '"choices":[]' in event:
+                chunk = json.loads(event.removeprefix(PREFIX))
+                add_prompt_audio(chunk["usage"], prompt_audio)
+                event = _event(chunk)
+            yield event
+
+
+def add_prompt_audio(usage: dict[str, Any], tokens: int) -> None:
+    """Say in a usage object how many tokens of the prompt are sound, in place; nothing if none is."""
+    if tokens:
+        usage["prompt_tokens_details"] = {**(usage.get("prompt_tokens_details") or {}), "audio_tokens": tokens}
 
 
 def _event(chunk: dict[str, Any]) -> str:
