@@ -1,0 +1,27 @@
+"""The model a benchmark runs on: the directory given, or a tiny random one."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser that knows the model."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("model", nargs="?", help="directory or hub id; without it, a tiny random checkpoint")
+    return made
+
+
+@contextmanager
+def checkpoint(model: str | None) -> Iterator[str]:
+    """The model's name; a tiny checkpoint is written to a temporary folder and removed."""
+    if model is not None:
+        yield model
+        return
+    with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
+        yield str(write_qwen3_omni(f"{folder}/model", seed=0, real_vocab=True))
