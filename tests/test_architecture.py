@@ -27,7 +27,7 @@ LAYERS = (
     {"patching", "patches"},
     {"config", "compat", "environment", "metrics", "model_plugins.registry", "model_plugins.*.pipeline"},
     {"topology", "pool", "orchestrator.flow", "coordinator.membership"},
-    {"wire", "connectors", "runtime.replica"},
+    {"wire", "connectors", "runtime.replica", "observability"},
     {"coordinator", "orchestrator", "engine", "model_plugins"},
     {"runtime", "omni"},
     {"serving", "cli", "doctor", "llm", "plugin", "boot", "tiny", "stage_configs", "__main__", "__init__"},

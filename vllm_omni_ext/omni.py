@@ -13,6 +13,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.collection_utils import as_list
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -20,7 +21,11 @@ from vllm.v1.executor import Executor
 
 from vllm_omni_ext.errors import OmniError, RequestError, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.model_plugins.registry import pipeline_for, resolve
+from vllm_omni_ext.observability.engine_stats import engine_order, name_engines, stats_of_all, tokens_of
+from vllm_omni_ext.observability.observer import Observer
+from vllm_omni_ext.observability.spans import emit_spans
 from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
 from vllm_omni_ext.orchestrator.recital import Recital, make_recital
 from vllm_omni_ext.orchestrator.requests import OmniOptions
@@ -88,13 +93,16 @@ class AsyncOmni(AsyncLLM):
     def _start(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica], limits: Mapping[str, int]) -> None:
         pipeline = pipeline_for(config.model_config.architectures[0])
         self.plugin = resolve(pipeline.request_plugin)(config.model_config.hf_config)
+        self._observe(config, replicas)
+        watch = self.observer.bound
         self.orchestrator = Orchestrator(
             plugin=self.plugin,
             text_stage=self.plan.text_stage().name,
-            pools={s.name: StagePool(s.name, (r.id for r in s.replicas)) for s in self.plan.stages},
+            pools={s.name: StagePool(s.name, (r.id for r in s.replicas), changed=watch) for s in self.plan.stages},
             replicas=replicas,
             sampling={stage.name: stage.sampling for stage in self.plan.stages},
             limits=limits,
+            observer=self.observer,
         )
         text = {r.id: replicas[r.id] for r in self.plan.text_stage().replicas}
         self._replicas = dict(replicas)
@@ -102,6 +110,32 @@ class AsyncOmni(AsyncLLM):
         self._connected = True
         self._pumps = [asyncio.create_task(self._pump(replica)) for replica in replicas.values()]
         self._run_output_handler()
+
+    def _observe(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica]) -> None:
+        """Set up what is noted about requests and replicas, and vLLM's statistics for all of them."""
+        text = self.plan.text_stage().name
+        metrics = Metrics(str(config.model_config.served_model_name))
+        tracing = config.observability_config.otlp_traces_endpoint is not None
+        self.observer = Observer(
+            metrics,
+            text_stage=text,
+            replicas=replicas,
+            keep=self.plan.config.kept_traces,
+            ended=(lambda record: emit_spans(record, text)) if tracing else (lambda record: None),
+        )
+        order = engine_order(text, list(replicas))
+        name_engines(metrics, order)
+        self._engine_numbers = {replica: number for number, replica in enumerate(order)}
+        if self.log_stats:  # vLLM's constructor knew of the first replica only
+            configs = [replicas[replica].client.vllm_config for replica in order]
+            self.logger_manager = stats_of_all(config, configs, client_count=self._client_count)
+
+    def _loaded(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
+        if outputs.scheduler_stats is not None:  # else it went to another API server
+            self.observer.loaded(replica, outputs.scheduler_stats)
+        if self.logger_manager is not None and replica.stage != self.orchestrator.text_stage:
+            made = tokens_of(outputs)
+            self.logger_manager.record(outputs.scheduler_stats, made, engine_idx=self._engine_numbers[replica])
 
     def _run_output_handler(self) -> None:
         if self._connected:  # AsyncLLM's constructor calls it too early
@@ -112,6 +146,7 @@ class AsyncOmni(AsyncLLM):
         try:
             while True:
                 outputs = await replica.outputs()
+                self._loaded(replica.id, outputs)
                 for output in outputs.outputs:
                     await self.orchestrator.produced(stage, output)
                 if is_text:

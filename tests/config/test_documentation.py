@@ -21,7 +21,9 @@ def rows(schema: type[OmniConfig] | type[StageConfig]) -> list[str]:
 
 
 def text(default: object) -> str:
-    return {None: "null", True: "true"}.get(default, str(default)) if not isinstance(default, dict) else "{}"
+    if isinstance(default, dict):
+        return "{}"
+    return {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
 
 
 @pytest.mark.parametrize("schema", [OmniConfig, StageConfig])

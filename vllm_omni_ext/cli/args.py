@@ -20,6 +20,7 @@ EXPLICIT = "omni_explicit"
 SETTINGS = {
     "async_chunk": "async_chunk",
     "omni_log_dir": "log_dir",
+    "omni_verbose": "verbose",
     "omni_request_deadline": "request_deadline_s",
     "omni_shutdown_timeout": "shutdown_timeout_s",
     "omni_startup_timeout": "startup_timeout_s",
@@ -86,3 +87,4 @@ def _add_group(parser: FlexibleArgumentParser) -> None:
     group.add_argument("--omni-shutdown-timeout", type=float, metavar="SECONDS", help=text["shutdown_timeout_s"])
     group.add_argument("--omni-request-deadline", type=float, metavar="SECONDS", help=text["request_deadline_s"])
     group.add_argument("--omni-log-dir", metavar="DIR", help=text["log_dir"])
+    group.add_argument("--omni-verbose", action="store_true", help=text["verbose"])

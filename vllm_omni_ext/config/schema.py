@@ -77,7 +77,16 @@ class OmniConfig:
         1.0, seconds(), "A request that needs a stage without a live replica fails after this time.", "seconds"
     )
     log_dir: str | None = _key(
-        None, TEXT.or_none(), "Directory for one log file a replica. Null: replicas log to the terminal."
+        None,
+        TEXT.or_none(),
+        "Directory for one log file a replica, which stay there. Null: a temporary one, removed at the end.",
+    )
+    verbose: bool = _key(False, BOOLEAN, "Replicas log to the terminal instead of to files.")
+    kept_traces: int = _key(
+        64,
+        integer(at_least=1),
+        "How many requests with `return_stage_metrics` each API server keeps for `/v1/omni/trace`.",
+        "requests",
     )
     stages: Mapping[str, StageConfig] = field(default_factory=dict)
     """Settings by stage name; a stage that is not named has the defaults of `StageConfig`."""

@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.observability.observer import REST, TEXT, Observer
 from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finish, Finished, Flow, Open, Produced
 from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin, TextRequest
 from vllm_omni_ext.outputs import AudioOutput
@@ -64,6 +65,7 @@ class Orchestrator:
         replicas: all replicas, by id.
         sampling: default `SamplingParams` fields by stage.
         limits: longest sequence in tokens, by stage.
+        observer: told what happens; None: nobody is.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Orchestrator:
         replicas: Mapping[ReplicaId, Replica],
         sampling: Mapping[str, Mapping[str, Any]],
         limits: Mapping[str, int],
+        observer: Observer | None = None,
     ) -> None:
         self.plugin = plugin
         self.text_stage = text_stage
@@ -82,6 +85,7 @@ class Orchestrator:
         self.replicas = dict(replicas)
         self._sampling = sampling
         self._limits = limits
+        self.observer = observer or Observer.unseen(text_stage, replicas)
         self._tickets: dict[str, _Ticket] = {}
         self._live: dict[str, _Live] = {}
         self._numbers = itertools.count()
@@ -131,6 +135,7 @@ class Orchestrator:
         flow = self.plugin.open(TextRequest(prompt=prompt), options)
         room = self.plugin.room(prompt, options, self._limits)
         self._live[request_id] = _Live(flow, options, sink, external_id, room, recital=True)
+        self.observer.opened(request_id, external_id, options.modalities, parts=(REST,), arrival=time.time())
         # A text stage never hands its last token on; here the last one is a filler.
         await self._event(request_id, Produced(self.text_stage, (*reply, reply[-1]), finish="stop"))
 
@@ -154,11 +159,13 @@ class Orchestrator:
             StageUnavailable: the text stage has no live replica.
             RequestError: the plugin cannot serve this prompt.
         """
-        self._plan(request)
-        replica = self.pools[self.text_stage].admit(request.request_id)
         try:
+            self._plan(request)
+            replica = self.pools[self.text_stage].admit(request.request_id)
+            self.observer.sent(request.request_id, None, replica)
             await self.replicas[replica].add(request)
-        except BaseException:
+        except BaseException as error:
+            self.observer.failed(request.request_id, self.text_stage, error)
             await self.abort([request.request_id])
             raise
 
@@ -166,6 +173,7 @@ class Orchestrator:
         params = request.sampling_params
         extra = params.extra_args if params is not None else None
         ticket = self._tickets.get(extra.pop(TICKET, "")) if extra else None
+        self._observe(request, (TEXT,) if ticket is None else ticket.options.modalities, whole=ticket is None)
         if ticket is None:
             return
         assert params is not None and extra is not None
@@ -179,9 +187,20 @@ class Orchestrator:
         room = self.plugin.room(text.prompt, ticket.options, self._limits)
         self._live[request.request_id] = _Live(flow, ticket.options, ticket.sink, external, room)
 
+    def _observe(self, request: EngineCoreRequest, modalities: tuple[str, ...], *, whole: bool) -> None:
+        self.observer.opened(
+            request.request_id,
+            request.external_req_id or request.request_id,
+            modalities,
+            parts=(TEXT,) if whole else (TEXT, REST),
+            arrival=request.arrival_time,
+            trace_headers=request.trace_headers,
+        )
+
     async def abort(self, request_ids: list[str]) -> None:
         """End requests in every stage; unknown ids are ignored (they may just have ended)."""
         for request_id in request_ids:
+            self.observer.aborted(request_id)
             self._live.pop(request_id, None)
             for pool in self.pools.values():
                 replica = pool.release(request_id)
@@ -191,6 +210,7 @@ class Orchestrator:
     async def text_stopped(self, request_ids: list[str]) -> None:
         """A stop string ended these requests on our side: the text stage must stop, the others go on."""
         for request_id in request_ids:
+            self.observer.finished(request_id, TEXT)
             replica = self.pools[self.text_stage].release(request_id)
             if replica is not None:
                 await self.replicas[replica].abort([request_id])
@@ -200,6 +220,7 @@ class Orchestrator:
 
     async def produced(self, stage: str, output: EngineCoreOutput) -> None:
         """Take one engine output; its tensor is removed from it."""
+        self.observer.produced(stage, output)
         tensor, output.pooling_output = output.pooling_output, None
         request_id = output.request_id
         if self.pools[stage].replica_of(request_id) is None:  # ended there already: made before the stage knew
@@ -214,8 +235,9 @@ class Orchestrator:
     async def replica_down(self, replica: ReplicaId, reason: str) -> None:
         """A replica is gone: its requests end with an error, everywhere."""
         self.replicas.pop(replica, None)
+        self.observer.replica_down(replica)
         for request_id in self.pools[replica.stage].remove(replica):
-            await self._fail(request_id, StageUnavailable(f"replica {replica} is gone: {reason}"))
+            await self._fail(request_id, replica.stage, StageUnavailable(f"replica {replica} is gone: {reason}"))
 
     def fail_all(self, error: OmniError) -> None:
         """Tell every waiting caller that this is the end."""
@@ -228,25 +250,29 @@ class Orchestrator:
             return
         try:
             for action in live.flow.handle(event):
-                await self._do(request_id, live, action)
+                await self._do(request_id, live, event.stage, action)
         except Exception as error:  # one request's failure must not stop the stage's output loop
             log.exception("request %s failed at stage %s", live.external_id, event.stage)
-            await self._fail(request_id, error if isinstance(error, OmniError) else RequestFailed(str(error)))
+            failure = error if isinstance(error, OmniError) else RequestFailed(str(error))
+            await self._fail(request_id, event.stage, failure)
 
-    async def _do(self, request_id: str, live: _Live, action: Action) -> None:
+    async def _do(self, request_id: str, live: _Live, source: str, action: Action) -> None:
         match action:
             case Open():
-                await self._open_stage(request_id, live, action)
+                await self._open_stage(request_id, live, source, action)
             case Extend(stage, track, last, rows):
-                await self._extend(request_id, live, stage, {"track": list(track), "last": last}, rows)
+                await self._extend(request_id, live, source, stage, {"track": list(track), "last": last}, rows)
             case Emit():
-                live.sink.put_nowait(_audio(live.external_id, action))
+                piece = _audio(live.external_id, action)
+                self.observer.emitted(request_id, source, piece)
+                live.sink.put_nowait(piece)
             case Fail(message):
-                await self._fail(request_id, RequestFailed(message))
+                await self._fail(request_id, source, RequestFailed(message))
             case Finished():
                 self._live.pop(request_id, None)
+                self.observer.finished(request_id, REST)
 
-    async def _open_stage(self, request_id: str, live: _Live, action: Open) -> None:
+    async def _open_stage(self, request_id: str, live: _Live, source: str, action: Open) -> None:
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=action.prompt,
@@ -258,15 +284,23 @@ class Orchestrator:
             cache_salt=None,
             data_parallel_rank=None,
         )
-        replica = self.pools[action.stage].admit(request_id)
+        try:
+            replica = self.pools[action.stage].admit(request_id)
+        except StageUnavailable as error:
+            await self._fail(request_id, action.stage, error)
+            return
         live.opened[action.stage] = request
+        self.observer.sent(request_id, source, replica, action.handoff or action.prompt)
         await self.replicas[replica].add(request)
         if action.rows is not None:
-            await self._extend(request_id, live, action.stage, {}, torch.cat(action.rows))
+            await self._extend(request_id, live, source, action.stage, {}, torch.cat(action.rows))
 
-    async def _extend(self, request_id: str, live: _Live, stage: str, chunk: dict[str, Any], rows: Any) -> None:
+    async def _extend(
+        self, request_id: str, live: _Live, source: str, stage: str, chunk: dict[str, Any], rows: Any
+    ) -> None:
         replica = self.pools[stage].replica_of(request_id)
         if replica is not None:  # else the stage has ended the request already: nothing to extend
+            self.observer.sent(request_id, source, replica, [chunk, rows])
             request = chunk_request(live.opened[stage], extra_args={CHUNK: chunk}, rows=rows)
             await self.replicas[replica].add(request)
 
@@ -282,7 +316,8 @@ class Orchestrator:
         params._all_stop_token_ids = {*params._all_stop_token_ids, *action.stop}
         return params
 
-    async def _fail(self, request_id: str, error: OmniError) -> None:
+    async def _fail(self, request_id: str, stage: str, error: OmniError) -> None:
+        self.observer.failed(request_id, stage, error)
         live = self._live.get(request_id)
         await self.abort([request_id])
         if live is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from vllm_omni_ext.errors import StageUnavailable, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
@@ -10,13 +10,24 @@ from vllm_omni_ext.pool.policies import LeastQueueLength, Policy
 
 
 class StagePool:
-    """The live replicas of one stage and the requests bound to them."""
+    """The live replicas of one stage and the requests bound to them.
 
-    def __init__(self, stage: str, replicas: Iterable[ReplicaId], policy: Policy | None = None) -> None:
+    Args:
+        changed: told how many requests are bound to a replica, whenever that changes.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        replicas: Iterable[ReplicaId],
+        policy: Policy | None = None,
+        changed: Callable[[ReplicaId, int], None] = lambda replica, requests: None,
+    ) -> None:
         self.stage = stage
         self._bound: dict[ReplicaId, set[str]] = {replica: set() for replica in replicas}
         self._where: dict[str, ReplicaId] = {}
         self._policy = policy or LeastQueueLength()
+        self._changed = changed
 
     @property
     def replicas(self) -> tuple[ReplicaId, ...]:
@@ -37,6 +48,7 @@ class StagePool:
         replica = self._policy.pick(self.replicas, load)
         self._bound[replica].add(request_id)
         self._where[request_id] = replica
+        self._changed(replica, len(self._bound[replica]))
         return replica
 
     def replica_of(self, request_id: str) -> ReplicaId | None:
@@ -48,6 +60,7 @@ class StagePool:
         replica = self._where.pop(request_id, None)
         if replica is not None:
             self._bound[replica].discard(request_id)
+            self._changed(replica, len(self._bound[replica]))
         return replica
 
     def in_flight(self, replica: ReplicaId) -> int:

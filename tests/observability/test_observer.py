@@ -1,0 +1,225 @@
+"""What is noted about requests, with a clock that the test turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
+from vllm.v1.metrics.stats import SchedulerStats
+
+from vllm_omni_ext import metrics as m
+from vllm_omni_ext.errors import RequestFailed, StageUnavailable
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.metrics import Metric, Metrics
+from vllm_omni_ext.observability.observer import REST, TEXT, Observer, payload_bytes
+from vllm_omni_ext.observability.record import Record, as_metrics, as_trace
+from vllm_omni_ext.outputs import AudioOutput
+
+RATE = 24_000
+THINKER, TALKER, VOCODER = ReplicaId("thinker", 0), ReplicaId("talker", 1), ReplicaId("code2wav", 0)
+
+
+class Bench:
+    """An observer, its clock and its registry."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.registry = CollectorRegistry()
+        self.ended: list[Record] = []
+        self.observer = Observer(
+            Metrics("tiny", self.registry),
+            text_stage="thinker",
+            replicas=[THINKER, TALKER, VOCODER],
+            keep=2,
+            ended=self.ended.append,
+            clock=lambda: self.now,
+        )
+
+    def value(self, metric: Metric, suffix: str = "", **labels: str) -> float | None:
+        return self.registry.get_sample_value(metric.full_name + suffix, {"model_name": "tiny", **labels})
+
+    def open(self, request_id: str = "r", modalities: tuple[str, ...] = ("text", "audio")) -> None:
+        parts = (TEXT,) if modalities == ("text",) else (TEXT, REST)
+        self.observer.opened(request_id, f"client {request_id}", modalities, parts=parts, arrival=time.time())
+
+    def produce(self, stage: str, *tokens: int, request_id: str = "r", **fields: Any) -> None:
+        self.observer.produced(stage, EngineCoreOutput(request_id, list(tokens), **fields))
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    assert made.observer.held() == 0, "a request was not ended"
+
+
+def sound(samples: int, frames: int = 0, *, finished: bool = False) -> AudioOutput:
+    return AudioOutput(
+        request_id="r",
+        samples=np.zeros(samples, np.float32),
+        sample_rate=RATE,
+        frames=np.zeros((frames, 4), np.int64),
+        finished=finished,
+    )
+
+
+def spoken(bench: Bench) -> None:
+    """A whole request: text at 0.5 s and 0.75 s, sound at 2 s and 3 s."""
+    bench.open()
+    bench.observer.sent("r", None, THINKER)
+    bench.now += 0.5
+    events = [
+        EngineCoreEvent(EngineCoreEventType.QUEUED, 7.0),
+        EngineCoreEvent(EngineCoreEventType.SCHEDULED, 7.25),
+    ]
+    bench.produce("thinker", 5, events=events)
+    bench.observer.sent("r", "thinker", TALKER, {"text": [1, 2, 3], "last": False})
+    bench.now += 0.25
+    bench.produce("thinker", 6, 7, finish_reason=FinishReason.STOP)
+    bench.observer.sent("r", "thinker", TALKER, [{"track": [9], "last": True}, None])
+    bench.now += 0.25
+    bench.produce("talker", 1)
+    bench.produce("talker", 2, finish_reason=FinishReason.STOP)
+    bench.observer.sent("r", "talker", VOCODER, [1, 2, 3, 4])
+    bench.now += 1.0
+    bench.produce("code2wav")
+    bench.observer.emitted("r", "code2wav", sound(RATE, 1))
+    bench.now += 1.0
+    bench.produce("code2wav", finish_reason=FinishReason.STOP)
+    bench.observer.emitted("r", "code2wav", sound(RATE // 2, 2, finished=True))
+    bench.observer.finished("r", REST)
+
+
+def test_metrics_of_a_spoken_request(bench: Bench) -> None:
+    spoken(bench)
+    assert bench.value(m.TIME_TO_FIRST_TEXT, "_sum", modalities="text+audio") == pytest.approx(0.5, abs=0.01)
+    assert bench.value(m.TIME_TO_FIRST_AUDIO, "_sum") == pytest.approx(2, abs=0.01)
+    assert bench.value(m.AUDIO_CHUNK_GAP, "_count") == 1
+    assert bench.value(m.AUDIO_CHUNK_GAP, "_sum") == pytest.approx(1)
+    assert bench.value(m.AUDIO_SECONDS) == pytest.approx(1.5)
+    assert bench.value(m.REAL_TIME_FACTOR, "_sum") == pytest.approx(2, abs=0.01)
+    assert bench.value(m.STAGE_QUEUE, "_sum", stage="thinker") == pytest.approx(0.25)
+    assert bench.value(m.STAGE_TIME, "_sum", stage="talker") == pytest.approx(0.5)
+    assert bench.value(m.HANDOVER_CHUNKS, source="thinker", target="talker") == 2
+    assert bench.value(m.HANDOVER_BYTES, source="thinker", target="talker") == 16
+    assert bench.value(m.HANDOVER_BYTES, source="talker", target="code2wav") == 16
+    assert bench.value(m.REQUESTS, outcome="finished", modalities="text+audio") == 1
+
+
+def test_the_course_of_a_spoken_request(bench: Bench) -> None:
+    bench.observer.keep("client r")
+    spoken(bench)
+    record = bench.observer.course("client r")
+    assert record is not None and bench.ended == [record]
+    course = as_metrics(record)
+    assert list(course["stages"]) == ["thinker", "talker", "code2wav"]
+    thinker = course["stages"]["thinker"]
+    assert (thinker["replica"], thinker["tokens"], thinker["waited_s"]) == ("thinker/0", 3, 0.25)
+    assert thinker["first_output_s"] == pytest.approx(0.5, abs=0.01)
+    assert thinker["last_output_s"] == pytest.approx(0.75, abs=0.01)
+    assert [(over["from"], over["to"], over["chunks"], over["bytes"]) for over in course["handovers"]] == [
+        ("thinker", "talker", 2, 16),
+        ("talker", "code2wav", 1, 16),
+    ]
+    audio = course["audio"]
+    assert (audio["frames"], audio["samples"], audio["seconds"], audio["chunks"]) == (2, RATE * 3 // 2, 1.5, 2)
+
+
+def test_the_trace_of_a_spoken_request(bench: Bench) -> None:
+    bench.observer.keep("client r")
+    spoken(bench)
+    record = bench.observer.course("client r")
+    assert record is not None
+    events = as_trace(record)["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "i"}
+    named = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"request client r", "thinker (thinker/0)", "talker (talker/1)", "code2wav (code2wav/0)"} <= named
+    bars = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 and isinstance(event["ts"], int) for event in bars)
+    whole = next(event for event in bars if event["name"] == "request: finished")
+    assert whole["dur"] == pytest.approx(3_000_000, abs=10_000)
+    assert all(event["ts"] + event["dur"] <= whole["dur"] for event in bars)
+
+
+def test_text_alone_ends_with_the_text(bench: Bench) -> None:
+    bench.open(modalities=("text",))
+    bench.observer.sent("r", None, THINKER)
+    bench.produce("thinker", 1, finish_reason=FinishReason.LENGTH)
+    assert bench.value(m.REQUESTS, outcome="finished", modalities="text") == 1
+
+
+@pytest.mark.parametrize("error", [StageUnavailable("talker/0 is gone"), RequestFailed("no"), ValueError("odd")])
+def test_a_failure_is_counted_once(bench: Bench, error: Exception) -> None:
+    bench.open()
+    bench.observer.failed("r", "talker", error)
+    bench.observer.failed("r", "talker", error)
+    bench.observer.aborted("r")
+    assert bench.value(m.ERRORS, kind=type(error).__name__, stage="talker") == 1
+    assert bench.value(m.REQUESTS, outcome="failed", modalities="text+audio") == 1
+    assert bench.value(m.REQUESTS, outcome="aborted", modalities="text+audio") is None
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
+def test_an_engine_that_gives_up(bench: Bench, reason: FinishReason) -> None:
+    bench.open(modalities=("text",))
+    bench.observer.sent("r", None, THINKER)
+    bench.produce("thinker", finish_reason=reason)
+    outcome = {FinishReason.ABORT: "aborted", FinishReason.ERROR: "failed"}[reason]
+    assert bench.value(m.REQUESTS, outcome=outcome, modalities="text") == 1
+
+
+def test_a_cancelled_caller_is_an_abort(bench: Bench) -> None:
+    bench.open()
+    bench.observer.failed("r", "thinker", GeneratorExit())
+    assert bench.value(m.REQUESTS, outcome="aborted", modalities="text+audio") == 1
+
+
+def test_replicas(bench: Bench) -> None:
+    labels = {"stage": "talker", "replica": "talker/1"}
+    bench.observer.loaded(TALKER, SchedulerStats(num_running_reqs=3, num_waiting_reqs=1, num_skipped_waiting_reqs=1))
+    bench.observer.bound(TALKER, 5)
+    found = [bench.value(metric, **labels) for metric in (m.REPLICA_RUNNING, m.REPLICA_WAITING, m.REPLICA_IN_FLIGHT)]
+    assert found == [3, 2, 5]
+    assert bench.observer.loads[TALKER] == (3, 2)
+    assert bench.value(m.REPLICA_UP, **labels) == 1
+    bench.observer.replica_down(TALKER)
+    found = [bench.value(metric, **labels) for metric in (m.REPLICA_RUNNING, m.REPLICA_WAITING, m.REPLICA_UP)]
+    assert found == [0, 0, 0]
+
+
+def test_only_the_last_courses_are_kept(bench: Bench) -> None:
+    for name in ("a", "b", "c"):
+        bench.observer.keep(f"client {name}")
+        bench.open(name, ("text",))
+        bench.observer.finished(name, TEXT)
+    assert bench.observer.course("client a") is None
+    kept = bench.observer.course("client c")
+    assert kept is not None and kept.outcome == "finished"
+
+
+def test_unknown_requests_are_ignored(bench: Bench) -> None:
+    bench.observer.sent("x", None, THINKER)
+    bench.produce("thinker", 1, request_id="x")
+    bench.observer.emitted("x", "code2wav", sound(1))
+    bench.observer.finished("x", TEXT)
+
+
+@pytest.mark.parametrize(
+    ("payload", "size"),
+    [
+        (None, 0),
+        ([1, 2, 3], 12),
+        ({"track": [1], "last": True, "fill": 7, "voice": "ethan"}, 8),
+        (b"12345", 5),
+        ([{"track": []}, torch.zeros(2, 3)], 24),
+        ([(1, 2), (3, 4)], 16),
+    ],
+)
+def test_sizes(payload: Any, size: int) -> None:
+    assert payload_bytes(payload) == size

@@ -1,0 +1,218 @@
+"""Every metric of this package as data: name, labels, unit and meaning. vLLM's own `vllm:` metrics come on top.
+
+They are Prometheus metrics of the process's default registry, always on. Each also has the label `model_name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+PREFIX = "vllm_omni_ext:"
+MODEL = "model_name"
+
+_LATENCY_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.35, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_GAP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1, 1.5, 2, 3, 5, 10)
+_FACTOR = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 5, 10, 25)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: without the prefix.
+        labels: besides `model_name`.
+        unit: of its value.
+        mode: how a gauge's values of several API servers become one (prometheus_client's `multiprocess_mode`).
+        buckets: upper bounds of a histogram, in its unit.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...] = ()
+    unit: str
+    text: str
+    mode: Literal["mostrecent", "livesum"] = "mostrecent"
+    buckets: Sequence[float] = ()
+
+    @property
+    def full_name(self) -> str:
+        """As it is scraped (a histogram's series have suffixes)."""
+        return PREFIX + self.name
+
+    def make(self, registry: CollectorRegistry) -> Any:
+        """Create it in a registry."""
+        labels = (MODEL, *self.labels)
+        match self.kind:
+            case "counter":
+                return Counter(self.full_name, self.text, labels, registry=registry)
+            case "gauge":
+                return Gauge(self.full_name, self.text, labels, registry=registry, multiprocess_mode=self.mode)
+            case "histogram":
+                return Histogram(self.full_name, self.text, labels, registry=registry, buckets=self.buckets)
+
+
+TIME_TO_FIRST_TEXT = Metric(
+    name="time_to_first_text_seconds",
+    kind="histogram",
+    labels=("modalities",),
+    unit="seconds",
+    text="Time from a request's arrival to its first text token.",
+    buckets=_LATENCY_S,
+)
+TIME_TO_FIRST_AUDIO = Metric(
+    name="time_to_first_audio_seconds",
+    kind="histogram",
+    unit="seconds",
+    text="Time from a request's arrival to its first piece of sound.",
+    buckets=_LATENCY_S,
+)
+AUDIO_CHUNK_GAP = Metric(
+    name="audio_chunk_gap_seconds",
+    kind="histogram",
+    unit="seconds",
+    text="Time between two pieces of sound of a request.",
+    buckets=_GAP_S,
+)
+AUDIO_SECONDS = Metric(
+    name="audio_seconds_total", kind="counter", unit="seconds", text="Sound made, counted in seconds of playing time."
+)
+REAL_TIME_FACTOR = Metric(
+    name="real_time_factor",
+    kind="histogram",
+    unit="ratio",
+    text="Time from arrival to the last piece of sound, divided by the sound's playing time; below 1 keeps up.",
+    buckets=_FACTOR,
+)
+STAGE_QUEUE = Metric(
+    name="stage_queue_seconds",
+    kind="histogram",
+    labels=("stage",),
+    unit="seconds",
+    text="Time a request waited in a stage's engine before it was first scheduled.",
+    buckets=_LATENCY_S,
+)
+STAGE_TIME = Metric(
+    name="stage_seconds",
+    kind="histogram",
+    labels=("stage",),
+    unit="seconds",
+    text="Time from sending a request to a stage to that stage's last output for it.",
+    buckets=_LATENCY_S,
+)
+REPLICA_RUNNING = Metric(
+    name="replica_requests_running",
+    kind="gauge",
+    labels=("stage", "replica"),
+    unit="requests",
+    text="Requests a replica works on, as its scheduler last said.",
+)
+REPLICA_WAITING = Metric(
+    name="replica_requests_waiting",
+    kind="gauge",
+    labels=("stage", "replica"),
+    unit="requests",
+    text="Requests that wait in a replica's queue, as its scheduler last said.",
+)
+REPLICA_IN_FLIGHT = Metric(
+    name="replica_requests_in_flight",
+    kind="gauge",
+    labels=("stage", "replica"),
+    unit="requests",
+    text="Requests that API servers have open in a replica.",
+    mode="livesum",
+)
+REPLICA_UP = Metric(
+    name="replica_up",
+    kind="gauge",
+    labels=("stage", "replica"),
+    unit="0 or 1",
+    text="1 while a replica takes requests, 0 when it is gone.",
+)
+REPLICA_INFO = Metric(
+    name="replica_info",
+    kind="gauge",
+    labels=("engine", "stage", "replica"),
+    unit="1",
+    text="Always 1; says which replica the label `engine` of the `vllm:` metrics means.",
+)
+HANDOVER_BYTES = Metric(
+    name="handover_bytes_total",
+    kind="counter",
+    labels=("source", "target"),
+    unit="bytes",
+    text="Payload handed from stage to stage; a token or codec id counts 4 bytes.",
+)
+HANDOVER_CHUNKS = Metric(
+    name="handover_chunks_total",
+    kind="counter",
+    labels=("source", "target"),
+    unit="chunks",
+    text="Messages handed from stage to stage.",
+)
+REQUESTS = Metric(
+    name="requests_total",
+    kind="counter",
+    labels=("outcome", "modalities"),
+    unit="requests",
+    text="Requests that have ended; `outcome` is finished, failed or aborted.",
+)
+ERRORS = Metric(
+    name="errors_total",
+    kind="counter",
+    labels=("kind", "stage"),
+    unit="errors",
+    text="Requests that ended with an error, by the kind of error and the stage it happened in.",
+)
+
+ALL = (
+    TIME_TO_FIRST_TEXT,
+    TIME_TO_FIRST_AUDIO,
+    AUDIO_CHUNK_GAP,
+    AUDIO_SECONDS,
+    REAL_TIME_FACTOR,
+    STAGE_QUEUE,
+    STAGE_TIME,
+    REPLICA_RUNNING,
+    REPLICA_WAITING,
+    REPLICA_IN_FLIGHT,
+    REPLICA_UP,
+    REPLICA_INFO,
+    HANDOVER_BYTES,
+    HANDOVER_CHUNKS,
+    REQUESTS,
+    ERRORS,
+)
+
+
+class Metrics:
+    """The metrics of a registry, ready to be written for one model.
+
+    Args:
+        model: value of `model_name`, as in vLLM's own metrics.
+        registry: None takes the process's default one, in which each metric is made once.
+    """
+
+    def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
+        self._model = model
+        self._made = in_default_registry() if registry is None else make_all(registry)
+
+    def of(self, metric: Metric, *labels: str) -> Any:
+        """The series of a metric with these labels; hold on to it where it is written often."""
+        return self._made[metric].labels(self._model, *labels)
+
+
+def make_all(registry: CollectorRegistry) -> dict[Metric, Any]:
+    """Create every metric in a registry."""
+    return {metric: metric.make(registry) for metric in ALL}
+
+
+@cache
+def in_default_registry() -> dict[Metric, Any]:
+    """Every metric, in the registry that `/metrics` shows."""
+    return make_all(REGISTRY)

@@ -1,0 +1,65 @@
+"""vLLM's own statistics, for the replicas of every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager, load_stat_logger_plugin_factories
+from vllm.v1.metrics.stats import IterationStats
+
+from vllm_omni_ext import metrics as m
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.metrics import Metrics
+
+
+def engine_order(text_stage: str, replicas: Sequence[ReplicaId]) -> tuple[ReplicaId, ...]:
+    """All replicas in the order of vLLM's label `engine`: those of the text stage first, so that these are as usual."""
+    return tuple(sorted(replicas, key=lambda replica: replica.stage != text_stage))
+
+
+def stats_of_all(config: VllmConfig, configs: Sequence[VllmConfig], *, client_count: int) -> StatLoggerManager:
+    """vLLM's loggers for several engines. Makes the metrics `vllm:*` of this process anew.
+
+    Args:
+        config: the text stage's, which names the model.
+        configs: one for each engine, in the order of their numbers.
+    """
+
+    class EveryReplica(PrometheusStatLogger):
+        """Stock, but each engine's cache is described by its own config."""
+
+        def log_metrics_info(self, type: str, config_obj: Any) -> None:
+            known = [{**each.cache_config.metrics_info(), "engine": str(at)} for at, each in enumerate(configs)]
+            gauge = self._gauge_cls(
+                name=f"vllm:{type}_info",
+                documentation="Information of the LLMEngine CacheConfig",
+                multiprocess_mode="mostrecent",
+                labelnames=known[0].keys(),
+            )
+            for facts in known:
+                gauge.labels(**facts).set(1)
+
+    manager = StatLoggerManager(
+        vllm_config=config,
+        engine_idxs=list(range(len(configs))),
+        custom_stat_loggers=[EveryReplica, *load_stat_logger_plugin_factories()],
+        client_count=client_count,
+    )
+    manager.log_engine_initialized()
+    return manager
+
+
+def tokens_of(outputs: EngineCoreOutputs) -> IterationStats:
+    """What a stage without vLLM's output processor made in one step: its tokens (for a codec stage, frames)."""
+    stats = IterationStats()
+    stats.num_generation_tokens = sum(len(output.new_token_ids) for output in outputs.outputs)
+    return stats
+
+
+def name_engines(metrics: Metrics, order: Sequence[ReplicaId]) -> None:
+    """Say which replica each value of the label `engine` means."""
+    for number, replica in enumerate(order):
+        metrics.of(m.REPLICA_INFO, str(number), replica.stage, str(replica)).set(1)
