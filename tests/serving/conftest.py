@@ -42,7 +42,7 @@ async def app(server_parts: tuple[ScriptedOmni, Any]) -> Any:
 def engine(server_parts: tuple[ScriptedOmni, Any]) -> ScriptedOmni:
     """The engine, with no script and no calls."""
     omni, _ = server_parts
-    omni.script, omni.calls = (), []
+    omni.script, omni.calls, omni.refusal = (), [], None
     return omni
 
 

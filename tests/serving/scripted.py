@@ -49,6 +49,7 @@ class ScriptedOmni:
     """The part of `AsyncOmni` that the server uses.
 
     Attributes:
+        refusal: what is wrong with every text that is to be spoken.
         script: what the next requests answer: text pieces, sound, an error to raise, or something to await.
     """
 
@@ -56,6 +57,7 @@ class ScriptedOmni:
     plan: Any
     script: Sequence[Step] = ()
     calls: list[Call] = field(default_factory=list)
+    refusal: Exception | None = None
     errored = False
     log_stats = False
 
@@ -79,6 +81,13 @@ class ScriptedOmni:
         self.calls.append(call)
         return self._play(call, request_id, list(self.script))
 
+    async def speak(self, text: str, options: OmniOptions, request_id: str) -> ScriptedRecital:
+        if isinstance(self.refusal, Exception):
+            raise self.refusal
+        call = Call(text, SamplingParams(), options)
+        self.calls.append(call)
+        return ScriptedRecital(self, call, request_id)
+
     async def _play(self, call: Call, request_id: str, script: list[Step]) -> AsyncGenerator[Any, None]:
         words = [step for step in script if isinstance(step, str)]
         said = 0
@@ -98,6 +107,22 @@ class ScriptedOmni:
                         yield text_output(request_id, "".join(words), list(range(said)), finished=True)
         finally:
             call.closed = True
+
+
+@dataclass
+class ScriptedRecital:
+    """What `AsyncOmni.speak` gives; a token is a word."""
+
+    omni: ScriptedOmni
+    call: Call
+    request_id: str
+
+    @property
+    def tokens(self) -> int:
+        return len(self.call.prompt.split())
+
+    def pieces(self) -> AsyncGenerator[Any, None]:
+        return self.omni._play(self.call, self.request_id, list(self.omni.script))
 
 
 def text_output(request_id: str, text: str, tokens: list[int], *, finished: bool) -> RequestOutput:

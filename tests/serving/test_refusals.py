@@ -162,21 +162,21 @@ async def test_disconnect_ends_the_request(app: Any, engine: ScriptedOmni, modal
     engine.script = ["a", *([sound(600, frames=1)] if "audio" in modalities else []), "b", hang, "c"]
     tasks = asyncio.all_tasks()
     body = json.dumps({"messages": HELLO, "modalities": modalities, "stream": stream}).encode()
-    await asyncio.wait_for(_post_and_leave(app, body, waiting), timeout=10)
+    await asyncio.wait_for(post_and_leave(app, body, waiting), timeout=10)
     for _ in range(10):  # what a closed generator leaves to the event loop
         await asyncio.sleep(0)
     assert engine.calls[0].closed
     assert asyncio.all_tasks() <= tasks
 
 
-async def _post_and_leave(app: Any, body: bytes, leave: asyncio.Event) -> None:
+async def post_and_leave(app: Any, body: bytes, leave: asyncio.Event, path: str = "/v1/chat/completions") -> None:
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
         "method": "POST",
-        "path": "/v1/chat/completions",
-        "raw_path": b"/v1/chat/completions",
+        "path": path,
+        "raw_path": path.encode(),
         "root_path": "",
         "scheme": "http",
         "query_string": b"",

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server with our chat handler in it."""
+"""vLLM's OpenAI server with our handlers in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from vllm.renderers.chat_utils import load_chat_template
 
 from vllm_omni_ext.memory import trim
 from vllm_omni_ext.omni import AsyncOmni
-from vllm_omni_ext.serving.chat import OmniServingChat
+from vllm_omni_ext.serving.audio_routes import router
+from vllm_omni_ext.serving.measured_chat import MeasuredChat
+from vllm_omni_ext.serving.models import OmniServingModels
+from vllm_omni_ext.serving.speech import OmniServingSpeech
+from vllm_omni_ext.serving.status import add_routes
 
 logger = init_logger(__name__)
 
@@ -77,11 +81,18 @@ async def run_app(omni: AsyncOmni, listen_address: str, sock: socket.socket, arg
 
 
 async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
-    """The application: vLLM's, with chat answered by `OmniServingChat`."""
+    """The application: vLLM's, with chat answered by `MeasuredChat`, speech and status."""
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
     await init_app_state(omni, app.state, args, tasks)
-    app.state.openai_serving_chat = OmniServingChat(**_chat_options(omni, app.state, args))
+    options = _chat_options(omni, app.state, args)
+    app.state.openai_serving_chat = MeasuredChat(**options)
+    app.state.omni_serving_speech = OmniServingSpeech(
+        engine_client=omni, models=options["models"], request_logger=options["request_logger"]
+    )
+    app.state.openai_serving_models = OmniServingModels(app.state.openai_serving_models, omni.plugin)
+    app.include_router(router)
+    add_routes(app)
     return app
 
 

@@ -1,0 +1,91 @@
+"""`/health`, `/v1/omni/status` and `/v1/omni/trace/{request_id}`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.observability.record import as_trace
+from vllm_omni_ext.omni import AsyncOmni
+from vllm_omni_ext.topology.shape import StagePlan
+
+UP, DOWN = "UP", "DOWN"
+
+router = APIRouter()
+
+
+def add_routes(app: FastAPI) -> None:
+    """Put our routes before vLLM's, of which `/health` has the same path."""
+    before = list(app.router.routes)
+    app.include_router(router)
+    app.router.routes[:] = [route for route in app.router.routes if route not in before] + before
+
+
+@router.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
+async def health(request: Request) -> JSONResponse:
+    """200 while every stage has a live replica, else 503 with the stages that have none."""
+    omni: AsyncOmni = request.app.state.engine_client
+    stages = {stage.name: _count(omni, stage) for stage in omni.plan.stages}
+    without = [name for name, count in stages.items() if not count["up"]]
+    reasons = [f"stage '{name}' has no live replica" for name in without]
+    if omni.errored and not reasons:
+        reasons = ["the engine client has failed"]
+    if not reasons:
+        return JSONResponse({"status": "healthy", "stages": stages})
+    body = {"status": "unhealthy", "reason": "; ".join(reasons), "stages": stages}
+    return JSONResponse(body, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+@router.get("/v1/omni/status")
+async def status(request: Request) -> dict[str, Any]:
+    """Every process, and what it has to do."""
+    omni: AsyncOmni = request.app.state.engine_client
+    return {
+        "stages": [
+            {"name": stage.name, "replicas": [_replica(omni, replica.id) for replica in stage.replicas]}
+            for stage in omni.plan.stages
+        ],
+        "coordinator": None,
+        "api_servers": [{"pid": os.getpid(), "state": UP}],
+        "uptime_s": round(time.time() - omni.connections.started, 3),
+    }
+
+
+@router.get("/v1/omni/trace/{request_id}")
+async def trace(request_id: str, request: Request) -> JSONResponse:
+    """One request as a trace file for Perfetto or chrome://tracing."""
+    omni: AsyncOmni = request.app.state.engine_client
+    record = omni.observer.course(request_id)
+    if record is None:
+        message = f"nothing is kept about request '{request_id}'; send it with return_stage_metrics: true"
+        error = {"message": message, "type": "NotFoundError", "param": "request_id", "code": 404}
+        return JSONResponse({"error": error}, HTTPStatus.NOT_FOUND)
+    return JSONResponse(as_trace(record))
+
+
+def _live(omni: AsyncOmni, stage: str) -> tuple[ReplicaId, ...]:
+    return omni.orchestrator.pools[stage].replicas
+
+
+def _count(omni: AsyncOmni, stage: StagePlan) -> dict[str, int]:
+    return {"up": len(_live(omni, stage.name)), "replicas": len(stage.replicas)}
+
+
+def _replica(omni: AsyncOmni, replica: ReplicaId) -> dict[str, Any]:
+    running, waiting = omni.observer.loads[replica]
+    return {
+        "id": str(replica),
+        "state": UP if replica in _live(omni, replica.stage) else DOWN,
+        "host": socket.gethostname(),
+        "pid": omni.connections.pids[replica],
+        "running": running,
+        "waiting": waiting,
+        "restarts": 0,
+    }
