@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextvars import ContextVar
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -50,6 +50,8 @@ class Connections:
         addresses: `client_addresses` of vLLM's client by replica, for this API server.
         client_count: number of API servers.
         client_index: which of them this is.
+        pids: process id by replica, for people.
+        started: Unix time at which the command began, seconds.
     """
 
     plan: Plan
@@ -57,6 +59,8 @@ class Connections:
     addresses: Mapping[ReplicaId, Mapping[str, Any]]
     client_count: int = 1
     client_index: int = 0
+    pids: Mapping[ReplicaId, int] = field(default_factory=dict)
+    started: float = 0.0
 
 
 class AsyncOmni(AsyncLLM):
@@ -70,6 +74,7 @@ class AsyncOmni(AsyncLLM):
     def __init__(self, connections: Connections, *, log_stats: bool = True, log_requests: bool = False) -> None:
         plan = connections.plan
         self.plan = plan
+        self.connections = connections
         self._connected = False
         text = plan.text_stage()
         first = text.replicas[0].id

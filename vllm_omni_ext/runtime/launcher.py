@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 from vllm.config import VllmConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -139,6 +140,8 @@ class Deployment:
             },
             client_count=self.clients,
             client_index=client,
+            pids={replica: process.pid for replica, process in self.processes().items()},
+            started=psutil.Process().create_time(),
         )
 
     def close_listeners(self) -> None:
