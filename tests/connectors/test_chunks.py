@@ -69,6 +69,11 @@ def test_the_last_size_repeats_and_all_is_one_chunk() -> None:
     assert [len(chunk.items) for _, chunk in write_all(ChunkSchedule((2, ALL)), [9, 9])] == [2, 16]
 
 
+def test_an_end_that_fills_its_chunk_needs_no_other() -> None:
+    assert [chunk for _, chunk in write_all(ChunkSchedule((2,)), [2])] == [Chunk(0, (0, 1), True)]
+    assert [len(chunk.items) for _, chunk in write_all(ChunkSchedule((1, 3)), [2, 5])] == [1, 3, 3]
+
+
 def test_an_end_without_items_is_a_chunk() -> None:
     assert [chunk for _, chunk in write_all(ChunkSchedule((2,)), [2, 0])] == [
         Chunk(0, (0, 1), False),

@@ -128,6 +128,9 @@ def test_a_turn_that_the_prompt_has_begun_is_spoken_too(text: ChunkSchedule) -> 
     stages, flow = Stages(), flow_for([*TEXT, 50, 51], text=text)
     stages.take(feed(flow, thought(9, finish="length")))
     assert stages.text == [50, 51, IDS.tts_eos]
+    stages, flow = Stages(), flow_for([*TEXT, 50, 51], text=text)
+    stages.take(feed(flow, thought(finish="stop")))
+    assert stages.text == [50, 51, IDS.tts_eos]
     stages, flow = Stages(), flow_for([*TEXT, 50], text=text)
     stages.take(feed(flow, thought(40), thought(41), thought(9, finish="stop")))
     assert stages.text == [50, 40, 41, IDS.tts_eos]
@@ -227,7 +230,7 @@ def test_a_collector_keeps_each_row_once(due: int, data: st.DataObject) -> None:
     collector, kept = RowCollector(due), []
     while not collector.complete:
         first = data.draw(st.integers(0, collector.count))
-        collector.add(first, list(range(first, data.draw(st.integers(first, due)))))
+        collector.add(first, list(range(first, data.draw(st.integers(collector.count + 1, due)))))
     for piece in collector.take() or ():
         kept += piece
     assert kept == list(range(due))
