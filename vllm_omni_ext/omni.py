@@ -26,7 +26,7 @@ from vllm_omni_ext.model_plugins.registry import pipeline_for, resolve
 from vllm_omni_ext.observability.engine_stats import engine_order, name_engines, stats_of_all, tokens_of
 from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.observability.spans import emit_spans
-from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
+from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.orchestrator.recital import Recital, make_recital
 from vllm_omni_ext.orchestrator.requests import OmniOptions
 from vllm_omni_ext.outputs import AudioOutput
@@ -34,6 +34,7 @@ from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.replica import StockReplica
 from vllm_omni_ext.runtime.text_client import TextClient
 from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.wire.handoff import RESERVED, TICKET
 
 REQUEST_OPTIONS: ContextVar[OmniOptions | None] = ContextVar("omni_request_options", default=None)
 """Options for requests made by stock handlers, which know nothing of them; read when `generate` is called."""
@@ -162,9 +163,13 @@ class AsyncOmni(AsyncLLM):
             await self._lost(replica.id, str(error))
 
     async def _lost(self, replica: ReplicaId, reason: str) -> None:
-        await self.orchestrator.replica_down(replica, reason)
+        lost = await self.orchestrator.replica_down(replica, reason)
         if replica.stage == self.plan.text_stage().name:
             self.engine_core.lost(replica)
+        for request_id, error in lost.items():
+            state = self.output_processor.request_states.get(request_id)
+            if state is not None and state.queue is not None:
+                state.queue.put(error)
 
     def replica_died(self, replica: ReplicaId, reason: str) -> None:
         """Called (in the event loop) when a supervisor saw a replica's process end."""
@@ -197,6 +202,7 @@ class AsyncOmni(AsyncLLM):
             StageUnavailable: a stage that is needed has no live replica.
             RequestFailed: a stage could not finish the request.
         """
+        _remove_reserved(sampling_params)
         chosen = options or REQUEST_OPTIONS.get()
         if chosen is None or chosen.text_only:
             return super().generate(prompt, sampling_params, request_id, **stock)
@@ -275,6 +281,13 @@ class AsyncOmni(AsyncLLM):
             if replica.id.stage != self.plan.text_stage().name:
                 replica.close(timeout)
         super().shutdown(timeout)
+
+
+def _remove_reserved(params: Any) -> None:
+    """Keys that our stages read are not a client's to set, through whichever endpoint it came."""
+    given = getattr(params, "extra_args", None)
+    if given and RESERVED & given.keys():
+        params.extra_args = {key: value for key, value in given.items() if key not in RESERVED} or None
 
 
 def _is_running(loop: asyncio.AbstractEventLoop) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_omni_ext.errors import StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.replica import StockReplica
 from vllm_omni_ext.runtime.text_client import TextClient
@@ -92,17 +92,15 @@ async def test_requests_and_stop_strings_go_to_the_orchestrator() -> None:
     assert (bench.orchestrator.opened, bench.orchestrator.stopped) == ([request], ["a", "b"])
 
 
-async def test_the_stage_is_dead_with_its_last_replica() -> None:
+async def test_the_server_outlives_the_last_replica() -> None:
     text = Bench().text
     text.deliver(NAMES[0], outputs("before"))
-    for name in NAMES[:2]:
+    for name in NAMES:
         text.lost(name)
     assert not text.resources.engine_dead
-    text.lost(NAMES[2])
-    assert text.resources.engine_dead
     assert (await text.get_output_async()).outputs[0].request_id == "before"
-    with pytest.raises(EngineDeadError):
-        await text.get_output_async()
+    with pytest.raises(StageUnavailable):
+        await text.reset_prefix_cache_async()
 
 
 async def test_utilities_reach_every_live_replica() -> None:

@@ -27,11 +27,10 @@ from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin, Text
 from vllm_omni_ext.outputs import AudioOutput
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.replica import Replica, chunk_request
-from vllm_omni_ext.wire.handoff import CHUNK, PROMPT
+from vllm_omni_ext.wire.handoff import CHUNK, PROMPT, TICKET
 
 log = logging.getLogger(__name__)
 
-TICKET = "omni_ticket"  # extra_args key that leads from a text request to its options
 Sink = asyncio.Queue[Any]
 
 
@@ -232,12 +231,22 @@ class Orchestrator:
             payload = None if tensor is None else self.plugin.decode(stage, tensor)
             await self._event(request_id, Produced(stage, tuple(output.new_token_ids), payload, finish))
 
-    async def replica_down(self, replica: ReplicaId, reason: str) -> None:
-        """A replica is gone: its requests end with an error, everywhere."""
+    async def replica_down(self, replica: ReplicaId, reason: str) -> dict[str, StageUnavailable]:
+        """A replica is gone: its requests end with an error, everywhere, and with the last one all that will need it.
+
+        Returns:
+            What became of the requests, by id: those that wanted text alone are the caller's to tell.
+        """
         self.replicas.pop(replica, None)
         self.observer.replica_down(replica)
-        for request_id in self.pools[replica.stage].remove(replica):
-            await self._fail(request_id, replica.stage, StageUnavailable(f"replica {replica} is gone: {reason}"))
+        pool = self.pools[replica.stage]
+        error = StageUnavailable(f"replica {replica} is gone: {reason}")
+        lost = dict.fromkeys(pool.remove(replica), error)
+        if not pool.replicas:
+            lost.update(dict.fromkeys(self._live, error))
+        for request_id in lost:
+            await self._fail(request_id, replica.stage, error)
+        return lost
 
     def fail_all(self, error: OmniError) -> None:
         """Tell every waiting caller that this is the end."""

@@ -7,15 +7,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_omni_ext.errors import StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.runtime.replica import StockReplica
 
 
 class Resources:
-    """`engine_dead` as vLLM's server reads it: true only when the whole stage is gone."""
+    """`engine_dead` as vLLM's server reads it: true makes it end itself, which ours never does for a lost stage."""
 
     def __init__(self) -> None:
         self.engine_dead = False
@@ -31,7 +31,7 @@ class TextClient:
     def __init__(self, replicas: Mapping[ReplicaId, StockReplica], orchestrator: Orchestrator) -> None:
         self._replicas = dict(replicas)
         self._orchestrator = orchestrator
-        self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
+        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self.resources = Resources()
         self.engine_ranks_managed = [replica.index for replica in self._replicas]
         first = next(iter(self._replicas.values())).client
@@ -44,18 +44,12 @@ class TextClient:
         self._outputs.put_nowait(outputs)
 
     def lost(self, replica: ReplicaId) -> None:
-        """A replica is gone; the last one makes the stage dead."""
+        """A replica is gone. The server stays up even without any: it answers 503 and tells its state."""
         self._replicas.pop(replica, None)
-        if not self._replicas:
-            self.resources.engine_dead = True
-            self._outputs.put_nowait(EngineDeadError())
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """The next outputs of any replica."""
-        outputs = await self._outputs.get()
-        if isinstance(outputs, Exception):
-            raise outputs
-        return outputs
+        return await self._outputs.get()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Send a text request to a replica of the stage."""
@@ -86,6 +80,8 @@ class TextClient:
             raise AttributeError(f"TextClient has no attribute '{name}'")
 
         async def everywhere(*args: Any, **kwargs: Any) -> Any:
+            if not self._replicas:
+                raise StageUnavailable("the text stage has no live replica")
             results = await asyncio.gather(
                 *(getattr(replica.client, name)(*args, **kwargs) for replica in self._replicas.values())
             )
