@@ -3,8 +3,8 @@
     python tests/gpu/run_once.py [--modes NAME ...] [--all-at-once] [--list]
 
 Each mode runs in a process of its own, one after the other. In float32 every token and frame must be the stored one;
-in bfloat16 it is only counted how many are, and the answer has to be complete. On a machine without CUDA the one mode
-is "cpu". Exit status 1 if a mode failed.
+in bfloat16 it is only counted how many are, and the answer has to be complete. On a machine without CUDA the modes
+are "cpu" and "cpu-compiled". Exit status 1 if a mode failed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ MODES = {
     "fp32-eager-v1": Mode("float32", eager=True, v2=False),
     "bf16-graphs-v1": Mode("bfloat16", eager=False, v2=False),
 }
-CPU = Mode("float32", eager=True, v2=False)
+CPU_MODES = {
+    "cpu": Mode("float32", eager=True, v2=False),
+    "cpu-compiled": Mode("float32", eager=False, v2=False),
+}
+COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}}
+"""Graphs are traced and split as on a GPU, and run by PyTorch: seconds to compile, every wrong shape is seen."""
 
 
 def prompt_of(case: dict[str, Any]) -> dict[str, Any]:
@@ -100,22 +105,23 @@ def one_by_one() -> Any:
     return mock.patch.object(launcher, "Deployment", OneByOne)
 
 
-def run(mode: Mode, model: str) -> bool:
+def run(mode: Mode, model: str, *, cpu: bool) -> bool:
     """Start, ask each case alone and then all together, compare and time."""
     from vllm import LLM
 
     started = time.perf_counter()
     small = {"max_model_len": MAX_LEN, "max_num_seqs": MAX_SEQS}
+    compiled = COMPILED if cpu and not mode.eager else {}
     llm = LLM(
         model,
         omni=True,
         dtype=mode.dtype,
-        enforce_eager=mode.eager,
+        **({"enforce_eager": True} if mode.eager else {}),
         **small,
         max_num_batched_tokens=STEP_TOKENS,
         stage_overrides={
-            "thinker": {"kv_cache_bytes": CACHE_BYTES},
-            "talker": {"kv_cache_bytes": CACHE_BYTES, "engine": small},
+            "thinker": {"kv_cache_bytes": CACHE_BYTES, "engine": compiled},
+            "talker": {"kv_cache_bytes": CACHE_BYTES, "engine": small | compiled},
         },
     )
     print(f"  ready after {time.perf_counter() - started:.1f} s")
@@ -152,10 +158,11 @@ def ask(llm: Any, mode: Mode) -> bool:
 
 def in_a_process(name: str, model: str, *, all_at_once: bool) -> bool:
     """Run one mode in a fresh interpreter, its log going where ours goes."""
-    mode = MODES.get(name, CPU)
     environment = {**os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
     if name in MODES:
-        environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(mode.v2))
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(MODES[name].v2))
+    else:
+        environment["VLLM_DISABLE_COMPILE_CACHE"] = "1"
     command = [sys.executable, __file__, "--mode", name, "--model", model]
     command += ["--all-at-once"] if all_at_once else []
     print(f"== {name}", flush=True)
@@ -173,10 +180,10 @@ def in_a_process(name: str, model: str, *, all_at_once: bool) -> bool:
 def main() -> int:
     """Run the modes asked for."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--modes", nargs="+", choices=[*MODES, "cpu"], help="default: all that this machine can do")
+    flags.add_argument("--modes", nargs="+", choices=[*MODES, *CPU_MODES], help="default: all that this machine can do")
     flags.add_argument("--all-at-once", action="store_true", help="start all stages at once, as a server does")
     flags.add_argument("--list", action="store_true", help="print the modes")
-    flags.add_argument("--mode", choices=[*MODES, "cpu"], help=argparse.SUPPRESS)
+    flags.add_argument("--mode", choices=[*MODES, *CPU_MODES], help=argparse.SUPPRESS)
     flags.add_argument("--model", help=argparse.SUPPRESS)
     args = flags.parse_args()
     if args.list:
@@ -184,12 +191,13 @@ def main() -> int:
         return 0
     if args.mode is not None:
         with mock.MagicMock() if args.all_at_once else one_by_one():
-            return 0 if run(MODES.get(args.mode, CPU), args.model) else 1
+            mode = (MODES | CPU_MODES)[args.mode]
+            return 0 if run(mode, args.model, cpu=args.mode in CPU_MODES) else 1
     import torch
 
     from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
 
-    names = args.modes or (list(MODES) if torch.cuda.is_available() else ["cpu"])
+    names = args.modes or (MODES if torch.cuda.is_available() else CPU_MODES)
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_qwen3_omni(f"{folder}/model", seed=0))
         results = [in_a_process(name, model, all_at_once=args.all_at_once) for name in names]

@@ -41,6 +41,8 @@ def test_the_script_knows_these_modes() -> None:
 
 
 @pytest.mark.engine
-def test_the_script_works_without_a_gpu() -> None:
-    done = run_once("--modes", "cpu")
+@pytest.mark.parametrize("mode", ["cpu", "cpu-compiled"])
+def test_without_a_gpu(mode: str) -> None:
+    """The script works; thinker and talker can be compiled, and rows are exported from a compiled thinker."""
+    done = run_once("--modes", mode)
     assert done.returncode == 0, done.stdout + done.stderr
