@@ -20,6 +20,7 @@ EXPLICIT = "omni_explicit"
 SETTINGS = {
     "async_chunk": "async_chunk",
     "omni_log_dir": "log_dir",
+    "omni_max_body": "max_body_mib",
     "omni_verbose": "verbose",
     "omni_request_deadline": "request_deadline_s",
     "omni_shutdown_timeout": "shutdown_timeout_s",
@@ -86,5 +87,6 @@ def _add_group(parser: FlexibleArgumentParser) -> None:
     group.add_argument("--omni-startup-timeout", type=float, metavar="SECONDS", help=text["startup_timeout_s"])
     group.add_argument("--omni-shutdown-timeout", type=float, metavar="SECONDS", help=text["shutdown_timeout_s"])
     group.add_argument("--omni-request-deadline", type=float, metavar="SECONDS", help=text["request_deadline_s"])
+    group.add_argument("--omni-max-body", type=int, metavar="MIB", help=text["max_body_mib"])
     group.add_argument("--omni-log-dir", metavar="DIR", help=text["log_dir"])
     group.add_argument("--omni-verbose", action="store_true", help=text["verbose"])

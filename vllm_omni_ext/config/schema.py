@@ -76,6 +76,9 @@ class OmniConfig:
     stage_error_s: float = _key(
         1.0, seconds(), "A request that needs a stage without a live replica fails after this time.", "seconds"
     )
+    max_body_mib: int = _key(
+        256, integer(at_least=1), "A request whose body is longer is refused with status 413.", "MiB"
+    )
     log_dir: str | None = _key(
         None,
         TEXT.or_none(),

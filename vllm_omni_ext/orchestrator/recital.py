@@ -74,7 +74,7 @@ async def make_recital(
     """
     if not text.strip():
         raise RequestError("input: there is nothing to read out", parameter="input")
-    if any("\ud800" <= character <= "\udfff" for character in text):
+    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
         raise RequestError("input: must be text; it has half of a surrogate pair in it", parameter="input")
     tokenizer = renderer.get_tokenizer()
     opening = orchestrator.plugin.recital_prompt

@@ -9,18 +9,22 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import State
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware import Middleware
 from vllm import envs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
 from vllm.entrypoints.launchers.launcher import serve_http
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.logger import init_logger
 from vllm.renderers.chat_utils import load_chat_template
 
 from vllm_omni_ext.memory import trim
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.serving.audio_routes import router
+from vllm_omni_ext.serving.gate import Gate
 from vllm_omni_ext.serving.measured_chat import MeasuredChat
 from vllm_omni_ext.serving.models import OmniServingModels
 from vllm_omni_ext.serving.speech import OmniServingSpeech
@@ -97,7 +101,10 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
 
 
 def _chat_options(omni: AsyncOmni, state: State, args: Namespace) -> dict[str, Any]:
+    app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]
     """What vLLM gives its own chat handler."""
+    app.user_middleware.insert(0, Middleware(Gate, max_body_mib=omni.plan.config.max_body_mib))
+    app.middleware_stack = app.build_middleware_stack()  # vLLM has built one already
     return {name: getattr(args, name) for name in CHAT_ARGS} | {
         "engine_client": omni,
         "models": state.openai_serving_models,

@@ -11,16 +11,22 @@ from fastapi import Request
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, PromptTokenUsageInfo
+from vllm.exceptions import VLLMClientError, VLLMError
+from vllm.logger import init_logger
 
 from vllm_omni_ext.errors import OmniError, RequestError
 from vllm_omni_ext.omni import REQUEST_OPTIONS, AsyncOmni
-from vllm_omni_ext.serving.failures import as_vllm_error, with_vllm_errors
+from vllm_omni_ext.serving.failures import BadRequest, as_vllm_error, printable, with_vllm_errors
 from vllm_omni_ext.serving.options import Asked, read_request
 from vllm_omni_ext.serving.spoken_reply import SpokenReply
 from vllm_omni_ext.serving.spoken_stream import SpokenStream, with_text_events
 from vllm_omni_ext.serving.turns import restore_spoken_turns
 
+logger = init_logger(__name__)
+
 Answer: TypeAlias = AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse
+
+MESSAGES = "messages"
 
 _ASKED: ContextVar[Asked] = ContextVar("omni_chat_asked")
 """What the request that is being handled asks for; read by the hooks, which vLLM calls in the same context."""
@@ -49,6 +55,21 @@ class OmniServingChat(OpenAIServingChat):
         finally:
             REQUEST_OPTIONS.reset(options)
             _ASKED.reset(wishes)
+
+    async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
+        """vLLM's step from a request to a prompt; what is wrong with its messages is the client's to know."""
+        try:
+            return await super().render_chat_request(request)
+        except VLLMError as err:
+            if not isinstance(err, VLLMClientError) or getattr(err, "parameter", None):
+                raise
+            raise BadRequest(str(err), parameter=MESSAGES) from err
+        except Exception as err:  # media are fetched and decoded here, by libraries with errors of all kinds
+            if all(isinstance(message.get("content"), str) for message in request.messages):
+                raise
+            logger.warning("A request's media could not be read", exc_info=True)
+            said = printable(str(err) or type(err).__name__)
+            raise BadRequest(f"messages: a medium could not be read: {said}", parameter=MESSAGES) from err
 
     async def chat_completion_full_generator(
         self, request: ChatCompletionRequest, result_generator: Any, *args: Any, **kwargs: Any

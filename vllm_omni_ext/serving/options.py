@@ -11,8 +11,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin
 from vllm_omni_ext.serving.encoding import CHAT_FORMATS, WAV, Encoding, streaming
-from vllm_omni_ext.serving.numbers import refuse_absurd_numbers
 from vllm_omni_ext.serving.stage_sampling import apply_to_text, read_sampling
+from vllm_omni_ext.serving.values import refuse_absurd_values
 from vllm_omni_ext.topology.shape import Plan
 
 AUDIO_KEYS = ("voice", "format")
@@ -53,7 +53,7 @@ def read_request(request: ChatCompletionRequest, plugin: RequestPlugin, plan: Pl
     Raises:
         RequestError: something is unknown or does not fit together; names the field and what is allowed.
     """
-    refuse_absurd_numbers(request)
+    refuse_absurd_values(request)
     extra = request.model_extra or {}
     audio = _audio(extra.get("audio"))
     sound_format = _format(audio.get("format"), stream=bool(request.stream))

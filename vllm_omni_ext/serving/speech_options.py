@@ -12,9 +12,9 @@ from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin
 from vllm_omni_ext.serving.encoding import SPEECH_FORMATS, WAV, Encoding, streaming
-from vllm_omni_ext.serving.numbers import refuse_absurd_numbers
 from vllm_omni_ext.serving.options import VOICE_FIELDS, check_options, choice
 from vllm_omni_ext.serving.stage_sampling import LARGEST_INTEGER, read_sampling
+from vllm_omni_ext.serving.values import refuse_absurd_values
 from vllm_omni_ext.topology.shape import Plan
 
 SSE, AUDIO = "sse", "audio"
@@ -79,7 +79,7 @@ def read_speech(request: SpeechRequest, plugin: RequestPlugin, plan: Plan) -> Sp
     Raises:
         RequestError: something is unknown or does not fit together; names the field and what is allowed.
     """
-    refuse_absurd_numbers(request)
+    refuse_absurd_values(request)
     _refuse_others(request, plugin.sample_rate)
     sound_format = choice("response_format", request.response_format, SPEECH_FORMATS)
     frames = {} if request.max_new_tokens is None else {"max_tokens": request.max_new_tokens}

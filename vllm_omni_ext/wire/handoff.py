@@ -12,6 +12,9 @@ from typing import Any
 PROMPT = "handoff"
 CHUNK = "chunk"
 EXPORT = "export"
+TICKET = "omni_ticket"  # leads from a text request to its options; never leaves the API server
+RESERVED = frozenset({PROMPT, CHUNK, EXPORT, TICKET})
+"""Keys of `extra_args` that a client must not set."""
 
 
 def chunk_of(extra_args: Mapping[str, Any] | None) -> tuple[dict[str, Any], bool]:

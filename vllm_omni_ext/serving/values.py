@@ -1,4 +1,4 @@
-"""Numbers that JSON can say and no engine can take: NaN, infinities, integers of more than 64 bits."""
+"""Values that JSON can say and no engine can take: NaN, integers of more than 64 bits, halves of characters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from pydantic import BaseModel
 
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.serving.stage_sampling import LARGEST_INTEGER
+from vllm_omni_ext.wire.handoff import RESERVED
 
 MOST_VALUES = 100_000
 """Values looked at outside of texts and messages; more are refused."""
 
 CONVERSATION = frozenset({"messages", "tools"})
-"""Fields whose numbers never reach an engine."""
+"""Fields that never reach an engine as they are."""
+
+EXTRA_ARGS = "vllm_xargs"
 
 
-def refuse_absurd_numbers(request: BaseModel) -> None:
-    """Look at every number of a request outside its conversation.
+def refuse_absurd_values(request: BaseModel) -> None:
+    """Look at every value of a request outside its conversation.
 
     Raises:
         RequestError: names the field.
@@ -32,10 +35,20 @@ def refuse_absurd_numbers(request: BaseModel) -> None:
             raise RequestError(f"{name}: must be a finite number, got {value}", parameter=name)
         if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
             raise RequestError(f"{name}: must be an integer of at most 64 bits", parameter=name)
+        if isinstance(value, str) and has_half_characters(value):
+            raise RequestError(f"{name}: must be text; it has half of a surrogate pair in it", parameter=name)
+    for key in fields.get(EXTRA_ARGS) or ():
+        if key in RESERVED:
+            raise RequestError(f"{EXTRA_ARGS}.{key}: is reserved", parameter=f"{EXTRA_ARGS}.{key}")
+
+
+def has_half_characters(text: str) -> bool:
+    """Whether a text cannot be encoded: JSON may escape one half of a surrogate pair without the other."""
+    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _walk(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every value with its path."""
+    """Every value with its path, and every key as a value of its own."""
     waiting = list(fields.items())
     while waiting:
         name, value = waiting.pop()
@@ -43,6 +56,7 @@ def _walk(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             value = dict(value)
         if isinstance(value, dict):
             waiting += [(f"{name}.{key}", each) for key, each in value.items()]
+            waiting += [(name, key) for key in value]
         elif isinstance(value, list | tuple):
             waiting += [(f"{name}[{index}]", each) for index, each in enumerate(value)]
         yield name, value

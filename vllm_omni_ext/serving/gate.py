@@ -1,0 +1,52 @@
+"""What is in front of every route: a limit for request bodies, and when to come back to a server that is busy."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+RETRY_AFTER_S = 1
+BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+MIB = 1 << 20
+
+
+class Gate:
+    """ASGI middleware.
+
+    Args:
+        max_body_mib: longest body of a request; a longer one is answered with 413, before it has been read.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_body_mib: int) -> None:
+        self._app = app
+        self._most = max_body_mib * MIB
+        self._too_large = f"the body of a request may have {max_body_mib} MiB (max_body_mib of the stage config)"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "")
+        due = int(declared) if declared.isdecimal() else 0
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            if due > self._most:
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, self._too_large)
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._most:
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, self._too_large)
+            return message
+
+        async def hinted(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] in BUSY:
+                MutableHeaders(scope=message).setdefault("Retry-After", str(RETRY_AFTER_S))
+            await send(message)
+
+        await self._app(scope, limited, hinted)
