@@ -12,8 +12,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -33,6 +34,8 @@ from vllm_omni_ext.model_plugins.registry import resolve
 from vllm_omni_ext.omni import Connections
 from vllm_omni_ext.plugin import MODELS
 from vllm_omni_ext.runtime.engine_args import stage_engine_args
+from vllm_omni_ext.runtime.logs import FileLogs, Logs, TerminalLogs
+from vllm_omni_ext.runtime.progress import Progress
 from vllm_omni_ext.topology.cpu import THREADS
 from vllm_omni_ext.topology.shape import Plan
 
@@ -50,21 +53,34 @@ class Deployment:
         plan: what to start.
         clients: number of API servers that will talk to every replica.
         usage: how vLLM accounts for the start (server or offline).
+        tell: takes the lines that say how far the start is.
     """
 
-    def __init__(self, plan: Plan, *, clients: int, usage: UsageContext) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        clients: int,
+        usage: UsageContext,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.plan = plan
         self.clients = clients
         self.configs: dict[ReplicaId, VllmConfig] = {}
         self._listeners: dict[ReplicaId, EngineZmqListeners] = {}
         self._launches: dict[ReplicaId, CoreEngineLaunch] = {}
-        self._barriers: list[contextlib.ExitStack] = []
+        self._barriers: dict[ReplicaId, contextlib.ExitStack] = {}
         self._usage = usage
         self.fork = may_fork(plan, usage)
         self._folder = ""
+        self.logs: Logs = TerminalLogs()
+        self.began = psutil.Process().create_time()
+        self._progress = Progress(plan, tell, self.seconds)
 
     def __enter__(self) -> Deployment:
         self._folder = tempfile.mkdtemp(prefix="omni-")
+        if not self.plan.config.verbose:
+            self.logs = FileLogs(Path(self.plan.config.log_dir or Path(self._folder, "logs")))
         if self.fork:
             register_classes()
         try:
@@ -76,7 +92,12 @@ class Deployment:
         except BaseException:
             self.close()
             raise
+        self._progress.starting(self.logs.where)
         return self
+
+    def seconds(self) -> float:
+        """Since the command began."""
+        return time.time() - self.began
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -90,10 +111,10 @@ class Deployment:
         listeners = bind_engine_zmq_listeners(config, self.clients)
         self.configs[replica], self._listeners[replica] = config, listeners
         launch = launch_core_engines(config, Executor.get_class(config), True, listeners.addresses)
-        with self.forking():
+        with self.forking(), self.logs.of(replica):
             barrier = contextlib.ExitStack()
             self._launches[replica] = barrier.enter_context(launch)
-            self._barriers.append(barrier)
+            self._barriers[replica] = barrier
 
     def forking(self) -> contextlib.AbstractContextManager[None]:
         """Where processes of this deployment are started. The server's head has no work left for the collector."""
@@ -103,22 +124,37 @@ class Deployment:
     def wait(self) -> None:
         """Wait until every replica is ready.
 
-        Raises:
-            StartFailed: a replica ended while starting; its log tells why.
-        """
-        try:
-            self._await_handshakes()
-        except RuntimeError as error:
-            gone = ", ".join(str(r) for r, p in self.processes().items() if p.exitcode is not None) or "a replica"
-            raise StartFailed(f"{gone} did not start; see the log lines of that process above") from error
+        Serves the start-up handshakes of all at once: a replica loads nothing before its own is answered.
 
-    def _await_handshakes(self) -> None:
-        """Serve the start-up handshake of all replicas at once: a replica loads nothing before its own is answered."""
+        Raises:
+            StartFailed: a replica ended while starting, or took too long; it has the end of its log.
+        """
         with ThreadPoolExecutor(max_workers=len(self._barriers)) as threads:
-            waits = [threads.submit(barrier.close) for barrier in self._barriers]
-        self._barriers.clear()
-        for wait in waits:
-            wait.result()
+            waits = {threads.submit(barrier.close): replica for replica, barrier in self._barriers.items()}
+            self._barriers.clear()
+            try:
+                for wait in as_completed(waits, self.plan.config.startup_timeout_s):
+                    wait.result()
+                    self._progress.ready(waits[wait])
+            except RuntimeError as error:
+                raise self._failed(waits[wait]) from error
+            except TimeoutError as error:
+                raise self._late(waits) from error
+            finally:
+                if not all(wait.done() for wait in waits):  # the start was cut short: the others need not be waited for
+                    self.end()
+
+    def _failed(self, replica: ReplicaId) -> StartFailed:
+        process = self.processes()[replica]
+        process.join(self.plan.config.shutdown_timeout_s)
+        return StartFailed(
+            f"{replica} did not start: its process ended with exit code {process.exitcode}; {self.logs.tail(replica)}"
+        )
+
+    def _late(self, waits: Mapping[Future[None], ReplicaId]) -> StartFailed:
+        late = next(replica for wait, replica in waits.items() if not wait.done())
+        limit = self.plan.config.startup_timeout_s
+        return StartFailed(f"{late} was not ready after {limit:g} s (startup_timeout_s); {self.logs.tail(late)}")
 
     def processes(self) -> dict[ReplicaId, Any]:
         """The process of each replica."""
@@ -141,7 +177,7 @@ class Deployment:
             client_count=self.clients,
             client_index=client,
             pids={replica: process.pid for replica, process in self.processes().items()},
-            started=psutil.Process().create_time(),
+            started=self.began,
         )
 
     def close_listeners(self) -> None:
@@ -167,7 +203,7 @@ class Deployment:
         self.end()
         for launch in self._launches.values():
             launch.engine_manager.shutdown(timeout=0)
-        for barrier in self._barriers:  # only if the start was cut short: the replicas they wait for have been ended
+        for barrier in self._barriers.values():  # after a start cut short: their replicas have been ended
             with contextlib.suppress(RuntimeError):
                 barrier.close()
         self._barriers.clear()

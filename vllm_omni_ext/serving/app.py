@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from argparse import Namespace
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -65,19 +65,24 @@ CHAT_ARGS = (
 """Arguments that go to the chat handler under their own name."""
 
 
-async def run_app(omni: AsyncOmni, listen_address: str, sock: socket.socket, args: Namespace) -> None:
+async def run_app(
+    omni: AsyncOmni, listen_address: str, sock: socket.socket, args: Namespace, ready: Callable[[], None]
+) -> None:
     """Serve until the process is told to stop; returns when the server has shut down and `sock` is closed.
 
     Args:
         listen_address: for the log.
         sock: bound already.
         args: as parsed for `vllm serve`.
+        ready: called once requests will be answered.
     """
     try:
         await omni.reset_mm_cache()  # forgets the dummy data of the start
         app = await make_app(omni, args)
         trim()
         logger.info("Starting the server on %s", listen_address)
+        sock.listen()  # who connects from now on is answered, as soon as the server below runs
+        ready()
         shutdown: Awaitable[None] = await serve_http(app, sock, **_server_options(args))
         await shutdown
     finally:
@@ -96,15 +101,15 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     )
     app.state.openai_serving_models = OmniServingModels(app.state.openai_serving_models, omni.plugin)
     app.include_router(router)
+    app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]
     add_routes(app)
+    app.user_middleware.insert(0, Middleware(Gate, max_body_mib=omni.plan.config.max_body_mib))
+    app.middleware_stack = app.build_middleware_stack()  # vLLM has built one already
     return app
 
 
 def _chat_options(omni: AsyncOmni, state: State, args: Namespace) -> dict[str, Any]:
-    app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]
     """What vLLM gives its own chat handler."""
-    app.user_middleware.insert(0, Middleware(Gate, max_body_mib=omni.plan.config.max_body_mib))
-    app.middleware_stack = app.build_middleware_stack()  # vLLM has built one already
     return {name: getattr(args, name) for name in CHAT_ARGS} | {
         "engine_client": omni,
         "models": state.openai_serving_models,

@@ -1,4 +1,4 @@
-"""What the head tells its API servers. msgpack, tagged; never pickle."""
+"""What the head and its API servers tell each other. msgpack, tagged; never pickle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ class ReplicaDied(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Message = ReplicaDied
+class ServerReady(msgspec.Struct, frozen=True, tag=True):
+    """From an API server to the head: it answers requests."""
+
+
+Message = ReplicaDied | ServerReady
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -24,4 +28,5 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes) -> Message:
     """Read one message; msgspec.ValidationError for anything else."""
-    return _decoder.decode(data)
+    message: Message = _decoder.decode(data)
+    return message

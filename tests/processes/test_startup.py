@@ -1,0 +1,68 @@
+"""What a person sees of a start, and of one that fails."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.server import Server, command, free_port
+
+pytestmark = pytest.mark.engine
+
+FAIL_S = 120
+
+
+def said(log: Path) -> list[str]:
+    """Our own lines of a terminal: no log prefix, no library's notice."""
+    lines = log.read_text().splitlines()
+    return [line for line in lines if re.match(r"(starting|thinker|talker|code2wav|ready|error)\b", line)]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_one_line_a_stage(tiny: Path, tmp_path: Path, kept: bool) -> None:
+    terminal, logs = tmp_path / "terminal", tmp_path / "logs"
+    flags = ["--max-model-len", "2048", *(["--omni-log-dir", str(logs)] if kept else ["--omni-verbose"])]
+    with Server(tiny, terminal, flags) as server:
+        port = server.port
+    first, *stages, last = said(terminal)
+    where = f"in {logs}" if kept else "on this terminal"
+    assert first == f"starting thinker (1 replica), talker (1 replica), code2wav (1 replica); logs {where}"
+    assert sorted(re.sub(r"[\d.]+ s$", "", line) for line in stages) == [
+        "code2wav ready after ",
+        "talker ready after ",
+        "thinker ready after ",
+    ]
+    assert re.fullmatch(rf"ready: http://127.0.0.1:{port} after [\d.]+ s", last)
+    assert ("(EngineCore" in terminal.read_text()) != kept
+    if kept:
+        files = {file.name: file.read_text() for file in logs.iterdir()}
+        assert set(files) == {"thinker-0.log", "talker-0.log", "code2wav-0.log"}
+        assert all("EngineCore" in text for text in files.values())
+
+
+def run(words: Sequence[str], output: Path) -> int:
+    with output.open("wb") as log:
+        return subprocess.run(
+            [*command(), "serve", *words], stdout=log, stderr=subprocess.STDOUT, timeout=FAIL_S, check=False
+        ).returncode
+
+
+def test_a_replica_that_does_not_start(tiny: Path, tmp_path: Path) -> None:
+    """The talker finds no weights of the kind it is told to load: one error, with its last words."""
+    output = tmp_path / "terminal"
+    broken = '{"talker": {"load_format": "sharded_state"}}'
+    flags = ["--omni", "--port", str(free_port()), "--max-model-len", "2048", "--stage-overrides", broken]
+    assert run([str(tiny), *flags], output) == 1
+    error = next(line for line in said(output) if line.startswith("error"))
+    assert re.match(r"error: talker/0 did not start: its process ended with exit code 1; the end of its log", error)
+    tail = output.read_text().partition(error)[2]
+    assert "pre-sharded checkpoints" in tail
+    mine = [p for p in psutil.process_iter(["cmdline"]) if str(tiny) in " ".join(p.info["cmdline"] or ())]
+    assert mine == []
+    folder = Path(said(output)[0].partition("; logs in ")[2]).parent
+    assert folder.name.startswith("omni-") and not folder.exists()
