@@ -23,14 +23,14 @@ MEDIAN_FILE_LINES = 120
 HEAVY = {"vllm", "torch", "zmq", "transformers", "mooncake"}
 
 LAYERS = (
-    {"errors", "ids", "memory", "report", "outputs"},
+    {"errors", "ids", "memory", "plugin", "report", "outputs"},
     {"patching", "patches"},
     {"config", "compat", "environment", "metrics", "model_plugins.registry", "model_plugins.*.pipeline"},
     {"topology", "pool", "orchestrator.flow", "coordinator.membership"},
     {"wire", "connectors", "runtime.replica", "observability"},
     {"coordinator", "orchestrator", "engine", "model_plugins"},
     {"runtime", "omni"},
-    {"serving", "cli", "doctor", "llm", "plugin", "boot", "tiny", "stage_configs", "__main__", "__init__"},
+    {"serving", "cli", "doctor", "llm", "boot", "tiny", "stage_configs", "__main__", "__init__"},
 )
 """Lowest first; a module may import its own layer and those below. The longest matching name counts."""
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from tqdm import tqdm
 from vllm.entrypoints.llm import LLM
+from vllm.exceptions import VLLMError
 from vllm.inputs import PromptType
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers.chat_utils import load_chat_template
@@ -190,7 +191,7 @@ class OmniLLM(LLM):
         text, chosen = self._split(params, options)
         try:
             prompt = render()
-        except (ValueError, TypeError, OSError) as error:  # this prompt cannot be rendered; the others can
+        except (VLLMError, ValueError, TypeError, OSError) as error:  # this prompt cannot be rendered; the others can
             failed: Future[OmniRequestOutput] = Future()
             failed.set_result(_failed(number, RequestError(str(error), parameter="prompt")))
             return failed

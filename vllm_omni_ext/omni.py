@@ -19,7 +19,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
-from vllm_omni_ext.errors import OmniError, RequestError, StageUnavailable
+from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.model_plugins.registry import pipeline_for, resolve
@@ -205,10 +205,14 @@ class AsyncOmni(AsyncLLM):
         _remove_reserved(sampling_params)
         chosen = options or REQUEST_OPTIONS.get()
         if chosen is None or chosen.text_only:
-            return super().generate(prompt, sampling_params, request_id, **stock)
+            return self._in_time(super().generate(prompt, sampling_params, request_id, **stock))
         if isinstance(prompt, dict) and "prompt_token_ids" in prompt:  # rendered: what is wrong with it shows now
             self.orchestrator.room(prompt["prompt_token_ids"], chosen)
-        return self._generate_more(prompt, sampling_params, request_id, chosen, stock)
+        return self._in_time(self._generate_more(prompt, sampling_params, request_id, chosen, stock))
+
+    def _in_time(self, source: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        limit = self.plan.config.request_deadline_s
+        return source if limit is None else _until(limit, source)
 
     async def _generate_more(
         self, prompt: Any, params: SamplingParams, request_id: str, options: OmniOptions, stock: dict[str, Any]
@@ -272,7 +276,9 @@ class AsyncOmni(AsyncLLM):
         vLLM's server calls it from another thread; a second call does nothing.
         """
         pumps, self._pumps = self._pumps, []
-        if pumps and not (loop := pumps[0].get_loop()).is_closed():
+        if not pumps:
+            return
+        if not (loop := pumps[0].get_loop()).is_closed():
             if _is_running(loop):
                 self._stop(pumps)
             else:
@@ -288,6 +294,21 @@ def _remove_reserved(params: Any) -> None:
     given = getattr(params, "extra_args", None)
     if given and RESERVED & given.keys():
         params.extra_args = {key: value for key, value in given.items() if key not in RESERVED} or None
+
+
+async def _until(limit_s: float, source: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Pass items on for `limit_s` seconds; then end the source and raise RequestFailed."""
+    end = asyncio.get_running_loop().time() + limit_s
+    async with contextlib.aclosing(source):
+        while True:
+            try:
+                async with asyncio.timeout_at(end):
+                    item = await anext(source)
+            except StopAsyncIteration:
+                return
+            except TimeoutError as error:
+                raise RequestFailed(f"the request took longer than {limit_s:g} s (request_deadline_s)") from error
+            yield item
 
 
 def _is_running(loop: asyncio.AbstractEventLoop) -> bool:

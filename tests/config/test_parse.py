@@ -33,7 +33,6 @@ def test_everything_said_arrives() -> None:
             "startup_timeout_s": 60,
             "shutdown_timeout_s": 1.5,
             "request_deadline_s": 30,
-            "stage_error_s": 2,
             "log_dir": "logs",
             "stages": {
                 "talker": {
@@ -56,7 +55,6 @@ def test_everything_said_arrives() -> None:
         startup_timeout_s=60.0,
         shutdown_timeout_s=1.5,
         request_deadline_s=30.0,
-        stage_error_s=2.0,
         log_dir="logs",
         stages={
             "talker": StageConfig(

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.exceptions import VLLMError
 
 from tests.oracle import Oracle
 from vllm_omni_ext.errors import RequestError
@@ -81,7 +80,6 @@ def test_one_bad_prompt_fails_alone(omni: Any, oracle: Oracle) -> None:
     assert said(other) == said(ask(omni, [OTHER], greedy())[0])
 
 
-@pytest.mark.xfail(strict=True, raises=VLLMError, reason="OmniLLM does not catch vLLM's own validation errors")
 def test_one_prompt_too_long_fails_alone(omni: Any) -> None:
     good, too_long = ask(omni, [QUESTION, TOO_LONG], greedy())
     assert isinstance(too_long.error, RequestError)

@@ -33,7 +33,6 @@ settings
   logs              terminal
   request deadline  30 s
   shutdown timeout  5 s
-  stage error       1 s
   startup timeout   600 s
 
 stage thinker: 1 replica, answers text

@@ -73,9 +73,6 @@ class OmniConfig:
     request_deadline_s: float | None = _key(
         None, seconds().or_none(), "A request that takes longer fails. Null: no limit.", "seconds"
     )
-    stage_error_s: float = _key(
-        1.0, seconds(), "A request that needs a stage without a live replica fails after this time.", "seconds"
-    )
     max_body_mib: int = _key(
         256, integer(at_least=1), "A request whose body is longer is refused with status 413.", "MiB"
     )

@@ -134,19 +134,34 @@ WORKER = (
     *_in("vllm.v1.outputs", ("ModelRunnerOutput", "ed91bef27164", "pooler_output is set by our worker")),
     *_in(
         "vllm.v1.worker.gpu_worker",
-        ("Worker._make_model_runner", "8c1f98ddeee0", "overridden: our runner class"),
         ("Worker.execute_model", "25bae4b9012c", "overridden, calls the original"),
         ("Worker.sample_tokens", "bd121c3baba8", "overridden, calls the original"),
-    ),
-    *_in(
-        "vllm.v1.worker.cpu_worker",
-        ("CPUWorker.init_device", "7d1057108cfe", "overridden: the runner's class is replaced after it"),
+        ("Worker.compile_or_warm_up_model", "bb41a0d4a1b8", "overridden, calls the original"),
     ),
     *_in(
         "vllm.v1.worker.gpu_model_runner",
-        ("GPUModelRunner._preprocess", "7b2ec35f04f0", "feeds inputs_embeds to the model"),
-        ("GPUModelRunner._model_forward", "3bc3a4482053", "overridden: edits rows of inputs_embeds in place"),
+        ("GPUModelRunner._preprocess", "7b2ec35f04f0", "asks the model's embed_input_ids for the rows of a step"),
+        (
+            "GPUModelRunner._init_mrope_positions",
+            "0dd082db7532",
+            "asks the model for positions, request by request",
+        ),
+        ("GPUModelRunner.execute_model", "00b038acec00", "keeps auxiliary hidden states for sample_tokens"),
+        ("ExecuteModelState", "5ea79877f717", "read between execute_model and sample_tokens"),
         ("GPUModelRunner.sample_tokens", "d6f8b90a0ddc", "runs the sampler that the code predictor follows"),
+    ),
+    *_in(
+        "vllm.v1.cudagraph_dispatcher",
+        ("CudagraphDispatcher.dispatch", "7284b6eb83df", "dispatches without graphs while keys_initialized is false"),
+    ),
+    *_in(
+        "vllm.v1.worker.gpu.model_runner",
+        ("GPUModelRunner.execute_model", "a167d8a363b7", "keeps auxiliary hidden states for sample_tokens"),
+        ("ExecuteModelState", "78d1ace8d0ef", "read between execute_model and sample_tokens"),
+    ),
+    *_in(
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        ("CudaGraphManager.dispatch", "db695ef419d6", "dispatches without graphs while _graphs_captured is false"),
     ),
     *_in(
         "vllm.v1.worker.gpu.model_states",
@@ -155,13 +170,27 @@ WORKER = (
     *_in("vllm.v1.worker.gpu.model_states.interface", ("ModelState", "20eef17e3c98", "subclassed")),
     *_in(
         "vllm.v1.worker.gpu.model_states.default",
-        ("DefaultModelState.prepare_inputs_embeds", "6f40a8e76273", "overridden: edits rows of inputs_embeds in place"),
-        ("DefaultModelState.add_request", "16879413f2bc", "overridden, calls the original"),
-        ("DefaultModelState.remove_request", "65ea5de0512d", "overridden, calls the original"),
+        ("DefaultModelState.prepare_inputs_embeds", "6f40a8e76273", "overridden: the rows of a step are the model's"),
     ),
 )
 
-SEAMS: tuple[Seam, ...] = COMMAND_LINE + API_SERVER + ENGINE_PROCESS + SCHEDULER + WORKER
+MODELS = (
+    *_in(
+        "vllm.model_executor.models.interfaces",
+        ("SupportsEagle3.set_aux_hidden_state_layers", "e071d46e1c02", "called: switches the export on for a step"),
+    ),
+    *_in(
+        "vllm.model_executor.models.qwen3_omni_moe_thinker",
+        ("Qwen3MoeLLMForCausalLM", "df9eefbcc6b2", "the talker's decoder"),
+        (
+            "Qwen3OmniMoeThinkerForConditionalGeneration.get_mrope_input_positions",
+            "ba71ba89d280",
+            "called without the model's layers: reads its config only",
+        ),
+    ),
+)
+
+SEAMS: tuple[Seam, ...] = COMMAND_LINE + API_SERVER + ENGINE_PROCESS + SCHEDULER + WORKER + MODELS
 
 
 def check_seams(source: VllmSource | None = None, *, allowed: frozenset[str] | None = None) -> None:

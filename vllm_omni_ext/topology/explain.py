@@ -76,7 +76,6 @@ def _settings(plan: Plan) -> list[str]:
             "async_chunk": str(config.async_chunk).lower(),
             "startup timeout": f"{config.startup_timeout_s:g} s",
             "request deadline": deadline,
-            "stage error": f"{config.stage_error_s:g} s",
             "shutdown timeout": f"{config.shutdown_timeout_s:g} s",
             "logs": config.log_dir or "terminal",
         }

@@ -71,7 +71,10 @@ def said(spec: StageSpec, stage: StageConfig, text_args: Mapping[str, Any]) -> d
     """
     path = f"stages.{spec.name}.engine"
     flags = {
-        key: value for key, value in text_args.items() if key != "model" and (spec.text_stage or key in SHARED_FIELDS)
+        key: value
+        for key, value in text_args.items()
+        # A shared flag does not reach a stage whose pipeline has settled the field.
+        if key != "model" and (spec.text_stage or (key in SHARED_FIELDS and key not in spec.engine))
     }
     for layer, prefix in ((flags, ""), (stage.engine, f"{path}."), (stage.engine_overrides, f"{path}.")):
         for key, value in layer.items():
