@@ -13,6 +13,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_omni_ext.model_plugins.qwen3_omni.requests import Qwen3OmniRequests
+from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.omni import REQUEST_OPTIONS
 from vllm_omni_ext.orchestrator.requests import OmniOptions
 from vllm_omni_ext.outputs import AudioOutput
@@ -66,6 +67,7 @@ class ScriptedOmni:
         self.renderer = renderer_from_config(self.vllm_config)
         self.input_processor = InputProcessor(self.vllm_config, self.renderer)
         self.plugin = Qwen3OmniRequests(self.model_config.hf_config)
+        self.observer = Observer.unseen(self.plan.text_stage().name, ())
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)

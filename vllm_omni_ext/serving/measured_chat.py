@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request
@@ -33,7 +34,10 @@ class MeasuredChat(OmniServingChat):
         if (given := (request.model_extra or {}).get(FIELD)) is not None and not isinstance(given, bool):
             wrong = RequestError(f"{FIELD}: must be true or false, got {given!r:.100}", parameter=FIELD)
             return self.create_error_response(as_vllm_error(wrong))
-        return await super().create_chat_completion(request, raw_request)
+        answer = await super().create_chat_completion(request, raw_request)
+        if isinstance(answer, ErrorResponse) and answer.error.code == HTTPStatus.BAD_REQUEST:
+            self.engine_client.observer.refused(RequestError(answer.error.message, parameter=answer.error.param or ""))
+        return answer
 
     async def chat_completion_full_generator(
         self, request: ChatCompletionRequest, result_generator: Any, request_id: str, *args: Any, **kwargs: Any
