@@ -6,7 +6,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -21,9 +20,10 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.memory import trim
 from vllm_omni_ext.omni import Connections
 from vllm_omni_ext.runtime.launcher import START_METHOD, Deployment, environment
+from vllm_omni_ext.runtime.progress import spinner
 from vllm_omni_ext.runtime.supervisor import Supervisor
 from vllm_omni_ext.topology.shape import Plan
-from vllm_omni_ext.wire.control import ReplicaDied, decode, encode
+from vllm_omni_ext.wire.control import ReplicaDied, ServerReady, decode, encode
 
 FAILED = 1
 """Exit status when a process that everything depends on has ended by itself."""
@@ -42,17 +42,26 @@ def serve(plan: Plan, args: Namespace) -> int:
     listen_address, sock = setup_server(args, reuse_port=False)
     try:
         with (
-            Deployment(plan, clients=plan.api_servers, usage=UsageContext.OPENAI_API_SERVER) as deployment,
+            Deployment(plan, clients=plan.api_servers, usage=UsageContext.OPENAI_API_SERVER, tell=tell) as deployment,
             ApiServers(deployment, listen_address, sock, args) as servers,
         ):
-            deployment.wait()
+            with spinner("loading"):
+                deployment.wait()
             trim()
-            return Head(deployment, servers, stopping).watch()
+            head = Head(deployment, servers, stopping)
+            if servers.wait():
+                tell(f"ready: {listen_address} after {deployment.seconds():.1f} s")
+            return head.watch()
     except OmniError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     finally:
         sock.close()
+
+
+def tell(line: str) -> None:
+    """Say something to the person who started the server."""
+    print(line, flush=True)
 
 
 class ApiServers:
@@ -69,7 +78,7 @@ class ApiServers:
         with environment({START_METHOD: "fork"} if self._deployment.fork else {}, defaults={}):
             context = get_mp_context()
             for client in range(self._deployment.clients):
-                receiver, sender = context.Pipe(duplex=False)
+                receiver, sender = context.Pipe()
                 process = context.Process(
                     target=run_api_server,
                     name=f"ApiServer_{client}",
@@ -89,6 +98,15 @@ class ApiServers:
         for pipe in self._pipes:
             pipe.close()
 
+    def wait(self) -> bool:
+        """Wait until all answer requests; False if one has ended instead."""
+        try:
+            for pipe in self._pipes:
+                decode(pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return False
+        return True
+
     def tell(self, message: ReplicaDied) -> None:
         """Send a message to every API server; one that is gone is the supervisor's concern."""
         for pipe in self._pipes:
@@ -103,6 +121,7 @@ class Head:
 
     def __init__(self, deployment: Deployment, servers: ApiServers, stopping: threading.Event) -> None:
         self._servers = servers
+        self._logs = deployment.logs
         self._stopping = stopping
         self._done = threading.Event()
         self._status = 0
@@ -116,7 +135,7 @@ class Head:
             return
         reason = f"its process ended with exit code {exitcode}"
         if isinstance(name, ReplicaId):
-            print(f"error: replica {name} is gone: {reason}", file=sys.stderr)
+            print(f"error: replica {name} is gone: {reason}; {self._logs.tail(name)}", file=sys.stderr)
             self._servers.tell(ReplicaDied(str(name), reason))
         else:
             self._status = FAILED if exitcode else 0
@@ -152,7 +171,6 @@ async def _api_server(
     from vllm_omni_ext.omni import AsyncOmni
     from vllm_omni_ext.serving.app import run_app
 
-    started = time.monotonic()
     omni = AsyncOmni(connections, log_stats=not args.disable_log_stats, log_requests=args.enable_log_requests)
     loop = asyncio.get_running_loop()
 
@@ -162,11 +180,12 @@ async def _api_server(
         except EOFError:  # the head is gone: it ends us with a signal, or we end with the HTTP server
             loop.remove_reader(control.fileno())
             return
-        omni.replica_died(ReplicaId.parse(message.replica), message.reason)
+        match message:
+            case ReplicaDied(replica, reason):
+                omni.replica_died(ReplicaId.parse(replica), reason)
 
     loop.add_reader(control.fileno(), heard)
-    print(f"all stages ready in {time.monotonic() - started:.1f} s; serving on {listen_address}", flush=True)
     try:
-        await run_app(omni, listen_address, sock, args)
+        await run_app(omni, listen_address, sock, args, ready=lambda: control.send_bytes(encode(ServerReady())))
     finally:
         omni.shutdown(timeout=0)
