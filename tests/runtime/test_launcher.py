@@ -21,6 +21,8 @@ from vllm_omni_ext.runtime.launcher import end_processes, environment, may_fork,
 from vllm_omni_ext.topology.cpu import THREADS
 
 FORK = multiprocessing.get_context("fork")
+LIFE_S = 30
+"""A process that nobody ends goes by itself, should the tests be cut short."""
 A, B, C = "OMNI_TEST_A", "OMNI_TEST_B", "OMNI_TEST_C"
 SERVER, OFFLINE = UsageContext.OPENAI_API_SERVER, UsageContext.LLM_CLASS
 
@@ -113,21 +115,19 @@ def start() -> Iterator[Start]:
 def obedient(running: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     running.set()
-    threading.Event().wait()
+    threading.Event().wait(LIFE_S)
 
 
 def stubborn(running: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     running.set()
-    while True:
-        time.sleep(60)
+    time.sleep(LIFE_S)
 
 
 def tidy(running: Any) -> None:
     signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.1), os._exit(5)))
     running.set()
-    while True:
-        time.sleep(60)
+    time.sleep(LIFE_S)
 
 
 def test_an_obedient_process_is_not_waited_for(start: Start) -> None:

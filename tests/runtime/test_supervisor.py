@@ -37,7 +37,7 @@ def start() -> Iterator[Start]:
 
 
 def wait_for_ever() -> None:
-    threading.Event().wait()
+    threading.Event().wait(30)  # should the tests be cut short
 
 
 class Seen:
