@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +14,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from vllm_omni_ext.metrics import ALL, MODEL, PREFIX, Metric, Metrics, make_all
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 DASHBOARD = json.loads((ROOT / "dashboards" / "vllm-omni-ext.json").read_text(encoding="utf-8"))
-
-EXAMPLES = {"counter": "_total", "gauge": "", "histogram": "_bucket"}
 
 
 def row(metric: Metric) -> str:
@@ -95,3 +97,36 @@ def test_the_dashboard_can_be_imported() -> None:
         if panel["type"] != "row":
             assert panel["datasource"] == {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
             assert panel["targets"] and panel["description"]
+
+
+SERVER = """
+import sys
+from vllm_omni_ext import metrics as m
+metrics = m.Metrics("tiny")
+metrics.of(m.REPLICA_IN_FLIGHT, "talker", "talker/0").set(int(sys.argv[1]))
+metrics.of(m.REPLICA_RUNNING, "talker", "talker/0").set(int(sys.argv[1]))
+metrics.of(m.AUDIO_SECONDS).inc(2)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_several_api_servers(tmp_path: Path) -> None:
+    """In flight is a sum over servers, a replica's own load what was said last, a counter a sum."""
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    words, pipe = [sys.executable, "-c", SERVER], subprocess.PIPE
+    servers = [
+        subprocess.Popen([*words, number], env=environment, stdin=pipe, stdout=pipe, cwd=ROOT) for number in ("3", "4")
+    ]
+    try:
+        for server in servers:
+            assert server.stdout is not None and server.stdout.readline()
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry, path=str(tmp_path))
+        labels = {"model_name": "tiny", "stage": "talker", "replica": "talker/0"}
+        assert registry.get_sample_value(PREFIX + "replica_requests_in_flight", labels) == 7
+        assert registry.get_sample_value(PREFIX + "replica_requests_running", labels) in (3, 4)
+        assert registry.get_sample_value(PREFIX + "audio_seconds_total", {"model_name": "tiny"}) == 4
+    finally:
+        for server in servers:
+            server.communicate()
