@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -89,6 +90,40 @@ async def test_numbers_no_engine_can_take(app: Any, engine: ScriptedOmni, number
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"].partition(".")[0] == field
     assert engine.calls == []
+
+
+async def test_bodies_that_vllms_checks_trip_over(app: Any, engine: ScriptedOmni) -> None:
+    for field in ('"structured_outputs": []', '"response_format": 3', '"stream_options": []', '"tools": [3]'):
+        response = await post(app, json.dumps({"messages": HELLO})[:-1] + f", {field}}}")
+        assert response.status_code == 400, (field, response.text)
+        assert response.json()["error"]["code"] == 400
+
+
+async def test_unknown_paths_have_the_same_shape(app: Any) -> None:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as http:
+        for response in (await http.get("/v1/nothing"), await http.delete("/v1/audio/voices")):
+            assert response.json()["error"]["code"] == response.status_code in (404, 405)
+
+
+async def test_longest_body(app: Any, engine: ScriptedOmni) -> None:
+    most = engine.plan.config.max_body_mib << 20
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        for headers in ({"content-length": str(most + 1)}, {}):
+
+            async def body(claimed: bool = bool(headers)) -> AsyncIterator[bytes]:
+                for _ in range(1 if claimed else 1 + (most >> 20)):
+                    yield b" " * (1 << 20)
+
+            json_headers = {"content-type": "application/json", **headers}
+            response = await http.post("/v1/chat/completions", content=body(), headers=json_headers)
+            assert (response.status_code, response.json()["error"]["code"]) == (413, 413)
+
+
+async def test_busy_says_when_to_come_back(app: Any, engine: ScriptedOmni) -> None:
+    engine.script = [StageUnavailable("stage talker has no live replica")]
+    response = await post(app, json.dumps({"messages": HELLO}))
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
 
 async def test_half_a_character_is_answered(app: Any, engine: ScriptedOmni) -> None:

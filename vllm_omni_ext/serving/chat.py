@@ -11,7 +11,7 @@ from fastapi import Request
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, PromptTokenUsageInfo
-from vllm.exceptions import VLLMClientError, VLLMError
+from vllm.exceptions import VLLMClientError, VLLMError, VLLMUnprocessableEntityError
 from vllm.logger import init_logger
 
 from vllm_omni_ext.errors import OmniError, RequestError
@@ -60,6 +60,8 @@ class OmniServingChat(OpenAIServingChat):
         """vLLM's step from a request to a prompt; what is wrong with its messages is the client's to know."""
         try:
             return await super().render_chat_request(request)
+        except VLLMUnprocessableEntityError as err:
+            raise BadRequest(str(err.args[0]), parameter=MESSAGES) from err
         except VLLMError as err:
             if not isinstance(err, VLLMClientError) or getattr(err, "parameter", None):
                 raise
