@@ -22,11 +22,19 @@ MEDIAN_FILE_LINES = 120
 
 HEAVY = {"vllm", "torch", "zmq", "transformers", "mooncake"}
 
+MEMBERSHIP = (
+    "coordinator.members",
+    "coordinator.timing",
+    "coordinator.membership",
+    "coordinator.follower",
+)
+"""The part of the coordinator that does no I/O."""
+
 LAYERS = (
     {"errors", "ids", "memory", "plugin", "report", "outputs"},
     {"patching", "patches"},
     {"config", "compat", "environment", "metrics", "model_plugins.registry", "model_plugins.*.pipeline"},
-    {"topology", "pool", "orchestrator.flow", "coordinator.membership"},
+    {"topology", "pool", "orchestrator.flow", *MEMBERSHIP},
     {"wire", "connectors", "runtime.replica", "observability"},
     {"coordinator", "orchestrator", "engine", "model_plugins"},
     {"runtime", "omni"},
@@ -42,7 +50,7 @@ PURE = (
     "topology",
     "pool",
     "orchestrator.flow",
-    "coordinator.membership",
+    *MEMBERSHIP,
     "patching",
 )
 """Modules that must not import anything heavy, not even inside a function."""

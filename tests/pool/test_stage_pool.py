@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from vllm_omni_ext.errors import StageUnavailable, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.pool.stage_pool import StagePool
+from vllm_omni_ext.pool.affinity import Affinity
+from vllm_omni_ext.pool.load import Load
+from vllm_omni_ext.pool.policies import POLICIES, policy
+from vllm_omni_ext.pool.stage_pool import SLACK, StagePool
 
 A, B, C = (ReplicaId("talker", i) for i in range(3))
 OTHER = ReplicaId("thinker", 0)
@@ -21,9 +24,9 @@ class First:
     def __init__(self) -> None:
         self.shown: list[dict[ReplicaId, int]] = []
 
-    def pick(self, candidates, load) -> ReplicaId:
+    def pick(self, load) -> ReplicaId:
         self.shown.append(dict(load))
-        return candidates[0]
+        return next(iter(load))
 
 
 def test_a_request_stays_where_it_is() -> None:
@@ -79,11 +82,116 @@ def test_an_empty_pool_says_so() -> None:
 @pytest.mark.parametrize("replica", [OTHER, ReplicaId("talker", 7)], ids=str)
 def test_replicas_of_others_are_refused_by_name(replica: ReplicaId) -> None:
     pool = StagePool("talker", [A, B])
-    for ask in (pool.in_flight, pool.remove):
+    for ask in (pool.in_flight, pool.remove, pool.drain, pool.avoid):
         with pytest.raises(UnknownMember, match=f"'{replica}'.*live: talker/0, talker/1"):
             ask(replica)
     with pytest.raises(UnknownMember, match="live: none"):
         StagePool("talker", []).remove(A)
+
+
+def test_a_replica_of_another_stage_cannot_be_added() -> None:
+    pool = StagePool("talker", [A])
+    for add in (pool.add, lambda replica: StagePool("talker", [replica])):
+        with pytest.raises(UnknownMember, match="'thinker/0' is no replica of stage 'talker'"):
+            add(OTHER)
+    assert pool.replicas == (A,)
+
+
+def test_what_is_published_counts() -> None:
+    pool = StagePool("talker", [A, B])
+    pool.publish({A: Load(running=5), B: Load(running=2)})
+    assert [pool.admit(str(i)) for i in range(3)] == [B] * 3
+    assert {pool.admit("x"), pool.admit("y")} == {A, B}
+    pool.publish({})
+    assert pool.admit("z") == A, "an old report still counts"
+
+
+def test_reports_of_strangers_are_refused_and_change_nothing() -> None:
+    pool = StagePool("talker", [A, B])
+    with pytest.raises(UnknownMember):
+        pool.publish({A: Load(running=9), C: Load()})
+    assert {pool.admit(str(i)) for i in range(2)} == {A, B}
+
+
+def test_other_api_servers_are_taken_to_do_the_same() -> None:
+    policy = First()
+    pool = StagePool("talker", [A, B], policy, clients=4)
+    pool.admit("x"), pool.admit("y")
+    assert policy.shown[1] == {A: 4.0, B: 0.0}
+
+
+def test_a_draining_replica_keeps_its_requests_and_gets_no_new_ones() -> None:
+    pool = StagePool("talker", [A, B])
+    assert pool.admit("r") == A
+    pool.drain(A)
+    assert {pool.admit(str(i)) for i in range(4)} == {B}
+    assert (pool.admit("r"), pool.in_flight(A), pool.replicas) == (A, 1, (A, B))
+    assert pool.release("r") == A
+    pool.add(A)
+    assert pool.admit("next") == A
+
+
+def test_an_avoided_replica_is_used_when_there_is_no_other() -> None:
+    pool = StagePool("talker", [A, B])
+    pool.avoid(A)
+    assert {pool.admit(str(i)) for i in range(4)} == {B}
+    pool.drain(B)
+    assert pool.admit("x") == A
+    pool.drain(A)
+    with pytest.raises(StageUnavailable, match="'talker' is draining: all its replicas are"):
+        pool.admit("y")
+
+
+def test_sessions_and_media_stay_where_they_are() -> None:
+    pool = StagePool("talker", [A, B, C])
+    where = pool.admit("1", session="s", media=["cat"])
+    assert [pool.admit(f"s{i}", session="s") for i in range(3)] == [where] * 3
+    assert [pool.admit(f"m{i}", media=["dog", "cat"]) for i in range(3)] == [where] * 3
+    assert pool.admit("session first", session="cat") != where
+    pool.drain(where)
+    moved = pool.admit("2", session="s")
+    assert moved != where
+    pool.add(where)
+    assert pool.admit("3", session="s") == moved
+
+
+def test_affinity_does_not_overload_a_replica() -> None:
+    pool = StagePool("talker", [A, B])
+    for i in range(200):
+        pool.admit(str(i), media=["the same picture"])
+    assert abs(pool.in_flight(A) - pool.in_flight(B)) <= SLACK + 1
+
+
+def test_what_is_remembered_is_bounded_and_ends_with_the_replica() -> None:
+    affinity = Affinity(limit=10)
+    pool = StagePool("talker", [A, B], affinity=affinity)
+    for i in range(100):
+        pool.admit(str(i), session=str(i), media=["x" * 1000, str(i)])
+    assert len(affinity) == 10
+    pool.remove(A)
+    pool.remove(B)
+    assert len(affinity) == 0
+
+
+def test_changes_are_told() -> None:
+    told: list[tuple[ReplicaId, int]] = []
+    pool = StagePool("talker", [A], changed=lambda replica, requests: told.append((replica, requests)))
+    pool.admit("x"), pool.admit("y"), pool.release("x")
+    assert told == [(A, 1), (A, 2), (A, 1)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(order=st.lists(st.integers(0, 9), max_size=60))
+def test_no_policy_leaves_anybody_out_or_piles_up(name: str, order: list[int]) -> None:
+    """Admit requests, with some released on the way."""
+    pool = StagePool("talker", [A, B, C], policy(name))
+    for at, request in enumerate(order):
+        pool.admit(f"{at}")
+        pool.release(f"{at - request}")
+    counts = [pool.in_flight(replica) for replica in pool.replicas]
+    assert sum(counts) == sum(pool.replica_of(str(at)) is not None for at in range(len(order)))
+    if name == "least-queue-length" and not any(order):
+        assert max(counts) - min(counts) <= 1
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -95,17 +203,36 @@ class PoolMachine(RuleBasedStateMachine):
     def start(self, count: int) -> None:
         self.pool = StagePool("talker", [ReplicaId("talker", i) for i in range(count)])
         self.live = {ReplicaId("talker", i) for i in range(count)}
+        self.draining: set[ReplicaId] = set()
         self.where: dict[str, ReplicaId] = {}
+
+    @rule(index=st.integers(0, 3))
+    def add(self, index: int) -> None:
+        self.pool.add(ReplicaId("talker", index))
+        self.live.add(ReplicaId("talker", index))
+        self.draining.discard(ReplicaId("talker", index))
+
+    @rule(data=st.data())
+    def drain(self, data: st.DataObject) -> None:
+        if self.live:
+            replica = data.draw(st.sampled_from(sorted(self.live)))
+            self.pool.drain(replica)
+            self.draining.add(replica)
 
     @rule(request=requests)
     def admit(self, request: str) -> None:
         if not self.live:
-            with pytest.raises(StageUnavailable):
+            with pytest.raises(StageUnavailable, match="no live replica"):
                 self.pool.admit(request)
             return
-        least = min(self.load().values())
-        known, got = self.where.get(request), self.pool.admit(request)
-        assert got == known if known else self.load()[got] == least
+        known = self.where.get(request)
+        if known is None and self.draining == self.live:
+            with pytest.raises(StageUnavailable, match="draining"):
+                self.pool.admit(request)
+            return
+        least = min((load for replica, load in self.load().items() if replica not in self.draining), default=0)
+        got = self.pool.admit(request)
+        assert got == known if known else (self.load()[got] == least and got not in self.draining)
         self.where[request] = got
 
     @rule(request=requests)
@@ -117,6 +244,7 @@ class PoolMachine(RuleBasedStateMachine):
         if self.live:
             replica = data.draw(st.sampled_from(sorted(self.live)))
             self.live.discard(replica)
+            self.draining.discard(replica)
             lost = [r for r, at in self.where.items() if at == replica]
             assert self.pool.remove(replica) == tuple(sorted(lost))
             for request in lost:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from vllm_omni_ext.errors import StageUnavailable, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.pool.affinity import Affinity, keys
+from vllm_omni_ext.pool.load import Load, estimate
 from vllm_omni_ext.pool.policies import LeastQueueLength, Policy
+
+SLACK = 16.0
+"""Requests by which a replica may be busier than the least busy one and still get its sessions and media: a cache is
+worth a short queue, not a long one."""
 
 
 class StagePool:
     """The live replicas of one stage and the requests bound to them.
 
+    A replica is open (takes requests), avoided (takes them only while none is open) or draining (takes none).
+
     Args:
         changed: told how many requests are bound to a replica, whenever that changes.
+        clients: number of API servers, each with a pool of its own over the same replicas.
+        affinity: what is remembered of sessions and media.
     """
 
     def __init__(
@@ -22,34 +33,57 @@ class StagePool:
         replicas: Iterable[ReplicaId],
         policy: Policy | None = None,
         changed: Callable[[ReplicaId, int], None] = lambda replica, requests: None,
+        *,
+        clients: int = 1,
+        affinity: Affinity | None = None,
     ) -> None:
         self.stage = stage
-        self._bound: dict[ReplicaId, set[str]] = {replica: set() for replica in replicas}
+        self._bound: dict[ReplicaId, set[str]] = {}
         self._where: dict[str, ReplicaId] = {}
+        self._open: dict[ReplicaId, float] = {}
+        self._avoided: dict[ReplicaId, float] = {}
+        self._published: dict[ReplicaId, tuple[Load, int]] = {}
         self._policy = policy or LeastQueueLength()
         self._changed = changed
+        self._clients = clients
+        self._affinity = Affinity() if affinity is None else affinity
+        for replica in replicas:
+            self.add(replica)
 
     @property
     def replicas(self) -> tuple[ReplicaId, ...]:
-        """The live replicas."""
+        """The live replicas, draining ones included."""
         return tuple(self._bound)
 
-    def admit(self, request_id: str) -> ReplicaId:
+    def admit(self, request_id: str, *, session: str | None = None, media: Sequence[str] = ()) -> ReplicaId:
         """Bind a request to a replica; a request that is bound stays where it is.
 
+        Args:
+            session: requests of one session go to one replica, as far as its load allows.
+            media: cache keys of the request's media items, which go to the replica that has seen them.
+
         Raises:
-            StageUnavailable: no replica is left.
+            StageUnavailable: no replica takes requests.
         """
         if request_id in self._where:
             return self._where[request_id]
-        if not self._bound:
-            raise StageUnavailable(f"stage '{self.stage}' has no live replica")
-        load = {replica: len(requests) for replica, requests in self._bound.items()}
-        replica = self._policy.pick(self.replicas, load)
+        affinity = keys(session, media)
+        replica = self._choose(affinity)
+        self._affinity.remember(affinity, replica)
         self._bound[replica].add(request_id)
         self._where[request_id] = replica
-        self._changed(replica, len(self._bound[replica]))
+        self._recount(replica)
         return replica
+
+    def _choose(self, affinity: Sequence[bytes]) -> ReplicaId:
+        candidates = self._open or self._avoided
+        if not candidates:
+            state = "is draining: all its replicas are" if self._bound else "has no live replica"
+            raise StageUnavailable(f"stage '{self.stage}' {state}")
+        for replica in self._affinity.places(affinity):
+            if replica in candidates and candidates[replica] <= min(candidates.values()) + SLACK:
+                return replica
+        return self._policy.pick(MappingProxyType(candidates))
 
     def replica_of(self, request_id: str) -> ReplicaId | None:
         """Where a request is bound, or None."""
@@ -60,20 +94,69 @@ class StagePool:
         replica = self._where.pop(request_id, None)
         if replica is not None:
             self._bound[replica].discard(request_id)
-            self._changed(replica, len(self._bound[replica]))
+            self._recount(replica)
         return replica
 
     def in_flight(self, replica: ReplicaId) -> int:
         """Requests bound to a replica; UnknownMember if it is not in the pool."""
         return len(self._requests(replica))
 
+    def publish(self, loads: Mapping[ReplicaId, Load]) -> None:
+        """Take the replicas' last reports; what was said of a replica that is not in `loads` is no longer believed.
+
+        Raises:
+            UnknownMember: a replica is not in the pool; nothing is changed.
+        """
+        self._published = {replica: (load, self.in_flight(replica)) for replica, load in loads.items()}
+        for replica in self._bound:
+            self._weigh(replica)
+
+    def add(self, replica: ReplicaId) -> None:
+        """Open a replica: a new one, or one that was avoided or draining.
+
+        Raises:
+            UnknownMember: the replica is one of another stage.
+        """
+        if replica.stage != self.stage:
+            raise UnknownMember(f"'{replica}' is no replica of stage '{self.stage}'")
+        self._bound.setdefault(replica, set())
+        self._avoided.pop(replica, None)
+        self._open[replica] = 0.0
+        self._weigh(replica)
+
+    def avoid(self, replica: ReplicaId) -> None:
+        """Send a replica nothing new while there are others; UnknownMember if it is not in the pool."""
+        self.drain(replica)
+        self._avoided[replica] = 0.0
+        self._weigh(replica)
+
+    def drain(self, replica: ReplicaId) -> None:
+        """Send a replica nothing new; what is bound to it stays. UnknownMember if it is not in the pool."""
+        self._requests(replica)
+        self._open.pop(replica, None)
+        self._avoided.pop(replica, None)
+
     def remove(self, replica: ReplicaId) -> tuple[str, ...]:
         """Take a replica out and return the requests that were bound to it; they are unbound."""
         lost = tuple(sorted(self._requests(replica)))
+        self.drain(replica)
+        self._affinity.forget(replica)
+        self._published.pop(replica, None)
         del self._bound[replica]
         for request_id in lost:
             del self._where[request_id]
         return lost
+
+    def _recount(self, replica: ReplicaId) -> None:
+        self._weigh(replica)
+        self._changed(replica, len(self._bound[replica]))
+
+    def _weigh(self, replica: ReplicaId) -> None:
+        """Estimate the load of a replica anew."""
+        load, then = self._published.get(replica, (None, 0))
+        for candidates in (self._open, self._avoided):
+            if replica in candidates:
+                candidates[replica] = estimate(load, then, len(self._bound[replica]), self._clients)
 
     def _requests(self, replica: ReplicaId) -> set[str]:
         if replica not in self._bound:

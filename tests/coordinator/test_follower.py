@@ -1,0 +1,77 @@
+"""What a subscriber makes of views."""
+
+from __future__ import annotations
+
+from vllm_omni_ext.coordinator.follower import Follower, loads, steer
+from vllm_omni_ext.coordinator.members import Attach, Detach, Entry, Forget, Member, State, View
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.pool.load import Load
+from vllm_omni_ext.pool.stage_pool import StagePool
+
+A, B, C = (Member(ReplicaId("talker", i), 7) for i in range(3))
+A2 = Member(A.id, 8)
+BUSY = Load(3, 4, 0.5)
+
+
+def view(*entries: Entry, generation: int = 1, settled: bool = True) -> View:
+    return View(generation=generation, settled=settled, timeout_s=1.0, replicas=entries)
+
+
+def up(member: Member, load: Load | None = BUSY) -> Entry:
+    return Entry(member, State.UP, load)
+
+
+def test_only_the_difference_counts() -> None:
+    follower = Follower()
+    assert follower.take(view(up(A), Entry(B, State.JOINING))) == [Attach(A)]
+    assert follower.take(view(Entry(A, State.SUSPECT), up(B))) == [Attach(B)]
+    assert follower.take(view(Entry(A, State.DOWN), Entry(B, State.DRAINING))) == [Detach(A, "it is down")]
+    assert follower.take(view(up(A))) == [Detach(B, "it has left"), Forget(B), Attach(A)]
+    assert follower.take(view(up(A))) == []
+
+
+def test_another_bearer_of_a_name_is_another_replica() -> None:
+    follower = Follower()
+    follower.take(view(up(A)))
+    assert follower.take(view(up(A2))) == [Detach(A, "it has left"), Forget(A), Attach(A2)]
+
+
+def test_a_new_coordinator_takes_nobody_away_until_it_is_settled() -> None:
+    follower = Follower()
+    follower.take(view(up(A), up(B), up(C)))
+    assert follower.take(view(generation=2, settled=False)) == []
+    assert follower.view is not None and loads(follower.view, "talker") == {}
+    assert follower.take(view(up(A), generation=2, settled=False)) == []
+    assert follower.take(view(up(A), up(B), generation=2, settled=False)) == []
+    assert loads(follower.view, "talker") == {A.id: BUSY, B.id: BUSY}
+    assert follower.take(view(up(A), generation=2, settled=False)) == [Detach(B, "it has left"), Forget(B)]
+    assert follower.take(view(up(A), generation=2)) == [Detach(C, "it has left"), Forget(C)]
+
+
+def test_a_name_given_to_another_by_a_new_coordinator_is_not_kept_for_the_old_one() -> None:
+    follower = Follower()
+    follower.take(view(up(A)))
+    assert follower.take(view(up(A2), generation=2, settled=False)) == [
+        Detach(A, "it has left"),
+        Forget(A),
+        Attach(A2),
+    ]
+
+
+def test_an_old_view_keeps_the_replicas_and_loses_the_loads() -> None:
+    follower = Follower()
+    assert follower.distrust() is None
+    follower.take(view(up(A)))
+    old = follower.distrust()
+    assert old is not None and old.replicas == (up(A, None),)
+    assert follower.take(view(up(A))) == []
+
+
+def test_a_pool_is_steered() -> None:
+    pool = StagePool("talker", [A.id, B.id])
+    steer(pool, view(Entry(A, State.SUSPECT), up(B), up(C)))
+    assert {pool.admit(str(i)) for i in range(4)} == {B.id}
+    steer(pool, view(up(A, Load()), Entry(B, State.DRAINING, Load()), up(Member(ReplicaId("thinker", 0), 1))))
+    assert {pool.admit(str(i)) for i in range(4, 8)} == {A.id}
+    steer(pool, view(Entry(A, State.DOWN), up(B)))
+    assert pool.admit("last") == B.id

@@ -1,0 +1,179 @@
+"""What reaches the coordinator's ports from those who should not be there."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+
+import psutil
+import pytest
+import zmq
+
+from tests.coordinator.conftest import CONFIG, TIMEOUT_S, states, watching
+from vllm_omni_ext.coordinator.keys import Keys
+from vllm_omni_ext.coordinator.members import State
+from vllm_omni_ext.coordinator.server import CoordinatorConfig
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.wire import coordination as wire
+from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, TO_COORDINATOR, TO_REPLICA, Malformed, encode
+
+NOBODY = wire.Bearer("talker", 0, 1)
+HARMLESS = (
+    encode(wire.Heartbeat(member=NOBODY, load=wire.Load(9, 9, 0.9))),
+    encode(wire.Leave(member=NOBODY, drain=False)),
+    encode(wire.Register(instance="x", stage="talker", model="wrong" * 9, config_hash="wrong", version="0")),
+)
+"""Well formed, and none of them may change anything, whichever bytes are altered."""
+
+EACH = 10_000
+GROWTH_BYTES = 8 * 1024 * 1024
+
+
+def garbage(rng: random.Random) -> bytes:
+    return rng.randbytes(rng.choice((0, 1, 2, 10, 100, 1000, MAX_MESSAGE_BYTES + 1)))
+
+
+def mutated(rng: random.Random) -> bytes:
+    data = bytearray(rng.choice(HARMLESS))
+    for _ in range(rng.randint(1, 4)):
+        match rng.randrange(3):
+            case 0:
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            case 1:
+                del data[rng.randrange(len(data)) :]
+            case _:
+                data.insert(rng.randrange(len(data) + 1), rng.randrange(256))
+        data = data or bytearray(b"\0")
+    return bytes(data)
+
+
+def is_malformed(data: bytes) -> bool:
+    try:
+        TO_COORDINATOR.decode(data)
+    except Malformed:
+        return True
+    return False
+
+
+def attack(address: str, messages: list[bytes]) -> None:
+    """Send messages, from a new connection every thousand, and read no answer."""
+    with zmq.Context() as context:
+        for start in range(0, len(messages), 1000):
+            with context.socket(zmq.DEALER) as dealer:
+                dealer.connect(address)
+                for data in messages[start : start + 1000]:
+                    dealer.send(data)
+
+
+def raw_noise(address: str, rng: random.Random) -> None:
+    """Bytes that are not even ZeroMQ."""
+    host, port = address.removeprefix("tcp://").split(":")
+    for _ in range(50):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(rng.randbytes(200))
+
+
+async def test_noise_changes_nothing(coordinator, replica) -> None:
+    rng = random.Random(1)
+    control = coordinator()
+    replica(control.events)
+    process = psutil.Process(control.process.pid)
+    async with watching(control.views) as witness:
+        before = await witness.states(talker_0=State.UP)
+        counts = []
+        for make in (garbage, mutated):
+            messages = [make(rng) for _ in range(EACH)]
+            counts.append(sum(map(is_malformed, messages)))
+            await asyncio.to_thread(attack, control.events, messages)
+            after = await witness.until(lambda view: view.dropped >= sum(counts))
+            assert after.dropped == sum(counts) > 0.9 * EACH * len(counts)
+            if make is garbage:
+                memory = process.memory_info().rss
+        await asyncio.to_thread(raw_noise, control.events, rng)
+        await asyncio.to_thread(raw_noise, control.views, rng)
+        after = await witness.until(lambda view: view.replicas[0].load is not None)
+        assert [entry.member for entry in after.replicas] == [entry.member for entry in before.replicas]
+        assert states(after) == {"talker/0": State.UP} and len(witness.changes) == 1
+        assert process.memory_info().rss - memory < GROWTH_BYTES
+
+
+async def ask(address: str, frames: list[bytes], keys: Keys | None = None, wait_s: float = 5.0) -> bytes | None:
+    """Send one message and return the answer, if there is one."""
+
+    def talk() -> bytes | None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            if keys is not None:
+                dealer.curve_serverkey = keys.server.public
+                dealer.curve_publickey, dealer.curve_secretkey = keys.client.public, keys.client.private
+            dealer.connect(address)
+            dealer.send_multipart(frames)
+            return dealer.recv() if dealer.poll(wait_s * 1000) else None
+
+    return await asyncio.to_thread(talk)
+
+
+async def test_who_is_wrong_is_told(coordinator) -> None:
+    control = coordinator()
+    for message, says in (
+        (HARMLESS[2], "model is 'wrong"),
+        (encode(wire.Leave(member=NOBODY, drain=False, protocol=9)), "protocol 9 there"),
+    ):
+        answer = await ask(control.events, [message])
+        assert answer is not None
+        refused = TO_REPLICA.decode(answer)
+        assert isinstance(refused, wire.Refused) and says in refused.reason
+
+
+async def test_messages_in_several_frames_are_dropped(coordinator) -> None:
+    control = coordinator()
+    assert await ask(control.events, [HARMLESS[0], b""], wait_s=0.2) is None
+    async with watching(control.views) as witness:
+        await witness.until(lambda view: view.dropped == 1)
+
+
+@pytest.fixture
+def secret(tmp_path):
+    file = tmp_path / "secret"
+    file.write_text("correct horse battery staple\n")
+    return file
+
+
+async def hears_nothing(control, keys: Keys | None) -> None:
+    async with watching(control.views, keys) as outsider:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(TIMEOUT_S):
+                await outsider.watcher.__anext__()
+    assert await ask(control.events, [HARMLESS[0]], keys, wait_s=0.5) is None
+
+
+async def test_with_the_secret_everything_works_and_without_it_nothing(coordinator, replica, secret, tmp_path) -> None:
+    control = coordinator(CoordinatorConfig(expected=CONFIG.expected, timing=CONFIG.timing, secret_file=str(secret)))
+    other = tmp_path / "other"
+    other.write_text("another horse, another staple")
+    right, wrong = Keys.read(str(secret)), Keys.read(str(other))
+    assert right is not None and wrong is not None
+    half = Keys(server=right.server, client=wrong.client)  # knows the coordinator's public key and nothing else
+    for outsider in ("", other):
+        replica(control.events, "thinker", outsider)
+    replica(control.events, "talker", secret)
+    async with watching(control.views, right) as witness:
+        await witness.states(talker_0=State.UP)
+        await asyncio.gather(*(hears_nothing(control, keys) for keys in (None, wrong, half)))
+        assert await ask(control.events, [HARMLESS[0]], right) is not None
+        view = await witness.states(talker_0=State.UP)
+        assert view.dropped == 0
+
+
+def test_keys_follow_from_the_secret(secret, tmp_path) -> None:
+    one, two = Keys.read(str(secret)), Keys.derive(b"  correct horse battery staple")
+    assert one == two
+    assert Keys.derive(b"correct horse battery staplf") != one
+    assert len({one.server.private, one.client.private, one.server.public, one.client.public}) == 4
+    assert Keys.read(None) is None
+    assert one.server.private.decode() not in repr(one)
+    with pytest.raises(ConfigError, match="coordinator secret: must have at least 16 bytes, got 5"):
+        Keys.derive(b" short ")
+    with pytest.raises(ConfigError, match=r"cannot read '.*nothing': No such file"):
+        Keys.read(str(tmp_path / "nothing"))

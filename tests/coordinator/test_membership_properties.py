@@ -1,0 +1,255 @@
+"""Any order of joining, reporting, falling silent, leaving and coordinators starting again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from vllm_omni_ext.coordinator.follower import Follower
+from vllm_omni_ext.coordinator.members import (
+    ATTACHED,
+    Admit,
+    Attach,
+    Descriptor,
+    Detach,
+    Forget,
+    Heartbeat,
+    Leave,
+    Member,
+    Publish,
+    Register,
+    RegisterAgain,
+    Released,
+    State,
+    Subscribed,
+    Tick,
+    View,
+)
+from vllm_omni_ext.coordinator.membership import Expected, Membership
+from vllm_omni_ext.coordinator.timing import PUBLISH_GAP_S, Timing
+from vllm_omni_ext.pool.load import Load
+
+STAGES = ("talker", "thinker")
+EXPECTED = Expected(model="m", version="1", stages=dict.fromkeys(STAGES, "x"))
+TIMING = Timing(timeout_s=2.0, drain_s=6.0)
+
+
+@dataclass
+class Process:
+    """A replica's process, as its reporter behaves."""
+
+    descriptor: Descriptor
+    member: Member | None = None
+    leaving: bool = False
+
+
+class Attachments:
+    """Checks that attaching and detaching take turns, and that nobody is forgotten while attached."""
+
+    def __init__(self) -> None:
+        self.now: set[Member] = set()
+
+    def take(self, actions: list) -> None:
+        for action in actions:
+            match action:
+                case Attach(member):
+                    assert member not in self.now, f"{member} attached twice"
+                    self.now.add(member)
+                case Detach(member, reason):
+                    assert reason
+                    self.now.remove(member)
+                case Forget(member):
+                    assert member not in self.now, f"{member} forgotten while attached"
+
+
+class MembershipMachine(RuleBasedStateMachine):
+    """The coordinator against what its messages say, with two subscribers, of which one misses views."""
+
+    @initialize()
+    def start(self) -> None:
+        self.now = 0.0
+        self.count = 0
+        self.generation = 0
+        self.processes: list[Process] = []
+        self.past: list[Member] = []
+        self.subscribers = [(Follower(), Attachments()), (Follower(), Attachments())]
+        self.restart()
+
+    @rule()
+    def restart(self) -> None:
+        """The coordinator ends; a new one knows nothing."""
+        self.generation += 1000
+        self.them = Membership(EXPECTED, TIMING, generation=self.generation, at=self.now)
+        self.attached = Attachments()
+        self.heard: dict[Member, float] = {}
+        self.views: list[View] = []
+        self.advance(0)
+
+    def handle(self, event) -> list:
+        actions = self.them.handle(event)
+        self.attached.take(actions)
+        for action in actions:
+            if isinstance(action, Publish):
+                self.views.append(action.view)
+                for at, (follower, attachments) in enumerate(self.subscribers):
+                    if at == 0 or len(self.views) % 3 == 0:
+                        attachments.take(follower.take(action.view))
+        return actions
+
+    def advance(self, seconds: float) -> None:
+        end = self.now + seconds
+        while (due := self.them.deadline()) <= end:
+            self.now = max(self.now, due)
+            self.handle(Tick(self.now))
+        self.now = end
+
+    def speak(self, process: Process, load: Load) -> None:
+        """What a reporter sends, until it has nothing more to say."""
+        for _ in range(4):
+            if process.member is None:
+                return self.register(process)
+            if process.leaving:
+                self.hear(process, self.handle(Leave(process.member, self.now)))
+            actions = self.handle(Heartbeat(process.member, load, self.now))
+            if not any(isinstance(action, RegisterAgain) for action in actions):
+                self.heard[process.member] = self.now
+                return self.hear(process, actions)
+            self.register(process)
+        raise AssertionError("a replica is told to register again and again")
+
+    def hear(self, process: Process, actions: list) -> None:
+        if any(isinstance(action, Released) for action in actions) and process in self.processes:
+            self.processes.remove(process)
+
+    def register(self, process: Process) -> None:
+        before = {entry.member.id for entry in self.view().replicas}
+        wish = (process.member.id.index, process.member.epoch) if process.member else (None, None)
+        actions = self.handle(Register(process.descriptor, self.now, *wish))
+        (member,) = [action.member for action in actions if isinstance(action, Admit)]
+        stage = [name for name in before if name.stage == process.descriptor.stage]
+        assert member.id.index in (wish[0], *range(len(stage) + 1)), "a free name was passed over"
+        process.member = member
+        self.past.append(member)
+
+    def view(self) -> View:
+        return self.them.view(self.now)
+
+    @rule(stage=st.sampled_from(STAGES))
+    def join(self, stage: str) -> None:
+        self.count += 1
+        name = f"i{self.count}"
+        process = Process(Descriptor(instance=name, stage=stage, model="m", config_hash="x", version="1"))
+        self.processes.append(process)
+        self.register(process)
+
+    @precondition(lambda self: self.processes)
+    @rule(pick=st.randoms(use_true_random=False), queue=st.integers(0, 3))
+    def beat(self, pick: random.Random, queue: int) -> None:
+        self.speak(pick.choice(self.processes), Load(queue, 0, 0.5))
+
+    @rule()
+    def all_beat(self) -> None:
+        for process in tuple(self.processes):
+            self.speak(process, Load())
+
+    @precondition(lambda self: self.processes)
+    @rule(pick=st.randoms(use_true_random=False), drain=st.booleans())
+    def leave(self, pick: random.Random, drain: bool) -> None:
+        process = pick.choice(self.processes)
+        if process.member is not None and drain:
+            process.leaving = True
+            self.hear(process, self.handle(Leave(process.member, self.now)))
+        elif process.member is not None:
+            self.handle(Leave(process.member, self.now, drain=False))
+            self.processes.remove(process)
+
+    @precondition(lambda self: self.processes)
+    @rule(pick=st.randoms(use_true_random=False))
+    def die(self, pick: random.Random) -> None:
+        self.processes.remove(pick.choice(self.processes))
+
+    @precondition(lambda self: self.past)
+    @rule(pick=st.randoms(use_true_random=False), leave=st.booleans())
+    def a_late_message_of_one_that_is_gone(self, pick: random.Random, leave: bool) -> None:
+        member = pick.choice(self.past)
+        if member in {entry.member for entry in self.view().replicas}:
+            return
+        before = self.view()
+        event = Leave(member, self.now, drain=False) if leave else Heartbeat(member, Load(9, 9, 0.9), self.now)
+        assert self.handle(event) == [Released(member) if leave else RegisterAgain(member)]
+        assert self.view() == before
+
+    @rule()
+    def subscribe(self) -> None:
+        assert self.handle(Subscribed(self.now)) == []
+
+    @rule(seconds=st.sampled_from([0.05, 0.4, 0.7, 1.3, 2.1, 7.0, 25.0]))
+    def wait(self, seconds: float) -> None:
+        self.advance(seconds)
+
+    @invariant()
+    def nobody_is_up_without_a_recent_heartbeat(self) -> None:
+        for entry in self.view().replicas:
+            if entry.state is State.UP:
+                assert self.now - self.heard[entry.member] < TIMING.suspect_s + 1e-6
+            if entry.state is State.SUSPECT:
+                assert self.now - self.heard[entry.member] < TIMING.timeout_s + 1e-6
+
+    @invariant()
+    def a_name_has_one_bearer(self) -> None:
+        names = [entry.member.id for entry in self.view().replicas]
+        assert len(names) == len(set(names)) and names == sorted(names)
+
+    @invariant()
+    def attached_are_those_whose_requests_go_on(self) -> None:
+        states = {entry.member: entry.state for entry in self.view().replicas}
+        assert self.attached.now == {member for member, state in states.items() if state in ATTACHED}
+
+    @invariant()
+    def what_is_published_is_what_is_and_subscribers_agree(self) -> None:
+        self.advance(1.01 * PUBLISH_GAP_S)
+        if self.views[-1].replicas != self.view().replicas:  # something changed in this very moment
+            assert self.now < self.them.deadline() < self.now + PUBLISH_GAP_S
+            return
+        follower, attachments = self.subscribers[0]
+        if follower.view is not None and follower.view.settled:
+            assert attachments.now == self.attached.now
+            assert follower.view.replicas == self.view().replicas
+        elif follower.view is not None:
+            assert attachments.now >= self.attached.now
+
+    def teardown(self) -> None:
+        """When everybody has been silent for long enough, nothing is left."""
+        if hasattr(self, "them"):
+            self.advance(TIMING.forget_s + TIMING.drain_s + 1)
+            assert self.view().replicas == () and self.attached.now == set()
+            assert self.them._by_instance == {} and not any(s.by_index for s in self.them._stages.values())
+            assert self.subscribers[0][1].now == set()
+
+
+MembershipMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMembershipMachine = MembershipMachine.TestCase
+
+
+def test_names_do_not_grow_with_those_who_came_and_went() -> None:
+    """Two thousand crashes: never more names than replicas at one time."""
+    now, indexes = 0.0, set()
+    them = Membership(EXPECTED, TIMING, generation=1, at=now)
+    base = Descriptor(instance="", stage="talker", model="m", config_hash="x", version="1")
+    for number in range(2000):
+        (*_, admitted) = them.handle(Register(replace(base, instance=str(number)), now))
+        indexes.add(admitted.member.id.index)
+        them.handle(Heartbeat(admitted.member, Load(), now))
+        if number % 2:
+            them.handle(Leave(admitted.member, now, drain=False))
+        end = now + TIMING.timeout_s * 1.1
+        while (due := them.deadline()) <= end:
+            now = max(now, due)
+            them.handle(Tick(now))
+        now = end
+    assert indexes == {0}
+    assert len(them._by_instance) <= 1

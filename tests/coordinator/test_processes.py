@@ -1,0 +1,141 @@
+"""Coordinator, replicas and API server's side as real processes, with a timeout of one second."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.coordinator.conftest import CONFIG, PATIENCE_S, TIMEOUT_S, states, watching
+from vllm_omni_ext.coordinator.members import Attach, Detach, Forget, State
+from vllm_omni_ext.coordinator.server import listening
+from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.pool.load import Load
+
+UP, DOWN, SUSPECT, DRAINING = State.UP, State.DOWN, State.SUSPECT, State.DRAINING
+
+
+async def test_a_replica_joins_falls_silent_and_comes_back(coordinator, replica, freeze) -> None:
+    control = coordinator()
+    frozen = replica(control.events)
+    async with watching(control.views) as witness:
+        view = await witness.states(talker_0=UP)
+        assert view.replicas[0].load == Load(1, 2, 0.5)
+        member = view.replicas[0].member
+        replica(control.events, "thinker")
+        await witness.states(talker_0=UP, thinker_0=UP)
+
+        freeze(frozen.pid)
+        since = time.monotonic()
+        view = await witness.states(talker_0=SUSPECT, thinker_0=UP)
+        assert view.replicas[0].load is None
+        await witness.states(talker_0=DOWN, thinker_0=UP)
+        assert time.monotonic() - since < 3 * TIMEOUT_S
+        os.kill(frozen.pid, signal.SIGCONT)
+        view = await witness.states(talker_0=UP, thinker_0=UP)
+        assert view.replicas[0].member == member
+        assert [change for change in witness.changes if change.member == member] == [
+            Attach(member),
+            Detach(member, "it is down"),
+            Attach(member),
+        ]
+
+
+async def test_a_replica_leaves_when_its_requests_have_ended(coordinator, replica) -> None:
+    control = coordinator()
+    leaving = replica(control.events)
+    async with watching(control.views) as witness:
+        member = (await witness.states(talker_0=UP)).replicas[0].member
+        leaving.stdin.write("drain\n")
+        leaving.stdin.flush()
+        await witness.states(talker_0=DRAINING)
+        assert witness.changes == [Attach(member)]
+        leaving.stdin.write("idle\n")
+        leaving.stdin.flush()
+        await witness.states()
+        assert witness.changes[1:] == [Detach(member, "it has left"), Forget(member)]
+        assert await asyncio.to_thread(leaving.stdout.readline) == "released\n"
+
+
+async def test_a_replica_that_ends_says_so(coordinator, replica) -> None:
+    control = coordinator()
+    ending = replica(control.events)
+    async with watching(control.views) as witness:
+        await witness.states(talker_0=UP)
+        since = time.monotonic()
+        ending.stdin.close()
+        await witness.states()
+        assert time.monotonic() - since < 5 * TIMEOUT_S, "it was noticed by its silence only"
+        assert ending.wait(PATIENCE_S) == 0
+
+
+async def test_a_coordinator_that_is_killed_and_started_again_finds_everybody(coordinator, replica) -> None:
+    control = coordinator()
+    for stage in ("talker", "talker", "thinker"):
+        replica(control.events, stage)
+    everybody = {"talker_0": UP, "talker_1": UP, "thinker_0": UP}
+    async with watching(control.views) as witness:
+        before = await witness.states(**everybody)
+        assert witness.watcher.fresh and witness.watcher.age() < TIMEOUT_S
+        control.process.kill()
+        control.process.join()
+
+        stale = await witness.until(lambda view: all(entry.load is None for entry in view.replicas))
+        assert states(stale) == states(before)
+        assert witness.watcher.age() >= TIMEOUT_S and not witness.watcher.fresh
+
+        control.start()
+        after = await witness.until(lambda view: view.settled and view.generation != before.generation)
+        assert [entry.member for entry in after.replicas] == [entry.member for entry in before.replicas]
+        assert states(after) == states(before) and witness.watcher.fresh
+        assert {type(change) for change in witness.changes} == {Attach} and len(witness.changes) == 3
+
+
+async def test_a_coordinator_that_was_held_up_blames_nobody(coordinator, replica, freeze) -> None:
+    control = coordinator()
+    replica(control.events)
+    async with watching(control.views) as witness:
+        await witness.states(talker_0=UP)
+        freeze(control.process.pid)
+        await witness.until(lambda view: view.replicas[0].load is None)
+        control.signal(signal.SIGCONT)
+        await witness.until(lambda view: view.replicas[0].load is not None)
+        assert len(witness.changes) == 1
+
+
+async def test_replicas_and_api_servers_may_come_first(coordinator, replica) -> None:
+    control = coordinator()
+    control.end()
+    replica(control.events)
+    async with watching(control.views) as witness:
+        assert witness.watcher.view is None and witness.watcher.age() == float("inf") and not witness.watcher.fresh
+        control.start()
+        await witness.states(talker_0=UP)
+
+
+async def test_an_idle_coordinator_sleeps(coordinator) -> None:
+    control = coordinator()
+    process = psutil.Process(control.process.pid)
+    async with watching(control.views) as witness:
+        await witness.states()
+        before, since = process.cpu_times(), time.monotonic()
+        await witness.until(lambda view: time.monotonic() - since > 1)
+        after = process.cpu_times()
+    assert after.user + after.system - before.user - before.system < 0.1
+
+
+def test_a_coordinator_ends_with_its_parent(coordinator) -> None:
+    assert coordinator().end() == 0
+
+
+def test_a_coordinator_that_cannot_listen_says_why(coordinator) -> None:
+    control = coordinator()
+    taken = control.events
+    with pytest.raises(OmniError, match=f"the coordinator cannot listen on {taken}: Address already in use"):
+        coordinator(type(CONFIG)(expected=CONFIG.expected, timing=CONFIG.timing, events=taken))
+    with pytest.raises(OmniError, match=r"has not started within 0\.1 s"):
+        listening(control.control, 0.1)

@@ -1,0 +1,111 @@
+"""An API server's side, against a socket of the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from tests.coordinator.conftest import PATIENCE_S
+from vllm_omni_ext.coordinator import translate
+from vllm_omni_ext.coordinator.members import Attach, Entry, Member, State, View
+from vllm_omni_ext.coordinator.watcher import Watcher
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.pool.load import Load
+from vllm_omni_ext.wire import coordination as wire
+
+MEMBER = Member(ReplicaId("talker", 0), 1)
+VIEW = View(generation=1, settled=True, timeout_s=0.2, replicas=(Entry(MEMBER, State.UP, Load(1, 1, 0.1)),))
+
+
+class Publisher:
+    """An XPUB socket that waits for its subscriber."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.XPUB)
+        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+
+    async def ready(self) -> None:
+        assert await asyncio.to_thread(self._socket.poll, PATIENCE_S * 1000)
+        self._socket.recv()
+
+    def say(self, data: bytes) -> None:
+        self._socket.send(data)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    other = Publisher()
+    yield other
+    other.close()
+
+
+async def following(watcher: Watcher) -> tuple[View, list]:
+    async with asyncio.timeout(PATIENCE_S):
+        return await watcher.__anext__()
+
+
+async def test_views_come_through_and_grow_old(publisher: Publisher) -> None:
+    watcher = Watcher(publisher.address)
+    await publisher.ready()
+    publisher.say(wire.encode(translate.published(VIEW)))
+    assert await following(watcher) == (VIEW, [Attach(MEMBER)])
+    assert watcher.fresh and watcher.view == VIEW
+    stale, changes = await following(watcher)
+    assert (stale.replicas, changes) == ((Entry(MEMBER, State.UP, None),), [])
+    assert not watcher.fresh and watcher.age() >= VIEW.timeout_s
+    publisher.say(wire.encode(translate.published(VIEW)))
+    assert await following(watcher) == (VIEW, [])
+    assert watcher.fresh
+    watcher.close()
+
+
+async def test_an_old_view_is_told_once(publisher: Publisher) -> None:
+    watcher = Watcher(publisher.address)
+    await publisher.ready()
+    publisher.say(wire.encode(translate.published(VIEW)))
+    await following(watcher)
+    await following(watcher)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(3 * VIEW.timeout_s):
+            await watcher.__anext__()
+    watcher.close()
+
+
+async def test_what_is_no_view_is_ignored_and_counted(publisher: Publisher) -> None:
+    watcher = Watcher(publisher.address)
+    await publisher.ready()
+    strange = wire.Published(
+        generation=1, settled=True, timeout_s=1, replicas=(wire.Standing(translate.bearer(MEMBER), "asleep"),)
+    )
+    for at, data in enumerate((b"noise", wire.encode(strange), wire.encode(wire.Refused(reason="x")))):
+        publisher.say(data)
+        task = asyncio.create_task(watcher.__anext__())
+        async with asyncio.timeout(PATIENCE_S):
+            while watcher.dropped <= at:
+                await asyncio.wait([task], timeout=0.1)
+        task.cancel()
+        await asyncio.wait([task])
+    publisher.say(wire.encode(translate.published(VIEW)))
+    assert (await following(watcher))[0] == VIEW
+    assert watcher.dropped == 3
+    watcher.close()
+
+
+async def test_closing_ends_the_iteration(publisher: Publisher) -> None:
+    watcher = Watcher(publisher.address)
+
+    async def follow() -> list:
+        return [view async for view in watcher]
+
+    task = asyncio.create_task(follow())
+    await publisher.ready()
+    watcher.close()
+    async with asyncio.timeout(PATIENCE_S):
+        assert await task == []

@@ -1,0 +1,99 @@
+"""Who may talk to the coordinator: everybody who can reach it, or those who know a secret.
+
+With a secret all traffic is encrypted and authenticated by ZeroMQ's CURVE. Both key pairs, the coordinator's and the
+one that all its clients share, are computed from the secret, so that nothing but the secret has to be handed round:
+private key = blake2b(scrypt(secret), person = the role), public key = the point that belongs to it. Who does not know
+the secret knows neither the coordinator's public key, without which no connection is made, nor a private key whose
+owner the coordinator accepts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from vllm_omni_ext.errors import ConfigError
+
+SHORTEST_SECRET = 16
+"""Bytes, blanks at both ends not counted. `openssl rand -hex 32` makes a good one."""
+
+_SALT = b"vllm-omni-ext coordinator 1"
+_COST, _BLOCK = 2**14, 8
+"""scrypt's n and r: 16 MiB and some tens of milliseconds, once a process."""
+
+_KEY_BYTES = 32
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
+"""Where libzmq asks whether a client is accepted (RFC 27)."""
+
+_ZAP_VERSION = b"1.0"
+_ZAP_DOMAIN = b"coordinator"
+
+
+@dataclass(frozen=True, repr=False)
+class KeyPair:
+    """Public and private key, Z85 text."""
+
+    public: bytes
+    private: bytes
+
+
+@dataclass(frozen=True, repr=False)
+class Keys:
+    """All that follows from the secret."""
+
+    server: KeyPair
+    client: KeyPair
+
+    @classmethod
+    def derive(cls, secret: bytes) -> Keys:
+        """Compute the key pairs; ConfigError if the secret is too short to be one."""
+        secret = secret.strip()
+        if len(secret) < SHORTEST_SECRET:
+            raise ConfigError(f"coordinator secret: must have at least {SHORTEST_SECRET} bytes, got {len(secret)}")
+        root = hashlib.scrypt(secret, salt=_SALT, n=_COST, r=_BLOCK, p=1, dklen=_KEY_BYTES)
+        return cls(_pair(root, b"server"), _pair(root, b"client"))
+
+    @classmethod
+    def read(cls, file: str | None) -> Keys | None:
+        """Keys of the secret in a file; None without a file."""
+        if file is None:
+            return None
+        try:
+            return cls.derive(Path(file).read_bytes())
+        except OSError as error:
+            raise ConfigError(f"coordinator secret: cannot read '{file}': {error.strerror}") from error
+
+
+def _pair(root: bytes, role: bytes) -> KeyPair:
+    private = z85.encode(hashlib.blake2b(root, person=role, digest_size=_KEY_BYTES).digest())
+    return KeyPair(zmq.curve_public(private), private)
+
+
+def as_client(socket: zmq.Socket[Any], keys: Keys | None) -> None:
+    """Prepare a socket that connects to the coordinator."""
+    if keys is not None:
+        socket.curve_serverkey = keys.server.public
+        socket.curve_publickey = keys.client.public
+        socket.curve_secretkey = keys.client.private
+
+
+def as_server(socket: zmq.Socket[Any], keys: Keys | None) -> None:
+    """Prepare a socket that the coordinator binds."""
+    if keys is not None:
+        socket.zap_domain = _ZAP_DOMAIN
+        socket.curve_server = True
+        socket.curve_secretkey = keys.server.private
+
+
+def answer_handshake(zap: zmq.Socket[Any], keys: Keys | None) -> None:
+    """Tell libzmq whether the client that asks may connect: its key must be the clients' key."""
+    version, request, _domain, _address, _identity, mechanism, *credentials = zap.recv_multipart()
+    accepted = keys is not None and mechanism == b"CURVE" and credentials == [z85.decode(keys.client.public)]
+    status, text = (b"200", b"OK") if accepted else (b"400", b"unknown key")
+    zap.send_multipart([version or _ZAP_VERSION, request, status, text, b"", b""])

@@ -1,0 +1,107 @@
+"""An API server's side of the coordinator: the newest view, and how old it is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from vllm_omni_ext.coordinator import translate
+from vllm_omni_ext.coordinator.follower import Change, Follower
+from vllm_omni_ext.coordinator.keys import Keys
+from vllm_omni_ext.coordinator.members import View
+from vllm_omni_ext.coordinator.sockets import connect
+from vllm_omni_ext.wire.coordination import MAX_VIEW_BYTES, VIEWS, Malformed
+
+log = logging.getLogger(__name__)
+
+
+class Watcher:
+    """An asynchronous iterator over (view, what has changed in it).
+
+    When nothing has come for the coordinator's timeout, the last view is yielded once more without loads: who is there
+    is still the best that is known, how busy they were is not. The coordinator may end and come back meanwhile.
+
+    Args:
+        address: the coordinator's `views` address.
+        keys: if the coordinator has a secret.
+    """
+
+    def __init__(self, address: str, *, keys: Keys | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.dropped = 0
+        self._clock = clock
+        self._follower = Follower()
+        self._heard = -math.inf
+        self._stale = True
+        self._context = zmq.asyncio.Context()
+        self._socket: Any = connect(self._context, zmq.SUB, address, keys, limit=MAX_VIEW_BYTES)
+
+    @property
+    def view(self) -> View | None:
+        """The newest view; None before the first."""
+        return self._follower.view
+
+    def age(self) -> float:
+        """Seconds since the last view came; infinite before the first."""
+        return self._clock() - self._heard
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the last view is young enough for its loads to be trusted."""
+        return self.view is not None and self.age() < self.view.timeout_s
+
+    def __aiter__(self) -> Watcher:
+        return self
+
+    async def __anext__(self) -> tuple[View, list[Change]]:
+        """The next view. Ends when the watcher is closed."""
+        while not self._socket.closed:
+            try:
+                arrived = await self._socket.poll(self._patience())
+            except asyncio.CancelledError:
+                if self._socket.closed and not _is_cancelled():  # `close` cancels what waits for the socket
+                    break
+                raise
+            if not arrived:
+                stale = self._expire()
+                if stale is not None:
+                    return stale, []
+                continue
+            try:
+                view = translate.view(VIEWS.decode(await self._socket.recv()))
+            except Malformed as error:
+                self.dropped += 1
+                log.warning("ignored a message that is no view: %s", error)
+                continue
+            self._heard, self._stale = self._clock(), False
+            changes = self._follower.take(view)
+            return self.view or view, changes
+        raise StopAsyncIteration
+
+    def _patience(self) -> float | None:
+        """Milliseconds until the view is too old; None: it is, or there is none."""
+        if self._stale or self.view is None:
+            return None
+        return max(0.0, math.ceil((self.view.timeout_s - self.age()) * 1000))
+
+    def _expire(self) -> View | None:
+        if self.fresh:
+            return None
+        self._stale = True
+        log.warning("nothing heard of the coordinator for %.1f s: loads are not trusted until it is back", self.age())
+        return self._follower.distrust()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._context.destroy(linger=0)
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
