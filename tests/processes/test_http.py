@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import signal
 import subprocess
 import sys
@@ -199,6 +200,81 @@ def test_other_endpoints(client: openai.OpenAI, server: Server) -> None:
     assert client.models.list().data[0].id == MODEL
     assert client.completions.create(model=MODEL, prompt="hello", max_tokens=4).usage.completion_tokens == 4
     assert server.healthy()
+
+
+SAY: dict[str, Any] = {
+    "model": MODEL,
+    "voice": "ethan",
+    "input": "The sky is blue.",
+    "extra_body": {"seed": 5, "max_new_tokens": 30},
+}
+
+
+def spoken(data: bytes) -> np.ndarray:
+    samples, rate = soundfile.read(io.BytesIO(data), dtype="int16")
+    assert rate == RATE
+    return samples
+
+
+def test_speech(client: openai.OpenAI) -> None:
+    whole = spoken(client.audio.speech.create(**SAY, response_format="wav").content)
+    assert len(set(whole)) > 1
+    assert spoken(client.audio.speech.create(**SAY, response_format="flac").content).tolist() == whole.tolist()
+    for name in ("mp3", "opus"):
+        assert len(spoken(client.audio.speech.create(**SAY, response_format=name).content)) == len(whole)
+    say: dict[str, Any] = {**SAY, "extra_body": {**SAY["extra_body"], "stream": True}}
+    with client.audio.speech.with_streaming_response.create(**say, response_format="pcm") as response:
+        assert b"".join(response.iter_bytes()) == whole.tobytes()
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.audio.speech.create(**SAY, speed=2.0)
+    assert caught.value.param == "speed"
+
+
+async def test_speech_async(server: Server, client: openai.OpenAI) -> None:
+    whole = spoken(client.audio.speech.create(**SAY, response_format="wav").content)
+    async with (
+        openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0) as asking,
+        asking.audio.speech.with_streaming_response.create(**SAY, response_format="pcm") as response,
+    ):
+        assert b"".join([piece async for piece in response.iter_bytes()]) == whole.tobytes()
+
+
+def test_the_card_of_the_model(client: openai.OpenAI) -> None:
+    card = client.models.list().data[0]
+    assert card.modalities == ["text", "audio"] and "ethan" in card.voices
+
+
+def test_curl(server: Server, client: openai.OpenAI) -> None:
+    def curl(path: str, body: dict[str, Any] | None = None) -> bytes:
+        words = ["curl", "--silent", "--fail-with-body", "--no-buffer", f"{server.base_url}{path}"]
+        if body is not None:
+            words += ["-H", "content-type: application/json", "-d", json.dumps(body)]
+        return subprocess.run(words, check=True, capture_output=True, timeout=60).stdout
+
+    say = {"input": SAY["input"], "voice": "ethan", **SAY["extra_body"]}
+    whole = spoken(curl("/audio/speech", say))
+    assert whole.tolist() == spoken(client.audio.speech.create(**SAY, response_format="wav").content).tolist()
+    events = curl("/audio/speech", {**say, "stream_format": "sse", "response_format": "pcm"}).decode().split("\n\n")
+    deltas = [json.loads(event.splitlines()[1].removeprefix("data: ")) for event in events[:-1]]
+    assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas[:-1]) == whole.tobytes()
+    assert deltas[-1]["usage"]["output_tokens"] > 0
+    assert "ethan" in json.loads(curl("/audio/voices"))["voices"]
+    lines = curl("/chat/completions", {"messages": HELLO, "max_tokens": 4, "stream": True}).decode().splitlines()
+    assert lines[-2] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("backend", ["openai-chat", "openai"])
+def test_stock_benchmark(server: Server, tiny: Path, tmp_path: Path, backend: str) -> None:
+    path = "/v1/chat/completions" if backend == "openai-chat" else "/v1/completions"
+    words = f"bench serve --backend {backend} --endpoint {path} --model {MODEL} --port {server.port} --num-prompts 4"
+    words += " --dataset-name random --random-input-len 16 --random-output-len 8 --save-result --result-filename r.json"
+    words += f" --host 127.0.0.1 --tokenizer {tiny} --result-dir {tmp_path}"
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_omni_ext", *words.split()], capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert (result["completed"], result["failed"]) == (4, 0)
 
 
 @pytest.mark.parametrize("modalities", [["text"], ["text", "audio"]])

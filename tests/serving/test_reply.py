@@ -70,6 +70,8 @@ async def test_formats(client: openai.AsyncOpenAI, engine: ScriptedOmni, name: s
     assert (info.format, info.samplerate, info.channels, info.frames) == (kind, RATE, 1, 24_000)
     file.seek(0)
     heard, _ = soundfile.read(file)
+    if name == "flac":
+        assert (heard * 2**15).astype("<i2").tobytes() == pcm16(tone)
     assert np.corrcoef(heard, tone)[0, 1] > 0.9
     assert choice.audio_metadata["format"] == name
 

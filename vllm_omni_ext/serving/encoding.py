@@ -7,6 +7,7 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import soundfile
 
 from vllm_omni_ext.serving.wav import Samples, pcm16
@@ -52,11 +53,12 @@ def streaming(formats: Mapping[str, Encoding]) -> tuple[str, ...]:
 
 
 def encode(samples: Samples, rate: int, encoding: Encoding) -> bytes:
-    """A complete file (or bare samples): mono, 16 bit where the format has such a thing."""
+    """A complete file (or bare samples), mono; every format is made of the same 16 bit samples."""
+    data = pcm16(samples)
     if not encoding.container:
-        return pcm16(samples)
+        return data
     file = io.BytesIO()
-    soundfile.write(file, samples, rate, format=encoding.container, subtype=encoding.subtype)
+    soundfile.write(file, np.frombuffer(data, "<i2"), rate, format=encoding.container, subtype=encoding.subtype)
     return file.getvalue()
 
 
