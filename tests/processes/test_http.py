@@ -230,6 +230,13 @@ def test_speech(client: openai.OpenAI) -> None:
     assert caught.value.param == "speed"
 
 
+def test_speech_example(server: Server, tmp_path: Path) -> None:
+    words = [REPOSITORY / "examples" / "speech.py", "hello", "--url", server.base_url, "--file", tmp_path / "a.flac"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert soundfile.info(tmp_path / "a.flac").format == "FLAC"
+
+
 async def test_speech_async(server: Server, client: openai.OpenAI) -> None:
     whole = spoken(client.audio.speech.create(**SAY, response_format="wav").content)
     async with (
