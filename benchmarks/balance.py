@@ -1,8 +1,9 @@
 """How evenly each policy spreads requests, and what a decision costs. Virtual time; needs no engine.
 
 Requests arrive at random at `--rate` and take an exponential time; each of `--clients` API servers has a pool of its
-own over the same replicas and decides for its share. What the replicas report reaches all pools every `--interval`,
-as the coordinator does it. Load is what a replica really has: mean and largest over the replicas, averaged over time.
+own over the same replicas and decides for its share. Each replica reports every `--interval`, at a time of its own; the
+coordinator publishes all reports every 0.1 s. Load is what a replica really has: mean and largest over the replicas,
+averaged over time.
 
     python benchmarks/balance.py [--replicas 1000] [--rate 1000] [--clients 4] [--service 5] [--seconds 30]
 """
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from vllm_omni_ext.coordinator.timing import PUBLISH_GAP_S
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.pool.policies import POLICIES, policy
@@ -49,15 +51,19 @@ def simulate(name: str, args: argparse.Namespace) -> Result:
     pools = [StagePool("talker", replicas, policy(name, at), clients=args.clients) for at in range(args.clients)]
     load = dict.fromkeys(replicas, 0)
     ends: list[tuple[float, str, ReplicaId, int]] = []
-    result, publication = Result(), args.interval
+    reports = dict.fromkeys(replicas, Load())
+    result, publication = Result(), PUBLISH_GAP_S
     for number, (now, duration) in enumerate(arrivals(args, rng)):
         while ends and ends[0][0] <= now:
             _, request, replica, at = heapq.heappop(ends)
             pools[at].release(request)
             load[replica] -= 1
         if now >= publication:
-            publication += args.interval
-            publish(pools, load, result)
+            publication += PUBLISH_GAP_S
+            report(reports, load, turns=round(args.interval / PUBLISH_GAP_S), turn=len(result.mean))
+            publish(pools, reports, result)
+            result.largest.append(max(load.values()))
+            result.mean.append(sum(load.values()) / len(load))
         client = rng.randrange(args.clients)
         start = time.perf_counter()
         replica = pools[client].admit(str(number))
@@ -68,16 +74,20 @@ def simulate(name: str, args: argparse.Namespace) -> Result:
     return result
 
 
-def publish(pools: list[StagePool], load: dict[ReplicaId, int], result: Result) -> None:
-    """Tell all pools what the replicas have, and note how even it is."""
-    reports = {replica: Load(running=queue) for replica, queue in load.items()}
+def report(reports: dict[ReplicaId, Load], load: dict[ReplicaId, int], *, turns: int, turn: int) -> None:
+    """Renew the reports of the replicas whose turn it is."""
+    for replica, queue in load.items():
+        if replica.index % turns == turn % turns:
+            reports[replica] = Load(running=queue, report=turn)
+
+
+def publish(pools: list[StagePool], reports: dict[ReplicaId, Load], result: Result) -> None:
+    """Tell all pools what the replicas have reported."""
     start = time.perf_counter()
     for pool in pools:
         pool.publish(reports)
     result.publishing += time.perf_counter() - start
     result.publications += len(pools)
-    result.largest.append(max(load.values()))
-    result.mean.append(sum(load.values()) / len(load))
 
 
 def row(name: str, result: Result) -> str:

@@ -36,10 +36,10 @@ from vllm_omni_ext.coordinator.members import Descriptor
 from vllm_omni_ext.coordinator.reporter import Reporter
 from vllm_omni_ext.pool.load import Load
 
-address, stage, config_hash, secret = sys.argv[1:]
+address, stage, config_hash, secret, index = sys.argv[1:]
 load = Load(1, 2, 0.5)
 me = Descriptor(instance=uuid.uuid4().hex, stage=stage, model="m", config_hash=config_hash, version="1")
-reporter = Reporter(address, me, lambda: load, keys=Keys.read(secret or None))
+reporter = Reporter(address, me, lambda: load, keys=Keys.read(secret or None), index=int(index) if index else None)
 reporter.start()
 for line in sys.stdin:
     if line == "drain\\n":
@@ -96,8 +96,9 @@ def coordinator() -> Iterator[Callable[..., CoordinatorProcess]]:
 def replica() -> Iterator[Callable[..., subprocess.Popen]]:
     started: list[subprocess.Popen] = []
 
-    def start(address: str, stage: str = "talker", secret: str | Path = "") -> subprocess.Popen:
-        command = [sys.executable, "-c", REPLICA, address, stage, EXPECTED.stages[stage], str(secret)]
+    def start(address: str, stage: str = "talker", secret: str | Path = "", index: int | None = 0) -> subprocess.Popen:
+        said = (address, stage, EXPECTED.stages[stage], str(secret), "" if index is None else str(index))
+        command = [sys.executable, "-c", REPLICA, *said]
         started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         return started[-1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_omni_ext.coordinator.follower import Follower, loads, steer
+from vllm_omni_ext.coordinator.follower import Follower, steer
 from vllm_omni_ext.coordinator.members import Attach, Detach, Entry, Forget, Member, State, View
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.load import Load
@@ -40,12 +40,23 @@ def test_a_new_coordinator_takes_nobody_away_until_it_is_settled() -> None:
     follower = Follower()
     follower.take(view(up(A), up(B), up(C)))
     assert follower.take(view(generation=2, settled=False)) == []
-    assert follower.view is not None and loads(follower.view, "talker") == {}
+    assert follower.view is not None and {entry.load for entry in follower.view.replicas} == {None}
     assert follower.take(view(up(A), generation=2, settled=False)) == []
     assert follower.take(view(up(A), up(B), generation=2, settled=False)) == []
-    assert loads(follower.view, "talker") == {A.id: BUSY, B.id: BUSY}
+    assert [entry.load for entry in follower.view.replicas] == [BUSY, BUSY, None]
     assert follower.take(view(up(A), generation=2, settled=False)) == [Detach(B, "it has left"), Forget(B)]
     assert follower.take(view(up(A), generation=2)) == [Detach(C, "it has left"), Forget(C)]
+
+
+def test_one_that_has_registered_again_is_kept_until_its_heartbeat() -> None:
+    follower = Follower()
+    follower.take(view(up(A)))
+    for settled in (False, True):
+        assert follower.take(view(Entry(A, State.JOINING), generation=2, settled=settled)) == []
+        assert follower.view is not None and follower.view.replicas == (up(A, None),)
+    assert follower.take(view(up(A), generation=2)) == []
+    assert follower.take(view(Entry(A, State.JOINING), generation=3)) == []
+    assert follower.take(view(generation=3)) == [Detach(A, "it has left"), Forget(A)]
 
 
 def test_a_name_given_to_another_by_a_new_coordinator_is_not_kept_for_the_old_one() -> None:

@@ -56,14 +56,16 @@ def is_malformed(data: bytes) -> bool:
     return False
 
 
-def attack(address: str, messages: list[bytes]) -> None:
-    """Send messages, from a new connection every thousand, and read no answer."""
-    with zmq.Context() as context:
-        for start in range(0, len(messages), 1000):
-            with context.socket(zmq.DEALER) as dealer:
-                dealer.connect(address)
-                for data in messages[start : start + 1000]:
-                    dealer.send(data)
+def attack(context: zmq.Context, address: str, messages: list[bytes]) -> None:
+    """Send messages, from a new connection every thousand, and read no answer.
+
+    The connections stay open: closing one with unread answers would make the system drop what was sent.
+    """
+    for start in range(0, len(messages), 1000):
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(address)
+        for data in messages[start : start + 1000]:
+            dealer.send(data)
 
 
 def raw_noise(address: str, rng: random.Random) -> None:
@@ -85,8 +87,10 @@ async def test_noise_changes_nothing(coordinator, replica) -> None:
         for make in (garbage, mutated):
             messages = [make(rng) for _ in range(EACH)]
             counts.append(sum(map(is_malformed, messages)))
-            await asyncio.to_thread(attack, control.events, messages)
+            attackers = zmq.Context()
+            await asyncio.to_thread(attack, attackers, control.events, messages)
             after = await witness.until(lambda view: view.dropped >= sum(counts))
+            attackers.destroy(linger=0)
             assert after.dropped == sum(counts) > 0.9 * EACH * len(counts)
             if make is garbage:
                 memory = process.memory_info().rss

@@ -16,6 +16,7 @@ from vllm_omni_ext.coordinator.members import (
     Heartbeat,
     Leave,
     Member,
+    NotYet,
     Publish,
     Refuse,
     Register,
@@ -43,11 +44,12 @@ def descriptor(instance: str, stage: str = "talker") -> Descriptor:
 class Desk:
     """A membership with a clock that stands still, and helpers that tick as a server would."""
 
-    def __init__(self, generation: int = 100) -> None:
+    def __init__(self, generation: int = 100, *, settled: bool = True) -> None:
         self.now = 0.0
         self.them = Membership(EXPECTED, TIMING, generation=generation, at=0.0)
         self.views: list = []
-        self.tick()
+        self.wait(TIMING.timeout_s if settled else 0.0)
+        self.start = self.now
 
     def tick(self) -> list:
         actions = self.them.handle(Tick(self.now))
@@ -162,13 +164,20 @@ def test_the_name_of_one_that_is_down_goes_to_the_next_and_it_may_come_back_unde
 def test_a_new_coordinator_gives_everybody_the_name_and_epoch_they_had() -> None:
     before = Desk()
     members = [before.join(name) for name in "abc"]
-    after = Desk(generation=200)
+    after = Desk(generation=200, settled=False)
     assert [after.beat(member) for member in members] == [[RegisterAgain(member)] for member in members]
     for name, member in reversed(list(zip("abc", members, strict=True))):
         assert after.join(name, index=member.id.index, epoch=member.epoch) == member
-    assert after.join("d") == Member(ReplicaId("talker", 3), 200)
     assert not after.them.view(after.now).settled
     assert after.them.view(TIMING.timeout_s).settled
+
+
+def test_a_new_coordinator_gives_names_to_newcomers_when_it_knows_which_are_free() -> None:
+    desk = Desk(settled=False)
+    assert desk.join("of the plan", index=1).id.index == 1
+    assert desk.register("any name") == desk.register("a name that is taken", index=1) == [NotYet()]
+    desk.wait(TIMING.timeout_s)
+    assert desk.join("any name").id.index == 0
 
 
 def test_an_epoch_nobody_can_have_had_is_not_believed() -> None:
@@ -224,7 +233,7 @@ def test_one_that_is_down_leaves_at_once() -> None:
 )
 def test_what_does_not_fit_is_refused_with_the_reason(change: dict[str, str], says: str) -> None:
     desk = Desk()
-    assert desk.them.handle(Register(replace(descriptor("a"), **change), 0.0)) == [Refuse(says)]
+    assert desk.them.handle(Register(replace(descriptor("a"), **change), desk.now)) == [Refuse(says)]
     assert desk.states() == {}
 
 
@@ -257,7 +266,7 @@ def test_changes_are_published_together_and_views_come_at_least_every_interval()
         desk.beat(member, BUSY)
     desk.wait(PUBLISH_GAP_S)
     assert [len(view.replicas) for view in desk.views] == [50]
-    assert {entry.load for entry in desk.views[0].replicas} == {BUSY}
+    assert {entry.load for entry in desk.views[0].replicas} == {replace(BUSY, report=2)}
     desk.views.clear()
     desk.wait(2 * TIMING.interval_s)
     assert len(desk.views) == 2
@@ -276,9 +285,21 @@ def test_loads_are_only_shown_while_they_are_recent() -> None:
     desk = Desk()
     member = desk.join("a")
     desk.beat(member, BUSY)
-    assert desk.them.view(0).replicas[0].load == BUSY
+    assert desk.them.view(desk.now).replicas[0].load == replace(BUSY, report=2)
     desk.wait(5)
     assert desk.them.view(desk.now).replicas[0].load is None
+
+
+def test_a_report_that_says_nothing_new_is_numbered_and_waits_for_the_next_view() -> None:
+    desk = Desk()
+    member = desk.join("a")
+    desk.wait(PUBLISH_GAP_S)
+    desk.views.clear()
+    desk.beat(member)
+    desk.wait(2 * PUBLISH_GAP_S)
+    assert desk.views == []
+    desk.wait(TIMING.interval_s)
+    assert [view.replicas[0].load for view in desk.views] == [Load(report=2)]
 
 
 def test_the_coordinators_own_delay_is_nobodys_silence() -> None:

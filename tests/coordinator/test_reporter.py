@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -153,6 +155,29 @@ def test_a_refusal_is_kept_and_logged_once(silent: Silent, reporter, caplog) -> 
     assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == [
         "the coordinator refuses this replica: wrong model"
     ]
+
+
+def test_a_coordinator_of_another_version_refuses(silent: Silent, reporter) -> None:
+    one = reporter(silent.address)
+    silent.read()
+    silent.say(wire.Refused(reason="?", protocol=2))
+    silent.say(ADMITTED)
+    silent.until(wire.Heartbeat)
+    assert one.refusal == ""
+    silent.say(wire.Refused(reason="?", protocol=2))
+    silent.quiet(0.3)
+    assert one.refusal == "protocol 2 there and 1 here"
+
+
+def test_a_process_that_forgets_to_stop_still_ends(silent: Silent) -> None:
+    program = f"""
+from vllm_omni_ext.coordinator.members import Descriptor
+from vllm_omni_ext.coordinator.reporter import Reporter
+from vllm_omni_ext.pool.load import Load
+me = Descriptor(instance="i", stage="talker", model="m", config_hash="t", version="1")
+Reporter("{silent.address}", me, Load).start()
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, check=True)
 
 
 def test_a_load_that_cannot_be_read_does_not_make_the_replica_dead(silent: Silent, reporter, caplog) -> None:

@@ -106,6 +106,18 @@ def test_what_is_published_counts() -> None:
     assert pool.admit("z") == A, "an old report still counts"
 
 
+def test_a_report_that_is_seen_again_does_not_hide_what_was_sent_since() -> None:
+    pool = StagePool("talker", [A, B])
+    first = {A: Load(running=10, report=1), B: Load(running=13, report=1)}
+    pool.publish(first)
+    for i in range(3):
+        assert pool.admit(str(i)) == A
+        pool.publish(first)
+    assert {pool.admit("3"), pool.admit("4")} == {A, B}
+    pool.publish({A: Load(running=10, report=2), B: Load(running=13, report=1)})
+    assert pool.admit("5") == A
+
+
 def test_reports_of_strangers_are_refused_and_change_nothing() -> None:
     pool = StagePool("talker", [A, B])
     with pytest.raises(UnknownMember):

@@ -24,6 +24,7 @@ EVENTS = (
 REPLIES = (
     wire.Admitted(member=WHO, interval_s=0.2),
     wire.Refused(reason="no"),
+    wire.NotYet(),
     wire.RegisterAgain(member=WHO),
     wire.Released(member=WHO),
 )

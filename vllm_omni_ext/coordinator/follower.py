@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 from vllm_omni_ext.coordinator.members import ATTACHED, Attach, Detach, Entry, Forget, Member, State, View
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.pool.stage_pool import StagePool
 
 Change: TypeAlias = Attach | Detach | Forget
@@ -18,7 +17,8 @@ class Follower:
     """The replicas as far as this subscriber knows. Views may be missed: only the difference to the last one counts.
 
     A coordinator that was started again knows only of those who have registered with it so far. Until it is settled,
-    replicas that were there before it are kept as they were, without a load.
+    replicas that were there before it are kept as they were, without a load; and so is one that has just registered
+    again, until its next heartbeat.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,22 @@ class Follower:
         before = self.view
         if before is not None and before.generation != view.generation:
             self._kept = {entry.member.id: entry for entry in _unloaded(before.replicas)}
+        if self._kept:
+            view = self._with_kept(view)
+        if before is not None and any(entry.state is State.JOINING for entry in view.replicas):
+            known = {entry.member: entry for entry in _unloaded(before.replicas)}
+            listed = (known.get(e.member, e) if e.state is State.JOINING else e for e in view.replicas)
+            view = replace(view, replicas=tuple(listed))
+        self.view = view
+        return _changes(before.replicas if before else (), view.replicas)
+
+    def _with_kept(self, view: View) -> View:
         for entry in view.replicas:
             self._kept.pop(entry.member.id, None)
         if view.settled:
             self._kept.clear()
         everybody = (*view.replicas, *self._kept.values())
-        self.view = replace(view, replicas=tuple(sorted(everybody, key=lambda entry: entry.member)))
-        return _changes(before.replicas if before else (), self.view.replicas)
+        return replace(view, replicas=tuple(sorted(everybody, key=lambda entry: entry.member)))
 
     def distrust(self) -> View | None:
         """The last view is too old: keep who is there, forget how busy they are."""
@@ -45,20 +54,13 @@ class Follower:
         return self.view
 
 
-def loads(view: View, stage: str) -> dict[ReplicaId, Load]:
-    """What is known of the loads of a stage's attached replicas; for `StagePool.publish`."""
-    return {
-        entry.member.id: entry.load
-        for entry in view.replicas
-        if entry.member.id.stage == stage and entry.state in ATTACHED and entry.load is not None
-    }
-
-
 def _unloaded(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     return tuple(replace(entry, load=None) for entry in entries)
 
 
-def _changes(before: Iterable[Entry], after: Iterable[Entry]) -> list[Change]:
+def _changes(before: Sequence[Entry], after: Sequence[Entry]) -> list[Change]:
+    if [(e.member, e.state) for e in before] == [(e.member, e.state) for e in after]:
+        return []  # most views differ in loads only; comparing is much cheaper than hashing
     was, now = {e.member: e.state for e in before}, {e.member: e.state for e in after}
     attached_before, attached = _attached(was), _attached(now)
     found: list[Change] = [
@@ -69,8 +71,8 @@ def _changes(before: Iterable[Entry], after: Iterable[Entry]) -> list[Change]:
     return found
 
 
-def _attached(states: dict[Member, State]) -> list[Member]:
-    return [member for member, state in states.items() if state in ATTACHED]
+def _attached(states: dict[Member, State]) -> dict[Member, State]:
+    return {member: state for member, state in states.items() if state in ATTACHED}
 
 
 def steer(pool: StagePool, view: View) -> None:
@@ -78,14 +80,18 @@ def steer(pool: StagePool, view: View) -> None:
 
     Replicas that are not in the pool (yet) are not touched: `Attach` and `Detach` say when they come and go.
     """
-    states = {entry.member.id: entry.state for entry in view.replicas}
-    for replica in pool.replicas:
-        match states.get(replica):
+    there, known = set(pool.replicas), {}
+    for entry in view.replicas:
+        replica = entry.member.id
+        if replica not in there:
+            continue
+        if entry.load is not None and entry.state in ATTACHED:
+            known[replica] = entry.load
+        match entry.state:
             case State.UP:
                 pool.add(replica)
             case State.SUSPECT:
                 pool.avoid(replica)
             case State.DRAINING | State.DOWN:
                 pool.drain(replica)
-    known = loads(view, pool.stage)
-    pool.publish({replica: known[replica] for replica in pool.replicas if replica in known})
+    pool.publish(known)

@@ -100,7 +100,7 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A sign of life."""
+    """A sign of life. The coordinator numbers the reports itself."""
 
     member: Member
     load: Load
@@ -149,6 +149,11 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
+class NotYet:
+    """To the sender: ask again a little later. The coordinator is new, and the free names may belong to somebody."""
+
+
+@dataclass(frozen=True, slots=True)
 class RegisterAgain:
     """To the sender: `member` is unknown here (the coordinator is new, or the replica was silent for too long)."""
 
@@ -191,5 +196,5 @@ class Publish:
     view: View
 
 
-Reply: TypeAlias = Admit | Refuse | RegisterAgain | Released
+Reply: TypeAlias = Admit | Refuse | NotYet | RegisterAgain | Released
 Action: TypeAlias = Reply | Attach | Detach | Forget | Publish

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm_omni_ext.coordinator.members import (
     ATTACHED,
@@ -32,6 +32,7 @@ from vllm_omni_ext.coordinator.members import (
     Heartbeat,
     Leave,
     Member,
+    NotYet,
     Publish,
     Refuse,
     Register,
@@ -81,6 +82,7 @@ class _Record:
     leaving: float = math.inf
     """When it began to leave."""
     load: Load | None = None
+    reports: int = 0
 
 
 @dataclass
@@ -111,6 +113,8 @@ class Membership:
         self._timing = timing
         self._generation = generation
         self._settles = at + timing.timeout_s
+        """Until then replicas of a coordinator before this one are expected, and only names that are asked for are
+        given: any other may be theirs."""
         self._next_epoch = generation
         self._stages = {name: _Stage() for name in expected.stages}
         self._by_instance: dict[str, _Record] = {}
@@ -172,6 +176,9 @@ class Membership:
             if index is None:
                 yield Refuse(f"stage '{descriptor.stage}' has {MAX_REPLICAS} replicas, which is the most there can be")
                 return
+            if event.at < self._settles and index != event.index:
+                yield NotYet()
+                return
             if index in stage.by_index:
                 yield from self._forget(stage.by_index[index], "")
             known = self._join(event, index)
@@ -197,8 +204,9 @@ class Membership:
             yield self._unknown(event.member)
             return
         record.heard = max(record.heard, event.at)
-        self._changed |= record.load != event.load
-        record.load = event.load
+        before, record.reports = record.load, record.reports + 1
+        record.load = replace(event.load, report=record.reports)
+        self._changed |= before is None or replace(before, report=record.reports) != record.load
         if record.state is not State.DRAINING:
             yield from self._enter(record, State.UP, "")
         elif event.load.queue == 0 and event.at >= record.leaving + self._timing.interval_s:

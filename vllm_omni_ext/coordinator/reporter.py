@@ -167,13 +167,19 @@ class Reporter:
         try:
             message = wire.TO_REPLICA.decode(self._socket.recv(zmq.NOBLOCK))
         except wire.Malformed as error:
-            log.warning("ignored a message that is none of the coordinator's: %s", error)
+            if error.protocol is not None:  # the coordinator is of another version, and refuses in its own protocol
+                self._refuse(str(error))
+            else:
+                log.warning("ignored a message that is none of the coordinator's: %s", error)
             return False
         match message:
             case wire.Admitted():
                 self._admit(translate.member(message.member), message.interval_s)
             case wire.Refused():
                 self._refuse(message.reason)
+                return False
+            case wire.NotYet():
+                self._refusal = ""
                 return False
             case wire.RegisterAgain():
                 if self._member != translate.member(message.member):

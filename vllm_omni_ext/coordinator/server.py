@@ -30,7 +30,7 @@ from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, TO_COORDINATOR, M
 LOOPBACK = "tcp://127.0.0.1:*"
 """Reachable from this machine only; the system chooses the port."""
 
-READ_AT_ONCE = 4096
+READ_AT_ONCE = 1024
 """Messages that are read before time may pass: a flood must not keep the coordinator from noticing silence."""
 
 QUEUED_VIEWS = 4

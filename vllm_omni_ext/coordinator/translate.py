@@ -34,6 +34,8 @@ def reply(action: members.Reply) -> wire.ToReplica:
             return wire.Admitted(member=bearer(action.member), interval_s=action.interval_s)
         case members.Refuse():
             return wire.Refused(reason=action.reason)
+        case members.NotYet():
+            return wire.NotYet()
         case members.RegisterAgain():
             return wire.RegisterAgain(member=bearer(action.member))
         case members.Released():
@@ -104,12 +106,14 @@ def member(name: wire.Bearer) -> members.Member:
 
 def report(value: Load) -> wire.Load:
     """A load to send; what an engine may say beyond the bounds is cut."""
-    return wire.Load(max(0, value.waiting), max(0, value.running), min(1.0, max(0.0, value.kv_usage)))
+    return wire.Load(
+        max(0, value.waiting), max(0, value.running), min(1.0, max(0.0, value.kv_usage)), max(0, value.report)
+    )
 
 
 def load(value: wire.Load) -> Load:
     """A load that was sent."""
-    return Load(value.waiting, value.running, value.kv_usage)
+    return Load(value.waiting, value.running, value.kv_usage, value.report)
 
 
 def _state(text: str) -> members.State:

@@ -77,7 +77,8 @@ class Watcher:
                 view = translate.view(VIEWS.decode(await self._socket.recv()))
             except Malformed as error:
                 self.dropped += 1
-                log.warning("ignored a message that is no view: %s", error)
+                if self.dropped & (self.dropped - 1) == 0:  # at powers of two
+                    log.warning("ignored %d messages that are no views; the last: %s", self.dropped, error)
                 continue
             self._heard, self._stale = self._clock(), False
             changes = self._follower.take(view)

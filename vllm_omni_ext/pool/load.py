@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests in a replica's scheduler, and how full its KV cache is (0 to 1)."""
+    """Requests in a replica's scheduler, and how full its KV cache is (0 to 1).
+
+    `report` is given by the coordinator: a load that is equal in this too is the same report, seen again.
+    """
 
     waiting: int = 0
     running: int = 0
     kv_usage: float = 0.0
+    report: int = 0
 
     @property
     def queue(self) -> int:

@@ -104,12 +104,19 @@ class StagePool:
     def publish(self, loads: Mapping[ReplicaId, Load]) -> None:
         """Take the replicas' last reports; what was said of a replica that is not in `loads` is no longer believed.
 
+        What was sent to a replica since counts from the first time a report is seen.
+
         Raises:
             UnknownMember: a replica is not in the pool; nothing is changed.
         """
-        self._published = {replica: (load, self.in_flight(replica)) for replica, load in loads.items()}
-        for replica in self._bound:
-            self._weigh(replica)
+        before, now = self._published, {r: (load, len(self._requests(r))) for r, load in loads.items()}
+        for replica in before.keys() & now.keys():
+            if before[replica][0] == now[replica][0]:
+                now[replica] = before[replica]
+        self._published = now
+        for replica in before.keys() | now.keys():
+            if before.get(replica) is not now.get(replica):
+                self._weigh(replica)
 
     def add(self, replica: ReplicaId) -> None:
         """Open a replica: a new one, or one that was avoided or draining.
@@ -119,6 +126,8 @@ class StagePool:
         """
         if replica.stage != self.stage:
             raise UnknownMember(f"'{replica}' is no replica of stage '{self.stage}'")
+        if replica in self._open:
+            return
         self._bound.setdefault(replica, set())
         self._avoided.pop(replica, None)
         self._open[replica] = 0.0

@@ -64,11 +64,12 @@ class Bearer(Struct, frozen=True):
 
 
 class Load(Struct, frozen=True):
-    """How busy a replica is."""
+    """How busy a replica is; `report` is the coordinator's number for it, 0 on the way there."""
 
     waiting: Count
     running: Count
     kv_usage: Share
+    report: Count = 0
 
 
 class Register(Message, frozen=True, tag="register"):
@@ -111,6 +112,10 @@ class Refused(Message, frozen=True, tag="refused"):
     reason: str
 
 
+class NotYet(Message, frozen=True, tag="not_yet"):
+    """Coordinator to replica: ask again a little later."""
+
+
 class RegisterAgain(Message, frozen=True, tag="register_again"):
     """Coordinator to replica: this member is unknown."""
 
@@ -143,7 +148,7 @@ class Published(Message, frozen=True, tag="view"):
 
 
 ToCoordinator = Register | Heartbeat | Leave
-ToReplica = Admitted | Refused | RegisterAgain | Released
+ToReplica = Admitted | Refused | NotYet | RegisterAgain | Released
 
 Kind = TypeVar("Kind")
 
