@@ -10,14 +10,7 @@ MODELS = {
 
 def register() -> None:
     """Register the stage models (idempotent; runs in API, EngineCore, Worker and inspection processes)."""
-    import os
-
     from vllm.model_executor.models import ModelRegistry
-
-    if threads := os.environ.get("OMNI_EXT_THREADS"):  # set for the replicas of a CPU machine (topology.cpu)
-        import torch
-
-        torch.set_num_threads(int(threads))
 
     for architecture, target in MODELS.items():
         ModelRegistry.register_model(architecture, target)

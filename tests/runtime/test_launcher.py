@@ -15,9 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.usage.usage_lib import UsageContext
 
-from vllm_omni_ext.runtime.launcher import end_processes, environment, may_fork, temporary_files_in
+from vllm_omni_ext.runtime.launcher import compute_threads, end_processes, environment, may_fork, temporary_files_in
 from vllm_omni_ext.topology.cpu import THREADS
 
 FORK = multiprocessing.get_context("fork")
@@ -158,3 +159,21 @@ def test_processes_that_have_ended_are_left_alone(start: Start) -> None:
     end_processes([process], 10)
     end_processes([], 10)
     assert process.exitcode == -signal.SIGKILL
+
+
+def _use_a_team(length: int) -> None:
+    torch.zeros(length).add_(1).sum()
+
+
+def test_a_process_forked_from_one_that_has_computed_can_compute() -> None:
+    if torch.get_num_threads() == 1:
+        pytest.skip("one core: there is never a team")
+    _use_a_team(10_000_000)
+    context = multiprocessing.get_context("fork")
+    with compute_threads(1):
+        child = context.Process(target=_use_a_team, args=(10_000_000,))
+        child.start()
+    child.join(20)
+    hung = child.is_alive()
+    child.kill()
+    assert not hung and torch.get_num_threads() > 1

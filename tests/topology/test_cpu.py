@@ -42,7 +42,6 @@ def test_threads_are_divided(pipeline: PipelineSpec, cpu: Machine, cores: int, r
     plan = plan_for(pipeline, replace(cpu, cpu_count=cores), talker=StageConfig(replicas=replicas))
     assert plan.stage("thinker").env == {
         "OMP_NUM_THREADS": threads,
-        "OMNI_EXT_THREADS": threads,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
@@ -53,7 +52,6 @@ def test_environment_may_be_changed(pipeline: PipelineSpec, cpu: Machine) -> Non
     env = plan_for(pipeline, cpu, talker=stage).stage("talker").env
     assert env == {
         "OMP_NUM_THREADS": "5",
-        "OMNI_EXT_THREADS": "5",
         "VLLM_CPU_OMP_THREADS_BIND": "0-3",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "MINE": "1",

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.plugins import load_general_plugins
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -111,15 +113,21 @@ class Deployment:
         listeners = bind_engine_zmq_listeners(config, self.clients)
         self.configs[replica], self._listeners[replica] = config, listeners
         launch = launch_core_engines(config, Executor.get_class(config), True, listeners.addresses)
-        with self.forking(), self.logs.of(replica):
+        threads = int(self.plan.stage(replica.stage).env.get(THREADS, 1))
+        with self.forking(threads), self.logs.of(replica):
             barrier = contextlib.ExitStack()
             self._launches[replica] = barrier.enter_context(launch)
             self._barriers[replica] = barrier
 
-    def forking(self) -> contextlib.AbstractContextManager[None]:
-        """Where processes of this deployment are started. The server's head has no work left for the collector."""
-        server = self._usage is UsageContext.OPENAI_API_SERVER
-        return frozen_heap(keep=server) if self.fork else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def forking(self, threads: int = 1) -> Iterator[None]:
+        """Where processes of this deployment are started, each with that many compute threads if it is forked."""
+        if not self.fork:
+            yield
+            return
+        # The server's head has no work left for the garbage collector.
+        with frozen_heap(keep=self._usage is UsageContext.OPENAI_API_SERVER), compute_threads(threads):
+            yield
 
     def wait(self) -> None:
         """Wait until every replica is ready.
@@ -240,6 +248,7 @@ def may_fork(plan: Plan, usage: UsageContext) -> bool:
 
 def register_classes() -> None:
     """Register the stage models as classes: for a name, vLLM imports itself once more in a process just to look."""
+    load_general_plugins()  # first: among others, ours registers the names
     for architecture, target in MODELS.items():
         ModelRegistry.register_model(architecture, resolve(target))
 
@@ -253,6 +262,21 @@ def preload(config: VllmConfig) -> None:
     cached_tokenizer_from_config(model)
     if model.is_multimodal_model:
         MULTIMODAL_REGISTRY.create_processor(model).info.get_hf_processor()
+
+
+@contextlib.contextmanager
+def compute_threads(count: int) -> Iterator[None]:
+    """Let processes forked inside the block compute with `count` threads.
+
+    Set in the parent: a child reads OMP_NUM_THREADS too late. With 1, OpenMP starts no team; where the parent has had
+    one, a child that wants one waits for threads that it does not have, for ever.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

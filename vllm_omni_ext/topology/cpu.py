@@ -21,8 +21,8 @@ SPARE_TOKENS = 512
 SMALLEST_CACHE_BYTES = 16 << 20
 """For a stage without a KV cache: an explicit size keeps the engine from claiming most of the memory at start."""
 
-THREADS = "OMNI_EXT_THREADS"
-"""Environment variable with the compute threads of a replica; a forked process reads OMP_NUM_THREADS too late."""
+THREADS = "OMP_NUM_THREADS"
+"""Environment variable with the compute threads of a replica."""
 
 CACHE_PART_OF_MEMORY = 0.5
 """Part of the memory that all KV caches together may take by default."""
@@ -58,7 +58,6 @@ def environment(stage: StageConfig, machine: Machine, replicas: int) -> dict[str
     """Environment of a replica: one process (no worker process besides), no pinning, its part of the cores."""
     threads = stage.cpu_threads or max(1, machine.cpu_count // replicas)
     return {
-        "OMP_NUM_THREADS": str(threads),
         THREADS: str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
