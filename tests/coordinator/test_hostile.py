@@ -56,16 +56,19 @@ def is_malformed(data: bytes) -> bool:
     return False
 
 
-def attack(context: zmq.Context, address: str, messages: list[bytes]) -> None:
+def attack(context: zmq.Context, address: str, messages: list[bytes]) -> list[zmq.Socket]:
     """Send messages, from a new connection every thousand, and read no answer.
 
-    The connections stay open: closing one with unread answers would make the system drop what was sent.
+    The connections are returned open: closing one with unread answers would make the system drop what was sent.
     """
+    dealers = []
     for start in range(0, len(messages), 1000):
         dealer = context.socket(zmq.DEALER)
+        dealers.append(dealer)
         dealer.connect(address)
         for data in messages[start : start + 1000]:
             dealer.send(data)
+    return dealers
 
 
 def raw_noise(address: str, rng: random.Random) -> None:
@@ -88,8 +91,9 @@ async def test_noise_changes_nothing(coordinator, replica) -> None:
             messages = [make(rng) for _ in range(EACH)]
             counts.append(sum(map(is_malformed, messages)))
             attackers = zmq.Context()
-            await asyncio.to_thread(attack, attackers, control.events, messages)
+            dealers = await asyncio.to_thread(attack, attackers, control.events, messages)
             after = await witness.until(lambda view: view.dropped >= sum(counts))
+            assert not any(dealer.closed for dealer in dealers)
             attackers.destroy(linger=0)
             assert after.dropped == sum(counts) > 0.9 * EACH * len(counts)
             if make is garbage:

@@ -13,7 +13,8 @@ import pytest
 
 from tests.coordinator.conftest import CONFIG, PATIENCE_S, TIMEOUT_S, states, watching
 from vllm_omni_ext.coordinator.members import Attach, Detach, Forget, State
-from vllm_omni_ext.coordinator.server import listening
+from vllm_omni_ext.coordinator.server import CoordinatorConfig, listening
+from vllm_omni_ext.coordinator.timing import Timing
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.pool.load import Load
 
@@ -119,6 +120,15 @@ async def test_replicas_and_api_servers_may_come_first(coordinator, replica) -> 
         await witness.states(talker_0=UP)
 
 
+async def test_a_new_api_server_does_not_wait_for_the_next_view(coordinator) -> None:
+    control = coordinator(CoordinatorConfig(expected=CONFIG.expected, timing=Timing(timeout_s=300.0, drain_s=1.0)))
+    since = time.monotonic()
+    for _ in range(5):  # each right after a view: the next one is due in a second
+        async with watching(control.views) as witness:
+            await witness.states()
+    assert time.monotonic() - since < 3.0
+
+
 async def test_an_idle_coordinator_sleeps(coordinator) -> None:
     control = coordinator()
     process = psutil.Process(control.process.pid)
@@ -138,6 +148,6 @@ def test_a_coordinator_that_cannot_listen_says_why(coordinator) -> None:
     control = coordinator()
     taken = control.events
     with pytest.raises(OmniError, match=f"the coordinator cannot listen on {taken}: Address already in use"):
-        coordinator(type(CONFIG)(expected=CONFIG.expected, timing=CONFIG.timing, events=taken))
+        coordinator(CoordinatorConfig(expected=CONFIG.expected, timing=CONFIG.timing, events=taken))
     with pytest.raises(OmniError, match=r"has not started within 0\.1 s"):
         listening(control.control, 0.1)

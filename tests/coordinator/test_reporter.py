@@ -69,8 +69,9 @@ class Silent:
         return TO_COORDINATOR.decode(data)
 
     def until(self, kind: type):
+        deadline = time.monotonic() + PATIENCE_S
         while not isinstance(message := self.read(), kind):
-            pass
+            assert time.monotonic() < deadline, f"no {kind.__name__}, only {message}"
         return message
 
     def say(self, message: wire.Message | bytes) -> None:
