@@ -42,7 +42,7 @@ class SpeechFlow:
         self._codec = ChunkWriter[tuple[int, ...]](frames)
         self._heard = ChunkReader[tuple[int, ...]]()
         self._frames: list[tuple[int, ...]] = []
-        self._talking = False
+        self._talk: _Talk | None = None
         # An assistant turn that the prompt has begun already is spoken too.
         self._begun: tuple[int, ...] = tuple(speech.prompt[speech.parts.header + HEADER :])
 
@@ -71,35 +71,49 @@ class SpeechFlow:
             action for chunk in self._text.write(tokens, last=event.finish is not None) for action in self._speak(chunk)
         ]
 
+    def replay(self, stage: str) -> list[Action]:
+        """What opens the request again in a stage that lost it: everything known so far, frames made included."""
+        return [self._open_talker() if stage == TALKER else _open_vocoder(self._frames)]
+
     def _speak(self, chunk: Chunk[int]) -> list[Action]:
-        if self._talking:
+        if self._talk is not None:
+            self._talk.take(chunk.items, chunk.last)
             return [Extend(TALKER, chunk.items, chunk.last)]
         if chunk.items == (self._speech.ids.tts_eos,) and chunk.last:
             return [self._sound(None, note=TOO_SHORT), Finished()]
         if not self._rows.complete:
             return [Fail(f"the thinker handed over {self._rows.count} of {self._rows.due} multimodal rows")]
-        self._talking = True
         first, *track = chunk.items
         text, codec = talker_prompt(
             self._speech.prompt, self._speech.parts, first, self._speech.voice, self._speech.ids
         )
+        self._talk = _Talk(text, codec, track, chunk.last)
+        return [self._open_talker()]
+
+    def _open_talker(self) -> Open:
+        talk, ids = self._talk, self._speech.ids
+        assert talk is not None, "a stage can only lose what it was given"
         handoff: dict[str, Any] = {
-            "text": text,
-            "codec": codec,
-            "fill": self._speech.ids.tts_pad,
-            "track": track,
-            "last": chunk.last,
+            "text": talk.text,
+            "codec": talk.codec,
+            "fill": ids.tts_pad,
+            "track": list(talk.track),
+            "last": talk.closed,
             "rows": self._rows.due,
         }
         if self._speech.positions is not None:
             handoff["positions"] = self._speech.positions
+        if self._frames:
+            handoff["frames"] = [list(frame) for frame in self._frames]
         # The engine counts the prompt in ids that no penalty and no sampling can touch.
-        prompt = [self._speech.ids.codec_pad] * len(text)
-        return [Open(TALKER, prompt, handoff, rows=self._rows.take(), stop=(self._speech.ids.codec_eos,))]
+        prompt = [ids.codec_pad] * len(talk.text) + [frame[0] for frame in self._frames]
+        return Open(TALKER, prompt, handoff, rows=self._rows.pieces, stop=(ids.codec_eos,), done=len(self._frames))
 
     def _said(self, event: Produced) -> list[Action]:
         # The frame of the step that ends the talker (end of speech, or the length limit) is not part of the sound.
         done = event.finish is not None
+        if done:
+            self._rows.release()
         frames = [] if event.payload is None or done else [tuple(frame) for frame in event.payload.tolist()]
         self._frames += frames
         return [action for chunk in self._codec.write(frames, last=done) for action in self._voice(chunk)]
@@ -108,7 +122,7 @@ class SpeechFlow:
         frames = self._heard.read(chunk)
         if not self._frames:
             return [self._sound(None, note="the talker ended before its first frame"), Finished()]
-        return [Open(CODE2WAV, [code for frame in frames for code in frame], pooling=ONE_UTTERANCE)]
+        return [_open_vocoder(frames)]
 
     def _sounded(self, event: Produced) -> list[Action]:
         if event.payload is None or not len(event.payload):
@@ -118,6 +132,24 @@ class SpeechFlow:
     def _sound(self, samples: Any, note: str | None = None) -> Emit:
         facts = {"sample_rate": self._speech.sample_rate, "frames": tuple(self._frames), "note": note}
         return Emit("audio", samples, facts)
+
+
+def _open_vocoder(frames: Sequence[tuple[int, ...]]) -> Open:
+    return Open(CODE2WAV, [code for frame in frames for code in frame], pooling=ONE_UTTERANCE)
+
+
+@dataclass
+class _Talk:
+    """What the talker has been given: its prompt, and the text track so far."""
+
+    text: list[int]
+    codec: list[int]
+    track: list[int]
+    closed: bool
+
+    def take(self, items: Sequence[int], last: bool) -> None:
+        self.track.extend(items)
+        self.closed = last
 
 
 class RowCollector:
@@ -140,7 +172,11 @@ class RowCollector:
         self._pieces.append(new)
         self.count += len(new)
 
-    def take(self) -> Any:
-        """All pieces in order (None if there are none); they are given up."""
-        pieces, self._pieces = self._pieces, []
-        return pieces or None
+    @property
+    def pieces(self) -> Any:
+        """All pieces in order; None if there are none."""
+        return list(self._pieces) or None
+
+    def release(self) -> None:
+        """Give the pieces up: nobody will ask for them again."""
+        self._pieces = []

@@ -71,7 +71,11 @@ class TalkerFeeder:
         return len(self._requests)
 
     def open(self, req_id: str, prompt: Mapping[str, Any], sampling: Any) -> None:
-        """Start a request; `prompt` has text, codec, track, fill and, for multimodal prompts, positions."""
+        """Start a request.
+
+        Args:
+            prompt: text, codec, track, fill; positions of a multimodal prompt; frames made before it came here.
+        """
         if req_id in self._requests:  # preempted and added again: its history stays
             return
         text = list(prompt["text"])
@@ -88,6 +92,16 @@ class TalkerFeeder:
             positions=None if positions is None else _positions_from(positions),
             row_of={p: i for i, p in enumerate(q for q, t in enumerate(text) if t == MULTIMODAL)},
         )
+        if frames := prompt.get("frames"):
+            request = self._requests[req_id]
+            self._keep(request, torch.tensor(frames, dtype=torch.int32, device=self._device))
+
+    def _keep(self, request: _Request, frames: Tensor) -> None:
+        """Append frames int32 [n, groups] to the request's history; what is past its capacity is never looked at."""
+        stop = min(request.frames + frames.shape[0], self._capacity)
+        if stop > request.frames:
+            self._frames[request.slot, request.frames : stop] = frames[: stop - request.frames]
+        request.frames += frames.shape[0]
 
     def _take_slot(self) -> int:
         if not self._free:  # more requests alive than run at once (preempted ones keep their history)
@@ -179,9 +193,7 @@ class TalkerFeeder:
         frames = torch.cat([first[:, None], rest], dim=1).to(torch.int32)
         host = frames.cpu()
         for row, (i, request) in enumerate(zip(live, requests, strict=True)):
-            if request.frames < self._capacity:
-                self._frames[request.slot, request.frames] = frames[row]
-            request.frames += 1
+            self._keep(request, frames[row : row + 1])
             made[i] = host[row : row + 1]
         return made
 

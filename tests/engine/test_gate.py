@@ -66,3 +66,11 @@ def test_rows_do_not_feed_steps_and_the_end_does_not_replace_rows() -> None:
     gate.take({}, 1)
     assert gate.ready
     assert gate.track == 0
+
+
+@given(st.integers(0, 6), st.integers(0, 6), st.integers(0, 4))
+def test_a_request_that_comes_with_frames_waits_for_the_track_they_have_used(done: int, track: int, more: int) -> None:
+    gate = Gate.of({"track": [0] * track, "frames": [[0]] * done})
+    undisturbed = Gate.of({"track": [0] * track})
+    assert gate.ready == (not undisturbed.starved(done))
+    assert gate.starved(more) == undisturbed.starved(done + more)

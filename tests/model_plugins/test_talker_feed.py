@@ -234,3 +234,17 @@ def test_given_positions_go_on_after_their_highest(length: int) -> None:
     assert positions.tolist() == expected.tolist()
     assert positions.dtype == torch.int64
     assert delta == 2  # position p of the request has rope position p + delta
+
+
+@given(st.integers(0, 6), st.integers(0, 4))
+def test_a_request_taken_over_has_the_rows_of_the_one_that_was_lost(made: int, more: int) -> None:
+    track, frames = list(range(8)), [(code % EOS, code + 2) for code in range(made + more)]
+    lost, other = make(), make()
+    spoken(track, frames, lost)
+    history = lost._frames[lost._requests["a"].slot, :made].tolist()
+    other.open("b", handoff(track, frames=history), GREEDY)
+    other.extend("b", {}, hidden_rows(3))
+    for code, hidden in frames[made:]:
+        sample(other, "b", code, hidden)
+    length = len(PROMPT) + made + more
+    assert torch.equal(other.rows([Span("b", 0, length)]), lost.rows([Span("a", 0, length)]))

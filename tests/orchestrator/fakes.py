@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.flow import Action, Produced
+from vllm_omni_ext.orchestrator.flow import Action, Open, Produced
 from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
 from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
 from vllm_omni_ext.pool.stage_pool import StagePool
@@ -54,6 +54,11 @@ class ScriptedFlow:
     def handle(self, event: Produced) -> list[Action]:
         self.events.append(event)
         return self.script(event)
+
+    def replay(self, stage: str) -> list[Action]:
+        if stage == "sound":
+            return [Open(stage, [9], pooling={"task": "token_embed"})]
+        return [Open(stage, [9, 9, 9], {"again": True}, stop=(75,), done=1)]
 
 
 class FakePlugin:

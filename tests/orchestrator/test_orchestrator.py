@@ -241,27 +241,58 @@ async def test_a_ticket_that_was_never_used_can_be_withdrawn() -> None:
 
 @pytest.mark.parametrize("done", range(len(STEPS)))
 @pytest.mark.parametrize("stage", ["text", "voice", "sound"])
-async def test_a_replica_that_is_gone_takes_only_its_requests_along(stage: str, done: int) -> None:
+async def test_another_replica_takes_over_from_one_that_is_gone(stage: str, done: int) -> None:
     bench = Bench(pipeline, text=2, voice=2, sound=2)
     tickets = {name: await bench.start(name) for name in "abcd"}
     for name in "abcd":
         await play(bench, name, STEPS[:done])
-    gone = ReplicaId(stage, 0)
+    gone, other = ReplicaId(stage, 0), bench.of(f"{stage}/1")
     lost = {name for name in "abcd" if bench.pools[stage].replica_of(name) == gone}
-    elsewhere = {(s, name) for s in bench.pools for name in lost if s != stage and bench.pools[s].replica_of(name)}
-    await bench.orchestrator.replica_down(gone, "killed by signal 9")
-    assert {(r.id.stage, name) for r in bench.replicas.values() for name in r.aborted} == elsewhere
+    before = len(other.added)
+    assert await bench.orchestrator.replica_down(gone, "killed by signal 9") == {}
+    assert {request.request_id for request in other.added[before:]} == lost
+    assert not any(replica.aborted for replica in bench.replicas.values())
     for name, (ticket, sink) in tickets.items():
         await play(bench, name, STEPS[done:])
-        answers = drained(sink)
-        if name in lost:
-            (error,) = answers
-            assert isinstance(error, StageUnavailable)
-            assert f"{stage}/0" in str(error)
-            assert "killed by signal 9" in str(error)
-        else:
-            assert [type(answer) for answer in answers] == [AudioOutput]
+        assert [type(answer) for answer in drained(sink)] == [AudioOutput]
         await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+async def test_a_text_goes_on_with_the_tokens_it_has() -> None:
+    bench = Bench(pipeline, text=2)
+    await bench.start("r")
+    await play(bench, "r", STEPS[:2])
+    first = bench.of("text/0").added[0]
+    assert first.prompt_token_ids is not None and first.sampling_params is not None
+    await bench.orchestrator.replica_down(ReplicaId("text", 0), "gone")
+    (again,) = bench.of("text/1").added
+    assert again.prompt_token_ids == [*first.prompt_token_ids, 10, 11]
+    assert again.sampling_params is not None and first.sampling_params.max_tokens is not None
+    assert again.sampling_params.max_tokens == first.sampling_params.max_tokens - 2
+
+
+async def test_a_later_stage_goes_on_with_what_it_has_made() -> None:
+    bench = Bench(pipeline, voice=2)
+    await bench.start("r")
+    await play(bench, "r", STEPS[:3])
+    await bench.orchestrator.replica_down(ReplicaId("voice", 0), "gone")
+    (again,) = bench.of("voice/1").added
+    assert (again.request_id, again.prompt_token_ids) == ("r", [9, 9, 9])
+    assert again.sampling_params is not None
+    assert again.sampling_params.max_tokens == 40 - 1
+
+
+async def test_a_text_that_depends_on_more_than_its_tokens_fails() -> None:
+    bench = Bench(pipeline, text=2)
+    ticket, sink = await bench.start("r")
+    text = bench.of("text/0").added[0]
+    assert text.sampling_params is not None
+    text.sampling_params.prompt_logprobs = 1
+    failed = await bench.orchestrator.replica_down(ReplicaId("text", 0), "gone")
+    (error,) = drained(sink)
+    assert isinstance(error, StageUnavailable) and list(failed) == ["r"]
+    await bench.orchestrator.withdraw(ticket)
     assert bench.orchestrator.held() == 0
 
 

@@ -14,20 +14,22 @@ class Gate:
         rows_due: tensor rows the prompt needs before prefill may start.
         track: entries of the per-step track received (one is used by every decode step).
         closed: no further entries will come; every later step has its input.
+        done: tokens at the end of the prompt that were sampled before the request came here.
     """
 
     rows_due: int = 0
     track: int = 0
     closed: bool = False
+    done: int = 0
 
     @property
     def ready(self) -> bool:
         """Whether prefill may start."""
-        return self.rows_due <= 0
+        return self.rows_due <= 0 and not self.starved(0)
 
     def starved(self, sampled: int) -> bool:
         """Whether the decode step after `sampled` sampled tokens still lacks its track entry."""
-        return not self.closed and sampled > self.track
+        return not self.closed and self.done + sampled > self.track
 
     def take(self, chunk: dict[str, Any], rows: int) -> None:
         """Account for one chunk: `track` entries, `last` marker, and `rows` tensor rows."""
@@ -38,6 +40,6 @@ class Gate:
     @classmethod
     def of(cls, prompt: dict[str, Any]) -> Gate:
         """Open a gate from the payload a request is added with."""
-        gate = cls(rows_due=int(prompt.get("rows", 0)))
+        gate = cls(rows_due=int(prompt.get("rows", 0)), done=len(prompt.get("frames", ())))
         gate.take(prompt, 0)
         return gate

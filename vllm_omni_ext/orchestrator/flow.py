@@ -40,6 +40,7 @@ class Open:
         pooling: fields of vLLM `PoolingParams` for a one-shot stage; None for a fed one.
         rows: tensor rows that belong to the prompt.
         stop: token ids that end the request in that stage.
+        done: how many tokens at the end of `prompt` this stage has made already (before it was lost).
     """
 
     stage: str
@@ -48,6 +49,7 @@ class Open:
     pooling: Mapping[str, Any] | None = None
     rows: Any = None
     stop: tuple[int, ...] = ()
+    done: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +99,6 @@ class Flow(Protocol):
 
     def handle(self, event: Produced) -> list[Action]:
         """Decide what follows from an event."""
+
+    def replay(self, stage: str) -> list[Action]:
+        """What opens the request again in a stage that lost it, from everything known so far."""

@@ -24,6 +24,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import REST, TEXT, Observer
 from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finish, Finished, Flow, Open, Produced
 from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin, TextRequest
+from vllm_omni_ext.orchestrator.text_replay import TextReplay
 from vllm_omni_ext.outputs import AudioOutput
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.replica import Replica, chunk_request
@@ -87,12 +88,13 @@ class Orchestrator:
         self.observer = observer or Observer.unseen(text_stage, replicas)
         self._tickets: dict[str, _Ticket] = {}
         self._live: dict[str, _Live] = {}
+        self._texts: dict[str, TextReplay] = {}
         self._numbers = itertools.count()
 
     def held(self) -> int:
         """Requests and tickets this orchestrator holds (0 when idle)."""
         bound = sum(pool.in_flight(replica) for pool in self.pools.values() for replica in pool.replicas)
-        return len(self._tickets) + len(self._live) + bound
+        return len(self._tickets) + len(self._live) + len(self._texts) + bound
 
     @property
     def recitals(self) -> int:
@@ -160,13 +162,17 @@ class Orchestrator:
         """
         try:
             self._plan(request)
-            replica = self.pools[self.text_stage].admit(request.request_id)
-            self.observer.sent(request.request_id, None, replica)
-            await self.replicas[replica].add(request)
+            self._texts[request.request_id] = TextReplay(request)
+            await self._send_text(request)
         except BaseException as error:
             self.observer.failed(request.request_id, self.text_stage, error)
             await self.abort([request.request_id])
             raise
+
+    async def _send_text(self, request: EngineCoreRequest) -> None:
+        replica = self.pools[self.text_stage].admit(request.request_id)
+        self.observer.sent(request.request_id, None, replica)
+        await self.replicas[replica].add(request)
 
     def _plan(self, request: EngineCoreRequest) -> None:
         params = request.sampling_params
@@ -201,6 +207,7 @@ class Orchestrator:
         for request_id in request_ids:
             self.observer.aborted(request_id)
             self._live.pop(request_id, None)
+            self._texts.pop(request_id, None)
             for pool in self.pools.values():
                 replica = pool.release(request_id)
                 if replica is not None and replica in self.replicas:
@@ -210,6 +217,7 @@ class Orchestrator:
         """A stop string ended these requests on our side: the text stage must stop, the others go on."""
         for request_id in request_ids:
             self.observer.finished(request_id, TEXT)
+            self._texts.pop(request_id, None)
             replica = self.pools[self.text_stage].release(request_id)
             if replica is not None:
                 await self.replicas[replica].abort([request_id])
@@ -225,28 +233,47 @@ class Orchestrator:
         if self.pools[stage].replica_of(request_id) is None:  # ended there already: made before the stage knew
             return
         finish = None if output.finish_reason is None else _finish(output.finish_reason)
+        if stage == self.text_stage:
+            self._texts[request_id].tokens += output.new_token_ids
         if finish is not None:
             self.pools[stage].release(request_id)
+            if stage == self.text_stage:
+                del self._texts[request_id]
         if request_id in self._live:
             payload = None if tensor is None else self.plugin.decode(stage, tensor)
             await self._event(request_id, Produced(stage, tuple(output.new_token_ids), payload, finish))
 
     async def replica_down(self, replica: ReplicaId, reason: str) -> dict[str, StageUnavailable]:
-        """A replica is gone: its requests end with an error, everywhere, and with the last one all that will need it.
+        """A replica is gone: others of its stage take its requests over, from where they were.
+
+        With the last replica, all requests that need the stage end with an error, everywhere.
 
         Returns:
-            What became of the requests, by id: those that wanted text alone are the caller's to tell.
+            The requests that failed, by id: those that wanted text alone are the caller's to tell.
         """
         self.replicas.pop(replica, None)
         self.observer.replica_down(replica)
         pool = self.pools[replica.stage]
         error = StageUnavailable(f"replica {replica} is gone: {reason}")
-        lost = dict.fromkeys(pool.remove(replica), error)
-        if not pool.replicas:
-            lost.update(dict.fromkeys(self._live, error))
-        for request_id in lost:
+        lost = pool.remove(replica)
+        failed = lost if pool.replicas else (*lost, *self._live)
+        if pool.replicas:
+            failed = tuple([name for name in lost if not await self._take_over(name, replica.stage)])
+        for request_id in failed:
             await self._fail(request_id, replica.stage, error)
-        return lost
+        return dict.fromkeys(failed, error)
+
+    async def _take_over(self, request_id: str, stage: str) -> bool:
+        """Open a request again in a stage that lost it; False if that cannot be done."""
+        if stage == self.text_stage:
+            text = self._texts[request_id]
+            if text.possible:
+                await self._send_text(text.again())
+            return text.possible
+        live = self._live[request_id]
+        for action in live.flow.replay(stage):
+            await self._do(request_id, live, stage, action)
+        return True
 
     def fail_all(self, error: OmniError) -> None:
         """Tell every waiting caller that this is the end."""
@@ -321,6 +348,9 @@ class Orchestrator:
         params.detokenize = False
         if (room := live.room.get(action.stage)) is not None:
             params.max_tokens = min(params.max_tokens or room, room)
+        if params.max_tokens is not None:
+            params.max_tokens -= action.done
+        params.min_tokens = max(0, params.min_tokens - action.done)
         params.stop_token_ids = [*(params.stop_token_ids or ()), *action.stop]
         params._all_stop_token_ids = {*params._all_stop_token_ids, *action.stop}
         return params

@@ -1,0 +1,77 @@
+"""Losing one of several replicas costs time, not a request: the others go on where it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import LLM, SamplingParams
+
+from tests.media import openai_messages
+from tests.processes.test_parity import heard, seen, user
+from vllm_omni_ext.ids import ReplicaId
+
+pytestmark = pytest.mark.engine
+
+STAGES = ("thinker", "talker", "code2wav")
+TWO = {stage: {"replicas": 2} for stage in STAGES}
+CASES = [
+    [user("Tell me a long story.")],
+    [user("hello world")],
+    [user(heard(1.0, 1), "What do you hear?")],
+    [user(seen(96, 64, 2), "What is this?")],
+    [user("Count to a hundred.")],
+    [user("word " * 100)],
+]
+SAMPLING = {
+    "thinker": SamplingParams(temperature=0, max_tokens=150, ignore_eos=True),
+    "talker": SamplingParams(temperature=0, repetition_penalty=1.05, min_tokens=200, max_tokens=250),
+}
+BUSY_WITHIN_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def twofold(tiny: Path) -> Iterator[Any]:
+    with LLM(str(tiny), omni=True, max_model_len=2048, stage_overrides=TWO) as omni:
+        yield omni
+
+
+@pytest.fixture(scope="module")
+def undisturbed(twofold: Any) -> list[Any]:
+    return answers(twofold)
+
+
+def answers(omni: Any) -> list[Any]:
+    outputs = omni.chat([openai_messages(case) for case in CASES], SAMPLING, use_tqdm=False)
+    return [(o.error, o.outputs[0].token_ids, o.frames.tolist(), o.audio.tolist()) for o in outputs]
+
+
+def busy(omni: Any, replica: ReplicaId) -> bool:
+    return bool(omni._omni.orchestrator.pools[replica.stage].in_flight(replica))
+
+
+def test_both_replicas_of_each_stage_are_used(twofold: Any, undisturbed: list[Any]) -> None:
+    status = {str(replica): twofold._omni.observer for replica in twofold._deployment.processes()}
+    assert sorted(status) == sorted(f"{stage}/{i}" for stage in STAGES for i in range(2))
+    assert all(error is None for error, *_ in undisturbed)
+
+
+@pytest.mark.parametrize("stage", ["talker", "code2wav", "thinker"])
+def test_a_killed_replica_is_not_missed(stage: str, twofold: Any, undisturbed: list[Any]) -> None:
+    gone, got = ReplicaId(stage, 0), []
+    asking = threading.Thread(target=lambda: got.extend(answers(twofold)))
+    asking.start()
+    deadline = time.monotonic() + BUSY_WITHIN_S
+    while not busy(twofold, gone) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    os.kill(twofold._deployment.processes()[gone].pid, signal.SIGKILL)
+    asking.join(120)
+    assert got == undisturbed
+    assert twofold._omni.orchestrator.pools[stage].replicas == (ReplicaId(stage, 1),)
+    assert twofold._omni.orchestrator.held() == 0
