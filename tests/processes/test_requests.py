@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 
@@ -46,10 +47,19 @@ def ask(omni: Any, conversations: Any, sampling: Any, **options: Any) -> list[An
     return outputs
 
 
+TOLERANCE = 1e-4
+
+
 def said(output: Any) -> tuple[Any, ...]:
     """Everything of an answer that must repeat."""
     assert output.error is None
     return tuple(output.outputs[0].token_ids), output.frames.tolist(), output.audio.tobytes()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether ids and frames are equal and the sound is, up to rounding, which a batch may change."""
+    (ids, frames, _), (other_ids, other_frames, _) = said(one), said(other)
+    return (ids, frames) == (other_ids, other_frames) and bool(np.abs(one.audio - other.audio).max() <= TOLERANCE)
 
 
 def test_seeds(omni: Any) -> None:
@@ -68,7 +78,7 @@ def test_the_talker_has_a_seed_of_its_own(omni: Any) -> None:
 def test_seeds_at_the_same_time(omni: Any) -> None:
     (alone,) = ask(omni, [QUESTION], sampled(7))
     together = ask(omni, [QUESTION, OTHER, QUESTION], [sampled(7), sampled(9), sampled(7)])
-    assert said(together[0]) == said(together[2]) == said(alone)
+    assert same(together[0], alone) and same(together[2], alone)
 
 
 def test_one_bad_prompt_fails_alone(omni: Any, oracle: Oracle) -> None:
@@ -76,8 +86,8 @@ def test_one_bad_prompt_fails_alone(omni: Any, oracle: Oracle) -> None:
     good, bad, other = omni.generate(prompts, greedy(), use_tqdm=False)
     assert isinstance(bad.error, RequestError)
     assert bad.outputs[0].finish_reason == "error"
-    assert said(good) == said(ask(omni, [QUESTION], greedy())[0])
-    assert said(other) == said(ask(omni, [OTHER], greedy())[0])
+    assert same(good, ask(omni, [QUESTION], greedy())[0])
+    assert same(other, ask(omni, [OTHER], greedy())[0])
 
 
 def test_one_prompt_too_long_fails_alone(omni: Any) -> None:

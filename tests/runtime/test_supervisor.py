@@ -95,13 +95,14 @@ def test_all_at_once(start: Start) -> None:
 
 
 def test_nothing_is_reported_after_the_stop(start: Start) -> None:
-    process, seen = start(wait_for_ever), Seen()
+    process, seen, threads = start(wait_for_ever), Seen(), set(threading.enumerate())
     supervisor = Supervisor({"a": process}, seen)
+    assert set(threading.enumerate()) > threads
     supervisor.stop()
     process.kill()
     process.join(DEADLINE_S)
     assert seen.reports.empty()
-    assert not [thread for thread in threading.enumerate() if thread.name == "omni-supervisor"]
+    assert set(threading.enumerate()) <= threads
 
 
 def test_with_nothing_to_watch_it_can_be_stopped() -> None:
