@@ -47,6 +47,7 @@ def test_only_vllm_s_own_command_with_the_flag_counts(argv, orig_argv, answer):
     assert asks_for_omni(argv, orig_argv) is answer
 
 
+@pytest.mark.engine
 def test_the_entry_points_are_cheap():
     """CPU time of both entry points in a process that has torch, the best of five."""
     code = """
@@ -67,6 +68,7 @@ def test_the_entry_points_are_cheap():
     assert float(python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")) < ENTRY_POINT_BUDGET_S
 
 
+@pytest.mark.engine
 def test_import_torch_loads_one_module_of_ours_and_one_finder_a_process():
     code = """
         import sys, torch
@@ -78,6 +80,7 @@ def test_import_torch_loads_one_module_of_ours_and_one_finder_a_process():
     assert python(code).splitlines() == ["['vllm_omni_ext', 'vllm_omni_ext.boot']", "1"]
 
 
+@pytest.mark.engine
 def test_a_plain_vllm_is_as_without_us():
     """One process for all of it: importing vLLM takes seconds."""
     code = """
@@ -117,6 +120,7 @@ def test_a_plain_vllm_is_as_without_us():
     ]
 
 
+@pytest.mark.engine
 def test_the_keyword_makes_an_omni_llm_or_says_why_not():
     code = """
         import sys, types
@@ -148,6 +152,7 @@ def test_the_keyword_makes_an_omni_llm_or_says_why_not():
     assert version.startswith("IncompatibleVllm vLLM 0.40.0 is installed, but this package needs")
 
 
+@pytest.mark.engine
 def test_torchvision_is_importable_whoever_comes_first():
     code = """
         import sys
@@ -191,6 +196,7 @@ def test_the_alias_answers_four_names():
         assert finder.find_spec(name) is None
 
 
+@pytest.mark.engine
 def test_the_stock_console_script_hands_over(tmp_path):
     """`vllm serve M --omni` with a model that does not exist: the refusal is ours, and vLLM's own main never ran."""
     missing = tmp_path / "no-such-model"
@@ -199,6 +205,7 @@ def test_the_stock_console_script_hands_over(tmp_path):
     assert "error: model" in done.stderr
 
 
+@pytest.mark.engine
 def test_other_commands_say_what_to_write():
     done = run([sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--omni"], check=False)
     assert done.returncode == 2
@@ -215,11 +222,13 @@ def real_vllm_omni(root: Path) -> Path:
     return root
 
 
+@pytest.mark.engine
 def test_a_real_vllm_omni_wins(tmp_path):
     done = run([VLLM_SCRIPT, "serve", "m", "--omni"], PYTHONPATH=str(real_vllm_omni(tmp_path)))
     assert "THE REAL ONE" in done.stdout
 
 
+@pytest.mark.engine
 def test_a_broken_real_vllm_omni_is_not_completed_by_us(tmp_path):
     (real_vllm_omni(tmp_path) / "vllm_omni/entrypoints/cli/main.py").unlink()
     done = run([VLLM_SCRIPT, "serve", "m", "--omni"], check=False, PYTHONPATH=str(tmp_path))

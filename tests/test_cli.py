@@ -138,6 +138,7 @@ def test_the_package_can_be_run_as_a_module():
     assert done.stdout == f"vllm-omni-ext {__version__}\n"
 
 
+@pytest.mark.engine
 def test_vllm_s_benchmarks_are_reachable():
     command = [sys.executable, "-m", "vllm_omni_ext", "bench", "serve", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

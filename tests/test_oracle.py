@@ -11,6 +11,8 @@ from tests import media
 from tests.oracle import Golden, Oracle
 from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
 
+pytestmark = pytest.mark.engine
+
 QUESTIONS = ("hello", "say the red cat", "What is the moon?", "Why?", "1 2 3", "A much longer question, really.")
 THINKER_TOKENS = 40
 TALKER_TOKENS = 60

@@ -18,6 +18,8 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.wire import coordination as wire
 from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, TO_COORDINATOR, TO_REPLICA, Malformed, encode
 
+pytestmark = pytest.mark.engine
+
 NOBODY = wire.Bearer("talker", 0, 1)
 HARMLESS = (
     encode(wire.Heartbeat(member=NOBODY, load=wire.Load(9, 9, 0.9))),

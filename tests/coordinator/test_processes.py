@@ -21,6 +21,9 @@ from vllm_omni_ext.pool.load import Load
 UP, DOWN, SUSPECT, DRAINING = State.UP, State.DOWN, State.SUSPECT, State.DRAINING
 
 
+pytestmark = pytest.mark.engine
+
+
 async def test_a_replica_joins_falls_silent_and_comes_back(coordinator, replica, freeze) -> None:
     control = coordinator()
     frozen = replica(control.events)

@@ -23,6 +23,8 @@ from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.wire import coordination as wire
 from vllm_omni_ext.wire.coordination import TO_COORDINATOR, encode
 
+pytestmark = pytest.mark.engine
+
 ME = Descriptor(instance="me", stage="talker", model="m", config_hash=EXPECTED.stages["talker"], version="1")
 
 

@@ -188,6 +188,7 @@ def test_processor_and_tokenizer_share_the_chat_template(small: Path) -> None:
     assert processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == text
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("real_vocab", [False, True])
 def test_transformers_loads_every_weight(tmp_path: Path, real_vocab: bool) -> None:
     from transformers import Qwen3OmniMoeForConditionalGeneration
