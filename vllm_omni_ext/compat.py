@@ -7,8 +7,9 @@ from functools import cache
 from vllm_omni_ext.errors import IncompatibleVllm
 from vllm_omni_ext.patches import ALL
 from vllm_omni_ext.patching.apply import apply_all
-from vllm_omni_ext.patching.check import in_range
-from vllm_omni_ext.patching.seams import check_seams
+from vllm_omni_ext.patching.check import allowed_drift, in_range
+from vllm_omni_ext.patching.memo import Memo
+from vllm_omni_ext.patching.seams import SEAMS, check_seams
 from vllm_omni_ext.patching.source import VllmSource
 from vllm_omni_ext.patching.spec import TESTED_VLLM
 
@@ -31,9 +32,13 @@ def require_vllm(source: VllmSource | None = None) -> str:
 def activate() -> None:
     """Make sure that vLLM is the tested one, then apply our patches; call it before anything omni starts.
 
-    Takes about half a second, the reading of vLLM's sources; once it succeeded, further calls do nothing.
+    Reading vLLM's sources takes about half a second, the first time; further calls in a process do nothing.
     """
     source = VllmSource.installed()
     require_vllm(source)
-    check_seams(source)
+    memo = Memo(source, SEAMS)
+    if not memo.known:
+        check_seams(source)
+        if not allowed_drift():
+            memo.keep()
     apply_all(ALL, source)

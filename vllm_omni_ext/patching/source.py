@@ -60,12 +60,24 @@ class VllmSource:
             self._modules[module] = (ast.parse(text), text.splitlines(keepends=True))
         return fingerprint.extract(*self._modules[module], qualname)
 
+    def state(self, module: str) -> str:
+        """Path, size and time of change of a module's file; of a wheel, which never changes, the path alone."""
+        file = self._file(module)
+        if isinstance(file, Path):
+            about = file.stat()
+            return f"{file} {about.st_size} {about.st_mtime_ns}"
+        return str(file)
+
     def _read(self, module: str) -> str | None:
+        file = self._file(module)
+        return None if file is None else file.read_text(encoding="utf-8")
+
+    def _file(self, module: str) -> Path | zipfile.Path | None:
         *folders, name = module.split(".")[1:]
         place: Path | zipfile.Path = self.root
         for folder in folders:
             place = place / folder
         for file in (place / f"{name}.py", place / name / "__init__.py"):
             if file.is_file():
-                return file.read_text(encoding="utf-8")
+                return file
         return None
