@@ -77,7 +77,7 @@ class OmniLLM(LLM):
         self._deployment.__enter__()
         try:
             self._deployment.wait()
-            self._loop = _start_loop()
+            self._loop, self._thread = _start_loop()
             self._omni = self._run(self._connect(log_stats=not kwargs["disable_log_stats"]))
             self._supervisor = Supervisor(self._deployment.processes(), self._ended)
         except BaseException:
@@ -254,7 +254,9 @@ class OmniLLM(LLM):
         if self._loop is not None:
             loop, self._loop = self._loop, None
             asyncio.run_coroutine_threadsafe(self._disconnect(), loop).result()
+            # Closed, not only stopped: vLLM's finalizers would leave sockets to a loop that never runs again.
             loop.call_soon_threadsafe(loop.stop)
+            self._thread.join()
         self._deployment.close()
 
     async def _disconnect(self) -> None:
@@ -271,10 +273,18 @@ class OmniLLM(LLM):
         return f"OmniLLM(model={self.plan.model!r}, stages={[stage.name for stage in self.plan.stages]})"
 
 
-def _start_loop() -> asyncio.AbstractEventLoop:
+def _start_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="omni-loop", daemon=True).start()
-    return loop
+    thread = threading.Thread(target=_run_loop, args=(loop,), name="omni-loop", daemon=True)
+    thread.start()
+    return loop, thread
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 def _end(deployment: Any) -> None:

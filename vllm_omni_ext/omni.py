@@ -163,6 +163,8 @@ class AsyncOmni(AsyncLLM):
             await self._lost(replica.id, str(error))
 
     async def _lost(self, replica: ReplicaId, reason: str) -> None:
+        # Now and in the loop: a socket that is still open when its context is collected blocks the collector for ever.
+        self._replicas[replica].close(timeout=0)
         lost = await self.orchestrator.replica_down(replica, reason)
         if replica.stage == self.plan.text_stage().name:
             self.engine_core.lost(replica)
