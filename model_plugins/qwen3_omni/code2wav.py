@@ -22,14 +22,12 @@ from vllm.pooling_params import PoolingParams
 from vllm.tasks import PoolingTask
 from vllm.v1.pool.metadata import PoolingMetadata
 
+from vllm_omni_ext.model_plugins.qwen3_omni.flow import POOLING_TASK
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder
 
 logger = init_logger(__name__)
 
 CHECKPOINT_PREFIX = "code2wav."
-POOLING_TASK: PoolingTask = "token_embed"
-"""The task every request names. vLLM's V2 model runner, its default on GPUs, accepts only its own tasks (not "plugin");
-this one reads no prefix cache and leaves the output as the pooler returns it, on both runners."""
 
 WARM_UP_FRAMES = 16
 """Frames decoded when vLLM profiles the model or warms it up."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from vllm_omni_ext.connectors.chunks import Chunk, ChunkReader, ChunkSchedule, ChunkWriter
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, SpecialIds, Spoken, talker_prompt
 from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finished, Open, Produced
 
 THINKER, TALKER, CODE2WAV = "thinker", "talker", "code2wav"
-ONE_UTTERANCE = {"task": "token_embed", "extra_kwargs": {"last": True}}  # what code2wav's pooler expects
+POOLING_TASK: Literal["token_embed"] = "token_embed"
+"""The task every request names. vLLM's V2 model runner, its default on GPUs, accepts only its own tasks (not "plugin");
+this one reads no prefix cache and leaves the output as the pooler returns it, on both runners."""
+ONE_UTTERANCE = {"task": POOLING_TASK, "extra_kwargs": {"last": True}}  # what code2wav's pooler expects
 TOO_SHORT = "the reply has fewer than two tokens, so there is nothing to speak"
 
 

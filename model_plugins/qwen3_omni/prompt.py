@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MULTIMODAL = -1
-NO_CODEC = -1
+MULTIMODAL = -1  # text id of a position whose row is handed over
+NO_CODEC = -1  # codec id of a position that has none
 HEADER = 3  # <|im_start|> assistant \n
 PADS = 4
 

@@ -19,9 +19,7 @@ from torch import Tensor
 
 from vllm_omni_ext.engine.feeder import Span
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor, Draw
-
-MULTIMODAL = -1  # text id of a position whose row is handed over
-NO_CODEC = -1
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import MULTIMODAL, NO_CODEC
 
 
 class TalkerWeights(Protocol):

@@ -1,8 +1,9 @@
 """Workers of stages that hand rows over (`ExportWorker`) or are fed by another stage (`FeedWorker`).
 
 All logic is in `Exporter` and in the model's `Feeder`; what is here translates between them and vLLM's runner.
-The V1 runner (CPU, or `VLLM_USE_V2_MODEL_RUNNER=0`) and Model Runner V2 (GPU default) differ only in `_spans`
-and in where the input rows are asked for (V1: `embed_input_ids`; V2: `get_model_state_cls`).
+The V1 runner (CPU, or `VLLM_USE_V2_MODEL_RUNNER=0`) and Model Runner V2 (GPU default) differ only in the
+batch order (`_executed_order`) and in where the input rows are asked for (V1: `embed_input_ids`; V2:
+`get_model_state_cls`).
 """
 
 from __future__ import annotations

@@ -256,9 +256,10 @@ class Orchestrator:
         pool = self.pools[replica.stage]
         error = StageUnavailable(f"replica {replica} is gone: {reason}")
         lost = pool.remove(replica)
-        failed = lost if pool.replicas else (*lost, *self._live)
         if pool.replicas:
-            failed = tuple([name for name in lost if not await self._take_over(name, replica.stage)])
+            failed = [name for name in lost if not await self._take_over(name, replica.stage)]
+        else:
+            failed = [*lost, *self._live]
         for request_id in failed:
             await self._fail(request_id, replica.stage, error)
         return dict.fromkeys(failed, error)

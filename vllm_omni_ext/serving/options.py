@@ -125,7 +125,11 @@ def _audio(given: Any) -> Mapping[str, Any]:
 
 def _voice(audio: Mapping[str, Any], extra: Mapping[str, Any]) -> tuple[str | None, str]:
     """The voice, and the name of the field that says it."""
-    named = {"audio.voice": audio.get("voice")} | {name: extra.get(name) for name in VOICE_FIELDS}
+    return voice_of({"audio.voice": audio.get("voice")} | {name: extra.get(name) for name in VOICE_FIELDS})
+
+
+def voice_of(named: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The first voice that is given, and the name of its field; a field that is not given has the value None."""
     for name, value in named.items():
         if value is None:
             continue

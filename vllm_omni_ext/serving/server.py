@@ -7,7 +7,6 @@ import socket
 import sys
 import threading
 from argparse import Namespace
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -69,7 +68,6 @@ class ApiServers:
 
     def __init__(self, deployment: Deployment, listen_address: str, sock: socket.socket, args: Namespace) -> None:
         self._deployment = deployment
-        self._start: Callable[[Connections, Connection], Any]
         self.processes: dict[int, Any] = {}
         self._pipes: list[Connection] = []
         self._listen, self._sock, self._args = listen_address, sock, args

@@ -12,7 +12,7 @@ from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin
 from vllm_omni_ext.serving.encoding import SPEECH_FORMATS, WAV, Encoding, streaming
-from vllm_omni_ext.serving.options import VOICE_FIELDS, check_options, choice
+from vllm_omni_ext.serving.options import VOICE_FIELDS, check_options, choice, voice_of
 from vllm_omni_ext.serving.stage_sampling import LARGEST_INTEGER, read_sampling
 from vllm_omni_ext.serving.values import refuse_absurd_values
 from vllm_omni_ext.topology.shape import Plan
@@ -114,14 +114,7 @@ def _refuse_others(request: SpeechRequest, rate: int) -> None:
 
 def _voice(request: SpeechRequest) -> tuple[str | None, str]:
     """The voice, and the name of the field that says it."""
-    for name in VOICE_FIELDS:
-        value = getattr(request, name)
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise RequestError(f"{name}: must be the name of a voice; custom voices do not exist", parameter=name)
-        return value, name
-    return None, VOICE_FIELDS[0]
+    return voice_of({name: getattr(request, name) for name in VOICE_FIELDS})
 
 
 def _delivery(request: SpeechRequest, sound_format: str) -> Delivery:
