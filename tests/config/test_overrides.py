@@ -63,7 +63,7 @@ def test_nothing_given_changes_nothing() -> None:
         ({"taker": {}}, "stages.taker: no such stage; use one of thinker, talker"),
         ({"talker": {"replica": 2}}, "stages.talker.replica: unknown key; did you mean 'replicas'?"),
         ({"talker": {"max_num_seq": 2}}, "stages.talker.max_num_seq: unknown key; did you mean 'max_num_seqs'?"),
-        ({"talker": {"replicas": 0}}, "stages.talker.replicas: must be an integer >= 1, got 0"),
+        ({"talker": {"replicas": -1}}, "stages.talker.replicas: must be an integer >= 0, got -1"),
         ({"talker": {"engine": {"sed": 1}}}, "stages.talker.engine.sed: unknown key; did you mean 'seed'?"),
         ({"talker": {"sampling": {"seed": 1}}}, "stages.talker.sampling.seed: unknown key; use one of temperature, "),
     ],

@@ -8,9 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_omni_ext.config.checks import LB_POLICIES, SHORTEST_HEARTBEAT_TIMEOUT_S
 from vllm_omni_ext.config.parse import Names, parse_config
 from vllm_omni_ext.config.schema import OmniConfig, StageConfig, keys
+from vllm_omni_ext.coordinator import timing
 from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.pool import policies
+from vllm_omni_ext.pool.policies import POLICIES
 
 NAMES = Names(
     stages=("thinker", "talker", "code2wav"),
@@ -33,11 +37,22 @@ def test_everything_said_arrives() -> None:
             "startup_timeout_s": 60,
             "shutdown_timeout_s": 1.5,
             "request_deadline_s": 30,
+            "lb_policy": "random",
+            "heartbeat_timeout_s": 1,
+            "drain_timeout_s": 2,
+            "replica_wait_s": 3,
+            "restart_limit": 0,
+            "restart_window_s": 4,
+            "restart_backoff_s": 0.5,
+            "master_address": "10.0.0.1",
+            "master_port": 65535,
+            "cluster_secret_file": "secret",
             "log_dir": "logs",
             "stages": {
                 "talker": {
                     "replicas": 2,
                     "devices": "0, 1",
+                    "lb_policy": "round-robin",
                     "kv_cache_bytes": 1024,
                     "cpu_threads": 3,
                     "engine": {"max_num_seqs": 4},
@@ -55,11 +70,22 @@ def test_everything_said_arrives() -> None:
         startup_timeout_s=60.0,
         shutdown_timeout_s=1.5,
         request_deadline_s=30.0,
+        lb_policy="random",
+        heartbeat_timeout_s=1.0,
+        drain_timeout_s=2.0,
+        replica_wait_s=3.0,
+        restart_limit=0,
+        restart_window_s=4.0,
+        restart_backoff_s=0.5,
+        master_address="10.0.0.1",
+        master_port=65535,
+        cluster_secret_file="secret",
         log_dir="logs",
         stages={
             "talker": StageConfig(
                 replicas=2,
                 devices="0,1",
+                lb_policy="round-robin",
                 kv_cache_bytes=1024,
                 cpu_threads=3,
                 engine={"max_num_seqs": 4},
@@ -69,6 +95,18 @@ def test_everything_said_arrives() -> None:
         },
     )
     assert config.stage("thinker") == StageConfig()
+
+
+def test_a_stage_may_have_a_policy_of_its_own() -> None:
+    config = parse_config({"lb_policy": "random", "stages": {"talker": {"lb_policy": "round-robin"}}}, NAMES)
+    assert [config.policy(name) for name in ("thinker", "talker")] == ["random", "round-robin"]
+
+
+def test_what_is_said_twice_is_the_same() -> None:
+    """The configuration may not import those who use it."""
+    assert set(LB_POLICIES) == set(POLICIES)
+    assert OmniConfig().lb_policy == policies.DEFAULT
+    assert SHORTEST_HEARTBEAT_TIMEOUT_S == timing.SHORTEST_TIMEOUT_S
 
 
 def test_one_device_may_be_a_number() -> None:
@@ -92,15 +130,36 @@ def test_one_device_may_be_a_number() -> None:
         ({"request_deadline_s": "x"}, "request_deadline_s: must be a number of seconds > 0, or null, got 'x'"),
         ({"shutdown_timeout_s": float("nan")}, "shutdown_timeout_s: must be a number of seconds > 0, got nan"),
         ({"log_dir": ""}, "log_dir: must be a non-empty string, or null, got ''"),
+        (
+            {"lb_policy": "fastest"},
+            "lb_policy: must be one of least-queue-length, random, round-robin, got 'fastest'",
+        ),
+        ({"lb_policy": None}, "lb_policy: must be one of least-queue-length, random, round-robin, got None"),
+        (
+            {"stages": {"talker": {"lb_policy": 1}}},
+            "stages.talker.lb_policy: must be one of least-queue-length, random, round-robin, or null, got 1",
+        ),
+        ({"heartbeat_timeout_s": 0.9}, "heartbeat_timeout_s: must be a number of seconds >= 1, got 0.9"),
+        ({"heartbeat_timeout_s": "x"}, "heartbeat_timeout_s: must be a number of seconds >= 1, got 'x'"),
+        ({"drain_timeout_s": 0}, "drain_timeout_s: must be a number of seconds > 0, got 0"),
+        ({"replica_wait_s": None}, "replica_wait_s: must be a number of seconds > 0, got None"),
+        ({"restart_limit": -1}, "restart_limit: must be an integer >= 0, got -1"),
+        ({"restart_window_s": 0}, "restart_window_s: must be a number of seconds > 0, got 0"),
+        ({"restart_backoff_s": False}, "restart_backoff_s: must be a number of seconds > 0, got False"),
+        ({"master_address": ""}, "master_address: must be a non-empty string, or null, got ''"),
+        ({"master_port": 0}, "master_port: must be an integer from 1 to 65535, or null, got 0"),
+        ({"master_port": 65536}, "master_port: must be an integer from 1 to 65535, or null, got 65536"),
+        ({"cluster_secret_file": 1}, "cluster_secret_file: must be a non-empty string, or null, got 1"),
+        ({"stages": {"talker": {"replicas": -1}}}, "stages.talker.replicas: must be an integer >= 0, got -1"),
         ({"stages": []}, "stages: must be a mapping with string keys, got []"),
         ({"stages": {"taler": {}}}, "stages.taler: no such stage; use one of thinker, talker, code2wav"),
         ({"stages": {"talker": 2}}, "stages.talker: must be a mapping with string keys, got 2"),
         ({"stages": {"talker": {"replica": 2}}}, "stages.talker.replica: unknown key; did you mean 'replicas'?"),
         (
             {"stages": {"talker": {"replicas": "two"}}},
-            "stages.talker.replicas: must be an integer >= 1, got 'two'",
+            "stages.talker.replicas: must be an integer >= 0, got 'two'",
         ),
-        ({"stages": {"talker": {"replicas": 1.5}}}, "stages.talker.replicas: must be an integer >= 1, got 1.5"),
+        ({"stages": {"talker": {"replicas": 1.5}}}, "stages.talker.replicas: must be an integer >= 0, got 1.5"),
         (
             {"stages": {"talker": {"devices": "gpu0"}}},
             "stages.talker.devices: must be a comma-separated list of device numbers such as '0,1', or null, "
@@ -108,8 +167,8 @@ def test_one_device_may_be_a_number() -> None:
         ),
         (
             {"stages": {"talker": {"zzz": 1}}},
-            "stages.talker.zzz: unknown key; use one of cpu_threads, devices, engine, env, kv_cache_bytes, replicas, "
-            "sampling",
+            "stages.talker.zzz: unknown key; use one of cpu_threads, devices, engine, env, kv_cache_bytes, lb_policy, "
+            "replicas, sampling",
         ),
         (
             {"stages": {"talker": {"max_num_seqs": 4}}},
@@ -130,7 +189,7 @@ def test_one_device_may_be_a_number() -> None:
         (
             {"stages": {"talker": {"engine_overrides": {}}}},
             "stages.talker.engine_overrides: unknown key; use one of cpu_threads, devices, engine, env, "
-            "kv_cache_bytes, replicas, sampling",
+            "kv_cache_bytes, lb_policy, replicas, sampling",
         ),
     ],
 )

@@ -37,7 +37,9 @@ def test_defaults(pipeline: PipelineSpec, cpu: Machine) -> None:
     assert [replica.devices for replica in plan.replicas()] == [(), (), ()]
 
 
-@pytest.mark.parametrize(("cores", "replicas", "threads"), [(8, 1, "2"), (8, 2, "2"), (8, 6, "1"), (1, 1, "1")])
+@pytest.mark.parametrize(
+    ("cores", "replicas", "threads"), [(8, 1, "2"), (8, 2, "2"), (8, 6, "1"), (1, 1, "1"), (8, 0, "4")]
+)
 def test_threads_are_divided(pipeline: PipelineSpec, cpu: Machine, cores: int, replicas: int, threads: str) -> None:
     plan = plan_for(pipeline, replace(cpu, cpu_count=cores), talker=StageConfig(replicas=replicas))
     assert plan.stage("thinker").env == {
@@ -71,6 +73,13 @@ def test_environment_may_be_changed(pipeline: PipelineSpec, cpu: Machine) -> Non
 def test_cache_size(pipeline: PipelineSpec, cpu: Machine, facts: ModelFacts, cache: int, length: int | None) -> None:
     args: Any = plan_for(pipeline, cpu, facts).stage("thinker").engine_args
     assert (args["kv_cache_memory_bytes"], args.get("max_model_len")) == (cache, length)
+
+
+def test_replicas_on_other_hosts_need_no_memory_here(pipeline: PipelineSpec, cpu: Machine) -> None:
+    facts = ModelFacts(max_model_len={"thinker": 65536}, kv_bytes_per_token={"thinker": MIB})
+    away = {name: StageConfig(replicas=0, devices="0") for name in ("talker", "code2wav")}
+    args = plan_for(pipeline, cpu, facts, **away).stage("thinker").engine_args
+    assert args["kv_cache_memory_bytes"] == 12 * 1024 * MIB
 
 
 def test_several_processes_for_tensor_parallel(pipeline: PipelineSpec, cpu: Machine) -> None:

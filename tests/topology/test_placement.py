@@ -98,6 +98,15 @@ def test_wrong_counts_do_the_arithmetic(demand: Demand, message: str) -> None:
     assert str(caught.value) == message
 
 
+def test_a_stage_without_replicas_takes_nothing() -> None:
+    """Whatever is written for it: the same file serves all hosts."""
+    gone = replace(TALKER, replicas=0, devices="7", tensor_parallel=8)
+    automatic = replace(CODE2WAV, replicas=0, tensor_parallel=8)
+    placed = place((THINKER, gone, automatic), 1)
+    assert placed == {"thinker": ((0,),), "talker": (), "code2wav": ()}
+    assert memory_shares((THINKER, gone, automatic), placed) == {}
+
+
 def test_only_one_device() -> None:
     with pytest.raises(ConfigError, match=r"device 1 does not exist; this machine has only device 0$"):
         place((replace(TALKER, devices="1"),), 1)

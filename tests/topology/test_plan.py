@@ -43,6 +43,27 @@ def test_names_and_order(pipeline: PipelineSpec, cpu: Machine) -> None:
     assert plan.replica(ReplicaId("talker", 1)).id == ReplicaId("talker", 1)
 
 
+def test_a_stage_may_be_on_other_hosts(pipeline: PipelineSpec, cpu: Machine) -> None:
+    plan = plan_for(pipeline, cpu, {"talker": StageConfig(replicas=0)})
+    assert plan.stage("talker").replicas == ()
+    assert plan.stage("talker").engine_args == plan_for(pipeline, cpu).stage("talker").engine_args
+    assert [str(replica.id) for replica in plan.replicas()] == ["thinker/0", "code2wav/0"]
+
+
+@pytest.mark.parametrize("machine", ["cpu", "four_gpus"])
+def test_the_text_stage_may_be_elsewhere_only_if_headless(
+    pipeline: PipelineSpec, machine: str, request: pytest.FixtureRequest
+) -> None:
+    config = OmniConfig(stages={name: StageConfig(replicas=0) for name in ("thinker", "talker", "code2wav")})
+    common: dict[str, Any] = {"model": "m", "pipeline": pipeline, "config": config, "text_args": {}}
+    common["machine"] = request.getfixturevalue(machine)
+    assert make_plan(**common, headless=True).replicas() == ()
+    with pytest.raises(ConfigError) as caught:
+        make_plan(**common)
+    message = "stages.thinker.replicas: the stage that answers text needs at least 1 here, got 0"
+    assert str(caught.value) == message
+
+
 def test_unknown_members(pipeline: PipelineSpec, cpu: Machine) -> None:
     plan = plan_for(pipeline, cpu)
     for ask in (plan.stage, plan.edges_from, plan.edges_to):

@@ -52,16 +52,37 @@ def _has_text_keys(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
-def integer(*, at_least: int) -> Check:
-    """An integer with a lower bound; booleans are not integers."""
-    return Check(f"an integer >= {at_least}", lambda value: _is_int(value) and value >= at_least)
+def integer(*, at_least: int, at_most: int | None = None) -> Check:
+    """An integer within bounds; booleans are not integers."""
+    bounds = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+    return Check(
+        f"an integer {bounds}",
+        lambda value: _is_int(value) and at_least <= value and (at_most is None or value <= at_most),
+    )
 
 
-def seconds() -> Check:
-    """A duration; stored as a float."""
-    return Check("a number of seconds > 0", lambda value: _is_number(value) and value > 0, float)
+def seconds(*, at_least: float | None = None) -> Check:
+    """A duration, longer than nothing; stored as a float."""
+    if at_least is None:
+        return Check("a number of seconds > 0", lambda value: _is_number(value) and value > 0, float)
+    return Check(f"a number of seconds >= {at_least:g}", lambda value: _is_number(value) and value >= at_least, float)
 
 
+def one_of(*names: str) -> Check:
+    """One of a few words."""
+    return Check(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
+
+
+LB_POLICIES = ("least-queue-length", "random", "round-robin")
+"""Names of the load balancing policies, the default first; `pool.policies.POLICIES` implements them."""
+
+SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0
+"""Less than this the control plane does not work with; as in `coordinator.timing`."""
+
+LARGEST_PORT = 65535
+
+LB_POLICY = one_of(*LB_POLICIES)
+PORT = integer(at_least=1, at_most=LARGEST_PORT)
 BOOLEAN = Check("true or false", lambda value: isinstance(value, bool))
 TEXT = Check("a non-empty string", lambda value: isinstance(value, str) and value != "")
 MAPPING = Check("a mapping with string keys", _has_text_keys, dict)

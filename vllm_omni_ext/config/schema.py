@@ -6,7 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from vllm_omni_ext.config.checks import BOOLEAN, DEVICES, ENVIRONMENT, MAPPING, TEXT, Check, integer, seconds
+from vllm_omni_ext.config.checks import (
+    BOOLEAN,
+    DEVICES,
+    ENVIRONMENT,
+    LB_POLICIES,
+    LB_POLICY,
+    MAPPING,
+    PORT,
+    SHORTEST_HEARTBEAT_TIMEOUT_S,
+    TEXT,
+    Check,
+    integer,
+    seconds,
+)
 
 
 @dataclass(frozen=True)
@@ -30,13 +43,23 @@ def _map(check: Check, text: str) -> Any:
 class StageConfig:
     """What a user may say about one stage."""
 
-    replicas: int = _key(1, integer(at_least=1), "How many replicas of the stage are started.", "processes")
+    replicas: int = _key(
+        1,
+        integer(at_least=0),
+        "How many replicas of the stage are started here. 0: all of them come from other hosts.",
+        "processes",
+    )
     devices: str | None = _key(
         None,
         DEVICES.or_none(),
         "CUDA devices: one list for all replicas in order (replicas x devices a replica), or one replica's devices, "
         "which every replica then shares. Null: placed automatically.",
         "device numbers",
+    )
+    lb_policy: str | None = _key(
+        None,
+        LB_POLICY.or_none(),
+        "Which replica of the stage a new request goes to. Null: the top level's `lb_policy`.",
     )
     kv_cache_bytes: int | None = _key(
         None,
@@ -73,6 +96,53 @@ class OmniConfig:
     request_deadline_s: float | None = _key(
         None, seconds().or_none(), "A request that takes longer fails. Null: no limit.", "seconds"
     )
+    lb_policy: str = _key(
+        LB_POLICIES[0],
+        LB_POLICY,
+        "Which replica a new request goes to: `least-queue-length`, `round-robin` or `random`.",
+    )
+    heartbeat_timeout_s: float = _key(
+        30.0,
+        seconds(at_least=SHORTEST_HEARTBEAT_TIMEOUT_S),
+        "A replica that is silent for so long is down; at least 1.",
+        "seconds",
+    )
+    drain_timeout_s: float = _key(
+        30.0, seconds(), "A replica that leaves is given so long to finish its requests.", "seconds"
+    )
+    replica_wait_s: float = _key(
+        60.0,
+        seconds(),
+        "Requests wait so long for a replica of a stage that has none, while one may come back; "
+        "then they fail with 503.",
+        "seconds",
+    )
+    restart_limit: int = _key(
+        5,
+        integer(at_least=0),
+        "How often a replica that ended is started again within `restart_window_s`; 0: never.",
+        "times",
+    )
+    restart_window_s: float = _key(600.0, seconds(), "The time in which `restart_limit` counts.", "seconds")
+    restart_backoff_s: float = _key(
+        1.0,
+        seconds(),
+        "Pause before a replica is started again; doubles with every failure in the window, up to 30 s.",
+        "seconds",
+    )
+    master_address: str | None = _key(
+        None,
+        TEXT.or_none(),
+        "Address of the head, where replicas from other hosts register. Null: the head's loopback only.",
+    )
+    master_port: int | None = _key(
+        None, PORT.or_none(), "TCP port of the head, where replicas from other hosts register. Null: none can."
+    )
+    cluster_secret_file: str | None = _key(
+        None,
+        TEXT.or_none(),
+        "File with a secret of at least 16 bytes: without it nobody can register, report or read. Null: no secret.",
+    )
     max_body_mib: int = _key(
         256, integer(at_least=1), "A request whose body is longer is refused with status 413.", "MiB"
     )
@@ -94,6 +164,10 @@ class OmniConfig:
     def stage(self, name: str) -> StageConfig:
         """The settings of a stage, or the defaults if nothing was said about it."""
         return self.stages.get(name, StageConfig())
+
+    def policy(self, name: str) -> str:
+        """The load balancing policy of a stage: its own, or the one of all."""
+        return self.stage(name).lb_policy or self.lb_policy
 
 
 def keys(schema: type[StageConfig] | type[OmniConfig]) -> dict[str, Key]:

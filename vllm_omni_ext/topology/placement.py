@@ -20,6 +20,7 @@ class Demand:
 
     Attributes:
         tensor_parallel, pipeline_parallel: their product is the number of devices of one replica.
+        replicas: 0 = the stage is on other hosts; it gets no device, whatever is written.
         devices: what the user wrote under `stages.<name>.devices`; None = place automatically.
         share: relative part of a shared device's memory (`StageSpec.gpu_share`).
         utilization: `gpu_memory_utilization` if the user set it.
@@ -52,12 +53,14 @@ def place(demands: Sequence[Demand], device_count: int) -> dict[str, tuple[Devic
     placed: dict[str, tuple[Devices, ...]] = {}
     load = [0.0] * device_count
     for demand in demands:
-        if demand.devices is not None:
+        if not demand.replicas:
+            placed[demand.stage] = ()
+        elif demand.devices is not None:
             placed[demand.stage] = _written(demand, demand.devices, device_count)
             for device in (d for devices in placed[demand.stage] for d in devices):
                 load[device] += demand.share
     for demand in demands:
-        if demand.devices is None:
+        if demand.stage not in placed:
             placed[demand.stage] = tuple(_least_loaded(demand, load) for _ in range(demand.replicas))
     return {demand.stage: placed[demand.stage] for demand in demands}
 

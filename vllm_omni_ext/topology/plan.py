@@ -26,6 +26,7 @@ def make_plan(
     text_args: Mapping[str, Any],
     machine: Machine,
     facts: ModelFacts | None = None,
+    headless: bool = False,
 ) -> Plan:
     """Decide everything that is going to be started.
 
@@ -33,6 +34,7 @@ def make_plan(
         text_args: the `EngineArgs` fields the user really gave as stock flags or keywords. They apply to the text
             stage; those in `SHARED_FIELDS` to every stage.
         facts: what the checkpoint says about its stages, if known.
+        headless: the text stage is on another host.
 
     Raises:
         ConfigError: the settings contradict each other, the pipeline or the machine.
@@ -41,12 +43,15 @@ def make_plan(
         raise ConfigError(f"pipeline: the stage config is for '{config.pipeline}', but the model is '{pipeline.name}'")
     for name in config.stages:
         pipeline.stage(name)
+    if not headless:
+        _check_text_stage(pipeline, config)
     user = {spec.name: said(spec, config.stage(spec.name), text_args) for spec in pipeline.stages}
     around = _Surroundings(config, machine, facts or ModelFacts(), _replica_count(pipeline, config))
     demands = [_demand(spec, config, user[spec.name]) for spec in pipeline.stages]
     if machine.platform == "cpu":
         for spec in pipeline.stages:
-            cpu.check_devices(spec.name, config.stage(spec.name))
+            if config.stage(spec.name).replicas:
+                cpu.check_devices(spec.name, config.stage(spec.name))
         devices: dict[str, tuple[Devices, ...]] = {d.stage: ((),) * d.replicas for d in demands}
         shares: dict[str, float] = {}
     else:
@@ -73,7 +78,7 @@ def resolved_sampling(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, d
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """What is the same for all stages; `replicas` counts all of them."""
+    """What is the same for all stages; `replicas` counts all of them on this host, at least 1."""
 
     config: OmniConfig
     machine: Machine
@@ -82,7 +87,13 @@ class _Surroundings:
 
 
 def _replica_count(pipeline: PipelineSpec, config: OmniConfig) -> int:
-    return sum(config.stage(spec.name).replicas for spec in pipeline.stages)
+    return max(1, sum(config.stage(spec.name).replicas for spec in pipeline.stages))
+
+
+def _check_text_stage(pipeline: PipelineSpec, config: OmniConfig) -> None:
+    for spec in pipeline.stages:
+        if spec.text_stage and not config.stage(spec.name).replicas:
+            raise ConfigError(f"stages.{spec.name}.replicas: the stage that answers text needs at least 1 here, got 0")
 
 
 def _demand(spec: StageSpec, config: OmniConfig, user: Mapping[str, Any]) -> Demand:
