@@ -97,7 +97,14 @@ def test_dotted_overrides(model: str) -> None:
     ("words", "message"),
     [
         (["--data-parallel-size", "2"], "--data-parallel-size 2: with --omni stages are replicated, not data-parallel"),
-        (["--headless"], "--headless: with --omni replicas on another host are not supported yet"),
+        (
+            ["--master-addr", "h"],
+            "--master-addr h: with --omni the head's address is another flag; write --omni-master",
+        ),
+        (
+            ["--master-port", "1"],
+            "--master-port 1: with --omni the head's port is another flag; write --omni-master-port",
+        ),
         (["--runner", "pooling"], "--runner pooling: with --omni the stages choose their own runner; remove it"),
         (["--api-server-count", "2"], "--api-server-count 2: with --omni more than one API server is not supported"),
         (["--device-ids", "0,1"], "--device-ids "),
@@ -175,7 +182,7 @@ def test_plan_command(model: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--headless"], "error: --headless: with --omni "),
+        (["--headless"], "error: --headless: the stage it runs and its head must be named; write --stage "),
         (["--enable-auto-tool-choice"], "error: --enable-auto-tool-choice requires --tool-call-parser"),
     ],
 )

@@ -8,6 +8,7 @@ from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.model_plugins.registry import PipelineSpec
 from vllm_omni_ext.topology.explain import as_json, explain
 from vllm_omni_ext.topology.plan import Machine, make_plan
+from vllm_omni_ext.topology.shape import Headless
 
 EXPECTED = """\
 model     m
@@ -61,6 +62,29 @@ stage code2wav: 1 replica
     hf_token                ***
     runner                  pooling
 """
+
+
+def test_replicas_elsewhere(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+    stages = {
+        "thinker": StageConfig(replicas=0),
+        "talker": StageConfig(replicas=2),
+        "code2wav": StageConfig(replicas=0),
+    }
+    config = OmniConfig(stages=stages)
+    plan = make_plan(model="m", pipeline=pipeline, config=config, text_args={}, machine=four_gpus, headless=True)
+    headless = Headless(stage="talker", replicas=2, master=("10.0.0.1", 9100), replica_address=None)
+    text = explain(plan, headless)
+    tree = ["  headless, joins 10.0.0.1 port 9100", "  |- talker  device 0", "  |- talker  device 1"]
+    assert "\n".join(["processes", *tree, "", "hand-overs"]) in text
+    assert "stage thinker: 0 replicas here, answers text\n" in text
+    data = json.loads(json.dumps(as_json(plan, headless)))
+    assert data["api_servers"] == 0
+    assert data["headless"] == {
+        "stage": "talker",
+        "replicas": 2,
+        "master": ["10.0.0.1", 9100],
+        "replica_address": None,
+    }
 
 
 def test_text_and_data(pipeline: PipelineSpec, four_gpus: Machine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import vllm
 from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -19,10 +19,18 @@ EXPLICIT = "omni_explicit"
 
 SETTINGS = {
     "async_chunk": "async_chunk",
+    "omni_cluster_secret_file": "cluster_secret_file",
+    "omni_drain_timeout": "drain_timeout_s",
+    "omni_heartbeat_timeout": "heartbeat_timeout_s",
+    "omni_lb_policy": "lb_policy",
     "omni_log_dir": "log_dir",
+    "omni_master_address": "master_address",
+    "omni_master_port": "master_port",
     "omni_max_body": "max_body_mib",
     "omni_verbose": "verbose",
+    "omni_replica_wait": "replica_wait_s",
     "omni_request_deadline": "request_deadline_s",
+    "omni_restart_limit": "restart_limit",
     "omni_shutdown_timeout": "shutdown_timeout_s",
     "omni_startup_timeout": "startup_timeout_s",
     "api_server_count": "api_servers",
@@ -90,3 +98,41 @@ def _add_group(parser: FlexibleArgumentParser) -> None:
     group.add_argument("--omni-max-body", type=int, metavar="MIB", help=text["max_body_mib"])
     group.add_argument("--omni-log-dir", metavar="DIR", help=text["log_dir"])
     group.add_argument("--omni-verbose", action="store_true", help=text["verbose"])
+    _add_pools(group, text)
+    _add_members(group, text)
+
+
+def _add_pools(group: argparse._ArgumentGroup, text: Mapping[str, str]) -> None:
+    """Flags about replicas: which is next, which is lost."""
+    group.add_argument("--omni-lb-policy", metavar="NAME", help=text["lb_policy"])
+    group.add_argument("--omni-heartbeat-timeout", type=float, metavar="SECONDS", help=text["heartbeat_timeout_s"])
+    group.add_argument("--omni-drain-timeout", type=float, metavar="SECONDS", help=text["drain_timeout_s"])
+    group.add_argument("--omni-replica-wait", type=float, metavar="SECONDS", help=text["replica_wait_s"])
+    group.add_argument("--omni-restart-limit", type=int, metavar="N", help=text["restart_limit"])
+
+
+def _add_members(group: argparse._ArgumentGroup, text: Mapping[str, str]) -> None:
+    """Flags about replicas on several hosts; `--headless` itself is vLLM's."""
+    group.add_argument("--omni-master-address", "-oma", metavar="HOST", help=text["master_address"])
+    group.add_argument("--omni-master-port", "-omp", type=int, metavar="PORT", help=text["master_port"])
+    group.add_argument("--omni-cluster-secret-file", metavar="FILE", help=text["cluster_secret_file"])
+    group.add_argument(
+        "--stage",
+        metavar="NAME",
+        help="Run this stage only: on the head the one that answers text, with --headless any.",
+    )
+    group.add_argument("--stage-id", type=int, metavar="N", help="As --stage, by its place in the pipeline from 0.")
+    group.add_argument(
+        "--omni-dp-size-local",
+        type=int,
+        default=1,
+        metavar="N",
+        help="How many replicas of that stage this process starts.",
+    )
+    group.add_argument(
+        "--omni-replica-address",
+        "-ora",
+        metavar="HOST",
+        help="Address of this host under which the head reaches it, with --headless. Left out: found by routing.",
+    )
+    group.add_argument("--replica-id", type=int, metavar="N", help="Ignored: the head gives replicas their numbers.")

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 
+from vllm_omni_ext.cli.members import headless_of
 from vllm_omni_ext.cli.serve import prepare, report
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.topology.explain import as_json, explain
@@ -18,8 +19,12 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is the plan's
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
-        plan, _ = prepare([word for word in argv if word != _JSON])
+        plan, args = prepare([word for word in argv if word != _JSON])
     except ConfigError as err:
         return report(err)
-    print(json.dumps(as_json(plan), indent=2) if _JSON in argv else explain(plan), end="\n" if _JSON in argv else "")
+    headless = headless_of(args, plan)
+    if _JSON in argv:
+        print(json.dumps(as_json(plan, headless), indent=2))
+    else:
+        print(explain(plan, headless), end="")
     return 0

@@ -11,11 +11,9 @@ _REPLICAS = (
     'stages are replicated, not data-parallel; write --stage-overrides \'{{"{stage}": {{"replicas": 2}}}}\' '
     "or replicas in a stage config"
 )
-_ONE_SERVER = "more than one API server is not supported yet; write 1 or leave it out"
 _HOST = "a replica runs on one host; remove it"
 
 REFUSED: Mapping[str, tuple[frozenset[object], str]] = {
-    "headless": (frozenset({False}), "replicas on another host are not supported yet; start them all on this one"),
     "grpc": (frozenset({False}), "only the HTTP server is available; remove it"),
     "grpc_port": (frozenset({None}), "only the HTTP server is available; remove it"),
     "runner": (frozenset({"auto", "generate"}), "the stages choose their own runner; remove it"),
@@ -28,6 +26,8 @@ REFUSED: Mapping[str, tuple[frozenset[object], str]] = {
         frozenset({None, 1}),
         "more than one API server is not supported yet; write 1 or leave it out",
     ),
+    "master_addr": (frozenset({"127.0.0.1"}), "the head's address is another flag; write --omni-master-address"),
+    "master_port": (frozenset({29501}), "the head's port is another flag; write --omni-master-port"),
     "nnodes": (frozenset({1}), _HOST),
     "node_rank": (frozenset({0}), _HOST),
     "data_parallel_size": (frozenset({1}), _REPLICAS),
@@ -44,6 +44,9 @@ REFUSED: Mapping[str, tuple[frozenset[object], str]] = {
 }
 """Argument -> the values that change nothing, and what to do instead."""
 
+_HEADLESS_SERVERS = (None, 0, 1)
+"""Values of `--api-server-count` that may stand beside `--headless`: vLLM's own 0, and this package's default."""
+
 
 def check_flags(args: argparse.Namespace, given: Collection[str], *, text_stage: str) -> None:
     """Refuse what was given and cannot work.
@@ -51,7 +54,12 @@ def check_flags(args: argparse.Namespace, given: Collection[str], *, text_stage:
     Raises:
         ConfigError: starts with the flag and its value.
     """
-    for name in sorted(REFUSED.keys() & set(given)):
+    names = REFUSED.keys() & set(given)
+    if args.headless:
+        names -= {"api_server_count"}
+        if args.api_server_count not in _HEADLESS_SERVERS:
+            raise ConfigError(f"--api-server-count {args.api_server_count}: --headless starts no API server; remove it")
+    for name in sorted(names):
         harmless, advice = REFUSED[name]
         value = getattr(args, name)
         if isinstance(value, list) or value not in harmless:

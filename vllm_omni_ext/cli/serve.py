@@ -15,7 +15,7 @@ WRONG_CONFIGURATION = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the server and stay until it ends.
+    """Start the server, or with `--headless` replicas for one elsewhere, and stay until it ends.
 
     Args:
         argv: what follows the program's name; the word `serve` may be left out.
@@ -30,14 +30,26 @@ def main(argv: Sequence[str]) -> int:
         plan, args = prepare(argv)
     except ConfigError as err:
         return report(err)
-    from vllm_omni_ext.serving.server import serve
-
     try:
-        status = serve(plan, args)
+        status = _run(plan, args)
     except SystemExit as end:  # a signal
         status = end.code if isinstance(end.code, int) else 0
     _leave(status)
     return status
+
+
+def _run(plan: Plan, args: argparse.Namespace) -> int:
+    """Run what the flags ask for, and return its exit status."""
+    from vllm_omni_ext.cli.members import headless_of
+
+    headless = headless_of(args, plan)
+    if headless:
+        from vllm_omni_ext.runtime.headless import run_headless
+
+        return run_headless(plan, headless, args)
+    from vllm_omni_ext.serving.server import serve
+
+    return serve(plan, args)
 
 
 def _leave(status: int) -> None:

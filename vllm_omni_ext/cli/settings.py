@@ -11,6 +11,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni_ext.cli.args import EXPLICIT, SETTINGS
+from vllm_omni_ext.cli.members import check_reachable, for_this_process
 from vllm_omni_ext.cli.model import architecture, detect_machine, load_hf_config, model_facts
 from vllm_omni_ext.cli.refusals import check_flags
 from vllm_omni_ext.config.checks import unknown_key
@@ -36,7 +37,6 @@ class _Wishes:
     stage_config: str | None
     overrides: Mapping[str, Mapping[str, Any]]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    text_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 def from_cli(args: argparse.Namespace) -> tuple[Plan, argparse.Namespace]:
@@ -53,13 +53,14 @@ def from_cli(args: argparse.Namespace) -> tuple[Plan, argparse.Namespace]:
     hf_config = load_hf_config(args.model, text_args)
     pipeline = pipeline_for(architecture(args.model, hf_config))
     check_flags(args, given, text_stage=_text_stage(pipeline))
+    ignored = {"api_server_count"} if args.headless else set()
     wishes = _Wishes(
         stage_config=args.stage_config,
         overrides=parse_overrides(args.stage_overrides) if args.stage_overrides else {},
-        settings={key: getattr(args, name) for name, key in SETTINGS.items() if name in given},
-        text_args=text_args,
+        settings={key: getattr(args, name) for name, key in SETTINGS.items() if name in given - ignored},
     )
-    return _plan(args.model, pipeline, hf_config, wishes), args
+    config = for_this_process(args, pipeline, _config(pipeline, wishes))
+    return _plan(args.model, pipeline, hf_config, config, text_args, headless=args.headless), args
 
 
 def from_kwargs(
@@ -91,24 +92,39 @@ def from_kwargs(
         stage_config=stage_config,
         overrides=parse_overrides(stage_overrides) if isinstance(stage_overrides, str) else stage_overrides or {},
         settings={"async_chunk": async_chunk} | {k: v for k, v in engine_kwargs.items() if k in top},
-        text_args=text_args,
     )
-    return _plan(model, pipeline_for(architecture(model, hf_config)), hf_config, wishes)
+    pipeline = pipeline_for(architecture(model, hf_config))
+    return _plan(model, pipeline, hf_config, _config(pipeline, wishes), text_args)
 
 
-def _plan(model: str, pipeline: PipelineSpec, hf_config: Any, wishes: _Wishes) -> Plan:
+def _config(pipeline: PipelineSpec, wishes: _Wishes) -> OmniConfig:
     names = Names(stages=tuple(s.name for s in pipeline.stages), engine=ENGINE_FIELDS, sampling=SAMPLING_FIELDS)
     config = load_config(wishes.stage_config or pipeline.name, names)
     config = with_settings(with_overrides(config, wishes.overrides, names), wishes.settings)
     if config.api_servers > 1:
         raise ConfigError(f"api_servers: more than one is not supported yet; write 1, got {config.api_servers}")
+    return config
+
+
+def _plan(
+    model: str,
+    pipeline: PipelineSpec,
+    hf_config: Any,
+    config: OmniConfig,
+    text_args: Mapping[str, Any],
+    *,
+    headless: bool = False,
+) -> Plan:
+    if not headless:
+        check_reachable(pipeline, config)
     return make_plan(
         model=model,
         pipeline=pipeline,
         config=config,
-        text_args=wishes.text_args,
+        text_args=text_args,
         machine=detect_machine(),
         facts=model_facts(pipeline, hf_config, config),
+        headless=headless,
     )
 
 

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from vllm_omni_ext.topology.shape import Plan, ReplicaPlan, StagePlan
+from vllm_omni_ext.topology.shape import Headless, Plan, ReplicaPlan, StagePlan
 
 _SECRETS = frozenset({"hf_token"})
 _SECRET_MARKS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: Plan, headless: Headless | None = None) -> str:
     """The plan as text: process tree, hand-overs, then each stage with what differs from vLLM's defaults."""
     lines = [f"model     {plan.model}", f"pipeline  {plan.pipeline}", f"machine   {_machine(plan)}", "", "processes"]
-    lines += [f"  {line}" for line in _processes(plan)]
+    lines += [f"  {line}" for line in _processes(plan, headless)]
     lines += ["", "hand-overs"]
     lines += [f"  {edge.source} -> {edge.target}  {edge.kind}" for edge in plan.edges]
     lines += ["", "settings", *_settings(plan)]
@@ -24,7 +24,7 @@ def explain(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Plan, headless: Headless | None = None) -> dict[str, Any]:
     """The plan as plain data (JSON can hold it): the same content as the text."""
     config = asdict(plan.config)
     del config["stages"]
@@ -32,7 +32,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "model": plan.model,
         "pipeline": plan.pipeline,
         "machine": asdict(plan.machine),
-        "api_servers": plan.api_servers,
+        "api_servers": 0 if headless else plan.api_servers,
+        "headless": asdict(headless) if headless else None,
         "config": config,
         "edges": [asdict(edge) for edge in plan.edges],
         "stages": [
@@ -56,16 +57,20 @@ def _machine(plan: Plan) -> str:
     return f"{machine.platform}, {devices}{machine.cpu_count} cores, {memory}"
 
 
-def _processes(plan: Plan) -> list[str]:
+def _processes(plan: Plan, headless: Headless | None) -> list[str]:
+    if headless:
+        host, port = headless.master
+        replicas = (_replica(replica, headless.stage) for replica in plan.replicas())
+        return [f"headless, joins {host} port {port}", *(f"|- {replica}" for replica in replicas)]
     children = ["coordinator", *(f"api_server {index}" for index in range(plan.api_servers))]
-    children += [_replica(replica) for replica in plan.replicas()]
+    children += [_replica(replica, str(replica.id)) for replica in plan.replicas()]
     return ["head", *(f"|- {child}" for child in children)]
 
 
-def _replica(replica: ReplicaPlan) -> str:
+def _replica(replica: ReplicaPlan, name: str) -> str:
     if not replica.devices:
-        return str(replica.id)
-    return f"{replica.id}  device {','.join(map(str, replica.devices))}"
+        return name
+    return f"{name}  device {','.join(map(str, replica.devices))}"
 
 
 def _settings(plan: Plan) -> list[str]:
@@ -84,8 +89,8 @@ def _settings(plan: Plan) -> list[str]:
 
 def _stage(stage: StagePlan) -> list[str]:
     count = len(stage.replicas)
-    about = f"{count} replica{'s' if count > 1 else ''}{', answers text' if stage.text_stage else ''}"
-    lines = [f"stage {stage.name}: {about}"]
+    number = f"{count} replica{'' if count == 1 else 's'}{'' if count else ' here'}"
+    lines = [f"stage {stage.name}: {number}{', answers text' if stage.text_stage else ''}"]
     for title, values in (("engine", stage.engine_args), ("sampling", stage.sampling), ("env", stage.env)):
         if values:
             lines += [f"  {title}", *(f"  {line}" for line in _table(_visible(values)))]

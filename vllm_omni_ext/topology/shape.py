@@ -50,6 +50,23 @@ class StagePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Headless:
+    """A process without API server, whose replicas join a head.
+
+    Attributes:
+        stage: the one stage it runs.
+        replicas: how many of it.
+        master: host and TCP port where the head takes registrations.
+        replica_address: host under which the head reaches the replicas; None = the one that routes to the head.
+    """
+
+    stage: str
+    replicas: int
+    master: tuple[str, int]
+    replica_address: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What is going to be started. `pipeline` is the name of the pipeline; stages are in start order."""
 

@@ -1,0 +1,230 @@
+"""Head, headless and everything in one: what each process of a deployment runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_omni_ext.cli import plan as plan_command
+from vllm_omni_ext.cli import serve as serve_command
+from vllm_omni_ext.cli.args import OmniServe, parse_serve
+from vllm_omni_ext.cli.members import headless_of
+from vllm_omni_ext.cli.settings import from_cli, from_kwargs
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.topology.plan import Plan
+from vllm_omni_ext.topology.shape import Headless
+
+HEAD = ["-oma", "10.0.0.1", "-omp", "9100"]
+MASTER = ("10.0.0.1", 9100)
+
+
+def planned(*words: str) -> tuple[Plan, argparse.Namespace]:
+    return from_cli(parse_serve([*words, "--omni"]))
+
+
+def headless(*words: str) -> Headless | None:
+    plan, args = planned(*words)
+    return headless_of(args, plan)
+
+
+def replicas(plan: Plan) -> list[int]:
+    return [len(stage.replicas) for stage in plan.stages]
+
+
+def error_of(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        planned(*words)
+    return str(caught.value)
+
+
+def test_flags_set_their_keys(model: str) -> None:
+    words = ["--omni-lb-policy", "random", "--omni-heartbeat-timeout", "1", "--omni-drain-timeout", "2"]
+    words += ["--omni-replica-wait", "3", "--omni-restart-limit", "0", "--omni-cluster-secret-file", "secret"]
+    words += ["--omni-master-address", "::1", "--omni-master-port", "1"]
+    config = planned(model, *words)[0].config
+    assert (config.lb_policy, config.heartbeat_timeout_s, config.drain_timeout_s) == ("random", 1.0, 2.0)
+    assert (config.replica_wait_s, config.restart_limit, config.cluster_secret_file) == (3.0, 0, "secret")
+    assert (config.master_address, config.master_port) == ("::1", 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["-oma", "10.0.0.1", "-omp", "9100"], ["-oma=10.0.0.1", "-omp=9100"], ["-omp", "9100", "-oma", "10.0.0.1"]],
+)
+def test_short_flags(model: str, words: list[str]) -> None:
+    config = planned(model, *words)[0].config
+    assert (config.master_address, config.master_port) == MASTER
+
+
+def test_our_flags_leave_vllms_own_alone() -> None:
+    """argparse takes a later flag of the same name for an error, but a short one may also be the start of another."""
+    parser = argparse.ArgumentParser()
+    known = OmniServe().subparser_init(parser.add_subparsers())._option_string_actions
+    ours = {"-oma", "-omp", "-ora"}
+    assert ours <= known.keys()
+    others = [flag for flag in known if flag not in ours and not flag.startswith("--")]
+    assert others
+    assert [(a, b) for a in ours for b in others if a.startswith(b) or b.startswith(a)] == []
+
+
+@pytest.mark.parametrize(("which", "stage"), [(["--stage", "talker"], "talker"), (["--stage-id", "1"], "talker")])
+def test_a_headless_process_runs_its_stage_alone(model: str, which: list[str], stage: str) -> None:
+    plan, args = planned(model, "--headless", *which, *HEAD)
+    assert headless_of(args, plan) == Headless(stage=stage, replicas=1, master=MASTER, replica_address=None)
+    assert replicas(plan) == [0, 1, 0]
+    assert [str(replica.id) for replica in plan.replicas()] == ["talker/0"]
+
+
+@pytest.mark.parametrize(("number", "stage"), [(0, "thinker"), (1, "talker"), (2, "code2wav")])
+def test_any_stage_may_be_headless(model: str, number: int, stage: str) -> None:
+    words = ["--headless", "--stage-id", str(number), "--omni-dp-size-local", "3", "-ora", "10.0.0.2"]
+    expected = Headless(stage=stage, replicas=3, master=MASTER, replica_address="10.0.0.2")
+    assert headless(model, *words, *HEAD) == expected
+    assert headless(model, *words, *HEAD, "--stage-config", "qwen3_omni_replicas") == expected
+
+
+def test_the_head_may_be_named_in_the_file(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("{master_address: 10.0.0.1, master_port: 9100, stages: {talker: {replicas: 0}}}")
+    found = headless(model, "--headless", "--stage", "talker", "--stage-config", str(file))
+    assert found == Headless(stage="talker", replicas=1, master=MASTER, replica_address=None)
+
+
+def test_a_headless_process_has_the_settings_of_its_stage(model: str) -> None:
+    """Those of a plan that runs everything, except what follows from the number of replicas here."""
+    words = ["--stage-overrides", '{"talker": {"max_num_seqs": 3, "seed": 7}}', "--max-num-seqs", "5"]
+    plan = planned(model, "--headless", "--stage", "talker", *HEAD, *words)[0]
+    for stage in plan.stages:
+        assert stage.engine_args == planned(model, *words)[0].stage(stage.name).engine_args
+
+
+def test_the_head_may_run_the_text_stage_alone(model: str) -> None:
+    for which in (["--stage", "thinker"], ["--stage-id", "0"]):
+        plan, args = planned(model, *which, "--omni-dp-size-local", "2", *HEAD)
+        assert replicas(plan) == [2, 0, 0]
+        assert headless_of(args, plan) is None
+    assert replicas(planned(model, "--stage", "thinker", *HEAD, "--stage-config", "qwen3_omni_replicas")[0]) == [
+        1,
+        0,
+        0,
+    ]
+
+
+def test_without_these_flags_all_runs_here(model: str) -> None:
+    plan, args = planned(model, "--omni-dp-size-local", "1", *HEAD)
+    assert replicas(plan) == [1, 1, 1]
+    assert headless_of(args, plan) is None
+
+
+@pytest.mark.parametrize("count", [[], ["--api-server-count", "0"], ["--api-server-count", "1"]])
+def test_a_headless_process_has_no_api_server(model: str, count: list[str]) -> None:
+    assert headless(model, "--headless", "--stage", "talker", *HEAD, *count)
+
+
+def test_a_replica_number_is_ignored_with_one_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(model, "--headless", "--stage", "talker", *HEAD, "--replica-id", "4")[0]
+    assert [str(replica.id) for replica in plan.replicas()] == ["talker/0"]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "replica-id" in line]
+    assert lines == ["warning: --replica-id 4 is ignored: the head gives replicas their numbers"]
+
+
+STAGES = "--stage thinker|talker|code2wav"
+MISSING = "--headless: the stage it runs and its head must be named; write "
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--headless"], f"{MISSING}{STAGES} --omni-master-address HOST --omni-master-port PORT too"),
+        (["--headless", "-oma", "h"], f"{MISSING}{STAGES} --omni-master-port PORT too"),
+        (["--headless", *HEAD], f"{MISSING}{STAGES} too"),
+        (["--headless", "--omni-dp-size-local", "2", *HEAD], f"{MISSING}{STAGES} too"),
+        (["--headless", "--stage", "talker", "-omp", "1"], f"{MISSING}--omni-master-address HOST too"),
+        (["--headless", "--stage-id", "0", "-oma", "h"], f"{MISSING}--omni-master-port PORT too"),
+        (["--stage", "taker", *HEAD], "--stage taker: no such stage; use one of thinker, talker, code2wav"),
+        (
+            ["--stage-id", "3", *HEAD],
+            "--stage-id 3: no such stage; use one of 0 (thinker), 1 (talker), 2 (code2wav)",
+        ),
+        (
+            ["--headless", "--stage-id", "-1", *HEAD],
+            "--stage-id -1: no such stage; use one of 0 (thinker), 1 (talker), 2 (code2wav)",
+        ),
+        (
+            ["--stage", "thinker", "--stage-id", "0", *HEAD],
+            "--stage-id: --stage names the stage too; keep one of the two",
+        ),
+        (
+            ["--stage", "talker", *HEAD],
+            "--stage talker: without --headless this process is the head, which runs 'thinker', the stage that answers "
+            "text; write --stage thinker, or --headless for replicas of 'talker' that join a head",
+        ),
+        (["--omni-dp-size-local", "2"], "--omni-dp-size-local 2: of one stage; write --stage NAME too"),
+        (
+            ["--stage", "thinker", "--omni-dp-size-local", "0", *HEAD],
+            "--omni-dp-size-local: must be an integer >= 1, got 0",
+        ),
+        (
+            ["--omni-replica-address", "10.0.0.2"],
+            "--omni-replica-address 10.0.0.2: only with --headless; the replicas of this process are reached locally; "
+            "remove it",
+        ),
+        (
+            ["--headless", "--stage", "talker", *HEAD, "--api-server-count", "2"],
+            "--api-server-count 2: --headless starts no API server; remove it",
+        ),
+        (
+            ["--stage", "thinker"],
+            "stages.talker.replicas: 0 here, so all of them join from elsewhere; write --omni-master-port PORT too, "
+            "and --omni-master-address HOST for other hosts",
+        ),
+        (
+            ["--omni-lb-policy", "fastest"],
+            "lb_policy: must be one of least-queue-length, random, round-robin, got 'fas",
+        ),
+        (["-omp", "70000"], "master_port: must be an integer from 1 to 65535, or null, got 70000"),
+        (["--omni-heartbeat-timeout", "0.5"], "heartbeat_timeout_s: must be a number of seconds >= 1, got 0.5"),
+    ],
+)
+def test_refusals(model: str, words: list[str], message: str) -> None:
+    assert error_of(model, *words).startswith(message)
+
+
+def test_a_stage_without_replicas_needs_a_port_from_python_too(model: str) -> None:
+    away = {"talker": {"replicas": 0}}
+    with pytest.raises(
+        ConfigError, match=r"^stages\.talker\.replicas: 0 here, so all of them join from elsewhere; write"
+    ):
+        from_kwargs(model, stage_overrides=away)
+    assert replicas(from_kwargs(model, stage_overrides=away, master_port=9100)) == [1, 0, 1]
+    with pytest.raises(ConfigError, match=r"^stages\.thinker\.replicas: the stage that answers text needs at least 1"):
+        from_kwargs(model, stage_overrides={"thinker": {"replicas": 0}}, master_port=9100)
+
+
+def test_plan_shows_a_headless_process(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [model, "--omni", "--headless", "--stage", "talker", *HEAD]
+    assert plan_command.main(words) == 0
+    assert "processes\n  headless, joins 10.0.0.1 port 9100\n  |- talker\n" in capsys.readouterr().out
+    assert plan_command.main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["headless"]["stage"] == "talker"
+
+
+def test_serve_runs_replicas_alone(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def run_headless(plan: Plan, found: Headless, args: argparse.Namespace) -> int:
+        seen.append((replicas(plan), found, args.model))
+        return 3
+
+    monkeypatch.setitem(sys.modules, "vllm_omni_ext.runtime.headless", SimpleNamespace(run_headless=run_headless))
+    left: list[int] = []
+    monkeypatch.setattr(serve_command, "_leave", left.append)
+    assert serve_command.main([model, "--omni", "--headless", "--stage", "code2wav", *HEAD]) == 3
+    assert left == [3]
+    assert seen == [([0, 0, 1], Headless(stage="code2wav", replicas=1, master=MASTER, replica_address=None), model)]

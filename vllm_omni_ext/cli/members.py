@@ -1,0 +1,119 @@
+"""Which part of the pipeline this process runs: all of it, the head's stage, or replicas that join a head elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+
+from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.model_plugins.registry import PipelineSpec
+from vllm_omni_ext.topology.shape import Headless, Plan
+
+_STAGE = "--stage"
+_STAGE_ID = "--stage-id"
+_ADDRESS = "--omni-master-address"
+_PORT = "--omni-master-port"
+
+
+def for_this_process(args: argparse.Namespace, pipeline: PipelineSpec, config: OmniConfig) -> OmniConfig:
+    """Set the replicas of every stage to those that this process starts.
+
+    Without `--stage` nothing changes. With it the named stage has `--omni-dp-size-local` replicas, all others none.
+
+    Raises:
+        ConfigError: the flags contradict each other or the pipeline, or one is missing.
+    """
+    name = _stage_name(args, pipeline)
+    _check_flags(args, name)
+    if args.headless:
+        _check_complete(name, pipeline, config)
+    if args.replica_id is not None:
+        note = "the head gives replicas their numbers"
+        print(f"warning: --replica-id {args.replica_id} is ignored: {note}", file=sys.stderr)
+    if name is None:
+        return config
+    if not args.headless and not pipeline.stage(name).text_stage:
+        _refuse_head(name, pipeline)
+    stages = {spec.name: replace(config.stage(spec.name), replicas=0) for spec in pipeline.stages}
+    stages[name] = replace(stages[name], replicas=args.omni_dp_size_local)
+    return replace(config, stages=stages)
+
+
+def check_reachable(pipeline: PipelineSpec, config: OmniConfig) -> None:
+    """Refuse a head whose stage has no replica here and can get none from elsewhere."""
+    for spec in pipeline.stages:
+        if not (config.stage(spec.name).replicas or spec.text_stage or config.master_port):
+            raise ConfigError(
+                f"stages.{spec.name}.replicas: 0 here, so all of them join from elsewhere; write {_PORT} PORT too, and "
+                f"{_ADDRESS} HOST for other hosts"
+            )
+
+
+def headless_of(args: argparse.Namespace, plan: Plan) -> Headless | None:
+    """What a process with `--headless` has to know beside its plan; None for all others.
+
+    Args:
+        plan: made from these arguments, so that the named stage alone has replicas.
+    """
+    address, port = plan.config.master_address, plan.config.master_port
+    if not args.headless or address is None or port is None:
+        return None
+    (stage,) = (stage for stage in plan.stages if stage.replicas)
+    return Headless(
+        stage=stage.name,
+        replicas=len(stage.replicas),
+        master=(address, port),
+        replica_address=args.omni_replica_address,
+    )
+
+
+def _stage_name(args: argparse.Namespace, pipeline: PipelineSpec) -> str | None:
+    names = [spec.name for spec in pipeline.stages]
+    if args.stage is not None and args.stage_id is not None:
+        raise ConfigError(f"{_STAGE_ID}: {_STAGE} names the stage too; keep one of the two")
+    if args.stage_id is not None:
+        if not 0 <= args.stage_id < len(names):
+            known = ", ".join(f"{number} ({name})" for number, name in enumerate(names))
+            raise ConfigError(f"{_STAGE_ID} {args.stage_id}: no such stage; use one of {known}")
+        return names[args.stage_id]
+    if args.stage is not None and args.stage not in names:
+        raise ConfigError(f"{_STAGE} {args.stage}: no such stage; use one of {', '.join(names)}")
+    name: str | None = args.stage
+    return name
+
+
+def _check_flags(args: argparse.Namespace, stage: str | None) -> None:
+    """Refuse what has no meaning for this process."""
+    replicas = args.omni_dp_size_local
+    if replicas < 1:
+        raise ConfigError(f"--omni-dp-size-local: must be an integer >= 1, got {replicas}")
+    if replicas > 1 and stage is None and not args.headless:
+        raise ConfigError(f"--omni-dp-size-local {replicas}: of one stage; write {_STAGE} NAME too")
+    if args.omni_replica_address is not None and not args.headless:
+        raise ConfigError(
+            f"--omni-replica-address {args.omni_replica_address}: only with --headless; "
+            "the replicas of this process are reached locally; remove it"
+        )
+
+
+def _check_complete(stage: str | None, pipeline: PipelineSpec, config: OmniConfig) -> None:
+    """Refuse a process without head that does not know its stage or its head; one error names all."""
+    missing = []
+    if stage is None:
+        missing.append(f"{_STAGE} {'|'.join(spec.name for spec in pipeline.stages)}")
+    if config.master_address is None:
+        missing.append(f"{_ADDRESS} HOST")
+    if config.master_port is None:
+        missing.append(f"{_PORT} PORT")
+    if missing:
+        raise ConfigError(f"--headless: the stage it runs and its head must be named; write {' '.join(missing)} too")
+
+
+def _refuse_head(stage: str, pipeline: PipelineSpec) -> None:
+    text = next(spec.name for spec in pipeline.stages if spec.text_stage)
+    raise ConfigError(
+        f"{_STAGE} {stage}: without --headless this process is the head, which runs '{text}', the stage that answers "
+        f"text; write {_STAGE} {text}, or --headless for replicas of '{stage}' that join a head"
+    )
