@@ -17,6 +17,7 @@ from vllm_omni_ext.cli.args import OmniServe, parse_serve
 from vllm_omni_ext.cli.members import headless_of
 from vllm_omni_ext.cli.settings import from_cli, from_kwargs
 from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.topology.agreement import config_hash
 from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.topology.shape import Headless
 
@@ -102,6 +103,26 @@ def test_a_headless_process_has_the_settings_of_its_stage(model: str) -> None:
     plan = planned(model, "--headless", "--stage", "talker", *HEAD, *words)[0]
     for stage in plan.stages:
         assert stage.engine_args == planned(model, *words)[0].stage(stage.name).engine_args
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--compilation-config", '{"mode": 0}', "--limit-mm-per-prompt", '{"image": 2}', "--max-model-len", "64"],
+        ["--structured-outputs-config", '{"backend": "auto"}', "--attention-config", "{}", "--dtype", "float32"],
+        ["--stage-overrides", '{"talker": {"max_model_len": 99, "compilation_config": {"mode": 0}}}'],
+    ],
+)
+def test_head_and_headless_agree(model: str, words: list[str]) -> None:
+    """Whatever vLLM's parser makes of the flags, and however many replicas each of them has."""
+    head = planned(model, *words, *HEAD, "--stage", "thinker")[0]
+    for stage in ("thinker", "talker", "code2wav"):
+        local = ["--omni-dp-size-local", "3", "--max-num-seqs", "2", "--gpu-memory-utilization", "0.3"]
+        there = planned(model, *words, *HEAD, "--headless", "--stage", stage, *local)[0]
+        assert config_hash(there, stage) == config_hash(head, stage)
+    other = planned(model, *words, *HEAD, "--seed", "7")[0]
+    assert config_hash(other, "talker") != config_hash(head, "talker")
 
 
 def test_the_head_may_run_the_text_stage_alone(model: str) -> None:

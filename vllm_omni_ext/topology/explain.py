@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from vllm_omni_ext.topology.agreement import config_hash
 from vllm_omni_ext.topology.shape import Headless, Plan, ReplicaPlan, StagePlan
 
 _SECRETS = frozenset({"hf_token"})
@@ -40,6 +41,7 @@ def as_json(plan: Plan, headless: Headless | None = None) -> dict[str, Any]:
             {
                 "name": stage.name,
                 "text_stage": stage.text_stage,
+                "config_hash": config_hash(plan, stage.name),
                 "engine_args": _plain(_visible(stage.engine_args)),
                 "env": _visible(stage.env),
                 "sampling": _plain(stage.sampling),

@@ -1,0 +1,270 @@
+"""What replicas on different hosts must have in common."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni_ext.config.schema import OmniConfig, StageConfig
+from vllm_omni_ext.errors import ConfigError, UnknownMember
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.model_plugins.registry import EdgeSpec
+from vllm_omni_ext.topology import agreement
+from vllm_omni_ext.topology.agreement import LOCAL_FIELDS, config_hash, model_identity
+from vllm_omni_ext.topology.shape import Machine, Plan, ReplicaPlan, StagePlan
+
+ARGS: dict[str, Any] = {"dtype": "float32", "seed": 1, "hf_overrides": {"a": [1, {"b": 2.5}], "c": None}}
+
+
+def plan_with(args: dict[str, Any], **changes: Any) -> Plan:
+    stage = StagePlan(
+        name="talker",
+        text_stage=False,
+        engine_args=args,
+        env={},
+        replicas=(ReplicaPlan(id=ReplicaId("talker", 0), devices=(0,)),),
+        sampling={},
+    )
+    plan = Plan(
+        model="m",
+        pipeline="speech",
+        machine=Machine(platform="cpu", device_count=0, cpu_count=1, memory_bytes=1),
+        stages=(stage, replace(stage, name="code2wav")),
+        edges=(EdgeSpec("talker", "code2wav", "tokens"), EdgeSpec("thinker", "talker", "tensors")),
+        api_servers=1,
+        config=OmniConfig(),
+    )
+    return replace(plan, **changes)
+
+
+def with_stage(plan: Plan, **changes: Any) -> Plan:
+    return replace(plan, stages=(replace(plan.stages[0], **changes), *plan.stages[1:]))
+
+
+def hash_of(args: dict[str, Any]) -> str:
+    return config_hash(plan_with(args), "talker")
+
+
+def test_it_is_short_and_stays_the_same() -> None:
+    """A hash that changes without need keeps replicas of the same version from joining."""
+    assert hash_of(ARGS) == "9ee97daea7b5a87b"
+
+
+@pytest.mark.parametrize("field", sorted(LOCAL_FIELDS))
+def test_what_may_differ(field: str) -> None:
+    assert hash_of({**ARGS, field: "x"}) == hash_of({**ARGS, field: "y"}) == hash_of(ARGS)
+
+
+def test_local_fields_exist() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert {field.name for field in fields(AsyncEngineArgs)} >= LOCAL_FIELDS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plan: replace(plan, model="elsewhere"),
+        lambda plan: replace(plan, api_servers=4),
+        lambda plan: replace(plan, machine=Machine(platform="cuda", device_count=8, cpu_count=2, memory_bytes=3)),
+        lambda plan: replace(plan, config=OmniConfig(verbose=True, stages={"talker": StageConfig(replicas=3)})),
+        lambda plan: replace(plan, edges=plan.edges[::-1]),
+        lambda plan: with_stage(plan, sampling={"temperature": 0.1}),
+        lambda plan: with_stage(plan, env={"OMP_NUM_THREADS": "3"}),
+        lambda plan: with_stage(plan, replicas=()),
+        lambda plan: replace(plan, stages=(plan.stages[0],)),
+    ],
+)
+def test_what_is_not_about_the_replica(change: Callable[[Plan], Plan]) -> None:
+    plan = plan_with(ARGS)
+    assert config_hash(change(plan), "talker") == config_hash(plan, "talker")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plan: replace(plan, pipeline="other"),
+        lambda plan: replace(plan, edges=plan.edges[:1]),
+        lambda plan: replace(plan, edges=(EdgeSpec("talker", "code2wav", "tensors"), plan.edges[1])),
+        lambda plan: with_stage(plan, engine_args={**ARGS, "seed": 2}),
+        lambda plan: with_stage(plan, engine_args={**ARGS, "max_model_len": 2}),
+        lambda plan: with_stage(plan, engine_args={**ARGS, "hf_overrides": {"a": [1, {"b": 2.5}], "c": 0}}),
+        lambda plan: with_stage(plan, engine_args={**ARGS, "hf_overrides": {"a": [{"b": 2.5}, 1], "c": None}}),
+        lambda plan: with_stage(plan, engine_args={"dtype": "float32", "seed": 1}),
+        lambda plan: with_stage(plan, engine_args={**ARGS, "seed": "1"}),
+    ],
+)
+def test_what_must_agree(change: Callable[[Plan], Plan]) -> None:
+    plan = plan_with(ARGS)
+    assert config_hash(change(plan), "talker") != config_hash(plan, "talker")
+
+
+def test_stages_differ() -> None:
+    assert config_hash(plan_with(ARGS), "talker") != config_hash(plan_with(ARGS), "code2wav")
+    with pytest.raises(UnknownMember):
+        config_hash(plan_with(ARGS), "dit")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=10,
+)
+ENGINE = st.dictionaries(st.text(max_size=6).filter(lambda name: name not in LOCAL_FIELDS), VALUES, max_size=5)
+
+
+def shuffled(value: Any, tuples: bool) -> Any:
+    """The same value with every mapping the other way round, and lists as tuples if asked."""
+    if isinstance(value, dict):
+        return {key: shuffled(item, tuples) for key, item in reversed(value.items())}
+    if isinstance(value, list):
+        items = [shuffled(item, tuples) for item in value]
+        return tuple(items) if tuples else items
+    return value
+
+
+@given(args=ENGINE, tuples=st.booleans())
+def test_order_and_kind_of_container_do_not_matter(args: dict[str, Any], tuples: bool) -> None:
+    assert hash_of(args) == hash_of(shuffled(args, tuples))
+
+
+@given(ENGINE, ENGINE)
+def test_only_equal_settings_agree(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """JSON tells apart what Python takes for equal, such as 1 and True: those may differ."""
+    same = json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    assert (hash_of(one) == hash_of(other)) == same
+
+
+@given(ENGINE, st.text(max_size=6).filter(lambda name: name not in LOCAL_FIELDS), VALUES)
+def test_one_setting_more_is_a_difference(args: dict[str, Any], name: str, value: Any) -> None:
+    without = {key: item for key, item in args.items() if key != name}
+    assert hash_of({**without, name: value}) != hash_of(without)
+
+
+@dataclass
+class Settings:
+    """As vLLM's config objects."""
+
+    level: int
+    modes: frozenset[str]
+
+
+class Nameless:
+    """Its repr has an address in it."""
+
+
+def test_objects() -> None:
+    one = Settings(1, frozenset({"a", "b", "c"}))
+    assert hash_of({"x": one}) == hash_of({"x": Settings(1, frozenset({"c", "b", "a"}))})
+    assert hash_of({"x": one}) != hash_of({"x": Settings(2, one.modes)})
+    assert hash_of({"x": os.path.join}) == hash_of({"x": os.path.join}) != hash_of({"x": os.path.exists})
+    assert hash_of({"x": 1 + 2j}) != hash_of({"x": 1 + 3j})
+    with pytest.raises(ConfigError, match=r"^stages\.talker\.engine\.x: a Nameless cannot be compared between hosts"):
+        hash_of({"x": Nameless()})
+
+
+def test_processes_agree() -> None:
+    """The order of sets and the addresses of objects differ from process to process."""
+    code = (
+        "from tests.topology.test_agreement import ARGS, Settings, hash_of;"
+        "words = frozenset(str(n) for n in range(50));"
+        "print(hash_of({**ARGS, 'x': Settings(1, words), 'y': set(words), 'z': Settings}))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "2")
+    }
+    assert len(found) == 1
+    assert len(found.pop().strip()) == 16
+
+
+def write(folder: Path, *, seed: int = 0, config: dict[str, Any] | None = None, size: int = 300_000) -> str:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config or {"architectures": ["A"], "text": {"layers": 2}}))
+    (folder / "model.safetensors").write_bytes(bytes((at * 7 + seed) % 251 for at in range(size)))
+    return str(folder)
+
+
+def test_a_model_is_the_same_wherever_it_lies(tmp_path: Path) -> None:
+    here, there = write(tmp_path / "a"), write(tmp_path / "deep" / "b")
+    assert model_identity(here) == model_identity(there) == model_identity(here, revision="ignored")
+    (Path(there) / "README.md").write_text("words")
+    noisy = {"text": {"layers": 2, "_name_or_path": "/x"}, "transformers_version": "5", "architectures": ["A"]}
+    (Path(there) / "config.json").write_text(json.dumps(noisy, indent=4))
+    assert model_identity(here) == model_identity(there)
+
+
+def test_another_model_is_another(tmp_path: Path) -> None:
+    known = {
+        model_identity(write(tmp_path / "a")),
+        model_identity(write(tmp_path / "same_sizes", seed=1)),
+        model_identity(write(tmp_path / "longer", size=300_001)),
+        model_identity(write(tmp_path / "config", config={"architectures": ["B"]})),
+        model_identity(write(tmp_path / "empty", size=0)),
+    }
+    for number, name in enumerate(("pytorch_model.bin", "b.safetensors")):
+        folder = Path(write(tmp_path / f"more{number}"))
+        (folder / name).write_bytes(b"x")
+        known.add(model_identity(str(folder)))
+    renamed = Path(write(tmp_path / "renamed"))
+    (renamed / "model.safetensors").rename(renamed / "other.safetensors")
+    known.add(model_identity(str(renamed)))
+    assert len(known) == 8
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 100_000])
+def test_first_and_last_byte_count(tmp_path: Path, size: int) -> None:
+    folder = Path(write(tmp_path / "a", size=size))
+    before, file = model_identity(str(folder)), folder / "model.safetensors"
+    for at in {0, size - 1} if size else set():
+        content = bytearray(file.read_bytes())
+        content[at] ^= 1
+        file.write_bytes(content)
+        assert model_identity(str(folder)) != before
+        content[at] ^= 1
+        file.write_bytes(content)
+    assert model_identity(str(folder)) == before
+
+
+def test_large_files_are_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(write(tmp_path / "a"))
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(1 << 40)  # sparse
+    assert len(list(agreement._sample_starts(1 << 40))) * agreement._SAMPLE_BYTES == 1 << 16
+    assert len(model_identity(str(folder))) == 16
+
+
+def test_hub_ids() -> None:
+    assert model_identity("Qwen/Qwen3") == model_identity("Qwen/Qwen3", revision="main") == "Qwen/Qwen3@main"
+    assert model_identity("Qwen/Qwen3", revision="abc") == "Qwen/Qwen3@abc"
+    assert model_identity("Qwen/Qwen3", config_path="mine") == "Qwen/Qwen3@main config mine"
+
+
+def test_a_file_and_a_config_elsewhere(tmp_path: Path) -> None:
+    folder, other = write(tmp_path / "a"), write(tmp_path / "b", config={"x": 1})
+    assert model_identity(folder, config_path=other) == model_identity(other) != model_identity(folder)
+    assert model_identity(f"{folder}/model.safetensors") not in {model_identity(folder), model_identity(other)}
+
+
+def test_a_damaged_config(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    (Path(folder) / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"^model: '.*config\.json' is not JSON: "):
+        model_identity(folder)

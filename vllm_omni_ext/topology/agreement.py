@@ -1,0 +1,192 @@
+"""What replicas on different hosts must have in common, as short texts that are compared before one may join."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.topology.shape import Plan
+
+_HASH_BYTES = 8
+
+LOCAL_FIELDS = frozenset(
+    {
+        # How this host runs the engine.
+        "cpu_offload_gb",
+        "cpu_offload_params",
+        "device_ids",
+        "distributed_executor_backend",
+        "distributed_timeout_seconds",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "master_addr",
+        "master_port",
+        "max_num_seqs",
+        "num_gpu_blocks_override",
+        "numa_bind",
+        "numa_bind_cpus",
+        "numa_bind_nodes",
+        "shutdown_timeout",
+        # Where and how it reads the model; which model it is, `model_identity` says.
+        "download_dir",
+        "hf_config_path",
+        "hf_token",
+        "max_parallel_loading_workers",
+        "pt_load_map_location",
+        "revision",
+        "safetensors_load_strategy",
+        "safetensors_prefetch_block_size",
+        "safetensors_prefetch_num_threads",
+        "use_tqdm_on_load",
+        # What is written down about it.
+        "aggregate_engine_logging",
+        "collect_detailed_traces",
+        "cudagraph_metrics",
+        "disable_log_stats",
+        "enable_log_requests",
+        "enable_logging_iteration_details",
+        "enable_mfu_metrics",
+        "kv_cache_metrics",
+        "kv_cache_metrics_sample",
+        "log_config_file",
+        "log_level",
+        "logging_config",
+        "otlp_traces_endpoint",
+        "profiler_config",
+        "show_hidden_metrics_for_version",
+        # What only the head's server looks at.
+        "allowed_local_media_path",
+        "allowed_media_domains",
+        "generation_config",
+        "override_generation_config",
+        "renderer_num_workers",
+        "served_model_name",
+    }
+)
+"""`EngineArgs` fields in which replicas of one stage may differ; all others change results or messages."""
+
+_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+_CONFIG = "config.json"
+_CONFIG_NOISE = frozenset({"_name_or_path", "transformers_version"})
+"""Keys of a config that say where and by what it was written."""
+
+_SAMPLES = 16
+_SAMPLE_BYTES = 4096
+"""How much of a weight file is looked at. Names and sizes do not tell a model from what was trained further."""
+
+
+def config_hash(plan: Plan, stage_name: str) -> str:
+    """Hash of everything in which all replicas of a stage must agree; 16 hexadecimal digits.
+
+    Memory, devices, logging, sampling defaults and the number of replicas are not part of it.
+
+    Raises:
+        UnknownMember: no such stage.
+        ConfigError: an engine argument that has no stable text.
+    """
+    stage = plan.stage(stage_name)
+    path = f"stages.{stage.name}.engine"
+    content = {
+        "pipeline": plan.pipeline,
+        "stage": stage.name,
+        "edges": sorted([edge.source, edge.target, edge.kind] for edge in plan.edges),
+        "engine": {
+            name: _plain(f"{path}.{name}", value)
+            for name, value in stage.engine_args.items()
+            if name not in LOCAL_FIELDS
+        },
+    }
+    return _digest(_text(content))
+
+
+def model_identity(model: str, *, revision: str | None = None, config_path: str | None = None) -> str:
+    """Which model it is, however its path reads on this host.
+
+    Args:
+        model: as on the command line: a directory, a file or a hub id.
+        revision: of a hub id.
+        config_path: `EngineArgs.hf_config_path`, if the config lies elsewhere.
+
+    Returns:
+        For a directory (or file) a hash of its config and of names, sizes and samples of its weights; for a hub id
+        the id with its revision.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    path = Path(model).expanduser()
+    if not path.exists():
+        return f"{model}@{revision or 'main'}" + (f" config {config_path}" if config_path else "")
+    try:
+        weights = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in _WEIGHTS)
+        content = [_config(Path(config_path).expanduser() if config_path else path), *map(_weight_file, weights)]
+    except OSError as err:
+        raise ConfigError(f"model: '{model}' cannot be read: {err}") from err
+    return _digest(_text(content))
+
+
+def _config(folder: Path) -> Any:
+    file = folder / _CONFIG
+    if not file.is_file():
+        return None
+    try:
+        return _without_noise(json.loads(file.read_bytes()))
+    except ValueError as err:
+        raise ConfigError(f"model: '{file}' is not JSON: {err}") from err
+
+
+def _without_noise(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_noise(item) for key, item in value.items() if key not in _CONFIG_NOISE}
+    if isinstance(value, list):
+        return [_without_noise(item) for item in value]
+    return value
+
+
+def _weight_file(path: Path) -> list[Any]:
+    size = path.stat().st_size
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        for start in _sample_starts(size):
+            file.seek(start)
+            found.update(file.read(_SAMPLE_BYTES))
+    return [path.name, size, found.hexdigest()]
+
+
+def _sample_starts(size: int) -> Iterator[int]:
+    """Places of the samples: evenly spread, the first at the start and the last at the end."""
+    last = max(0, size - _SAMPLE_BYTES)
+    return (last * number // (_SAMPLES - 1) for number in range(_SAMPLES))
+
+
+def _plain(path: str, value: Any) -> Any:
+    """The same value as JSON can hold it, the same text in every process."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(path, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(path, item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(path, item) for item in value), key=_text)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(path, getattr(value, field.name)) for field in fields(value) if field.init}
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
+    text = repr(value)
+    if hex(id(value)) in text:
+        raise ConfigError(f"{path}: a {type(value).__name__} cannot be compared between hosts; write plain data")
+    return text
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=_HASH_BYTES).hexdigest()
