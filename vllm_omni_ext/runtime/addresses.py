@@ -1,0 +1,71 @@
+"""Under which address this host is seen from another."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import cast
+
+from vllm_omni_ext.errors import ConfigError
+
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+_Address = tuple[str, int] | tuple[str, int, int, int]
+"""As `getaddrinfo` gives it: host and port, for IPv6 also flow and zone."""
+
+
+def reach(master: str, port: int) -> str:
+    """The address of this host that packets to the master leave from; asks the kernel's routes, sends nothing.
+
+    Args:
+        master: IPv4 or IPv6 address, or a name. Of a name's addresses the first with a route counts.
+
+    Raises:
+        ConfigError: the name is unknown or there is no route; says why.
+    """
+    reason = "it has neither an IPv4 nor an IPv6 address"
+    for family, address in _resolve(master, port):
+        if _ip(address[0]).is_unspecified:
+            raise ConfigError(f"master_address: '{master}' stands for all addresses of a host; write one of the head's")
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return str(_ip(probe.getsockname()[0]))
+        except OSError as err:
+            reason = str(err.strerror or err)
+    raise ConfigError(f"master_address: no route to '{master}' from this host: {reason}")
+
+
+def endpoint(host: str, port: int) -> str:
+    """The ZeroMQ endpoint of a TCP address; an IPv6 address is put in brackets."""
+    plain = _unbracketed(host)
+    return f"tcp://[{plain}]:{port}" if ":" in plain else f"tcp://{plain}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """True if all addresses of a host are reached from itself only; False for a name that nobody knows."""
+    try:
+        addresses = [address[0] for _, address in _resolve(host, 0)]
+    except ConfigError:
+        return False
+    return bool(addresses) and all(_ip(address).is_loopback for address in addresses)
+
+
+def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, _Address]]:
+    """The addresses of a host, in the system's order of preference."""
+    try:
+        found = socket.getaddrinfo(_unbracketed(host), port, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError) as err:  # UnicodeError: a label that is empty or too long
+        reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
+        raise ConfigError(f"master_address: '{host}' is not an address or a known name: {reason}") from err
+    return [(family, cast(_Address, address)) for family, _, _, _, address in found if family in _FAMILIES]
+
+
+def _unbracketed(host: str) -> str:
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The address; an IPv4 one that is written as IPv6 as what it is."""
+    found = ipaddress.ip_address(address)
+    return getattr(found, "ipv4_mapped", None) or found
