@@ -139,6 +139,46 @@ def test_cuda_devices_and_shares(pipeline: PipelineSpec, four_gpus: Machine) -> 
     assert [stage.env for stage in plan.stages] == [{}, {}, {}]
 
 
+@pytest.mark.parametrize(
+    ("devices", "talkers"),
+    [
+        ("0,1,2,3", [(0, 1), (2, 3)]),  # a pool: 2 replicas x 2 devices
+        ("3,2,1,0", [(3, 2), (1, 0)]),
+        ("2,3", [(2, 3), (2, 3)]),  # one replica's devices
+    ],
+)
+def test_written_devices_and_tensor_parallel_replicas(
+    pipeline: PipelineSpec, four_gpus: Machine, devices: str, talkers: list[tuple[int, ...]]
+) -> None:
+    talker = StageConfig(replicas=2, devices=devices, engine={"tensor_parallel_size": 2})
+    plan = plan_for(pipeline, four_gpus, {"talker": talker})
+    assert [replica.devices for replica in plan.stage("talker").replicas] == talkers
+
+
+@pytest.mark.parametrize(
+    ("replicas", "devices", "message"),
+    [
+        (2, "0,1,2", "2 replicas x tensor_parallel_size 2 = 4 devices, but '0,1,2' names 3; write 4, or 2 for all"),
+        (2, "0", "2 replicas x tensor_parallel_size 2 = 4 devices, but '0' names 1; write 4, or 2 for all"),
+        (1, "0,1,2,3", "1 replica x tensor_parallel_size 2 = 2 devices, but '0,1,2,3' names 4"),
+        (3, "0,1,2,3", "3 replicas x tensor_parallel_size 2 = 6 devices, but '0,1,2,3' names 4; write 6, or 2 for all"),
+    ],
+)
+def test_wrong_counts_do_the_arithmetic(
+    pipeline: PipelineSpec, four_gpus: Machine, replicas: int, devices: str, message: str
+) -> None:
+    """Tensor parallelism from the override, as the one that counts."""
+    talker = StageConfig(
+        replicas=replicas,
+        devices=devices,
+        engine={"tensor_parallel_size": 4},
+        engine_overrides={"tensor_parallel_size": 2},
+    )
+    with pytest.raises(ConfigError) as caught:
+        plan_for(pipeline, four_gpus, {"talker": talker})
+    assert str(caught.value).startswith(f"stages.talker.devices: {message}")
+
+
 def test_the_users_utilization_stays(pipeline: PipelineSpec, four_gpus: Machine) -> None:
     stages = {name: StageConfig(devices="0") for name in ("thinker", "talker", "code2wav")}
     plan = plan_for(pipeline, four_gpus, stages, {"gpu_memory_utilization": 0.3})

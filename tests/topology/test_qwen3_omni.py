@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import resources
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +26,20 @@ def test_packaged_configs_fit_any_machine(name: str, devices: int) -> None:
     plan = make_plan(model="m", pipeline=QWEN3_OMNI, config=load_config(name, NAMES), text_args={}, machine=machine)
     used = [device for replica in plan.replicas() for device in replica.devices]
     assert len(set(used)) == min(devices, len(used))
+
+
+@pytest.mark.parametrize(("written", "talkers"), [("0,1", [(0,), (1,)]), ("1", [(1,), (1,)])])
+def test_what_the_packaged_file_says_of_devices(tmp_path: Path, written: str, talkers: list[tuple[int, ...]]) -> None:
+    """The lines that are comments in it, with the mark taken away."""
+    text = resources.files("vllm_omni_ext.stage_configs").joinpath("qwen3_omni_replicas.yaml").read_text("utf-8")
+    line = f'# devices: "{written}"'
+    assert text.count(line) == 1
+    file = tmp_path / "mine.yaml"
+    file.write_text(text.replace(line, line.removeprefix("# ")), encoding="utf-8")
+    machine = Machine(platform="cuda", device_count=2, cpu_count=8, memory_bytes=1 << 36)
+    plan = make_plan(model="m", pipeline=QWEN3_OMNI, config=load_config(file, NAMES), text_args={}, machine=machine)
+    assert [replica.devices for replica in plan.stage("talker").replicas] == talkers
+    assert [len(stage.replicas) for stage in plan.stages] == [1, 2, 2]
 
 
 def checkpoint(*, sound: bool) -> SimpleNamespace:
