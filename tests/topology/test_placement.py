@@ -48,11 +48,15 @@ def test_written_devices_count_for_the_others() -> None:
     ("demand", "devices"),
     [
         (replace(TALKER, devices="2"), ((2,),)),
-        (replace(TALKER, devices="2", replicas=3), ((2,), (2,), (2,))),
+        (replace(TALKER, devices="1", replicas=3), ((1,), (2,), (3,))),
+        (replace(TALKER, devices="2,2,2", replicas=3), ((2,), (2,), (2,))),
         (replace(TALKER, devices="2,0", replicas=2), ((2,), (0,))),
         (replace(TALKER, devices="1,1", replicas=2), ((1,), (1,))),
         (replace(TALKER, devices="3,1", tensor_parallel=2), ((3, 1),)),
-        (replace(TALKER, devices="2,3", tensor_parallel=2, replicas=2), ((2, 3), (2, 3))),
+        (replace(TALKER, devices="0,1", tensor_parallel=2, replicas=2), ((0, 1), (2, 3))),
+        (replace(TALKER, devices="1,0", pipeline_parallel=2, replicas=2), ((1, 0), (3, 2))),
+        (replace(TALKER, devices="2,3,2,3", tensor_parallel=2, replicas=2), ((2, 3), (2, 3))),
+        (replace(TALKER, devices="0,2,1,3", tensor_parallel=2, replicas=2), ((0, 2), (1, 3))),
         (replace(TALKER, devices="0,1,2,3", tensor_parallel=2, replicas=2), ((0, 1), (2, 3))),
         (replace(TALKER, devices="0,1,2,3", tensor_parallel=2, pipeline_parallel=2), ((0, 1, 2, 3),)),
     ],
@@ -67,7 +71,7 @@ def test_written_devices(demand: Demand, devices: tuple[tuple[int, ...], ...]) -
         (
             replace(TALKER, devices="0,1,2", tensor_parallel=2, replicas=2),
             "stages.talker.devices: 2 replicas x tensor_parallel_size 2 = 4 devices, but '0,1,2' names 3; "
-            "write 4, or 2 for all replicas to share",
+            "write 4, or 2 for the first replica",
         ),
         (
             replace(TALKER, devices="0,1"),
@@ -83,6 +87,36 @@ def test_written_devices(demand: Demand, devices: tuple[tuple[int, ...], ...]) -
             "stages.talker.devices: device 4 does not exist; this machine has devices 0 to 3",
         ),
         (
+            replace(TALKER, devices="0,4", replicas=2),
+            "stages.talker.devices: device 4 does not exist; this machine has devices 0 to 3",
+        ),
+        (
+            replace(TALKER, devices="0,1", tensor_parallel=2, replicas=3),
+            "stages.talker.devices: 3 replicas x tensor_parallel_size 2 = 6 devices; '0,1' for the first makes '0,1' "
+            "and '2,3' and '4,5', but this machine has devices 0 to 3; write all 6 to place them differently or to "
+            "share",
+        ),
+        (
+            replace(TALKER, devices="3", replicas=2),
+            "stages.talker.devices: 2 replicas x tensor_parallel_size 1 = 2 devices; '3' for the first makes '3' and "
+            "'4', but this machine has devices 0 to 3; write all 2 to place them differently or to share",
+        ),
+        (
+            replace(TALKER, devices="0,2", tensor_parallel=2, replicas=2),
+            "stages.talker.devices: 2 replicas x tensor_parallel_size 2 = 4 devices; '0,2' for the first makes '0,2' "
+            "and '2,4', but this machine has devices 0 to 3; write all 4 to place them differently or to share",
+        ),
+        (
+            replace(TALKER, devices="1,3", pipeline_parallel=2, replicas=2),
+            "stages.talker.devices: 2 replicas x tensor_parallel_size 1 x pipeline_parallel_size 2 = 4 devices; '1,3' "
+            "for the first makes '1,3' and '3,5', but this machine has devices 0 to 3; write all 4 to place them "
+            "differently or to share",
+        ),
+        (
+            replace(TALKER, devices="1,1", tensor_parallel=2, replicas=2),
+            "stages.talker.devices: a replica would have the same device twice ('1,1'); name different ones",
+        ),
+        (
             replace(TALKER, devices="1,1", tensor_parallel=2),
             "stages.talker.devices: a replica would have the same device twice ('1,1'); name different ones",
         ),
@@ -96,6 +130,23 @@ def test_wrong_counts_do_the_arithmetic(demand: Demand, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         place((demand,), 4)
     assert str(caught.value) == message
+
+
+def test_a_template_whose_replicas_overlap() -> None:
+    with pytest.raises(ConfigError) as caught:
+        place((replace(TALKER, devices="0,2", tensor_parallel=2, replicas=2),), 8)
+    assert str(caught.value) == (
+        "stages.talker.devices: 2 replicas x tensor_parallel_size 2 = 4 devices; '0,2' for the first makes '0,2' and "
+        "'2,4', which are not 4 different ones; write all 4"
+    )
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4))
+def test_a_template_gives_every_replica_its_own(replicas: int, size: int, first: int) -> None:
+    text = ",".join(str(first + at) for at in range(size))
+    demand = replace(TALKER, devices=text, tensor_parallel=size, replicas=replicas)
+    placed = place((demand,), first + replicas * size)["talker"]
+    assert [device for devices in placed for device in devices] == list(range(first, first + replicas * size))
 
 
 def test_a_stage_without_replicas_takes_nothing() -> None:

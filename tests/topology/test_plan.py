@@ -144,7 +144,9 @@ def test_cuda_devices_and_shares(pipeline: PipelineSpec, four_gpus: Machine) -> 
     [
         ("0,1,2,3", [(0, 1), (2, 3)]),  # a pool: 2 replicas x 2 devices
         ("3,2,1,0", [(3, 2), (1, 0)]),
-        ("2,3", [(2, 3), (2, 3)]),  # one replica's devices
+        ("0,1", [(0, 1), (2, 3)]),  # the first replica's devices
+        ("1,0", [(1, 0), (3, 2)]),
+        ("2,3,2,3", [(2, 3), (2, 3)]),  # shared
     ],
 )
 def test_written_devices_and_tensor_parallel_replicas(
@@ -158,10 +160,10 @@ def test_written_devices_and_tensor_parallel_replicas(
 @pytest.mark.parametrize(
     ("replicas", "devices", "message"),
     [
-        (2, "0,1,2", "2 replicas x tensor_parallel_size 2 = 4 devices, but '0,1,2' names 3; write 4, or 2 for all"),
-        (2, "0", "2 replicas x tensor_parallel_size 2 = 4 devices, but '0' names 1; write 4, or 2 for all"),
+        (2, "0,1,2", "2 replicas x tensor_parallel_size 2 = 4 devices, but '0,1,2' names 3; write 4, or 2 for the"),
+        (2, "0", "2 replicas x tensor_parallel_size 2 = 4 devices, but '0' names 1; write 4, or 2 for the"),
         (1, "0,1,2,3", "1 replica x tensor_parallel_size 2 = 2 devices, but '0,1,2,3' names 4"),
-        (3, "0,1,2,3", "3 replicas x tensor_parallel_size 2 = 6 devices, but '0,1,2,3' names 4; write 6, or 2 for all"),
+        (3, "0,1,2,3", "3 replicas x tensor_parallel_size 2 = 6 devices, but '0,1,2,3' names 4; write 6, or 2 for the"),
     ],
 )
 def test_wrong_counts_do_the_arithmetic(

@@ -28,7 +28,7 @@ def test_packaged_configs_fit_any_machine(name: str, devices: int) -> None:
     assert len(set(used)) == min(devices, len(used))
 
 
-@pytest.mark.parametrize(("written", "talkers"), [("0,1", [(0,), (1,)]), ("1", [(1,), (1,)])])
+@pytest.mark.parametrize(("written", "talkers"), [("2,1", [(2,), (1,)]), ("1", [(1,), (2,)]), ("1,1", [(1,), (1,)])])
 def test_what_the_packaged_file_says_of_devices(tmp_path: Path, written: str, talkers: list[tuple[int, ...]]) -> None:
     """The lines that are comments in it, with the mark taken away."""
     text = resources.files("vllm_omni_ext.stage_configs").joinpath("qwen3_omni_replicas.yaml").read_text("utf-8")
@@ -36,7 +36,7 @@ def test_what_the_packaged_file_says_of_devices(tmp_path: Path, written: str, ta
     assert text.count(line) == 1
     file = tmp_path / "mine.yaml"
     file.write_text(text.replace(line, line.removeprefix("# ")), encoding="utf-8")
-    machine = Machine(platform="cuda", device_count=2, cpu_count=8, memory_bytes=1 << 36)
+    machine = Machine(platform="cuda", device_count=3, cpu_count=8, memory_bytes=1 << 36)
     plan = make_plan(model="m", pipeline=QWEN3_OMNI, config=load_config(file, NAMES), text_args={}, machine=machine)
     assert [replica.devices for replica in plan.stage("talker").replicas] == talkers
     assert [len(stage.replicas) for stage in plan.stages] == [1, 2, 2]

@@ -52,8 +52,8 @@ class StageConfig:
     devices: str | None = _key(
         None,
         DEVICES.or_none(),
-        "CUDA devices: one list for all replicas in order (replicas x devices a replica), or one replica's devices, "
-        "which every replica then shares. Null: placed automatically.",
+        "CUDA devices: all of them in order (replicas x devices a replica), or those of the first replica, after which "
+        "the others follow: 0,1 makes 0,1 and 2,3. Null: placed automatically.",
         "device numbers",
     )
     lb_policy: str | None = _key(

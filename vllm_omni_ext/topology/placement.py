@@ -21,7 +21,8 @@ class Demand:
     Attributes:
         tensor_parallel, pipeline_parallel: their product is the number of devices of one replica.
         replicas: 0 = the stage is on other hosts; it gets no device, whatever is written.
-        devices: what the user wrote under `stages.<name>.devices`; None = place automatically.
+        devices: what the user wrote under `stages.<name>.devices`: all devices of all replicas in order, or the first
+            replica's, after which the others follow; None = place automatically.
         share: relative part of a shared device's memory (`StageSpec.gpu_share`).
         utilization: `gpu_memory_utilization` if the user set it.
     """
@@ -43,9 +44,10 @@ class Demand:
 def place(demands: Sequence[Demand], device_count: int) -> dict[str, tuple[Devices, ...]]:
     """Give every replica its devices.
 
-    Written devices are taken as written. The other replicas follow in stage order, each on the devices with the least
-    load so far, where the load of a replica is its stage's share. So with enough devices every replica has its own,
-    with two the largest stage keeps one for itself, and with one all are on it.
+    Written devices are taken as written; those of one replica alone are a template, which replica r gets shifted by r
+    times the devices of a replica: '0,1' makes 0,1 and 2,3. The other replicas follow in stage order, each on the
+    devices with the least load so far, where the load of a replica is its stage's share. So with enough devices every
+    replica has its own, with two the largest stage keeps one for itself, and with one all are on it.
 
     Raises:
         ConfigError: counts that do not fit; the message does the arithmetic.
@@ -87,25 +89,43 @@ def memory_shares(demands: Sequence[Demand], placed: Mapping[str, tuple[Devices,
 def _written(demand: Demand, text: str, device_count: int) -> tuple[Devices, ...]:
     path = f"stages.{demand.stage}.devices"
     ids = tuple(int(part) for part in text.split(","))
-    for device in ids:
-        if device >= device_count:
-            has = f"devices 0 to {device_count - 1}" if device_count > 1 else "only device 0"
-            raise ConfigError(f"{path}: device {device} does not exist; this machine has {has}")
-    size = demand.per_replica
-    if len(ids) == size:
-        replicas = (ids,) * demand.replicas
-    elif len(ids) == size * demand.replicas:
-        replicas = tuple(ids[start : start + size] for start in range(0, len(ids), size))
+    size, total = demand.per_replica, demand.per_replica * demand.replicas
+    if len(ids) not in (size, total):
+        template = "" if demand.replicas == 1 else f"; write {total}, or {size} for the first replica"
+        raise ConfigError(f"{path}: {_arithmetic(demand)}, but '{text}' names {len(ids)}{template}")
+    is_template = len(ids) < total
+    if is_template:
+        replicas = tuple(tuple(device + at for device in ids) for at in range(0, total, size))
     else:
-        either = (
-            "" if demand.replicas == 1 else f"; write {size * demand.replicas}, or {size} for all replicas to share"
-        )
-        raise ConfigError(f"{path}: {_arithmetic(demand)}, but '{text}' names {len(ids)}{either}")
+        replicas = tuple(ids[at : at + size] for at in range(0, total, size))
     for devices in replicas:
         if len(set(devices)) != len(devices):
             names = ",".join(map(str, devices))
             raise ConfigError(f"{path}: a replica would have the same device twice ('{names}'); name different ones")
+    if is_template:
+        _check_template(demand, text, replicas, device_count)
+    for device in ids:
+        if device >= device_count:
+            raise ConfigError(f"{path}: device {device} does not exist; {_has(device_count)}")
     return replicas
+
+
+def _check_template(demand: Demand, text: str, replicas: tuple[Devices, ...], device_count: int) -> None:
+    """Replicas that follow from the first one's devices have their own, and these exist."""
+    path = f"stages.{demand.stage}.devices"
+    used = [device for devices in replicas for device in devices]
+    come_out = " and ".join(f"'{','.join(map(str, devices))}'" for devices in replicas)
+    write = f"write all {len(used)}"
+    if max(used) >= device_count:
+        raise ConfigError(
+            f"{path}: {_arithmetic(demand)}; '{text}' for the first makes {come_out}, but {_has(device_count)}; "
+            f"{write} to place them differently or to share"
+        )
+    if len(set(used)) != len(used):
+        raise ConfigError(
+            f"{path}: {_arithmetic(demand)}; '{text}' for the first makes {come_out}, which are not {len(used)} "
+            f"different ones; {write}"
+        )
 
 
 def _least_loaded(demand: Demand, load: list[float]) -> Devices:
@@ -138,6 +158,10 @@ def _unit_share(device: int, users: Sequence[Demand]) -> float:
             f"(at most {SHARED_DEVICE_MEMORY:g} of a shared device is handed out); lower it or set this one too"
         )
     return (SHARED_DEVICE_MEMORY - taken) / relative if relative else 0.0
+
+
+def _has(device_count: int) -> str:
+    return "this machine has " + (f"devices 0 to {device_count - 1}" if device_count > 1 else "only device 0")
 
 
 def _parallel(demand: Demand) -> str:
