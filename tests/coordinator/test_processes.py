@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from tests.coordinator.conftest import CONFIG, PATIENCE_S, TIMEOUT_S, states, watching
+from tests.runtime.test_addresses import needs_ipv6
+from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import Attach, Detach, Forget, State
 from vllm_omni_ext.coordinator.server import CoordinatorConfig, listening
 from vllm_omni_ext.coordinator.timing import Timing
@@ -49,6 +51,25 @@ async def test_a_replica_joins_falls_silent_and_comes_back(coordinator, replica,
             Detach(member, "it is down"),
             Attach(member),
         ]
+
+
+@needs_ipv6
+@pytest.mark.parametrize("secret", [None, "an old and long secret"])
+async def test_over_ipv6(coordinator, replica, tmp_path, secret: str | None) -> None:
+    """Both sockets on the IPv6 loopback, also with a secret, which is checked over a third one."""
+    file = None
+    if secret is not None:
+        file = tmp_path / "secret"
+        file.write_text(secret)
+        file.chmod(0o600)
+    config = replace(CONFIG, events="tcp://[::1]:*", views="tcp://[::1]:*", secret_file=file and str(file))
+    control = coordinator(config)
+    assert control.events.startswith("tcp://[::1]:") and control.views.startswith("tcp://[::1]:")
+    leaving = replica(control.events, secret=file or "")
+    async with watching(control.views, Keys.read(config.secret_file)) as witness:
+        await witness.states(talker_0=UP)
+        leaving.stdin.close()
+        await witness.states()
 
 
 async def test_a_replica_leaves_when_its_requests_have_ended(coordinator, replica) -> None:

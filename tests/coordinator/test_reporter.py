@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from tests.coordinator.conftest import CONFIG, EXPECTED, PATIENCE_S
+from tests.runtime.test_addresses import needs_ipv6
 from vllm_omni_ext.coordinator.members import Descriptor, Member
 from vllm_omni_ext.coordinator.reporter import Reporter
 from vllm_omni_ext.coordinator.server import Coordinator, CoordinatorConfig
@@ -230,7 +231,15 @@ def test_ending_tells_the_coordinator(silent: Silent, reporter) -> None:
     assert one.member == Member(ReplicaId("talker", 3), 9)
 
 
-@pytest.mark.parametrize(("events", "warns"), [("tcp://0.0.0.0:*", True), ("tcp://127.0.0.1:*", False)])
+@pytest.mark.parametrize(
+    ("events", "warns"),
+    [
+        ("tcp://0.0.0.0:*", True),
+        ("tcp://127.0.0.1:*", False),
+        pytest.param("tcp://[::]:*", True, marks=needs_ipv6),
+        pytest.param("tcp://[::1]:*", False, marks=needs_ipv6),
+    ],
+)
 def test_an_open_port_without_a_secret_is_warned_of(events: str, warns: bool, caplog) -> None:
     with Coordinator(CoordinatorConfig(expected=EXPECTED, timing=CONFIG.timing, events=events)):
         assert ("has no secret" in caplog.text) is warns

@@ -30,6 +30,9 @@ from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, TO_COORDINATOR, M
 LOOPBACK = "tcp://127.0.0.1:*"
 """Reachable from this machine only; the system chooses the port."""
 
+TRUSTED = ("tcp://127.", "tcp://[::1]:", "ipc:")
+"""Beginnings of addresses that nobody outside this machine can reach."""
+
 READ_AT_ONCE = 1024
 """Messages that are read before time may pass: a flood must not keep the coordinator from noticing silence."""
 
@@ -70,7 +73,7 @@ class Coordinator:
 
     def __init__(self, config: CoordinatorConfig) -> None:
         keys = Keys.read(config.secret_file)
-        if keys is None and not all("//127." in a or a.startswith("ipc:") for a in (config.events, config.views)):
+        if keys is None and not all(a.startswith(TRUSTED) for a in (config.events, config.views)):
             log.warning("the coordinator has no secret: whoever can reach %s can register replicas", config.events)
         self.dropped = 0
         self._keys = keys

@@ -29,7 +29,7 @@ def listen(context: zmq.Context[Any], kind: int, address: str, keys: Keys | None
         limit: libzmq disconnects who sends a longer frame, in bytes.
         queued: messages that wait for a slow peer.
     """
-    socket = _socket(context, kind, limit)
+    socket = _socket(context, kind, address, limit)
     socket.sndhwm = queued
     as_server(socket, keys)
     try:
@@ -42,7 +42,7 @@ def listen(context: zmq.Context[Any], kind: int, address: str, keys: Keys | None
 
 def connect(context: zmq.Context[Any], kind: int, address: str, keys: Keys | None, *, limit: int) -> Socket:
     """A socket that connects to `address`, again and again; OmniError if it is no address."""
-    socket = _socket(context, kind, limit)
+    socket = _socket(context, kind, address, limit)
     as_client(socket, keys)
     socket.reconnect_ivl = RECONNECT_MS
     socket.reconnect_ivl_max = LONGEST_RECONNECT_MS
@@ -59,8 +59,10 @@ def connect(context: zmq.Context[Any], kind: int, address: str, keys: Keys | Non
     return socket
 
 
-def _socket(context: zmq.Context[Any], kind: int, limit: int) -> Socket:
+def _socket(context: zmq.Context[Any], kind: int, address: str, limit: int) -> Socket:
     socket: Socket = context.socket(kind)
+    if "[" in address:
+        socket.ipv6 = True  # libzmq takes no IPv6 address without it; with it, a name or * would no longer mean IPv4
     socket.linger = 0
     socket.maxmsgsize = limit
     socket.heartbeat_ivl = PING_MS
