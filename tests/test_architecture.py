@@ -31,7 +31,7 @@ MEMBERSHIP = (
 """The part of the coordinator that does no I/O."""
 
 LAYERS = (
-    {"errors", "ids", "memory", "plugin", "report", "outputs"},
+    {"errors", "ids", "lifeline", "memory", "plugin", "report", "outputs"},
     {"patching", "patches"},
     {"config", "compat", "environment", "metrics", "model_plugins.registry", "model_plugins.*.pipeline"},
     {"topology", "pool", "orchestrator.flow", *MEMBERSHIP},
@@ -87,8 +87,8 @@ FORBIDDEN = {
 }
 """On top of the layers."""
 
-PROTOCOLS = {"runtime.replica"}
-"""What the orchestrator knows of a replica."""
+PROTOCOLS = {"runtime.replica", "pool.load"}
+"""What the orchestrator knows of a replica, and what a replica says of itself."""
 
 LAZY = {("patches.llm_omni_keyword", "compat"), ("patches.llm_omni_keyword", "llm"), ("boot", "cli.main")}
 """Imports inside a function that run only once omni was asked for: (importer, imported)."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeAlias
+from socket import gethostname
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from tqdm import tqdm
@@ -26,6 +28,12 @@ from vllm_omni_ext.compat import activate
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed
 from vllm_omni_ext.orchestrator.requests import OmniOptions
 from vllm_omni_ext.outputs import AudioOutput
+
+log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from vllm_omni_ext.ids import ReplicaId
+    from vllm_omni_ext.runtime.fleet import About, Fleet
 
 Sampling: TypeAlias = SamplingParams | Mapping[str, SamplingParams]
 
@@ -66,6 +74,7 @@ class OmniLLM(LLM):
     def __init__(self, model: str, *, chat_template: str | None = None, **kwargs: Any) -> None:
         activate()
         from vllm_omni_ext.cli.settings import from_kwargs
+        from vllm_omni_ext.runtime.keeper import Keeper
         from vllm_omni_ext.runtime.launcher import Deployment
         from vllm_omni_ext.runtime.supervisor import Supervisor
 
@@ -74,12 +83,20 @@ class OmniLLM(LLM):
         self._deployment = Deployment(plan, clients=1, usage=UsageContext.LLM_CLASS)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._supervisor: Supervisor[Any] | None = None
+        self._keeper: Keeper | None = None
         self._deployment.__enter__()
         try:
             self._deployment.wait()
             self._loop, self._thread = _start_loop()
             self._omni = self._run(self._connect(log_stats=not kwargs["disable_log_stats"]))
             self._supervisor = Supervisor(self._deployment.processes(), self._ended)
+            self._keeper = Keeper(
+                self._deployment,
+                OneUser(self._omni.fleet),
+                host=gethostname(),
+                tell=log.warning,
+                watch=self._supervisor.watch,
+            )
         except BaseException:
             self.close()
             raise
@@ -99,9 +116,8 @@ class OmniLLM(LLM):
         return AsyncOmni(self._deployment.connections(0), log_stats=log_stats)
 
     def _ended(self, replica: Any, exitcode: int | None) -> None:
-        reason = f"its process ended with exit code {exitcode}"
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._omni.replica_died, replica, reason)
+        if self._keeper is not None:
+            self._keeper.ended(replica, exitcode)
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         assert self._loop is not None
@@ -251,6 +267,8 @@ class OmniLLM(LLM):
         if self._supervisor is not None:
             self._supervisor.stop()
             self._supervisor = None
+        if self._keeper is not None:
+            self._keeper.close()
         if self._loop is not None:
             loop, self._loop = self._loop, None
             asyncio.run_coroutine_threadsafe(self._disconnect(), loop).result()
@@ -258,6 +276,9 @@ class OmniLLM(LLM):
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join()
         self._deployment.close()
+        if self._keeper is not None:
+            self._keeper.join()
+            self._keeper = None
 
     async def _disconnect(self) -> None:
         if "_omni" in vars(self):
@@ -271,6 +292,28 @@ class OmniLLM(LLM):
 
     def __repr__(self) -> str:
         return f"OmniLLM(model={self.plan.model!r}, stages={[stage.name for stage in self.plan.stages]})"
+
+
+class OneUser:
+    """What the keeper tells those who send requests: here it is this program's loop alone."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def listen(self, replica: ReplicaId) -> list[tuple[str, str]]:
+        """Where a replica that is going to start connects to."""
+        return [asyncio.run_coroutine_threadsafe(self._listen(replica), self._fleet.loop).result()]
+
+    async def _listen(self, replica: ReplicaId) -> tuple[str, str]:
+        return self._fleet.listen(replica, None)
+
+    def ready(self, replica: ReplicaId, about: About) -> None:
+        """A replica that was listened for can be used."""
+        self._fleet.loop.call_soon_threadsafe(self._fleet.ready, replica, about)
+
+    def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
+        """A replica is gone."""
+        self._fleet.loop.call_soon_threadsafe(partial(self._fleet.ended, replica, reason, again=again))
 
 
 def _start_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:

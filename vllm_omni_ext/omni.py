@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextvars import ContextVar
 from copy import deepcopy
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -15,7 +14,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
@@ -30,10 +28,12 @@ from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.orchestrator.recital import Recital, make_recital
 from vllm_omni_ext.orchestrator.requests import OmniOptions
 from vllm_omni_ext.outputs import AudioOutput
+from vllm_omni_ext.pool.policies import policy
 from vllm_omni_ext.pool.stage_pool import StagePool
+from vllm_omni_ext.runtime.fleet import Connections, Fleet
 from vllm_omni_ext.runtime.replica import StockReplica
 from vllm_omni_ext.runtime.text_client import TextClient
-from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.topology.shape import StagePlan
 from vllm_omni_ext.wire.handoff import RESERVED, TICKET
 
 REQUEST_OPTIONS: ContextVar[OmniOptions | None] = ContextVar("omni_request_options", default=None)
@@ -42,35 +42,14 @@ REQUEST_OPTIONS: ContextVar[OmniOptions | None] = ContextVar("omni_request_optio
 _TEXT_END = object()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Connections:
-    """What one API server needs to reach every replica.
-
-    Attributes:
-        configs: vLLM config by replica.
-        addresses: `client_addresses` of vLLM's client by replica, for this API server.
-        client_count: number of API servers.
-        client_index: which of them this is.
-        pids: process id by replica, for people.
-        started: Unix time at which the command began, seconds.
-    """
-
-    plan: Plan
-    configs: Mapping[ReplicaId, VllmConfig]
-    addresses: Mapping[ReplicaId, Mapping[str, Any]]
-    client_count: int = 1
-    client_index: int = 0
-    pids: Mapping[ReplicaId, int] = field(default_factory=dict)
-    started: float = 0.0
-
-
 class AsyncOmni(AsyncLLM):
     """Serves a pipeline. Must be made inside a running event loop.
 
     Text requests run exactly as in `AsyncLLM`; requests with other modalities also pass through the stages behind.
     """
 
-    _pumps: list[asyncio.Task[None]] = []  # noqa: RUF012 (replaced, never changed; __del__ may come before __init__)
+    _fleet_open: Fleet | None = None
+    """None after `shutdown`, and before `__init__` is through: `__del__` may come first."""
 
     def __init__(self, connections: Connections, *, log_stats: bool = True, log_requests: bool = False) -> None:
         plan = connections.plan
@@ -79,7 +58,7 @@ class AsyncOmni(AsyncLLM):
         self._connected = False
         text = plan.text_stage()
         first = text.replicas[0].id
-        config = deepcopy(connections.configs[first])
+        config = deepcopy(connections.configs[text.name])
         super().__init__(
             vllm_config=config,
             executor_class=Executor.get_class(config),
@@ -90,32 +69,49 @@ class AsyncOmni(AsyncLLM):
             client_index=connections.client_index,
         )
         replicas = {first: StockReplica(first, self.engine_core)}
-        for replica in plan.replicas():
-            if replica.id != first:
-                replicas[replica.id] = _connect(replica.id, connections)
-        limits = {name.stage: each.model_config.max_model_len for name, each in connections.configs.items()}
-        self._start(config, replicas, limits)
+        for replica, addresses in connections.addresses.items():
+            if replica != first:
+                replicas[replica] = connections.connect(replica, addresses)
+        self._start(config, replicas)
 
-    def _start(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica], limits: Mapping[str, int]) -> None:
+    def _start(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica]) -> None:
         pipeline = pipeline_for(config.model_config.architectures[0])
         self.plugin = resolve(pipeline.request_plugin)(config.model_config.hf_config)
         self._observe(config, replicas)
-        watch = self.observer.bound
         self.orchestrator = Orchestrator(
             plugin=self.plugin,
             text_stage=self.plan.text_stage().name,
-            pools={s.name: StagePool(s.name, (r.id for r in s.replicas), changed=watch) for s in self.plan.stages},
+            pools={stage.name: self._pool(stage, replicas) for stage in self.plan.stages},
             replicas=replicas,
             sampling={stage.name: stage.sampling for stage in self.plan.stages},
-            limits=limits,
+            limits={stage: each.model_config.max_model_len for stage, each in self.connections.configs.items()},
             observer=self.observer,
+            wait_s=self.plan.config.replica_wait_s,
+            joinable=self.plan.config.master_address is not None,
+            failed=self._tell_caller,
         )
-        text = {r.id: replicas[r.id] for r in self.plan.text_stage().replicas}
-        self._replicas = dict(replicas)
+        text = {replica: each for replica, each in replicas.items() if self._is_text(replica)}
         self.engine_core = TextClient(text, self.orchestrator)
+        self.fleet = Fleet(
+            self.connections, self.orchestrator, replicas, take=self._take, joined=self._joined, lost=self._lost
+        )
+        self._fleet_open = self.fleet
         self._connected = True
-        self._pumps = [asyncio.create_task(self._pump(replica)) for replica in replicas.values()]
+        self.fleet.start()
         self._run_output_handler()
+
+    def _pool(self, stage: StagePlan, replicas: Iterable[ReplicaId]) -> StagePool:
+        chosen = self.plan.config.stage(stage.name).lb_policy or self.plan.config.lb_policy
+        return StagePool(
+            stage.name,
+            (replica for replica in replicas if replica.stage == stage.name),
+            policy(chosen, self.connections.client_index),
+            changed=self.observer.bound,
+            clients=self.connections.client_count,
+        )
+
+    def _is_text(self, replica: ReplicaId) -> bool:
+        return replica.stage == self.plan.text_stage().name
 
     def _observe(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica]) -> None:
         """Set up what is noted about requests and replicas, and vLLM's statistics for all of them."""
@@ -132,6 +128,7 @@ class AsyncOmni(AsyncLLM):
         order = engine_order(text, list(replicas))
         name_engines(metrics, order)
         self._engine_numbers = {replica: number for number, replica in enumerate(order)}
+        self._first_numbers = {replica.stage: number for replica, number in reversed(self._engine_numbers.items())}
         if self.log_stats:  # vLLM's constructor knew of the first replica only
             configs = [replicas[replica].client.vllm_config for replica in order]
             self.logger_manager = stats_of_all(config, configs, client_count=self._client_count)
@@ -139,47 +136,41 @@ class AsyncOmni(AsyncLLM):
     def _loaded(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
         if outputs.scheduler_stats is not None:  # else it went to another API server
             self.observer.loaded(replica, outputs.scheduler_stats)
-        if self.logger_manager is not None and replica.stage != self.orchestrator.text_stage:
+        if replica not in self._engine_numbers:
+            # vLLM's loggers know the engines of the start: what has joined since counts as the stage's first one.
+            outputs.scheduler_stats = None
+        outputs.engine_index = self._engine_numbers.get(replica, self._first_numbers.get(replica.stage, 0))
+        if self.logger_manager is not None and not self._is_text(replica):
             made = tokens_of(outputs)
-            self.logger_manager.record(outputs.scheduler_stats, made, engine_idx=self._engine_numbers[replica])
+            self.logger_manager.record(outputs.scheduler_stats, made, engine_idx=outputs.engine_index)
 
     def _run_output_handler(self) -> None:
         if self._connected:  # AsyncLLM's constructor calls it too early
             super()._run_output_handler()
 
-    async def _pump(self, replica: StockReplica) -> None:
-        stage, is_text = replica.id.stage, replica.id.stage == self.plan.text_stage().name
-        try:
-            while True:
-                outputs = await replica.outputs()
-                self._loaded(replica.id, outputs)
-                for output in outputs.outputs:
-                    await self.orchestrator.produced(stage, output)
-                if is_text:
-                    # An output that carried nothing but exported rows is no news for the client.
-                    outputs.outputs = [o for o in outputs.outputs if o.new_token_ids or o.finish_reason is not None]
-                    self.engine_core.deliver(replica.id, outputs)
-        except EngineDeadError as error:
-            await self._lost(replica.id, str(error))
+    async def _take(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
+        self._loaded(replica, outputs)
+        current = [output for output in outputs.outputs if await self.orchestrator.produced(replica, output)]
+        if self._is_text(replica):
+            # An output that carried nothing but exported rows is no news for the client.
+            outputs.outputs = [o for o in current if o.new_token_ids or o.finish_reason is not None]
+            self.engine_core.deliver(outputs)
 
-    async def _lost(self, replica: ReplicaId, reason: str) -> None:
-        # Now and in the loop: a socket that is still open when its context is collected blocks the collector for ever.
-        self._replicas[replica].close(timeout=0)
-        lost = await self.orchestrator.replica_down(replica, reason)
-        if replica.stage == self.plan.text_stage().name:
+    def _joined(self, replica: StockReplica) -> None:
+        if self._is_text(replica.id):
+            self.engine_core.joined(replica)
+
+    def _lost(self, replica: ReplicaId) -> None:
+        if self._is_text(replica):
             self.engine_core.lost(replica)
-        for request_id, error in lost.items():
-            state = self.output_processor.request_states.get(request_id)
-            if state is not None and state.queue is not None:
-                state.queue.put(error)
 
-    def replica_died(self, replica: ReplicaId, reason: str) -> None:
-        """Called (in the event loop) when a supervisor saw a replica's process end."""
-        self._replicas[replica].fail(EngineDeadError(reason))
+    def _tell_caller(self, request_id: str, error: OmniError) -> None:
+        state = self.output_processor.request_states.get(request_id)
+        if state is not None and state.queue is not None:
+            state.queue.put(error)
 
-    def _stop(self, pumps: list[asyncio.Task[None]]) -> None:
-        for pump in pumps:
-            pump.cancel()
+    def _stop(self) -> None:
+        self.fleet.close()
         self.orchestrator.fail_all(StageUnavailable("the server is shutting down"))
         self.output_processor.propagate_error(EngineDeadError())
 
@@ -277,16 +268,16 @@ class AsyncOmni(AsyncLLM):
 
         vLLM's server calls it from another thread; a second call does nothing.
         """
-        pumps, self._pumps = self._pumps, []
-        if not pumps:
+        fleet, self._fleet_open = self._fleet_open, None
+        if fleet is None:
             return
-        if not (loop := pumps[0].get_loop()).is_closed():
-            if _is_running(loop):
-                self._stop(pumps)
+        if not fleet.loop.is_closed():
+            if _is_running(fleet.loop):
+                self._stop()
             else:
-                loop.call_soon_threadsafe(self._stop, pumps)
-        for replica in getattr(self, "_replicas", {}).values():
-            if replica.id.stage != self.plan.text_stage().name:
+                fleet.loop.call_soon_threadsafe(self._stop)
+        for replica in fleet.replicas.values():
+            if not self._is_text(replica.id):
                 replica.close(timeout)
         super().shutdown(timeout)
 
@@ -319,16 +310,3 @@ def _is_running(loop: asyncio.AbstractEventLoop) -> bool:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
         return False
-
-
-def _connect(replica: ReplicaId, connections: Connections) -> StockReplica:
-    config = deepcopy(connections.configs[replica])  # vLLM's client writes into its config
-    client = AsyncMPClient(
-        config,
-        Executor.get_class(config),
-        False,
-        client_addresses=dict(connections.addresses[replica]),
-        client_count=connections.client_count,
-        client_index=connections.client_index,
-    )
-    return StockReplica(replica, client)

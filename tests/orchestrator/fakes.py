@@ -126,7 +126,8 @@ class Bench:
         return ticket, sink
 
     async def produce(self, stage: str, request_id: str, *tokens: int, tensor: Any = None, end: str = "") -> None:
-        await self.orchestrator.produced(stage, output(request_id, *tokens, tensor=tensor, end=end))
+        replica = self.pools[stage].replica_of(request_id) or ReplicaId(stage, 0)
+        await self.orchestrator.produced(replica, output(request_id, *tokens, tensor=tensor, end=end))
 
 
 def text_request(request_id: str, extra_args: dict[str, Any] | None = None) -> EngineCoreRequest:

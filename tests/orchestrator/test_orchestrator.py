@@ -174,7 +174,7 @@ async def test_a_tensor_does_not_reach_the_client() -> None:
     bench = Bench(pipeline)
     await bench.orchestrator.open(text_request("r"))
     made = output("r", 10, tensor=torch.zeros(2))
-    await bench.orchestrator.produced("text", made)
+    await bench.orchestrator.produced(ReplicaId("text", 0), made)
     assert (made.pooling_output, made.new_token_ids) == (None, [10])
 
 

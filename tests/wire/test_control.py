@@ -8,26 +8,29 @@ import msgspec
 import pytest
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.wire.control import ReplicaDied, decode, encode
+from vllm_omni_ext.wire.control import Listening, ReplicaEnded, decode, encode
 
-DIED = ReplicaDied(replica="talker/1", reason="killed by signal 9")
+DIED = ReplicaEnded(replica="talker/1", reason="killed by signal 9", again=True)
 
 
 def test_a_message_survives_the_wire() -> None:
     assert decode(encode(DIED)) == DIED
-    assert ReplicaId.parse(decode(encode(DIED)).replica) == ReplicaId("talker", 1)
+    read = decode(encode(DIED))
+    assert isinstance(read, ReplicaEnded)
+    assert ReplicaId.parse(read.replica) == ReplicaId("talker", 1)
+    assert decode(encode(Listening(7, error="no port"))) == Listening(7, error="no port")
 
 
 def test_a_message_carries_its_name() -> None:
-    assert msgspec.msgpack.decode(encode(DIED))["type"] == "ReplicaDied"
+    assert msgspec.msgpack.decode(encode(DIED))["type"] == "ReplicaEnded"
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        {"type": "ReplicaDied", "replica": "talker/1"},
-        {"type": "ReplicaDied", "replica": 1, "reason": "x"},
-        {"type": "Other", "replica": "talker/1", "reason": "x"},
+        {"type": "ReplicaEnded", "replica": "talker/1", "reason": "x"},
+        {"type": "ReplicaEnded", "replica": 1, "reason": "x", "again": True},
+        {"type": "Other", "replica": "talker/1", "reason": "x", "again": True},
         ["talker/1", "x"],
     ],
     ids=str,

@@ -8,6 +8,7 @@ sleeps on its input queue until the next chunk, request or abort wakes it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -16,17 +17,24 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.engine.gate import Gate
+from vllm_omni_ext.engine.report import ReportMixin
+from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.wire.handoff import chunk_of
 
 
-class FeedMixin(Scheduler):
+class FeedMixin(ReportMixin):
     """Gates requests on their hand-over and passes chunks on to the worker with the step that uses them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
         self._gates: dict[str, Gate] = {}
         self._chunks: dict[str, list[tuple[dict[str, Any], Any]]] = {}
         self._parked: dict[str, Request] = {}
+        super().__init__(*args, **kwargs)
+
+    def load(self) -> Load:
+        """Requests that are held count as waiting."""
+        load = super().load()
+        return replace(load, waiting=load.waiting + len(self._parked))
 
     def add_request(self, request: Request) -> None:
         """Add a request, or hand a chunk to the request of the same id; chunks of ended requests are dropped."""

@@ -9,7 +9,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm_omni_ext.observability.observer import REST, TEXT, Observer
 from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finish, Finished, Flow, Open, Produced
 from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin, TextRequest
 from vllm_omni_ext.orchestrator.text_replay import TextReplay
+from vllm_omni_ext.orchestrator.waiting import Waiting
 from vllm_omni_ext.outputs import AudioOutput
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.replica import Replica, chunk_request
@@ -53,6 +55,8 @@ class _Live:
     room: Mapping[str, int]
     recital: bool = False
     opened: dict[str, EngineCoreRequest] = field(default_factory=dict)
+    moves: Counter[str] = field(default_factory=Counter)
+    """How often each stage was given the request anew; what was decided before that is part of what it was given."""
 
 
 class Orchestrator:
@@ -66,6 +70,9 @@ class Orchestrator:
         sampling: default `SamplingParams` fields by stage.
         limits: longest sequence in tokens, by stage.
         observer: told what happens; None: nobody is.
+        wait_s: how long a request waits for a replica of a stage that has none while one may come, in seconds.
+        joinable: replicas may come from other hosts at any time.
+        failed: told of every request that fails here, whatever it asked for.
     """
 
     def __init__(
@@ -78,6 +85,9 @@ class Orchestrator:
         sampling: Mapping[str, Mapping[str, Any]],
         limits: Mapping[str, int],
         observer: Observer | None = None,
+        wait_s: float = 0.0,
+        joinable: bool = False,
+        failed: Callable[[str, OmniError], None] = lambda request_id, error: None,
     ) -> None:
         self.plugin = plugin
         self.text_stage = text_stage
@@ -89,12 +99,15 @@ class Orchestrator:
         self._tickets: dict[str, _Ticket] = {}
         self._live: dict[str, _Live] = {}
         self._texts: dict[str, TextReplay] = {}
+        self._failed = failed
+        self.waiting = Waiting(wait_s, joinable=joinable, expired=self._waited_too_long)
+        self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
 
     def held(self) -> int:
         """Requests and tickets this orchestrator holds (0 when idle)."""
         bound = sum(pool.in_flight(replica) for pool in self.pools.values() for replica in pool.replicas)
-        return len(self._tickets) + len(self._live) + len(self._texts) + bound
+        return len(self._tickets) + len(self._live) + len(self._texts) + len(self.waiting) + bound
 
     @property
     def recitals(self) -> int:
@@ -113,7 +126,7 @@ class Orchestrator:
         self.plugin.check(options)
         room = self.plugin.room(prompt, options, self._limits)
         for pool in self.pools.values():
-            if not pool.replicas:
+            if not pool.replicas and not self.waiting.hopeful(pool.stage):
                 raise StageUnavailable(f"stage '{pool.stage}' has no live replica")
         return room
 
@@ -170,7 +183,10 @@ class Orchestrator:
             raise
 
     async def _send_text(self, request: EngineCoreRequest) -> None:
-        replica = self.pools[self.text_stage].admit(request.request_id)
+        media = [feature.identifier for feature in request.mm_features or ()]
+        replica = self._admit(self.text_stage, request.request_id, session=request.session_id, media=media)
+        if replica is None:
+            return
         self.observer.sent(request.request_id, None, replica)
         await self.replicas[replica].add(request)
 
@@ -208,6 +224,7 @@ class Orchestrator:
             self.observer.aborted(request_id)
             self._live.pop(request_id, None)
             self._texts.pop(request_id, None)
+            self.waiting.forget(request_id, *self.pools)
             for pool in self.pools.values():
                 replica = pool.release(request_id)
                 if replica is not None and replica in self.replicas:
@@ -218,6 +235,7 @@ class Orchestrator:
         for request_id in request_ids:
             self.observer.finished(request_id, TEXT)
             self._texts.pop(request_id, None)
+            self.waiting.forget(request_id, self.text_stage)
             replica = self.pools[self.text_stage].release(request_id)
             if replica is not None:
                 await self.replicas[replica].abort([request_id])
@@ -225,13 +243,17 @@ class Orchestrator:
 
     # -- outputs ------------------------------------------------------------------------------------------------
 
-    async def produced(self, stage: str, output: EngineCoreOutput) -> None:
-        """Take one engine output; its tensor is removed from it."""
-        self.observer.produced(stage, output)
+    async def produced(self, replica: ReplicaId, output: EngineCoreOutput) -> bool:
+        """Take one engine output; its tensor is removed from it.
+
+        Returns:
+            False for what is of no use any more: the request has ended there, or is another replica's now.
+        """
+        request_id, stage = output.request_id, replica.stage
         tensor, output.pooling_output = output.pooling_output, None
-        request_id = output.request_id
-        if self.pools[stage].replica_of(request_id) is None:  # ended there already: made before the stage knew
-            return
+        if self.pools[stage].replica_of(request_id) != replica:
+            return False
+        self.observer.produced(stage, output)
         finish = None if output.finish_reason is None else _finish(output.finish_reason)
         if stage == self.text_stage:
             self._texts[request_id].tokens += output.new_token_ids
@@ -242,39 +264,88 @@ class Orchestrator:
         if request_id in self._live:
             payload = None if tensor is None else self.plugin.decode(stage, tensor)
             await self._event(request_id, Produced(stage, tuple(output.new_token_ids), payload, finish))
+        return True
 
-    async def replica_down(self, replica: ReplicaId, reason: str) -> dict[str, StageUnavailable]:
-        """A replica is gone: others of its stage take its requests over, from where they were.
+    # -- replicas -----------------------------------------------------------------------------------------------
 
-        With the last replica, all requests that need the stage end with an error, everywhere.
+    async def replica_up(self, replica: Replica) -> None:
+        """A replica takes requests, for the first time or again; those that have waited for its stage go there."""
+        self.replicas[replica.id] = replica
+        self.waiting.settle(replica.id)
+        self.pools[replica.id.stage].add(replica.id)
+        self.observer.replica_up(replica.id)
+        for request_id in self.waiting.take(replica.id.stage):
+            await self._place_again(request_id, replica.id.stage, "it could not be opened")
+
+    async def replica_down(self, replica: ReplicaId, reason: str) -> tuple[str, ...]:
+        """A replica is gone: others of its stage take its requests over from where they were, now or when one is up.
+
+        If none will be, all requests that need the stage end with an error, everywhere.
 
         Returns:
-            The requests that failed, by id: those that wanted text alone are the caller's to tell.
+            The requests it had.
         """
         self.replicas.pop(replica, None)
         self.observer.replica_down(replica)
-        pool = self.pools[replica.stage]
-        error = StageUnavailable(f"replica {replica} is gone: {reason}")
-        lost = pool.remove(replica)
-        if pool.replicas:
-            failed = [name for name in lost if not await self._take_over(name, replica.stage)]
-        else:
-            failed = [*lost, *self._live]
-        for request_id in failed:
-            await self._fail(request_id, replica.stage, error)
-        return dict.fromkeys(failed, error)
+        lost = self.pools[replica.stage].remove(replica)
+        for request_id in lost:
+            await self._place_again(request_id, replica.stage, f"replica {replica} is gone: {reason}")
+        await self._give_up(replica.stage, StageUnavailable(f"replica {replica} is gone: {reason}"))
+        return lost
 
-    async def _take_over(self, request_id: str, stage: str) -> bool:
-        """Open a request again in a stage that lost it; False if that cannot be done."""
-        if stage == self.text_stage:
-            text = self._texts[request_id]
-            if text.possible:
-                await self._send_text(text.again())
-            return text.possible
-        live = self._live[request_id]
-        for action in live.flow.replay(stage):
-            await self._do(request_id, live, stage, action)
-        return True
+    async def never_up(self, replica: ReplicaId, reason: str) -> None:
+        """A replica that was announced will not come."""
+        self.waiting.settle(replica)
+        await self._give_up(replica.stage, StageUnavailable(f"replica {replica} is gone: {reason}"))
+
+    async def _give_up(self, stage: str, error: StageUnavailable) -> None:
+        if self.pools[stage].replicas or self.waiting.hopeful(stage):
+            return
+        for request_id in [*self.waiting.take(stage), *self._live]:
+            await self._fail(request_id, stage, error)
+
+    def _admit(
+        self, stage: str, request_id: str, *, session: str | None = None, media: Sequence[str] = ()
+    ) -> ReplicaId | None:
+        """Bind a request to a replica; None: it waits until there is one, and is then opened anew.
+
+        Raises:
+            StageUnavailable: there is none, and none will come.
+        """
+        try:
+            return self.pools[stage].admit(request_id, session=session, media=media)
+        except StageUnavailable:
+            if not self.waiting.hopeful(stage):
+                raise
+        self.waiting.add(stage, request_id)
+        return None
+
+    def _waited_too_long(self, stage: str, request_id: str) -> None:
+        error = StageUnavailable(
+            f"stage '{stage}' has had no live replica for {self.waiting.limit_s:g} s (replica_wait_s)"
+        )
+        task = asyncio.ensure_future(self._fail(request_id, stage, error))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _place_again(self, request_id: str, stage: str, reason: str) -> None:
+        """Open a request again in a stage that lost it; it fails where that cannot be done."""
+        try:
+            if stage == self.text_stage:
+                await self._text_again(request_id)
+            elif (live := self._live.get(request_id)) is not None:
+                live.moves[stage] += 1
+                await self._do(request_id, live, stage, live.flow.replay(stage))
+        except StageUnavailable as error:
+            await self._fail(request_id, stage, StageUnavailable(f"{reason}; {error}"))
+
+    async def _text_again(self, request_id: str) -> None:
+        text = self._texts.get(request_id)
+        if text is None:
+            return
+        if not text.possible:
+            raise StageUnavailable("what it had made of this answer cannot be continued elsewhere")
+        await self._send_text(text.again())
 
     def fail_all(self, error: OmniError) -> None:
         """Tell every waiting caller that this is the end."""
@@ -286,14 +357,20 @@ class Orchestrator:
         if live is None:
             return
         try:
-            for action in live.flow.handle(event):
-                await self._do(request_id, live, event.stage, action)
+            await self._do(request_id, live, event.stage, live.flow.handle(event))
         except Exception as error:  # one request's failure must not stop the stage's output loop
             log.exception("request %s failed at stage %s", live.external_id, event.stage)
             failure = error if isinstance(error, OmniError) else RequestFailed(str(error))
             await self._fail(request_id, event.stage, failure)
 
-    async def _do(self, request_id: str, live: _Live, source: str, action: Action) -> None:
+    async def _do(self, request_id: str, live: _Live, source: str, actions: Sequence[Action]) -> None:
+        before = live.moves.copy()
+        for action in actions:
+            if isinstance(action, Open | Extend) and live.moves[action.stage] != before[action.stage]:
+                continue  # lost and given anew while this waited its turn
+            await self._act(request_id, live, source, action)
+
+    async def _act(self, request_id: str, live: _Live, source: str, action: Action) -> None:
         match action:
             case Open():
                 await self._open_stage(request_id, live, source, action)
@@ -322,9 +399,11 @@ class Orchestrator:
             data_parallel_rank=None,
         )
         try:
-            replica = self.pools[action.stage].admit(request_id)
+            replica = self._admit(action.stage, request_id)
         except StageUnavailable as error:
             await self._fail(request_id, action.stage, error)
+            return
+        if replica is None:
             return
         live.opened[action.stage] = request
         self.observer.sent(request_id, source, replica, action.handoff or action.prompt)
@@ -362,6 +441,7 @@ class Orchestrator:
         await self.abort([request_id])
         if live is not None:
             live.sink.put_nowait(error)
+        self._failed(request_id, error)
 
 
 def _finish(reason: FinishReason) -> Finish:

@@ -17,7 +17,9 @@ class TextReplay:
 
     @property
     def possible(self) -> bool:
-        """False for what depends on more than the tokens: the state of a grammar, or logprobs of the prompt."""
+        """False for what has begun and depends on more than its tokens: a grammar's state, or the prompt's logprobs."""
+        if not self.tokens:
+            return True
         params = self.request.sampling_params
         return (
             params is not None
@@ -29,6 +31,8 @@ class TextReplay:
     def again(self) -> EngineCoreRequest:
         """The request that goes on where this one was: the tokens made are part of its prompt."""
         request, made = self.request, len(self.tokens)
+        if not made:
+            return request
         assert request.sampling_params is not None and request.prompt_token_ids is not None
         params = request.sampling_params.clone()
         if params.max_tokens is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -33,10 +33,17 @@ def stage_engine_args(plan: Plan, replica_id: ReplicaId, *, api_process: int = H
         UnknownMember: the plan has no such replica.
         ConfigError: vLLM does not accept a value.
     """
-    stage, replica = plan.stage(replica_id.stage), plan.replica(replica_id)
+    return any_replica_args(plan, replica_id.stage, devices=plan.replica(replica_id).devices, api_process=api_process)
+
+
+def any_replica_args(
+    plan: Plan, stage_name: str, *, devices: Sequence[int] = (), api_process: int = HEAD
+) -> AsyncEngineArgs:
+    """As `stage_engine_args`, for a stage whose replicas may all be elsewhere."""
+    stage = plan.stage(stage_name)
     values = {name: _value(stage.name, name, value) for name, value in stage.engine_args.items()}
-    if replica.devices:
-        values["device_ids"] = list(replica.devices)
+    if devices:
+        values["device_ids"] = list(devices)
     return AsyncEngineArgs(
         model=plan.model,
         _api_process_count=max(_FEWEST_API_PROCESSES, plan.api_servers),

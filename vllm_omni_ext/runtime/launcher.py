@@ -11,10 +11,12 @@ import gc
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import psutil
@@ -26,22 +28,35 @@ from vllm.plugins import load_general_plugins
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.engine.utils import CoreEngineLaunch, EngineZmqListeners, bind_engine_zmq_listeners, launch_core_engines
+from vllm.v1.engine.utils import (
+    CoreEngineLaunch,
+    EngineZmqAddresses,
+    EngineZmqListeners,
+    bind_engine_zmq_listeners,
+    launch_core_engines,
+)
 from vllm.v1.executor import Executor
 
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.memory import trim
 from vllm_omni_ext.model_plugins.registry import resolve
-from vllm_omni_ext.omni import Connections
 from vllm_omni_ext.plugin import MODELS
-from vllm_omni_ext.runtime.engine_args import stage_engine_args
+from vllm_omni_ext.runtime.engine_args import any_replica_args, stage_engine_args
+from vllm_omni_ext.runtime.fleet import About, Connections
 from vllm_omni_ext.runtime.logs import FileLogs, Logs, TerminalLogs
 from vllm_omni_ext.runtime.progress import Progress
 from vllm_omni_ext.topology.cpu import THREADS
 from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.wire.enrollment import Enrollment
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
+PREFIX = "omni-"
+"""Of the deployment's private folder."""
+
+REPORTING = "vllm_omni_ext.engine.report.report_scheduler"
+"""What schedules where neither the pipeline nor the user has chosen: vLLM's own, reporting its load."""
 
 
 class StartFailed(OmniError):
@@ -53,9 +68,12 @@ class Deployment:
 
     Args:
         plan: what to start.
-        clients: number of API servers that will talk to every replica.
+        clients: number of API servers that will talk to every replica; 0: they are elsewhere, and every replica is
+            started with `start_again`, when it is known where to.
         usage: how vLLM accounts for the start (server or offline).
         tell: takes the lines that say how far the start is.
+        folder: a private directory, which is removed at the end; None: one is made.
+        enroll: what each replica is told about itself; asked anew for every start. None: nothing.
     """
 
     def __init__(
@@ -65,37 +83,44 @@ class Deployment:
         clients: int,
         usage: UsageContext,
         tell: Callable[[str], None] = lambda line: None,
+        enroll: Callable[[ReplicaId], Enrollment] | None = None,
+        folder: str | None = None,
     ) -> None:
         self.plan = plan
         self.clients = clients
-        self.configs: dict[ReplicaId, VllmConfig] = {}
+        self._enroll = enroll
+        self.configs: dict[str, VllmConfig] = {}
         self._listeners: dict[ReplicaId, EngineZmqListeners] = {}
         self._launches: dict[ReplicaId, CoreEngineLaunch] = {}
         self._barriers: dict[ReplicaId, contextlib.ExitStack] = {}
         self._usage = usage
         self.fork = may_fork(plan, usage)
-        self._folder = ""
+        self.folder = folder or tempfile.mkdtemp(prefix=PREFIX)
         self.logs: Logs = TerminalLogs()
         self.began = psutil.Process().create_time()
         self._progress = Progress(plan, tell, self.seconds)
 
     def __enter__(self) -> Deployment:
-        self._folder = tempfile.mkdtemp(prefix="omni-")
         if not self.plan.config.verbose:
-            self.logs = FileLogs(Path(self.plan.config.log_dir or Path(self._folder, "logs")))
+            self.logs = FileLogs(Path(self.plan.config.log_dir or Path(self.folder, "logs")))
         if self.fork:
             register_classes()
         try:
-            for stage in self.plan.stages:
-                said = {"VLLM_RPC_BASE_PATH": self._folder, **self.plan.config.stage(stage.name).env}
-                with environment(said, defaults=stage.env), temporary_files_in(self._folder):
-                    for replica in stage.replicas:
-                        self._start(replica.id)
+            if self.clients:
+                self.start_all()
         except BaseException:
             self.close()
             raise
         self._progress.starting(self.logs.where)
         return self
+
+    def start_all(self) -> None:
+        """Start every replica of the plan."""
+        for replica in self.plan.replicas():
+            with self._surroundings(replica.id.stage):
+                config = self._config(replica.id)
+                self._listeners[replica.id] = listeners = bind_engine_zmq_listeners(config, self.clients)
+                self._launch(replica.id, config, listeners.addresses)
 
     def seconds(self) -> float:
         """Since the command began."""
@@ -104,20 +129,78 @@ class Deployment:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _start(self, replica: ReplicaId) -> None:
+    @contextlib.contextmanager
+    def _surroundings(self, stage: str) -> Iterator[None]:
+        """The environment in which configs of a stage are made and its replicas are started."""
+        said = {"VLLM_RPC_BASE_PATH": self.folder, **self.plan.config.stage(stage).env}
+        with environment(said, defaults=self.plan.stage(stage).env), temporary_files_in(self.folder):
+            yield
+
+    def _config(self, replica: ReplicaId) -> VllmConfig:
         config = stage_engine_args(self.plan, replica).create_engine_config(self._usage)
         config.shutdown_timeout = 0
+        self.configs.setdefault(replica.stage, config)
+        if config.scheduler_config.scheduler_cls is None:
+            config.scheduler_config.scheduler_cls = REPORTING
+        return config
+
+    def _launch(self, replica: ReplicaId, config: VllmConfig, addresses: EngineZmqAddresses) -> None:
         if self.fork:  # after the config: making it, vLLM's CPU platform asks for spawn
             os.environ[START_METHOD] = "fork"
             preload(config)
-        listeners = bind_engine_zmq_listeners(config, self.clients)
-        self.configs[replica], self._listeners[replica] = config, listeners
-        launch = launch_core_engines(config, Executor.get_class(config), True, listeners.addresses)
+        launch = launch_core_engines(config, Executor.get_class(config), True, addresses)
         threads = int(self.plan.stage(replica.stage).env.get(THREADS, 1))
-        with self.forking(threads), self.logs.of(replica):
+        told = {} if self._enroll is None else self._enroll(replica).variable()
+        with self.forking(threads), self.logs.of(replica), environment(told, defaults={}):
             barrier = contextlib.ExitStack()
             self._launches[replica] = barrier.enter_context(launch)
             self._barriers[replica] = barrier
+
+    def start_again(self, replica: ReplicaId, addresses: Sequence[tuple[str, str]]) -> None:
+        """Start a replica whose process has ended; `wait_for` says when it is ready.
+
+        Args:
+            addresses: where it connects to, for each API server: for its input, for its output.
+        """
+        with self._surroundings(replica.stage):
+            there = EngineZmqAddresses(inputs=[i for i, _ in addresses], outputs=[o for _, o in addresses])
+            self._launch(replica, self._config(replica), there)
+
+    def wait_for(self, replica: ReplicaId) -> None:
+        """Wait until a replica that was started again is ready.
+
+        Raises:
+            StartFailed: it ended while starting, or took too long and was ended.
+        """
+        limit = self.plan.config.startup_timeout_s
+        late = threading.Event()
+        process = self.processes()[replica]
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(limit, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            self._barriers.pop(replica).close()
+        except RuntimeError as error:
+            if late.is_set():
+                raise StartFailed(f"{replica} was not ready after {limit:g} s (startup_timeout_s)") from error
+            process.join(self.plan.config.shutdown_timeout_s)
+            raise StartFailed(f"its process ended with exit code {process.exitcode} while starting") from error
+        finally:
+            timer.cancel()
+
+    def discard(self, replica: ReplicaId) -> None:
+        """Forget a replica whose process has ended."""
+        launch = self._launches.pop(replica, None)
+        if launch is not None:
+            launch.engine_manager.shutdown(timeout=0)
+        listeners = self._listeners.pop(replica, None)
+        if listeners is not None:
+            listeners.cleanup()
 
     @contextlib.contextmanager
     def forking(self, threads: int = 1) -> Iterator[None]:
@@ -168,11 +251,21 @@ class Deployment:
         """The process of each replica."""
         return {replica: launch.engine_manager.processes[0] for replica, launch in self._launches.items()}
 
-    def connections(self, client: int) -> Connections:
-        """What API server `client` needs; its listeners travel with it to its process."""
+    def connections(self, client: int, *, views: str | None = None) -> Connections:
+        """What API server `client` needs; its listeners travel with it to its process.
+
+        Args:
+            views: the coordinator's address for API servers.
+        """
+        for stage in self.plan.stages:
+            if stage.name not in self.configs:  # its replicas are all on other hosts
+                with self._surroundings(stage.name):
+                    self.configs[stage.name] = any_replica_args(self.plan, stage.name).create_engine_config(self._usage)
         return Connections(
             plan=self.plan,
             configs=self.configs,
+            folder=self.folder,
+            views=views,
             addresses={
                 replica: {
                     "input_address": listeners.inputs[client].address,
@@ -184,8 +277,11 @@ class Deployment:
             },
             client_count=self.clients,
             client_index=client,
-            pids={replica: process.pid for replica, process in self.processes().items()},
+            about={
+                replica: About(host=gethostname(), pid=process.pid) for replica, process in self.processes().items()
+            },
             started=self.began,
+            head=os.getpid(),
         )
 
     def close_listeners(self) -> None:
@@ -219,7 +315,7 @@ class Deployment:
             listeners.cleanup()
         self._launches.clear()
         self._listeners.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def end_processes(processes: list[Any], timeout_s: float) -> None:

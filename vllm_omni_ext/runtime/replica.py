@@ -36,8 +36,9 @@ class StockReplica:
         self.client = client
 
     async def add(self, request: EngineCoreRequest) -> None:
-        """Send a request, or a chunk of one."""
-        await self.client.add_request_async(request)
+        """Send a request, or a chunk of one; what is sent to a replica that is gone is given to another one anyway."""
+        if not self.dead:
+            await self.client.add_request_async(request)
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests."""

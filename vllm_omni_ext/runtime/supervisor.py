@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from multiprocessing import connection
 from typing import Any, Generic, TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
+
+_LOOK = b"look"
+"""Sent for every item of the queue."""
 
 
 class Supervisor(Generic[Name]):
@@ -19,27 +23,41 @@ class Supervisor(Generic[Name]):
     """
 
     def __init__(self, processes: Mapping[Name, Any], ended: Callable[[Name, int | None], None]) -> None:
-        self._processes = dict(processes)
         self._ended = ended
+        self._new: queue.SimpleQueue[tuple[Name, Any] | None] = queue.SimpleQueue()
         self._wake, self._waker = connection.Pipe(duplex=False)
-        self._thread = threading.Thread(target=self._watch, name="omni-supervisor", daemon=True)
+        for name, process in processes.items():
+            self._new.put((name, process))
+        for _ in processes:
+            self._waker.send_bytes(_LOOK)
+        self._thread = threading.Thread(target=self._run, name="omni-supervisor", daemon=True)
         self._thread.start()
 
-    def _watch(self) -> None:
-        watched: dict[Any, Name] = {process.sentinel: name for name, process in self._processes.items()}
-        while watched:
+    def watch(self, name: Name, process: Any) -> None:
+        """Watch one more process; one that has ended already is reported at once."""
+        self._new.put((name, process))
+        self._waker.send_bytes(_LOOK)
+
+    def _run(self) -> None:
+        watched: dict[Any, tuple[Name, Any]] = {}
+        while True:
             ready = connection.wait([*watched, self._wake])
             if self._wake in ready:
-                return
+                self._wake.recv_bytes()
+                new = self._new.get()
+                if new is None:
+                    return
+                watched[new[1].sentinel] = new
+                continue
             for sentinel in ready:
-                name = watched.pop(sentinel)
-                process = self._processes[name]
+                name, process = watched.pop(sentinel)
                 process.join()
                 self._ended(name, process.exitcode)
 
     def stop(self) -> None:
         """Stop watching; call it before ending the processes on purpose."""
-        self._waker.send_bytes(b"stop")
+        self._new.put(None)
+        self._waker.send_bytes(_LOOK)
         self._thread.join()
         self._wake.close()
         self._waker.close()

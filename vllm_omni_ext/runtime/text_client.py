@@ -38,10 +38,13 @@ class TextClient:
         self.vllm_config = first.vllm_config
         self.stats_update_address = None
 
-    def deliver(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
+    def deliver(self, outputs: EngineCoreOutputs) -> None:
         """Pass outputs on to `AsyncLLM`, after the orchestrator has seen them."""
-        outputs.engine_index = replica.index
         self._outputs.put_nowait(outputs)
+
+    def joined(self, replica: StockReplica) -> None:
+        """A replica is connected."""
+        self._replicas[replica.id] = replica
 
     def lost(self, replica: ReplicaId) -> None:
         """A replica is gone. The server stays up even without any: it answers 503 and tells its state."""

@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
+import uuid
 from argparse import Namespace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.usage.usage_lib import UsageContext
-from vllm.utils.system_utils import decorate_logs, get_mp_context
+from vllm.utils.system_utils import decorate_logs
 
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.lifeline import end_with
 from vllm_omni_ext.memory import trim
-from vllm_omni_ext.omni import Connections
-from vllm_omni_ext.runtime.launcher import START_METHOD, Deployment, environment
+from vllm_omni_ext.runtime.api_servers import ApiServers
+from vllm_omni_ext.runtime.coordination import Coordination
+from vllm_omni_ext.runtime.fleet import About, Connections, Fleet
+from vllm_omni_ext.runtime.keeper import Keeper
+from vllm_omni_ext.runtime.launcher import PREFIX, Deployment
 from vllm_omni_ext.runtime.progress import spinner
+from vllm_omni_ext.runtime.registrar import Registrar
 from vllm_omni_ext.runtime.supervisor import Supervisor
 from vllm_omni_ext.topology.shape import Plan
-from vllm_omni_ext.wire.control import ReplicaDied, ServerReady, decode, encode
+from vllm_omni_ext.wire.control import Listen, Listening, ReplicaEnded, ReplicaReady, ServerReady, decode, encode
+from vllm_omni_ext.wire.enrollment import Enrollment
 
 FAILED = 1
 """Exit status when a process that everything depends on has ended by itself."""
+
+COORDINATOR = "coordinator"
+COORDINATOR_PAUSE_S = 1.0
+"""Before a coordinator that could not be started is tried again."""
+
+Name = ReplicaId | int | str
+"""Of a process: a replica, the number of an API server, or the coordinator."""
+
+log = logging.getLogger(__name__)
 
 
 def serve(plan: Plan, args: Namespace) -> int:
@@ -39,114 +60,150 @@ def serve(plan: Plan, args: Namespace) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     listen_address, sock = setup_server(args, reuse_port=False)
+    folder = tempfile.mkdtemp(prefix=PREFIX)
     try:
-        with (
-            Deployment(plan, clients=plan.api_servers, usage=UsageContext.OPENAI_API_SERVER, tell=tell) as deployment,
-            ApiServers(deployment, listen_address, sock, args) as servers,
-        ):
-            with spinner("loading"):
-                deployment.wait()
-            trim()
-            head = Head(deployment, servers, stopping)
-            if servers.wait():
-                tell(f"ready: {listen_address} after {deployment.seconds():.1f} s")
-            return head.watch()
+        with Head(plan, folder, stopping) as head:
+            return head.serve(listen_address, sock, args)
     except OmniError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     finally:
+        shutil.rmtree(folder, ignore_errors=True)
         sock.close()
 
 
 def tell(line: str) -> None:
     """Say something to the person who started the server."""
-    print(line, flush=True)
-
-
-class ApiServers:
-    """The API server processes; leaving the block ends them, and the replicas with them."""
-
-    def __init__(self, deployment: Deployment, listen_address: str, sock: socket.socket, args: Namespace) -> None:
-        self._deployment = deployment
-        self.processes: dict[int, Any] = {}
-        self._pipes: list[Connection] = []
-        self._listen, self._sock, self._args = listen_address, sock, args
-
-    def __enter__(self) -> ApiServers:
-        with environment({START_METHOD: "fork"} if self._deployment.fork else {}, defaults={}):
-            context = get_mp_context()
-            for client in range(self._deployment.clients):
-                receiver, sender = context.Pipe()
-                process = context.Process(
-                    target=run_api_server,
-                    name=f"ApiServer_{client}",
-                    args=(self._deployment.connections(client), receiver, self._listen, self._sock, self._args),
-                )
-                with self._deployment.forking():
-                    process.start()
-                receiver.close()
-                self.processes[client] = process
-                self._pipes.append(sender)
-        self._deployment.close_listeners()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        # Together with the replicas: one whose API server is gone would wait seconds to deliver its last message.
-        self._deployment.end(list(self.processes.values()))
-        for pipe in self._pipes:
-            pipe.close()
-
-    def wait(self) -> bool:
-        """Wait until all answer requests; False if one has ended instead."""
-        try:
-            for pipe in self._pipes:
-                decode(pipe.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            return False
-        return True
-
-    def tell(self, message: ReplicaDied) -> None:
-        """Send a message to every API server; one that is gone is the supervisor's concern."""
-        for pipe in self._pipes:
-            try:
-                pipe.send_bytes(encode(message))
-            except BrokenPipeError:
-                continue
+    print(line, file=sys.stderr if line.startswith("error") else sys.stdout, flush=True)
 
 
 class Head:
-    """Watches replicas and API servers until it is time to end."""
+    """Everything the head process owns; leaving the block ends it."""
 
-    def __init__(self, deployment: Deployment, servers: ApiServers, stopping: threading.Event) -> None:
-        self._servers = servers
-        self._logs = deployment.logs
+    def __init__(self, plan: Plan, folder: str, stopping: threading.Event) -> None:
+        self._plan = plan
         self._stopping = stopping
         self._done = threading.Event()
         self._status = 0
-        processes: dict[ReplicaId | int, Any] = {name: p for name, p in deployment.processes().items()}  # noqa: C416
-        for client, process in servers.processes.items():
-            processes[client] = process
-        self._supervisor: Supervisor[ReplicaId | int] = Supervisor(processes, self._ended)
+        self._coordination = Coordination(plan, folder, forgotten=self._forgotten)
+        self._deployment = Deployment(
+            plan,
+            clients=plan.api_servers,
+            usage=UsageContext.OPENAI_API_SERVER,
+            tell=tell,
+            enroll=self._enrollment,
+            folder=folder,
+        )
+        self._keeper: Keeper | None = None
+        self._registrar: Registrar | None = None
+        self._supervisor: Supervisor[Name] | None = None
+        self._open = contextlib.ExitStack()
 
-    def _ended(self, name: ReplicaId | int, exitcode: int | None) -> None:
+    def __enter__(self) -> Head:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stopping.set()
+        if self._registrar is not None:
+            self._registrar.close()
+        if self._supervisor is not None:
+            self._supervisor.stop()
+        if self._keeper is not None:
+            self._keeper.close()
+        self._open.close()
+        if self._keeper is not None:
+            self._keeper.join()
+        self._coordination.close()
+
+    def serve(self, listen_address: str, sock: socket.socket, args: Namespace) -> int:
+        """Start everything and stay until something ends that all depends on; a signal raises SystemExit."""
+        deployment = self._open.enter_context(self._deployment)
+        self._coordination.start()
+        views = self._coordination.views
+
+        def server(client: int, control: Connection) -> tuple[Any, tuple[Any, ...]]:
+            connections = deployment.connections(client, views=views)
+            return run_api_server, (connections, control, listen_address, sock, args)
+
+        servers = self._open.enter_context(ApiServers(deployment, server))
+        with spinner("loading"):
+            deployment.wait()
+        trim()
+        self._keep(servers)
+        if servers.wait():
+            self._admit_others(servers)
+            tell(f"ready: {listen_address} after {deployment.seconds():.1f} s")
+        self._done.wait()
+        return self._status
+
+    def _keep(self, servers: ApiServers) -> None:
+        processes: dict[Name, Any] = {COORDINATOR: self._coordination.process}
+        processes.update(self._deployment.processes())  # type: ignore[arg-type]
+        processes.update(servers.processes)  # type: ignore[arg-type]
+        self._supervisor = Supervisor(processes, self._ended)
+        self._coordination.follow()
+        self._keeper = Keeper(
+            self._deployment,
+            servers,
+            host=socket.gethostname(),
+            tell=tell,
+            watch=self._supervisor.watch,
+            leave=self._coordination.leave,
+        )
+
+    def _admit_others(self, servers: ApiServers) -> None:
+        assert self._keeper is not None
+        if self._plan.config.master_address is not None:
+            self._registrar = Registrar(self._plan, self._coordination, self._keeper, servers)
+        missing = [stage.name for stage in self._plan.stages if not stage.replicas]
+        if missing:
+            where = f"{self._plan.config.master_address}:{self._plan.config.master_port}"
+            tell(f"waiting at {where} for replicas of {', '.join(missing)}")
+
+    def _enrollment(self, replica: ReplicaId) -> Enrollment:
+        config = self._plan.config
+        return Enrollment(
+            stage=replica.stage,
+            index=replica.index,
+            instance=uuid.uuid4().hex,
+            parent=os.getpid(),
+            events=self._coordination.events,
+            model=self._coordination.expected.model,
+            config_hash=self._coordination.expected.stages[replica.stage],
+            version=self._coordination.expected.version,
+            secret_file=config.cluster_secret_file,
+        )
+
+    def _forgotten(self, replica: ReplicaId) -> None:
+        if self._keeper is not None and self._registrar is not None:
+            registrar = self._registrar
+            self._keeper.do(lambda: registrar.forgotten(replica))
+
+    def _ended(self, name: Name, exitcode: int | None) -> None:
         if self._stopping.is_set():
             return
-        reason = f"its process ended with exit code {exitcode}"
-        if isinstance(name, ReplicaId):
-            print(f"error: replica {name} is gone: {reason}; {self._logs.tail(name)}", file=sys.stderr)
-            self._servers.tell(ReplicaDied(str(name), reason))
-        else:
-            self._status = FAILED if exitcode else 0
-            self._done.set()
+        assert self._keeper is not None
+        match name:
+            case ReplicaId():
+                self._keeper.ended(name, exitcode)
+            case int():
+                self._status = FAILED if exitcode else 0
+                self._done.set()
+            case _:
+                tell(f"error: the coordinator has ended with exit code {exitcode}; it is started again")
+                self._keeper.do(self._coordinate_again)
 
-    def watch(self) -> int:
-        """Wait for the end; a signal raises SystemExit here."""
+    def _coordinate_again(self) -> None:
+        if self._stopping.is_set():
+            return
+        assert self._keeper is not None and self._supervisor is not None
         try:
-            self._done.wait()
-        finally:
-            self._stopping.set()
-            self._supervisor.stop()
-        return self._status
+            self._coordination.start()
+        except OmniError as error:
+            tell(f"error: {error}; it is tried again in {COORDINATOR_PAUSE_S:g} s")
+            self._keeper.after(COORDINATOR_PAUSE_S, self._coordinate_again)
+            return
+        self._supervisor.watch(COORDINATOR, self._coordination.process)
 
 
 def run_api_server(
@@ -155,6 +212,7 @@ def run_api_server(
     """Body of an API server process."""
     import uvloop
 
+    end_with(connections.head)
     for number in (signal.SIGTERM, signal.SIGINT):  # until the HTTP server installs its own handlers
         signal.signal(number, lambda *_: sys.exit(0))
     decorate_logs()
@@ -164,26 +222,51 @@ def run_api_server(
 async def _api_server(
     connections: Connections, control: Connection, listen_address: str, sock: socket.socket, args: Namespace
 ) -> None:
-    import asyncio
-
     from vllm_omni_ext.omni import AsyncOmni
     from vllm_omni_ext.serving.app import run_app
 
     omni = AsyncOmni(connections, log_stats=not args.disable_log_stats, log_requests=args.enable_log_requests)
-    loop = asyncio.get_running_loop()
-
-    def heard() -> None:
-        try:
-            message = decode(control.recv_bytes())
-        except EOFError:  # the head is gone: it ends us with a signal, or we end with the HTTP server
-            loop.remove_reader(control.fileno())
-            return
-        match message:
-            case ReplicaDied(replica, reason):
-                omni.replica_died(ReplicaId.parse(replica), reason)
-
-    loop.add_reader(control.fileno(), heard)
+    told = ControlEnd(omni.fleet, control)
+    told.start()
     try:
         await run_app(omni, listen_address, sock, args, ready=lambda: control.send_bytes(encode(ServerReady())))
     finally:
+        told.stop()
         omni.shutdown(timeout=0)
+
+
+class ControlEnd:
+    """An API server's end of the pipe: does what the head says."""
+
+    def __init__(self, fleet: Fleet, control: Connection) -> None:
+        self._fleet = fleet
+        self._control = control
+
+    def start(self) -> None:
+        """Read in the fleet's loop from now on."""
+        self._fleet.loop.add_reader(self._control.fileno(), self._heard)
+
+    def stop(self) -> None:
+        """Read no more."""
+        self._fleet.loop.remove_reader(self._control.fileno())
+
+    def _heard(self) -> None:
+        try:
+            message = decode(self._control.recv_bytes())
+        except EOFError:  # the head is gone, and this process ends with it
+            self.stop()
+            return
+        match message:
+            case Listen(number, replica, host):
+                self._control.send_bytes(encode(self._listen(number, ReplicaId.parse(replica), host)))
+            case ReplicaReady(replica, host, pid, restarts):
+                self._fleet.ready(ReplicaId.parse(replica), About(host=host, pid=pid, restarts=restarts))
+            case ReplicaEnded(replica, reason, again):
+                self._fleet.ended(ReplicaId.parse(replica), reason, again=again)
+
+    def _listen(self, number: int, replica: ReplicaId, host: str | None) -> Listening:
+        try:
+            where = self._fleet.listen(replica, host)
+        except (OSError, OmniError) as error:
+            return Listening(number, error=str(error))
+        return Listening(number, *where)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-import socket
 import time
 from http import HTTPStatus
 from typing import Any
@@ -49,10 +49,10 @@ async def status(request: Request) -> dict[str, Any]:
     omni: AsyncOmni = request.app.state.engine_client
     return {
         "stages": [
-            {"name": stage.name, "replicas": [_replica(omni, replica.id) for replica in stage.replicas]}
+            {"name": stage.name, "replicas": [_replica(omni, replica) for replica in omni.fleet.known(stage.name)]}
             for stage in omni.plan.stages
         ],
-        "coordinator": None,
+        "coordinator": _coordinator(omni),
         "api_servers": [{"pid": os.getpid(), "state": UP}],
         "uptime_s": round(time.time() - omni.connections.started, 3),
     }
@@ -75,17 +75,27 @@ def _live(omni: AsyncOmni, stage: str) -> tuple[ReplicaId, ...]:
 
 
 def _count(omni: AsyncOmni, stage: StagePlan) -> dict[str, int]:
-    return {"up": len(_live(omni, stage.name)), "replicas": len(stage.replicas)}
+    return {"up": len(_live(omni, stage.name)), "replicas": len(omni.fleet.known(stage.name))}
 
 
 def _replica(omni: AsyncOmni, replica: ReplicaId) -> dict[str, Any]:
-    running, waiting = omni.observer.loads[replica]
+    running, waiting = omni.observer.loads.get(replica, (0, 0))
+    about, report = omni.fleet.about[replica], omni.fleet.reports.get(replica)
     return {
         "id": str(replica),
-        "state": UP if replica in _live(omni, replica.stage) else DOWN,
-        "host": socket.gethostname(),
-        "pid": omni.connections.pids[replica],
+        "state": omni.fleet.state(replica),
+        "host": about.host,
+        "pid": about.pid,
         "running": running,
         "waiting": waiting,
-        "restarts": 0,
+        "restarts": about.restarts,
+        "heartbeat_age_s": None if report is None else round(time.monotonic() - report.heard, 3),
     }
+
+
+def _coordinator(omni: AsyncOmni) -> dict[str, Any] | None:
+    watcher = omni.fleet.watcher
+    if watcher is None:
+        return None
+    age = watcher.age()
+    return {"state": UP if watcher.fresh else DOWN, "view_age_s": round(age, 3) if math.isfinite(age) else None}

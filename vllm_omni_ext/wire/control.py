@@ -1,22 +1,49 @@
-"""What the head and its API servers tell each other. msgpack, tagged; never pickle."""
+"""What the head and its API servers tell each other. msgpack, tagged; never pickle. Replicas are written `talker/0`."""
 
 from __future__ import annotations
 
 import msgspec
 
 
-class ReplicaDied(msgspec.Struct, frozen=True, tag=True):
-    """A replica's process has ended; `replica` is written `talker/0`."""
+class Listen(msgspec.Struct, frozen=True, tag=True):
+    """Head to API server: a replica is going to start; `host` is where it reaches us, None if it runs here."""
+
+    number: int
+    replica: str
+    host: str | None
+
+
+class Listening(msgspec.Struct, frozen=True, tag=True):
+    """API server to head: where that replica shall connect to; `error` if it cannot."""
+
+    number: int
+    input: str = ""
+    output: str = ""
+    error: str = ""
+
+
+class ReplicaReady(msgspec.Struct, frozen=True, tag=True):
+    """Head to API server: a replica that was listened for can be used."""
+
+    replica: str
+    host: str
+    pid: int
+    restarts: int
+
+
+class ReplicaEnded(msgspec.Struct, frozen=True, tag=True):
+    """Head to API server: a replica is gone; `again` if it will be started once more."""
 
     replica: str
     reason: str
+    again: bool
 
 
 class ServerReady(msgspec.Struct, frozen=True, tag=True):
-    """From an API server to the head: it answers requests."""
+    """API server to head: it answers requests."""
 
 
-Message = ReplicaDied | ServerReady
+Message = Listen | Listening | ReplicaReady | ReplicaEnded | ServerReady
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 

@@ -1,0 +1,26 @@
+"""A process that ends with its parent, however that ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_SET_PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
+
+
+def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the system to send this process a signal when the thread that started it has ended (Linux only).
+
+    Args:
+        parent: process id of the parent: if it has ended already, the signal is sent now.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)

@@ -1,0 +1,64 @@
+"""Requests that a stage cannot take now, because none of its replicas is up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from vllm_omni_ext.ids import ReplicaId
+
+
+class Waiting:
+    """Who waits for which stage, for how long, and whether there is anything to wait for.
+
+    Args:
+        limit_s: longest wait, in seconds.
+        joinable: whether replicas nobody has announced may come (from other hosts).
+        expired: called with stage and request when a wait has become too long.
+    """
+
+    def __init__(self, limit_s: float, *, joinable: bool, expired: Callable[[str, str], None]) -> None:
+        self.limit_s = limit_s
+        self._joinable = joinable
+        self._expired = expired
+        self._announced: set[ReplicaId] = set()
+        self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        return len(self._timers)
+
+    def announce(self, replica: ReplicaId) -> None:
+        """A replica is being started."""
+        self._announced.add(replica)
+
+    def settle(self, replica: ReplicaId) -> None:
+        """A replica is up, or will never be."""
+        self._announced.discard(replica)
+
+    def hopeful(self, stage: str) -> bool:
+        """Whether a replica of the stage may come."""
+        return self._joinable or any(replica.stage == stage for replica in self._announced)
+
+    def add(self, stage: str, request_id: str) -> None:
+        """A request waits from now on; one that waits already goes on."""
+        key = (stage, request_id)
+        if key not in self._timers:
+            self._timers[key] = asyncio.get_running_loop().call_later(self.limit_s, self._too_long, key)
+
+    def _too_long(self, key: tuple[str, str]) -> None:
+        if self._timers.pop(key, None) is not None:
+            self._expired(*key)
+
+    def take(self, stage: str) -> list[str]:
+        """The requests that wait for a stage, in the order they came; they wait no longer."""
+        taken = [key for key in self._timers if key[0] == stage]
+        for key in taken:
+            self._timers.pop(key).cancel()
+        return [request_id for _, request_id in taken]
+
+    def forget(self, request_id: str, *stages: str) -> None:
+        """A request needs these stages no more."""
+        for stage in stages:
+            timer = self._timers.pop((stage, request_id), None)
+            if timer is not None:
+                timer.cancel()

@@ -1,0 +1,355 @@
+"""The replicas as one API server reaches them: who is connected, who is lost, who comes back.
+
+A replica that starts is announced by the head, listened for, and connected once it is ready. One whose process has
+ended is closed for good. One that is only silent keeps its connection: when the coordinator hears of it again, what it
+still has to do is ended first, and then it takes requests as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import zmq
+from vllm.config import VllmConfig
+from vllm.utils.network_utils import ZmqListener, make_zmq_listener
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+
+from vllm_omni_ext.coordinator.follower import Change, steer
+from vllm_omni_ext.coordinator.keys import Keys
+from vllm_omni_ext.coordinator.members import Attach, Detach, Entry, Forget, Member, View
+from vllm_omni_ext.coordinator.watcher import Watcher
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
+from vllm_omni_ext.pool.stage_pool import StagePool
+from vllm_omni_ext.runtime.addresses import endpoint
+from vllm_omni_ext.runtime.replica import StockReplica
+from vllm_omni_ext.topology.shape import Plan
+
+log = logging.getLogger(__name__)
+
+ANY_PORT = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What people want to know of a replica. `restarts`: how often it was started again."""
+
+    host: str
+    pid: int
+    restarts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connections:
+    """What one API server needs to reach every replica.
+
+    Attributes:
+        configs: vLLM config by stage.
+        addresses: `client_addresses` of vLLM's client by replica, for this API server.
+        folder: private directory of the deployment, for unix sockets.
+        client_count: number of API servers.
+        client_index: which of them this is.
+        about: the replicas, for people.
+        started: Unix time at which the command began, seconds.
+        views: where the coordinator publishes; None if there is none.
+        head: process id of the head.
+    """
+
+    plan: Plan
+    configs: Mapping[str, VllmConfig]
+    addresses: Mapping[ReplicaId, Mapping[str, Any]]
+    folder: str
+    client_count: int = 1
+    client_index: int = 0
+    about: Mapping[ReplicaId, About] = field(default_factory=dict)
+    started: float = 0.0
+    views: str | None = None
+    head: int = 0
+
+    def connect(self, replica: ReplicaId, addresses: Mapping[str, Any]) -> StockReplica:
+        """Connect to a replica that is ready."""
+        config = deepcopy(self.configs[replica.stage])  # vLLM's client writes into its config
+        client = AsyncMPClient(
+            config,
+            Executor.get_class(config),
+            False,
+            client_addresses=dict(addresses),
+            client_count=self.client_count,
+            client_index=self.client_index,
+        )
+        return StockReplica(replica, client)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The coordinator's last news of a replica, and when its last heartbeat was seen (monotonic seconds)."""
+
+    entry: Entry
+    heard: float
+
+
+Take = Callable[[ReplicaId, EngineCoreOutputs], Awaitable[None]]
+
+
+class Fleet:
+    """Lives in the event loop of one API server.
+
+    Args:
+        replicas: those that are connected already.
+        take: given everything a replica puts out.
+        joined: told of every replica that is connected later.
+        lost: told of every replica whose connection has been closed.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        orchestrator: Orchestrator,
+        replicas: Mapping[ReplicaId, StockReplica],
+        *,
+        take: Take,
+        joined: Callable[[StockReplica], None],
+        lost: Callable[[ReplicaId], None],
+    ) -> None:
+        self.replicas = dict(replicas)
+        self.about = dict(connections.about)
+        self.reports: dict[ReplicaId, Report] = {}
+        self.watcher: Watcher | None = None
+        self._connections = connections
+        self._orchestrator = orchestrator
+        self._take, self._joined, self._lost = take, joined, lost
+        self._listeners: dict[ReplicaId, dict[str, ZmqListener]] = {}
+        self._bearers: dict[ReplicaId, Member] = {}
+        self._silent: dict[ReplicaId, tuple[str, ...]] = {}
+        self._connecting: dict[ReplicaId, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def _pools(self) -> Mapping[str, StagePool]:
+        return self._orchestrator.pools
+
+    def start(self) -> None:
+        """Begin to read from the replicas, and to follow the coordinator if there is one."""
+        for replica in self.replicas.values():
+            self._spawn(self._read(replica))
+        if self._connections.views is not None:
+            keys = Keys.read(self._connections.plan.config.cluster_secret_file)
+            self.watcher = Watcher(self._connections.views, keys=keys)
+            self._spawn(self._follow(self.watcher))
+
+    def close(self) -> None:
+        """Stop; call it in the loop. The connections are the caller's to close."""
+        for task in self._tasks:
+            task.cancel()
+        if self.watcher is not None:
+            self.watcher.close()
+        for replica in list(self._listeners):
+            self._unlisten(replica)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Where it lives."""
+        return self._loop
+
+    def state(self, replica: ReplicaId) -> str:
+        """As people are told: what the coordinator says, but DOWN without a connection."""
+        if replica not in self._pools[replica.stage].replicas:
+            return "DOWN"
+        report = self.reports.get(replica)
+        return "UP" if report is None else report.entry.state.name
+
+    def known(self, stage: str) -> list[ReplicaId]:
+        """The planned replicas of a stage and those that have joined it, live or not."""
+        return sorted(replica for replica in self.about if replica.stage == stage)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a replica is not followed any more", exc_info=error)
+
+    # -- what the head says --------------------------------------------------------------------------------------
+
+    def listen(self, replica: ReplicaId, host: str | None) -> tuple[str, str]:
+        """Where a replica that is about to start shall connect to: for its input, for its output.
+
+        Args:
+            host: the address of this host that the replica can reach; None if it runs here.
+        """
+        self._unlisten(replica)
+        self._orchestrator.waiting.announce(replica)
+        where = {name: self._address(replica, name, host) for name in ("input", "output")}
+        self._listeners[replica] = {
+            "input": make_zmq_listener(where["input"], zmq.ROUTER),
+            "output": make_zmq_listener(where["output"], zmq.PULL),
+        }
+        return self._listeners[replica]["input"].address, self._listeners[replica]["output"].address
+
+    def _address(self, replica: ReplicaId, name: str, host: str | None) -> str:
+        if host is not None:
+            return endpoint(host, ANY_PORT)
+        unique = f"{replica.stage}-{replica.index}-{self._connections.client_index}-{name}-{time.monotonic_ns()}"
+        return f"ipc://{self._connections.folder}/{unique}"
+
+    def _unlisten(self, replica: ReplicaId) -> None:
+        for listener in self._listeners.pop(replica, {}).values():
+            listener.cleanup()
+
+    def ready(self, replica: ReplicaId, about: About) -> None:
+        """A replica that was listened for is ready: connect, and send it requests. Returns at once."""
+        self._connecting[replica] = self._spawn(self._connect(replica, about))
+
+    async def _connect(self, replica: ReplicaId, about: About) -> None:
+        listeners = self._listeners.pop(replica)
+        addresses: dict[str, Any] = {}
+        for name, listener in listeners.items():
+            addresses |= {f"{name}_address": listener.address, f"{name}_listener": listener.socket}
+        connected = await _in_thread(partial(self._connections.connect, replica, addresses))
+        self._connecting.pop(replica, None)
+        self.about[replica] = about
+        self.replicas[replica] = connected
+        self._joined(connected)
+        self._spawn(self._read(connected))
+        await self._orchestrator.replica_up(connected)
+
+    def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
+        """A replica's process has ended, or it did not start; `again` if it is going to be started once more."""
+        if (connecting := self._connecting.pop(replica, None)) is not None:
+            connecting.cancel()
+        self._unlisten(replica)
+        if again:
+            self._orchestrator.waiting.announce(replica)
+        else:
+            self._orchestrator.waiting.settle(replica)
+        connected = self.replicas.get(replica)
+        if connected is not None:  # what it has said before its end is read first
+            connected.fail(EngineDeadError(reason))
+        elif not again:
+            self._spawn(self._orchestrator.never_up(replica, reason))
+
+    # -- what replicas say ---------------------------------------------------------------------------------------
+
+    async def _read(self, replica: StockReplica) -> None:
+        try:
+            while True:
+                await self._take(replica.id, await replica.outputs())
+        except EngineDeadError as error:
+            await self._drop(replica, str(error))
+
+    async def _drop(self, replica: StockReplica, reason: str) -> None:
+        if self.replicas.get(replica.id) is not replica:
+            return
+        # Now and in the loop: a socket that is still open when its context is collected blocks the collector for ever.
+        replica.close(timeout=0)
+        del self.replicas[replica.id]
+        self._silent.pop(replica.id, None)
+        self._bearers.pop(replica.id, None)
+        self.reports.pop(replica.id, None)
+        self._lost(replica.id)
+        await self._leave(replica.id, reason)
+
+    async def _leave(self, replica: ReplicaId, reason: str) -> tuple[str, ...]:
+        if replica not in self._pools[replica.stage].replicas:
+            return ()
+        return await self._orchestrator.replica_down(replica, reason)
+
+    # -- what the coordinator says -------------------------------------------------------------------------------
+
+    async def _follow(self, watcher: Watcher) -> None:
+        async for view, changes in watcher:
+            for change in changes:
+                await self._change(change)
+            self._note(view)
+            for pool in self._pools.values():
+                steer(pool, view)
+
+    def _note(self, view: View) -> None:
+        now = time.monotonic()
+        for entry in view.replicas:
+            before = self.reports.get(entry.member.id)
+            same = before is not None and entry.load == before.entry.load
+            heard = before.heard if before is not None and same else now
+            self.reports[entry.member.id] = Report(entry, heard)
+
+    async def _change(self, change: Change) -> None:
+        replica = change.member.id
+        connected = self.replicas.get(replica)
+        match change:
+            case Attach(member):
+                self._bearers[replica] = member
+                if connected is not None and replica in self._silent:
+                    self._spawn(self._attach_again(connected))
+            case Detach(member, reason) if connected is not None and self._bearers.get(replica) == member:
+                self._orchestrator.waiting.announce(replica)  # it may come back
+                self._silent[replica] = await self._leave(replica, reason)
+            case Forget(member) if self._bearers.get(replica) == member:
+                self._orchestrator.waiting.settle(replica)
+                if connected is not None:
+                    await self._drop(connected, "it has left")
+                if replica not in self._planned:
+                    self.about.pop(replica, None)
+
+    @property
+    def _planned(self) -> Mapping[ReplicaId, About]:
+        return self._connections.about
+
+    async def _attach_again(self, replica: StockReplica) -> None:
+        """A replica that was silent is back: end what others have taken over, then send it requests again.
+
+        It answers a call only after everything that was sent before it: from then on nothing of what it did for a
+        request that it lost can arrive.
+        """
+        stale = self._silent.pop(replica.id)
+        try:
+            await replica.abort(list(stale))
+            await replica.client.get_supported_tasks_async()
+        except EngineDeadError:
+            return  # its reader knows too
+        if self.replicas.get(replica.id) is replica and replica.id not in self._silent:
+            log.warning("replica %s is back", replica.id)
+            await self._orchestrator.replica_up(replica)
+
+
+async def _in_thread(make: Callable[[], StockReplica]) -> StockReplica:
+    """Run what waits for a message of the replica; a daemon: one that never comes does not keep the process."""
+    loop = asyncio.get_running_loop()
+    made: asyncio.Future[StockReplica] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = make()
+        except BaseException as error:
+            loop.call_soon_threadsafe(_settle, made, None, error)
+        else:
+            loop.call_soon_threadsafe(_settle, made, result, None)
+
+    threading.Thread(target=run, name="omni-connect", daemon=True).start()
+    return await made
+
+
+def _settle(made: asyncio.Future[StockReplica], result: StockReplica | None, error: BaseException | None) -> None:
+    if made.cancelled():  # the replica ended while it was being connected
+        if result is not None:
+            result.close(timeout=0)
+        return
+    if error is not None:
+        made.set_exception(error)
+    elif result is not None:
+        made.set_result(result)

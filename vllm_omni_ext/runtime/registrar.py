@@ -1,0 +1,225 @@
+"""Where replicas of other hosts join: the head's registration port.
+
+It gives a replica its name, has the API servers listen for it, and says who else it must talk to. What happens to the
+replica afterwards, the coordinator's heartbeats tell.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import select
+import threading
+import uuid
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import zmq
+
+from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, answer_handshake
+from vllm_omni_ext.coordinator.members import Descriptor
+from vllm_omni_ext.coordinator.membership import MAX_REPLICAS
+from vllm_omni_ext.coordinator.sockets import Socket, listen
+from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.runtime.addresses import endpoint
+from vllm_omni_ext.runtime.coordination import Coordination
+from vllm_omni_ext.runtime.fleet import About
+from vllm_omni_ext.runtime.keeper import Addresses, Keeper
+from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, Malformed, Message, encode
+from vllm_omni_ext.wire.joining import TO_HEAD, Endpoints, Gone, Join, Joined, Ping, Pong, Refusal, Started, ToHead
+
+QUEUED_ANSWERS = 64
+"""Answers that wait for a process that does not read."""
+
+NEVER_READ = 16 * MAX_MESSAGE_BYTES
+"""libzmq disconnects who sends more than this in one frame, before it is in memory."""
+
+log = logging.getLogger(__name__)
+
+
+class Users(Protocol):
+    """The API servers."""
+
+    def listen(self, replica: ReplicaId, host: str | None = None) -> Addresses:
+        """Have all of them listen for a replica."""
+
+    def ready(self, replica: ReplicaId, about: About) -> None:
+        """It can be used."""
+
+    def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
+        """It is gone."""
+
+
+@dataclass
+class _Entry:
+    """One replica that has joined. `ready` once it has said so."""
+
+    sender: bytes
+    replica: ReplicaId
+    host: str
+    answer: Joined
+    ready: bool = False
+
+
+class Registrar:
+    """Owns the socket, in a thread of its own; what is decided is decided in the keeper's thread."""
+
+    def __init__(self, plan: Plan, coordination: Coordination, keeper: Keeper, users: Users) -> None:
+        config = plan.config
+        assert config.master_address is not None and config.master_port is not None
+        self._plan = plan
+        self._host = config.master_address
+        self._coordination = coordination
+        self._keeper = keeper
+        self._users = users
+        self._deployment = uuid.uuid4().hex
+        self._entries: dict[str, _Entry] = {}
+        self.dropped = 0
+        self._keys = Keys.read(config.cluster_secret_file)
+        self._context: zmq.Context[Any] = zmq.Context()
+        try:
+            self._zap = listen(self._context, zmq.REP, ZAP_ADDRESS, None, limit=NEVER_READ, queued=QUEUED_ANSWERS)
+            self._socket: Socket = listen(
+                self._context,
+                zmq.ROUTER,
+                endpoint(config.master_address, config.master_port),
+                self._keys,
+                limit=NEVER_READ,
+                queued=QUEUED_ANSWERS,
+            )
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._answers: queue.SimpleQueue[tuple[bytes, Message] | None] = queue.SimpleQueue()
+        self._wake, self._waker = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="omni-registrar", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no more."""
+        self._answers.put(None)
+        os.write(self._waker, b".")
+        self._thread.join()
+        os.close(self._wake)
+        os.close(self._waker)
+
+    def forgotten(self, replica: ReplicaId) -> None:
+        """The coordinator has given a name free: nothing of its bearer is kept. Called in the keeper's thread."""
+        self._entries = {ticket: entry for ticket, entry in self._entries.items() if entry.replica != replica}
+
+    # -- the socket's thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._zap, self._socket, self._wake):
+            poller.register(source, select.POLLIN if source is self._wake else zmq.POLLIN)
+        try:
+            while True:
+                ready = {source for source, _ in poller.poll()}
+                if self._zap in ready:
+                    answer_handshake(self._zap, self._keys)
+                if self._socket in ready:
+                    sender, *frames = self._socket.recv_multipart()
+                    self._take(sender, frames)
+                if self._wake in ready:
+                    os.read(self._wake, 1)
+                    answer = self._answers.get()
+                    if answer is None:
+                        return
+                    self._socket.send_multipart([answer[0], encode(answer[1])], zmq.NOBLOCK)
+        finally:
+            self._context.destroy(linger=0)
+
+    def _take(self, sender: bytes, frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 1:
+                raise Malformed(f"{len(frames)} frames")
+            message = TO_HEAD.decode(frames[0])
+        except Malformed as error:
+            self.dropped += 1
+            if self.dropped & (self.dropped - 1) == 0:  # at powers of two: a flood must not fill the disk
+                log.warning("dropped %d malformed registrations; the last: %.200s", self.dropped, error)
+            if error.protocol is not None:
+                refusal = encode(Refusal(ticket="", reason=str(error)))
+                self._socket.send_multipart([sender, refusal], zmq.NOBLOCK)
+            return
+        if isinstance(message, Ping):
+            self._socket.send_multipart([sender, encode(Pong(deployment=self._deployment))], zmq.NOBLOCK)
+        else:
+            self._keeper.do(lambda: self._decide(sender, message))
+
+    def _answer(self, sender: bytes, message: Message) -> None:
+        self._answers.put((sender, message))
+        os.write(self._waker, b".")
+
+    # -- the keeper's thread -------------------------------------------------------------------------------------
+
+    def _decide(self, sender: bytes, message: ToHead) -> None:
+        match message:
+            case Join():
+                self._answer(sender, self._join(sender, message))
+            case Started(ticket=ticket):
+                entry = self._own(sender, ticket)
+                if entry is not None and not entry.ready:
+                    entry.ready = True
+                    about = About(host=entry.host, pid=message.pid, restarts=message.restarts)
+                    self._users.ready(entry.replica, about)
+            case Gone(ticket=ticket):
+                entry = self._own(sender, ticket)
+                if entry is not None:
+                    self._end(ticket, message.reason, again=message.again)
+
+    def _own(self, sender: bytes, ticket: str) -> _Entry | None:
+        entry = self._entries.get(ticket)
+        return entry if entry is not None and entry.sender == sender else None
+
+    def _end(self, ticket: str, reason: str, *, again: bool) -> None:
+        entry = self._entries.pop(ticket)
+        self._users.ended(entry.replica, reason, again=again)
+        self._coordination.leave(entry.replica)
+
+    def _join(self, sender: bytes, message: Join) -> Joined | Refusal:
+        if message.ticket in self._entries:
+            return self._entries[message.ticket].answer
+        descriptor = Descriptor(
+            instance=message.ticket,
+            stage=message.stage,
+            model=message.model,
+            config_hash=message.config_hash,
+            version=message.version,
+        )
+        objection = self._coordination.expected.objection(descriptor)
+        replica = None if objection else self._name(message)
+        if replica is None:
+            return Refusal(ticket=message.ticket, reason=objection or f"stage '{message.stage}' is full")
+        try:
+            addresses = self._users.listen(replica, self._host)
+        except OmniError as error:
+            return Refusal(ticket=message.ticket, reason=str(error))
+        answer = Joined(
+            ticket=message.ticket,
+            deployment=self._deployment,
+            index=replica.index,
+            servers=tuple(Endpoints(*pair) for pair in addresses),
+            events=self._coordination.events,
+            views=self._coordination.views,
+            drain_s=self._plan.config.drain_timeout_s,
+        )
+        self._entries[message.ticket] = _Entry(sender, replica, message.host, answer)
+        self._keeper.after(self._plan.config.startup_timeout_s, lambda: self._expire(message.ticket))
+        return answer
+
+    def _name(self, message: Join) -> ReplicaId | None:
+        taken = {entry.replica for entry in self._entries.values()}
+        taken |= {replica.id for replica in self._plan.stage(message.stage).replicas}
+        wishes = () if message.index is None else (message.index,)
+        names = (ReplicaId(message.stage, index) for index in (*wishes, *range(MAX_REPLICAS)))
+        return next((name for name in names if name not in taken and name.index < MAX_REPLICAS), None)
+
+    def _expire(self, ticket: str) -> None:
+        entry = self._entries.get(ticket)
+        if entry is not None and not entry.ready:
+            self._end(ticket, "it has not become ready in time (startup_timeout_s)", again=False)
