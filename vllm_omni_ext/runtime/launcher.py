@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import shutil
 import tempfile
 import threading
 import time
@@ -44,6 +43,7 @@ from vllm_omni_ext.model_plugins.registry import resolve
 from vllm_omni_ext.plugin import MODELS
 from vllm_omni_ext.runtime.engine_args import any_replica_args, stage_engine_args
 from vllm_omni_ext.runtime.fleet import About, Connections
+from vllm_omni_ext.runtime.folders import PrivateFolder
 from vllm_omni_ext.runtime.logs import FileLogs, Logs, TerminalLogs
 from vllm_omni_ext.runtime.progress import Progress
 from vllm_omni_ext.topology.cpu import THREADS
@@ -51,9 +51,6 @@ from vllm_omni_ext.topology.shape import Plan
 from vllm_omni_ext.wire.enrollment import Enrollment
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-
-PREFIX = "omni-"
-"""Of the deployment's private folder."""
 
 REPORTING = "vllm_omni_ext.engine.report.report_scheduler"
 """What schedules where neither the pipeline nor the user has chosen: vLLM's own, reporting its load."""
@@ -72,7 +69,7 @@ class Deployment:
             started with `start_again`, when it is known where to.
         usage: how vLLM accounts for the start (server or offline).
         tell: takes the lines that say how far the start is.
-        folder: a private directory, which is removed at the end; None: one is made.
+        folder: is removed at the end; None: one is made.
         enroll: what each replica is told about itself; asked anew for every start. None: nothing.
     """
 
@@ -84,7 +81,7 @@ class Deployment:
         usage: UsageContext,
         tell: Callable[[str], None] = lambda line: None,
         enroll: Callable[[ReplicaId], Enrollment] | None = None,
-        folder: str | None = None,
+        folder: PrivateFolder | None = None,
     ) -> None:
         self.plan = plan
         self.clients = clients
@@ -95,7 +92,8 @@ class Deployment:
         self._barriers: dict[ReplicaId, contextlib.ExitStack] = {}
         self._usage = usage
         self.fork = may_fork(plan, usage)
-        self.folder = folder or tempfile.mkdtemp(prefix=PREFIX)
+        self._private = folder or PrivateFolder()
+        self.folder = self._private.path
         self.logs: Logs = TerminalLogs()
         self.began = psutil.Process().create_time()
         self._progress = Progress(plan, tell, self.seconds)
@@ -315,7 +313,7 @@ class Deployment:
             listeners.cleanup()
         self._launches.clear()
         self._listeners.clear()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._private.remove()
 
 
 def end_processes(processes: list[Any], timeout_s: float) -> None:

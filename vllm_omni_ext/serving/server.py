@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import uuid
 from argparse import Namespace
@@ -27,8 +25,9 @@ from vllm_omni_ext.memory import trim
 from vllm_omni_ext.runtime.api_servers import ApiServers
 from vllm_omni_ext.runtime.coordination import Coordination
 from vllm_omni_ext.runtime.fleet import About, Connections, Fleet
+from vllm_omni_ext.runtime.folders import PrivateFolder
 from vllm_omni_ext.runtime.keeper import Keeper
-from vllm_omni_ext.runtime.launcher import PREFIX, Deployment
+from vllm_omni_ext.runtime.launcher import Deployment
 from vllm_omni_ext.runtime.progress import spinner
 from vllm_omni_ext.runtime.registrar import Registrar
 from vllm_omni_ext.runtime.supervisor import Supervisor
@@ -60,7 +59,7 @@ def serve(plan: Plan, args: Namespace) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     listen_address, sock = setup_server(args, reuse_port=False)
-    folder = tempfile.mkdtemp(prefix=PREFIX)
+    folder = PrivateFolder()
     try:
         with Head(plan, folder, stopping) as head:
             return head.serve(listen_address, sock, args)
@@ -68,7 +67,7 @@ def serve(plan: Plan, args: Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
         sock.close()
 
 
@@ -80,12 +79,12 @@ def tell(line: str) -> None:
 class Head:
     """Everything the head process owns; leaving the block ends it."""
 
-    def __init__(self, plan: Plan, folder: str, stopping: threading.Event) -> None:
+    def __init__(self, plan: Plan, folder: PrivateFolder, stopping: threading.Event) -> None:
         self._plan = plan
         self._stopping = stopping
         self._done = threading.Event()
         self._status = 0
-        self._coordination = Coordination(plan, folder, forgotten=self._forgotten)
+        self._coordination = Coordination(plan, folder.path, forgotten=self._forgotten)
         self._deployment = Deployment(
             plan,
             clients=plan.api_servers,
