@@ -62,6 +62,12 @@ API_SERVER = (
         ("OpenAIServingChat.chat_completion_full_generator", "1ffad7651a9f", "overridden, calls the original"),
         ("OpenAIServingChat.chat_completion_stream_generator", "f69a8434f95e", "overridden, calls the original"),
     ),
+    *_in("vllm.multimodal.video", ("VideoLoaderRegistry", "8e135d594bab", "every loader in it is replaced by ours")),
+    *_in(
+        "vllm.multimodal.media.video",
+        ("VideoMediaIO.__init__", "269f89b795d8", "takes the loader that was chosen from the registry"),
+        ("VideoMediaIO.load_bytes", "f7c9934aa7a3", "calls it with bytes and keywords that msgpack can hold"),
+    ),
     *_in("vllm.v1.utils", ("APIServerProcessManager.__init__", "8cd615022d91", "called with target_server_fn")),
 )
 

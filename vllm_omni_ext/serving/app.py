@@ -23,6 +23,7 @@ from vllm.renderers.chat_utils import load_chat_template
 
 from vllm_omni_ext.memory import trim
 from vllm_omni_ext.omni import AsyncOmni
+from vllm_omni_ext.serving import video
 from vllm_omni_ext.serving.audio_routes import router
 from vllm_omni_ext.serving.bodies import TRIPPED, tripped_handler
 from vllm_omni_ext.serving.gate import Gate
@@ -81,11 +82,12 @@ async def run_app(
         await omni.reset_mm_cache()  # forgets the dummy data of the start
         app = await make_app(omni, args)
         trim()
-        logger.info("Starting the server on %s", listen_address)
-        sock.listen()  # who connects from now on is answered, as soon as the server below runs
-        ready()
-        shutdown: Awaitable[None] = await serve_http(app, sock, **_server_options(args))
-        await shutdown
+        with video.install():
+            logger.info("Starting the server on %s", listen_address)
+            sock.listen()  # who connects from now on is answered, as soon as the server below runs
+            ready()
+            shutdown: Awaitable[None] = await serve_http(app, sock, **_server_options(args))
+            await shutdown
     finally:
         sock.close()
 

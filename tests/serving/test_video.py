@@ -1,0 +1,211 @@
+"""Video in processes of its own: the same frames, and nothing a file does reaches this process."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import random
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
+from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader
+
+from tests import media
+from vllm_omni_ext.serving import offshoot as offshoots
+from vllm_omni_ext.serving import video
+from vllm_omni_ext.serving.offshoot import CallFailed, Offshoot
+
+TIMEOUT_S = 1.0
+MEMORY_BYTES = 1 << 30
+CORPUS = 200
+
+
+def open_files() -> dict[int, str]:
+    """By number: what is listed and gone at once is not one of them."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+class Scripted(VideoLoader):
+    """Does what its data say."""
+
+    @classmethod
+    def load_bytes(cls, data: bytes, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        match data[:8].split()[0]:
+            case b"crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case b"hang":
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+                while True:
+                    signal.pause()
+            case b"memory":
+                np.ones(2 * MEMORY_BYTES, np.uint8)
+            case b"raise":
+                raise AssertionError("that is no video")
+            case b"silent":
+                raise AssertionError
+            case b"nothing":
+                return np.empty((0, 4, 4, 3), np.uint8), {}
+        about = {"options": options, "bytes": len(data), "pid": os.getpid(), "files": open_files()}
+        return np.arange(2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 3, 4, 3)[::-1], about | {"fps": np.float64(2.5)}
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(VIDEO_LOADER_REGISTRY.name2class, "scripted", Scripted)
+    monkeypatch.setattr(video, "TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(video, "MEMORY_BYTES", MEMORY_BYTES)
+
+
+@pytest.fixture
+def helper(scripted: None) -> Iterator[Offshoot]:
+    with video.install() as started:
+        yield started
+
+
+def load(data: bytes, loader: str = "scripted", **options: Any) -> Any:
+    """As a request's video is loaded."""
+    return VideoMediaIO(ImageMediaIO(), video_backend=loader, **options).load_bytes(data).media
+
+
+def test_what_a_loader_returns(helper: Offshoot) -> None:
+    data = b"frames " + bytes(3_000_000)
+    frames, about = load(data, fps=2, nested={"a": [1, None, "é"]})
+    expected = np.arange(72, dtype=np.uint8).reshape(2, 3, 4, 3)[::-1]
+    np.testing.assert_array_equal(frames, expected)
+    assert frames.dtype == np.uint8 and frames.flags.writeable
+    assert about["options"] == {"num_frames": 32, "fps": 2, "nested": {"a": [1, None, "é"]}}
+    assert about["bytes"] == len(data) and about["fps"] == 2.5
+    assert about["pid"] not in (os.getpid(), helper.pid)
+
+
+def test_a_child_has_no_file_of_the_server(scripted: None) -> None:
+    """Neither its listening socket, which would keep the port, nor anything else but input, output and log."""
+    with socket.create_server(("127.0.0.1", 0)), tempfile.TemporaryFile(), video.install():
+        ours = {name for number, name in open_files().items() if number > 2}
+        theirs = {name for number, name in load(b"frames")[1]["files"].items() if number > 2}
+    assert len(ours) > 3
+    assert ours & theirs <= {os.devnull}
+
+
+def test_no_frames_at_all(helper: Offshoot) -> None:
+    frames, about = load(b"nothing")
+    assert frames.shape == (0, 4, 4, 3) and about == {}
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (b"crash", "its decoder has crashed"),
+        (b"hang", "reading it took longer than 1 s"),
+        (b"memory", "Unable to allocate"),
+        (b"raise", "that is no video"),
+        (b"silent", "AssertionError"),
+    ],
+)
+def test_what_goes_wrong_is_an_error_of_that_call(helper: Offshoot, script: bytes, message: str) -> None:
+    before = helper.pid
+    with ThreadPoolExecutor(4) as threads:
+        bad = threads.submit(load, script)
+        good = [threads.submit(load, b"frames") for _ in range(8)]
+        with pytest.raises(CallFailed, match=message):
+            bad.result(timeout=TIMEOUT_S + offshoots.GRACE_S)
+        assert [each.result()[0].shape for each in good] == [(2, 3, 4, 3)] * 8
+    assert helper.pid == before
+    left = psutil.wait_procs(psutil.Process(helper.pid).children(), timeout=0.5)[1]
+    assert len(left) <= 1, "more than the one that waits for the next call"
+
+
+def test_a_helper_that_was_killed_is_replaced(helper: Offshoot) -> None:
+    before = helper.pid
+    os.kill(before, signal.SIGKILL)
+    os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
+    assert load(b"frames")[0].shape == (2, 3, 4, 3)
+    assert helper.pid != before
+
+
+def test_signals_meant_for_the_server(helper: Offshoot) -> None:
+    """Ctrl-C goes to the whole group; the server ends in its own time, and the helper with it."""
+    os.kill(helper.pid, signal.SIGINT)
+    before = helper.pid
+    assert load(b"frames")[0].shape == (2, 3, 4, 3)
+    assert helper.pid == before
+
+
+def test_only_while_installed() -> None:
+    before = dict(VIDEO_LOADER_REGISTRY.name2class)
+    with video.install() as started:
+        pid = started.pid
+        assert VIDEO_LOADER_REGISTRY.name2class.keys() == before.keys()
+        assert all(issubclass(VIDEO_LOADER_REGISTRY.name2class[name], stock) for name, stock in before.items())
+        assert VIDEO_LOADER_REGISTRY.get_backend_for_video_processor("Qwen3VLVideoProcessor") == "qwen3_vl"
+        assert VIDEO_LOADER_REGISTRY.backend_requires_gpu("pynvvideocodec")
+    assert before == VIDEO_LOADER_REGISTRY.name2class
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("option", [{"device": "cuda"}, {"device": "cuda:1"}, {"backend": "deepstream"}])
+def test_what_is_decoded_on_a_gpu_stays_here(helper: Offshoot, option: dict[str, str]) -> None:
+    assert load(b"frames", **option)[1]["pid"] == os.getpid()
+
+
+def avi(frames: int = 6) -> bytes:
+    return base64.b64decode(media.video_url(media.video(frames, 64, 48, seed=1)).partition(",")[2])
+
+
+@pytest.mark.parametrize("loader", ["opencv", "qwen3_vl", "opencv_dynamic", "openpangu"])
+def test_the_same_frames_as_stock(loader: str) -> None:
+    data, variants = avi(), ({}, {"num_frames": 3}, {"fps": 1}, {"frame_recovery": True})
+    stock = [load(data, loader, **options) for options in variants]
+    with video.install():
+        ours = [load(data, loader, **options) for options in variants]
+    assert {len(frames) for frames, _ in stock} > {6}, "otherwise the options say nothing"
+    for (frames, about), (expected, about_expected) in zip(ours, stock, strict=True):
+        np.testing.assert_array_equal(frames, expected)
+        assert (frames.dtype, about) == (expected.dtype, about_expected)
+
+
+def test_the_first_video_is_not_slow() -> None:
+    data = avi()
+    with video.install():
+        since = time.monotonic()
+        load(data, "opencv")
+        assert time.monotonic() - since < 1.0
+
+
+def test_damaged_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of the head are changed, as OpenCV's own reader does not survive: each is frames or an error."""
+    monkeypatch.setattr(video, "TIMEOUT_S", 20.0)
+    file, numbers = avi(), random.Random(0)
+    crashes = read = 0
+    with video.install() as helper, ThreadPoolExecutor(2) as threads:
+        before = helper.pid
+        damaged = []
+        for _ in range(CORPUS):
+            changed = bytearray(file)
+            for _ in range(numbers.choice([1, 8, 64])):
+                changed[numbers.randrange(min(len(file), numbers.choice([64, 4096])))] = numbers.randrange(256)
+            damaged.append(bytes(changed))
+        for each in [threads.submit(load, data, "opencv") for data in damaged]:
+            try:
+                frames, _ = each.result()
+            except CallFailed as error:
+                crashes += "crashed" in str(error)
+            else:
+                read += 1
+                assert frames.ndim == 4 and frames.shape[3] == 3
+        assert helper.pid == before
+    assert crashes and read, "otherwise this proves nothing"
