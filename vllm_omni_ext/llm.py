@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from vllm_omni_ext.ids import ReplicaId
     from vllm_omni_ext.runtime.fleet import About, Fleet
+    from vllm_omni_ext.runtime.launcher import Deployment
 
 Sampling: TypeAlias = SamplingParams | Mapping[str, SamplingParams]
 
@@ -92,7 +93,7 @@ class OmniLLM(LLM):
             self._supervisor = Supervisor(self._deployment.processes(), self._ended)
             self._keeper = Keeper(
                 self._deployment,
-                OneUser(self._omni.fleet),
+                OneUser(self._deployment, self._omni.fleet),
                 host=gethostname(),
                 tell=log.warning,
                 watch=self._supervisor.watch,
@@ -297,19 +298,20 @@ class OmniLLM(LLM):
 class OneUser:
     """What the keeper tells those who send requests: here it is this program's loop alone."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, deployment: Deployment, fleet: Fleet) -> None:
+        self._deployment = deployment
         self._fleet = fleet
 
-    def listen(self, replica: ReplicaId) -> list[tuple[str, str]]:
+    def listen(self, replica: ReplicaId) -> Sequence[tuple[str, str]]:
         """Where a replica that is going to start connects to."""
-        return [asyncio.run_coroutine_threadsafe(self._listen(replica), self._fleet.loop).result()]
-
-    async def _listen(self, replica: ReplicaId) -> tuple[str, str]:
-        return self._fleet.listen(replica, None)
+        addresses = self._deployment.listen(replica)
+        self._fleet.loop.call_soon_threadsafe(self._fleet.starting, replica)
+        return addresses
 
     def ready(self, replica: ReplicaId, about: About) -> None:
         """A replica that was listened for can be used."""
-        self._fleet.loop.call_soon_threadsafe(self._fleet.ready, replica, about)
+        listeners = self._deployment.listeners(replica, 0)
+        self._fleet.loop.call_soon_threadsafe(self._fleet.ready, replica, about, listeners)
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
         """A replica is gone."""

@@ -5,14 +5,18 @@ They are Prometheus metrics of the process's default registry, always on. Each a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, multiprocess, values
 
 PREFIX = "vllm_omni_ext:"
+DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable of prometheus_client: where several processes put their values together."""
+
 MODEL = "model_name"
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.35, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -216,3 +220,18 @@ def make_all(registry: CollectorRegistry) -> dict[Metric, Any]:
 def in_default_registry() -> dict[Metric, Any]:
     """Every metric, in the registry that `/metrics` shows."""
     return make_all(REGISTRY)
+
+
+def share(directory: str) -> None:
+    """Let this process and those it forks put their metrics together in a directory; before any is made.
+
+    prometheus_client decides how values are kept when it is imported, which vLLM may have done already.
+    """
+    os.environ[DIRECTORY] = directory
+    values.ValueClass = values.get_value_class()
+
+
+def mark_dead(pid: int) -> None:
+    """What a process counted stays; what it had at the moment (gauges of living processes) is gone."""
+    if DIRECTORY in os.environ:
+        multiprocess.mark_process_dead(pid)

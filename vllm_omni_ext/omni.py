@@ -30,6 +30,7 @@ from vllm_omni_ext.orchestrator.requests import OmniOptions
 from vllm_omni_ext.outputs import AudioOutput
 from vllm_omni_ext.pool.policies import policy
 from vllm_omni_ext.pool.stage_pool import StagePool
+from vllm_omni_ext.runtime.client import stand_in
 from vllm_omni_ext.runtime.fleet import Connections, Fleet
 from vllm_omni_ext.runtime.replica import StockReplica
 from vllm_omni_ext.runtime.text_client import TextClient
@@ -56,22 +57,22 @@ class AsyncOmni(AsyncLLM):
         self.plan = plan
         self.connections = connections
         self._connected = False
-        text = plan.text_stage()
-        first = text.replicas[0].id
-        config = deepcopy(connections.configs[text.name])
-        super().__init__(
-            vllm_config=config,
-            executor_class=Executor.get_class(config),
-            log_stats=log_stats,
-            log_requests=log_requests,
-            client_addresses=dict(connections.addresses[first]),
-            client_count=connections.client_count,
-            client_index=connections.client_index,
-        )
-        replicas = {first: StockReplica(first, self.engine_core)}
-        for replica, addresses in connections.addresses.items():
-            if replica != first:
-                replicas[replica] = connections.connect(replica, addresses)
+        replicas = connections.connect_all()
+        text = plan.text_stage().name
+        config = deepcopy(connections.configs[text])
+        config.shutdown_timeout = connections.drain_s
+        said = next((each.client.said for replica, each in replicas.items() if replica.stage == text), b"")
+        with stand_in(connections.folder, said) as addresses:
+            super().__init__(
+                vllm_config=config,
+                executor_class=Executor.get_class(config),
+                log_stats=log_stats,
+                log_requests=log_requests,
+                client_addresses=addresses,
+                client_count=connections.client_count,
+                client_index=connections.client_index,
+            )
+        self.engine_core.shutdown(timeout=0)
         self._start(config, replicas)
 
     def _start(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica]) -> None:
@@ -91,7 +92,7 @@ class AsyncOmni(AsyncLLM):
             failed=self._tell_caller,
         )
         text = {replica: each for replica, each in replicas.items() if self._is_text(replica)}
-        self.engine_core = TextClient(text, self.orchestrator)
+        self.engine_core = TextClient(config, text, self.orchestrator)
         self.fleet = Fleet(
             self.connections, self.orchestrator, replicas, take=self._take, joined=self._joined, lost=self._lost
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import Descriptor, Member
@@ -17,6 +19,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import end_with
 from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.wire.enrollment import Enrollment
+from vllm_omni_ext.wire.handoff import FORGET
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,28 @@ class ReportMixin(Scheduler):
         """What it has to do now. Read by the reporter's thread: the figures may be a step apart."""
         running, waiting = self.get_request_counts()
         return Load(waiting, running, self.kv_cache_manager.usage)
+
+    def add_request(self, request: Request) -> None:
+        """Add a request; one with the key `FORGET` only ends others."""
+        params = request.sampling_params
+        order = None if params is None or params.extra_args is None else params.extra_args.get(FORGET)
+        if order is None:
+            self.take_request(request)
+            return
+        stale = [
+            each.request_id
+            for each in self.held_requests()
+            if each.client_index == order["client"] and each.arrival_time < order["before"]
+        ]
+        self.finish_requests(stale, RequestStatus.FINISHED_ABORTED)
+
+    def take_request(self, request: Request) -> None:
+        """Add a request, as vLLM does."""
+        super().add_request(request)
+
+    def held_requests(self) -> Iterable[Request]:
+        """Every request that has not ended."""
+        return self.requests.values()
 
     def shutdown(self) -> None:
         """Take leave, then end as vLLM's."""

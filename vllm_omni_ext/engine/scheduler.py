@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -36,7 +37,11 @@ class FeedMixin(ReportMixin):
         load = super().load()
         return replace(load, waiting=load.waiting + len(self._parked))
 
-    def add_request(self, request: Request) -> None:
+    def held_requests(self) -> Iterable[Request]:
+        """Those still parked included."""
+        return chain(super().held_requests(), self._parked.values())
+
+    def take_request(self, request: Request) -> None:
         """Add a request, or hand a chunk to the request of the same id; chunks of ended requests are dropped."""
         payload, is_chunk = chunk_of(request.sampling_params.extra_args)
         if is_chunk:
@@ -44,7 +49,7 @@ class FeedMixin(ReportMixin):
             return
         self._gates[request.request_id] = gate = Gate.of(payload)
         if gate.ready:
-            super().add_request(request)
+            super().take_request(request)
         else:
             self._parked[request.request_id] = request
 
@@ -55,7 +60,7 @@ class FeedMixin(ReportMixin):
         gate.take(payload, 0 if rows is None else rows.shape[0])
         self._chunks.setdefault(req_id, []).append((payload, rows))
         if gate.ready and req_id in self._parked:
-            super().add_request(self._parked.pop(req_id))
+            super().take_request(self._parked.pop(req_id))
 
     def _starved(self, request: Request) -> bool:
         gate = self._gates.get(request.request_id)

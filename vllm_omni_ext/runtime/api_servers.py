@@ -1,149 +1,224 @@
-"""The API server processes, as the head starts and addresses them."""
+"""The API server processes, as the head starts them, addresses them, and starts them again."""
 
 from __future__ import annotations
 
-import itertools
-import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm.utils.system_utils import get_mp_context
 
-from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime.fleet import About
+from vllm_omni_ext.runtime.descriptors import send_descriptors
+from vllm_omni_ext.runtime.fleet import About, Connections
 from vllm_omni_ext.runtime.launcher import START_METHOD, Deployment, environment
+from vllm_omni_ext.runtime.restarts import Restarts
 from vllm_omni_ext.wire.control import (
-    Listen,
-    Listening,
     Message,
+    ReplicaConnected,
     ReplicaEnded,
     ReplicaReady,
+    ReplicaStarting,
+    Server,
+    ServerLost,
     ServerReady,
+    Servers,
     decode,
     encode,
 )
 
-ANSWER_S = 10.0
-"""An API server that does not answer within this time is stuck."""
+Start = Callable[[Connections, Connection], tuple[Callable[..., None], tuple[Any, ...]]]
+"""Gives the body of an API server process and its arguments, from what it needs and its end of the pipe."""
 
-Start = Callable[[int, Connection], tuple[Callable[..., None], tuple[Any, ...]]]
-"""Gives the body of an API server process and its arguments, from its number and its end of the pipe."""
+
+@dataclass
+class _Running:
+    process: Any
+    pipe: Connection
+    up: bool = True
 
 
 class ApiServers:
     """The processes and the pipes to them; a `Users` of the keeper. Leaving the block ends them, replicas included.
 
+    All but the constructor and the block's ends runs in one thread at a time: first the head's, then the keeper's.
+
     Args:
+        views: where the coordinator publishes.
         start: what each of them runs.
     """
 
-    def __init__(self, deployment: Deployment, start: Start) -> None:
+    def __init__(self, deployment: Deployment, views: str, start: Start) -> None:
+        config = deployment.plan.config
         self._deployment = deployment
+        self._views = views
         self._start = start
-        self.processes: dict[int, Any] = {}
-        self._pipes: dict[int, Connection] = {}
-        self._answers: dict[int, queue.SimpleQueue[tuple[int, Listening | None]]] = {}
-        self._numbers = itertools.count()
+        self._servers: dict[int, _Running] = {}
+        self._restarts = {
+            client: Restarts(
+                limit=config.restart_limit, window_s=config.restart_window_s, backoff_s=config.restart_backoff_s
+            )
+            for client in range(deployment.clients)
+        }
+        self._about: dict[ReplicaId, About] = {}
+        self._starting: set[ReplicaId] = set()
+        self._said: dict[ReplicaId, bytes] = {}
         self._reader: threading.Thread | None = None
         self._wake, self._waker = connection.Pipe(duplex=False)
 
+    @property
+    def processes(self) -> dict[int, Any]:
+        """Process by number."""
+        return {client: server.process for client, server in self._servers.items()}
+
     def __enter__(self) -> ApiServers:
+        self._about = self._deployment.about()
+        for client in range(self._deployment.clients):
+            self._launch(client, self._deployment.connections(client, views=self._views))
+        return self
+
+    def _launch(self, client: int, connections: Connections) -> None:
         with environment({START_METHOD: "fork"} if self._deployment.fork else {}, defaults={}):
             context = get_mp_context()
-            for client in range(self._deployment.clients):
-                receiver, sender = context.Pipe()
-                body, arguments = self._start(client, receiver)
-                process = context.Process(target=body, name=f"ApiServer_{client}", args=arguments)
-                with self._deployment.forking():
-                    process.start()
-                receiver.close()
-                self.processes[client] = process
-                self._pipes[client] = sender
-        self._deployment.close_listeners()
-        return self
+            theirs, ours = context.Pipe()
+            body, arguments = self._start(connections, theirs)
+            process = context.Process(target=body, name=f"ApiServer_{client}", args=arguments)
+            with self._deployment.forking():
+                process.start()
+            theirs.close()
+        self._servers[client] = _Running(process, ours)
 
     def __exit__(self, *exc: object) -> None:
         # Together with the replicas: one whose API server is gone would wait seconds to deliver its last message.
         self._deployment.end(list(self.processes.values()))
         if self._reader is not None:
-            self._waker.send_bytes(b".")
+            self._waker.send_bytes(b"end")
             self._reader.join()
-        for pipe in (*self._pipes.values(), self._wake, self._waker):
+        for pipe in (*(server.pipe for server in self._servers.values()), self._wake, self._waker):
             pipe.close()
 
     def wait(self) -> bool:
         """Wait until all answer requests; False if one has ended instead."""
         try:
-            for pipe in self._pipes.values():
-                assert isinstance(decode(pipe.recv_bytes()), ServerReady)
+            for server in self._servers.values():
+                while not isinstance(message := decode(server.pipe.recv_bytes()), ServerReady):
+                    self._heard(message)
         except (EOFError, ConnectionResetError):
             return False
         self._reader = threading.Thread(target=self._read, name="omni-servers", daemon=True)
         self._reader.start()
+        self._tell_servers()
         return True
 
     # -- what the keeper says ------------------------------------------------------------------------------------
 
     def listen(self, replica: ReplicaId, host: str | None = None) -> Sequence[tuple[str, str]]:
-        """Have all of them listen for a replica that is going to start; where it connects to, for each.
+        """Listen for a replica that is going to start; where it connects to, for each API server.
 
         Raises:
-            OmniError: one of them cannot, or does not answer.
+            OSError: this process cannot listen at that address.
         """
-        number = next(self._numbers)
-        answers: queue.SimpleQueue[tuple[int, Listening | None]] = queue.SimpleQueue()
-        self._answers[number] = answers
-        try:
-            self._tell(Listen(number, str(replica), host))
-            found: dict[int, Listening] = {}
-            for _ in self.processes:
-                client, answer = answers.get(timeout=ANSWER_S)
-                if answer is None:
-                    raise OmniError("an API server has ended")
-                if answer.error:
-                    raise OmniError(f"an API server cannot listen for {replica}: {answer.error}")
-                found[client] = answer
-        except queue.Empty as error:
-            raise OmniError(f"an API server did not answer within {ANSWER_S:g} s") from error
-        finally:
-            del self._answers[number]
-        return [(answer.input, answer.output) for _, answer in sorted(found.items())]
+        addresses = self._deployment.listen(replica, host)
+        self._starting.add(replica)
+        self._tell(ReplicaStarting(str(replica)))
+        return addresses
 
     def ready(self, replica: ReplicaId, about: About) -> None:
         """A replica that was listened for can be used."""
-        self._tell(ReplicaReady(str(replica), about.host, about.pid, about.restarts))
+        self._starting.discard(replica)
+        self._about[replica] = about
+        for client, server in self._servers.items():
+            given, taken = self._deployment.listeners(replica, client)
+            message = ReplicaReady(
+                str(replica), about.host, about.pid, about.restarts, input=given.address, output=taken.address
+            )
+            if self._send(server, message):
+                send_descriptors(server.pipe, [given.socket.fileno(), taken.socket.fileno()])
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
         """A replica is gone; `again` if it will be started once more."""
+        (self._starting.add if again else self._starting.discard)(replica)
+        self._about.pop(replica, None)
+        self._said.pop(replica, None)
+        self._deployment.unlisten(replica)
         self._tell(ReplicaEnded(str(replica), reason, again))
 
-    def _tell(self, message: Message) -> None:
-        for pipe in self._pipes.values():
-            try:
-                pipe.send_bytes(encode(message))
-            except BrokenPipeError:  # it is gone, which the supervisor sees too
-                continue
+    def forgotten(self, replica: ReplicaId) -> None:
+        """A replica's name is free."""
+        if self._about.pop(replica, None) is not None:
+            self._said.pop(replica, None)
+            self._deployment.unlisten(replica)
 
-    # -- what they say -------------------------------------------------------------------------------------------
+    # -- when one of them dies -----------------------------------------------------------------------------------
+
+    def lost(self, client: int) -> float | None:
+        """An API server has died: have the replicas end its requests. After which pause to start it again; None: never.
+
+        Its clients' connections are gone with it. The others go on.
+        """
+        self._servers[client].up = False
+        self._tell(ServerLost(client, time.time()))
+        self._tell_servers()
+        return self._restarts[client].failed(time.monotonic())
+
+    def start_again(self, client: int) -> Any:
+        """Start an API server in the place of one that has died; its process."""
+        before = self._servers[client]
+        about = dict(self._about)
+        connections = self._deployment.connections(
+            client,
+            views=self._views,
+            about=about,
+            said={replica: self._said.get(replica, b"") for replica in about},
+            starting=tuple(self._starting),
+        )
+        self._launch(client, connections)
+        before.pipe.close()
+        self._waker.send_bytes(b"look")
+        self._tell_servers()
+        return self._servers[client].process
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _tell_servers(self) -> None:
+        known = tuple(
+            Server(client, server.process.pid, server.up, self._restarts[client].count)
+            for client, server in sorted(self._servers.items())
+        )
+        self._tell(Servers(known))
+
+    def _tell(self, message: Message) -> None:
+        for server in self._servers.values():
+            self._send(server, message)
+
+    def _send(self, server: _Running, message: Message) -> bool:
+        try:
+            if server.up:
+                server.pipe.send_bytes(encode(message))
+        except (BrokenPipeError, ConnectionResetError):  # it is gone, which the supervisor sees too
+            return False
+        return server.up
 
     def _read(self) -> None:
-        pipes: dict[Any, int] = {pipe: client for client, pipe in self._pipes.items()}
+        pipes: set[Any] = set()
+        gone: set[Any] = set()
         while True:
+            pipes = {server.pipe for server in self._servers.values() if not server.pipe.closed} - gone
             ready = connection.wait([*pipes, self._wake])
             if self._wake in ready:
-                return
+                if self._wake.recv_bytes() == b"end":
+                    return
+                continue
             for pipe in ready:
                 try:
-                    self._heard(pipes[pipe], decode(pipe.recv_bytes()))  # type: ignore[union-attr]
-                except (EOFError, ConnectionResetError):
-                    client = pipes.pop(pipe)
-                    for answers in list(self._answers.values()):
-                        answers.put((client, None))
+                    self._heard(decode(pipe.recv_bytes()))  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError, OSError):
+                    gone.add(pipe)
 
-    def _heard(self, client: int, message: Message) -> None:
-        if isinstance(message, Listening) and message.number in self._answers:
-            self._answers[message.number].put((client, message))
+    def _heard(self, message: Message) -> None:
+        if isinstance(message, ReplicaConnected):
+            self._said[ReplicaId.parse(message.replica)] = message.said

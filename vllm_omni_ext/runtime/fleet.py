@@ -17,11 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import zmq
 from vllm.config import VllmConfig
-from vllm.utils.network_utils import ZmqListener, make_zmq_listener
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
@@ -32,13 +29,12 @@ from vllm_omni_ext.coordinator.watcher import Watcher
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.pool.stage_pool import StagePool
-from vllm_omni_ext.runtime.addresses import endpoint
-from vllm_omni_ext.runtime.replica import StockReplica
+from vllm_omni_ext.runtime.client import Client, Listeners, addresses
+from vllm_omni_ext.runtime.replica import StockReplica, forget_request
 from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.wire.control import Server
 
 log = logging.getLogger(__name__)
-
-ANY_PORT = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,39 +52,57 @@ class Connections:
 
     Attributes:
         configs: vLLM config by stage.
-        addresses: `client_addresses` of vLLM's client by replica, for this API server.
-        folder: private directory of the deployment, for unix sockets.
+        listeners: where this API server hears of each replica: for its input, for its output.
+        folder: private directory of the deployment.
+        said: what replicas said to an API server before this one, which follows one that has died; else None.
+        starting: replicas that are being started.
         client_count: number of API servers.
         client_index: which of them this is.
         about: the replicas, for people.
         started: Unix time at which the command began, seconds.
         views: where the coordinator publishes; None if there is none.
         head: process id of the head.
+        drain_s: how long requests may take to end when the API server is told to end, in seconds.
     """
 
     plan: Plan
     configs: Mapping[str, VllmConfig]
-    addresses: Mapping[ReplicaId, Mapping[str, Any]]
+    listeners: Mapping[ReplicaId, Listeners]
     folder: str
+    said: Mapping[ReplicaId, bytes] | None = None
+    starting: tuple[ReplicaId, ...] = ()
     client_count: int = 1
     client_index: int = 0
     about: Mapping[ReplicaId, About] = field(default_factory=dict)
     started: float = 0.0
     views: str | None = None
     head: int = 0
+    drain_s: int = 0
 
-    def connect(self, replica: ReplicaId, addresses: Mapping[str, Any]) -> StockReplica:
-        """Connect to a replica that is ready."""
+    def connect(self, replica: ReplicaId, listeners: Listeners, said: bytes | None = None) -> StockReplica:
+        """Connect to a replica that is ready.
+
+        Args:
+            said: what it said to an API server before this one; None: nothing yet.
+        """
         config = deepcopy(self.configs[replica.stage])  # vLLM's client writes into its config
-        client = AsyncMPClient(
+        client = Client(
             config,
             Executor.get_class(config),
             False,
-            client_addresses=dict(addresses),
+            client_addresses=addresses(listeners),
             client_count=self.client_count,
             client_index=self.client_index,
+            said=said,
         )
         return StockReplica(replica, client)
+
+    def connect_all(self) -> dict[ReplicaId, StockReplica]:
+        """Connect to the replicas that are there at the start."""
+        return {
+            replica: self.connect(replica, listeners, None if self.said is None else self.said.get(replica, b""))
+            for replica, listeners in self.listeners.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -125,11 +139,14 @@ class Fleet:
         self.replicas = dict(replicas)
         self.about = dict(connections.about)
         self.reports: dict[ReplicaId, Report] = {}
+        self.servers: tuple[Server, ...] = ()
+        """All API servers, as the head last said."""
+        self.connected: Callable[[StockReplica], None] = lambda replica: None
+        """Told of every replica that is connected after the start."""
         self.watcher: Watcher | None = None
         self._connections = connections
         self._orchestrator = orchestrator
         self._take, self._joined, self._lost = take, joined, lost
-        self._listeners: dict[ReplicaId, dict[str, ZmqListener]] = {}
         self._bearers: dict[ReplicaId, Member] = {}
         self._silent: dict[ReplicaId, tuple[str, ...]] = {}
         self._connecting: dict[ReplicaId, asyncio.Task[None]] = {}
@@ -142,8 +159,12 @@ class Fleet:
 
     def start(self) -> None:
         """Begin to read from the replicas, and to follow the coordinator if there is one."""
+        for name in self._connections.starting:
+            self.starting(name)
         for replica in self.replicas.values():
             self._spawn(self._read(replica))
+        if self._connections.said is not None:
+            self.forget_requests_of(self._connections.client_index, time.time())
         if self._connections.views is not None:
             keys = Keys.read(self._connections.plan.config.cluster_secret_file)
             self.watcher = Watcher(self._connections.views, keys=keys)
@@ -155,8 +176,6 @@ class Fleet:
             task.cancel()
         if self.watcher is not None:
             self.watcher.close()
-        for replica in list(self._listeners):
-            self._unlisten(replica)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -187,53 +206,33 @@ class Fleet:
 
     # -- what the head says --------------------------------------------------------------------------------------
 
-    def listen(self, replica: ReplicaId, host: str | None) -> tuple[str, str]:
-        """Where a replica that is about to start shall connect to: for its input, for its output.
-
-        Args:
-            host: the address of this host that the replica can reach; None if it runs here.
-        """
-        self._unlisten(replica)
+    def starting(self, replica: ReplicaId) -> None:
+        """A replica is going to start: there is something to wait for."""
         self._orchestrator.waiting.announce(replica)
-        where = {name: self._address(replica, name, host) for name in ("input", "output")}
-        self._listeners[replica] = {
-            "input": make_zmq_listener(where["input"], zmq.ROUTER),
-            "output": make_zmq_listener(where["output"], zmq.PULL),
-        }
-        return self._listeners[replica]["input"].address, self._listeners[replica]["output"].address
 
-    def _address(self, replica: ReplicaId, name: str, host: str | None) -> str:
-        if host is not None:
-            return endpoint(host, ANY_PORT)
-        unique = f"{replica.stage}-{replica.index}-{self._connections.client_index}-{name}-{time.monotonic_ns()}"
-        return f"ipc://{self._connections.folder}/{unique}"
+    def ready(self, replica: ReplicaId, about: About, listeners: Listeners) -> None:
+        """A replica is ready: connect, and send it requests. Returns at once."""
+        self._connecting[replica] = self._spawn(self._connect(replica, about, listeners))
 
-    def _unlisten(self, replica: ReplicaId) -> None:
-        for listener in self._listeners.pop(replica, {}).values():
-            listener.cleanup()
-
-    def ready(self, replica: ReplicaId, about: About) -> None:
-        """A replica that was listened for is ready: connect, and send it requests. Returns at once."""
-        self._connecting[replica] = self._spawn(self._connect(replica, about))
-
-    async def _connect(self, replica: ReplicaId, about: About) -> None:
-        listeners = self._listeners.pop(replica)
-        addresses: dict[str, Any] = {}
-        for name, listener in listeners.items():
-            addresses |= {f"{name}_address": listener.address, f"{name}_listener": listener.socket}
-        connected = await _in_thread(partial(self._connections.connect, replica, addresses))
+    async def _connect(self, replica: ReplicaId, about: About, listeners: Listeners) -> None:
+        connected = await _in_thread(partial(self._connections.connect, replica, listeners))
         self._connecting.pop(replica, None)
         self.about[replica] = about
         self.replicas[replica] = connected
+        self.connected(connected)
         self._joined(connected)
         self._spawn(self._read(connected))
         await self._orchestrator.replica_up(connected)
+
+    def forget_requests_of(self, client: int, before: float) -> None:
+        """Have all replicas end what an API server that has died had sent them until then (Unix time, seconds)."""
+        for replica in self.replicas.values():
+            self._spawn(replica.add(forget_request(client, before)))
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
         """A replica's process has ended, or it did not start; `again` if it is going to be started once more."""
         if (connecting := self._connecting.pop(replica, None)) is not None:
             connecting.cancel()
-        self._unlisten(replica)
         if again:
             self._orchestrator.waiting.announce(replica)
         else:

@@ -35,7 +35,7 @@ class Users(Protocol):
     """Those who send requests to the replicas."""
 
     def listen(self, replica: ReplicaId) -> Addresses:
-        """Have all of them listen for a replica that is going to start; OmniError if one cannot."""
+        """Listen for a replica that is going to start; OmniError or OSError if that cannot be."""
 
     def ready(self, replica: ReplicaId, about: About) -> None:
         """A replica that was listened for can be used."""
@@ -153,7 +153,7 @@ class Keeper:
             return
         try:
             addresses = self._users.listen(replica)
-        except OmniError as error:
+        except (OmniError, OSError) as error:
             self._failed(replica, str(error), final=isinstance(error, Final))
             return
         if self._closing.is_set():

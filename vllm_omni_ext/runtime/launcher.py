@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import torch
+import zmq
 from vllm.config import VllmConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -27,11 +28,11 @@ from vllm.plugins import load_general_plugins
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.utils.network_utils import ZmqListener, make_zmq_listener
 from vllm.v1.engine.utils import (
     CoreEngineLaunch,
     EngineZmqAddresses,
     EngineZmqListeners,
-    bind_engine_zmq_listeners,
     launch_core_engines,
 )
 from vllm.v1.executor import Executor
@@ -41,6 +42,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.memory import trim
 from vllm_omni_ext.model_plugins.registry import resolve
 from vllm_omni_ext.plugin import MODELS
+from vllm_omni_ext.runtime.addresses import endpoint
 from vllm_omni_ext.runtime.engine_args import any_replica_args, stage_engine_args
 from vllm_omni_ext.runtime.fleet import About, Connections
 from vllm_omni_ext.runtime.folders import PrivateFolder
@@ -49,6 +51,8 @@ from vllm_omni_ext.runtime.progress import Progress
 from vllm_omni_ext.topology.cpu import THREADS
 from vllm_omni_ext.topology.shape import Plan
 from vllm_omni_ext.wire.enrollment import Enrollment
+
+ANY_PORT = 0
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
@@ -87,6 +91,7 @@ class Deployment:
         self.clients = clients
         self._enroll = enroll
         self.configs: dict[str, VllmConfig] = {}
+        self.drain_s = 0
         self._listeners: dict[ReplicaId, EngineZmqListeners] = {}
         self._launches: dict[ReplicaId, CoreEngineLaunch] = {}
         self._barriers: dict[ReplicaId, contextlib.ExitStack] = {}
@@ -116,9 +121,40 @@ class Deployment:
         """Start every replica of the plan."""
         for replica in self.plan.replicas():
             with self._surroundings(replica.id.stage):
-                config = self._config(replica.id)
-                self._listeners[replica.id] = listeners = bind_engine_zmq_listeners(config, self.clients)
-                self._launch(replica.id, config, listeners.addresses)
+                addresses = self.listen(replica.id)
+                self._launch(replica.id, self._config(replica.id), _as_vllm(addresses))
+
+    def listen(self, replica: ReplicaId, host: str | None = None) -> Sequence[tuple[str, str]]:
+        """Listen for a replica that is going to start, on behalf of the API servers.
+
+        The listeners stay open here: an API server that is started again goes on with those of the one before it.
+
+        Args:
+            host: the address of this host that the replica can reach; None if it runs here.
+
+        Returns:
+            Where it connects to, for each API server: for its input, for its output.
+        """
+        self.unlisten(replica)
+        listeners = EngineZmqListeners(inputs=[], outputs=[])
+        for client in range(self.clients):
+            unique = f"{replica.stage}-{replica.index}-{client}-{time.monotonic_ns()}"
+            local = f"ipc://{self.folder}/{unique}"
+            listeners.inputs.append(make_zmq_listener(endpoint(host, ANY_PORT) if host else f"{local}-i", zmq.ROUTER))
+            listeners.outputs.append(make_zmq_listener(endpoint(host, ANY_PORT) if host else f"{local}-o", zmq.PULL))
+        self._listeners[replica] = listeners
+        return [(i.address, o.address) for i, o in zip(listeners.inputs, listeners.outputs, strict=True)]
+
+    def unlisten(self, replica: ReplicaId) -> None:
+        """Listen for a replica no more."""
+        listeners = self._listeners.pop(replica, None)
+        if listeners is not None:
+            listeners.cleanup()
+
+    def listeners(self, replica: ReplicaId, client: int) -> tuple[ZmqListener, ZmqListener]:
+        """Where one API server hears of a replica: for its input, for its output."""
+        listeners = self._listeners[replica]
+        return listeners.inputs[client], listeners.outputs[client]
 
     def seconds(self) -> float:
         """Since the command began."""
@@ -136,7 +172,9 @@ class Deployment:
 
     def _config(self, replica: ReplicaId) -> VllmConfig:
         config = stage_engine_args(self.plan, replica).create_engine_config(self._usage)
-        config.shutdown_timeout = 0
+        if self.plan.stage(replica.stage).text_stage:
+            self.drain_s = config.shutdown_timeout
+        config.shutdown_timeout = 0  # API servers drain; engines end
         self.configs.setdefault(replica.stage, config)
         if config.scheduler_config.scheduler_cls is None:
             config.scheduler_config.scheduler_cls = REPORTING
@@ -161,8 +199,7 @@ class Deployment:
             addresses: where it connects to, for each API server: for its input, for its output.
         """
         with self._surroundings(replica.stage):
-            there = EngineZmqAddresses(inputs=[i for i, _ in addresses], outputs=[o for _, o in addresses])
-            self._launch(replica, self._config(replica), there)
+            self._launch(replica, self._config(replica), _as_vllm(addresses))
 
     def wait_for(self, replica: ReplicaId) -> None:
         """Wait until a replica that was started again is ready.
@@ -196,9 +233,7 @@ class Deployment:
         launch = self._launches.pop(replica, None)
         if launch is not None:
             launch.engine_manager.shutdown(timeout=0)
-        listeners = self._listeners.pop(replica, None)
-        if listeners is not None:
-            listeners.cleanup()
+        self.unlisten(replica)
 
     @contextlib.contextmanager
     def forking(self, threads: int = 1) -> Iterator[None]:
@@ -249,12 +284,25 @@ class Deployment:
         """The process of each replica."""
         return {replica: launch.engine_manager.processes[0] for replica, launch in self._launches.items()}
 
-    def connections(self, client: int, *, views: str | None = None) -> Connections:
+    def connections(
+        self,
+        client: int,
+        *,
+        views: str | None = None,
+        about: Mapping[ReplicaId, About] | None = None,
+        said: Mapping[ReplicaId, bytes] | None = None,
+        starting: tuple[ReplicaId, ...] = (),
+    ) -> Connections:
         """What API server `client` needs; its listeners travel with it to its process.
 
         Args:
             views: the coordinator's address for API servers.
+            about: the replicas it connects to; None: all that were started here.
+            said: what replicas said to an API server before this one, if it follows one that has died.
+            starting: replicas that are being started.
         """
+        if about is None:
+            about = self.about()
         for stage in self.plan.stages:
             if stage.name not in self.configs:  # its replicas are all on other hosts
                 with self._surroundings(stage.name):
@@ -262,31 +310,18 @@ class Deployment:
         return Connections(
             plan=self.plan,
             configs=self.configs,
-            folder=self.folder,
             views=views,
-            addresses={
-                replica: {
-                    "input_address": listeners.inputs[client].address,
-                    "output_address": listeners.outputs[client].address,
-                    "input_listener": listeners.inputs[client].socket,
-                    "output_listener": listeners.outputs[client].socket,
-                }
-                for replica, listeners in self._listeners.items()
-            },
+            listeners={replica: self.listeners(replica, client) for replica in about},
+            folder=self.folder,
+            said=said,
+            starting=starting,
+            drain_s=self.drain_s,
             client_count=self.clients,
             client_index=client,
-            about={
-                replica: About(host=gethostname(), pid=process.pid) for replica, process in self.processes().items()
-            },
+            about=about,
             started=self.began,
             head=os.getpid(),
         )
-
-    def close_listeners(self) -> None:
-        """Give up this process's copy of the listeners, once the API servers have theirs."""
-        for listeners in self._listeners.values():
-            for listener in (*listeners.inputs, *listeners.outputs):
-                listener.close()
 
     def end(self, others: Sequence[Any] = ()) -> None:
         """End all replicas, and `others` with them; what has not ended within `shutdown_timeout_s` is killed.
@@ -299,6 +334,10 @@ class Deployment:
         for process in replicas:
             process.kill()
             process.join()
+
+    def about(self) -> dict[ReplicaId, About]:
+        """The replicas started here, for people."""
+        return {replica: About(host=gethostname(), pid=each.pid) for replica, each in self.processes().items()}
 
     def close(self) -> None:
         """End everything and remove every trace; a second call does nothing."""
@@ -314,6 +353,10 @@ class Deployment:
         self._launches.clear()
         self._listeners.clear()
         self._private.remove()
+
+
+def _as_vllm(addresses: Sequence[tuple[str, str]]) -> EngineZmqAddresses:
+    return EngineZmqAddresses(inputs=[i for i, _ in addresses], outputs=[o for _, o in addresses])
 
 
 def end_processes(processes: list[Any], timeout_s: float) -> None:

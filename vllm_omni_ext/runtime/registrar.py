@@ -21,7 +21,6 @@ from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, answer_handshake
 from vllm_omni_ext.coordinator.members import Descriptor
 from vllm_omni_ext.coordinator.membership import MAX_REPLICAS
 from vllm_omni_ext.coordinator.sockets import Socket, listen
-from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.addresses import endpoint
 from vllm_omni_ext.runtime.coordination import Coordination
@@ -197,8 +196,8 @@ class Registrar:
             return Refusal(ticket=message.ticket, reason=objection or f"stage '{message.stage}' is full")
         try:
             addresses = self._users.listen(replica, self._host)
-        except OmniError as error:
-            return Refusal(ticket=message.ticket, reason=str(error))
+        except OSError as error:
+            return Refusal(ticket=message.ticket, reason=f"the head cannot listen at {self._host}: {error}")
         answer = Joined(
             ticket=message.ticket,
             deployment=self._deployment,

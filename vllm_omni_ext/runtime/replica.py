@@ -8,6 +8,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.wire.handoff import FORGET
 
 
 class Replica(Protocol):
@@ -79,4 +80,21 @@ def chunk_request(template: EngineCoreRequest, *, extra_args: dict[str, Any], ro
         data_parallel_rank=None,
         prompt_embeds=rows,
         resumable=True,
+    )
+
+
+def forget_request(client: int, before: float) -> EngineCoreRequest:
+    """What ends the requests an API server had sent before it died; see `wire.handoff.FORGET`."""
+    from vllm.sampling_params import SamplingParams
+
+    return EngineCoreRequest(
+        request_id=f"forget-{client}-{before}",
+        prompt_token_ids=[0],
+        mm_features=None,
+        sampling_params=SamplingParams(extra_args={FORGET: {"client": client, "before": before}}),
+        pooling_params=None,
+        arrival_time=before,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
     )

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 
 from vllm_omni_ext.errors import StageUnavailable
@@ -25,17 +26,19 @@ class TextClient:
     """Duck-typed `EngineCoreClient` over the replicas of the text stage.
 
     Args:
+        config: of the text stage.
         replicas: the text stage's replicas (shared with the orchestrator, which removes lost ones).
     """
 
-    def __init__(self, replicas: Mapping[ReplicaId, StockReplica], orchestrator: Orchestrator) -> None:
+    def __init__(
+        self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica], orchestrator: Orchestrator
+    ) -> None:
         self._replicas = dict(replicas)
         self._orchestrator = orchestrator
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self.resources = Resources()
         self.engine_ranks_managed = [replica.index for replica in self._replicas]
-        first = next(iter(self._replicas.values())).client
-        self.vllm_config = first.vllm_config
+        self.vllm_config = config
         self.stats_update_address = None
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:

@@ -11,28 +11,44 @@ import sys
 import threading
 import uuid
 from argparse import Namespace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.network_utils import ZmqListener
 from vllm.utils.system_utils import decorate_logs
 
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import end_with
 from vllm_omni_ext.memory import trim
+from vllm_omni_ext.metrics import mark_dead
 from vllm_omni_ext.runtime.api_servers import ApiServers
 from vllm_omni_ext.runtime.coordination import Coordination
+from vllm_omni_ext.runtime.descriptors import receive_descriptors
 from vllm_omni_ext.runtime.fleet import About, Connections, Fleet
 from vllm_omni_ext.runtime.folders import PrivateFolder
 from vllm_omni_ext.runtime.keeper import Keeper
 from vllm_omni_ext.runtime.launcher import Deployment
 from vllm_omni_ext.runtime.progress import spinner
 from vllm_omni_ext.runtime.registrar import Registrar
+from vllm_omni_ext.runtime.replica import StockReplica
 from vllm_omni_ext.runtime.supervisor import Supervisor
 from vllm_omni_ext.topology.shape import Plan
-from vllm_omni_ext.wire.control import Listen, Listening, ReplicaEnded, ReplicaReady, ServerReady, decode, encode
+from vllm_omni_ext.wire.control import (
+    Message,
+    ReplicaConnected,
+    ReplicaEnded,
+    ReplicaReady,
+    ReplicaStarting,
+    ServerLost,
+    ServerReady,
+    Servers,
+    decode,
+    encode,
+)
 from vllm_omni_ext.wire.enrollment import Enrollment
 
 FAILED = 1
@@ -84,6 +100,7 @@ class Head:
         self._stopping = stopping
         self._done = threading.Event()
         self._status = 0
+        self._answering = False
         self._coordination = Coordination(plan, folder.path, forgotten=self._forgotten)
         self._deployment = Deployment(
             plan,
@@ -93,6 +110,7 @@ class Head:
             enroll=self._enrollment,
             folder=folder,
         )
+        self._servers: ApiServers | None = None
         self._keeper: Keeper | None = None
         self._registrar: Registrar | None = None
         self._supervisor: Supervisor[Name] | None = None
@@ -118,18 +136,18 @@ class Head:
         """Start everything and stay until something ends that all depends on; a signal raises SystemExit."""
         deployment = self._open.enter_context(self._deployment)
         self._coordination.start()
-        views = self._coordination.views
 
-        def server(client: int, control: Connection) -> tuple[Any, tuple[Any, ...]]:
-            connections = deployment.connections(client, views=views)
+        def server(connections: Connections, control: Connection) -> tuple[Any, tuple[Any, ...]]:
             return run_api_server, (connections, control, listen_address, sock, args)
 
-        servers = self._open.enter_context(ApiServers(deployment, server))
+        servers = self._open.enter_context(ApiServers(deployment, self._coordination.views, server))
         with spinner("loading"):
             deployment.wait()
         trim()
+        self._servers = servers
         self._keep(servers)
         if servers.wait():
+            self._answering = True
             self._admit_others(servers)
             tell(f"ready: {listen_address} after {deployment.seconds():.1f} s")
         self._done.wait()
@@ -174,9 +192,9 @@ class Head:
         )
 
     def _forgotten(self, replica: ReplicaId) -> None:
-        if self._keeper is not None and self._registrar is not None:
-            registrar = self._registrar
-            self._keeper.do(lambda: registrar.forgotten(replica))
+        if self._keeper is not None and self._registrar is not None and self._servers is not None:
+            self._keeper.do(partial(self._registrar.forgotten, replica))
+            self._keeper.do(partial(self._servers.forgotten, replica))
 
     def _ended(self, name: Name, exitcode: int | None) -> None:
         if self._stopping.is_set():
@@ -186,11 +204,30 @@ class Head:
             case ReplicaId():
                 self._keeper.ended(name, exitcode)
             case int():
-                self._status = FAILED if exitcode else 0
-                self._done.set()
+                self._keeper.do(lambda: self._server_lost(name, exitcode))
             case _:
                 tell(f"error: the coordinator has ended with exit code {exitcode}; it is started again")
                 self._keeper.do(self._coordinate_again)
+
+    def _server_lost(self, client: int, exitcode: int | None) -> None:
+        assert self._keeper is not None and self._servers is not None
+        if self._stopping.is_set():
+            return
+        mark_dead(self._servers.processes[client].pid)
+        pause = self._servers.lost(client) if self._answering else None
+        what = f"error: API server {client} has ended with exit code {exitcode}"
+        if pause is None:
+            tell(f"{what}; it is not started again")
+            self._status = FAILED if exitcode else 0
+            self._done.set()
+            return
+        tell(f"{what}; it is started again in {pause:g} s")
+        self._keeper.after(pause, lambda: self._serve_again(client))
+
+    def _serve_again(self, client: int) -> None:
+        assert self._servers is not None and self._supervisor is not None
+        if not self._stopping.is_set():
+            self._supervisor.watch(client, self._servers.start_again(client))
 
     def _coordinate_again(self) -> None:
         if self._stopping.is_set():
@@ -228,7 +265,7 @@ async def _api_server(
     told = ControlEnd(omni.fleet, control)
     told.start()
     try:
-        await run_app(omni, listen_address, sock, args, ready=lambda: control.send_bytes(encode(ServerReady())))
+        await run_app(omni, listen_address, sock, args, ready=lambda: told.say(ServerReady()))
     finally:
         told.stop()
         omni.shutdown(timeout=0)
@@ -244,28 +281,38 @@ class ControlEnd:
     def start(self) -> None:
         """Read in the fleet's loop from now on."""
         self._fleet.loop.add_reader(self._control.fileno(), self._heard)
+        self._fleet.connected = self._connected
+        for replica in self._fleet.replicas.values():
+            self._connected(replica)
 
     def stop(self) -> None:
         """Read no more."""
         self._fleet.loop.remove_reader(self._control.fileno())
 
+    def say(self, message: Message) -> None:
+        """Tell the head something; if it is gone, this process is about to end."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._control.send_bytes(encode(message))
+
+    def _connected(self, replica: StockReplica) -> None:
+        self.say(ReplicaConnected(str(replica.id), replica.client.said))
+
     def _heard(self) -> None:
         try:
             message = decode(self._control.recv_bytes())
-        except EOFError:  # the head is gone, and this process ends with it
+        except (EOFError, ConnectionResetError):  # the head is gone, and this process ends with it
             self.stop()
             return
         match message:
-            case Listen(number, replica, host):
-                self._control.send_bytes(encode(self._listen(number, ReplicaId.parse(replica), host)))
-            case ReplicaReady(replica, host, pid, restarts):
-                self._fleet.ready(ReplicaId.parse(replica), About(host=host, pid=pid, restarts=restarts))
+            case ReplicaStarting(replica):
+                self._fleet.starting(ReplicaId.parse(replica))
+            case ReplicaReady(replica, host, pid, restarts, given, taken):
+                sockets = (socket.socket(fileno=number) for number in receive_descriptors(self._control, 2))
+                listeners = ZmqListener(given, next(sockets)), ZmqListener(taken, next(sockets))
+                self._fleet.ready(ReplicaId.parse(replica), About(host=host, pid=pid, restarts=restarts), listeners)
             case ReplicaEnded(replica, reason, again):
                 self._fleet.ended(ReplicaId.parse(replica), reason, again=again)
-
-    def _listen(self, number: int, replica: ReplicaId, host: str | None) -> Listening:
-        try:
-            where = self._fleet.listen(replica, host)
-        except (OSError, OmniError) as error:
-            return Listening(number, error=str(error))
-        return Listening(number, *where)
+            case ServerLost(index, at):
+                self._fleet.forget_requests_of(index, at)
+            case Servers(servers):
+                self._fleet.servers = servers

@@ -5,30 +5,50 @@ from __future__ import annotations
 import msgspec
 
 
-class Listen(msgspec.Struct, frozen=True, tag=True):
-    """Head to API server: a replica is going to start; `host` is where it reaches us, None if it runs here."""
+class ReplicaStarting(msgspec.Struct, frozen=True, tag=True):
+    """Head to API server: a replica is going to start."""
 
-    number: int
     replica: str
-    host: str | None
-
-
-class Listening(msgspec.Struct, frozen=True, tag=True):
-    """API server to head: where that replica shall connect to; `error` if it cannot."""
-
-    number: int
-    input: str = ""
-    output: str = ""
-    error: str = ""
 
 
 class ReplicaReady(msgspec.Struct, frozen=True, tag=True):
-    """Head to API server: a replica that was listened for can be used."""
+    """Head to API server: a replica can be used. Two file descriptors follow: of the listeners it has connected to."""
 
     replica: str
     host: str
     pid: int
     restarts: int
+    input: str
+    output: str
+
+
+class ReplicaConnected(msgspec.Struct, frozen=True, tag=True):
+    """API server to head: what a replica said when it was connected; a later API server must know it."""
+
+    replica: str
+    said: bytes
+
+
+class Server(msgspec.Struct, frozen=True):
+    """One API server; `restarts` counts how often it was started again."""
+
+    index: int
+    pid: int
+    up: bool
+    restarts: int
+
+
+class Servers(msgspec.Struct, frozen=True, tag=True):
+    """Head to API server: all of them."""
+
+    servers: tuple[Server, ...]
+
+
+class ServerLost(msgspec.Struct, frozen=True, tag=True):
+    """Head to API server: another one has died at a Unix time, and the replicas must end its requests."""
+
+    index: int
+    at: float
 
 
 class ReplicaEnded(msgspec.Struct, frozen=True, tag=True):
@@ -43,7 +63,7 @@ class ServerReady(msgspec.Struct, frozen=True, tag=True):
     """API server to head: it answers requests."""
 
 
-Message = Listen | Listening | ReplicaReady | ReplicaEnded | ServerReady
+Message = ReplicaStarting | ReplicaReady | ReplicaConnected | ReplicaEnded | ServerReady | Servers | ServerLost
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 

@@ -13,7 +13,8 @@ PROMPT = "handoff"
 CHUNK = "chunk"
 EXPORT = "export"
 TICKET = "omni_ticket"  # leads from a text request to its options; never leaves the API server
-RESERVED = frozenset({PROMPT, CHUNK, EXPORT, TICKET})
+FORGET = "omni_forget"  # this is no request: those of a dead API server, sent before some time, shall end
+RESERVED = frozenset({PROMPT, CHUNK, EXPORT, TICKET, FORGET})
 """Keys of `extra_args` that a client must not set."""
 
 

@@ -1,0 +1,91 @@
+"""vLLM's client of one engine, where vLLM's own constructor does not fit: after a restart, and without an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import zmq
+from vllm.utils.network_utils import ZmqListener
+from vllm.v1.engine.core_client import AsyncMPClient
+
+Listeners: TypeAlias = tuple[ZmqListener, ZmqListener]
+"""Where an API server hears of a replica: for the replica's input, for its output."""
+
+ENGINE = (0).to_bytes(2, "little")
+"""How the only engine behind a client calls itself."""
+
+
+class Client(AsyncMPClient):
+    """As vLLM's, but it can follow on another client of the same engine, in a process that has ended.
+
+    An engine says once that it is ready. A client that follows takes that as said.
+
+    Args:
+        said: what the engine said when it was ready; None: it is waited for.
+    """
+
+    said: bytes = b""
+
+    def __init__(self, *args: Any, said: bytes | None = None, **kwargs: Any) -> None:
+        self._follows = said is not None
+        self._engines: list[bytes] = []
+        super().__init__(*args, **kwargs)
+        self._engines = self._engines[:]
+        if said is not None:
+            self._apply_ready_response(said)
+
+    @property
+    def core_engines(self) -> list[bytes]:  # type: ignore[override]
+        """Names of the engines."""
+        return self._engines
+
+    @core_engines.setter
+    def core_engines(self, engines: list[bytes]) -> None:
+        self._engines = _Ready(engines) if self._follows else engines
+
+    def _apply_ready_response(self, payload: bytes) -> None:
+        self.said = payload
+        super()._apply_ready_response(payload)
+
+
+class _Ready(list[bytes]):
+    """Engines that nobody needs to wait for: vLLM's constructor goes through the list to wait for each."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(())
+
+
+def addresses(listeners: Listeners) -> dict[str, Any]:
+    """`client_addresses` of vLLM's client, which takes the listeners over."""
+    given, taken = listeners
+    return {
+        "input_address": given.address,
+        "output_address": taken.address,
+        "input_listener": given.socket,
+        "output_listener": taken.socket,
+    }
+
+
+@contextlib.contextmanager
+def stand_in(folder: str, said: bytes) -> Iterator[dict[str, Any]]:
+    """`client_addresses` of an engine that only says it is ready: for `AsyncLLM`'s constructor, which makes a client.
+
+    Args:
+        folder: where the sockets are.
+        said: what an engine of the text stage said when it was ready; empty if there is none yet.
+    """
+    unique = os.path.join(folder, f"stand-in-{os.getpid()}-{time.monotonic_ns()}")
+    where = {"input_address": f"ipc://{unique}-i", "output_address": f"ipc://{unique}-o"}
+    with zmq.Context() as context, context.socket(zmq.DEALER) as engine:
+        engine.linger = 0
+        engine.setsockopt(zmq.IDENTITY, ENGINE)
+        engine.connect(where["input_address"])
+        engine.send(said)
+        yield where
+    for path in (f"{unique}-i", f"{unique}-o"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
