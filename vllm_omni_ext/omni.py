@@ -49,6 +49,7 @@ class AsyncOmni(AsyncLLM):
     Text requests run exactly as in `AsyncLLM`; requests with other modalities also pass through the stages behind.
     """
 
+    _draining = False
     _fleet_open: Fleet | None = None
     """None after `shutdown`, and before `__init__` is through: `__del__` may come first."""
 
@@ -170,6 +171,14 @@ class AsyncOmni(AsyncLLM):
         if state is not None and state.queue is not None:
             state.queue.put(error)
 
+    async def _drain(self, timeout: float) -> None:
+        """Take no new requests, and give those in flight some seconds."""
+        self._draining = True
+        quiet = asyncio.Event()
+        self.observer.watch_quiet(quiet.set)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(quiet.wait(), timeout)
+
     def _stop(self) -> None:
         self.fleet.close()
         self.orchestrator.fail_all(StageUnavailable("the server is shutting down"))
@@ -196,6 +205,8 @@ class AsyncOmni(AsyncLLM):
             StageUnavailable: a stage that is needed has no live replica.
             RequestFailed: a stage could not finish the request.
         """
+        if self._draining:
+            raise StageUnavailable("the server is shutting down")
         _remove_reserved(sampling_params)
         chosen = options or REQUEST_OPTIONS.get()
         if chosen is None or chosen.text_only:
@@ -268,10 +279,15 @@ class AsyncOmni(AsyncLLM):
         """Fail what is in flight and close the connections; processes belong to the launcher.
 
         vLLM's server calls it from another thread; a second call does nothing.
+
+        Args:
+            timeout: what is in flight is given so long to end, in seconds; nothing new is taken meanwhile.
         """
         fleet, self._fleet_open = self._fleet_open, None
         if fleet is None:
             return
+        if timeout and not fleet.loop.is_closed() and not _is_running(fleet.loop):
+            asyncio.run_coroutine_threadsafe(self._drain(timeout), fleet.loop).result()
         if not fleet.loop.is_closed():
             if _is_running(fleet.loop):
                 self._stop()

@@ -10,6 +10,7 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_omni_ext.config.checks import AUTO
 from vllm_omni_ext.config.schema import OmniConfig, keys
 
 GROUP = "OmniConfig"
@@ -33,7 +34,7 @@ SETTINGS = {
     "omni_restart_limit": "restart_limit",
     "omni_shutdown_timeout": "shutdown_timeout_s",
     "omni_startup_timeout": "startup_timeout_s",
-    "api_server_count": "api_servers",
+    "api_servers": "api_servers",
 }
 """Argument -> key of `OmniConfig` that it sets."""
 
@@ -44,6 +45,9 @@ class OmniServe(ServeSubcommand):
     def subparser_init(self, subparsers: argparse._SubParsersAction) -> FlexibleArgumentParser:
         """Build the stock parser and add the group."""
         parser = super().subparser_init(subparsers)
+        for action in parser._actions:
+            if action.dest == "api_server_count":
+                action.type = _count_or_auto
         _add_group(parser)
         return parser
 
@@ -65,11 +69,20 @@ def parse_serve(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(words)
     for action in serve._actions:
         action.default = argparse.SUPPRESS
-    setattr(args, EXPLICIT, frozenset(vars(parser.parse_args(words))) - {"subparser"})
+    given = frozenset(vars(parser.parse_args(words))) - {"subparser"}
+    if "api_server_count" in given:
+        args.api_servers, given = args.api_server_count, given | {"api_servers"}
+        if args.api_server_count == AUTO:  # which vLLM's own checks do not know
+            args.api_server_count = None
+    setattr(args, EXPLICIT, given)
     args.omni = True
     if args.model_tag is not None:
         args.model = args.model_tag
     return args
+
+
+def _count_or_auto(text: str) -> int | str:
+    return text if text == AUTO else int(text)
 
 
 def _add_group(parser: FlexibleArgumentParser) -> None:

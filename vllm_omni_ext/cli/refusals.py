@@ -22,12 +22,6 @@ REFUSED: Mapping[str, tuple[frozenset[object], str]] = {
         frozenset({None}),
         'write --stage-overrides \'{{"{stage}": {{"devices": "0"}}}}\' or devices in a stage config',
     ),
-    "api_server_count": (
-        frozenset({None, 1}),
-        "more than one API server is not supported yet; write 1 or leave it out",
-    ),
-    "master_addr": (frozenset({"127.0.0.1"}), "the head's address is another flag; write --omni-master-address"),
-    "master_port": (frozenset({29501}), "the head's port is another flag; write --omni-master-port"),
     "nnodes": (frozenset({1}), _HOST),
     "node_rank": (frozenset({0}), _HOST),
     "data_parallel_size": (frozenset({1}), _REPLICAS),
@@ -55,10 +49,8 @@ def check_flags(args: argparse.Namespace, given: Collection[str], *, text_stage:
         ConfigError: starts with the flag and its value.
     """
     names = REFUSED.keys() & set(given)
-    if args.headless:
-        names -= {"api_server_count"}
-        if args.api_server_count not in _HEADLESS_SERVERS:
-            raise ConfigError(f"--api-server-count {args.api_server_count}: --headless starts no API server; remove it")
+    if args.headless and args.api_server_count not in _HEADLESS_SERVERS:
+        raise ConfigError(f"--api-server-count {args.api_server_count}: --headless starts no API server; remove it")
     for name in sorted(names):
         harmless, advice = REFUSED[name]
         value = getattr(args, name)

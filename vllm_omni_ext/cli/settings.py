@@ -19,7 +19,6 @@ from vllm_omni_ext.config.load import load_config
 from vllm_omni_ext.config.overrides import parse_overrides, with_overrides, with_settings
 from vllm_omni_ext.config.parse import Names
 from vllm_omni_ext.config.schema import OmniConfig, keys
-from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.registry import PipelineSpec, pipeline_for
 from vllm_omni_ext.runtime.engine_args import stage_engine_args
 from vllm_omni_ext.topology.plan import Plan, make_plan
@@ -53,7 +52,7 @@ def from_cli(args: argparse.Namespace) -> tuple[Plan, argparse.Namespace]:
     hf_config = load_hf_config(args.model, text_args)
     pipeline = pipeline_for(architecture(args.model, hf_config))
     check_flags(args, given, text_stage=_text_stage(pipeline))
-    ignored = {"api_server_count"} if args.headless else set()
+    ignored = {"api_servers"} if args.headless else set()
     wishes = _Wishes(
         stage_config=args.stage_config,
         overrides=parse_overrides(args.stage_overrides) if args.stage_overrides else {},
@@ -100,10 +99,7 @@ def from_kwargs(
 def _config(pipeline: PipelineSpec, wishes: _Wishes) -> OmniConfig:
     names = Names(stages=tuple(s.name for s in pipeline.stages), engine=ENGINE_FIELDS, sampling=SAMPLING_FIELDS)
     config = load_config(wishes.stage_config or pipeline.name, names)
-    config = with_settings(with_overrides(config, wishes.overrides, names), wishes.settings)
-    if config.api_servers > 1:
-        raise ConfigError(f"api_servers: more than one is not supported yet; write 1, got {config.api_servers}")
-    return config
+    return with_settings(with_overrides(config, wishes.overrides, names), wishes.settings)
 
 
 def _plan(

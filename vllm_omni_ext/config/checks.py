@@ -31,6 +31,14 @@ class Check:
             raise ConfigError(f"{path}: must be {self.expected}, got {value!r}")
         return self.convert(value)
 
+    def or_word(self, word: str) -> Check:
+        """The same rule, with one word allowed."""
+        return Check(
+            f"{self.expected}, or {word}",
+            lambda value: value == word or self.accepts(value),
+            lambda value: value if value == word else self.convert(value),
+        )
+
     def or_none(self) -> Check:
         """The same rule, with null allowed."""
         return Check(
@@ -79,6 +87,7 @@ LB_POLICIES = ("least-queue-length", "random", "round-robin")
 SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0
 """Less than this the control plane does not work with; as in `coordinator.timing`."""
 
+AUTO = "auto"
 LARGEST_PORT = 65535
 
 LB_POLICY = one_of(*LB_POLICIES)

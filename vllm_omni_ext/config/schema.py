@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm_omni_ext.config.checks import (
+    AUTO,
     BOOLEAN,
     DEVICES,
     ENVIRONMENT,
@@ -90,7 +91,12 @@ class OmniConfig:
     async_chunk: bool = _key(
         True, BOOLEAN, "Hand results to the next stage while they are made; false: once, when a stage has finished."
     )
-    api_servers: int = _key(1, integer(at_least=1), "How many API server processes are started.", "processes")
+    api_servers: int | str = _key(
+        1,
+        integer(at_least=1).or_word(AUTO),
+        "How many API server processes are started. `auto`: one for every two cores, at most 8.",
+        "processes",
+    )
     startup_timeout_s: float = _key(600.0, seconds(), "All replicas must be ready within this time.", "seconds")
     shutdown_timeout_s: float = _key(5.0, seconds(), "A process that has not ended by then is killed.", "seconds")
     request_deadline_s: float | None = _key(

@@ -54,6 +54,7 @@ class Observer:
         self._keep = keep
         self._ended = ended
         self._clock = clock
+        self._quiet: Callable[[], None] = lambda: None
         self._records: dict[str, Record] = {}
         self._kept: dict[str, Record | None] = {}
         self.loads: dict[ReplicaId, Load] = {}
@@ -68,6 +69,12 @@ class Observer:
     def unseen(cls, text_stage: str, replicas: Iterable[ReplicaId]) -> Observer:
         """One that writes where nobody looks."""
         return cls(Metrics("", CollectorRegistry()), text_stage=text_stage, replicas=replicas)
+
+    def watch_quiet(self, quiet: Callable[[], None]) -> None:
+        """Call `quiet` when no request is in flight, at once if that is so already."""
+        self._quiet = quiet
+        if not self._records:
+            quiet()
 
     def held(self) -> int:
         """Requests that have not ended."""
@@ -244,6 +251,8 @@ class Observer:
             if course.last is not None:
                 self._metrics.of(m.STAGE_TIME, stage).observe(course.last - course.sent)
         self._ended(record)
+        if not self._records:
+            self._quiet()
 
 
 def payload_bytes(payload: Any) -> int:

@@ -108,7 +108,8 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     for kind in TRIPPED:
         app.add_exception_handler(kind, tripped_handler)
     add_routes(app)
-    app.user_middleware.insert(0, Middleware(Gate, max_body_mib=omni.plan.config.max_body_mib))
+    which = omni.connections.client_index if omni.connections.client_count > 1 else None
+    app.user_middleware.insert(0, Middleware(Gate, max_body_mib=omni.plan.config.max_body_mib, server=which))
     app.middleware_stack = app.build_middleware_stack()  # vLLM has built one already
     return app
 
@@ -132,7 +133,7 @@ def _server_options(args: Namespace) -> dict[str, Any]:
     options = {name: getattr(args, name) for name in SERVER_ARGS} | {
         "log_level": args.uvicorn_log_level,
         "access_log": not args.disable_uvicorn_access_log,
-        "timeout_graceful_shutdown": GRACE_S,
+        "timeout_graceful_shutdown": GRACE_S,  # after what was in flight has ended
         "timeout_keep_alive": envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
     }
     log_config = get_uvicorn_log_config(args)

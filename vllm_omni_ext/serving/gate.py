@@ -11,17 +11,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 RETRY_AFTER_S = 1
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 MIB = 1 << 20
+SERVER_HEADER = "X-Api-Server"
 
 
 class Gate:
     """ASGI middleware.
 
     Args:
+        server: number of this API server, said in every answer; None: there is only one.
         max_body_mib: longest body of a request; a longer one is answered with 413, before it has been read.
     """
 
-    def __init__(self, app: ASGIApp, *, max_body_mib: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_body_mib: int, server: int | None = None) -> None:
         self._app = app
+        self._server = server
         self._most = max_body_mib * MIB
         self._too_large = f"the body of a request may have {max_body_mib} MiB (max_body_mib of the stage config)"
 
@@ -45,8 +48,12 @@ class Gate:
             return message
 
         async def hinted(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] in BUSY:
-                MutableHeaders(scope=message).setdefault("Retry-After", str(RETRY_AFTER_S))
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                if message["status"] in BUSY:
+                    headers.setdefault("Retry-After", str(RETRY_AFTER_S))
+                if self._server is not None:
+                    headers[SERVER_HEADER] = str(self._server)
             await send(message)
 
         await self._app(scope, limited, hinted)

@@ -9,9 +9,12 @@ import signal
 import socket
 import sys
 import threading
+import time
 import uuid
 from argparse import Namespace
+from collections.abc import Iterable
 from functools import partial
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,7 +27,7 @@ from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import end_with
 from vllm_omni_ext.memory import trim
-from vllm_omni_ext.metrics import mark_dead
+from vllm_omni_ext.metrics import DIRECTORY, mark_dead, share
 from vllm_omni_ext.runtime.api_servers import ApiServers
 from vllm_omni_ext.runtime.coordination import Coordination
 from vllm_omni_ext.runtime.descriptors import receive_descriptors
@@ -51,6 +54,9 @@ from vllm_omni_ext.wire.control import (
 )
 from vllm_omni_ext.wire.enrollment import Enrollment
 
+GRACE_S = 3.0
+"""What ending an API server may take beyond the time for its requests."""
+
 FAILED = 1
 """Exit status when a process that everything depends on has ended by itself."""
 
@@ -76,6 +82,8 @@ def serve(plan: Plan, args: Namespace) -> int:
     signal.signal(signal.SIGINT, stop)
     listen_address, sock = setup_server(args, reuse_port=False)
     folder = PrivateFolder()
+    if plan.api_servers > 1:
+        share_metrics(plan, folder.path)
     try:
         with Head(plan, folder, stopping) as head:
             return head.serve(listen_address, sock, args)
@@ -85,6 +93,25 @@ def serve(plan: Plan, args: Namespace) -> int:
     finally:
         folder.remove()
         sock.close()
+
+
+def share_metrics(plan: Plan, folder: str) -> None:
+    """Let all API servers answer `/metrics` with the figures of all, and say what else changes with several."""
+    directory = os.environ.get(DIRECTORY) or os.path.join(folder, "metrics")
+    os.makedirs(directory, exist_ok=True)
+    share(directory)
+    tell(f"{plan.api_servers} API servers, each with its own multimodal processor cache; caches are not shared")
+
+
+def end_gently(processes: Iterable[Any], limit_s: float) -> None:
+    """SIGTERM to all, and wait until they have ended, at most `limit_s` seconds."""
+    left = {process.sentinel: process for process in processes if process.is_alive()}
+    for process in left.values():
+        process.terminate()
+    deadline = time.monotonic() + limit_s
+    while left and (rest := deadline - time.monotonic()) > 0:
+        for sentinel in connection.wait(list(left), rest):
+            left.pop(sentinel)  # type: ignore[call-overload]
 
 
 def tell(line: str) -> None:
@@ -127,6 +154,14 @@ class Head:
             self._supervisor.stop()
         if self._keeper is not None:
             self._keeper.close()
+        try:
+            if self._servers is not None and self._deployment.drain_s:
+                tell(f"requests in flight have {self._deployment.drain_s} s (--shutdown-timeout); again to end now")
+                end_gently(self._servers.processes.values(), self._deployment.drain_s + GRACE_S)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         self._open.close()
         if self._keeper is not None:
             self._keeper.join()
@@ -252,6 +287,8 @@ def run_api_server(
     for number in (signal.SIGTERM, signal.SIGINT):  # until the HTTP server installs its own handlers
         signal.signal(number, lambda *_: sys.exit(0))
     decorate_logs()
+    if connections.client_index:  # one of several says at the start what is the same for all
+        logging.getLogger("vllm").setLevel(logging.WARNING)
     uvloop.run(_api_server(connections, control, listen_address, sock, args))
 
 

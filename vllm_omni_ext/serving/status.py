@@ -15,6 +15,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.record import as_trace
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.topology.shape import StagePlan
+from vllm_omni_ext.wire.control import Server
 
 UP, DOWN = "UP", "DOWN"
 
@@ -53,7 +54,7 @@ async def status(request: Request) -> dict[str, Any]:
             for stage in omni.plan.stages
         ],
         "coordinator": _coordinator(omni),
-        "api_servers": [{"pid": os.getpid(), "state": UP}],
+        "api_servers": _api_servers(omni),
         "uptime_s": round(time.time() - omni.connections.started, 3),
     }
 
@@ -79,8 +80,10 @@ def _count(omni: AsyncOmni, stage: StagePlan) -> dict[str, int]:
 
 
 def _replica(omni: AsyncOmni, replica: ReplicaId) -> dict[str, Any]:
-    running, waiting = omni.observer.loads.get(replica, (0, 0))
     about, report = omni.fleet.about[replica], omni.fleet.reports.get(replica)
+    load = None if report is None else report.entry.load
+    # What its scheduler says with its outputs goes to one API server; the coordinator tells all.
+    running, waiting = omni.observer.loads.get(replica, (0, 0)) if load is None else (load.running, load.waiting)
     return {
         "id": str(replica),
         "state": omni.fleet.state(replica),
@@ -91,6 +94,14 @@ def _replica(omni: AsyncOmni, replica: ReplicaId) -> dict[str, Any]:
         "restarts": about.restarts,
         "heartbeat_age_s": None if report is None else round(time.monotonic() - report.heard, 3),
     }
+
+
+def _api_servers(omni: AsyncOmni) -> list[dict[str, Any]]:
+    known = omni.fleet.servers or (Server(omni.connections.client_index, os.getpid(), True, 0),)
+    return [
+        {"index": each.index, "pid": each.pid, "state": UP if each.up else DOWN, "restarts": each.restarts}
+        for each in known
+    ]
 
 
 def _coordinator(omni: AsyncOmni) -> dict[str, Any] | None:

@@ -66,9 +66,19 @@ def make_plan(
             for spec in pipeline.stages
         ),
         edges=pipeline.edges,
-        api_servers=config.api_servers,
+        api_servers=_api_servers(config, machine),
         config=config,
     )
+
+
+CORES_PER_API_SERVER, MOST_API_SERVERS = 2, 8
+"""What `auto` means: one API server for every two cores, as its engines need some too, and a bound for large hosts."""
+
+
+def _api_servers(config: OmniConfig, machine: Machine) -> int:
+    if isinstance(config.api_servers, int):
+        return config.api_servers
+    return max(1, min(machine.cpu_count // CORES_PER_API_SERVER, MOST_API_SERVERS))
 
 
 def resolved_sampling(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[str, Any]]:
