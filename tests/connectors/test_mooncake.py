@@ -1,4 +1,4 @@
-"""Mooncake over TCP. Its engine listens on all interfaces, so the suite runs in a network namespace with loopback only."""
+"""Mooncake over TCP. Its engine listens on all interfaces, so the suite runs in a namespace with loopback only."""
 
 from __future__ import annotations
 

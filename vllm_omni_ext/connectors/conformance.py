@@ -289,8 +289,10 @@ class Conformance:
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(stream, range(100)))
         eventually(lambda: empty(*producers, *consumers), "streams left something")
-        for end in (*producers, *consumers):
-            end.close()
+        for producer in producers:
+            producer.close()
+        for consumer in consumers:
+            consumer.close()
 
     def test_no_room_is_an_error_and_ends_when_something_is_forgotten(self) -> None:
         made = connector(replace(self.config, capacity_bytes=MIB))
@@ -311,10 +313,10 @@ class Conformance:
             producer.put(key("b"), [torch.zeros(MIB, dtype=torch.uint8)])
 
     def test_empty_chunks_need_room_too(self) -> None:
-        with connector(replace(self.config, capacity_bytes=4096)).producer(EDGE) as producer:
-            with pytest.raises(BackPressure):
-                for index in range(10_000):
-                    producer.put(key("a", index), [])
+        made = connector(replace(self.config, capacity_bytes=4096))
+        with made.producer(EDGE) as producer, pytest.raises(BackPressure):
+            for index in range(10_000):
+                producer.put(key("a", index), [])
 
     def test_an_abandoned_request_is_dropped(self) -> None:
         made = connector(replace(self.config, keep_s=0.3))

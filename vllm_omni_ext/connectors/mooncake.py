@@ -73,7 +73,7 @@ def _library() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"connector.name: mooncake cannot be imported ({error}); pip install 'vllm-omni-ext[mooncake]', without "
-            "CUDA mooncake-transfer-engine-non-cuda, and libibverbs1 from the system's packages"
+            "CUDA 'vllm-omni-ext[mooncake-cpu]', and libibverbs1 from the system's packages"
         ) from error
     return engine
 

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
+
 from vllm_omni_ext.connectors.arena import aligned
 from vllm_omni_ext.connectors.base import MAX_PARTS, Part
 from vllm_omni_ext.wire.chunks import PartHead
@@ -52,10 +54,10 @@ def write(parts: Sequence[Part], heads: Sequence[PartHead], target: memoryview) 
         if not head.nbytes:
             continue
         place = target[head.offset : head.offset + head.nbytes]
-        if is_tensor(part):
+        if is_tensor(part) and not (part.is_cpu and part.is_contiguous()):
             _view(head, place).copy_(part.detach())
-        else:
-            place[:] = memoryview(part).cast("B")
+        else:  # not with torch, whose threads wait for each other where other processes work too
+            np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(_memory(part), np.uint8))
 
 
 def read(heads: Sequence[PartHead], source: Any) -> tuple[Part, ...]:
@@ -70,7 +72,7 @@ def read(heads: Sequence[PartHead], source: Any) -> tuple[Part, ...]:
 
 def host_views(parts: Sequence[Part]) -> list[memoryview]:
     """The bytes of each part as they lie in memory; copied only from a device or out of a strided tensor."""
-    return [memoryview(_bytes_of(part)) if is_tensor(part) else memoryview(part).cast("B") for part in parts]
+    return [memoryview(_memory(part)) for part in parts]
 
 
 def check(heads: Sequence[PartHead], nbytes: int) -> None:
@@ -107,8 +109,8 @@ def _view(head: PartHead, place: memoryview) -> torch.Tensor:
     return torch.frombuffer(place, dtype=dtype).view(head.shape)
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    """A tensor's memory as a numpy array of bytes; numpy has no bfloat16 to look at it otherwise."""
-    import torch
-
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+def _memory(part: Part) -> Any:
+    """A part's bytes, flat. Numpy has no bfloat16, so tensors are looked at as bytes first."""
+    if not is_tensor(part):
+        return memoryview(part).cast("B")
+    return part.detach().cpu().contiguous().reshape(-1).view(sys.modules["torch"].uint8).numpy()
