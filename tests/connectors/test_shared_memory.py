@@ -74,7 +74,7 @@ def test_no_chunk_makes_a_file_or_a_descriptor(
             assert consumer.get(key("a", index)).parts[0][0] == index
     assert made == []
     assert files() == before
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_nothing_is_left_when_everybody_is_killed() -> None:
