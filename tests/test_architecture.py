@@ -64,6 +64,15 @@ LIGHT_AT_THE_TOP = (
     "plugin",
     "patches",
     "model_plugins.registry",
+    "connectors.arena",
+    "connectors.base",
+    "connectors.chunks",
+    "connectors.ends",
+    "connectors.in_process",
+    "connectors.ledger",
+    "connectors.mailbox",
+    "connectors.registry",
+    "connectors.tensors",
     "cli.main",
 )
 """Modules that are imported in plain runs or for --help: nothing heavy at their top."""

@@ -1,0 +1,144 @@
+"""What a chunk costs on each connector, between two processes, beside a plain copy of as many bytes in the same run.
+
+`put` is what the producer's thread spends, `there` the time from the beginning of the put until the consumer has the
+tensor (its `get` waits already). CPU is of both processes. The copies are by construction (see the modules). System
+calls are not counted one by one: the kernel's count of context switches of both processes is shown instead, which is
+what messages cost.
+
+    python benchmarks/connectors.py [--connectors in_process shared_memory tcp mooncake] [--seconds 2]
+
+Mooncake's engine listens on all interfaces; run it alone, where nothing else can be reached:
+
+    unshare -rn sh -c 'ip link set lo up; python benchmarks/connectors.py --connectors mooncake'
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import resource
+import statistics
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_omni_ext.connectors.base import MIB, ChunkKey, ConnectorConfig, Consumer
+from vllm_omni_ext.connectors.registry import connector
+
+SIZES = (4096, MIB, 64 * MIB)
+EDGE = "rows"
+FEWEST = 5
+COPIES = {
+    "in_process": "0 + 0",
+    "shared_memory": "1 + 1",
+    "tcp": "0 + 1, kernel 1 + 1",
+    "mooncake": "1 + 1, and the engine's",
+}
+"""Of the tensor's bytes, at the producer and at the consumer."""
+
+
+def usage() -> tuple[float, int]:
+    """(CPU seconds, context switches) of this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime, used.ru_nvcsw + used.ru_nivcsw
+
+
+def read(consumer: Consumer, pipe: Any) -> None:
+    """Say when each chunk was there, on the clock of all processes, until told to end."""
+    while (told := pipe.recv()) is not None:
+        request, source = told
+        if source is None:
+            consumer.forget(request)
+            pipe.send(usage())
+            continue
+        consumer.open(request, source)
+        pipe.send(None)
+        part = consumer.get(ChunkKey(request, EDGE, 0)).parts[0]
+        pipe.send((time.perf_counter(), part.numel()))
+
+
+def reader(config: ConnectorConfig, pipe: Any) -> None:
+    """The consumer's process."""
+    with connector(config).consumer(EDGE) as consumer:
+        read(consumer, pipe)
+
+
+def measure(name: str, size: int, seconds: float) -> str:
+    """One line of the table."""
+    config = ConnectorConfig(name=name, capacity_bytes=2 * SIZES[-1])
+    made = connector(config)
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    if name == "in_process":
+        consumer = made.consumer(EDGE)
+        other: Any = threading.Thread(target=read, args=(consumer, theirs))
+    else:
+        other = multiprocessing.get_context("spawn").Process(target=reader, args=(config, theirs))
+    other.start()
+    puts, theres = [], []
+    with made.producer(EDGE) as producer:
+        tensor = torch.ones(size, dtype=torch.uint8)
+        cpu: list[tuple[float, int]] = []
+        end, count = 0.0, 0
+        while count < FEWEST + 1 or time.perf_counter() < end:
+            request = f"r{count}"
+            ours.send((request, producer.address))
+            ours.recv()
+            start = time.perf_counter()
+            producer.put(ChunkKey(request, EDGE, 0), [tensor], last=True)
+            put = time.perf_counter()
+            arrived, numel = ours.recv()
+            assert numel == size
+            ours.send((request, None))
+            total = [sum(both) for both in zip(usage(), ours.recv(), strict=True)]
+            cpu.append((total[0], int(total[1])))
+            if count:  # the first connects and touches memory for the first time
+                puts.append(put - start)
+                theres.append(arrived - start)
+            else:
+                end = time.perf_counter() + seconds
+            count += 1
+        ours.send(None)
+        other.join()
+        rounds = len(puts)
+        busy = (cpu[-1][0] - cpu[0][0]) / rounds * 1e6 / (2 if name == "in_process" else 1)
+        switches = (cpu[-1][1] - cpu[0][1]) / rounds / (2 if name == "in_process" else 1)
+    there = statistics.median(theres)
+    return (
+        f"{name:<15}{size:>10}{statistics.median(puts) * 1e6:>11.0f}{there * 1e6:>11.0f}{max(theres) * 1e6:>11.0f}"
+        f"{size / there / 1e6:>10.0f}{busy:>11.0f}{switches:>9.1f}  {COPIES.get(name, '')}"
+    )
+
+
+def copy(size: int, seconds: float) -> str:
+    """The same for a copy into memory that was used before."""
+    source, target, times = np.ones(size, np.uint8), np.ones(size, np.uint8), []
+    end = time.perf_counter() + seconds
+    while len(times) < FEWEST or time.perf_counter() < end:
+        start = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - start)
+    middle = statistics.median(times)
+    return f"{'copy':<15}{size:>10}{'':>11}{middle * 1e6:>11.0f}{max(times) * 1e6:>11.0f}{size / middle / 1e6:>10.0f}"
+
+
+def main() -> None:
+    """Measure everything and print a table."""
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--connectors", nargs="+", default=["in_process", "shared_memory", "tcp"])
+    flags.add_argument("--seconds", type=float, default=2.0, help="for each line")
+    args = flags.parse_args()
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; medians, microseconds a chunk")
+    head = f"{'':<15}{'bytes':>10}{'put':>11}{'there':>11}{'slowest':>11}{'MB/s':>10}{'CPU':>11}{'switches':>9}"
+    print(f"{head}  copies")
+    for size in SIZES:
+        print(copy(size, args.seconds / 4), flush=True)
+        for name in args.connectors:
+            print(measure(name, size, args.seconds), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""The public suite, on the connectors that need nothing special."""
+
+from __future__ import annotations
+
+from vllm_omni_ext.connectors.base import ConnectorConfig
+from vllm_omni_ext.connectors.conformance import Conformance
+
+
+class TestInProcess(Conformance):
+    config = ConnectorConfig(name="in_process")
+    processes = False
+
+
+class TestSharedMemory(Conformance):
+    config = ConnectorConfig(name="shared_memory")
+
+
+class TestTcp(Conformance):
+    config = ConnectorConfig(name="tcp")

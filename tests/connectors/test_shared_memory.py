@@ -1,0 +1,183 @@
+"""Shared memory: no file system object for a chunk, and nothing left after SIGKILL of everybody."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from vllm_omni_ext.connectors.base import MIB, ConnectorConfig, ProducerLost
+from vllm_omni_ext.connectors.conformance import EDGE, PATIENCE_S, child, consume, empty, eventually, key, produce
+from vllm_omni_ext.connectors.shared_memory import SharedConsumer, SharedMemory, SharedProducer, _map
+from vllm_omni_ext.wire.chunks import Welcome
+
+CONFIG = ConnectorConfig(name="shared_memory")
+
+
+def files() -> set[str]:
+    """Everything where shared memory, locks and sockets could be; `psm_` is Python's own, and other programs'."""
+    folders = ("/dev/shm", tempfile.gettempdir(), os.getcwd())
+    found = (entry for folder in folders for entry in Path(folder).glob("*"))
+    return {str(entry) for entry in found if not entry.name.startswith("psm_")}
+
+
+def named(pid: int) -> set[str]:
+    """Files in those folders that a process has open or mapped."""
+    maps = {line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+    links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    return {name for name in maps | links if name.startswith(("/dev/shm/", tempfile.gettempdir()))}
+
+
+def sockets() -> set[str]:
+    """Names in the abstract namespace that are ours."""
+    return {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@omni-" in line}
+
+
+@pytest.fixture(autouse=True)
+def private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs leave things in the temporary folder, and so does the server that forks the tests' processes."""
+    with child(consume, CONFIG):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[SharedProducer, SharedConsumer]]:
+    made = SharedMemory(CONFIG)
+    with made.producer(EDGE) as producer, made.consumer(EDGE) as consumer:
+        yield producer, consumer
+
+
+def test_no_chunk_makes_a_file_or_a_descriptor(
+    ends: tuple[SharedProducer, SharedConsumer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = ends
+    producer.put(key("first"), [b"x"])
+    consumer.open("first", producer.address)
+    consumer.get(key("first"))
+    before, descriptors, made = files(), len(os.listdir("/proc/self/fd")), []
+    with monkeypatch.context() as spied:
+        for name in ("open", "memfd_create", "mkdir", "dup"):
+            spied.setattr(os, name, lambda *args, name=name, **kwargs: made.append((name, args)))
+        spied.setattr("mmap.mmap", lambda *args, **kwargs: made.append(("mmap", args)))
+        consumer.open("a", producer.address)
+        for index in range(500):
+            producer.put(key("a", index), [torch.full((64,), index)])
+            assert consumer.get(key("a", index)).parts[0][0] == index
+    assert made == []
+    assert files() == before
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_nothing_is_left_when_everybody_is_killed() -> None:
+    before, names = files(), sockets()
+    with child(produce, CONFIG) as writer, child(consume, CONFIG) as reader:
+        source = writer.hear()
+        reader.pipe.send(("a", source, 5))
+        writer.pipe.send(("a", 5, 10_000))
+        reader.hear()
+        assert sockets() > names
+        assert named(writer.process.pid) == named(reader.process.pid) == set()
+        writer.kill()
+        reader.kill()
+    assert files() == before
+    assert sockets() == names
+
+
+def test_what_has_arrived_can_be_read_after_the_producers_death() -> None:
+    with child(produce, CONFIG) as writer, SharedMemory(CONFIG).consumer(EDGE) as consumer:
+        source = writer.hear()
+        consumer.open("a", source)
+        writer.pipe.send(("a", 2, 10))
+        consumer.get(key("a", 1), PATIENCE_S)
+        writer.kill()
+        eventually(lambda: consumer.stats().links == 0, "the death was not noticed")
+        assert torch.equal(consumer.get(key("a", 0)).parts[0], torch.zeros(10, 64))
+        consumer.open("a", source)
+        with pytest.raises(ProducerLost):
+            consumer.get(key("a", 2), PATIENCE_S)
+
+
+def test_memory_that_is_being_read_is_not_used_again(ends: tuple[SharedProducer, SharedConsumer]) -> None:
+    producer, consumer = ends
+    producer.put(key("a"), [torch.ones(100)])
+    consumer.open("a", producer.address)
+    reading, go_on, fetch = threading.Event(), threading.Event(), consumer._fetch
+
+    def slowly(*args):
+        reading.set()
+        assert go_on.wait(PATIENCE_S)
+        return fetch(*args)
+
+    consumer._fetch = slowly
+    got = []
+    thread = threading.Thread(target=lambda: got.append(consumer.get(key("a")).parts[0]))
+    thread.start()
+    assert reading.wait(PATIENCE_S)
+    producer.forget("a")
+    producer.put(key("b"), [torch.zeros(100)])
+    time.sleep(0.2)
+    go_on.set()
+    thread.join()
+    assert torch.equal(got[0], torch.ones(100))
+    producer.forget("b")
+    eventually(lambda: producer.stats().held_bytes == 0, "the reader's end was not noticed")
+
+
+def test_a_killed_reader_does_not_hold_what_was_forgotten() -> None:
+    with SharedMemory(CONFIG).producer(EDGE) as producer, child(consume, CONFIG) as reader:
+        producer.put(key("a"), [torch.ones(100)], last=True)
+        reader.pipe.send(("a", producer.address, 1))
+        reader.hear()
+        process = psutil.Process(reader.process.pid)
+        process.suspend()
+        eventually(lambda: process.status() == psutil.STATUS_STOPPED, "it goes on")
+        producer.forget("a")
+        time.sleep(0.3)
+        assert producer.stats().held_bytes > 0, "a reader that is only stopped may go on"
+        reader.kill()
+        eventually(lambda: empty(producer), "a dead reader holds memory")
+
+
+def test_a_consumer_cannot_write(ends: tuple[SharedProducer, SharedConsumer]) -> None:
+    welcome = ends[0]._welcome()
+    assert isinstance(welcome, Welcome)
+    assert _map(welcome.memory, welcome.size).readonly
+    with socket.socket(socket.AF_UNIX) as counter:
+        counter.connect(f"\0{welcome.memory}")
+        _, (descriptor,), _, _ = socket.recv_fds(counter, 1, 1)
+    with pytest.raises(PermissionError):
+        mmap.mmap(descriptor, welcome.size)
+    with pytest.raises(PermissionError):
+        os.pwrite(descriptor, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 0)
+    os.close(descriptor)
+
+
+def test_another_user_is_not_given_the_memory(
+    ends: tuple[SharedProducer, SharedConsumer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = ends
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    consumer.open("a", producer.address)
+    with pytest.raises(ProducerLost, match="same user"):
+        consumer.get(key("a"), PATIENCE_S)
+    eventually(lambda: producer.stats().dropped == 1, "it was not counted")
+
+
+def test_only_as_much_memory_is_used_as_was_needed_at_once() -> None:
+    with SharedMemory(CONFIG).producer(EDGE) as producer:
+        before = psutil.Process().memory_info().shared
+        for index in range(200):
+            producer.put(key(str(index)), [torch.ones(MIB // 4)])
+            producer.forget(str(index))
+        assert psutil.Process().memory_info().shared - before < 16 * MIB

@@ -1,0 +1,35 @@
+"""Connectors by name. They are imported when one is made: each needs a library that the others do not."""
+
+from __future__ import annotations
+
+import importlib
+from difflib import get_close_matches
+
+from vllm_omni_ext.connectors.base import Connector, ConnectorConfig
+from vllm_omni_ext.errors import ConfigError
+
+CONNECTORS = {
+    "in_process": "vllm_omni_ext.connectors.in_process:InProcess",
+    "shared_memory": "vllm_omni_ext.connectors.shared_memory:SharedMemory",
+    "tcp": "vllm_omni_ext.connectors.tcp:Tcp",
+    "mooncake": "vllm_omni_ext.connectors.mooncake:Mooncake",
+}
+"""Name to `module:class`; another connector is configured with its own `module:class` as its name."""
+
+
+def connector(config: ConnectorConfig) -> Connector:
+    """Make the configured connector; ConfigError if there is none of that name or it cannot be used here."""
+    place = CONNECTORS.get(config.name, config.name)
+    module, colon, name = place.partition(":")
+    if not colon:
+        near = get_close_matches(config.name, CONNECTORS, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(CONNECTORS)}, and 'module:Class'"
+        raise ConfigError(f"connector.name: no connector '{config.name}'; {hint}")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"connector.name: '{place}' cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Connector)):
+        raise ConfigError(f"connector.name: '{place}' is no Connector")
+    made: Connector = found(config)
+    return made
