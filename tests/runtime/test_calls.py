@@ -188,7 +188,9 @@ async def test_who_leaves_takes_the_calls_along() -> None:
         ("compute_weight_checksums", [{}], False, [{}, {}]),
     ],
 )
-async def test_without_targets_vllms_callers_get_one_answer(utility: str, answer: Any, whole: bool, folded: Any) -> None:
+async def test_without_targets_vllms_callers_get_one_answer(
+    utility: str, answer: Any, whole: bool, folded: Any
+) -> None:
     bench = Bench()
     bench.answer(utility, answer)
     assert await bench.calls.everywhere(f"{utility}_async") == folded
@@ -210,7 +212,7 @@ async def test_without_targets_a_failure_is_told_with_what_the_others_said() -> 
     bench = Bench()
     bench.answer("reset_prefix_cache", True)
     bench.answer("reset_prefix_cache", ValueError("held"), "talker/0")
-    with pytest.raises(CallFailed, match="^talker/0: held$") as failure:
+    with pytest.raises(CallFailed, match=r"^talker/0: held$") as failure:
         await bench.calls.everywhere("reset_prefix_cache_async")
     assert texts(failure.value.replies)["code2wav/0"] is True
     for name in map(str, NAMES):
@@ -230,18 +232,6 @@ async def test_requests_go_past_who_sleeps() -> None:
     bench.answer("wake_up", True)
     await bench.calls.to(["talker/0"], "wake_up_async", None)
     assert bench.pools["talker"].admit("c") == zero
-
-
-async def test_a_stage_sleeps_once_those_before_it_have_finished() -> None:
-    bench = Bench()
-    finished = asyncio.Event()
-    bench.answer("sleep", finished, "thinker/1")
-    going = asyncio.create_task(bench.calls.everywhere("sleep_async", 1, "wait"))
-    await asyncio.sleep(SOON_S)
-    assert bench.called() == ["thinker/0", "thinker/1"]
-    finished.set()
-    await going
-    assert bench.called() == [str(name) for name in NAMES]
 
 
 async def test_profiles_are_named_after_replicas() -> None:

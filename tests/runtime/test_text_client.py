@@ -73,7 +73,6 @@ class Bench:
         self.orchestrator: Any = Orchestrator(self.replicas)
         self.text = TextClient(self.replicas, self.orchestrator)
 
-
     def lose(self, name: ReplicaId) -> None:
         self.text.lost(name)
         del self.orchestrator.replicas[name]
@@ -124,7 +123,7 @@ async def test_utilities_reach_every_live_replica() -> None:
 
 
 async def test_a_utility_that_fails_in_one_replica_fails() -> None:
-    with pytest.raises(CallFailed, match="thinker/1: no$"):
+    with pytest.raises(CallFailed, match=r"thinker/1: no$"):
         await Bench().text.failing_async()
 
 

@@ -153,24 +153,13 @@ class Calls:
         if utility == SLEEP:  # before it is, and also if that fails: vLLM pauses the engine first
             for replica in replicas:
                 self._pools[replica.stage].rest(replica)
-        called = {replica: self._replicas[replica] for replica in replicas}
-        replies: Replies = {}
-        for together in _rounds(replicas, utility, args):
-            calls = (_call(called[replica], utility, args, deadline_s) for replica in together)
-            replies |= zip(together, await asyncio.gather(*calls), strict=True)
+        answers = await asyncio.gather(*(_call(self._replicas[name], utility, args, deadline_s) for name in replicas))
+        replies = dict(zip(replicas, answers, strict=True))
         if utility == WAKE:
             for replica, reply in replies.items():
                 if reply.value:  # fully awake
                     self._pools[replica.stage].rouse(replica)
         return replies
-
-
-def _rounds(replicas: Sequence[ReplicaId], utility: str, args: tuple[Any, ...]) -> list[list[ReplicaId]]:
-    """Who is called together: all; stage by stage where the requests of one are to end before the next sleeps."""
-    if utility != SLEEP or "wait" not in args:
-        return [list(replicas)]
-    stages = dict.fromkeys(replica.stage for replica in replicas)
-    return [[replica for replica in replicas if replica.stage == stage] for stage in stages]
 
 
 async def _call(replica: Replica, utility: str, args: tuple[Any, ...], deadline_s: float | None) -> Reply:

@@ -68,7 +68,8 @@ class TargetedLLM(AsyncLLM):
         """Put engines to sleep. New requests go to awake replicas; a stage without any lets them wait.
 
         Args:
-            mode: "wait" is done stage by stage, so that what one stage finishes can still be sent to the next.
+            mode: what becomes of requests that run; with "wait" and "keep" they go on in stages that sleep when these
+                are woken, with "abort" they fail.
         """
         if targets is None:
             await super().sleep(level, mode)

@@ -47,24 +47,24 @@ def named_in(query: list[str] | None, body: Any) -> list[str] | None:
 
 
 def refusing(handler: Handler) -> Handler:
-    """Answer with an error that names the parameter when targets are refused; nobody was called then."""
+    """Answer with an error that names the parameter when a call is refused; nobody was called then."""
 
     @wraps(handler)
     async def answer(*args: Any, **kwargs: Any) -> Response:
         try:
             return await handler(*args, **kwargs)
         except UnknownMember as error:
-            return _refusal(error, "NotFoundError", HTTPStatus.NOT_FOUND)
+            return _refusal(error, "NotFoundError", HTTPStatus.NOT_FOUND, TARGETS)
         except RequestError as error:
-            return _refusal(error, "BadRequestError", HTTPStatus.BAD_REQUEST)
+            return _refusal(error, "BadRequestError", HTTPStatus.BAD_REQUEST, error.parameter)
         except StageUnavailable as error:
-            return _refusal(error, "ServiceUnavailableError", HTTPStatus.SERVICE_UNAVAILABLE)
+            return _refusal(error, "ServiceUnavailableError", HTTPStatus.SERVICE_UNAVAILABLE, TARGETS)
 
     return answer
 
 
-def _refusal(error: Exception, kind: str, status: HTTPStatus) -> JSONResponse:
-    body = {"message": printable(str(error)), "type": kind, "param": TARGETS, "code": status.value}
+def _refusal(error: Exception, kind: str, status: HTTPStatus, parameter: str) -> JSONResponse:
+    body = {"message": printable(str(error)), "type": kind, "param": parameter, "code": status.value}
     return JSONResponse({"error": body}, status)
 
 

@@ -6,6 +6,7 @@ Each is there when vLLM's server has it. Without `targets` vLLM's own handler an
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request
@@ -16,6 +17,7 @@ from vllm.entrypoints.serve.dev.sleep import api_router as sleeping
 from vllm.entrypoints.serve.profile import api_router as profile
 from vllm.v1.engine import PauseMode
 
+from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.serving import adapters
 from vllm_omni_ext.serving.call_reports import TARGETS, Targets, named_in, omni_of, refusing, report
 
@@ -137,14 +139,28 @@ async def collective_rpc(raw_request: Request, targets: Targets = None) -> Respo
     if named is None or body.get("method") is None:  # vLLM says what is missing
         return await rpc.collective_rpc(raw_request)
     args, kwargs, timeout = body.get("args", []), body.get("kwargs", {}), body.get("timeout")
+    for key, fits, wanted in (
+        ("method", isinstance(body["method"], str), "a text"),
+        ("args", isinstance(args, list), "a list"),
+        ("kwargs", isinstance(kwargs, dict), "an object"),
+        ("timeout", timeout is None or (isinstance(timeout, int | float) and 0 < timeout < math.inf), "seconds, > 0"),
+    ):
+        if not fits:
+            raise RequestError(f"{key}: must be {wanted}", parameter=key)
     omni = omni_of(raw_request)
     return report(await omni.collective_rpc(body["method"], timeout, tuple(args), kwargs, targets=named))
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """A body as an object; what is none is empty here, and refused by vLLM."""
+    """A body as an object; what is none is empty here, and refused by vLLM.
+
+    Raises:
+        RequestError: vLLM would trip over it.
+    """
     try:
         found = json.loads(body)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}", parameter="body") from error
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
