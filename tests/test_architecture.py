@@ -38,7 +38,7 @@ LAYERS = (
     {"wire", "connectors", "runtime.replica", "observability"},
     {"coordinator", "orchestrator", "engine", "model_plugins"},
     {"runtime", "omni"},
-    {"serving", "cli", "doctor", "llm", "boot", "tiny", "stage_configs", "__main__", "__init__"},
+    {"serving", "cli", "doctor", "llm", "llm_calls", "boot", "tiny", "stage_configs", "__main__", "__init__"},
 )
 """Lowest first; a module may import its own layer and those below. The longest matching name counts."""
 

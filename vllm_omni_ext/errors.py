@@ -6,10 +6,14 @@ OmniError
  |- UnknownMember          a stage or replica name that does not exist
  |- StageUnavailable       a stage has no live replica (HTTP 503); try again later
  |- RequestFailed          the request was accepted and could not be finished (HTTP 500)
+ |- CallFailed             some replicas failed in a call to several; has what each answered
  |- IncompatibleVllm       the installed vLLM is not one this package was tested with
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 
 class OmniError(Exception):
@@ -43,6 +47,18 @@ class StageUnavailable(OmniError):
 
 class RequestFailed(OmniError):
     """An accepted request that a stage could not finish."""
+
+
+class CallFailed(OmniError):
+    """Some replicas failed in a call to several.
+
+    Args:
+        replies: what each replica answered, by id; those that failed have `error` set.
+    """
+
+    def __init__(self, replies: Mapping[Any, Any]) -> None:
+        super().__init__("; ".join(f"{name}: {reply.error}" for name, reply in replies.items() if reply.error))
+        self.replies = replies
 
 
 class IncompatibleVllm(OmniError):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from tqdm import tqdm
-from vllm.entrypoints.llm import LLM
 from vllm.exceptions import VLLMError
 from vllm.inputs import PromptType
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -26,6 +25,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni_ext.compat import activate
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed
+from vllm_omni_ext.llm_calls import TargetedOfflineLLM
 from vllm_omni_ext.orchestrator.requests import OmniOptions
 from vllm_omni_ext.outputs import AudioOutput
 
@@ -57,7 +57,7 @@ class OmniRequestOutput(RequestOutput):
     error: OmniError | None = None
 
 
-class OmniLLM(LLM):
+class OmniLLM(TargetedOfflineLLM):
     """Runs a pipeline inside this Python program; `close()` (or leaving a `with` block) ends its processes.
 
     Args:
@@ -252,13 +252,9 @@ class OmniLLM(LLM):
         """The text stage's tokenizer."""
         return self.renderer.get_tokenizer()
 
-    def collective_rpc(self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a method of every worker of the text stage."""
-        return self._run(self._omni.collective_rpc(method, timeout, args, kwargs))
-
     @property
     def llm_engine(self) -> Any:
-        """What only a single engine can do (`beam_search`, `enqueue`, `sleep`, ...) is not available here."""
+        """What only a single engine can do (`beam_search`, `enqueue`, `get_metrics`, ...) is not available here."""
         raise NotImplementedError("this method is not available with omni=True; use generate() or chat()")
 
     # -- the end ------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
@@ -33,6 +32,7 @@ from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.client import stand_in
 from vllm_omni_ext.runtime.fleet import Connections, Fleet
 from vllm_omni_ext.runtime.replica import StockReplica
+from vllm_omni_ext.runtime.targeted import TargetedLLM
 from vllm_omni_ext.runtime.text_client import TextClient
 from vllm_omni_ext.topology.shape import StagePlan
 from vllm_omni_ext.wire.handoff import RESERVED, TICKET
@@ -43,7 +43,7 @@ REQUEST_OPTIONS: ContextVar[OmniOptions | None] = ContextVar("omni_request_optio
 _TEXT_END = object()
 
 
-class AsyncOmni(AsyncLLM):
+class AsyncOmni(TargetedLLM):
     """Serves a pipeline. Must be made inside a running event loop.
 
     Text requests run exactly as in `AsyncLLM`; requests with other modalities also pass through the stages behind.

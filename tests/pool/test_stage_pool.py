@@ -154,6 +154,27 @@ def test_an_avoided_replica_is_used_when_there_is_no_other() -> None:
         pool.admit("y")
 
 
+def test_a_sleeping_replica_is_used_when_no_other_is_awake() -> None:
+    pool = StagePool("talker", [ReplicaId("talker", i) for i in range(3)])
+    zero, one, two = pool.replicas
+    pool.rest(zero)
+    pool.avoid(one)
+    assert {pool.admit(f"a{i}") for i in range(4)} == {two}
+    pool.rest(two)
+    assert pool.admit("b") == one, "an avoided one works, a sleeping one does not"
+    pool.drain(one)
+    assert {pool.admit(f"c{i}") for i in range(8)} == {zero, two}, "they wait"
+    pool.add(zero)
+    pool.rouse(two)
+    assert {pool.admit(f"d{i}") for i in range(8)} == {two}, "opening does not wake"
+    pool.remove(zero)
+    pool.add(zero)
+    pool.rest(two)
+    assert pool.admit("e") == zero, "who comes back is awake"
+    with pytest.raises(UnknownMember):
+        pool.rest(ReplicaId("talker", 7))
+
+
 def test_sessions_and_media_stay_where_they_are() -> None:
     pool = StagePool("talker", [A, B, C])
     where = pool.admit("1", session="s", media=["cat"])

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-from vllm_omni_ext.errors import StageUnavailable
+from vllm_omni_ext.errors import CallFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.replica import StockReplica
 from vllm_omni_ext.runtime.text_client import TextClient
 
@@ -27,8 +28,8 @@ class Client:
         self.closed: list[float | None] = []
         self.resources = SimpleNamespace(engine_dead=False)
 
-    async def reset_prefix_cache_async(self, *args: Any, **kwargs: Any) -> int:
-        self.calls.append((args, kwargs))
+    async def reset_prefix_cache_async(self, *args: Any) -> int:
+        self.calls.append(args)
         await asyncio.sleep(0)
         return self.number
 
@@ -50,7 +51,11 @@ class Client:
 class Orchestrator:
     """Takes down what passes through it."""
 
-    def __init__(self) -> None:
+    text_stage = "thinker"
+
+    def __init__(self, replicas: dict[ReplicaId, StockReplica]) -> None:
+        self.replicas = dict(replicas)
+        self.pools = {"thinker": StagePool("thinker", replicas)}
         self.opened: list[Any] = []
         self.stopped: list[str] = []
 
@@ -65,8 +70,13 @@ class Bench:
     def __init__(self, count: int = 3) -> None:
         self.clients: list[Any] = [Client(i) for i in range(count)]
         self.replicas = {name: StockReplica(name, c) for name, c in zip(NAMES, self.clients, strict=False)}
-        self.orchestrator: Any = Orchestrator()
+        self.orchestrator: Any = Orchestrator(self.replicas)
         self.text = TextClient(self.replicas, self.orchestrator)
+
+    def lose(self, name: ReplicaId) -> None:
+        self.text.lost(name)
+        del self.orchestrator.replicas[name]
+        self.orchestrator.pools["thinker"].remove(name)
 
 
 def outputs(request_id: str) -> EngineCoreOutputs:
@@ -93,10 +103,11 @@ async def test_requests_and_stop_strings_go_to_the_orchestrator() -> None:
 
 
 async def test_the_server_outlives_the_last_replica() -> None:
-    text = Bench().text
+    bench = Bench()
+    text = bench.text
     text.deliver(NAMES[0], outputs("before"))
     for name in NAMES:
-        text.lost(name)
+        bench.lose(name)
     assert not text.resources.engine_dead
     assert (await text.get_output_async()).outputs[0].request_id == "before"
     with pytest.raises(StageUnavailable):
@@ -105,14 +116,14 @@ async def test_the_server_outlives_the_last_replica() -> None:
 
 async def test_utilities_reach_every_live_replica() -> None:
     bench = Bench()
-    bench.text.lost(NAMES[1])
-    assert await bench.text.reset_prefix_cache_async(True, x=1) == 0
-    assert [client.calls for client in bench.clients] == [[((True,), {"x": 1})], [], [((True,), {"x": 1})]]
+    bench.lose(NAMES[1])
+    assert await bench.text.reset_prefix_cache_async(True, False) is False  # replica 0 says 0
+    assert [client.calls for client in bench.clients] == [[(True, False)], [], [(True, False)]]
     assert await bench.text.collective_rpc_async("f") == ["f 0", "f 2"]
 
 
 async def test_a_utility_that_fails_in_one_replica_fails() -> None:
-    with pytest.raises(ValueError, match="no"):
+    with pytest.raises(CallFailed, match=r"thinker/1: no$"):
         await Bench().text.failing_async()
 
 

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
@@ -80,19 +81,22 @@ class FeedMixin(ReportMixin):
         """False while every request waits for a chunk, so that the engine sleeps."""
         if not super().has_requests():
             return False
+        if self.pause_state is PauseState.PAUSED_NEW:  # a pause waits for these to end, then their cache may go
+            return True
         if self.has_finished_requests() or len(self.waiting) or len(self.kv_holding_waiting):
             return True
         return any(not self._starved(request) for request in self.running)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> Any:
-        """End requests, those still parked included."""
+        """End requests, those still parked included; returns those that have ended, whose clients vLLM may tell."""
         if isinstance(request_ids, str):
             request_ids = [request_ids]
         known = list(self._gates) if request_ids is None else list(request_ids)
-        for req_id in known:
-            if self._parked.pop(req_id, None) is not None:
-                self._forget(req_id)
-        return super().finish_requests(None if request_ids is None else known, finished_status)
+        parked = [self._parked.pop(req_id) for req_id in known if req_id in self._parked]
+        for request in parked:
+            request.status = finished_status
+            self._forget(request.request_id)
+        return [*parked, *super().finish_requests(None if request_ids is None else known, finished_status)]
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._forget(request.request_id)

@@ -52,6 +52,21 @@ def stats_of_all(config: VllmConfig, configs: Sequence[VllmConfig], *, client_co
     return manager
 
 
+def note_sleep(manager: StatLoggerManager, engines: Sequence[int], level: int | None) -> None:
+    """Set vLLM's gauges of sleep for some engines; vLLM itself only knows all of them at once.
+
+    Args:
+        engines: values of the label `engine`.
+        level: sleep level; None: awake.
+    """
+    states = {"awake": level is None, "weights_offloaded": level == 1, "discard_all": level == 2}
+    for logger in manager.stat_loggers:
+        if isinstance(logger, PrometheusStatLogger):
+            for engine in engines:
+                for name, is_so in states.items():
+                    logger.gauge_engine_sleep_state[name][engine].set(is_so)
+
+
 def tokens_of(outputs: EngineCoreOutputs) -> IterationStats:
     """What a stage without vLLM's output processor made in one step: its tokens (for a codec stage, frames)."""
     stats = IterationStats()

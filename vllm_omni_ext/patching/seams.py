@@ -196,7 +196,51 @@ MODELS = (
     ),
 )
 
-SEAMS: tuple[Seam, ...] = COMMAND_LINE + API_SERVER + ENGINE_PROCESS + SCHEDULER + WORKER + MODELS
+STAGE_CALLS = (
+    *_in(
+        "vllm.v1.engine.core_client",
+        (
+            "AsyncMPClient._call_utility_async",
+            "2a313868d1bd",
+            "called; its future never ends when the engine dies, so ours does",
+        ),
+    ),
+    *_in(
+        "vllm.v1.engine.core",
+        ("EngineCore.sleep", "f0e6cc2895ae", "called as a utility: pauses the scheduler before anything can fail"),
+        (
+            "EngineCoreProc.pause_scheduler",
+            "5c7f888a3220",
+            "tells clients of what our scheduler's finish_requests returns",
+        ),
+    ),
+    *_in(
+        "vllm.v1.engine.async_llm",
+        ("AsyncLLM.sleep", "bcc1ce524bfc", "overridden, calls the original; imitated for single replicas"),
+        ("AsyncLLM.wake_up", "577dee82937f", "overridden, calls the original; imitated for single replicas"),
+        ("AsyncLLM.reset_mm_cache", "b8974291bbf1", "overridden, calls the original; imitated for single replicas"),
+        ("AsyncLLM.start_profile", "b8eb4fff3c3b", "overridden, calls the original"),
+    ),
+    *_in(
+        "vllm.v1.metrics.loggers",
+        ("PrometheusStatLogger.record_sleep_state", "d887d927be7d", "imitated for single engines"),
+    ),
+    *_in(
+        "vllm.entrypoints.serve.dev.rpc.api_router",
+        ("collective_rpc", "6478c9d9dff7", "called when there are no targets; imitated"),
+    ),
+    *_in(
+        "vllm.entrypoints.serve.lora.api_router",
+        ("_attach_router", "18071d49a560", "imitated: the two routes"),
+    ),
+    *_in(
+        "vllm.entrypoints.openai.models.serving",
+        ("OpenAIServingModels.load_lora_adapter", "b0d32c22feb4", "called on a copy with an engine client of ours"),
+        ("OpenAIServingModels.unload_lora_adapter", "50c8b686bc7c", "called on a copy"),
+    ),
+)
+
+SEAMS: tuple[Seam, ...] = COMMAND_LINE + API_SERVER + ENGINE_PROCESS + STAGE_CALLS + SCHEDULER + WORKER + MODELS
 
 
 def check_seams(source: VllmSource | None = None, *, allowed: frozenset[str] | None = None) -> None:

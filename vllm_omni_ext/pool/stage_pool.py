@@ -19,7 +19,8 @@ worth a short queue, not a long one."""
 class StagePool:
     """The live replicas of one stage and the requests bound to them.
 
-    A replica is open (takes requests), avoided (takes them only while none is open) or draining (takes none).
+    A replica is open (takes requests), avoided (takes them only while none is open) or draining (takes none). One that
+    is asleep takes them only while no other does: they wait until it is woken.
 
     Args:
         changed: told how many requests are bound to a replica, whenever that changes.
@@ -42,6 +43,7 @@ class StagePool:
         self._where: dict[str, ReplicaId] = {}
         self._open: dict[ReplicaId, float] = {}
         self._avoided: dict[ReplicaId, float] = {}
+        self._asleep: set[ReplicaId] = set()
         self._published: dict[ReplicaId, tuple[Load, int]] = {}
         self._policy = policy or LeastQueueLength()
         self._changed = changed
@@ -77,6 +79,8 @@ class StagePool:
 
     def _choose(self, affinity: Sequence[bytes]) -> ReplicaId:
         candidates = self._open or self._avoided
+        if self._asleep:
+            candidates = self._awake(self._open) or self._awake(self._avoided) or candidates
         if not candidates:
             state = "is draining: all its replicas are" if self._bound else "has no live replica"
             raise StageUnavailable(f"stage '{self.stage}' {state}")
@@ -84,6 +88,9 @@ class StagePool:
             if replica in candidates and candidates[replica] <= min(candidates.values()) + SLACK:
                 return replica
         return self._policy.pick(MappingProxyType(candidates))
+
+    def _awake(self, candidates: Mapping[ReplicaId, float]) -> dict[ReplicaId, float]:
+        return {replica: load for replica, load in candidates.items() if replica not in self._asleep}
 
     def replica_of(self, request_id: str) -> ReplicaId | None:
         """Where a request is bound, or None."""
@@ -145,10 +152,20 @@ class StagePool:
         self._open.pop(replica, None)
         self._avoided.pop(replica, None)
 
+    def rest(self, replica: ReplicaId) -> None:
+        """A replica is put to sleep; UnknownMember if it is not in the pool."""
+        self._requests(replica)
+        self._asleep.add(replica)
+
+    def rouse(self, replica: ReplicaId) -> None:
+        """A replica is awake again."""
+        self._asleep.discard(replica)
+
     def remove(self, replica: ReplicaId) -> tuple[str, ...]:
         """Take a replica out and return the requests that were bound to it; they are unbound."""
         lost = tuple(sorted(self._requests(replica)))
         self.drain(replica)
+        self.rouse(replica)
         self._affinity.forget(replica)
         self._published.pop(replica, None)
         del self._bound[replica]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Protocol
 
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.wire.handoff import FORGET
@@ -22,6 +24,9 @@ class Replica(Protocol):
     async def abort(self, request_ids: list[str]) -> None:
         """End requests; unknown ids are ignored by the engine."""
 
+    async def call(self, utility: str, *args: Any) -> Any:
+        """Call one of the client's utilities, e.g. `sleep_async`; EngineDeadError when the replica is gone."""
+
     async def outputs(self) -> EngineCoreOutputs:
         """The next outputs; EngineDeadError when the replica is gone."""
 
@@ -35,6 +40,8 @@ class StockReplica:
     def __init__(self, replica_id: ReplicaId, client: AsyncMPClient) -> None:
         self.id = replica_id
         self.client = client
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._gone = False
 
     async def add(self, request: EngineCoreRequest) -> None:
         """Send a request, or a chunk of one; what is sent to a replica that is gone is given to another one anyway."""
@@ -45,9 +52,34 @@ class StockReplica:
         """End requests."""
         await self.client.abort_requests_async(request_ids)
 
+    async def call(self, utility: str, *args: Any) -> Any:
+        """Call one of the client's utilities.
+
+        Raises:
+            EngineDeadError: the replica is gone, or went before it answered (vLLM's client would wait for ever).
+        """
+        if self._gone:
+            raise EngineDeadError()
+        call = asyncio.ensure_future(getattr(self.client, utility)(*args))
+        self._calls.add(call)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if self._gone:
+                raise EngineDeadError() from None
+            raise
+        finally:
+            self._calls.discard(call)
+
     async def outputs(self) -> EngineCoreOutputs:
-        """The next outputs of this replica for this API server."""
-        return await self.client.get_output_async()
+        """The next outputs of this replica for this API server; calls end when there will be no more."""
+        try:
+            return await self.client.get_output_async()
+        except (EngineDeadError, asyncio.CancelledError):
+            self._gone = True
+            for call in self._calls:
+                call.cancel()
+            raise
 
     def fail(self, error: Exception) -> None:
         """Make `outputs` raise: used when a supervisor saw the process die (vLLM's client cannot)."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 
-from vllm_omni_ext.errors import StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
+from vllm_omni_ext.runtime.calls import Calls
 from vllm_omni_ext.runtime.replica import StockReplica
 
 
@@ -35,6 +36,7 @@ class TextClient:
     ) -> None:
         self._replicas = dict(replicas)
         self._orchestrator = orchestrator
+        self.calls = Calls(orchestrator.replicas, orchestrator.pools, orchestrator.text_stage)
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self.resources = Resources()
         self.engine_ranks_managed = [replica.index for replica in self._replicas]
@@ -81,16 +83,7 @@ class TextClient:
             replica.close(timeout)
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        """Utilities (`reset_prefix_cache_async`, `collective_rpc_async`, ...) go to every replica."""
+        """Utilities (`reset_prefix_cache_async`, `collective_rpc_async`, ...) go to every replica that is meant."""
         if not name.endswith("_async"):
             raise AttributeError(f"TextClient has no attribute '{name}'")
-
-        async def everywhere(*args: Any, **kwargs: Any) -> Any:
-            if not self._replicas:
-                raise StageUnavailable("the text stage has no live replica")
-            results = await asyncio.gather(
-                *(getattr(replica.client, name)(*args, **kwargs) for replica in self._replicas.values())
-            )
-            return [item for result in results for item in result] if name == "collective_rpc_async" else results[0]
-
-        return everywhere
+        return partial(self.calls.everywhere, name)

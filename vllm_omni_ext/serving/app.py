@@ -23,7 +23,8 @@ from vllm.renderers.chat_utils import load_chat_template
 
 from vllm_omni_ext.memory import trim
 from vllm_omni_ext.omni import AsyncOmni
-from vllm_omni_ext.serving import video
+from vllm_omni_ext.serving import stage_calls, video
+from vllm_omni_ext.serving.adapters import StageAdapters
 from vllm_omni_ext.serving.audio_routes import router
 from vllm_omni_ext.serving.bodies import TRIPPED, tripped_handler
 from vllm_omni_ext.serving.gate import Gate
@@ -102,12 +103,14 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     app.state.omni_serving_speech = OmniServingSpeech(
         engine_client=omni, models=options["models"], request_logger=options["request_logger"]
     )
+    app.state.omni_adapters = StageAdapters(omni, options["models"])
     app.state.openai_serving_models = OmniServingModels(app.state.openai_serving_models, omni.plugin)
     app.include_router(router)
     app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]
     for kind in TRIPPED:
         app.add_exception_handler(kind, tripped_handler)
     add_routes(app)
+    stage_calls.add_routes(app)
     which = omni.connections.client_index if omni.connections.client_count > 1 else None
     app.user_middleware.insert(0, Middleware(Gate, max_body_mib=omni.plan.config.max_body_mib, server=which))
     app.middleware_stack = app.build_middleware_stack()  # vLLM has built one already

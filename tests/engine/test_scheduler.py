@@ -1,0 +1,45 @@
+"""What a fed stage's scheduler answers when vLLM pauses an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from vllm_omni_ext.engine.gate import Gate
+from vllm_omni_ext.engine.scheduler import FeedScheduler
+
+
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A scheduler with one request that waits for its rows, and nothing else."""
+    monkeypatch.setattr(Scheduler, "has_requests", lambda self: bool(self.running))
+    made: Any = FeedScheduler.__new__(FeedScheduler)
+    made.requests, made.running, made.waiting, made.kv_holding_waiting = {}, [], [], []
+    made.finished_req_ids, made.connector = set(), None
+    made._pause_state = PauseState.UNPAUSED
+    made._chunks = {}
+    made._gates = {"parked": Gate.of({"track": [], "rows": 5})}
+    made._parked = {"parked": SimpleNamespace(request_id="parked", client_index=0, status=RequestStatus.WAITING)}
+    return made
+
+
+@pytest.mark.parametrize("given", [None, "parked", ["parked", "unknown"]], ids=str)
+def test_who_is_ended_while_waiting_for_rows_is_told(monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
+    made = scheduler(monkeypatch)
+    ended = made.finish_requests(given, RequestStatus.FINISHED_ABORTED)
+    assert [(request.request_id, request.status) for request in ended] == [("parked", RequestStatus.FINISHED_ABORTED)]
+    assert not made._parked and not made._gates
+    assert made.finish_requests(given, RequestStatus.FINISHED_ABORTED) == []
+
+
+def test_a_pause_waits_for_requests_that_wait_for_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = scheduler(monkeypatch)
+    made.running = [SimpleNamespace(request_id="starved", num_output_tokens=9, num_output_placeholders=0)]
+    made._gates["starved"] = Gate.of({"track": [1], "last": False})
+    assert not made.has_requests(), "the engine sleeps until the chunk is there"
+    made._pause_state = PauseState.PAUSED_NEW
+    assert made.has_requests()

@@ -1,0 +1,314 @@
+"""Which replicas a call reaches, and what is known afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_omni_ext.errors import CallFailed, RequestFailed, StageUnavailable, UnknownMember
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.pool.stage_pool import StagePool
+from vllm_omni_ext.runtime.calls import Calls
+from vllm_omni_ext.runtime.replica import StockReplica
+from vllm_omni_ext.runtime.targeted import TargetedLLM
+
+COUNTS = {"thinker": 2, "talker": 2, "code2wav": 1}
+NAMES = [ReplicaId(stage, i) for stage, count in COUNTS.items() for i in range(count)]
+SOON_S = 0.05
+
+
+class Client:
+    """vLLM's client of one replica; every utility takes down its call and answers with what `answers` has for it."""
+
+    def __init__(self, log: list[tuple[str, str, tuple[Any, ...]]], name: str) -> None:
+        self._log = log
+        self._name = name
+        self.answers: dict[str, Any] = {}
+        self.outputs: asyncio.Queue[Any] = asyncio.Queue()
+        self.resources = SimpleNamespace(engine_dead=False)
+
+    def __getattr__(self, utility: str) -> Any:
+        async def call(*args: Any) -> Any:
+            self._log.append((self._name, utility.removesuffix("_async"), args))
+            await asyncio.sleep(0)
+            answer = self.answers.get(utility.removesuffix("_async"))
+            if isinstance(answer, Exception):
+                raise answer
+            if isinstance(answer, asyncio.Event):
+                await answer.wait()
+            return answer
+
+        return call
+
+    async def get_output_async(self) -> Any:
+        output = await self.outputs.get()
+        raise output
+
+    @property
+    def outputs_queue(self) -> asyncio.Queue[Any]:
+        return self.outputs
+
+
+class Bench:
+    """Calls over stock replicas with scripted clients."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, str, tuple[Any, ...]]] = []
+        self.clients: dict[str, Any] = {str(name): Client(self.log, str(name)) for name in NAMES}
+        self.replicas = {name: StockReplica(name, self.clients[str(name)]) for name in NAMES}
+        self.pools = {stage: StagePool(stage, [n for n in NAMES if n.stage == stage]) for stage in COUNTS}
+        self.calls = Calls(self.replicas, self.pools, "thinker")
+
+    def answer(self, utility: str, value: Any, *names: str) -> None:
+        for name in names or self.clients:
+            self.clients[name].answers[utility] = value
+
+    def lose(self, name: str) -> None:
+        replica = ReplicaId.parse(name)
+        del self.replicas[replica]
+        self.pools[replica.stage].remove(replica)
+
+    def called(self) -> list[str]:
+        return [name for name, *_ in self.log]
+
+
+def texts(replies: Any) -> dict[str, Any]:
+    return {str(replica): reply.value if reply.error is None else reply.error for replica, reply in replies.items()}
+
+
+@pytest.mark.parametrize(
+    ("targets", "reached"),
+    [
+        (["talker/1"], ["talker/1"]),
+        (["talker"], ["talker/0", "talker/1"]),
+        (["code2wav", "talker/0"], ["talker/0", "code2wav/0"]),
+        (["talker/1", "talker", "talker/1"], ["talker/0", "talker/1"]),
+        (list(COUNTS), [str(name) for name in NAMES]),
+        ("thinker", ["thinker/0", "thinker/1"]),
+    ],
+    ids=str,
+)
+async def test_a_call_reaches_exactly_what_is_named(targets: Any, reached: list[str]) -> None:
+    bench = Bench()
+    bench.answer("reset_prefix_cache", True)
+    bench.answer("reset_prefix_cache", False, "talker/1")
+    replies = await bench.calls.to(targets, "reset_prefix_cache_async", True, False)
+    assert texts(replies) == {name: name != "talker/1" for name in reached}
+    assert bench.log == [(name, "reset_prefix_cache", (True, False)) for name in reached]
+
+
+@pytest.mark.parametrize("target", ["vocoder", "talker/2", "talker/", "/0", "", "talker/01", "Talker", "talker/-1"])
+async def test_an_unknown_name_is_refused_before_anybody_is_called(target: str) -> None:
+    bench = Bench()
+    with pytest.raises(UnknownMember, match=r"thinker, talker, code2wav; live replicas: thinker/0, .*code2wav/0") as it:
+        await bench.calls.to(["talker/0", target], "sleep_async", 1, "abort")
+    assert f"'{target}'" in str(it.value)
+    assert bench.log == []
+    assert bench.pools["talker"].admit("a") == ReplicaId("talker", 0), "nobody was put to sleep"
+
+
+async def test_no_names_are_refused() -> None:
+    with pytest.raises(UnknownMember, match="no targets"):
+        await Bench().calls.to([], "sleep_async")
+
+
+async def test_a_replica_that_is_gone_is_unknown_and_its_stage_goes_on() -> None:
+    bench = Bench()
+    bench.lose("talker/0")
+    with pytest.raises(UnknownMember, match=r"no stage or live replica 'talker/0'.*: thinker/0, thinker/1, talker/1"):
+        bench.calls.resolve(["talker/0"])
+    assert list(map(str, bench.calls.resolve(["talker"]))) == ["talker/1"]
+    bench.lose("talker/1")
+    with pytest.raises(StageUnavailable, match="'talker' has no live replica"):
+        bench.calls.resolve(["thinker", "talker"])
+
+
+async def test_a_failure_hides_nothing() -> None:
+    bench = Bench()
+    bench.answer("collective_rpc", [7])
+    bench.answer("collective_rpc", ValueError("no such method"), "talker/0")
+    replies = texts(await bench.calls.to(["talker", "code2wav"], "collective_rpc_async", "f"))
+    assert isinstance(replies.pop("talker/0"), ValueError)
+    assert replies == {"talker/1": [7], "code2wav/0": [7]}
+
+
+async def test_a_replica_that_dies_during_the_call_hides_nothing() -> None:
+    bench = Bench()
+    bench.answer("list_loras", {1})
+    bench.answer("list_loras", asyncio.Event(), "talker/0")
+    dying = bench.replicas[ReplicaId("talker", 0)]
+    pump = asyncio.create_task(dying.outputs())
+    asking = asyncio.create_task(bench.calls.to(["talker"], "list_loras_async"))
+    await asyncio.sleep(SOON_S)
+    assert not asking.done()
+    dying.fail(EngineDeadError())
+    replies = texts(await asyncio.wait_for(asking, SOON_S))
+    assert str(replies.pop("talker/0")) == "replica talker/0 is gone"
+    assert replies == {"talker/1": {1}}
+    with pytest.raises(EngineDeadError):
+        await pump
+    with pytest.raises(EngineDeadError):
+        await dying.call("list_loras_async")
+
+
+async def test_a_silent_replica_has_failed_when_its_time_is_over() -> None:
+    bench = Bench()
+    bench.answer("is_sleeping", asyncio.Event(), "talker/1")
+    replies = texts(await bench.calls.to(["talker"], "is_sleeping_async", deadline_s=SOON_S))
+    assert isinstance(replies["talker/1"], RequestFailed) and "0.05 s" in str(replies["talker/1"])
+    assert replies["talker/0"] is None
+    assert not bench.replicas[ReplicaId("talker", 1)]._calls, "nothing is kept of a call that is over"
+
+
+async def test_who_leaves_takes_the_calls_along() -> None:
+    bench = Bench()
+    bench.answer("is_sleeping", asyncio.Event())
+    asking = asyncio.create_task(bench.calls.to(["talker"], "is_sleeping_async"))
+    await asyncio.sleep(SOON_S)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert not any(replica._calls for replica in bench.replicas.values())
+
+
+@pytest.mark.parametrize(
+    ("utility", "answer", "whole", "folded"),
+    [
+        ("reset_prefix_cache", True, True, True),
+        ("is_sleeping", False, True, False),
+        ("sleep", None, True, None),
+        ("reset_encoder_cache", None, True, None),
+        ("collective_rpc", ["a"], False, ["a", "a"]),
+        ("add_lora", True, False, True),
+        ("get_weight_version", "3", False, "3"),
+        ("compute_weight_checksums", [{}], False, [{}, {}]),
+    ],
+)
+async def test_without_targets_vllms_callers_get_one_answer(
+    utility: str, answer: Any, whole: bool, folded: Any
+) -> None:
+    bench = Bench()
+    bench.answer(utility, answer)
+    assert await bench.calls.everywhere(f"{utility}_async") == folded
+    assert bench.called() == [str(name) for name in NAMES if whole or name.stage == "thinker"]
+
+
+async def test_one_answer_of_several_that_differ() -> None:
+    bench = Bench()
+    for utility, odd, other in [("is_sleeping", True, False), ("wake_up", False, True)]:
+        bench.answer(utility, other)
+        bench.answer(utility, odd, "code2wav/0")
+        assert await bench.calls.everywhere(f"{utility}_async") is odd
+    bench.answer("list_loras", {1, 2}, "thinker/0")
+    bench.answer("list_loras", {2, 3}, "thinker/1")
+    assert await bench.calls.everywhere("list_loras_async") == {2}
+
+
+async def test_without_targets_a_failure_is_told_with_what_the_others_said() -> None:
+    bench = Bench()
+    bench.answer("reset_prefix_cache", True)
+    bench.answer("reset_prefix_cache", ValueError("held"), "talker/0")
+    with pytest.raises(CallFailed, match=r"^talker/0: held$") as failure:
+        await bench.calls.everywhere("reset_prefix_cache_async")
+    assert texts(failure.value.replies)["code2wav/0"] is True
+    for name in map(str, NAMES):
+        bench.lose(name)
+    with pytest.raises(StageUnavailable):
+        await bench.calls.everywhere("reset_prefix_cache_async")
+
+
+async def test_requests_go_past_who_sleeps() -> None:
+    bench = Bench()
+    zero, one = bench.pools["talker"].replicas
+    await bench.calls.to(["talker/0"], "sleep_async", 1, "abort")
+    assert {bench.pools["talker"].admit(f"a{i}") for i in range(4)} == {one}
+    bench.answer("wake_up", False)
+    await bench.calls.to(["talker/0"], "wake_up_async", ["weights"])
+    assert bench.pools["talker"].admit("b") == one, "partly awake is asleep"
+    bench.answer("wake_up", True)
+    await bench.calls.to(["talker/0"], "wake_up_async", None)
+    assert bench.pools["talker"].admit("c") == zero
+
+
+async def test_profiles_are_named_after_replicas() -> None:
+    bench = Bench()
+    await bench.calls.everywhere("profile_async", True, None, None, 3)
+    await bench.calls.to(["talker/1"], "profile_async", True, "run", None, None)
+    await bench.calls.to(["talker/1"], "profile_async", False)
+    assert bench.log[0][2] == (True, "thinker-0", None, 3) and bench.log[4][2] == (True, "code2wav-0", None, 3)
+    assert [args for *_, args in bench.log[5:]] == [(True, "run_talker-1", None, None), (False,)]
+
+
+class Renderer:
+    """Counts how often its media cache is forgotten."""
+
+    def __init__(self) -> None:
+        self.cleared = 0
+
+    def _join_mm_warmup(self) -> None:
+        pass
+
+    async def clear_mm_cache_async(self) -> None:
+        self.cleared += 1
+
+
+def targeted(bench: Bench) -> Any:
+    llm: Any = TargetedLLM.__new__(TargetedLLM)
+    llm.engine_core = SimpleNamespace(calls=bench.calls, shutdown=lambda timeout=None: None)
+    llm.renderer = Renderer()
+    llm.logger_manager = None
+    llm.shutdown = lambda timeout=None: None  # `__del__` calls it
+    return llm
+
+
+TARGETED = [
+    ("collective_rpc", ("f", None, (1,), {"a": 2}), ("f", None, (1,), {"a": 2})),
+    ("sleep", (2, "keep"), (2, "keep")),
+    ("release_kv_cache_memory", (), ()),
+    ("wake_up", (["weights"],), (["weights"],)),
+    ("is_sleeping", (), ()),
+    ("reset_prefix_cache", (True, False), (True, False)),
+    ("reset_mm_cache", (), ()),
+    ("reset_encoder_cache", (), ()),
+    ("stop_profile", (), (False,)),
+    ("add_lora", ("lora",), ("lora",)),
+    ("remove_lora", (3,), (3,)),
+    ("list_loras", (), ()),
+    ("pin_lora", (3,), (3,)),
+]
+
+
+@pytest.mark.parametrize(("method", "given", "sent"), TARGETED, ids=[row[0] for row in TARGETED])
+async def test_vllms_methods_take_targets(method: str, given: tuple[Any, ...], sent: tuple[Any, ...]) -> None:
+    bench = Bench()
+    utility = {"stop_profile": "profile"}.get(method, method)
+    bench.answer(utility, "done")
+    llm = targeted(bench)
+    assert texts(await getattr(llm, method)(*given, targets=["talker/1"])) == {"talker/1": "done"}
+    assert bench.log == [("talker/1", utility, sent)]
+    with pytest.raises(UnknownMember):
+        await getattr(llm, method)(*given, targets=["talker/9"])
+    bench.answer(utility, asyncio.Event())
+    late = texts(await getattr(llm, method)(*given, targets=["talker/1"], deadline_s=0.01))
+    assert isinstance(late["talker/1"], RequestFailed)
+
+
+async def test_this_process_forgets_media_when_the_text_stage_does() -> None:
+    llm = targeted(Bench())
+    await llm.reset_mm_cache(targets=["talker"])
+    await llm.sleep(0, targets=["thinker"])
+    assert llm.renderer.cleared == 0
+    await llm.reset_mm_cache(targets=["talker", "thinker/1"])
+    await llm.sleep(1, targets=["thinker/0"])
+    assert llm.renderer.cleared == 2
+
+
+async def test_the_timeout_of_a_remote_call_is_its_deadline() -> None:
+    bench = Bench()
+    bench.answer("collective_rpc", asyncio.Event())
+    late = texts(await targeted(bench).collective_rpc("f", 0.01, targets=["talker/1"]))
+    assert "0.01 s" in str(late["talker/1"])

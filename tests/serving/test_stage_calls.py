@@ -1,0 +1,210 @@
+"""The operator endpoints of vLLM's server, with `targets`."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.dev.cache.api_router import attach_router as attach_cache
+from vllm.entrypoints.serve.dev.rpc.api_router import attach_router as attach_rpc
+from vllm.entrypoints.serve.dev.sleep.api_router import attach_router as attach_sleep
+from vllm.entrypoints.serve.profile.api_router import router as profile
+
+from tests.runtime.test_calls import Bench, targeted
+from vllm_omni_ext.serving.adapters import StageAdapters
+from vllm_omni_ext.serving.stage_calls import add_routes
+
+JSON = {"content-type": "application/json"}
+ADAPTER = {"lora_name": "tune", "lora_path": "/adapters/tune"}
+
+
+def json_of(body: Any) -> bytes:
+    return json.dumps(body).encode()
+
+
+class Rig:
+    """The endpoints over scripted replicas."""
+
+    def __init__(self) -> None:
+        self.bench = Bench()
+        self.omni = targeted(self.bench)
+        self.omni.engine_core.__dict__.update(
+            {f"{name}_async": self._everywhere(name) for name in ("sleep", "wake_up", "is_sleeping", "collective_rpc")},
+            add_lora_async=self._everywhere("add_lora"),
+            profile_async=self._everywhere("profile"),
+        )
+        self.omni.model_config = SimpleNamespace(model="tiny", max_model_len=8)
+        self.omni.input_processor = None
+        self.app = FastAPI()
+        self.models: Any = OpenAIServingModels(self.omni, [SimpleNamespace(name="tiny", model_path="tiny")])
+        self.app.state.engine_client = self.omni
+        self.app.state.openai_serving_models = self.models
+        self.app.state.omni_adapters = StageAdapters(self.omni, self.models)
+        for attach in (attach_cache, attach_rpc, attach_sleep):
+            attach(self.app)
+        self.app.include_router(profile)
+        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            self.app.add_api_route(path, lambda: "stock", methods=["POST"])
+        add_routes(self.app)
+
+    def _everywhere(self, name: str) -> Any:
+        async def call(*args: Any) -> Any:
+            return await self.bench.calls.everywhere(f"{name}_async", *args)
+
+        return call
+
+    async def ask(self, method: str, path: str, **fields: Any) -> tuple[int, Any]:
+        transport = httpx.ASGITransport(app=self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            answer = await client.request(method, path, **fields)
+        return answer.status_code, answer.json() if answer.content[:1] in (b"{", b"[") else answer.text
+
+    async def post(self, path: str, **fields: Any) -> tuple[int, Any]:
+        return await self.ask("POST", path, **fields)
+
+
+CALLS = [
+    ("POST", "/sleep?level=2&mode=keep", "sleep", (2, "keep")),
+    ("POST", "/wake_up?tags=weights&tags=kv_cache", "wake_up", (["weights", "kv_cache"],)),
+    ("GET", "/is_sleeping?", "is_sleeping", ()),
+    ("POST", "/release_kv_cache_memory?", "release_kv_cache_memory", ()),
+    ("POST", "/reset_prefix_cache?reset_external=true", "reset_prefix_cache", (False, True)),
+    ("POST", "/reset_mm_cache?", "reset_mm_cache", ()),
+    ("POST", "/reset_encoder_cache?", "reset_encoder_cache", ()),
+    ("POST", "/start_profile?", "profile", (True, "talker-1", None, None)),
+    ("POST", "/stop_profile?", "profile", (False,)),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "utility", "args"), CALLS, ids=[row[1] for row in CALLS])
+async def test_targets_in_the_query(method: str, path: str, utility: str, args: tuple[Any, ...]) -> None:
+    rig = Rig()
+    rig.bench.answer(utility, True)
+    rig.bench.answer(utility, ValueError("broken"), "code2wav/0")
+    assert await rig.ask(method, f"{path}&targets=talker/1") == (200, {"replicas": {"talker/1": {"value": True}}})
+    assert rig.bench.log == [("talker/1", utility, args)]
+    status, body = await rig.ask(method, f"{path}&targets=code2wav&targets=talker/1")
+    assert (status, body) == (500, {"replicas": {"talker/1": {"value": True}, "code2wav/0": {"error": "broken"}}})
+    rig.bench.log.clear()
+    status, body = await rig.ask(method, f"{path}&targets=talker/1&targets=vocoder")
+    assert status == 404 and body["error"]["param"] == "targets" and "'vocoder'" in body["error"]["message"]
+    for name in ("talker/0", "talker/1"):
+        rig.bench.lose(name)
+    status, body = await rig.ask(method, f"{path}&targets=talker")
+    assert status == 503 and "'talker' has no live replica" in body["error"]["message"]
+    assert rig.bench.log == []
+
+
+async def test_without_targets_vllm_answers() -> None:
+    rig = Rig()
+    rig.bench.answer("wake_up", True)
+    rig.bench.answer("is_sleeping", False)
+    assert await rig.post("/sleep?level=1") == (200, {"status": "sleeping", "level": 1})
+    assert await rig.post("/wake_up?tags=weights") == (200, {"status": "awake", "tags": ["weights"]})
+    assert await rig.ask("GET", "/is_sleeping") == (200, {"is_sleeping": False})
+    assert rig.bench.called() == [str(n) for n in rig.bench.replicas] * 3
+    rig.bench.answer("collective_rpc", [1])
+    assert await rig.post("/collective_rpc", json={"method": "f"}) == (200, {"results": ["1", "1"]})
+
+
+async def test_a_remote_call_takes_targets_in_the_query_or_the_body() -> None:
+    rig = Rig()
+    rig.bench.answer("collective_rpc", [{"a": {1}}])
+    report = {"replicas": {"talker/0": {"value": [{"a": [1]}]}}}
+    body = {"method": "f", "args": ["x"], "kwargs": {"y": "z"}}
+    assert await rig.post("/collective_rpc?targets=talker/0", json=body) == (200, report)
+    assert await rig.post("/collective_rpc", json=body | {"targets": ["talker/0"]}) == (200, report)
+    assert rig.bench.log == [("talker/0", "collective_rpc", ("f", None, ("x",), {"y": "z"}))] * 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("?targets=talker", {"method": "f", "targets": ["talker"]}, 400),
+        ("", {"method": "f", "targets": [1]}, 400),
+        ("", {"method": "f", "targets": {"talker": 1}}, 400),
+        ("", {"method": "f", "targets": []}, 404),
+        ("", {"method": "f", "targets": ["\ud800"]}, 404),
+    ],
+    ids=str,
+)
+async def test_targets_that_are_none(path: str, body: Any, status: int) -> None:
+    rig = Rig()
+    got, answer = await rig.post(f"/collective_rpc{path}", content=json_of(body), headers=JSON)
+    assert got == status and answer["error"]["param"] == "targets"
+    assert rig.bench.log == []
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"targets": ["talker"]}', b"\xff"])
+async def test_a_remote_call_without_a_method_is_vllms_to_refuse(body: bytes) -> None:
+    rig = Rig()
+    status, _ = await rig.post("/collective_rpc", content=body, headers=JSON)
+    assert status == 400
+    assert rig.bench.log == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"method": 5}, {"args": "x"}, {"kwargs": []}, {"timeout": "1"}, {"timeout": 0}, {"timeout": float("nan")}],
+    ids=str,
+)
+async def test_what_no_replica_could_take_is_refused(wrong: dict[str, Any]) -> None:
+    rig = Rig()
+    body = json_of({"method": "f", "targets": ["talker"]} | wrong)
+    status, answer = await rig.post("/collective_rpc", content=body, headers=JSON)
+    assert status == 400 and [answer["error"]["param"]] == list(wrong)
+    assert rig.bench.log == []
+
+
+async def test_an_adapter_goes_to_the_stage_that_is_named() -> None:
+    rig = Rig()
+    rig.bench.answer("add_lora", True)
+    status, body = await rig.post("/v1/load_lora_adapter", json=ADAPTER | {"targets": ["talker"]})
+    assert (status, body) == (200, {"replicas": {"talker/0": {"value": True}, "talker/1": {"value": True}}})
+    [(_, _, (adapter,)), _] = rig.bench.log
+    assert (adapter.lora_name, adapter.lora_path) == ("tune", "/adapters/tune")
+    assert "tune" not in rig.models.lora_requests, "no request may ask for it"
+    status, body = await rig.post("/v1/load_lora_adapter?targets=talker", json=ADAPTER)
+    assert status == 400 and "already been" in str(body)
+    status, _ = await rig.post("/v1/load_lora_adapter?targets=thinker", json=ADAPTER)
+    assert status == 200 and rig.models.lora_requests["tune"].lora_int_id != adapter.lora_int_id
+    assert (await rig.post("/v1/unload_lora_adapter", json={"lora_name": "tune"}))[0] == 200
+    assert not rig.models.lora_requests
+    rig.bench.log.clear()
+    rig.bench.answer("remove_lora", True)
+    for target, status in [("talker/1", 200), ("talker", 200), ("talker", 404)]:
+        assert (await rig.post(f"/v1/unload_lora_adapter?targets={target}", json=ADAPTER))[0] == status
+    assert rig.bench.log == [(f"talker/{i}", "remove_lora", (adapter.lora_int_id,)) for i in (1, 0, 1)]
+
+
+async def test_an_adapter_that_one_replica_cannot_load_has_no_name() -> None:
+    rig = Rig()
+    rig.bench.answer("add_lora", True)
+    rig.bench.answer("add_lora", ValueError("LoRA is not enabled"), "thinker/1")
+    status, body = await rig.post("/v1/load_lora_adapter?targets=thinker", json=ADAPTER)
+    assert status == 500
+    assert body["replicas"] == {"thinker/0": {"value": True}, "thinker/1": {"error": "LoRA is not enabled"}}
+    assert not rig.models.lora_requests
+
+
+@pytest.mark.parametrize(("targets", "status"), [(["thinker", "talker"], 400), (["vocoder"], 404), (5, 400)], ids=str)
+async def test_an_adapter_is_for_one_stage(targets: Any, status: int) -> None:
+    rig = Rig()
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        got, answer = await rig.post(path, json=ADAPTER | {"targets": targets})
+        assert got == status and answer["error"]["param"] == "targets"
+    assert rig.bench.log == []
+
+
+def test_what_vllm_does_not_offer_is_not_there() -> None:
+    app = FastAPI()
+    attach_sleep(app)
+    before = [route.path for route in app.routes]
+    add_routes(app)
+    assert sorted(route.path for route in app.routes) == sorted(before)
+    assert len(app.openapi()["paths"]) == len({"/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory"})

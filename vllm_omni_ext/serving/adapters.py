@@ -1,0 +1,125 @@
+"""LoRA adapters of single stages and replicas: vLLM's two endpoints with `targets`.
+
+An adapter is made for one model, so the targets of a call are of one stage, and each stage has names of its own. Those
+of the text stage are vLLM's: models that a request may ask for. No request uses an adapter of a later stage yet.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, Response
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+from vllm.lora.request import LoRARequest
+
+from vllm_omni_ext.errors import CallFailed, RequestError
+from vllm_omni_ext.omni import AsyncOmni
+from vllm_omni_ext.runtime.calls import Replies, failed
+from vllm_omni_ext.serving.call_reports import TARGETS, Targets, named_in, refusing, report
+
+router = APIRouter()
+
+
+class LoadAdapter(LoadLoRAAdapterRequest):
+    """vLLM's body, with targets."""
+
+    targets: Any = None
+
+
+class UnloadAdapter(UnloadLoRAAdapterRequest):
+    """vLLM's body, with targets."""
+
+    targets: Any = None
+
+
+@router.post("/v1/load_lora_adapter", dependencies=[Depends(validate_json_request)])
+@refusing
+async def load_lora_adapter(request: LoadAdapter, raw_request: Request, targets: Targets = None) -> Response:
+    """Load an adapter."""
+    named = named_in(targets, request.targets)
+    if named is None:
+        return _as_vllm(await raw_request.app.state.openai_serving_models.load_lora_adapter(request))
+    adapters: StageAdapters = raw_request.app.state.omni_adapters
+    return await adapters.load(request, named)
+
+
+@router.post("/v1/unload_lora_adapter", dependencies=[Depends(validate_json_request)])
+@refusing
+async def unload_lora_adapter(request: UnloadAdapter, raw_request: Request, targets: Targets = None) -> Response:
+    """Without targets, forget an adapter's name, as vLLM does; with targets, also remove it from these."""
+    named = named_in(targets, request.targets)
+    if named is None:
+        return _as_vllm(await raw_request.app.state.openai_serving_models.unload_lora_adapter(request))
+    adapters: StageAdapters = raw_request.app.state.omni_adapters
+    return await adapters.unload(request, named)
+
+
+def _as_vllm(answer: ErrorResponse | str) -> Response:
+    if isinstance(answer, ErrorResponse):
+        return JSONResponse(answer.model_dump(), answer.error.code)
+    return Response(answer)
+
+
+class StageAdapters:
+    """The adapters of every stage, by name.
+
+    Args:
+        stock: vLLM's list of models, whose adapters are the text stage's.
+    """
+
+    def __init__(self, omni: AsyncOmni, stock: OpenAIServingModels) -> None:
+        self._omni = omni
+        self._stock = stock
+        self._by_stage: dict[str, dict[str, LoRARequest]] = {}
+
+    async def load(self, request: LoadAdapter, targets: list[str]) -> Response:
+        """Load an adapter into the targets; it has its name once all of them have it."""
+        engine = _Aimed(self._omni, targets)
+        answer = await self._models(self._stage(targets), engine).load_lora_adapter(request)
+        return report(engine.replies) if engine.replies else _as_vllm(answer)
+
+    async def unload(self, request: UnloadAdapter, targets: list[str]) -> Response:
+        """Remove an adapter from the targets; it keeps its name while there are other replicas."""
+        stage = self._stage(targets)
+        models = self._models(stage, self._omni)
+        if (known := models.lora_requests.get(request.lora_name)) is None:
+            return _as_vllm(await models.unload_lora_adapter(request))  # says so
+        replies = await self._omni.remove_lora(known.lora_int_id, targets=targets)
+        if replies.keys() == set(self._omni.calls.resolve([stage])) and not failed(replies):
+            await models.unload_lora_adapter(request)
+        return report(replies)
+
+    def _stage(self, targets: list[str]) -> str:
+        stages = {replica.stage for replica in self._omni.calls.resolve(targets)}
+        if len(stages) > 1:
+            raise RequestError("targets: an adapter is made for one stage; name replicas of one", parameter=TARGETS)
+        return stages.pop()
+
+    def _models(self, stage: str, engine: Any) -> OpenAIServingModels:
+        """vLLM's checks and names for one stage, in front of `engine`."""
+        models = copy.copy(self._stock)
+        models.engine_client = engine
+        if stage != self._omni.calls.text_stage:
+            models.lora_requests = self._by_stage.setdefault(stage, {})
+        return models
+
+
+class _Aimed:
+    """What vLLM's list of models takes for its engine: some replicas."""
+
+    def __init__(self, omni: AsyncOmni, targets: list[str]) -> None:
+        self._omni = omni
+        self._targets = targets
+        self.replies: Replies = {}
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; what each replica answered is in `replies`."""
+        self.replies = await self._omni.add_lora(lora_request, targets=self._targets)
+        if failed(self.replies):
+            raise CallFailed(self.replies)
+        return True
