@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from vllm_omni_ext.cli import plan as plan_command
 from vllm_omni_ext.cli import serve as serve_command
+from vllm_omni_ext.cli import settings
 from vllm_omni_ext.cli.args import EXPLICIT, parse_serve
 from vllm_omni_ext.cli.refusals import REFUSED
 from vllm_omni_ext.cli.settings import ENGINE_FIELDS, SAMPLING_FIELDS, from_cli
@@ -106,7 +108,7 @@ def test_dotted_overrides(model: str) -> None:
             "--master-port 1: with --omni the head's port is another flag; write --omni-master-port",
         ),
         (["--runner", "pooling"], "--runner pooling: with --omni the stages choose their own runner; remove it"),
-        (["--api-server-count", "2"], "--api-server-count 2: with --omni more than one API server is not supported"),
+        (["--api-server-count", "0"], "api_servers: must be an integer >= 1, or auto, got 0"),
         (["--device-ids", "0,1"], "--device-ids "),
         (["--nnodes", "2"], "--nnodes 2: with --omni a replica runs on one host; remove it"),
         (["--worker-cls", "x"], "worker_cls: the pipeline sets it to "),
@@ -154,6 +156,15 @@ def test_tables_name_real_fields() -> None:
         for stage in pipeline.stages:
             assert {*stage.engine, *stage.engine_defaults} <= ENGINE_FIELDS
             assert stage.sampling.keys() <= SAMPLING_FIELDS
+
+
+@pytest.mark.parametrize(("word", "cores", "expected"), [("3", 2, 3), ("auto", 2, 1), ("auto", 7, 3), ("auto", 99, 8)])
+def test_number_of_api_servers(
+    word: str, cores: int, expected: int, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = replace(settings.detect_machine(), cpu_count=cores)
+    monkeypatch.setattr(settings, "detect_machine", lambda: machine)
+    assert plan_of(model, "--api-server-count", word).api_servers == expected
 
 
 def test_refused_flags_are_documented() -> None:

@@ -44,7 +44,7 @@ def test_overrides_as_json(model: str) -> None:
         ("stage_overide", "stage_overide: unknown key; did you mean 'stage_overrides'?"),
         ("zzzzzz", "zzzzzz: unknown key"),
         ("data_parallel_size", "data_parallel_size: write stages.thinker.replicas instead"),
-        ("api_servers", "api_servers: more than one is not supported yet; write 1, got 2"),
+        ("api_servers", "api_servers: LLM(omni=True) is a program without API servers; leave it out, got 2"),
     ],
 )
 def test_wrong_keywords(model: str, keyword: str, message: str) -> None:

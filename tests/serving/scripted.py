@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,7 @@ class ScriptedOmni:
     refusal: Exception | None = None
     errored = False
     log_stats = False
+    connections = SimpleNamespace(client_index=0, client_count=1)
 
     def __post_init__(self) -> None:
         self.model_config = self.vllm_config.model_config

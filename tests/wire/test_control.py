@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.wire.control import Listening, ReplicaEnded, decode, encode
+from vllm_omni_ext.wire.control import ReplicaConnected, ReplicaEnded, decode, encode
 
 DIED = ReplicaEnded(replica="talker/1", reason="killed by signal 9", again=True)
 
@@ -18,7 +18,8 @@ def test_a_message_survives_the_wire() -> None:
     read = decode(encode(DIED))
     assert isinstance(read, ReplicaEnded)
     assert ReplicaId.parse(read.replica) == ReplicaId("talker", 1)
-    assert decode(encode(Listening(7, error="no port"))) == Listening(7, error="no port")
+    said = ReplicaConnected("talker/1", b"\x00\xff")
+    assert decode(encode(said)) == said
 
 
 def test_a_message_carries_its_name() -> None:

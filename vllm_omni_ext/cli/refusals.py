@@ -22,6 +22,8 @@ REFUSED: Mapping[str, tuple[frozenset[object], str]] = {
         frozenset({None}),
         'write --stage-overrides \'{{"{stage}": {{"devices": "0"}}}}\' or devices in a stage config',
     ),
+    "master_addr": (frozenset({"127.0.0.1"}), "the head's address is another flag; write --omni-master-address"),
+    "master_port": (frozenset({29501}), "the head's port is another flag; write --omni-master-port"),
     "nnodes": (frozenset({1}), _HOST),
     "node_rank": (frozenset({0}), _HOST),
     "data_parallel_size": (frozenset({1}), _REPLICAS),

@@ -93,7 +93,12 @@ def from_kwargs(
         settings={"async_chunk": async_chunk} | {k: v for k, v in engine_kwargs.items() if k in top},
     )
     pipeline = pipeline_for(architecture(model, hf_config))
-    return _plan(model, pipeline, hf_config, _config(pipeline, wishes), text_args)
+    config = _config(pipeline, wishes)
+    if config.api_servers != 1:
+        raise ConfigError(
+            f"api_servers: LLM(omni=True) is a program without API servers; leave it out, got {config.api_servers}"
+        )
+    return _plan(model, pipeline, hf_config, config, text_args)
 
 
 def _config(pipeline: PipelineSpec, wishes: _Wishes) -> OmniConfig:
