@@ -19,6 +19,7 @@ from vllm_omni_ext.config.load import load_config
 from vllm_omni_ext.config.overrides import parse_overrides, with_overrides, with_settings
 from vllm_omni_ext.config.parse import Names
 from vllm_omni_ext.config.schema import OmniConfig, keys
+from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.registry import PipelineSpec, pipeline_for
 from vllm_omni_ext.runtime.engine_args import stage_engine_args
 from vllm_omni_ext.topology.plan import Plan, make_plan
