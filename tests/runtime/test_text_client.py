@@ -73,15 +73,15 @@ def outputs(request_id: str) -> EngineCoreOutputs:
     return EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, [1])])
 
 
-async def test_outputs_come_in_order_with_the_replicas_number() -> None:
+async def test_outputs_come_in_order() -> None:
     text = Bench().text
     waiting = asyncio.create_task(text.get_output_async())
     await asyncio.sleep(0)
     assert not waiting.done()
     for i in (2, 0, 1):
-        text.deliver(NAMES[i], outputs(str(i)))
+        text.deliver(outputs(str(i)))
     got = [await waiting, await text.get_output_async(), await text.get_output_async()]
-    assert [(o.engine_index, o.outputs[0].request_id) for o in got] == [(2, "2"), (0, "0"), (1, "1")]
+    assert [o.outputs[0].request_id for o in got] == ["2", "0", "1"]
 
 
 async def test_requests_and_stop_strings_go_to_the_orchestrator() -> None:
@@ -94,13 +94,23 @@ async def test_requests_and_stop_strings_go_to_the_orchestrator() -> None:
 
 async def test_the_server_outlives_the_last_replica() -> None:
     text = Bench().text
-    text.deliver(NAMES[0], outputs("before"))
+    text.deliver(outputs("before"))
     for name in NAMES:
         text.lost(name)
     assert not text.resources.engine_dead
     assert (await text.get_output_async()).outputs[0].request_id == "before"
     with pytest.raises(StageUnavailable):
         await text.reset_prefix_cache_async()
+
+
+async def test_a_replica_that_joins_is_reached_too() -> None:
+    bench = Bench(2)
+    late: Any = Client(2)
+    bench.text.lost(NAMES[0])
+    bench.text.joined(StockReplica(NAMES[2], late))
+    assert await bench.text.collective_rpc_async("f") == ["f 1", "f 2"]
+    bench.text.shutdown(1.0)
+    assert ([client.closed for client in bench.clients], late.closed) == ([[], [1.0]], [1.0])
 
 
 async def test_utilities_reach_every_live_replica() -> None:
