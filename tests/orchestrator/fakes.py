@@ -9,7 +9,7 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
-from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.errors import OmniError, RequestError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.flow import Action, Open, Produced
 from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
@@ -96,7 +96,10 @@ class FakePlugin:
 class Bench:
     """An orchestrator over fake replicas, and short ways to drive it."""
 
-    def __init__(self, script: Callable[[Produced], list[Action]], **counts: int) -> None:
+    def __init__(
+        self, script: Callable[[Produced], list[Action]], wait_s: float = 0.0, joinable: bool = False, **counts: int
+    ) -> None:
+        self.failures: list[tuple[str, OmniError]] = []
         ids = [ReplicaId(stage, i) for stage in STAGES for i in range(counts.get(stage, 1))]
         self.replicas = {replica: FakeReplica(replica) for replica in ids}
         self.plugin = FakePlugin(script)
@@ -108,6 +111,9 @@ class Bench:
             replicas=self.replicas,
             sampling={"voice": {"temperature": 0.9, "max_tokens": 40}},
             limits={"text": 1000, "voice": 1000, "sound": 1000},
+            wait_s=wait_s,
+            joinable=joinable,
+            failed=lambda request_id, error: self.failures.append((request_id, error)),
         )
 
     def of(self, name: str) -> FakeReplica:

@@ -249,7 +249,8 @@ async def test_another_replica_takes_over_from_one_that_is_gone(stage: str, done
     gone, other = ReplicaId(stage, 0), bench.of(f"{stage}/1")
     lost = {name for name in "abcd" if bench.pools[stage].replica_of(name) == gone}
     before = len(other.added)
-    assert await bench.orchestrator.replica_down(gone, "killed by signal 9") == {}
+    assert set(await bench.orchestrator.replica_down(gone, "killed by signal 9")) == lost
+    assert bench.failures == []
     assert {request.request_id for request in other.added[before:]} == lost
     assert not any(replica.aborted for replica in bench.replicas.values())
     for name, (ticket, sink) in tickets.items():
@@ -283,15 +284,22 @@ async def test_a_later_stage_goes_on_with_what_it_has_made() -> None:
     assert again.sampling_params.max_tokens == 40 - 1
 
 
-async def test_a_text_that_depends_on_more_than_its_tokens_fails() -> None:
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_text_that_depends_on_more_than_its_tokens_fails_once_it_has_begun(begun: bool) -> None:
     bench = Bench(pipeline, text=2)
     ticket, sink = await bench.start("r")
     text = bench.of("text/0").added[0]
     assert text.sampling_params is not None
     text.sampling_params.prompt_logprobs = 1
-    failed = await bench.orchestrator.replica_down(ReplicaId("text", 0), "gone")
+    if not begun:
+        await bench.orchestrator.replica_down(ReplicaId("text", 0), "gone")
+        assert bench.of("text/1").added == [text]
+        await bench.orchestrator.withdraw(ticket)
+        return
+    await play(bench, "r", STEPS[:1])
+    await bench.orchestrator.replica_down(ReplicaId("text", 0), "gone")
     (error,) = drained(sink)
-    assert isinstance(error, StageUnavailable) and list(failed) == ["r"]
+    assert isinstance(error, StageUnavailable) and bench.failures == [("r", error)]
     await bench.orchestrator.withdraw(ticket)
     assert bench.orchestrator.held() == 0
 

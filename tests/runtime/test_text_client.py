@@ -66,12 +66,15 @@ class Orchestrator:
         self.stopped += request_ids
 
 
+CONFIG: Any = "config of the stage"
+
+
 class Bench:
     def __init__(self, count: int = 3) -> None:
         self.clients: list[Any] = [Client(i) for i in range(count)]
         self.replicas = {name: StockReplica(name, c) for name, c in zip(NAMES, self.clients, strict=False)}
         self.orchestrator: Any = Orchestrator(self.replicas)
-        self.text = TextClient(self.replicas, self.orchestrator)
+        self.text = TextClient(CONFIG, self.replicas, self.orchestrator)
 
     def lose(self, name: ReplicaId) -> None:
         self.text.lost(name)
@@ -83,15 +86,15 @@ def outputs(request_id: str) -> EngineCoreOutputs:
     return EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, [1])])
 
 
-async def test_outputs_come_in_order_with_the_replicas_number() -> None:
+async def test_outputs_come_in_order() -> None:
     text = Bench().text
     waiting = asyncio.create_task(text.get_output_async())
     await asyncio.sleep(0)
     assert not waiting.done()
     for i in (2, 0, 1):
-        text.deliver(NAMES[i], outputs(str(i)))
+        text.deliver(outputs(str(i)))
     got = [await waiting, await text.get_output_async(), await text.get_output_async()]
-    assert [(o.engine_index, o.outputs[0].request_id) for o in got] == [(2, "2"), (0, "0"), (1, "1")]
+    assert [o.outputs[0].request_id for o in got] == ["2", "0", "1"]
 
 
 async def test_requests_and_stop_strings_go_to_the_orchestrator() -> None:
@@ -105,13 +108,25 @@ async def test_requests_and_stop_strings_go_to_the_orchestrator() -> None:
 async def test_the_server_outlives_the_last_replica() -> None:
     bench = Bench()
     text = bench.text
-    text.deliver(NAMES[0], outputs("before"))
+    text.deliver(outputs("before"))
     for name in NAMES:
         bench.lose(name)
     assert not text.resources.engine_dead
     assert (await text.get_output_async()).outputs[0].request_id == "before"
     with pytest.raises(StageUnavailable):
         await text.reset_prefix_cache_async()
+
+
+async def test_a_replica_that_joins_is_reached_too() -> None:
+    bench = Bench(2)
+    late: Any = Client(2)
+    bench.lose(NAMES[0])
+    bench.orchestrator.replicas[NAMES[2]] = StockReplica(NAMES[2], late)
+    bench.orchestrator.pools["thinker"].add(NAMES[2])
+    bench.text.joined(bench.orchestrator.replicas[NAMES[2]])
+    assert await bench.text.collective_rpc_async("f") == ["f 1", "f 2"]
+    bench.text.shutdown(1.0)
+    assert ([client.closed for client in bench.clients], late.closed) == ([[], [1.0]], [1.0])
 
 
 async def test_utilities_reach_every_live_replica() -> None:
@@ -140,7 +155,7 @@ def test_other_names_are_unknown() -> None:
 async def test_what_vllm_reads_of_a_client() -> None:
     bench = Bench()
     assert bench.text.engine_ranks_managed == [0, 1, 2]
-    assert bench.text.vllm_config == "config 0"
+    assert bench.text.vllm_config == CONFIG
     assert bench.text.get_kv_event_sources() == {0: "source 0", 1: "source 1", 2: "source 2"}
     assert bench.text.dp_engines_running() is False
 
