@@ -125,7 +125,7 @@ class ApiServers:
         for pipe in self._pipes.values():
             try:
                 pipe.send_bytes(encode(message))
-            except BrokenPipeError:  # it is gone, which the supervisor sees too
+            except (BrokenPipeError, ConnectionResetError):  # it is gone, which the supervisor sees too
                 continue
 
     # -- what they say -------------------------------------------------------------------------------------------
@@ -145,5 +145,5 @@ class ApiServers:
                         answers.put((client, None))
 
     def _heard(self, client: int, message: Message) -> None:
-        if isinstance(message, Listening) and message.number in self._answers:
-            self._answers[message.number].put((client, message))
+        if isinstance(message, Listening) and (answers := self._answers.get(message.number)) is not None:
+            answers.put((client, message))
