@@ -9,6 +9,7 @@ import pytest
 from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.engine_args import stage_engine_args
+from vllm_omni_ext.runtime.launcher import register_classes
 from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
 from vllm_omni_ext.topology.plan import Plan
 
@@ -29,6 +30,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     ],
 )
 def test_every_stage(plan: Plan, stage: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    register_classes()  # as the server does: else vLLM imports itself once more in a process, just to look at each
     for name, value in plan.stage(stage).env.items():
         monkeypatch.setenv(name, value)
     config = stage_engine_args(plan, ReplicaId(stage, 0)).create_engine_config()

@@ -57,6 +57,8 @@ class _Live:
     opened: dict[str, EngineCoreRequest] = field(default_factory=dict)
     moves: Counter[str] = field(default_factory=Counter)
     """How often each stage was given the request anew; what was decided before that is part of what it was given."""
+    done: set[str] = field(default_factory=set)
+    """Stages that have ended the request: it can do without them."""
 
 
 class Orchestrator:
@@ -148,7 +150,8 @@ class Orchestrator:
         """
         flow = self.plugin.open(TextRequest(prompt=prompt), options)
         room = self.plugin.room(prompt, options, self._limits)
-        self._live[request_id] = _Live(flow, options, sink, external_id, room, recital=True)
+        done = {self.text_stage}
+        self._live[request_id] = _Live(flow, options, sink, external_id, room, recital=True, done=done)
         self.observer.opened(request_id, external_id, options.modalities, parts=(REST,), arrival=time.time())
         # A text stage never hands its last token on; here the last one is a filler.
         await self._event(request_id, Produced(self.text_stage, (*reply, reply[-1]), finish="stop"))
@@ -301,7 +304,8 @@ class Orchestrator:
     async def _give_up(self, stage: str, error: StageUnavailable) -> None:
         if self.pools[stage].replicas or self.waiting.hopeful(stage):
             return
-        for request_id in [*self.waiting.take(stage), *self._live]:
+        need = [request_id for request_id, live in self._live.items() if stage not in live.done]
+        for request_id in dict.fromkeys([*self.waiting.take(stage), *need]):
             await self._fail(request_id, stage, error)
 
     def _admit(
@@ -338,6 +342,9 @@ class Orchestrator:
                 await self._do(request_id, live, stage, live.flow.replay(stage))
         except StageUnavailable as error:
             await self._fail(request_id, stage, StageUnavailable(f"{reason}; {error}"))
+        except Exception as error:  # the others that were lost with it must still be placed
+            log.exception("request %s cannot be given to another replica of %s", request_id, stage)
+            await self._fail(request_id, stage, RequestFailed(f"{reason}; {error}"))
 
     async def _text_again(self, request_id: str) -> None:
         text = self._texts.get(request_id)
@@ -356,6 +363,8 @@ class Orchestrator:
         live = self._live.get(request_id)
         if live is None:
             return
+        if event.finish is not None:
+            live.done.add(event.stage)
         try:
             await self._do(request_id, live, event.stage, live.flow.handle(event))
         except Exception as error:  # one request's failure must not stop the stage's output loop
@@ -407,8 +416,9 @@ class Orchestrator:
             return
         live.opened[action.stage] = request
         self.observer.sent(request_id, source, replica, action.handoff or action.prompt)
+        moves = live.moves[action.stage]
         await self.replicas[replica].add(request)
-        if action.rows is not None:
+        if action.rows is not None and live.moves[action.stage] == moves:  # else it has them from its replay
             await self._extend(request_id, live, source, action.stage, {}, torch.cat(action.rows))
 
     async def _extend(

@@ -120,17 +120,23 @@ class Keeper:
 
     def _work(self) -> None:
         while True:
-            wait = max(0.0, self._later[0][0] - time.monotonic()) if self._later else None
-            try:
-                work = self._todo.get(timeout=wait)
-            except queue.Empty:
-                work = heapq.heappop(self._later)[2]
+            work = self._next()
             if work is None:
                 return
             try:
                 work()
             except Exception:  # a bug here must not be the end of all later restarts
                 log.exception("a replica could not be looked after")
+
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for what is to be done next; what is due comes before what was handed in."""
+        wait = self._later[0][0] - time.monotonic() if self._later else None
+        if wait is None or wait > 0:
+            try:
+                return self._todo.get(timeout=wait)
+            except queue.Empty:
+                pass  # it is due now
+        return heapq.heappop(self._later)[2]
 
     def _failed(self, replica: ReplicaId, reason: str, *, final: bool = False) -> None:
         if self._closing.is_set():
@@ -145,8 +151,8 @@ class Keeper:
             why = "" if final else " (restart_limit)"
             self._tell(f"error: replica {replica} is gone: {reason}; it is not started again{why}; {tail}")
             return
+        self.after(pause, lambda: self._start(replica))  # first: telling fails where nobody listens any more
         self._tell(f"error: replica {replica} is gone: {reason}; it is started again in {pause:g} s; {tail}")
-        self.after(pause, lambda: self._start(replica))
 
     def _start(self, replica: ReplicaId) -> None:
         if self._closing.is_set():
@@ -158,7 +164,12 @@ class Keeper:
             return
         if self._closing.is_set():
             return
-        self._deployment.start_again(replica, addresses)
+        try:
+            self._deployment.start_again(replica, addresses)
+        except Exception as error:  # of vLLM's or the system's: no memory, no process, a file that is gone
+            log.exception("replica %s cannot be started", replica)
+            self._failed(replica, f"it cannot be started: {error}")
+            return
         wait = threading.Thread(target=self._wait, args=(replica,), name=f"omni-start-{replica}", daemon=True)
         self._waits = [thread for thread in self._waits if thread.is_alive()]
         self._waits.append(wait)
@@ -167,7 +178,7 @@ class Keeper:
     def _wait(self, replica: ReplicaId) -> None:
         try:
             self._deployment.wait_for(replica)
-        except OmniError as error:
+        except Exception as error:  # also what vLLM raises: this thread's end must not be the replica's
             reason = str(error)
             self.do(lambda: self._failed(replica, reason))
             return
@@ -179,5 +190,5 @@ class Keeper:
         process = self._deployment.processes()[replica]
         restarts = self._restarts[replica].count
         self._users.ready(replica, About(host=self._host, pid=process.pid, restarts=restarts))
-        self._tell(f"replica {replica} is up" + (" again" if restarts else ""))
         self._watch(replica, process)
+        self._tell(f"replica {replica} is up" + (" again" if restarts else ""))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -120,7 +121,7 @@ class Deployment:
     def start_all(self) -> None:
         """Start every replica of the plan."""
         for replica in self.plan.replicas():
-            with self._surroundings(replica.id.stage):
+            with self._surroundings(replica.id.stage, self._place(replica.id)):
                 addresses = self.listen(replica.id)
                 self._launch(replica.id, self._config(replica.id), _as_vllm(addresses))
 
@@ -164,11 +165,22 @@ class Deployment:
         self.close()
 
     @contextlib.contextmanager
-    def _surroundings(self, stage: str) -> Iterator[None]:
-        """The environment in which configs of a stage are made and its replicas are started."""
-        said = {"VLLM_RPC_BASE_PATH": self.folder, **self.plan.config.stage(stage).env}
-        with environment(said, defaults=self.plan.stage(stage).env), temporary_files_in(self.folder):
+    def _surroundings(self, stage: str, folder: str) -> Iterator[None]:
+        """The environment in which configs of a stage are made and its replicas are started.
+
+        Args:
+            folder: for sockets and temporary files.
+        """
+        said = {"VLLM_RPC_BASE_PATH": folder, **self.plan.config.stage(stage).env}
+        with environment(said, defaults=self.plan.stage(stage).env), temporary_files_in(folder):
             yield
+
+    def _place(self, replica: ReplicaId) -> str:
+        """An empty folder for a replica's files: what one that was killed has left there is gone."""
+        place = Path(self.folder, f"{replica.stage}-{replica.index}")
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        return str(place)
 
     def _config(self, replica: ReplicaId) -> VllmConfig:
         config = stage_engine_args(self.plan, replica).create_engine_config(self._usage)
@@ -198,7 +210,7 @@ class Deployment:
         Args:
             addresses: where it connects to, for each API server: for its input, for its output.
         """
-        with self._surroundings(replica.stage):
+        with self._surroundings(replica.stage, self._place(replica)):
             self._launch(replica, self._config(replica), _as_vllm(addresses))
 
     def wait_for(self, replica: ReplicaId) -> None:
@@ -305,7 +317,7 @@ class Deployment:
             about = self.about()
         for stage in self.plan.stages:
             if stage.name not in self.configs:  # its replicas are all on other hosts
-                with self._surroundings(stage.name):
+                with self._surroundings(stage.name, self.folder):
                     self.configs[stage.name] = any_replica_args(self.plan, stage.name).create_engine_config(self._usage)
         return Connections(
             plan=self.plan,
