@@ -147,9 +147,11 @@ class Fleet:
         self._connections = connections
         self._orchestrator = orchestrator
         self._take, self._joined, self._lost = take, joined, lost
+        self._local = {each.id for each in connections.plan.replicas()}
         self._bearers: dict[ReplicaId, Member] = {}
         self._silent: dict[ReplicaId, tuple[str, ...]] = {}
-        self._connecting: dict[ReplicaId, asyncio.Task[None]] = {}
+        self._coming: dict[ReplicaId, asyncio.Task[None]] = {}
+        """What brings a replica up: its connection, or the end of what it was silent about."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
@@ -212,11 +214,17 @@ class Fleet:
 
     def ready(self, replica: ReplicaId, about: About, listeners: Listeners) -> None:
         """A replica is ready: connect, and send it requests. Returns at once."""
-        self._connecting[replica] = self._spawn(self._connect(replica, about, listeners))
+        self._coming[replica] = self._spawn(self._connect(replica, about, listeners))
 
     async def _connect(self, replica: ReplicaId, about: About, listeners: Listeners) -> None:
-        connected = await _in_thread(partial(self._connections.connect, replica, listeners))
-        self._connecting.pop(replica, None)
+        try:
+            connected = await _in_thread(partial(self._connections.connect, replica, listeners))
+        except Exception as error:
+            log.exception("replica %s is ready and cannot be connected", replica)
+            self._coming.pop(replica, None)
+            await self._orchestrator.never_up(replica, f"it cannot be connected: {error}")
+            return
+        self._coming.pop(replica, None)
         self.about[replica] = about
         self.replicas[replica] = connected
         self.connected(connected)
@@ -231,8 +239,7 @@ class Fleet:
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
         """A replica's process has ended, or it did not start; `again` if it is going to be started once more."""
-        if (connecting := self._connecting.pop(replica, None)) is not None:
-            connecting.cancel()
+        self._give_up_on(replica)
         if again:
             self._orchestrator.waiting.announce(replica)
         else:
@@ -255,6 +262,7 @@ class Fleet:
     async def _drop(self, replica: StockReplica, reason: str) -> None:
         if self.replicas.get(replica.id) is not replica:
             return
+        self._give_up_on(replica.id)
         # Now and in the loop: a socket that is still open when its context is collected blocks the collector for ever.
         replica.close(timeout=0)
         del self.replicas[replica.id]
@@ -263,6 +271,11 @@ class Fleet:
         self.reports.pop(replica.id, None)
         self._lost(replica.id)
         await self._leave(replica.id, reason)
+
+    def _give_up_on(self, replica: ReplicaId) -> None:
+        """What is coming up does not come any more."""
+        if (coming := self._coming.pop(replica, None)) is not None:
+            coming.cancel()
 
     async def _leave(self, replica: ReplicaId, reason: str) -> tuple[str, ...]:
         if replica not in self._pools[replica.stage].replicas:
@@ -280,11 +293,11 @@ class Fleet:
                 steer(pool, view)
 
     def _note(self, view: View) -> None:
-        now = time.monotonic()
+        now, before = time.monotonic(), self.reports
+        self.reports = {}
         for entry in view.replicas:
-            before = self.reports.get(entry.member.id)
-            same = before is not None and entry.load == before.entry.load
-            heard = before.heard if before is not None and same else now
+            last = before.get(entry.member.id)
+            heard = last.heard if last is not None and last.entry.load == entry.load else now
             self.reports[entry.member.id] = Report(entry, heard)
 
     async def _change(self, change: Change) -> None:
@@ -294,33 +307,37 @@ class Fleet:
             case Attach(member):
                 self._bearers[replica] = member
                 if connected is not None and replica in self._silent:
-                    self._spawn(self._attach_again(connected))
+                    self._coming[replica] = self._spawn(self._attach_again(connected))
             case Detach(member, reason) if connected is not None and self._bearers.get(replica) == member:
                 self._orchestrator.waiting.announce(replica)  # it may come back
                 self._silent[replica] = await self._leave(replica, reason)
-            case Forget(member) if self._bearers.get(replica) == member:
-                self._orchestrator.waiting.settle(replica)
-                if connected is not None:
-                    await self._drop(connected, "it has left")
-                if replica not in self._planned:
-                    self.about.pop(replica, None)
+            case Forget(member) if replica not in self._local:
+                # One that runs here keeps its connection: its process's end is noticed, and it may still come back.
+                await self._forget(member, connected)
 
-    @property
-    def _planned(self) -> Mapping[ReplicaId, About]:
-        return self._connections.about
+    async def _forget(self, member: Member, connected: StockReplica | None) -> None:
+        """A replica of another host is gone; what may bear its name already is not."""
+        replica = member.id
+        if self._bearers.get(replica) == member:
+            del self._bearers[replica]
+            if connected is not None:
+                await self._drop(connected, "it has left")
+            await self._orchestrator.never_up(replica, "it has left")
+        if replica not in self.replicas and replica not in self._coming:
+            self.about.pop(replica, None)
 
     async def _attach_again(self, replica: StockReplica) -> None:
         """A replica that was silent is back: end what others have taken over, then send it requests again.
 
-        It answers a call only after everything that was sent before it: from then on nothing of what it did for a
-        request that it lost can arrive.
+        After the fence nothing of what it did for a request that it lost can arrive.
         """
         stale = self._silent.pop(replica.id)
         try:
             await replica.abort(list(stale))
-            await replica.client.get_supported_tasks_async()
+            await replica.fence()
         except EngineDeadError:
             return  # its reader knows too
+        self._coming.pop(replica.id, None)
         if self.replicas.get(replica.id) is replica and replica.id not in self._silent:
             log.warning("replica %s is back", replica.id)
             await self._orchestrator.replica_up(replica)

@@ -11,12 +11,14 @@ import threading
 import time
 import uuid
 from argparse import Namespace
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
 from vllm.usage.usage_lib import UsageContext
+from zmq.utils.monitor import recv_monitor_message
 
 from vllm_omni_ext import __version__
 from vllm_omni_ext.coordinator import translate
@@ -35,7 +37,18 @@ from vllm_omni_ext.topology.agreement import config_hash, model_identity
 from vllm_omni_ext.topology.shape import Headless, Plan
 from vllm_omni_ext.wire import coordination as wire
 from vllm_omni_ext.wire.enrollment import Enrollment
-from vllm_omni_ext.wire.joining import FROM_HEAD, MAX_ANSWER_BYTES, Gone, Join, Joined, Ping, Pong, Refusal, Started
+from vllm_omni_ext.wire.joining import (
+    FROM_HEAD,
+    MAX_ANSWER_BYTES,
+    Gone,
+    Join,
+    Joined,
+    Ping,
+    Pong,
+    Refusal,
+    Started,
+    ToHead,
+)
 
 ASK_AGAIN_S = 1.0
 """A head that has not answered is asked again after this time."""
@@ -44,7 +57,12 @@ PING_S = 5.0
 """How often a head is asked whether it is still the same one."""
 
 LEAVING_TAKES_S = 5.0
-"""What leaving may take beyond the time for the requests."""
+"""What leaving may take beyond the time for the requests, and how long a coordinator may say nothing meanwhile."""
+
+MOST_REJECTIONS = 3
+"""Handshakes in a row that fail before it is believed that they always will."""
+
+_REJECTED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 REFUSED, FAILED = 2, 1
 """Exit status: the head does not want these replicas; none of them could be kept running."""
@@ -84,14 +102,18 @@ class Master:
         self._socket: Socket = connect(
             self._context, zmq.DEALER, endpoint(host, port), self.keys, limit=MAX_ANSWER_BYTES
         )
-        self._socket.immediate = False  # what is said while the head is away is said when it is back
+        self._handshakes: Socket = self._socket.get_monitor_socket(_REJECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._rejections = 0
+        self._unsaid: deque[bytes] = deque()
         self.places: dict[ReplicaId, _Place] = {}
+        self._started: dict[ReplicaId, Started] = {}
         self.refused = False
         self._wishes: dict[ReplicaId, int] = {}
         self._closing = threading.Event()
 
     def close(self) -> None:
-        """Give up the connection; what was said last is still sent."""
+        """Give up the connection; what was said last is still sent if the head is there."""
+        self._say_all()
         self._context.destroy(linger=int(ASK_AGAIN_S * 1000))
 
     def stop(self) -> None:
@@ -118,7 +140,7 @@ class Master:
         limit = self._plan.config.startup_timeout_s
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline and not self._closing.is_set():
-            self._socket.send(wire.encode(wish))
+            self._say(wish)
             for answer in self._hear(ASK_AGAIN_S):
                 match answer:
                     case Refusal(ticket=asked, reason=reason) if asked in (ticket, ""):
@@ -132,20 +154,61 @@ class Master:
 
     def ready(self, slot: ReplicaId, about: About) -> None:
         """Tell the head that a replica is ready."""
-        started = Started(ticket=self.places[slot].ticket, pid=about.pid, restarts=about.restarts)
-        self._socket.send(wire.encode(started))
+        self._started[slot] = Started(ticket=self.places[slot].ticket, pid=about.pid, restarts=about.restarts)
+        self._say(self._started[slot])
 
     def ended(self, slot: ReplicaId, reason: str, *, again: bool) -> None:
         """Tell the head that a replica is gone."""
-        place = self.places.pop(slot, None)
+        place = self._take_back(slot)
         if place is not None:
-            self._socket.send(wire.encode(Gone(ticket=place.ticket, reason=reason[:200], again=again)))
+            self._say(Gone(ticket=place.ticket, reason=reason[:200], again=again))
 
-    def is_another(self) -> bool:
-        """Ask the head who it is; true if it is not the one these replicas have joined. Silence proves nothing."""
-        known = {place.joined.deployment for place in self.places.values()}
-        self._socket.send(wire.encode(Ping()))
-        return any(isinstance(said, Pong) and said.deployment not in known for said in self._hear(ASK_AGAIN_S) if known)
+    def disowned(self) -> list[ReplicaId]:
+        """Ask the head whether it still is who these replicas have joined; those that it does not have, who are no
+        members from now on. What was said of the others may have been lost and is said again. Silence proves nothing.
+        """
+        slots = {place.ticket: slot for slot, place in self.places.items()}
+        for message in (*self._started.values(), Ping()):
+            self._say(message)
+        gone: set[ReplicaId] = set()
+        for said in self._hear(ASK_AGAIN_S):
+            match said:
+                case Pong(deployment=head):
+                    gone.update(slot for slot, place in self.places.items() if place.joined.deployment != head)
+                case Refusal(ticket=ticket) if ticket in slots:
+                    gone.add(slots[ticket])
+        for slot in gone:
+            self._take_back(slot)
+        return sorted(gone)
+
+    def _take_back(self, slot: ReplicaId) -> _Place | None:
+        self._started.pop(slot, None)
+        return self.places.pop(slot, None)
+
+    def _say(self, message: ToHead) -> None:
+        """Never waits: what is queued for a head that is away is limited, and what matters is said again."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(wire.encode(message), zmq.NOBLOCK)
+
+    def _say(self, message: wire.Message) -> None:
+        """Tell the head something, now or when it is back."""
+        self._unsaid.append(wire.encode(message))
+        self._say_all()
+
+    def _say_all(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while self._unsaid:
+                self._socket.send(self._unsaid[0], zmq.NOBLOCK)
+                self._unsaid.popleft()
+
+    def _look_at_handshakes(self) -> None:
+        """See whether whoever listens there speaks with us; Refused if not."""
+        while self._handshakes.poll(0):
+            done = recv_monitor_message(self._handshakes)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._rejections = 0 if done else self._rejections + 1
+        if self._rejections >= MOST_REJECTIONS:
+            self.refused = True
+            raise Refused(f"what listens at {self._where} is no head, or one with another secret (cluster_secret_file)")
 
     def _hear(self, wait_s: float) -> Iterator[Any]:
         """Messages of the head, until the first one in which there was something and no other waits."""
@@ -249,13 +312,13 @@ class Crew:
             self._leaving.set()
 
     def _ping(self) -> None:
-        """See whether the head is still the one that was joined; with another one, everything begins again."""
-        if self._master.is_another():
-            tell("the head is another one: the replicas join it anew")
-            self._master.places.clear()
-            for process in self._deployment.processes().values():
-                process.kill()
+        """See whether the head still has the replicas, or is another one; those that it has not begin again."""
         self._keeper.after(PING_S, self._ping)
+        processes = self._deployment.processes()
+        for slot in self._master.disowned():
+            tell(f"the head does not have {slot} any more, or is another one: it joins anew")
+            if slot in processes:
+                processes[slot].kill()
 
 
 async def take_leave(places: dict[ReplicaId, _Place], keys: Keys | None) -> None:
@@ -267,9 +330,11 @@ async def take_leave(places: dict[ReplicaId, _Place], keys: Keys | None) -> None
     events = connect(context, zmq.DEALER, joined.events, keys, limit=wire.MAX_REPLY_BYTES)
     try:
         async with asyncio.timeout(joined.drain_s + LEAVING_TAKES_S):
-            async for view, _ in watcher:
+            while True:
+                async with asyncio.timeout(LEAVING_TAKES_S):
+                    view, _ = await anext(watcher)
                 here = [entry for entry in view.replicas if entry.member.id in ours]
-                if not here:
+                if not here and view.settled:  # a coordinator that is new may not have heard of them yet
                     return
                 for entry in here:
                     if entry.state is not State.DRAINING:

@@ -1,7 +1,8 @@
 """Where replicas of other hosts join: the head's registration port.
 
-It gives a replica its name, has the API servers listen for it, and says who else it must talk to. What happens to the
-replica afterwards, the coordinator's heartbeats tell.
+Who knows a ticket speaks for its replica: a connection may be lost and made again. The registrar gives a replica its
+name, has the API servers listen for it, and says who else it must talk to. What happens to the replica afterwards, the
+coordinator's heartbeats tell.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from vllm_omni_ext.wire.joining import TO_HEAD, Endpoints, Gone, Join, Joined, P
 QUEUED_ANSWERS = 64
 """Answers that wait for a process that does not read."""
 
+UNDECIDED = 1024
+"""Messages that wait for a decision; further ones are dropped: who means it says it again."""
+
 NEVER_READ = 16 * MAX_MESSAGE_BYTES
 """libzmq disconnects who sends more than this in one frame, before it is in memory."""
 
@@ -56,7 +60,6 @@ class Users(Protocol):
 class _Entry:
     """One replica that has joined. `ready` once it has said so."""
 
-    sender: bytes
     replica: ReplicaId
     host: str
     answer: Joined
@@ -93,21 +96,30 @@ class Registrar:
             self._context.destroy(linger=0)
             raise
         self._answers: queue.SimpleQueue[tuple[bytes, Message] | None] = queue.SimpleQueue()
+        self._undecided: queue.SimpleQueue[tuple[bytes, ToHead]] = queue.SimpleQueue()
         self._wake, self._waker = os.pipe()
+        self._waking = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="omni-registrar", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more."""
-        self._answers.put(None)
-        os.write(self._waker, b".")
+        """Take no more; what the keeper decides later is answered to nobody."""
+        self._put(None)
         self._thread.join()
-        os.close(self._wake)
-        os.close(self._waker)
+        with self._waking:
+            self._closed = True
+            os.close(self._wake)
+            os.close(self._waker)
 
     def forgotten(self, replica: ReplicaId) -> None:
-        """The coordinator has given a name free: nothing of its bearer is kept. Called in the keeper's thread."""
-        self._entries = {ticket: entry for ticket, entry in self._entries.items() if entry.replica != replica}
+        """The coordinator has given a name free: nothing of its bearer is kept. Called in the keeper's thread.
+
+        One that is not ready yet is not the one that was forgotten: the name was given to it meanwhile.
+        """
+        gone = [ticket for ticket, entry in self._entries.items() if entry.replica == replica and entry.ready]
+        for ticket in gone:
+            del self._entries[ticket]
 
     # -- the socket's thread -------------------------------------------------------------------------------------
 
@@ -148,39 +160,46 @@ class Registrar:
         if isinstance(message, Ping):
             self._socket.send_multipart([sender, encode(Pong(deployment=self._deployment))], zmq.NOBLOCK)
         else:
-            self._keeper.do(lambda: self._decide(sender, message))
+            self._ask(sender, message)
+
+    def _ask(self, sender: bytes, message: ToHead) -> None:
+        if self._undecided.qsize() < UNDECIDED:
+            self._undecided.put((sender, message))
+            self._keeper.do(self._decide_next)
 
     def _answer(self, sender: bytes, message: Message) -> None:
-        self._answers.put((sender, message))
-        os.write(self._waker, b".")
+        self._put((sender, message))
+
+    def _put(self, answer: tuple[bytes, Message] | None) -> None:
+        with self._waking:
+            if not self._closed:
+                self._answers.put(answer)
+                os.write(self._waker, b".")
 
     # -- the keeper's thread -------------------------------------------------------------------------------------
 
-    def _decide(self, sender: bytes, message: ToHead) -> None:
+    def _decide_next(self) -> None:
+        sender, message = self._undecided.get()
         match message:
             case Join():
-                self._answer(sender, self._join(sender, message))
+                self._answer(sender, self._join(message))
             case Started(ticket=ticket):
-                entry = self._own(sender, ticket)
-                if entry is not None and not entry.ready:
+                entry = self._entries.get(ticket)
+                if entry is None:
+                    self._answer(sender, Refusal(ticket=ticket, reason="this replica has not joined, or was given up"))
+                elif not entry.ready:
                     entry.ready = True
                     about = About(host=entry.host, pid=message.pid, restarts=message.restarts)
                     self._users.ready(entry.replica, about)
-            case Gone(ticket=ticket):
-                entry = self._own(sender, ticket)
-                if entry is not None:
-                    self._end(ticket, message.reason, again=message.again)
-
-    def _own(self, sender: bytes, ticket: str) -> _Entry | None:
-        entry = self._entries.get(ticket)
-        return entry if entry is not None and entry.sender == sender else None
+            case Gone(ticket=ticket) if ticket in self._entries:
+                self._end(ticket, message.reason, again=message.again)
 
     def _end(self, ticket: str, reason: str, *, again: bool) -> None:
         entry = self._entries.pop(ticket)
         self._users.ended(entry.replica, reason, again=again)
         self._coordination.leave(entry.replica)
 
-    def _join(self, sender: bytes, message: Join) -> Joined | Refusal:
+    def _join(self, message: Join) -> Joined | Refusal:
         if message.ticket in self._entries:
             return self._entries[message.ticket].answer
         descriptor = Descriptor(
@@ -197,6 +216,7 @@ class Registrar:
         try:
             addresses = self._users.listen(replica, self._host)
         except OSError as error:
+            self._users.ended(replica, str(error), again=False)
             return Refusal(ticket=message.ticket, reason=f"the head cannot listen at {self._host}: {error}")
         answer = Joined(
             ticket=message.ticket,
@@ -207,7 +227,7 @@ class Registrar:
             views=self._coordination.views,
             drain_s=self._plan.config.drain_timeout_s,
         )
-        self._entries[message.ticket] = _Entry(sender, replica, message.host, answer)
+        self._entries[message.ticket] = _Entry(replica, message.host, answer)
         self._keeper.after(self._plan.config.startup_timeout_s, lambda: self._expire(message.ticket))
         return answer
 

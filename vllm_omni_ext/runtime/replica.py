@@ -81,6 +81,10 @@ class StockReplica:
                 call.cancel()
             raise
 
+    async def fence(self) -> None:
+        """Wait until it has done all that was sent before: it answers a call only after that."""
+        await self.client.get_supported_tasks_async()
+
     def fail(self, error: Exception) -> None:
         """Make `outputs` raise: used when a supervisor saw the process die (vLLM's client cannot)."""
         self.client.resources.engine_dead = True

@@ -30,7 +30,7 @@ class Join(Message, frozen=True, tag="join"):
 
 
 class Started(Message, frozen=True, tag="started"):
-    """The replica that joined with this ticket is ready."""
+    """The replica that joined with this ticket is ready; said again and again, and refused if the head knows it not."""
 
     ticket: Name
     pid: Count
@@ -78,7 +78,7 @@ class Joined(Message, frozen=True, tag="joined"):
 
 
 class Refusal(Message, frozen=True, tag="refused"):
-    """Why it may not join."""
+    """Why it may not join, or is no member any more."""
 
     ticket: str
     reason: str
