@@ -47,7 +47,6 @@ from vllm_omni_ext.wire.joining import (
     Pong,
     Refusal,
     Started,
-    ToHead,
 )
 
 ASK_AGAIN_S = 1.0
@@ -185,7 +184,7 @@ class Master:
         self._started.pop(slot, None)
         return self.places.pop(slot, None)
 
-    def _say(self, message: ToHead) -> None:
+    def _say(self, message: wire.Message) -> None:
         """Never waits: what is queued for a head that is away is limited, and what matters is said again."""
         with contextlib.suppress(zmq.Again):
             self._socket.send(wire.encode(message), zmq.NOBLOCK)
