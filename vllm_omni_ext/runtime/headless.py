@@ -11,7 +11,6 @@ import threading
 import time
 import uuid
 from argparse import Namespace
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +46,6 @@ from vllm_omni_ext.wire.joining import (
     Pong,
     Refusal,
     Started,
-    ToHead,
 )
 
 ASK_AGAIN_S = 1.0
@@ -104,7 +102,6 @@ class Master:
         )
         self._handshakes: Socket = self._socket.get_monitor_socket(_REJECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._rejections = 0
-        self._unsaid: deque[bytes] = deque()
         self.places: dict[ReplicaId, _Place] = {}
         self._started: dict[ReplicaId, Started] = {}
         self.refused = False
@@ -113,7 +110,6 @@ class Master:
 
     def close(self) -> None:
         """Give up the connection; what was said last is still sent if the head is there."""
-        self._say_all()
         self._context.destroy(linger=int(ASK_AGAIN_S * 1000))
 
     def stop(self) -> None:
@@ -140,7 +136,9 @@ class Master:
         limit = self._plan.config.startup_timeout_s
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline and not self._closing.is_set():
+            self._socket.poll(int(ASK_AGAIN_S * 1000), zmq.POLLOUT)
             self._say(wish)
+            self._look_at_handshakes()
             for answer in self._hear(ASK_AGAIN_S):
                 match answer:
                     case Refusal(ticket=asked, reason=reason) if asked in (ticket, ""):
@@ -185,21 +183,10 @@ class Master:
         self._started.pop(slot, None)
         return self.places.pop(slot, None)
 
-    def _say(self, message: ToHead) -> None:
-        """Never waits: what is queued for a head that is away is limited, and what matters is said again."""
+    def _say(self, message: wire.Message) -> None:
+        """Never waits: what is said to a head that is away is lost, and what matters is said again."""
         with contextlib.suppress(zmq.Again):
             self._socket.send(wire.encode(message), zmq.NOBLOCK)
-
-    def _say(self, message: wire.Message) -> None:
-        """Tell the head something, now or when it is back."""
-        self._unsaid.append(wire.encode(message))
-        self._say_all()
-
-    def _say_all(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            while self._unsaid:
-                self._socket.send(self._unsaid[0], zmq.NOBLOCK)
-                self._unsaid.popleft()
 
     def _look_at_handshakes(self) -> None:
         """See whether whoever listens there speaks with us; Refused if not."""
