@@ -94,6 +94,52 @@ def test_all_at_once(start: Start) -> None:
     supervisor.stop()
 
 
+def test_one_more_is_watched(start: Start) -> None:
+    seen, first, second = Seen(), start(wait_for_ever), start(wait_for_ever)
+    supervisor = Supervisor({"a": first}, seen)
+    supervisor.watch("b", second)
+    second.kill()
+    assert seen.next() == ("b", -9)
+    first.kill()
+    assert seen.next() == ("a", -9)
+    supervisor.stop()
+
+
+def test_one_that_ended_before_it_was_watched_is_reported(start: Start) -> None:
+    process, seen = start(os._exit, 7), Seen()
+    process.join(DEADLINE_S)
+    supervisor: Supervisor[str] = Supervisor({}, seen)
+    supervisor.watch("late", process)
+    assert seen.next() == ("late", 7)
+    supervisor.stop()
+
+
+def test_a_name_may_be_watched_again_and_again(start: Start) -> None:
+    """As a replica is that ends and is started again; one of many."""
+    seen, others = Seen(), {i: start(wait_for_ever) for i in range(3)}
+    supervisor: Supervisor[int] = Supervisor(others, seen)
+    for code in (3, 4, 5):
+        supervisor.watch(7, start(os._exit, code))
+        assert seen.next() == (7, code)
+    supervisor.stop()
+    assert all(process.is_alive() for process in others.values())
+
+
+def test_many_are_watched_at_once(start: Start) -> None:
+    seen = Seen()
+    supervisor: Supervisor[int] = Supervisor({}, seen)
+    processes = {i: start(wait_for_ever) for i in range(8)}
+    threads = [threading.Thread(target=supervisor.watch, args=each) for each in processes.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for process in processes.values():
+        process.kill()
+    assert sorted(seen.next() for _ in processes) == [(i, -9) for i in processes]
+    supervisor.stop()
+
+
 def test_nothing_is_reported_after_the_stop(start: Start) -> None:
     process, seen, threads = start(wait_for_ever), Seen(), set(threading.enumerate())
     supervisor = Supervisor({"a": process}, seen)

@@ -6,6 +6,9 @@ from collections import deque
 
 LONGEST_PAUSE_S = 30.0
 
+DOUBLINGS = 64
+"""More than any pause needs to become the longest one; a power of many thousands would be no number."""
+
 
 class Restarts:
     """One replica's failures.
@@ -34,7 +37,7 @@ class Restarts:
             self._failures.popleft()
         if len(self._failures) >= self._limit:
             return None
-        pause = min(LONGEST_PAUSE_S, self._backoff * 2.0 ** len(self._failures))
+        pause = min(LONGEST_PAUSE_S, self._backoff * 2.0 ** min(len(self._failures), DOUBLINGS))
         self._failures.append(at)
         self.count += 1
         return pause

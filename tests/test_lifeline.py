@@ -1,0 +1,68 @@
+"""A process ends with its parent, however that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from vllm_omni_ext.lifeline import end_with
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
+NOBODY = 2**22 + 1
+"""No process id on Linux."""
+
+
+def forked(body: Callable[[], None]) -> int:
+    """Run something in a child, which ends without cleaning up."""
+    pid = os.fork()
+    if pid == 0:
+        body()
+        os._exit(0)
+    return pid
+
+
+def test_a_child_ends_when_its_parent_is_killed() -> None:
+    """The grandchild holds the writing end of a pipe: it is closed when the last of both is gone."""
+    readable, writable = os.pipe()
+
+    def parent() -> None:
+        mine = os.getpid()
+
+        def child() -> None:
+            end_with(mine)
+            os.write(writable, b"ready")
+            signal.pause()
+
+        forked(child)
+        os.close(writable)
+        signal.pause()
+
+    pid = forked(parent)
+    os.close(writable)
+    try:
+        assert os.read(readable, 5) == b"ready"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    signal.alarm(5)  # ends the tests if the grandchild lives on
+    try:
+        assert os.read(readable, 1) == b""
+    finally:
+        signal.alarm(0)
+        os.close(readable)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_parent_that_has_ended_already_is_noticed(number: signal.Signals) -> None:
+    pid = forked(lambda: end_with(NOBODY, number))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -number
+
+
+def test_a_parent_that_lives_changes_nothing() -> None:
+    parent = os.getpid()
+    pid = forked(lambda: end_with(parent))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
