@@ -74,7 +74,8 @@ API_SERVER = (
 ENGINE_PROCESS = (
     *_in(
         "vllm.v1.engine.utils",
-        ("bind_engine_zmq_listeners", "308a3a5d5c52", "called: one pair of listeners a replica and API server"),
+        ("bind_engine_zmq_listeners", "308a3a5d5c52", "imitated: one pair of listeners a replica and API server"),
+        ("EngineZmqListeners", "2d345ab9596f", "built by hand: the listeners of one replica"),
         ("launch_core_engines", "4ab1886a897e", "called: starts on enter, waits for ready on exit"),
         ("wait_for_engine_startup", "70bbb0fd848f", "imitated: the handshake of a replica that joins later"),
         ("CoreEngineProcManager.__init__", "a6516024cac6", "called: one manager a replica"),
@@ -91,8 +92,14 @@ ENGINE_PROCESS = (
         ("EngineCore.preprocess_add_request", "588865cb2174", "a chunk arrives as a second ADD"),
     ),
     *_in(
+        "vllm.utils.network_utils",
+        ("make_zmq_listener", "394695639a3e", "called: the listeners of a replica, which stay open in the head"),
+        ("make_zmq_socket", "72a4b4a55c25", "takes a listener over, and leaves its path alone when it is closed"),
+    ),
+    *_in(
         "vllm.v1.engine.core_client",
-        ("MPClient.__init__", "7a87b1dbdbf4", "called with client_addresses"),
+        ("MPClient.__init__", "7a87b1dbdbf4", "called with client_addresses; iterates over core_engines to wait for each"),
+        ("MPClient._apply_ready_response", "2eabfbeef266", "overridden, calls the original: what the engine said is kept"),
         ("AsyncMPClient.__init__", "c15a9525425c", "called: one client a replica in each API server"),
         ("AsyncMPClient._ensure_output_queue_task", "65165cb30868", "an EngineDeadError in outputs_queue ends it"),
         ("AsyncMPClient.add_request_async", "dcce67ed9fbf", "called: sets client_index"),
@@ -126,6 +133,8 @@ SCHEDULER = (
         ("Scheduler.add_request", "55013f31efc9", "overridden: takes chunks of known requests"),
         ("Scheduler.update_from_output", "941ee1677f37", "passes pooler_output of a generation request on"),
         ("Scheduler.finish_requests", "f2be1ab8f2d8", "overridden: drops what is held for a request"),
+        ("Scheduler.get_request_counts", "d8592c579949", "called: what a replica reports of itself"),
+        ("Scheduler.shutdown", "f6cb569970b7", "overridden, calls the original: a replica takes leave"),
         ("Scheduler.has_requests", "e6c08f9e9cf7", "overridden: False when everything left is starved"),
     ),
     *_in(
