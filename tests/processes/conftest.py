@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.oracle import Oracle
+from tests.oracle import Golden, Oracle
 from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
 
 MAX_LEN = 2048
@@ -39,6 +39,14 @@ def oracle(tiny: Path) -> Oracle:
 
 
 @pytest.fixture(scope="session")
+def expected(oracle: Oracle) -> dict[str, Golden]:
+    """What Transformers says to every case of the parity tests."""
+    from tests.processes.test_parity import CASES, golden
+
+    return {name: golden(oracle, case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="session")
 def omni(tiny: Path) -> Iterator[Any]:
     """The tiny checkpoint through `LLM(omni=True)`."""
     from vllm import LLM
@@ -46,3 +54,15 @@ def omni(tiny: Path) -> Iterator[Any]:
     llm = LLM(str(tiny), omni=True, max_model_len=MAX_LEN, max_num_batched_tokens=STEP_TOKENS)
     yield llm
     llm.close()
+
+
+@pytest.fixture(scope="session")
+def twofold(tiny: Path) -> Iterator[Any]:
+    """The same with two replicas a stage, each stage with another policy."""
+    from vllm import LLM
+
+    policies = {"thinker": "least-queue-length", "talker": "round-robin", "code2wav": "random"}
+    two = {stage: {"replicas": 2, "lb_policy": policy} for stage, policy in policies.items()}
+    size = {"max_model_len": MAX_LEN, "max_num_batched_tokens": STEP_TOKENS}
+    with LLM(str(tiny), omni=True, stage_overrides=two, **size) as omni:
+        yield omni

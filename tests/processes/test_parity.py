@@ -94,11 +94,6 @@ def check(output: Any, expected: Golden) -> None:
     assert np.abs(output.audio - expected.wav).max() <= TOLERANCE
 
 
-@pytest.fixture(scope="session")
-def expected(oracle: Oracle) -> dict[str, Golden]:
-    return {name: golden(oracle, case) for name, case in CASES.items()}
-
-
 def answer(omni: Any, oracle: Oracle, names: list[str]) -> list[Any]:
     by_voice: dict[str, list[str]] = {}
     for name in names:
