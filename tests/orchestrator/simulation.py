@@ -1,0 +1,310 @@
+"""Three stages that compute something simple, whose replicas die, fall silent and come back at any moment.
+
+What comes out depends on the prompt alone: a token lost, made twice or fed to the wrong request changes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+
+from tests.orchestrator.fakes import OPTIONS, FakePlugin, output, text_request
+from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Finished, Open, Produced
+from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
+from vllm_omni_ext.pool.stage_pool import StagePool
+from vllm_omni_ext.wire.handoff import CHUNK, PROMPT
+
+STAGES = ("text", "voice", "sound")
+TOKENS = 4
+"""Of every text."""
+
+ROWS = 2
+END = 75
+MODULUS = 1009
+
+
+def following(tokens: list[int]) -> int:
+    """The token that comes after these; never one of the small ones that mean something."""
+    return 100 + sum((i + 1) * token for i, token in enumerate(tokens)) % MODULUS
+
+
+def spoken(track: list[int]) -> float:
+    """The sound of a text."""
+    codes: list[int] = []
+    for token in track:
+        codes.append(following([*codes, token]))
+    return float(following(codes))
+
+
+def text_of(prompt: list[int], tokens: int = TOKENS) -> list[int]:
+    made: list[int] = []
+    for _ in range(tokens):
+        made.append(following([*prompt, *made]))
+    return made
+
+
+class Speech:
+    """The flow: text -> voice (opened with rows, and given the first token right after) -> sound -> the client."""
+
+    def __init__(self) -> None:
+        self.track: list[int] = []
+        self.frames: list[int] = []
+        self.last = False
+
+    def handle(self, event: Produced) -> list[Action]:
+        match event.stage:
+            case "text":
+                first = [] if self.track or self.last else self.replay("voice")
+                self.track += event.tokens
+                self.last |= event.finish is not None
+                return [*first, Extend("voice", event.tokens, self.last)]
+            case "voice":
+                self.frames += [token for token in event.tokens if token != END]
+                return self.replay("sound") if event.finish else []
+        return [Emit("audio", event.payload[1], {"sample_rate": 1, "frames": (), "note": None}), Finished()]
+
+    def replay(self, stage: str) -> list[Action]:
+        if stage == "sound":
+            return [Open("sound", list(self.frames), pooling={"task": "token_embed"})]
+        handoff = {"track": list(self.track), "last": self.last}
+        prompt, done = [0, 0, *self.frames], len(self.frames)
+        return [Open("voice", prompt, handoff, rows=[torch.zeros(ROWS, 1)], stop=(END,), done=done)]
+
+
+@dataclass
+class Work:
+    """One request in an engine."""
+
+    request: EngineCoreRequest
+    tokens: list[int]
+    track: list[int] = field(default_factory=list)
+    last: bool = False
+    rows: int = 0
+
+
+class Engine:
+    """A replica's process and the connection to it."""
+
+    def __init__(self, replica: ReplicaId) -> None:
+        self.id = replica
+        self.works: dict[str, Work] = {}
+        self.known: set[str] = set()
+        self.commands: deque[Any] = deque()
+        """Sent to it and not read yet."""
+        self.said: asyncio.Queue[EngineCoreOutput | None] = asyncio.Queue()
+        self.dead = self.frozen = False
+        self.wrong: list[str] = []
+
+    async def add(self, request: EngineCoreRequest) -> None:
+        await asyncio.sleep(0)
+        self.commands.append(request)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await asyncio.sleep(0)
+        self.commands.append(list(request_ids))
+
+    async def outputs(self) -> Any:
+        raise AssertionError("the simulation reads")
+
+    def close(self, timeout: float | None = None) -> None:
+        raise AssertionError("the orchestrator does not own replicas")
+
+    def read(self) -> None:
+        while self.commands:
+            match self.commands.popleft():
+                case [*ids]:
+                    for request_id in ids:
+                        self.works.pop(request_id, None)
+                case request:
+                    self._take(request)
+
+    def _take(self, request: EngineCoreRequest) -> None:
+        name = request.request_id
+        if not request.resumable:
+            if name in self.works:
+                self.wrong.append(f"{name} was opened twice in {self.id}")
+            extra = (request.sampling_params and request.sampling_params.extra_args) or {}
+            handoff = extra.get(PROMPT, {})
+            work = Work(request, list(request.prompt_token_ids or ()), handoff.get("track", []), handoff.get("last"))
+            self.works[name] = work
+            self.known.add(name)
+        elif name not in self.known:
+            self.wrong.append(f"{self.id} got a chunk of {name}, which it does not have")
+        elif name in self.works:
+            work, chunk = self.works[name], request.sampling_params.extra_args[CHUNK]
+            work.track += chunk.get("track", [])
+            work.last |= chunk.get("last", False)
+            work.rows += 0 if request.prompt_embeds is None else len(request.prompt_embeds)
+            if work.rows > ROWS:
+                self.wrong.append(f"{self.id} got the rows of {name} twice")
+
+    def step(self) -> bool:
+        """One step of every request; false if there was nothing to do."""
+        self.read()
+        made = [(name, getattr(self, f"_{self.id.stage}")(work)) for name, work in list(self.works.items())]
+        for name, out in made:
+            if out is not None:
+                if out.finish_reason is not None:
+                    del self.works[name]
+                self.said.put_nowait(out)
+        return any(out is not None for _, out in made)
+
+    def _text(self, work: Work) -> EngineCoreOutput:
+        work.tokens.append(following(work.tokens))
+        made = len(work.tokens) - 3
+        return output(work.request.request_id, work.tokens[-1], end="stop" if made == TOKENS else "")
+
+    def _voice(self, work: Work) -> EngineCoreOutput | None:
+        frames = work.tokens[2:]
+        if work.rows < ROWS or (len(frames) == len(work.track) and not work.last):
+            return None
+        if len(frames) == len(work.track):
+            return output(work.request.request_id, END, end="stop")
+        work.tokens.append(following([*frames, work.track[len(frames)]]))
+        return output(work.request.request_id, work.tokens[-1])
+
+    def _sound(self, work: Work) -> EngineCoreOutput:
+        wave = torch.tensor([float(following(work.tokens))])
+        return output(work.request.request_id, tensor=wave, end="stop")
+
+
+class World:
+    """An orchestrator, its engines, and a reader for each, as in the server."""
+
+    def __init__(self, wait_s: float = 60.0, joinable: bool = False, **counts: int) -> None:
+        ids = [ReplicaId(stage, i) for stage in STAGES for i in range(counts.get(stage, 1))]
+        self.engines = {replica: Engine(replica) for replica in ids}
+        self.all = list(self.engines.values())
+        self.failures: dict[str, OmniError] = {}
+        plugin: Any = FakePlugin(lambda event: [])
+        plugin.open = lambda request, options: Speech()
+        self.pools = {s: StagePool(s, [r for r in ids if r.stage == s]) for s in STAGES}
+        self.orchestrator = Orchestrator(
+            plugin=plugin,
+            text_stage="text",
+            pools=self.pools,
+            replicas=self.engines,
+            sampling={"voice": {}},
+            limits=dict.fromkeys(STAGES, 1000),
+            wait_s=wait_s,
+            joinable=joinable,
+            failed=self.failures.__setitem__,
+        )
+        self.texts: dict[str, list[int]] = {}
+        self.sinks: dict[str, asyncio.Queue[Any]] = {}
+        self.tickets: dict[str, str] = {}
+        self._stale: dict[ReplicaId, tuple[str, ...]] = {}
+        self._tasks = [asyncio.create_task(self._read(engine)) for engine in self.all]
+
+    async def start(self, name: str, *, sound: bool = True) -> None:
+        """Open a request; text alone without `sound`."""
+        self.texts[name] = []
+        extra = None
+        if sound:
+            self.sinks[name] = asyncio.Queue()
+            self.tickets[name] = self.orchestrator.expect(OPTIONS, self.sinks[name])
+            extra = {TICKET: self.tickets[name]}
+        request = text_request(name, extra)
+        request.prompt_token_ids = self.prompt(name)
+        await self.orchestrator.open(request)
+
+    @staticmethod
+    def prompt(name: str) -> list[int]:
+        return [1, 2, ord(name)]
+
+    async def _read(self, engine: Engine) -> None:
+        while (out := await engine.said.get()) is not None:
+            tokens = list(out.new_token_ids)
+            if await self.orchestrator.produced(engine.id, out) and engine.id.stage == "text":
+                self.texts[out.request_id] += tokens
+        if self.engines.get(engine.id) is engine:
+            del self.engines[engine.id]
+            if engine.id in self.pools[engine.id.stage].replicas:
+                await self.orchestrator.replica_down(engine.id, "killed")
+
+    def kill(self, replica: ReplicaId, *, again: bool = True) -> None:
+        """A process ends; what it has said is read first, then the orchestrator is told."""
+        engine = self.engines.get(replica)
+        if engine is not None and not engine.dead:
+            if again:
+                self.orchestrator.waiting.announce(replica)
+            engine.dead = True
+            engine.said.put_nowait(None)
+
+    async def freeze(self, replica: ReplicaId) -> None:
+        """A process is stopped for so long that its requests are given to others."""
+        engine = self.engines.get(replica)
+        if engine is not None and not engine.dead and not engine.frozen:
+            engine.frozen = True
+            self.orchestrator.waiting.announce(replica)
+            self._stale[replica] = await self.orchestrator.replica_down(replica, "silent")
+
+    async def thaw(self, replica: ReplicaId) -> None:
+        """It goes on: makes some more of what it had, then learns that others have taken over, then is used again."""
+        engine = self.engines.get(replica)
+        if engine is not None and engine.frozen and not engine.dead:
+            engine.step()
+            await engine.abort(list(self._stale.pop(replica)))
+            engine.step()
+            while not engine.said.empty():
+                await asyncio.sleep(0)
+            engine.frozen = False
+            await self.orchestrator.replica_up(engine)
+
+    async def up(self, replica: ReplicaId) -> None:
+        """A replica that is gone is there again, as another process."""
+        if replica not in self.engines:
+            engine = self.engines[replica] = Engine(replica)
+            self.all.append(engine)
+            self._tasks.append(asyncio.create_task(self._read(engine)))
+            await self.orchestrator.replica_up(engine)
+
+    def sent_to(self, replica: ReplicaId) -> set[str]:
+        """Requests that a replica was ever given."""
+        engine = next(engine for engine in self.all if engine.id == replica)
+        return engine.known | {each.request_id for each in engine.commands if isinstance(each, EngineCoreRequest)}
+
+    def steppable(self) -> list[Engine]:
+        return [engine for engine in self.engines.values() if not engine.dead and not engine.frozen]
+
+    async def settle(self) -> None:
+        """Let everything run that can, without a step of any engine."""
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+    async def run(self) -> None:
+        """Until no engine has anything to do."""
+        await self.settle()
+        while sum(engine.step() for engine in self.steppable()):
+            await self.settle()
+
+    async def end(self) -> None:
+        """Withdraw everything; nothing may be held, and no engine may have met anything strange."""
+        for ticket in self.tickets.values():
+            await self.orchestrator.withdraw(ticket)
+        await self.settle()
+        assert self.orchestrator.held() == 0
+        assert [line for engine in self.all for line in engine.wrong] == []
+        for engine in self.steppable():
+            engine.read()
+            assert engine.works == {}, f"{engine.id} still works for nobody"
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            assert task.cancelled() or not task.done() or task.exception() is None
+
+    def check(self, name: str) -> None:
+        """A request has come out as if nothing had happened."""
+        assert name not in self.failures
+        whole = text_of(self.prompt(name))
+        assert self.texts[name] == whole
+        if name in self.sinks:
+            (audio,) = [self.sinks[name].get_nowait() for _ in range(self.sinks[name].qsize())]
+            assert audio.samples.tolist() == [spoken(whole)]
