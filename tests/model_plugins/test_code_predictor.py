@@ -15,14 +15,14 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration as Reference,
 )
 
-from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor, Draw, choose
+from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import Choice, CodePredictor, Draw
 
 HIDDEN = 32
 GREEDY = Draw(greedy=True)
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped heads": {},
     "one head each": {"num_key_value_heads": 4, "num_hidden_layers": 1},
-    "bias": {"attention_bias": True, "head_dim": 12},
+    "bias": {"attention_bias": True, "head_dim": 48},
     "two groups": {"num_code_groups": 2},
     "many groups": {"num_code_groups": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
 }
@@ -37,7 +37,7 @@ def reference(shape: str) -> Reference:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 8,
+        "head_dim": 16,
         "num_code_groups": 5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }
@@ -93,6 +93,10 @@ def test_a_sampling_neighbour_does_not_change_a_greedy_row() -> None:
     draws = [Draw(greedy=False), GREEDY, Draw(greedy=False)]
     codes = predictor("grouped heads").predict(hidden, first, draws)
     assert codes[1].tolist() == expected("grouped heads", hidden, first)[1].tolist()
+
+
+def choose(logits: Tensor, draws: list[Draw]) -> Tensor:
+    return Choice.of(draws, 1, logits.device).choose(logits, 0)
 
 
 def draw(seed: int) -> Draw:
