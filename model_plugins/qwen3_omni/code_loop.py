@@ -45,14 +45,14 @@ class Weights:
 
     Attributes:
         heads: one [hidden, codes] a step.
-        embeddings: one [codes, hidden] a step.
+        embeddings: [steps, codes, hidden].
         rope: cosines, then sines, [positions, head_dim].
     """
 
     layers: Sequence[Layer]
     norm: Tensor
     heads: Sequence[Tensor]
-    embeddings: Sequence[Tensor]
+    embeddings: Tensor
     rope: Tensor
     eps: float
     head_dim: int
@@ -65,6 +65,13 @@ class CodeLoop:
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         self._memory: dict[int, _Memory] = {}
+        steps, codes, _ = weights.embeddings.shape
+        self._table = weights.embeddings.flatten(0, 1)
+        self._starts = torch.arange(0, steps * codes, codes, device=self._table.device)
+
+    def embedded(self, codes: Tensor) -> Tensor:
+        """Sum of the embeddings of codes [frames, steps]: [frames, hidden]."""
+        return F.embedding_bag(codes + self._starts, self._table, mode="sum")
 
     def run(self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Codes int64 [batch, steps] of one frame a row.

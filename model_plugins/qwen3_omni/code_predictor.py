@@ -137,7 +137,9 @@ class CodePredictor(nn.Module):
                 layers=[layer.merged(c) for layer in self.model.layers],
                 norm=self.model.norm.weight.data,
                 heads=[head.weight.data.t() for head in self.lm_head],
-                embeddings=[embedding.weight.data for embedding in self.model.codec_embedding],
+                embeddings=_merge([embedding.weight for embedding in self.model.codec_embedding]).view(
+                    self.groups - 1, c.vocab_size, c.hidden_size
+                ),
                 rope=torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=like.device, dtype=like.dtype),
                 eps=c.rms_norm_eps,
                 head_dim=c.head_dim,
@@ -145,6 +147,10 @@ class CodePredictor(nn.Module):
             )
             self._loop = CodeLoop(weights)
         return self._loop
+
+    def frame_rows(self, codes: Tensor) -> Tensor:
+        """Sum of the embeddings of each frame's residual codes [frames, num_code_groups - 1]: [frames, hidden]."""
+        return self.loop.embedded(codes)
 
     @torch.inference_mode()
     def predict(self, hidden: Tensor, first: Tensor, draws: Sequence[Draw]) -> Tensor:

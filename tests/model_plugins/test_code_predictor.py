@@ -161,3 +161,19 @@ def test_a_seeded_choice_is_its_own(seed: int, greedy: list[bool]) -> None:
 def test_a_generator_goes_on_from_draw_to_draw() -> None:
     row, one = torch.zeros(1, 500), draw(1)
     assert len({choose(row, [one]).item() for _ in range(20)}) > 5
+
+
+@pytest.mark.parametrize("shape", ["grouped heads", "many groups"])
+def test_frame_rows_are_the_sum_of_the_embeddings(shape: str) -> None:
+    model, tables = predictor(shape), reference(shape).model.codec_embedding
+    codes = torch.randint(0, 64, (5, len(tables)), generator=torch.Generator().manual_seed(0))
+    wanted = torch.stack([table(codes[:, i]) for i, table in enumerate(tables)]).sum(dim=0)
+    torch.testing.assert_close(model.frame_rows(codes.int()), wanted)
+
+
+def test_merging_leaves_the_weights_as_they_were_loaded() -> None:
+    model = CodePredictor(reference("bias").config)
+    model.load_state_dict(reference("bias").state_dict())
+    model.predict(*inputs(2, seed=1), [GREEDY] * 2)
+    for name, weight in reference("bias").state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
