@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -198,10 +199,20 @@ class Choice:
         """One code per row of logits [batch, codes]; int64 [batch]."""
         if self.noise is None:
             return logits.argmax(dim=-1)
-        scores, ids = logits.float().topk(min(TOP_K, logits.shape[-1]), dim=-1)
+        scores, ids = _most_likely(logits.float(), min(TOP_K, logits.shape[-1]))
         mass = scores.softmax(dim=-1).cumsum(dim=-1)
         # nucleus: the smallest prefix whose mass reaches TOP_P (the most likely code always stays)
         last = torch.searchsorted(mass, mass.new_full((len(mass), 1), TOP_P)).clamp_(max=scores.shape[-1] - 1)
         place = torch.searchsorted(mass, self.noise[step] * mass.gather(1, last), right=True)
         codes = ids.gather(1, torch.minimum(place, last))[:, 0]
         return codes if self.greedy is None else torch.where(self.greedy, logits.argmax(dim=-1), codes)
+
+
+def _most_likely(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Scores and codes [batch, count] of the `count` most likely codes of each row, best first."""
+    if logits.device.type != "cpu":
+        return logits.topk(count, dim=-1)
+    # NumPy selects with vector instructions, which takes half the time of torch's selection.
+    ids = torch.from_numpy(np.argpartition(logits.numpy(), -count, axis=-1)[:, -count:])
+    scores, order = logits.gather(1, ids).sort(dim=-1, descending=True)
+    return scores, ids.gather(1, order)
