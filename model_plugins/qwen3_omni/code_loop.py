@@ -1,4 +1,4 @@
-"""The code predictor's steps: one position after the other, in memory that is allocated once a batch size.
+"""The code predictor's steps: one position after the other, in memory that is allocated once.
 
 The tensors are tiny, so the number of calls is what a frame costs. Hence merged weights, vLLM's fused kernels, results
 written in place, views made in advance, and no mask: position p only ever sees positions 0 to p. No step looks at a
@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm import _custom_ops as kernels
 
 KERNEL_WIDTH = 16  # vLLM's CPU kernels take that many values at once and refuse, or overrun, any other size
+FIRST_ROWS = 16  # requests there is room for at once; more is made when it is needed
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class CodeLoop:
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
+        self._store = _Store(weights, FIRST_ROWS)
         self._memory: dict[int, _Memory] = {}
         steps, codes, _ = weights.embeddings.shape
         self._table = weights.embeddings.flatten(0, 1)
@@ -72,6 +74,13 @@ class CodeLoop:
     def embedded(self, codes: Tensor) -> Tensor:
         """Sum of the embeddings of codes [frames, steps]: [frames, hidden]."""
         return F.embedding_bag(codes + self._starts, self._table, mode="sum")
+
+    def _memory_for(self, batch: int) -> _Memory:
+        if batch > self._store.rows:
+            self._memory.clear()
+            self._store = _Store(self._weights, 1 << (batch - 1).bit_length())
+        memory = self._memory[batch] = _Memory(self._weights, self._store, batch)
+        return memory
 
     def run(self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Codes int64 [batch, steps] of one frame a row.
@@ -82,9 +91,7 @@ class CodeLoop:
             choose: codes [batch] from logits [batch, codes] and the step.
         """
         w, batch = self._weights, hidden.shape[0]
-        memory = self._memory.get(batch)
-        if memory is None:
-            memory = self._memory[batch] = _Memory(w, batch)
+        memory = self._memory.get(batch) or self._memory_for(batch)
         memory.stream.copy_(hidden)
         memory.advance(0)
         memory.stream.copy_(first)
@@ -98,39 +105,53 @@ class CodeLoop:
         return torch.stack(codes, dim=1)
 
 
+class _Store:
+    """Activations, keys and values of up to `rows` rows, shared by all batch sizes."""
+
+    def __init__(self, weights: Weights, rows: int) -> None:
+        layer, like = weights.layers[0], weights.norm
+        self.rows = rows
+
+        def room(*shape: int) -> Tensor:
+            return torch.zeros((rows, *shape), dtype=like.dtype, device=like.device)
+
+        normed_heads, head_dim = layer.head_scale.shape
+        positions = weights.rope.shape[0]
+        self.stream, self.x = room(len(like)), room(len(like))
+        self.logits = room(weights.heads[0].shape[1])
+        self.qkv, self.qk = room(layer.qkv.shape[1]), room(normed_heads + weights.kv_heads, head_dim)
+        self.gate_up, self.act = room(layer.gate_up.shape[1]), room(layer.down.shape[0])
+        self.cache = [
+            (room(weights.kv_heads, positions, head_dim), room(weights.kv_heads, positions, head_dim))
+            for _ in weights.layers
+        ]
+        self.positions = [torch.full((rows,), p, device=like.device) for p in range(positions)]
+
+
 class _Memory:
-    """Activations, keys and values of one batch size.
+    """The first rows of a store, as the loop needs them for one batch size.
 
     `stream` is the residual stream; `x` is what the last projection wrote, and after `advance` the normed output.
     """
 
-    def __init__(self, weights: Weights, batch: int) -> None:
+    def __init__(self, weights: Weights, store: _Store, batch: int) -> None:
         self._weights = weights
-        layer, like = weights.layers[0], weights.norm
-        head_dim, kv_heads = weights.head_dim, weights.kv_heads
-        normed_heads = layer.head_scale.shape[0]
-        heads, positions = normed_heads - kv_heads, weights.rope.shape[0]
-        self._q_width, self._head_dim = heads * head_dim, head_dim
-
-        def room(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)
-
-        hidden = like.shape[0]
-        self.stream, self.x = room(batch, hidden), room(batch, hidden)
-        self.logits = room(batch, weights.heads[0].shape[1])
-        self._qkv, self._qk = room(batch, layer.qkv.shape[1]), room(batch, normed_heads + kv_heads, head_dim)
-        self._gate_up, self._act = room(batch, layer.gate_up.shape[1]), room(batch, layer.down.shape[0])
+        normed_heads, head_dim = weights.layers[0].head_scale.shape
+        kv_heads, heads = weights.kv_heads, normed_heads - weights.kv_heads
+        self._batch, self._q_width, self._head_dim = batch, heads * head_dim, head_dim
+        self.stream, self.x, self.logits = store.stream[:batch], store.x[:batch], store.logits[:batch]
+        self._qkv, self._qk = store.qkv[:batch], store.qk[:batch]
+        self._gate_up, self._act = store.gate_up[:batch], store.act[:batch]
         self._by_head = self._qkv.view(batch, -1, head_dim)
         self._scaled = self._qk[:, :normed_heads]
         self._query = self._qk[:, :heads].view(batch, kv_heads, heads // kv_heads, head_dim)
         rotated = self._qk.view(batch, -1)
         self._q, self._k = rotated[:, : self._q_width], rotated[:, self._q_width : normed_heads * head_dim]
         self._key, self._value = self._qk[:, heads:normed_heads], self._by_head[:, normed_heads:]
-        cache = room(len(weights.layers), 2, batch, kv_heads, positions, head_dim)
-        self._new = [[(k[:, :, p], v[:, :, p]) for k, v in cache] for p in range(positions)]
-        self._seen = [[(k[:, :, : p + 1], v[:, :, : p + 1]) for k, v in cache] for p in range(positions)]
-        self._positions = [torch.full((batch,), p, device=like.device) for p in range(positions)]
-        self._batch = batch
+        cache = [(k[:batch], v[:batch]) for k, v in store.cache]
+        self._new = [[(k[:, :, p], v[:, :, p]) for k, v in cache] for p in range(len(weights.rope))]
+        self._seen = [[(k[:, :, : p + 1], v[:, :, : p + 1]) for k, v in cache] for p in range(len(weights.rope))]
+        self._positions = [positions[:batch] for positions in store.positions]
 
     def advance(self, position: int) -> None:
         """Run all layers at `position`, whose input is in `stream`."""

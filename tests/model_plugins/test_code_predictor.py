@@ -177,3 +177,14 @@ def test_merging_leaves_the_weights_as_they_were_loaded() -> None:
     model.predict(*inputs(2, seed=1), [GREEDY] * 2)
     for name, weight in reference("bias").state_dict().items():
         assert torch.equal(model.state_dict()[name], weight), name
+
+
+def test_batches_of_changing_size_share_their_memory() -> None:
+    model, (hidden, first) = predictor("grouped heads"), inputs(40, seed=9)
+    wanted = expected("grouped heads", hidden, first).tolist()
+    for batch in (3, 40, 17, 3, 40, 1):
+        codes = model.predict(hidden[:batch], first[:batch], [GREEDY] * batch)
+        assert codes.tolist() == wanted[:batch]
+    loop = model.loop
+    assert loop._store.rows == 64
+    assert {memory.stream.data_ptr() for memory in loop._memory.values()} == {loop._store.stream.data_ptr()}
