@@ -1,7 +1,7 @@
 """Code predictor of the talker: the residual codes of one frame from the talker's hidden state and its first code.
 
-A small autoregressive transformer that runs `num_code_groups - 1` steps for every frame. Its whole context is at
-most `num_code_groups` positions, so keys and values live in a plain tensor made per call.
+A small autoregressive transformer that runs `num_code_groups - 1` steps for every frame. Here are its weights, under
+the checkpoint's names, and how codes are drawn; the steps are in `code_loop.py`.
 Source: `Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration` in Transformers.
 """
 
@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from vllm_omni_ext.model_plugins.qwen3_omni.code_loop import KERNEL_WIDTH, CodeLoop, Layer, Weights
 
 TOP_K = 50  # Transformers samples the residual codes with these two whatever the talker uses
 TOP_P = 0.8
@@ -32,63 +34,30 @@ class Draw:
     generator: torch.Generator | None = None
 
 
-class _RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
+class _Norm(nn.Module):
+    def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
 
 
 class _Attention(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        c = config
-        self.heads, self.kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        bias = c.attention_bias
-        self.q_proj = nn.Linear(c.hidden_size, self.heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(c.hidden_size, self.kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(c.hidden_size, self.kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, c.hidden_size, bias=bias)
-        self.q_norm = _RMSNorm(self.head_dim, c.rms_norm_eps)
-        self.k_norm = _RMSNorm(self.head_dim, c.rms_norm_eps)
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Tensor, start: int) -> Tensor:
-        """x [batch, new, hidden]; cache [2, batch, kv heads, positions, head_dim] is written at `start`."""
-        batch, new, _ = x.shape
-        q = self.q_norm(self.q_proj(x).view(batch, new, self.heads, self.head_dim)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(batch, new, self.kv_heads, self.head_dim)).transpose(1, 2)
-        v = self.v_proj(x).view(batch, new, self.kv_heads, self.head_dim).transpose(1, 2)
-        q, k = _rotate(q, *rope), _rotate(k, *rope)
-        stop = start + new
-        cache[0, :, :, start:stop], cache[1, :, :, start:stop] = k, v
-        groups = self.heads // self.kv_heads
-        keys = cache[0, :, :, :stop].repeat_interleave(groups, dim=1)
-        values = cache[1, :, :, :stop].repeat_interleave(groups, dim=1)
-        # The only multi-token call starts at position 0, where a causal mask is the plain lower triangle.
-        y = F.scaled_dot_product_attention(q, keys, values, is_causal=new > 1)
-        return self.o_proj(y.transpose(1, 2).reshape(batch, new, -1))
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-b, a), dim=-1) * sin
+        c, bias = config, config.attention_bias
+        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=bias)
+        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=bias)
+        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=bias)
+        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=bias)
+        self.q_norm = _Norm(c.head_dim)
+        self.k_norm = _Norm(c.head_dim)
 
 
 class _Mlp(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        c = config
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
 
 class _Layer(nn.Module):
@@ -96,46 +65,93 @@ class _Layer(nn.Module):
         super().__init__()
         self.self_attn = _Attention(config)
         self.mlp = _Mlp(config)
-        self.input_layernorm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = _Norm(config.hidden_size)
+        self.post_attention_layernorm = _Norm(config.hidden_size)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Tensor, start: int) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, cache, start)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def merged(self, config: Any) -> Layer:
+        """The layer as the loop runs it; the parameters become parts of the merged tensors."""
+        attention, mlp = self.self_attn, self.mlp
+        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+        head_scale = (
+            attention.q_norm.weight.expand(config.num_attention_heads, -1),
+            attention.k_norm.weight.expand(config.num_key_value_heads, -1),
+        )
+        return Layer(
+            norm_in=self.input_layernorm.weight.data,
+            norm_out=self.post_attention_layernorm.weight.data,
+            qkv=_merge([part.weight for part in qkv]).t(),
+            qkv_bias=_merge([part.bias for part in qkv]) if config.attention_bias else None,
+            head_scale=torch.cat(head_scale).data,
+            out=attention.o_proj.weight.data.t(),
+            out_bias=attention.o_proj.bias.data if config.attention_bias else None,
+            gate_up=_merge([mlp.gate_proj.weight, mlp.up_proj.weight]).t(),
+            down=mlp.down_proj.weight.data.t(),
+        )
+
+
+def _merge(parts: Sequence[nn.Parameter]) -> Tensor:
+    """All parts in one tensor, which they live in from now on: no weight is held twice."""
+    merged = torch.cat([part.data for part in parts])
+    for part, piece in zip(parts, merged.split([len(part) for part in parts]), strict=True):
+        part.data = piece
+    return merged
 
 
 class _Decoder(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.layers = nn.ModuleList([_Layer(config) for _ in range(config.num_hidden_layers)])
-        self.norm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = _Norm(config.hidden_size)
         self.codec_embedding = nn.ModuleList(
             [nn.Embedding(config.vocab_size, config.hidden_size) for _ in range(config.num_code_groups - 1)]
         )
 
 
 class CodePredictor(nn.Module):
-    """Predicts codes 1..num_code_groups-1 of frames; parameter names are those of the checkpoint."""
+    """Predicts codes 1..num_code_groups-1 of frames; parameter names are those of the checkpoint.
+
+    Raises:
+        ValueError: a size is no multiple of what vLLM's kernels take at once.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        for name in ("head_dim", "hidden_size", "intermediate_size"):
+            if getattr(config, name) % KERNEL_WIDTH:
+                raise ValueError(f"code predictor {name} {getattr(config, name)} is not a multiple of {KERNEL_WIDTH}")
         self.config = config
         self.groups: int = config.num_code_groups
         self.model = _Decoder(config)
         self.lm_head = nn.ModuleList(
             [nn.Linear(config.hidden_size, config.vocab_size, bias=False) for _ in range(self.groups - 1)]
         )
-        theta = float(config.rope_parameters["rope_theta"])
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        angles = torch.arange(self.groups, dtype=torch.float32)[:, None] * (theta**-half)[None, :]
-        self._angles = torch.cat((angles, angles), dim=-1)  # [positions, head_dim]; a plain tensor: not a weight
-        self._rope: tuple[Tensor, Tensor] | None = None
+        self._loop: CodeLoop | None = None
 
-    def _rope_at(self, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        if self._rope is None or self._rope[0].device != like.device:
-            angles = self._angles.to(like.device)
-            self._rope = (angles.cos().to(like.dtype), angles.sin().to(like.dtype))
-        return self._rope[0][start:stop], self._rope[1][start:stop]
+    @property
+    def loop(self) -> CodeLoop:
+        """Made on first use: the weights are loaded by then and stay where they are."""
+        if self._loop is None:
+            c, like = self.config, self.model.norm.weight
+            theta = float(c.rope_parameters["rope_theta"])
+            angles = torch.arange(self.groups)[:, None] * theta ** -(torch.arange(0, c.head_dim, 2) / c.head_dim)
+            weights = Weights(
+                layers=[layer.merged(c) for layer in self.model.layers],
+                norm=self.model.norm.weight.data,
+                heads=[head.weight.data.t() for head in self.lm_head],
+                embeddings=_merge([embedding.weight for embedding in self.model.codec_embedding]).view(
+                    self.groups - 1, c.vocab_size, c.hidden_size
+                ),
+                rope=torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=like.device, dtype=like.dtype),
+                eps=c.rms_norm_eps,
+                head_dim=c.head_dim,
+                kv_heads=c.num_key_value_heads,
+            )
+            self._loop = CodeLoop(weights)
+        return self._loop
+
+    def frame_rows(self, codes: Tensor) -> Tensor:
+        """Sum of the embeddings of each frame's residual codes [frames, num_code_groups - 1]: [frames, hidden]."""
+        return self.loop.embedded(codes)
 
     @torch.inference_mode()
     def predict(self, hidden: Tensor, first: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -149,32 +165,54 @@ class CodePredictor(nn.Module):
         Returns:
             int64 [batch, num_code_groups - 1].
         """
-        c, batch = self.config, hidden.shape[0]
-        cache = hidden.new_empty((c.num_hidden_layers, 2, batch, c.num_key_value_heads, self.groups, c.head_dim))
-        x, start, codes = torch.stack((hidden, first), dim=1), 0, []
-        for group in range(self.groups - 1):
-            stop = start + x.shape[1]
-            rope = self._rope_at(start, stop, x)
-            for layer, memory in zip(self.model.layers, cache, strict=True):
-                x = layer(x, rope, memory, start)
-            logits = self.lm_head[group](self.model.norm(x[:, -1]))
-            codes.append(choose(logits.float(), draws))
-            x = self.model.codec_embedding[group](codes[-1])[:, None]
-            start = stop
-        return torch.stack(codes, dim=1)
+        chosen = Choice.of(draws, self.groups - 1, hidden.device)
+        return self.loop.run(hidden, first, chosen.choose)
 
 
-def choose(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """One code per row of logits [batch, codes]; int64 [batch]."""
-    best = logits.argmax(dim=-1)
-    sampled = [i for i, draw in enumerate(draws) if not draw.greedy]
-    if not sampled:
-        return best
-    scores, ids = logits[sampled].topk(min(TOP_K, logits.shape[-1]), dim=-1)
-    probs = scores.softmax(dim=-1)
-    # nucleus: keep the smallest prefix whose mass reaches TOP_P (the most likely code always stays)
-    probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= TOP_P, 0.0)
-    for row, i in enumerate(sampled):
-        pick = torch.multinomial(probs[row], 1, generator=draws[i].generator)
-        best[i] = ids[row, pick[0]]
-    return best
+@dataclass(frozen=True)
+class Choice:
+    """How a batch chooses its codes: pure tensors, fixed before the first of them.
+
+    Attributes:
+        noise: uniform in [0, 1), [steps, batch, 1]; None: every row is greedy.
+        greedy: which rows are, [batch]; None: none is.
+    """
+
+    noise: Tensor | None
+    greedy: Tensor | None
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw], steps: int, device: torch.device) -> Choice:
+        """Draw all the randomness of `steps` codes a row, each row's from its own generator in one call."""
+        greedy = [draw.greedy for draw in draws]
+        if all(greedy):
+            return cls(None, None)
+        rows = [
+            torch.zeros(steps, device=device)
+            if draw.greedy
+            else torch.rand(steps, generator=draw.generator, device=device)
+            for draw in draws
+        ]
+        return cls(torch.stack(rows, dim=1)[..., None], torch.tensor(greedy, device=device) if any(greedy) else None)
+
+    def choose(self, logits: Tensor, step: int) -> Tensor:
+        """One code per row of logits [batch, codes]; int64 [batch]."""
+        if self.noise is None:
+            return logits.argmax(dim=-1)
+        scores, ids = _most_likely(logits.float(), min(TOP_K, logits.shape[-1]))
+        mass = scores.softmax(dim=-1).cumsum(dim=-1)
+        # nucleus: the smallest prefix whose mass reaches TOP_P (the most likely code always stays)
+        last = torch.searchsorted(mass, mass.new_full((len(mass), 1), TOP_P)).clamp_(max=scores.shape[-1] - 1)
+        place = torch.searchsorted(mass, self.noise[step] * mass.gather(1, last), right=True)
+        codes = ids.gather(1, torch.minimum(place, last))[:, 0]
+        return codes if self.greedy is None else torch.where(self.greedy, logits.argmax(dim=-1), codes)
+
+
+def _most_likely(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Scores and codes [batch, count] of the `count` most likely codes of each row, best first."""
+    if logits.device.type != "cpu":
+        return logits.topk(count, dim=-1)
+    # NumPy selects with vector instructions, which takes half the time of torch's selection.
+    ids = torch.from_numpy(np.argpartition(logits.numpy(), -count, axis=-1)[:, -count:])
+    scores, order = logits.gather(1, ids).sort(dim=-1, descending=True)
+    return scores, ids.gather(1, order)

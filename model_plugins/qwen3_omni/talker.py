@@ -13,6 +13,7 @@ from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3MoeLLMForCaus
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
+from vllm_omni_ext.model_plugins.qwen3_omni import eager_layers
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor
 from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerFeeder
 
@@ -73,6 +74,8 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
         self.register_buffer("blocked", blocked, persistent=False)
         self.make_empty_intermediate_tensors = self.language_model.make_empty_intermediate_tensors
         self._limits = (vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len)
+        self._eager = eager_layers.possible(self.language_model, vllm_config)
+        self._layers: eager_layers.EagerLayers | None = None
         self._feeder: TalkerFeeder | None = None
         self._rows: RowSource | None = None
         self._opened: list[str] = []
@@ -151,7 +154,11 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
         **kwargs: Any,
     ) -> Tensor | IntermediateTensors:
         """Hidden states [tokens, hidden] after the final norm."""
-        return self.language_model.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+        if not self._eager or inputs_embeds is None:
+            return self.language_model.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+        if self._layers is None:  # now the weights are where the kernels want them
+            self._layers = eager_layers.EagerLayers(self.language_model.model)
+        return self._layers(positions, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Logits [requests, codes] with the special codes out of reach; keeps the hidden rows for the predictor."""

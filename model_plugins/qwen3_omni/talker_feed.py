@@ -134,8 +134,7 @@ class TalkerFeeder:
 
     def rows(self, spans: Sequence[Span]) -> Tensor:
         """Input rows of all spans, [sum of counts, hidden]."""
-        table = self._model.text_table
-        rows = table.new_zeros((sum(s.count for s in spans), table.shape[1]))
+        prompts: list[tuple[_Request, int, int, int]] = []  # request, first position, row, count
         decode: list[tuple[int, int, int, int]] = []  # row, slot, frame, text id
         base = 0
         for span in spans:
@@ -143,15 +142,28 @@ class TalkerFeeder:
             prompt = len(request.text)
             cut = max(0, min(prompt - span.start, span.count))
             if cut:
-                self._prompt_rows(request, span.start, rows[base : base + cut])
+                prompts.append((request, span.start, base, cut))
             for i in range(cut, span.count):
                 step = span.start + i - prompt
                 decode.append((base + i, request.slot, step, request.text_at(step)))
             base += span.count
+        if not prompts:
+            return self._step_rows(decode)[1]
+        table = self._model.text_table
+        rows = table.new_empty((base, table.shape[1]))
+        for request, start, row, count in prompts:
+            self._prompt_rows(request, start, rows[row : row + count])
         if decode:
-            at, slot, frame, text = torch.tensor(decode, device=self._device).unbind(dim=1)
-            rows[at] = self._frame_rows(self._frames[slot, frame]) + table[text]
+            at, made = self._step_rows(decode)
+            rows[at] = made
         return rows
+
+    def _step_rows(self, decode: list[tuple[int, int, int, int]]) -> tuple[Tensor, Tensor]:
+        """Row numbers and rows [n, hidden] of (row, slot, frame, text id)."""
+        at, slot, frame, text = torch.tensor(decode, device=self._device).unbind(dim=1)
+        codes = self._frames[slot, frame]
+        spoken = self._model.codec_rows(codes[:, 0]) + self._model.code_predictor.frame_rows(codes[:, 1:])
+        return at, spoken + torch.nn.functional.embedding(text, self._model.text_table)
 
     def _prompt_rows(self, request: _Request, start: int, out: Tensor) -> None:
         stop = start + out.shape[0]
@@ -168,14 +180,6 @@ class TalkerFeeder:
             at = torch.tensor([p - start for p in spoken], device=self._device)
             codes = torch.tensor([request.codec[p] for p in spoken], device=self._device)
             out[at] += self._model.codec_rows(codes)
-
-    def _frame_rows(self, frames: Tensor) -> Tensor:
-        """Sum of the code embeddings of frames [n, groups] -> [n, hidden]."""
-        codes = frames.long()
-        total = self._model.codec_rows(codes[:, 0])
-        for group, embedding in enumerate(self._model.code_predictor.model.codec_embedding, start=1):
-            total = total + embedding(codes[:, group])
-        return total
 
     def sampled(self, req_ids: Sequence[str], tokens: Sequence[Sequence[int]], hidden: Tensor) -> list[Tensor | None]:
         """Complete the frames of the sampled first codes; int32 [1, groups] per request that has one."""

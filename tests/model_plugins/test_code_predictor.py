@@ -15,14 +15,14 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration as Reference,
 )
 
-from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor, Draw, choose
+from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import Choice, CodePredictor, Draw
 
 HIDDEN = 32
 GREEDY = Draw(greedy=True)
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped heads": {},
     "one head each": {"num_key_value_heads": 4, "num_hidden_layers": 1},
-    "bias": {"attention_bias": True, "head_dim": 12},
+    "bias": {"attention_bias": True, "head_dim": 48},
     "two groups": {"num_code_groups": 2},
     "many groups": {"num_code_groups": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
 }
@@ -37,7 +37,7 @@ def reference(shape: str) -> Reference:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 8,
+        "head_dim": 16,
         "num_code_groups": 5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }
@@ -93,6 +93,10 @@ def test_a_sampling_neighbour_does_not_change_a_greedy_row() -> None:
     draws = [Draw(greedy=False), GREEDY, Draw(greedy=False)]
     codes = predictor("grouped heads").predict(hidden, first, draws)
     assert codes[1].tolist() == expected("grouped heads", hidden, first)[1].tolist()
+
+
+def choose(logits: Tensor, draws: list[Draw]) -> Tensor:
+    return Choice.of(draws, 1, logits.device).choose(logits, 0)
 
 
 def draw(seed: int) -> Draw:
@@ -157,3 +161,30 @@ def test_a_seeded_choice_is_its_own(seed: int, greedy: list[bool]) -> None:
 def test_a_generator_goes_on_from_draw_to_draw() -> None:
     row, one = torch.zeros(1, 500), draw(1)
     assert len({choose(row, [one]).item() for _ in range(20)}) > 5
+
+
+@pytest.mark.parametrize("shape", ["grouped heads", "many groups"])
+def test_frame_rows_are_the_sum_of_the_embeddings(shape: str) -> None:
+    model, tables = predictor(shape), reference(shape).model.codec_embedding
+    codes = torch.randint(0, 64, (5, len(tables)), generator=torch.Generator().manual_seed(0))
+    wanted = torch.stack([table(codes[:, i]) for i, table in enumerate(tables)]).sum(dim=0)
+    torch.testing.assert_close(model.frame_rows(codes.int()), wanted)
+
+
+def test_merging_leaves_the_weights_as_they_were_loaded() -> None:
+    model = CodePredictor(reference("bias").config)
+    model.load_state_dict(reference("bias").state_dict())
+    model.predict(*inputs(2, seed=1), [GREEDY] * 2)
+    for name, weight in reference("bias").state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+
+
+def test_batches_of_changing_size_share_their_memory() -> None:
+    model, (hidden, first) = predictor("grouped heads"), inputs(40, seed=9)
+    wanted = expected("grouped heads", hidden, first).tolist()
+    for batch in (3, 40, 17, 3, 40, 1):
+        codes = model.predict(hidden[:batch], first[:batch], [GREEDY] * batch)
+        assert codes.tolist() == wanted[:batch]
+    loop = model.loop
+    assert loop._store.rows == 64
+    assert {memory.stream.data_ptr() for memory in loop._memory.values()} == {loop._store.stream.data_ptr()}

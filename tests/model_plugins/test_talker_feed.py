@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm_omni_ext.engine.feeder import Span
 from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import MULTIMODAL, NO_CODEC, TalkerFeeder
@@ -30,11 +30,8 @@ class Weights:
         self.text_table = torch.randn(VOCAB, HIDDEN, generator=generator)
         self.codec_table = torch.randn(CODES, HIDDEN, generator=generator)
         self.codec_eos = EOS
-        tables = [torch.randn(CODES, HIDDEN, generator=generator) for _ in range(GROUPS - 1)]
-        self.code_predictor: Any = SimpleNamespace(
-            model=SimpleNamespace(codec_embedding=[nn.Embedding.from_pretrained(t) for t in tables]),
-            predict=self.predict,
-        )
+        self.tables = [torch.randn(CODES, HIDDEN, generator=generator) for _ in range(GROUPS - 1)]
+        self.code_predictor: Any = SimpleNamespace(predict=self.predict, frame_rows=self.frame_rows)
         self.draws: list[Any] = []
 
     def codec_rows(self, ids: Tensor) -> Tensor:
@@ -42,6 +39,9 @@ class Weights:
 
     def project_hidden(self, rows: Tensor) -> Tensor:
         return rows[:, :HIDDEN] * 2 + 1
+
+    def frame_rows(self, codes: Tensor) -> Tensor:
+        return torch.stack([table[codes[:, i].long()] for i, table in enumerate(self.tables)]).sum(dim=0)
 
     def predict(self, hidden: Tensor, first: Tensor, draws: Any) -> Tensor:
         self.draws = list(draws)
@@ -83,8 +83,8 @@ def by_hand(track: list[int], frames: list[tuple[int, int]]) -> Tensor:
         rows.append(row if code == NO_CODEC else row + WEIGHTS.codec_table[code])
     for step, (code, hidden) in enumerate(frames):
         row = WEIGHTS.text_table[track[step] if step < len(track) else FILL] + WEIGHTS.codec_table[code]
-        for group, table in enumerate(WEIGHTS.code_predictor.model.codec_embedding):
-            row = row + table.weight[(2 * hidden + group) % CODES]
+        for group, table in enumerate(WEIGHTS.tables):
+            row = row + table[(2 * hidden + group) % CODES]
         rows.append(row)
     return torch.stack(rows)
 
@@ -196,9 +196,8 @@ def test_frames_are_complete_and_the_end_has_none() -> None:
 
 
 def _row(first: int, rest: list[int]) -> Tensor:
-    tables = WEIGHTS.code_predictor.model.codec_embedding
     total = WEIGHTS.text_table[FILL] + WEIGHTS.codec_table[first]
-    return total + sum(table.weight[code] for table, code in zip(tables, rest, strict=True))
+    return total + sum(table[code] for table, code in zip(WEIGHTS.tables, rest, strict=True))
 
 
 @pytest.mark.parametrize(

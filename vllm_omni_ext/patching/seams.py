@@ -203,6 +203,37 @@ MODELS = (
             "called without the model's layers: reads its config only",
         ),
     ),
+    *_in(
+        "vllm._custom_ops",
+        ("rms_norm", "373e9525f24d", "called by the code predictor and the talker's layers; reads rows without a gap"),
+        ("fused_add_rms_norm", "410d1ef85b47", "called: writes the sum into the residual and the norm into the input"),
+        ("rotary_embedding", "127c1ee8a4b1", "called: rotates in place; rows may have gaps"),
+        ("cpu_fused_moe", "f28f4e083396", "called by the talker's layers on a CPU"),
+    ),
+    *_in(
+        "vllm.model_executor.layers.utils",
+        ("cpu_unquantized_gemm", "c66dfe9047d0", "imitated: a layer's cpu_linear is called"),
+    ),
+    *_in(
+        "vllm.model_executor.models.qwen3_moe",
+        ("Qwen3MoeMLP.forward", "319f1d73f1d9", "imitated on a CPU without compilation"),
+        ("Qwen3MoeAttention.forward", "a3ac9b284cee", "imitated on a CPU without compilation"),
+        ("Qwen3MoeDecoderLayer.forward", "78d5dccaf6cb", "imitated on a CPU without compilation"),
+        ("Qwen3MoeSparseMoeBlock.forward", "d7fc67a68479", "imitated on a CPU without compilation"),
+    ),
+    *_in(
+        "vllm.model_executor.layers.fused_moe.router.cpu_router",
+        ("_softmax_topk", "b7f1b9428dbc", "imitated on a CPU without compilation"),
+    ),
+    *_in(
+        "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
+        ("CPUUnquantizedExperts.apply", "15f731d44241", "imitated on a CPU without compilation"),
+    ),
+    *_in(
+        "vllm.model_executor.layers.rotary_embedding.mrope",
+        ("apply_interleaved_rope", "962c89e6d0ed", "imitated on a CPU without compilation"),
+        ("MRotaryEmbedding.forward_native", "cdea1d22a786", "imitated on a CPU without compilation"),
+    ),
 )
 
 STAGE_CALLS = (

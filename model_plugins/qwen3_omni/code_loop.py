@@ -1,0 +1,190 @@
+"""The code predictor's steps: one position after the other, in memory that is allocated once.
+
+The tensors are tiny, so the number of calls is what a frame costs. Hence merged weights, vLLM's fused kernels, results
+written in place, views made in advance, and no mask: position p only ever sees positions 0 to p. No step looks at a
+value on the host, and no shape depends on one, so that a whole frame can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from vllm import _custom_ops as kernels
+
+KERNEL_WIDTH = 16  # vLLM's CPU kernels take that many values at once and refuse, or overrun, any other size
+FIRST_ROWS = 16  # requests there is room for at once; more is made when it is needed
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer; matrices are [in, out].
+
+    Attributes:
+        qkv: queries, keys and values beside each other.
+        head_scale: weight of the norm of each query head, then of each key head, [heads + kv heads, head_dim].
+        gate_up: gate and up projection beside each other.
+    """
+
+    norm_in: Tensor
+    norm_out: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    head_scale: Tensor
+    out: Tensor
+    out_bias: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All of it; step s reads out code s + 1.
+
+    Attributes:
+        heads: one [hidden, codes] a step.
+        embeddings: [steps, codes, hidden].
+        rope: cosines, then sines, [positions, head_dim].
+    """
+
+    layers: Sequence[Layer]
+    norm: Tensor
+    heads: Sequence[Tensor]
+    embeddings: Tensor
+    rope: Tensor
+    eps: float
+    head_dim: int
+    kv_heads: int
+
+
+class CodeLoop:
+    """Runs frames; `run` may be called with any batch size."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._store = _Store(weights, FIRST_ROWS)
+        self._memory: dict[int, _Memory] = {}
+        steps, codes, _ = weights.embeddings.shape
+        self._table = weights.embeddings.flatten(0, 1)
+        self._starts = torch.arange(0, steps * codes, codes, device=self._table.device)
+
+    def embedded(self, codes: Tensor) -> Tensor:
+        """Sum of the embeddings of codes [frames, steps]: [frames, hidden]."""
+        return F.embedding_bag(codes + self._starts, self._table, mode="sum")
+
+    def _memory_for(self, batch: int) -> _Memory:
+        if batch > self._store.rows:
+            self._memory.clear()
+            self._store = _Store(self._weights, 1 << (batch - 1).bit_length())
+        memory = self._memory[batch] = _Memory(self._weights, self._store, batch)
+        return memory
+
+    def run(self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Codes int64 [batch, steps] of one frame a row.
+
+        Args:
+            hidden: input of position 0, [batch, hidden].
+            first: input of position 1, [batch, hidden].
+            choose: codes [batch] from logits [batch, codes] and the step.
+        """
+        w, batch = self._weights, hidden.shape[0]
+        memory = self._memory.get(batch) or self._memory_for(batch)
+        memory.stream.copy_(hidden)
+        memory.advance(0)
+        memory.stream.copy_(first)
+        codes: list[Tensor] = []
+        for step, (head, embedding) in enumerate(zip(w.heads, w.embeddings, strict=True)):
+            memory.advance(step + 1)
+            torch.mm(memory.x, head, out=memory.logits)
+            codes.append(choose(memory.logits, step))
+            if step + 1 < len(w.heads):
+                torch.index_select(embedding, 0, codes[-1], out=memory.stream)
+        return torch.stack(codes, dim=1)
+
+
+class _Store:
+    """Activations, keys and values of up to `rows` rows, shared by all batch sizes."""
+
+    def __init__(self, weights: Weights, rows: int) -> None:
+        layer, like = weights.layers[0], weights.norm
+        self.rows = rows
+
+        def room(*shape: int) -> Tensor:
+            return torch.zeros((rows, *shape), dtype=like.dtype, device=like.device)
+
+        normed_heads, head_dim = layer.head_scale.shape
+        positions = weights.rope.shape[0]
+        self.stream, self.x = room(len(like)), room(len(like))
+        self.logits = room(weights.heads[0].shape[1])
+        self.qkv, self.qk = room(layer.qkv.shape[1]), room(normed_heads + weights.kv_heads, head_dim)
+        self.gate_up, self.act = room(layer.gate_up.shape[1]), room(layer.down.shape[0])
+        self.cache = [
+            (room(weights.kv_heads, positions, head_dim), room(weights.kv_heads, positions, head_dim))
+            for _ in weights.layers
+        ]
+        self.positions = [torch.full((rows,), p, device=like.device) for p in range(positions)]
+
+
+class _Memory:
+    """The first rows of a store, as the loop needs them for one batch size.
+
+    `stream` is the residual stream; `x` is what the last projection wrote, and after `advance` the normed output.
+    """
+
+    def __init__(self, weights: Weights, store: _Store, batch: int) -> None:
+        self._weights = weights
+        normed_heads, head_dim = weights.layers[0].head_scale.shape
+        kv_heads, heads = weights.kv_heads, normed_heads - weights.kv_heads
+        self._batch, self._q_width, self._head_dim = batch, heads * head_dim, head_dim
+        self.stream, self.x, self.logits = store.stream[:batch], store.x[:batch], store.logits[:batch]
+        self._qkv, self._qk = store.qkv[:batch], store.qk[:batch]
+        self._gate_up, self._act = store.gate_up[:batch], store.act[:batch]
+        self._by_head = self._qkv.view(batch, -1, head_dim)
+        self._scaled = self._qk[:, :normed_heads]
+        self._query = self._qk[:, :heads].view(batch, kv_heads, heads // kv_heads, head_dim)
+        rotated = self._qk.view(batch, -1)
+        self._q, self._k = rotated[:, : self._q_width], rotated[:, self._q_width : normed_heads * head_dim]
+        self._key, self._value = self._qk[:, heads:normed_heads], self._by_head[:, normed_heads:]
+        cache = [(k[:batch], v[:batch]) for k, v in store.cache]
+        self._new = [[(k[:, :, p], v[:, :, p]) for k, v in cache] for p in range(len(weights.rope))]
+        self._seen = [[(k[:, :, : p + 1], v[:, :, : p + 1]) for k, v in cache] for p in range(len(weights.rope))]
+        self._positions = [positions[:batch] for positions in store.positions]
+
+    def advance(self, position: int) -> None:
+        """Run all layers at `position`, whose input is in `stream`."""
+        w, x, stream = self._weights, self.x, self.stream
+        places = zip(w.layers, self._new[position], self._seen[position], strict=True)
+        for index, (layer, new, seen) in enumerate(places):
+            if index == 0:
+                kernels.rms_norm(x, stream, layer.norm_in, w.eps)
+            else:
+                kernels.fused_add_rms_norm(x, stream, layer.norm_in, w.eps)
+            self._attend(layer, position, new, seen)
+            kernels.fused_add_rms_norm(x, stream, layer.norm_out, w.eps)
+            torch.mm(x, layer.gate_up, out=self._gate_up)
+            torch.ops._C.silu_and_mul(self._act, self._gate_up)
+            torch.mm(self._act, layer.down, out=x)
+        kernels.fused_add_rms_norm(x, stream, w.norm, w.eps)
+
+    def _attend(self, layer: Layer, position: int, new: tuple[Tensor, Tensor], seen: tuple[Tensor, Tensor]) -> None:
+        w = self._weights
+        _project(self.x, layer.qkv, layer.qkv_bias, self._qkv)
+        # The kernel reads rows without a gap only, so the values are normed too; nobody looks at those.
+        kernels.rms_norm(self._qk, self._by_head, None, w.eps)
+        self._scaled.mul_(layer.head_scale)
+        kernels.rotary_embedding(self._positions[position], self._q, self._k, self._head_dim, w.rope, True)
+        new[0].copy_(self._key)
+        new[1].copy_(self._value)
+        # Query heads that share a key head are its queries, so that keys and values are not repeated.
+        y = F.scaled_dot_product_attention(self._query, *seen)
+        _project(y.reshape(self._batch, self._q_width), layer.out, layer.out_bias, self.x)
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight, out=out)
+    else:
+        torch.addmm(bias, x, weight, out=out)
