@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import LLM, SamplingParams
 
 from tests.media import openai_messages
-from tests.processes.test_parity import heard, seen, user
+from tests.processes.test_parity import TOLERANCE, heard, seen, user
 from vllm_omni_ext.ids import ReplicaId
 
 pytestmark = pytest.mark.engine
@@ -50,7 +51,15 @@ def undisturbed(twofold: Any) -> list[Any]:
 
 def answers(omni: Any) -> list[Any]:
     outputs = omni.chat([openai_messages(case) for case in CASES], SAMPLING, use_tqdm=False)
-    return [(o.error, o.outputs[0].token_ids, o.frames.tolist(), o.audio.tolist()) for o in outputs]
+    return [(o.error, o.outputs[0].token_ids, o.frames.tolist(), o.audio) for o in outputs]
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    """Equal, sound up to rounding: which streams share a step of the vocoder is a matter of time."""
+    sounds = [(a[-1], b[-1]) for a, b in zip(one, other, strict=True)]
+    return [a[:-1] for a in one] == [b[:-1] for b in other] and all(
+        a.shape == b.shape and np.abs(a - b).max() <= TOLERANCE for a, b in sounds
+    )
 
 
 def busy(omni: Any, replica: ReplicaId) -> bool:
@@ -73,7 +82,7 @@ def test_a_killed_replica_is_not_missed(stage: str, twofold: Any, undisturbed: l
         time.sleep(0.001)
     os.kill(twofold._deployment.processes()[gone].pid, signal.SIGKILL)
     asking.join(120)
-    assert got == undisturbed
+    assert same(got, undisturbed)
     assert twofold._omni.orchestrator.pools[stage].replicas == (ReplicaId(stage, 1),)
     assert twofold._omni.orchestrator.held() == 0
 

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.media import image, openai_messages
 from vllm_omni_ext.ids import ReplicaId
+
+TOLERANCE = 1e-4
 
 pytestmark = pytest.mark.engine
 
@@ -102,5 +105,5 @@ def test_a_repeated_picture_sounds_the_same(omni: Any) -> None:
     first, second = ask(omni, PICTURE, frames=24), ask(omni, PICTURE, frames=24)
     assert len(first.frames) > 1
     assert first.frames.tolist() == second.frames.tolist()
-    assert first.audio.tobytes() == second.audio.tobytes()
+    assert first.audio.shape == second.audio.shape and np.abs(first.audio - second.audio).max() <= TOLERANCE
     assert second.num_cached_tokens == 0, "its rows have to be computed again"
