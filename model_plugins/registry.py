@@ -50,11 +50,18 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class EdgeSpec:
-    """A hand-over between two stages: `tokens` travel in request messages, `tensors` beside them."""
+    """A hand-over between two stages: `tokens` travel in request messages, `tensors` beside them.
+
+    Attributes:
+        name: key of its chunk sizes in a configuration; "" if it is not cut into chunks of given sizes.
+        chunks: sizes of successive chunks when nothing else is said; the last one repeats.
+    """
 
     source: str
     target: str
     kind: Literal["tokens", "tensors"]
+    name: str = ""
+    chunks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +85,10 @@ class PipelineSpec:
     output_modalities: tuple[str, ...]
     request_plugin: str
     facts: str = ""
+
+    def chunks(self) -> dict[str, tuple[int, ...]]:
+        """Default chunk sizes by the name of the hand-over."""
+        return {edge.name: edge.chunks for edge in self.edges if edge.name}
 
     def stage(self, name: str) -> StageSpec:
         """Return the stage of that name; ConfigError names the known ones."""

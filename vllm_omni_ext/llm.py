@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from socket import gethostname
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -133,6 +134,7 @@ class OmniLLM(TargetedOfflineLLM):
         *,
         modalities: Sequence[str] | None = None,
         voice: str | None = None,
+        chunks: Mapping[str, Any] | None = None,
         use_tqdm: bool | Callable[..., tqdm[Any]] = True,
         **rendering: Any,
     ) -> list[OmniRequestOutput]:
@@ -143,16 +145,17 @@ class OmniLLM(TargetedOfflineLLM):
                 all prompts or a list with one each.
             modalities: what to answer with, e.g. ["text", "audio"]; None: all the model can do.
             voice: speaker name; None: the checkpoint's default.
+            chunks: what to change in the stage config's `chunks` for these prompts.
             rendering: `tokenization_kwargs`, `mm_processor_kwargs` as for `LLM.generate`.
 
         Raises:
-            RequestError: the modalities or the voice do not exist.
+            RequestError: the modalities, the voice or the chunks do not exist.
         """
         items = prompt_to_seq(prompts)
         return self._answer(
             [partial(self._preprocess_cmpl_one, prompt, **rendering) for prompt in items],
             sampling_params,
-            OmniOptions(modalities=self._modalities(modalities), voice=voice),
+            OmniOptions(modalities=self._modalities(modalities), voice=voice, chunks=chunks or {}),
             use_tqdm,
         )
 
@@ -164,6 +167,7 @@ class OmniLLM(TargetedOfflineLLM):
         *,
         modalities: Sequence[str] | None = None,
         voice: str | None = None,
+        chunks: Mapping[str, Any] | None = None,
         **rendering: Any,
     ) -> list[OmniRequestOutput]:
         """Answer conversations (one, or a list of them); otherwise as `generate`.
@@ -175,7 +179,7 @@ class OmniLLM(TargetedOfflineLLM):
         return self._answer(
             [partial(self._preprocess_chat_one, conversation, **rendering) for conversation in items],
             sampling_params,
-            OmniOptions(modalities=self._modalities(modalities), voice=voice),
+            OmniOptions(modalities=self._modalities(modalities), voice=voice, chunks=chunks or {}),
             use_tqdm,
         )
 
@@ -223,7 +227,7 @@ class OmniLLM(TargetedOfflineLLM):
             self.plan.stage(stage)
         text = params.get(text_stage) or self.get_default_sampling_params()
         others = {stage: value for stage, value in params.items() if stage != text_stage}
-        return text, OmniOptions(modalities=options.modalities, voice=options.voice, sampling=others)
+        return text, replace(options, sampling=others)
 
     async def _one(self, number: str, prompt: Any, params: SamplingParams, options: OmniOptions) -> OmniRequestOutput:
         params = params.clone()

@@ -86,6 +86,12 @@ AUDIO_CHUNK_GAP = Metric(
 AUDIO_SECONDS = Metric(
     name="audio_seconds_total", kind="counter", unit="seconds", text="Sound made, counted in seconds of playing time."
 )
+AUDIO_UNDERRUN = Metric(
+    name="audio_underrun_seconds_total",
+    kind="counter",
+    unit="seconds",
+    text="Time for which somebody who plays sound as it comes had none left while more was to come.",
+)
 REAL_TIME_FACTOR = Metric(
     name="real_time_factor",
     kind="histogram",
@@ -179,6 +185,7 @@ ALL = (
     TIME_TO_FIRST_AUDIO,
     AUDIO_CHUNK_GAP,
     AUDIO_SECONDS,
+    AUDIO_UNDERRUN,
     REAL_TIME_FACTOR,
     STAGE_QUEUE,
     STAGE_TIME,

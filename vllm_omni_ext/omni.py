@@ -78,7 +78,7 @@ class AsyncOmni(TargetedLLM):
 
     def _start(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica]) -> None:
         pipeline = pipeline_for(config.model_config.architectures[0])
-        self.plugin = resolve(pipeline.request_plugin)(config.model_config.hf_config)
+        self.plugin = resolve(pipeline.request_plugin)(config.model_config.hf_config, self.plan.chunks)
         self._observe(config, replicas)
         self.orchestrator = Orchestrator(
             plugin=self.plugin,
@@ -91,6 +91,7 @@ class AsyncOmni(TargetedLLM):
             wait_s=self.plan.config.replica_wait_s,
             joinable=self.plan.config.master_address is not None,
             failed=self._tell_caller,
+            chunk_deadline_s=self.plan.config.chunk_deadline_s,
         )
         text = {replica: each for replica, each in replicas.items() if self._is_text(replica)}
         self.engine_core = TextClient(config, text, self.orchestrator)

@@ -1,16 +1,20 @@
 """The vocoder as a vLLM model: codec frames in as prompt tokens, a waveform out, on vLLM's pooling runner.
 
-A request's prompt is its frames, flattened frame by frame: `[frame 0 group 0, frame 0 group 1, ..., frame 1 group 0,
-...]`, plain codes in `0 .. codebook_size - 1`. Its `PoolingParams` are `task=POOLING_TASK` and
-`extra_kwargs={"last": True}`; its output is the whole utterance, `[samples]` float32.
+An utterance is a stream of requests, its parts, which follow each other in the engine's queue; each takes one step. A
+part's prompt is its frames, flattened frame by frame: `[frame 0 group 0, frame 0 group 1, ..., frame 1 group 0, ...]`,
+plain codes in `0 .. codebook_size - 1`. Its `PoolingParams` are `task=POOLING_TASK` and the `extra_kwargs` of a
+`wire.parts.PartMark`; its output is the samples that became final with it, `[samples]` float32, or a refusal.
 
-The work is done in the pooler: `forward` has nothing to compute, and the pooler is what sees whole requests.
+The work is done in the pooler, which sees whole requests and keeps what a stream needs for its next part; `forward` has
+nothing to compute. Order is safe: the queue is first come, first served, a prompt is never split (vLLM turns chunked
+prefill off for models without attention), and without a KV cache nothing is preempted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
@@ -22,8 +26,11 @@ from vllm.pooling_params import PoolingParams
 from vllm.tasks import PoolingTask
 from vllm.v1.pool.metadata import PoolingMetadata
 
-from vllm_omni_ext.model_plugins.qwen3_omni.flow import POOLING_TASK
+from vllm_omni_ext.config.schema import STREAM_IDLE_S, OmniConfig
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder
+from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_streams import VocoderStreams
+from vllm_omni_ext.model_plugins.qwen3_omni.voice import POOLING_TASK
+from vllm_omni_ext.wire.parts import PartMark, refusal
 
 logger = init_logger(__name__)
 
@@ -34,11 +41,16 @@ WARM_UP_FRAMES = 16
 
 
 class WaveformPooler(Pooler):
-    """Decodes all requests of a step in one call of the vocoder."""
+    """Decodes all requests of a step in one call of the vocoder.
 
-    def __init__(self, vocoder: Vocoder):
+    Args:
+        idle_s: a stream for which nothing has come for so long is forgotten.
+    """
+
+    def __init__(self, vocoder: Vocoder, *, idle_s: float):
         super().__init__()
         self.vocoder = vocoder
+        self.streams = VocoderStreams(vocoder, idle_s=idle_s)
 
     def get_supported_tasks(self) -> set[PoolingTask]:
         """The one task of this stage."""
@@ -49,37 +61,38 @@ class WaveformPooler(Pooler):
         return PoolingParamsUpdate(requires_token_ids=True)
 
     def forward(self, hidden_states: Tensor, pooling_metadata: PoolingMetadata) -> list[Tensor]:
-        """Return for each request its waveform, `[samples]` float32; empty for what cannot be decoded.
-
-        A step holds whole requests: vLLM turns chunked prefill off for models without attention. `hidden_states` is
-        not used.
-        """
-        if all(_is_warm_up(params) for params in pooling_metadata.pooling_params):
-            return self._warm_up(len(pooling_metadata.pooling_params))
-        prompts = pooling_metadata.get_prompt_token_ids_cpu()
-        frames = [self._frames(ids, p) for ids, p in zip(prompts, pooling_metadata.pooling_params, strict=True)]
-        states = [self.vocoder.new_state() for _ in frames]
-        return self.vocoder.decode(frames, states, [True] * len(frames))
-
-    def _frames(self, token_ids: Tensor, params: PoolingParams) -> Tensor:
-        """A prompt as `[frames, groups]` int64; no frames at all for a prompt that cannot be decoded.
+        """Return for each request its samples, `[samples]` float32; a refusal for what cannot be decoded.
 
         An exception here would end the engine with every other request in it, and an unknown code would do the same
-        on a GPU, so such a prompt is reported and gets an empty waveform (a waveform of any frame is not empty).
+        on a GPU. `hidden_states` is not used.
         """
+        params = pooling_metadata.pooling_params
+        if all(_is_warm_up(each) for each in params):
+            return self._warm_up(len(params))
+        answers: list[Tensor | str] = []
+        marks, chunks, places = [], [], []
+        for ids, each in zip(pooling_metadata.get_prompt_token_ids_cpu(), params, strict=True):
+            try:
+                marks.append(PartMark.of(each.extra_kwargs))
+            except msgspec.ValidationError as error:
+                answers.append(f"extra_kwargs: {error}")
+                continue
+            chunks.append(self._frames(ids[:0] if marks[-1].empty else ids))
+            places.append(len(answers))
+            answers.append("")
+        for place, answer in zip(places, self.streams.decode(marks, chunks), strict=True):
+            answers[place] = answer
+        return [_said(answer) for answer in answers]
+
+    def _frames(self, token_ids: Tensor) -> Tensor | str:
+        """A prompt as `[frames, groups]` int64, or why it cannot be decoded."""
         groups, size = self.vocoder.groups, self.vocoder.codebook_size
         codes = token_ids.long()
-        problem = None
-        if params.extra_kwargs != {"last": True}:
-            problem = f"extra_kwargs is {params.extra_kwargs}, not {{'last': True}}"
-        elif len(codes) % groups:
-            problem = f"{len(codes)} codes are no whole number of frames of {groups}"
-        elif len(codes) and not 0 <= int(codes.min()) <= int(codes.max()) < size:
-            problem = f"codes reach from {int(codes.min())} to {int(codes.max())}, allowed are 0 to {size - 1}"
-        if problem is None:
-            return codes.unflatten(0, (-1, groups))
-        logger.error("code2wav: a request is answered without sound: %s", problem)
-        return codes.new_empty(0, groups)
+        if len(codes) % groups:
+            return f"{len(codes)} codes are no whole number of frames of {groups}"
+        if len(codes) and not 0 <= int(codes.min()) <= int(codes.max()) < size:
+            return f"codes reach from {int(codes.min())} to {int(codes.max())}, allowed are 0 to {size - 1}"
+        return codes.unflatten(0, (-1, groups))
 
     def _warm_up(self, requests: int) -> list[Tensor]:
         """Run every kernel once. The runner's dummy batch is as long as `max_num_batched_tokens`, which would take
@@ -96,7 +109,8 @@ class Qwen3OmniCode2Wav(nn.Module, IsAttentionFree):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        self.pooler = WaveformPooler(Vocoder(vllm_config.model_config.hf_config))
+        idle_s = vllm_config.additional_config.get(STREAM_IDLE_S, OmniConfig.stream_idle_s)
+        self.pooler = WaveformPooler(Vocoder(vllm_config.model_config.hf_config), idle_s=idle_s)
 
     @staticmethod
     def is_unused_checkpoint_weight(name: str) -> bool:
@@ -155,5 +169,12 @@ class Qwen3OmniCode2Wav(nn.Module, IsAttentionFree):
 
 
 def _is_warm_up(params: PoolingParams) -> bool:
-    """Whether vLLM itself made this request, to measure memory or to compile: ours always say `last`."""
+    """Whether vLLM itself made this request, to measure memory or to compile: ours are always marked."""
     return params.extra_kwargs is None
+
+
+def _said(answer: Tensor | str) -> Tensor:
+    if isinstance(answer, Tensor):
+        return answer
+    logger.error("code2wav: a request is answered without sound: %s", answer)
+    return refusal(answer)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from vllm_omni_ext.connectors.chunks import Chunk, ChunkReader, ChunkSchedule, ChunkWriter
+from vllm_omni_ext.connectors.chunks import Chunk, ChunkSchedule, ChunkWriter
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, SpecialIds, Spoken, talker_prompt
+from vllm_omni_ext.model_plugins.qwen3_omni.voice import Voice, VoiceError
 from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finished, Open, Produced
 
-THINKER, TALKER, CODE2WAV = "thinker", "talker", "code2wav"
-POOLING_TASK: Literal["token_embed"] = "token_embed"
-"""The task every request names. vLLM's V2 model runner, its default on GPUs, accepts only its own tasks (not "plugin");
-this one reads no prefix cache and leaves the output as the pooler returns it, on both runners."""
-ONE_UTTERANCE = {"task": POOLING_TASK, "extra_kwargs": {"last": True}}  # what code2wav's pooler expects
+THINKER, TALKER = "thinker", "talker"
 TOO_SHORT = "the reply has fewer than two tokens, so there is nothing to speak"
 
 
@@ -42,9 +39,7 @@ class SpeechFlow:
         self._speech = speech
         self._rows = RowCollector(speech.parts.row_count)
         self._text = ChunkWriter[int](text)
-        self._codec = ChunkWriter[tuple[int, ...]](frames)
-        self._heard = ChunkReader[tuple[int, ...]]()
-        self._frames: list[tuple[int, ...]] = []
+        self._voice = Voice(frames)
         self._talk: _Talk | None = None
         # An assistant turn that the prompt has begun already is spoken too.
         self._begun: tuple[int, ...] = tuple(speech.prompt[speech.parts.header + HEADER :])
@@ -70,20 +65,19 @@ class SpeechFlow:
         if event.finish is not None:
             # The last token is never fed to the thinker, so it has no row: the end mark takes its place.
             tokens = (*(tokens[:-1] if event.tokens else tokens), self._speech.ids.tts_eos)
-        return [
-            action for chunk in self._text.write(tokens, last=event.finish is not None) for action in self._speak(chunk)
-        ]
+        chunk = self._text.write(tokens, last=event.finish is not None)
+        return [] if chunk is None else self._speak(chunk)
 
     def replay(self, stage: str) -> list[Action]:
         """What opens the request again in a stage that lost it: everything known so far, frames made included."""
-        return [self._open_talker() if stage == TALKER else _open_vocoder(self._frames)]
+        return [self._open_talker() if stage == TALKER else self._voice.again()]
 
     def _speak(self, chunk: Chunk[int]) -> list[Action]:
         if self._talk is not None:
             self._talk.take(chunk.items, chunk.last)
             return [Extend(TALKER, chunk.items, chunk.last)]
         if chunk.items == (self._speech.ids.tts_eos,) and chunk.last:
-            return [self._sound(None, note=TOO_SHORT), Finished()]
+            return [self._silence(TOO_SHORT), Finished()]
         if not self._rows.complete:
             return [Fail(f"the thinker handed over {self._rows.count} of {self._rows.due} multimodal rows")]
         first, *track = chunk.items
@@ -106,39 +100,39 @@ class SpeechFlow:
         }
         if self._speech.positions is not None:
             handoff["positions"] = self._speech.positions
-        if self._frames:
-            handoff["frames"] = [list(frame) for frame in self._frames]
+        made = self._voice.frames.between(0, self._voice.frames.count).tolist()
+        if made:
+            handoff["frames"] = made
         # The engine counts the prompt in ids that no penalty and no sampling can touch.
-        prompt = [ids.codec_pad] * len(talk.text) + [frame[0] for frame in self._frames]
-        return Open(TALKER, prompt, handoff, rows=self._rows.pieces, stop=(ids.codec_eos,), done=len(self._frames))
+        prompt = [ids.codec_pad] * len(talk.text) + [frame[0] for frame in made]
+        return Open(TALKER, prompt, handoff, rows=self._rows.pieces, stop=(ids.codec_eos,), done=len(made))
 
     def _said(self, event: Produced) -> list[Action]:
         # The frame of the step that ends the talker (end of speech, or the length limit) is not part of the sound.
         done = event.finish is not None
         if done:
             self._rows.release()
-        frames = [] if event.payload is None or done else [tuple(frame) for frame in event.payload.tolist()]
-        self._frames += frames
-        return [action for chunk in self._codec.write(frames, last=done) for action in self._voice(chunk)]
-
-    def _voice(self, chunk: Chunk[tuple[int, ...]]) -> list[Action]:
-        frames = self._heard.read(chunk)
-        if not self._frames:
-            return [self._sound(None, note="the talker ended before its first frame"), Finished()]
-        return [_open_vocoder(frames)]
+        part = self._voice.take(None if done else event.payload, last=done, at=event.at)
+        if done and not self._voice.frames.count:
+            return [self._silence("the talker ended before its first frame"), Finished()]
+        return [] if part is None else [part]
 
     def _sounded(self, event: Produced) -> list[Action]:
-        if event.payload is None or not len(event.payload):
-            return [Fail("code2wav could not decode the frames")]
-        return [self._sound(event.payload), Finished()]
+        try:
+            piece = self._voice.heard(event)
+        except VoiceError as error:
+            return [Fail(f"code2wav could not decode the frames: {error}")]
+        if piece is None:
+            return []
+        emit = Emit("audio", piece.samples, self._facts(piece.frames), piece.last)
+        return [emit, Finished()] if piece.last else [emit]
 
-    def _sound(self, samples: Any, note: str | None = None) -> Emit:
-        facts = {"sample_rate": self._speech.sample_rate, "frames": tuple(self._frames), "note": note}
-        return Emit("audio", samples, facts)
+    def _silence(self, note: str) -> Emit:
+        return Emit("audio", None, self._facts(0, note))
 
-
-def _open_vocoder(frames: Sequence[tuple[int, ...]]) -> Open:
-    return Open(CODE2WAV, [code for frame in frames for code in frame], pooling=ONE_UTTERANCE)
+    def _facts(self, frames: int, note: str | None = None) -> dict[str, Any]:
+        spoken = self._voice.frames.between(0, frames)
+        return {"sample_rate": self._speech.sample_rate, "frames": spoken, "note": note}
 
 
 @dataclass

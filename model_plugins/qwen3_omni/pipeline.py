@@ -52,9 +52,9 @@ QWEN3_OMNI = PipelineSpec(
     architectures=("Qwen3OmniMoeForConditionalGeneration",),
     stages=(THINKER, TALKER, CODE2WAV),
     edges=(
-        EdgeSpec("thinker", "talker", "tokens"),
+        EdgeSpec("thinker", "talker", "tokens", name="text", chunks=(1,)),
         EdgeSpec("thinker", "talker", "tensors"),
-        EdgeSpec("talker", "code2wav", "tokens"),
+        EdgeSpec("talker", "code2wav", "tokens", name="frames", chunks=(1, 2, 4, 8, 16, 25)),
     ),
     output_modalities=("text", "audio"),
     request_plugin=f"{_HERE}.requests:Qwen3OmniRequests",

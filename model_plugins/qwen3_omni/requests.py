@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from vllm_omni_ext.config.checks import ADAPTIVE, BOOLEAN, CHUNK_SIZES
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.model_plugins.qwen3_omni.flow import CODE2WAV, TALKER, THINKER, Speech, SpeechFlow
+from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER, THINKER, Speech, SpeechFlow
+from vllm_omni_ext.model_plugins.qwen3_omni.pipeline import QWEN3_OMNI
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, PADS, SpecialIds, Spoken, find_parts
+from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV
 from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
 from vllm_omni_ext.wire.handoff import EXPORT
+from vllm_omni_ext.wire.parts import refused
 from vllm_omni_ext.wire.rows import unpack
 
 SAMPLE_RATE_HZ = 24_000  # the vocoder's output rate; the public config has no field for it
@@ -21,14 +26,20 @@ TALKER_TAIL = HEADER + PADS + 2  # talker prompt positions after the user segmen
 
 
 class Qwen3OmniRequests:
-    """Plans requests of one checkpoint; `config` is its `Qwen3OmniMoeConfig`."""
+    """Plans requests of one checkpoint.
+
+    Args:
+        config: its `Qwen3OmniMoeConfig`.
+        chunks: sizes of successive chunks by hand-over, and whether they adapt; what is missing is the pipeline's.
+    """
 
     sample_rate = SAMPLE_RATE_HZ
     # The talker was trained on conversations: an empty user turn keeps their form and adds no words of ours.
     recital_prompt = "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, chunks: Mapping[str, Any] | None = None) -> None:
         self._config = config
+        self._chunks: dict[str, Any] = {**QWEN3_OMNI.chunks(), ADAPTIVE: True, **(chunks or {})}
         self._speaks = bool(config.enable_audio_output)
         self._ids = SpecialIds.of(config) if self._speaks else None
         self._positions: Any = None
@@ -59,6 +70,15 @@ class Qwen3OmniRequests:
         if options.voice is not None and options.voice.lower() not in self.voices:
             allowed = ", ".join(self.voices)
             raise RequestError(f"voice: '{options.voice}' is unknown; use one of {allowed}", parameter="voice")
+        for key, value in options.chunks.items():
+            self._check_chunks(f"chunks.{key}", key, value)
+
+    def _check_chunks(self, name: str, key: str, value: Any) -> None:
+        if key not in self._chunks:
+            raise RequestError(f"{name}: is unknown; use one of {', '.join(self._chunks)}", parameter=name)
+        rule = BOOLEAN if key == ADAPTIVE else CHUNK_SIZES
+        if not rule.accepts(value):
+            raise RequestError(f"{name}: must be {rule.expected}, got {value!r:.100}", parameter=name)
 
     def open(self, request: TextRequest, options: OmniOptions) -> SpeechFlow:
         """Plan a request that wants sound.
@@ -82,7 +102,14 @@ class Qwen3OmniRequests:
             sample_rate=SAMPLE_RATE_HZ,
             positions=positions,
         )
-        return SpeechFlow(speech, text=ChunkSchedule(), frames=ChunkSchedule())
+        sizes = {**self._chunks, **options.chunks}
+        rate = self._frame_rate() if sizes[ADAPTIVE] else 0.0
+        return SpeechFlow(speech, text=ChunkSchedule.of(sizes["text"]), frames=ChunkSchedule.of(sizes["frames"], rate))
+
+    def _frame_rate(self) -> float:
+        """Frames in a second of sound."""
+        vocoder = self._config.code2wav_config
+        return SAMPLE_RATE_HZ / math.prod((*vocoder.upsampling_ratios, *vocoder.upsample_rates))
 
     def room(self, prompt: Sequence[int], options: OmniOptions, limits: Mapping[str, int]) -> Mapping[str, int]:
         """Most tokens the talker may make: what its context holds and code2wav can decode.
@@ -122,7 +149,12 @@ class Qwen3OmniRequests:
         return parts
 
     def decode(self, stage: str, tensor: Any) -> Any:
-        """Read a stage's output tensor: exported rows of the thinker, frames of the talker, sound of code2wav."""
+        """Read a stage's output tensor: exported rows of the thinker, frames of the talker, sound of code2wav.
+
+        A refusal of code2wav becomes its text.
+        """
+        if stage == CODE2WAV and (why := refused(tensor)) is not None:
+            return why
         return unpack(tensor) if stage == THINKER else tensor
 
     def _talker_positions(self, request: TextRequest, parts: Spoken) -> bytes:

@@ -109,6 +109,17 @@ def test_what_is_said_twice_is_the_same() -> None:
     assert SHORTEST_HEARTBEAT_TIMEOUT_S == timing.SHORTEST_TIMEOUT_S
 
 
+def test_chunk_sizes_become_tuples() -> None:
+    config = parse_config({"chunks": {"text": "all", "frames": [4, 25], "adaptive": False}}, NAMES)
+    assert config.chunks == {"text": "all", "frames": (4, 25), "adaptive": False}
+
+
+@pytest.mark.parametrize("sizes", [[], [1, -1], [1.5], [True], ["all"], "any", 4, None], ids=str)
+def test_what_are_no_chunk_sizes(sizes: Any) -> None:
+    with pytest.raises(ConfigError, match="chunks: must be"):
+        parse_config({"chunks": {"frames": sizes}}, NAMES)
+
+
 def test_one_device_may_be_a_number() -> None:
     assert parse_config({"stages": {"talker": {"devices": 1}}}, NAMES).stage("talker").devices == "1"
 
@@ -123,6 +134,17 @@ def test_one_device_may_be_a_number() -> None:
         ({"stage": {}}, "stage: unknown key; did you mean 'stages'?"),
         ({"async_chunk": "yes"}, "async_chunk: must be true or false, got 'yes'"),
         ({"async_chunk": 1}, "async_chunk: must be true or false, got 1"),
+        (
+            {"chunks": {"frames": [0]}},
+            "chunks: must be a mapping of hand-overs to lists of sizes >= 1 or 'all', and adaptive to true or false, "
+            "got {'frames': [0]}",
+        ),
+        (
+            {"chunks": {"adaptive": "yes"}},
+            "chunks: must be a mapping of hand-overs to lists of sizes >= 1 or 'all', and adaptive to true or false, "
+            "got {'adaptive': 'yes'}",
+        ),
+        ({"chunk_deadline_s": 0}, "chunk_deadline_s: must be a number of seconds > 0, got 0"),
         ({"api_servers": 0}, "api_servers: must be an integer >= 1, or auto, got 0"),
         ({"api_servers": True}, "api_servers: must be an integer >= 1, or auto, got True"),
         ({"startup_timeout_s": 0}, "startup_timeout_s: must be a number of seconds > 0, got 0"),

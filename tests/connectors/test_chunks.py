@@ -12,74 +12,123 @@ schedules = st.lists(st.integers(0, 6), min_size=1, max_size=4).map(lambda sizes
 writes = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 
 
-def write_all(schedule: ChunkSchedule, counts: list[int]) -> list[tuple[int, Chunk[int]]]:
-    """Write `counts` items at a time, the last time as the end: (items written so far, chunk)."""
-    writer, written, chunks = ChunkWriter[int](schedule), 0, []
+def write_all(schedule: ChunkSchedule, counts: list[int]) -> list[Chunk[int]]:
+    """Write `counts` items at a time, the last time as the end."""
+    return [chunk for chunk in answers(schedule, counts) if chunk is not None]
+
+
+def answers(schedule: ChunkSchedule, counts: list[int]) -> list[Chunk[int] | None]:
+    """What each write returns."""
+    writer, written, out = ChunkWriter[int](schedule), 0, []
     for turn, count in enumerate(counts, start=1):
-        items = range(written, written + count)
+        out.append(writer.write(range(written, written + count), last=turn == len(counts)))
         written += count
-        chunks += [(written, chunk) for chunk in writer.write(items, last=turn == len(counts))]
-    return chunks
+    return out
 
 
 @given(schedules, writes)
 def test_a_reader_gets_back_what_was_written(schedule: ChunkSchedule, counts: list[int]) -> None:
     reader = ChunkReader[int]()
-    got = [item for _, chunk in write_all(schedule, counts) for item in reader.read(chunk)]
+    got = [item for chunk in write_all(schedule, counts) for item in reader.read(chunk)]
     assert got == list(range(sum(counts)))
     assert reader.closed
 
 
 @given(schedules, writes)
-def test_chunks_have_the_scheduled_sizes_and_one_end(schedule: ChunkSchedule, counts: list[int]) -> None:
-    chunks = [chunk for _, chunk in write_all(schedule, counts)]
+def test_chunks_are_as_large_as_scheduled_and_have_one_end(schedule: ChunkSchedule, counts: list[int]) -> None:
+    chunks = write_all(schedule, counts)
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
     assert [chunk.last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-    assert all(len(chunk.items) == schedule.size(chunk.index) for chunk in chunks[:-1])
-    end = chunks[-1]
-    assert schedule.size(end.index) == ALL or len(end.items) <= schedule.size(end.index)
+    assert all(len(chunk.items) >= schedule.size(chunk.index) != ALL for chunk in chunks[:-1])
 
 
 @given(schedules, writes)
 def test_a_complete_chunk_does_not_wait_for_the_next_item(schedule: ChunkSchedule, counts: list[int]) -> None:
-    """After each write, less than one chunk is kept back."""
-    chunks = write_all(schedule, counts)
-    for turn in range(1, len(counts)):
-        written = sum(counts[:turn])
-        # The same stream, cut off here, has given out these chunks.
-        out = _out_after(schedule, counts[:turn])
-        kept = written - sum(len(chunk.items) for chunk in out)
-        size = schedule.size(len(out))
+    """After each write, less than one chunk is kept back; a write that completes one hands everything over."""
+    kept = index = 0
+    for chunk, count in zip(answers(schedule, counts), counts, strict=True):
+        kept += count
+        if chunk is not None:
+            assert len(chunk.items) == kept
+            kept, index = 0, index + 1
+        size = schedule.size(index)
         assert size == ALL or kept < size
-        assert out == [chunk for _, chunk in chunks][: len(out)]
 
 
-def _out_after(schedule: ChunkSchedule, counts: list[int]) -> list[Chunk[int]]:
-    writer, written, out = ChunkWriter[int](schedule), 0, []
-    for count in counts:
-        out += list(writer.write(range(written, written + count)))
-        written += count
-    return out
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 30))
+def test_items_that_come_one_by_one_leave_in_the_scheduled_sizes(sizes: list[int], count: int) -> None:
+    schedule = ChunkSchedule(tuple(sizes))
+    *chunks, _ = write_all(schedule, [1] * count + [0])
+    assert [len(chunk.items) for chunk in chunks] == [schedule.size(chunk.index) for chunk in chunks]
 
 
 def test_the_last_size_repeats_and_all_is_one_chunk() -> None:
-    sizes = [len(chunk.items) for _, chunk in write_all(ChunkSchedule((1, 3)), [11])]
+    sizes = [len(chunk.items) for chunk in write_all(ChunkSchedule((1, 3)), [1] * 11)]
     assert sizes == [1, 3, 3, 3, 1]
-    assert [chunk for _, chunk in write_all(ChunkSchedule(), [2, 0, 3])] == [Chunk(0, (0, 1, 2, 3, 4), True)]
-    assert [len(chunk.items) for _, chunk in write_all(ChunkSchedule((2, ALL)), [9, 9])] == [2, 16]
+    assert write_all(ChunkSchedule(), [2, 0, 3]) == [Chunk(0, (0, 1, 2, 3, 4), True)]
+    assert [len(chunk.items) for chunk in write_all(ChunkSchedule((2, ALL)), [2, 7, 9])] == [2, 16]
+
+
+def test_what_comes_together_leaves_together() -> None:
+    assert [len(chunk.items) for chunk in write_all(ChunkSchedule((1,)), [3, 1, 2])] == [3, 1, 2]
 
 
 def test_an_end_that_fills_its_chunk_needs_no_other() -> None:
-    assert [chunk for _, chunk in write_all(ChunkSchedule((2,)), [2])] == [Chunk(0, (0, 1), True)]
-    assert [len(chunk.items) for _, chunk in write_all(ChunkSchedule((1, 3)), [2, 5])] == [1, 3, 3]
+    assert write_all(ChunkSchedule((2,)), [2]) == [Chunk(0, (0, 1), True)]
 
 
 def test_an_end_without_items_is_a_chunk() -> None:
-    assert [chunk for _, chunk in write_all(ChunkSchedule((2,)), [2, 0])] == [
-        Chunk(0, (0, 1), False),
-        Chunk(1, (), True),
-    ]
-    assert [chunk for _, chunk in write_all(ChunkSchedule((2,)), [0])] == [Chunk(0, (), True)]
+    assert write_all(ChunkSchedule((2,)), [2, 0]) == [Chunk(0, (0, 1), False), Chunk(1, (), True)]
+    assert write_all(ChunkSchedule((2,)), [0]) == [Chunk(0, (), True)]
+
+
+# -- a consumer that plays ---------------------------------------------------------------------------
+
+
+def test_before_the_consumer_begins_only_the_sizes_count() -> None:
+    schedule = ChunkSchedule((4, 25), rate=12.5)
+    assert [schedule.due(index, 4, None) for index in (0, 1)] == [4, 25]
+
+
+@pytest.mark.parametrize(
+    ("sent", "elapsed", "due"),
+    [(1, 0.0, 1), (4, 0.0, 3), (4, 0.16, 1), (40, 0.0, 25), (40, 1.6, 19), (40, 100.0, 1)],
+)
+def test_a_chunk_is_no_larger_than_what_is_left_to_play(sent: int, elapsed: float, due: int) -> None:
+    assert ChunkSchedule((25,), rate=12.5).due(3, sent, elapsed) == due
+
+
+def test_everything_at_once_does_not_adapt() -> None:
+    assert ChunkSchedule((ALL,), rate=12.5).due(0, 100, 50.0) == ALL
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=120),
+)
+def test_who_plays_never_waits_while_items_come_in_time(sizes: list[int], gaps: list[float]) -> None:
+    """Items come at most one item's time apart; an item can be played to its end once the next one is there."""
+    rate = 12.5
+    writer = ChunkWriter[int](ChunkSchedule(tuple(sizes), rate))
+    now, begun, sent = 0.0, None, 0
+    for item, gap in enumerate(gaps):
+        now += gap / rate
+        if begun is not None:
+            assert (now - begun) * rate <= sent + 1e-6  # not one item too few
+        chunk = writer.write([item], elapsed=None if begun is None else now - begun)
+        if chunk is not None:
+            sent += len(chunk.items)
+            begun = now if begun is None else begun
+
+
+def test_a_negative_rate_is_refused() -> None:
+    with pytest.raises(ValueError, match="rate"):
+        ChunkSchedule((1,), rate=-1.0)
+
+
+@pytest.mark.parametrize(("said", "sizes"), [("all", (ALL,)), ([4, 25], (4, 25)), ((1,), (1,))])
+def test_schedules_of_a_configuration(said: list[int] | str, sizes: tuple[int, ...]) -> None:
+    assert ChunkSchedule.of(said, 2.0) == ChunkSchedule(sizes, 2.0)
 
 
 @given(schedules, writes, st.booleans())
@@ -90,12 +139,6 @@ def test_nothing_can_be_written_after_the_end(schedule: ChunkSchedule, counts: l
     writer.write((), last=True)
     with pytest.raises(ValueError, match="after the last chunk"):
         writer.write((), last=last)
-
-
-def test_items_are_taken_even_if_nobody_reads_the_chunks() -> None:
-    writer = ChunkWriter[int](ChunkSchedule((1,)))
-    writer.write([1, 2])
-    assert [chunk.index for chunk in writer.write([3])] == [2]
 
 
 @pytest.mark.parametrize("sizes", [(), (-1,), (4, -2)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
 from tests.model_plugins.vocoder_reference import check_equal, expected, random_codes, reference, small_config
 from vllm_omni_ext.model_plugins.qwen3_omni import code2wav
 from vllm_omni_ext.model_plugins.qwen3_omni.code2wav import POOLING_TASK, Qwen3OmniCode2Wav
+from vllm_omni_ext.wire.parts import FILLER, PartMark, refused
 
 REFERENCE = reference(small_config(), seed=1)
 CHECKPOINT = {f"code2wav.{name}": tensor for name, tensor in REFERENCE.state_dict().items()}
@@ -22,7 +24,8 @@ OTHERS = {"thinker.model.norm.weight": torch.zeros(3), "talker.model.norm.weight
 
 
 def empty_model() -> Qwen3OmniCode2Wav:
-    return Qwen3OmniCode2Wav(vllm_config=SimpleNamespace(model_config=SimpleNamespace(hf_config=small_config())))
+    model_config = SimpleNamespace(hf_config=small_config())
+    return Qwen3OmniCode2Wav(vllm_config=SimpleNamespace(model_config=model_config, additional_config={}))
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +54,12 @@ def metadata(prompts: list[list[int]], params: list[PoolingParams]) -> PoolingMe
     return result
 
 
-def whole_utterance() -> PoolingParams:
-    return PoolingParams(task=POOLING_TASK, extra_kwargs={"last": True})
+def part(stream: str, number: int = 0, *, last: bool = True) -> PoolingParams:
+    return marked(PartMark(stream, number, last))
+
+
+def marked(mark: PartMark) -> PoolingParams:
+    return PoolingParams(task=POOLING_TASK, extra_kwargs=mark.as_extra())
 
 
 def pool(model: Qwen3OmniCode2Wav, prompts: list[list[int]], params: list[PoolingParams]) -> list[Tensor]:
@@ -83,17 +90,41 @@ def test_loading_names_what_is_missing_or_wrong() -> None:
 
 def test_utterances_of_one_step(model: Qwen3OmniCode2Wav) -> None:
     codes = [random_codes(REFERENCE.config, frames, seed=frames) for frames in (20, 1, 33)]
-    waves = pool(model, [c.flatten().tolist() for c in codes], [whole_utterance() for _ in codes])
+    waves = pool(model, [c.flatten().tolist() for c in codes], [part(str(i)) for i, _ in enumerate(codes)])
     for wave, frames in zip(waves, codes, strict=True):
         check_equal(wave, expected(REFERENCE, frames))
+
+
+def test_a_stream_over_several_steps(model: Qwen3OmniCode2Wav) -> None:
+    codes = random_codes(REFERENCE.config, 12, seed=3)
+    steps = [(codes[:1], False), (codes[1:5], False), (codes[5:12], False)]
+    waves = []
+    for number, (chunk, last) in enumerate(steps):
+        waves += pool(model, [chunk.flatten().tolist()], [part("a", number, last=last)])
+    waves += pool(model, [FILLER], [marked(PartMark("a", 3, last=True, empty=True))])
+    assert len(waves[-1]) == 0 and waves[-1].dtype == torch.float32
+    check_equal(torch.cat(waves), expected(REFERENCE, codes))
+    assert len(model.pooler.streams) == 0
+
+
+def test_a_stream_that_is_ended_is_forgotten(model: Qwen3OmniCode2Wav, caplog: pytest.LogCaptureFixture) -> None:
+    codes = random_codes(REFERENCE.config, 2, seed=3).flatten().tolist()
+    pool(model, [codes], [part("a", last=False)])
+    assert len(model.pooler.streams) == 1
+    (answer,) = pool(model, [FILLER], [marked(PartMark.end("a"))])
+    assert len(model.pooler.streams) == 0
+    assert len(answer) == 0 and refused(answer) is None
+    (answer,) = pool(model, [codes], [part("a", 1)])
+    assert refused(answer) == "part 1 came for a stream that is not open"
 
 
 @pytest.mark.parametrize(
     ("prompt", "params", "reason"),
     [
-        ([1, 2, 3, 4, 5], {"last": True}, "5 codes are no whole number of frames of 4"),
-        ([1, 2, 3, 32], {"last": True}, "codes reach from 1 to 32, allowed are 0 to 31"),
-        ([1, 2, 3, 4], {"last": False}, "extra_kwargs is"),
+        ([1, 2, 3, 4, 5], PartMark("bad", 0, last=True).as_extra(), "5 codes are no whole number of frames of 4"),
+        ([1, 2, 3, 32], PartMark("bad", 0, last=True).as_extra(), "codes reach from 1 to 32, allowed are 0 to 31"),
+        ([1, 2, 3, 4], PartMark("bad", 1, last=True).as_extra(), "part 1 came for a stream that is not open"),
+        ([1, 2, 3, 4], {"last": True}, "extra_kwargs: Object missing required field `stream`"),
     ],
 )
 def test_one_bad_request_does_not_disturb_the_others(
@@ -101,7 +132,7 @@ def test_one_bad_request_does_not_disturb_the_others(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     prompt: list[int],
-    params: dict[str, bool],
+    params: dict[str, Any],
     reason: str,
 ) -> None:
     monkeypatch.setattr(code2wav.logger, "propagate", True)
@@ -109,8 +140,8 @@ def test_one_bad_request_does_not_disturb_the_others(
     good = random_codes(REFERENCE.config, 5, seed=0)
     bad = PoolingParams(task=POOLING_TASK, extra_kwargs=params)
     with caplog.at_level(logging.ERROR):
-        waves = pool(model, [prompt, good.flatten().tolist()], [bad, whole_utterance()])
-    assert len(waves[0]) == 0
+        waves = pool(model, [prompt, good.flatten().tolist()], [bad, part("good")])
+    assert reason in (refused(waves[0]) or "")
     check_equal(waves[1], expected(REFERENCE, good))
     assert reason in caplog.text
 

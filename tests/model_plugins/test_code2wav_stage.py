@@ -19,6 +19,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 from tests.model_plugins.vocoder_reference import check_equal, expected, random_codes
 from vllm_omni_ext.model_plugins.qwen3_omni import hf_configs
 from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from vllm_omni_ext.wire.parts import FILLER, PartMark, refused
 
 pytestmark = pytest.mark.engine
 
@@ -31,6 +32,10 @@ ENVIRONMENT = {
 }
 
 
+Part = tuple[str, PartMark, list[int]]
+"""Request id, mark and prompt."""
+
+
 @dataclass
 class Stage:
     """A running engine: what a client needs to reach it, and Transformers' decoder of the same checkpoint."""
@@ -40,8 +45,8 @@ class Stage:
     listeners: Any
     reference: Qwen3OmniMoeCode2Wav
 
-    async def decode(self, prompts: dict[str, list[int]]) -> dict[str, Tensor]:
-        """Send all prompts at once; return the waveform of each."""
+    async def ask(self, parts: list[Part]) -> dict[str, Tensor]:
+        """Send all parts at once; return the answer of each. The engine has one client, so this can be done once."""
         from vllm.pooling_params import PoolingParams
         from vllm.v1.engine import EngineCoreRequest
 
@@ -50,13 +55,13 @@ class Stage:
         client = self._client()
         try:
             assert list(await client.get_supported_tasks_async()) == [POOLING_TASK]
-            for request_id, prompt in prompts.items():
+            for request_id, mark, prompt in parts:
                 request = EngineCoreRequest(
                     request_id=request_id,
                     prompt_token_ids=prompt,
                     mm_features=None,
                     sampling_params=None,
-                    pooling_params=PoolingParams(task=POOLING_TASK, extra_kwargs={"last": True}),
+                    pooling_params=PoolingParams(task=POOLING_TASK, extra_kwargs=mark.as_extra()),
                     arrival_time=time.time(),
                     lora_request=None,
                     cache_salt=None,
@@ -64,7 +69,7 @@ class Stage:
                 )
                 await client.add_request_async(request)
             waves: dict[str, Tensor] = {}
-            while len(waves) < len(prompts):
+            while len(waves) < len(parts):
                 outputs = await asyncio.wait_for(client.get_output_async(), ANSWER_TIMEOUT_S)
                 for output in outputs.outputs:
                     assert output.finished
@@ -129,15 +134,39 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
             launched.engine_manager.shutdown()
 
 
+def whole(prompts: dict[str, list[int]]) -> list[Part]:
+    return [(name, PartMark(name, 0, last=True), prompt) for name, prompt in prompts.items()]
+
+
+def streamed(streams: dict[str, Tensor]) -> list[Part]:
+    """Stream n in parts of n + 1 frames, then an end without frames: first part 0 of each, then part 1, and so on."""
+    parts: list[tuple[int, Part]] = []
+    for n, (name, frames) in enumerate(streams.items()):
+        chunks = frames.split(n + 1)
+        for number, chunk in enumerate(chunks):
+            mark = PartMark(name, number, last=False)
+            parts.append((number, (f"{name}/{number}", mark, chunk.flatten().tolist())))
+        end = PartMark(name, len(chunks), last=True, empty=True)
+        parts.append((len(chunks), (f"{name}/{len(chunks)}", end, FILLER)))
+    return [part for _, part in sorted(parts, key=lambda numbered: numbered[0])]
+
+
 async def test_waveforms_equal_transformers(stage: Stage) -> None:
-    """Several utterances at once, one of them of the longest allowed length, and prompts that cannot be decoded."""
+    """Whole utterances, one of them of the longest allowed length; eight streams, parts of one sharing steps because
+    more wait than a step takes; and prompts that cannot be decoded."""
     config = stage.reference.config
     codes = {f"{n} frames": random_codes(config, n, seed=n) for n in (1, 40, 300, 301, MAX_FRAMES)}
+    streams = {f"stream {n}": random_codes(config, 5 + 7 * n, seed=n) for n in range(8)}
     prompts = {name: frames.flatten().tolist() for name, frames in codes.items()}
     broken = {"half a frame": prompts["40 frames"][:-1], "no such code": [config.codebook_size] * config.num_quantizers}
-    waves = await stage.decode(prompts | broken)
+    parts = streamed(streams)
+    half = len(parts) // 2
+    waves = await stage.ask([*parts[:half], *whole(prompts | broken), *parts[half:]])
     for name, frames in codes.items():
         check_equal(waves[name], expected(stage.reference, frames))
         assert waves[name].std() > 0.01
-    assert [len(waves[name]) for name in broken] == [0, 0]
+    for name, frames in streams.items():
+        mine = [waves[request_id] for request_id, mark, _ in parts if mark.stream == name]
+        check_equal(torch.cat(mine), expected(stage.reference, frames))
+    assert all(refused(waves[name]) for name in broken)
     assert waves["1 frames"].device == torch.device("cpu")

@@ -12,17 +12,10 @@ from hypothesis import strategies as st
 
 from tests.model_plugins.talker_ids import AUDIO, HEADER, IDS, SYSTEM, turn, user
 from vllm_omni_ext.connectors.chunks import ALL, ChunkSchedule
-from vllm_omni_ext.model_plugins.qwen3_omni.flow import (
-    CODE2WAV,
-    TALKER,
-    THINKER,
-    TOO_SHORT,
-    RowCollector,
-    Speech,
-    SpeechFlow,
-)
+from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER, THINKER, TOO_SHORT, RowCollector, Speech, SpeechFlow
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import find_parts, talker_prompt
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finish, Finished, Open, Produced
+from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Open, Produced
 
 TEXT = turn(SYSTEM, 30) + user(20, 21) + HEADER
 HEARD = user(20, AUDIO, AUDIO, AUDIO, 21, AUDIO) + HEADER
@@ -47,6 +40,10 @@ def said(*frames: tuple[int, ...], finish: Finish | None = None) -> Produced:
     return Produced(TALKER, (1,), torch.tensor(frames, dtype=torch.int32) if frames else None, finish)
 
 
+def sounded(part: int, samples: Any) -> Produced:
+    return Produced(CODE2WAV, payload=samples, finish="stop", part=part)
+
+
 def feed(flow: SpeechFlow, *events: Produced) -> list[Action]:
     return [action for event in events for action in flow.handle(event)]
 
@@ -58,6 +55,7 @@ class Stages:
     text: list[int] = field(default_factory=list)
     closed: list[bool] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)
+    spoken: list[bool] = field(default_factory=list)
     opened: list[str] = field(default_factory=list)
     rest: list[Action] = field(default_factory=list)
 
@@ -73,9 +71,11 @@ class Stages:
                     assert self.opened[:1] == [TALKER]
                     self.text += track
                     self.closed.append(last)
-                case Open(stage="code2wav", prompt=prompt):
+                case Feed(stage="code2wav", part=part, prompt=prompt, last=last):
+                    assert part == self.opened.count(CODE2WAV)
                     self.opened.append(CODE2WAV)
                     self.codes += prompt
+                    self.spoken.append(last)
                 case _:
                     self.rest.append(action)
 
@@ -91,17 +91,14 @@ def test_a_reply_in_one_piece() -> None:
     assert opened == Open(TALKER, [IDS.codec_pad] * len(text), handoff | {"rows": 0}, rows=None, stop=(IDS.codec_eos,))
     assert feed(flow, said((1, 2)), said((3, 4))) == []
     (decode,) = feed(flow, said(finish="stop"))
-    assert (decode.stage, decode.prompt, decode.handoff) == (CODE2WAV, [1, 2, 3, 4], None)
-    assert decode.pooling == {"task": "token_embed", "extra_kwargs": {"last": True}}
+    assert decode == Feed(CODE2WAV, 0, [1, 2, 3, 4], {"task": "token_embed"}, last=True)
     sound = torch.ones(5)
-    emit, end = feed(flow, Produced(CODE2WAV, payload=sound, finish="stop"))
+    emit, end = feed(flow, sounded(0, sound))
     assert end == Finished()
-    assert emit.data is sound
+    assert emit.data.tolist() == sound.tolist()
     assert emit.last
-    assert (emit.modality, emit.facts) == (
-        "audio",
-        {"sample_rate": 24_000, "frames": ((1, 2), (3, 4)), "note": None},
-    )
+    assert (emit.modality, emit.facts["sample_rate"], emit.facts["note"]) == ("audio", 24_000, None)
+    assert emit.facts["frames"].tolist() == [[1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize("finish", ["stop", "length", "repetition"])
@@ -120,7 +117,7 @@ def test_an_end_without_a_token_takes_no_token_away() -> None:
 def test_a_reply_of_one_token_has_no_sound_and_says_so(text: ChunkSchedule) -> None:
     emit, end = feed(flow_for(TEXT, text=text), thought(9, finish="stop"))
     assert end == Finished()
-    assert (emit.data, emit.last, emit.facts["note"], emit.facts["frames"]) == (None, True, TOO_SHORT, ())
+    assert (emit.data, emit.last, emit.facts["note"], len(emit.facts["frames"])) == (None, True, TOO_SHORT, 0)
 
 
 @pytest.mark.parametrize("text", [ONCE, EACH], ids=str)
@@ -161,6 +158,7 @@ def test_schedules_change_nothing_of_what_arrives(begun, steps, frames, text, co
     assert stages.text == [*spoken, IDS.tts_eos]
     assert stages.closed == [False] * (len(stages.closed) - 1) + [True]
     assert stages.codes == [code for frame in frames for code in frame]
+    assert stages.spoken == [False] * (len(stages.spoken) - 1) + [True]
     assert stages.opened[0] == TALKER
     assert TALKER not in stages.opened[1:]
     assert stages.rest == []
@@ -244,7 +242,7 @@ def test_a_talker_that_ends_at_once_has_no_sound_and_says_so(codec: ChunkSchedul
     feed(flow, thought(40), thought(9, finish="stop"))
     emit, end = feed(flow, said(finish="stop"))
     assert end == Finished()
-    assert (emit.data, emit.facts["frames"]) == (None, ())
+    assert (emit.data, len(emit.facts["frames"])) == (None, 0)
     assert "before its first frame" in emit.facts["note"]
 
 
@@ -259,8 +257,8 @@ def test_the_frame_of_the_talkers_last_step_is_left_out() -> None:
 def test_no_samples_for_frames_are_a_failure(payload: Any) -> None:
     flow = flow_for(TEXT)
     feed(flow, thought(40), thought(9, finish="stop"), said((1, 2)), said(finish="stop"))
-    (fail,) = feed(flow, Produced(CODE2WAV, payload=payload, finish="stop"))
-    assert isinstance(fail, Fail)
+    (fail,) = feed(flow, sounded(0, payload))
+    assert fail == Fail("code2wav could not decode the frames: there are no samples for the frames")
 
 
 @pytest.mark.parametrize("finish", ["abort", "error"])
@@ -270,3 +268,191 @@ def test_a_stage_that_gives_up_is_a_failure(stage: str, finish: Finish) -> None:
     feed(flow, thought(40))
     (fail,) = feed(flow, Produced(stage, (41,), None, finish))
     assert fail == Fail(f"the {stage} stage ended the request: {finish}")
+
+
+# -- any schedule, any order, any loss ---------------------------------------------------------------
+
+REPLY = [41, 42, 43, 44]
+FRAMES = [(i, 10 + i) for i in range(7)]
+SAMPLES_A_FRAME = 3
+LOOK_AHEAD = 1
+CUTS = [ChunkSchedule(sizes) for sizes in ((ALL,), (1,), (2,), (1, 2, 4), (4, 25), (3, ALL))]
+
+
+class Replicas:
+    """A thinker, a talker and a code2wav that say what they would say, and forget everything when they are lost.
+
+    code2wav makes 3 samples a frame, the last one only with the next frame: sample n is n.
+    """
+
+    def __init__(self, flow: SpeechFlow) -> None:
+        self.flow = flow
+        self.thought = self.said = 0
+        self.track: list[int] | None = None
+        self.track_closed = False
+        self.parts: list[Feed] = []
+        self.frames_in = self.samples_out = 0
+        self.heard: list[float] = []
+        self.frames: list[list[int]] = []
+        self.ends = 0
+        self.finished = False
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Open(handoff=handoff):
+                    self.track, self.track_closed = [handoff["text"][-1], *handoff["track"]], handoff["last"]
+                    assert [tuple(frame) for frame in handoff.get("frames", ())] == FRAMES[: self.said]
+                    assert action.done == self.said
+                case Extend(track=track, last=last):
+                    assert self.track is not None and not self.track_closed
+                    self.track += track
+                    self.track_closed = last
+                case Feed():
+                    self.parts.append(action)
+                case Emit(data=data, facts=facts, last=last):
+                    self.heard += data.tolist()
+                    self.frames = facts["frames"].tolist()
+                    self.ends += last
+                case Finished():
+                    self.finished = True
+                case _:
+                    raise AssertionError(action)
+
+    def think(self) -> bool:
+        """One step of the thinker; False if it has ended."""
+        if self.thought == len(REPLY) + 1:
+            return False
+        self.thought += 1
+        done = self.thought == len(REPLY) + 1
+        self.do(self.flow.handle(thought(9, finish="stop") if done else thought(REPLY[self.thought - 1])))
+        return True
+
+    def talk(self) -> bool:
+        """One step of the talker; False if its input is missing or it has ended."""
+        if self.track is None or self.said > len(FRAMES):
+            return False
+        if not self.track_closed and self.said >= len(self.track):
+            return False
+        done = self.said == len(FRAMES)
+        self.do(self.flow.handle(said(finish="stop") if done else said(FRAMES[self.said])))
+        self.said += 1
+        return True
+
+    def sound(self) -> bool:
+        """One step of code2wav; False if there is nothing to do."""
+        if not self.parts:
+            return False
+        part = self.parts.pop(0)
+        if part.part == 0:
+            self.frames_in = self.samples_out = 0
+        self.frames_in += len(part.prompt) // 2
+        stop = max(0, self.frames_in * SAMPLES_A_FRAME - LOOK_AHEAD)
+        samples = torch.arange(self.samples_out, stop, dtype=torch.float32)
+        self.samples_out = stop
+        self.do(self.flow.handle(sounded(part.part, samples)))
+        return True
+
+    def lose(self, stage: str) -> None:
+        if stage == TALKER and self.track is not None and self.said <= len(FRAMES):
+            self.track = None
+            self.do(self.flow.replay(TALKER))
+        if stage == CODE2WAV and (self.parts or self.frames_in) and not self.finished:
+            self.parts.clear()
+            self.do(self.flow.replay(CODE2WAV))
+
+    def check(self) -> None:
+        assert self.finished and self.ends == 1
+        assert self.track == [*REPLY, IDS.tts_eos] and self.track_closed
+        assert self.heard == list(range(len(FRAMES) * SAMPLES_A_FRAME - LOOK_AHEAD))
+        assert [tuple(frame) for frame in self.frames] == FRAMES
+
+
+def play(replicas: Replicas, order: str, lost: tuple[int, str] | None = None) -> int:
+    """Run to the end; `order` names who goes first whenever several can. Returns the number of steps."""
+    steps = {"t": replicas.think, "f": replicas.talk, "s": replicas.sound}
+    count = 0
+    while any(steps[name]() for name in order):
+        count += 1
+        if lost is not None and count == lost[0]:
+            replicas.lose(lost[1])
+    replicas.check()
+    return count
+
+
+@pytest.mark.parametrize("frames", CUTS, ids=str)
+@pytest.mark.parametrize("text", CUTS, ids=str)
+@pytest.mark.parametrize("order", ["tfs", "sft", "fst"])
+@pytest.mark.parametrize("stage", [TALKER, CODE2WAV])
+def test_a_loss_at_any_point_changes_nothing(
+    text: ChunkSchedule, frames: ChunkSchedule, order: str, stage: str
+) -> None:
+    steps = play(Replicas(flow_for(TEXT, text=text, frames=frames)), order)
+    for at in range(1, steps + 1):
+        play(Replicas(flow_for(TEXT, text=text, frames=frames)), order, lost=(at, stage))
+
+
+@pytest.mark.parametrize("cut", range(1 << (len(FRAMES) - 1)))
+def test_every_cut_of_the_frames_sounds_the_same(cut: int) -> None:
+    sizes, size = [], 1
+    for i in range(len(FRAMES) - 1):
+        if cut >> i & 1:
+            sizes.append(size)
+            size = 0
+        size += 1
+    replicas = Replicas(flow_for(TEXT, text=EACH, frames=ChunkSchedule((*sizes, size))))
+    play(replicas, "fst")
+
+
+@given(schedules, schedules, st.lists(st.sampled_from("tfsCT"), max_size=60))
+def test_any_order_and_any_losses_change_nothing(text: ChunkSchedule, frames: ChunkSchedule, moves: list[str]) -> None:
+    replicas = Replicas(flow_for(TEXT, text=text, frames=frames))
+    steps = {
+        "t": replicas.think,
+        "f": replicas.talk,
+        "s": replicas.sound,
+        "C": lambda: replicas.lose(CODE2WAV),
+        "T": lambda: replicas.lose(TALKER),
+    }
+    for move in moves:
+        steps[move]()
+    play(replicas, "tfs")
+
+
+def test_the_client_is_told_which_frames_it_has_heard() -> None:
+    flow = flow_for(TEXT, text=EACH, frames=ChunkSchedule((1, 2)))
+    feed(flow, thought(40), thought(41), said((1, 2)))
+    (emit,) = feed(flow, said((3, 4)), sounded(0, torch.ones(2)))
+    assert (emit.facts["frames"].tolist(), emit.last) == ([[1, 2]], False)
+
+
+@pytest.mark.parametrize("part", [None, 1, 2])
+def test_an_answer_out_of_turn_is_a_failure(part: int | None) -> None:
+    flow = flow_for(TEXT, frames=EACH)
+    feed(flow, thought(40), thought(9, finish="stop"), said((1, 2)), said((3, 4)))
+    (fail,) = feed(flow, Produced(CODE2WAV, payload=torch.ones(2), part=part))
+    assert fail == Fail(f"code2wav could not decode the frames: part {part} was answered where 0 was due")
+
+
+def test_a_refusal_of_the_vocoder_reaches_the_client() -> None:
+    flow = flow_for(TEXT, frames=EACH)
+    feed(flow, thought(40), thought(9, finish="stop"), said((1, 2)))
+    (fail,) = feed(flow, sounded(0, "part 2 came where 1 was due"))
+    assert fail == Fail("code2wav could not decode the frames: part 2 came where 1 was due")
+
+
+def test_what_the_client_still_has_to_play_makes_chunks_smaller() -> None:
+    """12.5 frames a second: half a second after the first four frames there is nothing left to wait for."""
+    flow = flow_for(TEXT, frames=ChunkSchedule((4, 25), rate=12.5))
+    feed(flow, thought(40), thought(9, finish="stop"), *(said((i, i)) for i in range(4)))
+    heard = Produced(CODE2WAV, payload=torch.ones(4), finish="stop", part=0, at=100.0)
+    assert [type(action) for action in flow.handle(heard)] == [Emit]
+
+    def at(time: float) -> list[Action]:
+        return flow.handle(Produced(TALKER, (1,), torch.tensor([(5, 5)], dtype=torch.int32), at=time))
+
+    assert at(100.05) == []
+    (part,) = at(100.1)
+    assert (part.part, part.prompt) == (1, [5, 5, 5, 5])
+    (part,) = at(100.5)
+    assert (part.part, part.prompt) == (2, [5, 5])

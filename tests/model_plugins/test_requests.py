@@ -24,6 +24,7 @@ from tests import media
 from tests.media import Message
 from tests.model_plugins.talker_ids import AUDIO, HEADER, IDS, turn, user
 from tests.oracle import Oracle
+from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import SpeechFlow
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import SpecialIds
@@ -32,6 +33,7 @@ from vllm_omni_ext.orchestrator.flow import Open, Produced
 from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
 from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
 from vllm_omni_ext.wire.handoff import export_ranges
+from vllm_omni_ext.wire.parts import refusal
 from vllm_omni_ext.wire.rows import pack
 
 BOTH = ("text", "audio")
@@ -42,10 +44,14 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return Oracle(write_qwen3_omni(tmp_path_factory.mktemp("tiny"), seed=0))
 
 
+VOCODER = SimpleNamespace(upsampling_ratios=(2, 2), upsample_rates=(8, 5, 4, 3))
+SPEAKING = SimpleNamespace(enable_audio_output=True, code2wav_config=VOCODER)
+
+
 @pytest.fixture
 def requests() -> Iterator[Qwen3OmniRequests]:
     with mock.patch.object(SpecialIds, "of", return_value=IDS):
-        yield Qwen3OmniRequests(SimpleNamespace(enable_audio_output=True))
+        yield Qwen3OmniRequests(SPEAKING)
 
 
 SILENT = Qwen3OmniRequests(SimpleNamespace(enable_audio_output=False))
@@ -91,6 +97,10 @@ def test_what_is_offered_can_be_asked_for(requests: Any, modalities: tuple[str, 
         ({"modalities": ("text", "video")}, "modalities", ["modalities", "'video'", "text, audio"]),
         ({"modalities": BOTH, "voice": "bob"}, "voice", ["voice", "'bob'", "chelsie, ethan"]),
         ({"modalities": BOTH, "voice": ""}, "voice", ["voice", "chelsie, ethan"]),
+        ({"modalities": BOTH, "chunks": {"frame": [1]}}, "chunks.frame", ["chunks.frame", "text, frames, adaptive"]),
+        ({"modalities": BOTH, "chunks": {"frames": [0]}}, "chunks.frames", ["chunks.frames", "[0]", "sizes >= 1"]),
+        ({"modalities": BOTH, "chunks": {"text": "some"}}, "chunks.text", ["chunks.text", "'some'", "'all'"]),
+        ({"modalities": BOTH, "chunks": {"adaptive": 1}}, "chunks.adaptive", ["true or false"]),
     ],
     ids=str,
 )
@@ -140,6 +150,35 @@ def test_only_the_thinkers_tensor_is_unpacked() -> None:
     assert (first, got.tolist()) == (4, rows.tolist())
     assert SILENT.decode("talker", rows) is rows
     assert SILENT.decode("code2wav", rows) is rows
+
+
+@pytest.mark.parametrize(
+    ("configured", "asked", "text", "frames"),
+    [
+        ({}, {}, ChunkSchedule((1,)), ChunkSchedule((1, 2, 4, 8, 16, 25), 12.5)),
+        ({"frames": (4, 25)}, {}, ChunkSchedule((1,)), ChunkSchedule((4, 25), 12.5)),
+        ({"frames": (4, 25)}, {"frames": [3], "text": "all"}, ChunkSchedule(), ChunkSchedule((3,), 12.5)),
+        ({"text": "all", "frames": "all"}, {"frames": [2], "adaptive": False}, ChunkSchedule(), ChunkSchedule((2,))),
+        ({"adaptive": False}, {"adaptive": True}, ChunkSchedule((1,)), ChunkSchedule((1, 2, 4, 8, 16, 25), 12.5)),
+    ],
+    ids=str,
+)
+def test_a_request_may_change_the_configured_chunks(
+    configured: Any, asked: Any, text: ChunkSchedule, frames: ChunkSchedule
+) -> None:
+    with (
+        mock.patch.object(SpecialIds, "of", return_value=IDS),
+        mock.patch("vllm_omni_ext.model_plugins.qwen3_omni.requests.SpeechFlow") as flow,
+    ):
+        options = OmniOptions(modalities=BOTH, chunks=asked)
+        requests = Qwen3OmniRequests(SPEAKING, configured)
+        requests.check(options)
+        requests.open(TextRequest(prompt=user(20) + HEADER), options)
+    assert flow.call_args.kwargs == {"text": text, "frames": frames}
+
+
+def test_a_refusal_of_the_vocoder_becomes_text() -> None:
+    assert SILENT.decode("code2wav", refusal("no such code")) == "no such code"
 
 
 def segments_of(data: bytes) -> np.ndarray:

@@ -223,3 +223,16 @@ def test_unknown_requests_are_ignored(bench: Bench) -> None:
 )
 def test_sizes(payload: Any, size: int) -> None:
     assert payload_bytes(payload) == size
+
+
+def test_underruns_are_counted(bench: Bench) -> None:
+    """Pieces of half a second: in time, 0.25 s late, in time for the delayed player, 1 s late."""
+    bench.open()
+    bench.observer.finished("r", TEXT)
+    for pause in (1.0, 0.5, 0.75, 0.5, 1.5):
+        bench.now += pause
+        bench.observer.emitted("r", "code2wav", sound(RATE // 2, 1))
+    assert bench.value(m.AUDIO_UNDERRUN) == pytest.approx(1.25)
+    bench.observer.finished("r", REST)
+    (record,) = bench.ended
+    assert as_metrics(record)["audio"]["underrun_s"] == pytest.approx(1.25)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -11,13 +11,14 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from vllm_omni_ext.errors import OmniError, RequestError
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.flow import Action, Open, Produced
+from vllm_omni_ext.orchestrator.flow import Action, Feed, Open, Produced
 from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
 from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
 from vllm_omni_ext.pool.stage_pool import StagePool
 
 STAGES = ("text", "voice", "sound")
 VOICE_ROOM = 50
+POOLING = {"task": "token_embed"}
 OPTIONS = OmniOptions(modalities=("text", "audio"))
 
 
@@ -57,7 +58,7 @@ class ScriptedFlow:
 
     def replay(self, stage: str) -> list[Action]:
         if stage == "sound":
-            return [Open(stage, [9], pooling={"task": "token_embed"})]
+            return [Feed(stage, 0, [9], POOLING, last=True)]
         return [Open(stage, [9, 9, 9], {"again": True}, stop=(75,), done=1)]
 
 
@@ -97,12 +98,18 @@ class Bench:
     """An orchestrator over fake replicas, and short ways to drive it."""
 
     def __init__(
-        self, script: Callable[[Produced], list[Action]], wait_s: float = 0.0, joinable: bool = False, **counts: int
+        self,
+        script: Callable[[Produced], list[Action]],
+        wait_s: float = 0.0,
+        joinable: bool = False,
+        chunk_deadline_s: float = 30.0,
+        **counts: int,
     ) -> None:
         self.failures: list[tuple[str, OmniError]] = []
         ids = [ReplicaId(stage, i) for stage in STAGES for i in range(counts.get(stage, 1))]
         self.replicas = {replica: FakeReplica(replica) for replica in ids}
         self.plugin = FakePlugin(script)
+        self._answered: set[str] = set()
         self.pools = {s: StagePool(s, [r for r in ids if r.stage == s]) for s in STAGES}
         self.orchestrator = Orchestrator(
             plugin=self.plugin,
@@ -114,6 +121,7 @@ class Bench:
             wait_s=wait_s,
             joinable=joinable,
             failed=lambda request_id, error: self.failures.append((request_id, error)),
+            chunk_deadline_s=chunk_deadline_s,
         )
 
     def of(self, name: str) -> FakeReplica:
@@ -133,7 +141,17 @@ class Bench:
 
     async def produce(self, stage: str, request_id: str, *tokens: int, tensor: Any = None, end: str = "") -> None:
         replica = self.pools[stage].replica_of(request_id) or ReplicaId(stage, 0)
-        await self.orchestrator.produced(replica, output(request_id, *tokens, tensor=tensor, end=end))
+        engine_id = self._part(request_id) if stage == "sound" else request_id
+        await self.orchestrator.produced(replica, output(engine_id, *tokens, tensor=tensor, end=end))
+
+    def _part(self, request_id: str) -> str:
+        """The oldest part of a request that has no answer yet; any id if there is none."""
+        replica = self.pools["sound"].replica_of(request_id)
+        for request in () if replica is None else self.replicas[replica].added:
+            if request.request_id.startswith(f"{request_id}/") and request.request_id not in self._answered:
+                self._answered.add(request.request_id)
+                return request.request_id
+        return f"{request_id}/0/0"
 
 
 def text_request(request_id: str, extra_args: dict[str, Any] | None = None) -> EngineCoreRequest:
@@ -154,3 +172,8 @@ def text_request(request_id: str, extra_args: dict[str, Any] | None = None) -> E
 def output(request_id: str, *tokens: int, tensor: Any = None, end: str = "") -> EngineCoreOutput:
     reason = FinishReason[end.upper()] if end else None
     return EngineCoreOutput(request_id, list(tokens), pooling_output=tensor, finish_reason=reason)
+
+
+def owners(engine_ids: Iterable[str]) -> list[str]:
+    """Whose requests or parts these are."""
+    return [engine_id.partition("/")[0] for engine_id in engine_ids]

@@ -10,14 +10,15 @@ import pytest
 import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from tests.orchestrator.fakes import OPTIONS, VOICE_ROOM, Bench, output, text_request
+from tests.orchestrator.fakes import OPTIONS, POOLING, VOICE_ROOM, Bench, output, owners, text_request
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finished, Open, Produced
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finished, Open, Produced
 from vllm_omni_ext.orchestrator.orchestrator import TICKET
 from vllm_omni_ext.orchestrator.requests import OmniOptions
 from vllm_omni_ext.outputs import AudioOutput
 from vllm_omni_ext.wire.handoff import CHUNK, PROMPT
+from vllm_omni_ext.wire.parts import PartMark
 
 FACTS = {"sample_rate": 24_000, "frames": ((1, 2), (3, 4)), "note": None}
 
@@ -31,7 +32,7 @@ def pipeline(event: Produced) -> list[Action]:
         case "text":
             return [Extend("voice", event.tokens, last)]
         case "voice":
-            return [Open("sound", [1, 2, 3, 4], pooling={"task": "token_embed"})] if last else []
+            return [Feed("sound", 0, [1, 2, 3, 4], POOLING, last=True)] if last else []
         case _:
             return [Emit("audio", event.payload[1], FACTS), Finished()]
 
@@ -46,6 +47,7 @@ STEPS: list[tuple[str, tuple[int, ...], Any, str]] = [
     ("sound", (), SOUND, "stop"),
 ]
 """One request's outputs from beginning to end."""
+PARTS = {"sound": 0}
 
 
 async def play(bench: Bench, request_id: str, steps: Any = STEPS) -> None:
@@ -73,7 +75,9 @@ async def test_a_request_from_ticket_to_sound() -> None:
     assert bench.orchestrator.held() == 0
     assert [r.aborted for r in bench.replicas.values()] == [[], [], []]
     assert bench.plugin.flows[0].events == [
-        Produced(stage, tokens, None if tensor is None else (stage, tensor), end or None)
+        Produced(
+            stage, tokens, None if tensor is None else (stage, tensor), end or None, 0 if stage == "sound" else None
+        )
         for stage, tokens, tensor, end in STEPS
     ]
 
@@ -97,7 +101,7 @@ async def test_what_a_fed_stage_is_sent() -> None:
     assert all((chunk.request_id, chunk.resumable, chunk.prompt_embeds) == ("r", True, None) for chunk in chunks)
 
 
-async def test_what_a_one_shot_stage_is_sent() -> None:
+async def test_what_a_streaming_stage_is_sent() -> None:
     bench = Bench(pipeline)
     await bench.start("r")
     await play(bench, "r", STEPS[:5])
@@ -105,6 +109,7 @@ async def test_what_a_one_shot_stage_is_sent() -> None:
     assert (request.prompt_token_ids, request.sampling_params) == ([1, 2, 3, 4], None)
     assert request.pooling_params is not None
     assert request.pooling_params.task == "token_embed"
+    assert PartMark.of(request.pooling_params.extra_kwargs) == PartMark("r/0", 0, last=True)
 
 
 async def test_sampling_given_with_the_request_is_copied() -> None:
@@ -220,7 +225,8 @@ async def test_ended_by_the_caller_at_any_point(done: int, how: str) -> None:
         await bench.orchestrator.abort(["r", "unknown"])
     await bench.orchestrator.withdraw(ticket)
     assert bench.orchestrator.held() == 0
-    assert {name.stage: r.aborted for name, r in bench.replicas.items() if r.aborted} == {s: ["r"] for s in bound}
+    aborted = {name.stage: owners(r.aborted) for name, r in bench.replicas.items() if r.aborted}
+    assert aborted == {s: ["r"] for s in bound}
     drained(sink)
     sent = [len(r.added) for r in bench.replicas.values()]
     await play(bench, "r", STEPS[done:])  # what was on its way
@@ -251,7 +257,7 @@ async def test_another_replica_takes_over_from_one_that_is_gone(stage: str, done
     before = len(other.added)
     assert set(await bench.orchestrator.replica_down(gone, "killed by signal 9")) == lost
     assert bench.failures == []
-    assert {request.request_id for request in other.added[before:]} == lost
+    assert set(owners(request.request_id for request in other.added[before:])) == lost
     assert not any(replica.aborted for replica in bench.replicas.values())
     for name, (ticket, sink) in tickets.items():
         await play(bench, name, STEPS[done:])
@@ -366,6 +372,7 @@ def at_first(answer: Any) -> Any:
         (Fail("the voice is gone"), RequestFailed, "the voice is gone"),
         (Open("nowhere", [1], {}), RequestFailed, "nowhere"),
         (Extend("nowhere", (1,), True), RequestFailed, "nowhere"),
+        (Feed("nowhere", 0, [1], POOLING, True), RequestFailed, "nowhere"),
     ],
     ids=str,
 )
@@ -437,7 +444,7 @@ async def test_everybody_who_waits_is_told_of_the_end() -> None:
 
 async def test_no_sound_is_an_answer_too() -> None:
     def silent(event: Produced) -> list[Action]:
-        facts = {"sample_rate": 24_000, "frames": (), "note": "too short"}
+        facts = {"sample_rate": 24_000, "frames": np.zeros((0, 0), np.int64), "note": "too short"}
         return [Emit("audio", None, facts), Finished()]
 
     bench = Bench(silent)

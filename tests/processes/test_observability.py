@@ -140,14 +140,15 @@ def reply(client: openai.OpenAI) -> Any:
 
 @pytest.fixture(scope="module")
 def traffic(client: openai.OpenAI, server: Server, reply: Any) -> Series:
-    """The metrics after: text, two spoken answers (one before), one refused, one that was left."""
+    """The metrics after: text, two spoken answers (one before), one refused, one that was left before it spoke."""
     client.chat.completions.create(**ASK, modalities=["text"], extra_body=BODY)
     client.chat.completions.create(**ASK, modalities=["text", "audio"], extra_body=BODY)
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(**ASK, modalities=["smell"])
     endless = {**ASK, "max_completion_tokens": 1500, "modalities": ["text", "audio"]}
+    silent = {"ignore_eos": True, "chunks": {"text": "all"}}
     stream = client.chat.completions.create(
-        **endless, stream=True, audio={"voice": "ethan", "format": "pcm16"}, extra_body={"ignore_eos": True}
+        **endless, stream=True, audio={"voice": "ethan", "format": "pcm16"}, extra_body=silent
     )
     next(stream)
     assert until(lambda: load(server) > 0)

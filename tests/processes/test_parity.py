@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm import SamplingParams
 
 from tests.media import Message, audio, image, multi_modal_data, openai_messages, video
@@ -94,7 +95,7 @@ def check(output: Any, expected: Golden) -> None:
     assert np.abs(output.audio - expected.wav).max() <= TOLERANCE
 
 
-def answer(omni: Any, oracle: Oracle, names: list[str]) -> list[Any]:
+def answer(omni: Any, oracle: Oracle, names: list[str], chunks: Mapping[str, Any] | None = None) -> list[Any]:
     by_voice: dict[str, list[str]] = {}
     for name in names:
         by_voice.setdefault(CASES[name].voice, []).append(name)
@@ -104,6 +105,7 @@ def answer(omni: Any, oracle: Oracle, names: list[str]) -> list[Any]:
             [prompt(oracle, CASES[name]) for name in group],
             [sampling(CASES[name]) for name in group],
             voice=voice,
+            chunks=chunks,
             use_tqdm=False,
         )
         outputs.update(zip(group, got, strict=True))
@@ -139,6 +141,49 @@ def test_all_at_once(omni: Any, oracle: Oracle, expected: dict[str, Golden]) -> 
     for name, output in zip(names, answer(omni, oracle, names), strict=True):
         check(output, expected[name])
     assert omni._omni.orchestrator.held() == 0
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "one by one": {"text": [1], "frames": [1], "adaptive": False},
+    "4, then 25": {"text": [1], "frames": [4, 25], "adaptive": False},
+    "growing": {"text": [3], "frames": [1, 2, 4, 8, 16, 32], "adaptive": False},
+    "adapting": {"text": [2, 5], "frames": [2, 25], "adaptive": True},
+    "off": {"text": "all", "frames": "all"},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_chunks_change_nothing(schedule: str, omni: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
+    """All cases at once, so streams of all lengths share the vocoder's steps; then some alone."""
+    chunks, names = SCHEDULES[schedule], list(CASES)
+    for name, output in zip(names, answer(omni, oracle, names, chunks), strict=True):
+        check(output, expected[name])
+    for name in ("text", "one_token", "short_answer", "two_images_and_audio"):
+        (output,) = answer(omni, oracle, [name], chunks)
+        check(output, expected[name])
+    assert omni._omni.orchestrator.held() == 0
+
+
+MINUTE = 750
+"""Frames of one minute."""
+
+
+@pytest.mark.parametrize("chunks", [None, SCHEDULES["one by one"], SCHEDULES["off"]], ids=["default", "each", "off"])
+def test_a_minute(chunks: Mapping[str, Any] | None, omni: Any, oracle: Oracle) -> None:
+    """Its sound is that of Transformers' unchunked decode of its frames."""
+    talker = SamplingParams(temperature=0, repetition_penalty=1.05, min_tokens=MINUTE + 1, max_tokens=MINUTE + 1)
+    (output,) = omni.generate(
+        prompt(oracle, CASES["text"]),
+        {"thinker": SamplingParams(temperature=0, max_tokens=24), "talker": talker},
+        voice="ethan",
+        chunks=chunks,
+        use_tqdm=False,
+    )
+    assert output.frames.shape[0] == MINUTE
+    with torch.no_grad():
+        whole = oracle.model.code2wav(torch.tensor(output.frames).T[None]).flatten().numpy()
+    assert output.audio.shape == whole.shape
+    assert np.abs(output.audio - whole).max() <= TOLERANCE
 
 
 def test_the_cases_cover_both_ends_of_both_stages(oracle: Oracle, expected: dict[str, Golden]) -> None:

@@ -51,20 +51,20 @@ TOLERANCE = 1e-4
 
 
 def said(output: Any) -> tuple[Any, ...]:
-    """Everything of an answer that must repeat."""
+    """Ids and frames of an answer."""
     assert output.error is None
-    return tuple(output.outputs[0].token_ids), output.frames.tolist(), output.audio.tobytes()
+    return tuple(output.outputs[0].token_ids), output.frames.tolist(), output.audio.shape
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether ids and frames are equal and the sound is, up to rounding, which a batch may change."""
-    (ids, frames, _), (other_ids, other_frames, _) = said(one), said(other)
-    return (ids, frames) == (other_ids, other_frames) and bool(np.abs(one.audio - other.audio).max() <= TOLERANCE)
+    """Whether ids and frames are equal and the sound is, up to rounding: in which pieces it is made, and together with
+    whose, is a matter of time."""
+    return said(one) == said(other) and bool(np.abs(one.audio - other.audio).max() <= TOLERANCE)
 
 
 def test_seeds(omni: Any) -> None:
     (first,), (again,), (other,) = (ask(omni, [QUESTION], sampled(seed)) for seed in (7, 7, 8))
-    assert said(first) == said(again)
+    assert same(first, again)
     assert first.outputs[0].token_ids != other.outputs[0].token_ids
     assert first.frames.tolist() != other.frames.tolist()
 
@@ -93,7 +93,7 @@ def test_one_bad_prompt_fails_alone(omni: Any, oracle: Oracle) -> None:
 def test_one_prompt_too_long_fails_alone(omni: Any) -> None:
     good, too_long = ask(omni, [QUESTION, TOO_LONG], greedy())
     assert isinstance(too_long.error, RequestError)
-    assert said(good) == said(ask(omni, [QUESTION], greedy())[0])
+    assert same(good, ask(omni, [QUESTION], greedy())[0])
 
 
 def test_no_one_to_speak(omni: Any) -> None:
@@ -105,7 +105,12 @@ def test_no_one_to_speak(omni: Any) -> None:
 
 @pytest.mark.parametrize(
     ("options", "parameter"),
-    [({"voice": "nobody"}, "voice"), ({"modalities": ["smell"]}, "modalities"), ({"modalities": []}, "modalities")],
+    [
+        ({"voice": "nobody"}, "voice"),
+        ({"modalities": ["smell"]}, "modalities"),
+        ({"modalities": []}, "modalities"),
+        ({"chunks": {"frames": [0]}}, "chunks.frames"),
+    ],
 )
 def test_refusals(omni: Any, options: dict[str, Any], parameter: str) -> None:
     with pytest.raises(RequestError) as caught:
@@ -126,7 +131,7 @@ def test_a_stop_string_ends_the_text_and_not_the_sound(omni: Any) -> None:
 
 @pytest.mark.parametrize("modalities", [("text",), ("text", "audio")])
 def test_leaving_a_stream_frees_everything(omni: Any, modalities: tuple[str, ...]) -> None:
-    expected = said(ask(omni, [QUESTION], greedy())[0])
+    (expected,) = ask(omni, [QUESTION], greedy())
     prompt = omni._preprocess_chat_one(QUESTION)
     endless = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 
@@ -139,7 +144,7 @@ def test_leaving_a_stream_frees_everything(omni: Any, modalities: tuple[str, ...
 
     assert omni._run(leave()) > 0
     assert omni._omni.orchestrator.held() == 0
-    assert said(ask(omni, [QUESTION], greedy())[0]) == expected
+    assert same(ask(omni, [QUESTION], greedy())[0], expected)
 
 
 OPEN_AND_CLOSE = """

@@ -9,11 +9,12 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 
 from tests.media import openai_messages
-from tests.processes.test_parity import heard, seen, user
+from tests.processes.test_parity import TOLERANCE, heard, seen, user
 from vllm_omni_ext.ids import ReplicaId
 
 pytestmark = pytest.mark.engine
@@ -42,7 +43,15 @@ def undisturbed(twofold: Any) -> list[Any]:
 
 def answers(omni: Any) -> list[Any]:
     outputs = omni.chat([openai_messages(case) for case in CASES], SAMPLING, use_tqdm=False)
-    return [(o.error, o.outputs[0].token_ids, o.frames.tolist(), o.audio.tolist()) for o in outputs]
+    return [(o.error, o.outputs[0].token_ids, o.frames.tolist(), o.audio) for o in outputs]
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    """Equal, sound up to rounding: which streams share a step of the vocoder is a matter of time."""
+    sounds = [(a[-1], b[-1]) for a, b in zip(one, other, strict=True)]
+    return [a[:-1] for a in one] == [b[:-1] for b in other] and all(
+        a.shape == b.shape and np.abs(a - b).max() <= TOLERANCE for a, b in sounds
+    )
 
 
 def busy(omni: Any, stage: str) -> ReplicaId | None:
@@ -69,7 +78,7 @@ def test_a_killed_replica_is_not_missed(stage: str, twofold: Any, undisturbed: l
     assert gone is not None
     os.kill(twofold._deployment.processes()[gone].pid, signal.SIGKILL)
     asking.join(120)
-    assert got == undisturbed
+    assert same(got, undisturbed)
     assert twofold._omni.orchestrator.held() == 0
 
     pool = twofold._omni.orchestrator.pools[stage]
@@ -81,7 +90,7 @@ def test_a_killed_replica_is_not_missed(stage: str, twofold: Any, undisturbed: l
     assert {each: twofold._omni.fleet.about[each].restarts for each in both} == {
         each: int(each == gone) for each in both
     }
-    assert answers(twofold) == undisturbed
+    assert same(answers(twofold), undisturbed)
 
 
 def test_the_collector_does_not_wait_for_what_was_lost() -> None:

@@ -229,3 +229,12 @@ async def test_voices(app: Any, engine: ScriptedOmni) -> None:
 async def test_model_card(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
     card = (await client.models.list()).data[0]
     assert (card.id, card.modalities, card.voices) == (MODEL, ["text", "audio"], list(engine.plugin.voices))
+
+
+async def test_chunks(app: Any, engine: ScriptedOmni) -> None:
+    engine.script = PIECES
+    assert (await post(app, chunks={"frames": [4, 25], "adaptive": False})).status_code == 200
+    assert engine.calls[0].options.chunks == {"frames": [4, 25], "adaptive": False}
+    for chunks, parameter in ((3, "chunks"), ({"frames": []}, "chunks.frames")):
+        response = await post(app, chunks=chunks)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, parameter)

@@ -30,7 +30,7 @@ def pipeline() -> PipelineSpec:
             StageSpec(name="code2wav", engine={"runner": "pooling"}, gpu_share=0.1),
         ),
         edges=(
-            EdgeSpec("thinker", "talker", "tokens"),
+            EdgeSpec("thinker", "talker", "tokens", name="words", chunks=(1, 5)),
             EdgeSpec("thinker", "talker", "tensors"),
             EdgeSpec("talker", "code2wav", "tokens"),
         ),

@@ -33,7 +33,12 @@ def test_defaults(pipeline: PipelineSpec, cpu: Machine) -> None:
         "worker_cls": "pkg.W",
         "kv_cache_memory_bytes": 256 * MIB,
     }
-    assert plan.stage("code2wav").engine_args == {**common, "runner": "pooling", "kv_cache_memory_bytes": 16 * MIB}
+    assert plan.stage("code2wav").engine_args == {
+        **common,
+        "runner": "pooling",
+        "kv_cache_memory_bytes": 16 * MIB,
+        "additional_config": {"stream_idle_s": 120.0},
+    }
     assert [replica.devices for replica in plan.replicas()] == [(), (), ()]
 
 

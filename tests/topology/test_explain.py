@@ -25,7 +25,7 @@ processes
   |- code2wav/0  device 2
 
 hand-overs
-  thinker -> talker  tokens
+  thinker -> talker  tokens, words in chunks of 1, 5
   thinker -> talker  tensors
   talker -> code2wav  tokens
 
@@ -58,6 +58,7 @@ stage talker: 2 replicas
 
 stage code2wav: 1 replica
   engine
+    additional_config       {'stream_idle_s': 120.0}
     gpu_memory_utilization  0.3
     hf_token                ***
     runner                  pooling
@@ -101,7 +102,14 @@ def test_text_and_data(pipeline: PipelineSpec, four_gpus: Machine) -> None:
     assert data["stages"][1]["replicas"] == [{"id": "talker/0", "devices": [2]}, {"id": "talker/1", "devices": [3]}]
     assert data["stages"][0]["engine_args"]["hf_token"] == "***"
     assert data["stages"][0]["env"] == {"NAME": "value", "MY_SECRET": "***"}
-    assert data["edges"][0] == {"source": "thinker", "target": "talker", "kind": "tokens"}
+    assert data["edges"][0] == {
+        "source": "thinker",
+        "target": "talker",
+        "kind": "tokens",
+        "name": "words",
+        "chunks": [1, 5],
+    }
+    assert data["chunks"] == {"words": [1, 5], "adaptive": True}
     assert data["config"]["request_deadline_s"] == 30
 
 

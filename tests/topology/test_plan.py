@@ -267,3 +267,39 @@ def test_a_harmless_value_passes(pipeline: PipelineSpec, four_gpus: Machine) -> 
 def test_a_config_for_another_pipeline(pipeline: PipelineSpec, cpu: Machine) -> None:
     with pytest.raises(ConfigError, match=r"^pipeline: the stage config is for 'other', but the model is 'speech'$"):
         make_plan(model="m", pipeline=pipeline, config=OmniConfig(pipeline="other"), text_args={}, machine=cpu)
+
+
+@pytest.mark.parametrize(
+    ("config", "chunks"),
+    [
+        ({}, {"words": (1, 5), "adaptive": True}),
+        ({"chunks": {"words": (3,), "adaptive": False}}, {"words": (3,), "adaptive": False}),
+        ({"async_chunk": False}, {"words": "all", "adaptive": True}),
+        ({"async_chunk": False, "chunks": {"words": (3,)}}, {"words": "all", "adaptive": True}),
+    ],
+    ids=str,
+)
+def test_chunks(pipeline: PipelineSpec, cpu: Machine, config: dict[str, Any], chunks: dict[str, Any]) -> None:
+    plan = make_plan(model="m", pipeline=pipeline, config=OmniConfig(**config), text_args={}, machine=cpu)
+    assert plan.chunks == chunks
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"chunks": {"word": (3,)}}, "chunks.word: unknown key; did you mean 'words'?"),
+        ({"stream_idle_s": 30.0}, "stream_idle_s: must be more than chunk_deadline_s (30), got 30"),
+    ],
+    ids=str,
+)
+def test_refused_chunks(pipeline: PipelineSpec, cpu: Machine, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(model="m", pipeline=pipeline, config=OmniConfig(**config), text_args={}, machine=cpu)
+    assert str(caught.value) == message
+
+
+def test_streaming_stages_know_how_long_to_wait(pipeline: PipelineSpec, cpu: Machine) -> None:
+    config = OmniConfig(stream_idle_s=77.0, stages={"code2wav": StageConfig(engine={"additional_config": {"x": 1}})})
+    plan = make_plan(model="m", pipeline=pipeline, config=config, text_args={}, machine=cpu)
+    assert plan.stage("code2wav").engine_args["additional_config"] == {"stream_idle_s": 77.0, "x": 1}
+    assert "additional_config" not in plan.stage("thinker").engine_args

@@ -92,6 +92,21 @@ LARGEST_PORT = 65535
 
 LB_POLICY = one_of(*LB_POLICIES)
 PORT = integer(at_least=1, at_most=LARGEST_PORT)
+
+
+def _is_chunk_sizes(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return bool(value) and all(_is_int(size) and size >= 1 for size in value)
+    return isinstance(value, str) and value == ALL_AT_ONCE
+
+
+ALL_AT_ONCE = "all"
+ADAPTIVE = "adaptive"
+CHUNK_SIZES = Check(
+    "a list of sizes >= 1 such as [4, 25], or 'all'",
+    _is_chunk_sizes,
+    lambda value: value if isinstance(value, str) else tuple(value),
+)
 BOOLEAN = Check("true or false", lambda value: isinstance(value, bool))
 TEXT = Check("a non-empty string", lambda value: isinstance(value, str) and value != "")
 MAPPING = Check("a mapping with string keys", _has_text_keys, dict)
@@ -102,6 +117,14 @@ DEVICES = Check(
         or (isinstance(value, str) and all(part.strip().isdecimal() for part in value.split(",")))
     ),
     lambda value: ",".join(part.strip() for part in str(value).split(",")),
+)
+CHUNKS = Check(
+    "a mapping of hand-overs to lists of sizes >= 1 or 'all', and adaptive to true or false",
+    lambda value: (
+        _has_text_keys(value)
+        and all((BOOLEAN if key == ADAPTIVE else CHUNK_SIZES).accepts(each) for key, each in value.items())
+    ),
+    lambda value: {key: each if key == ADAPTIVE else CHUNK_SIZES.convert(each) for key, each in value.items()},
 )
 ENVIRONMENT = Check(
     "a mapping of variable names to strings or numbers",

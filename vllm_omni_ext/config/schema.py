@@ -9,6 +9,7 @@ from typing import Any
 from vllm_omni_ext.config.checks import (
     AUTO,
     BOOLEAN,
+    CHUNKS,
     DEVICES,
     ENVIRONMENT,
     LB_POLICIES,
@@ -21,6 +22,9 @@ from vllm_omni_ext.config.checks import (
     integer,
     seconds,
 )
+
+STREAM_IDLE_S = "stream_idle_s"
+"""The key that reaches the engines of streaming stages, in vLLM's `additional_config`."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,23 @@ class OmniConfig:
     )
     async_chunk: bool = _key(
         True, BOOLEAN, "Hand results to the next stage while they are made; false: once, when a stage has finished."
+    )
+    chunks: Mapping[str, Any] = _map(
+        CHUNKS,
+        "Sizes of successive chunks by hand-over, the last one repeats; `all`: everything once it is complete. "
+        "`adaptive: false`: only the sizes count, not what the client still has to play.",
+    )
+    chunk_deadline_s: float = _key(
+        30.0,
+        seconds(),
+        "A request fails if a stage that has begun it gets nothing more from the stage before for so long.",
+        "seconds",
+    )
+    stream_idle_s: float = _key(
+        120.0,
+        seconds(),
+        "A streaming stage forgets a stream for which nothing has come for so long; more than `chunk_deadline_s`.",
+        "seconds",
     )
     api_servers: int | str = _key(
         1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -21,20 +21,45 @@ class Chunk(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class ChunkSchedule:
-    """Sizes of successive chunks; the final size repeats. `(ALL,)` is one chunk with everything.
+    """How many items successive chunks wait for; the final size repeats. `(ALL,)` is one chunk with everything.
 
-    Example: (4, 25) sends 4 items first, then 25 at a time, and what is left at the end.
+    Example: (4, 25) hands over once there are 4 items, then once there are 25 more, and what is left at the end.
+
+    Attributes:
+        rate: items a second that the consumer uses up once it has begun. A chunk then also goes out as soon as waiting
+            for another item could make the consumer wait. 0: only the sizes count.
     """
 
     sizes: tuple[int, ...] = (ALL,)
+    rate: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.sizes or any(size < 0 for size in self.sizes):
             raise ValueError(f"chunk sizes must be positive, or {ALL} for all; got {self.sizes}")
+        if self.rate < 0:
+            raise ValueError(f"the rate must not be negative; got {self.rate}")
+
+    @classmethod
+    def of(cls, sizes: Sequence[int] | str, rate: float = 0.0) -> ChunkSchedule:
+        """From what a configuration says: sizes, or the word for everything at once."""
+        return cls((ALL,) if isinstance(sizes, str) else tuple(sizes), rate)
 
     def size(self, index: int) -> int:
-        """Items in chunk `index`; ALL means until the end."""
+        """Items that chunk `index` waits for; ALL means until the end."""
         return self.sizes[min(index, len(self.sizes) - 1)]
+
+    def due(self, index: int, sent: int, elapsed: float | None) -> int:
+        """As `size`, but never so many that the consumer would run dry while items come at its own rate or faster.
+
+        Args:
+            sent: items handed over in earlier chunks.
+            elapsed: seconds since the consumer began; None: it has not.
+        """
+        size = self.size(index)
+        if size == ALL or elapsed is None or not self.rate:
+            return size
+        # The last item sent does not count: the end of it may be of no use before the next one.
+        return min(size, max(1, int(sent - 1 - elapsed * self.rate)))
 
 
 class ChunkWriter(Generic[T]):
@@ -44,10 +69,15 @@ class ChunkWriter(Generic[T]):
         self._schedule = schedule
         self._items: list[T] = []
         self._index = 0
+        self._sent = 0
         self._closed = False
 
-    def write(self, items: Iterable[T], *, last: bool = False) -> Iterator[Chunk[T]]:
-        """Take items and yield the chunks that are complete; with `last` everything left, marked as the end.
+    def write(self, items: Iterable[T], *, last: bool = False, elapsed: float | None = None) -> Chunk[T] | None:
+        """Take items; return the next chunk if it is due, with everything there is, else None.
+
+        Args:
+            last: nothing follows; what is left goes out, marked as the end.
+            elapsed: seconds since the consumer began, for schedules with a rate.
 
         Raises:
             ValueError: the stream has been closed already.
@@ -56,21 +86,12 @@ class ChunkWriter(Generic[T]):
             raise ValueError("write after the last chunk")
         self._items.extend(items)
         self._closed = last
-        return iter(self._cut(last))
-
-    def _cut(self, last: bool) -> list[Chunk[T]]:
-        chunks = []
-        while (size := self._schedule.size(self._index)) != ALL and len(self._items) > size:
-            chunks.append(self._take(size, last=False))
-        if last:
-            chunks.append(self._take(len(self._items), last=True))
-        elif size != ALL and len(self._items) == size:
-            chunks.append(self._take(size, last=False))
-        return chunks
-
-    def _take(self, count: int, *, last: bool) -> Chunk[T]:
-        chunk = Chunk(self._index, tuple(self._items[:count]), last)
-        del self._items[:count]
+        due = self._schedule.due(self._index, self._sent, elapsed)
+        if not last and (due == ALL or len(self._items) < due):
+            return None
+        chunk = Chunk(self._index, tuple(self._items), last)
+        self._sent += len(self._items)
+        self._items.clear()
         self._index += 1
         return chunk
 

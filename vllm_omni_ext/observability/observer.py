@@ -61,6 +61,7 @@ class Observer:
         self._load: dict[ReplicaId, tuple[Any, Any]] = {}
         self._in_flight: dict[ReplicaId, Any] = {}
         self._gap = metrics.of(m.AUDIO_CHUNK_GAP)
+        self._underrun = metrics.of(m.AUDIO_UNDERRUN)
         self._audio_seconds = metrics.of(m.AUDIO_SECONDS)
         for replica in replicas:
             self.replica_up(replica)
@@ -202,8 +203,7 @@ class Observer:
         heard, samples = record.heard, len(piece.samples)
         heard.frames = len(piece.frames)
         if samples:
-            heard.samples += samples
-            heard.pieces.append(self._clock() - record.started)
+            self._underrun.inc(heard.add(self._clock() - record.started, samples))
             self._audio_seconds.inc(samples / piece.sample_rate)
             self._timed(heard)
         if piece.finished and heard.samples:

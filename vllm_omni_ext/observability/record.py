@@ -42,13 +42,26 @@ class HandOver:
 
 @dataclass(slots=True)
 class Heard:
-    """The sound of one request: when each piece came, and what they are together."""
+    """The sound of one request: when each piece came, and what they are together.
+
+    Attributes:
+        dry: seconds without sound for somebody who plays each piece as soon as it is there.
+    """
 
     stage: str
     sample_rate: int
     pieces: list[float] = field(default_factory=list)
     frames: int = 0
     samples: int = 0
+    dry: float = 0.0
+
+    def add(self, time: float, samples: int) -> float:
+        """Take a piece; return for how long there was nothing left to play before it, in seconds."""
+        gap = max(0.0, time - (self.pieces[0] + self.seconds + self.dry)) if self.pieces else 0.0
+        self.pieces.append(time)
+        self.samples += samples
+        self.dry += gap
+        return gap
 
     @property
     def seconds(self) -> float:
@@ -121,6 +134,7 @@ def _audio(heard: Heard) -> dict[str, Any]:
         "samples": heard.samples,
         "seconds": _round(heard.seconds),
         "chunks": len(heard.pieces),
+        "underrun_s": _round(heard.dry),
         **times,
     }
 

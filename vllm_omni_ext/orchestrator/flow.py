@@ -22,22 +22,25 @@ class Produced:
         tokens: new token ids.
         payload: the step's tensor, if any.
         finish: why the request has ended in that stage; None while it goes on.
+        part: which part of a stream this answers (see `Feed`); None for other stages.
+        at: when, in seconds of any clock that only goes forward.
     """
 
     stage: str
     tokens: tuple[int, ...] = ()
     payload: Any = None
     finish: Finish | None = None
+    part: int | None = None
+    at: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Open the request in a stage.
+    """Open the request in a fed stage.
 
     Attributes:
         prompt: token ids as the stage's engine counts them.
-        handoff: payload for a fed stage (see `wire.handoff`); None for a one-shot stage.
-        pooling: fields of vLLM `PoolingParams` for a one-shot stage; None for a fed one.
+        handoff: payload (see `wire.handoff`); its "last" says that no `Extend` follows.
         rows: tensor rows that belong to the prompt.
         stop: token ids that end the request in that stage.
         done: how many tokens at the end of `prompt` this stage has made already (before it was lost).
@@ -45,21 +48,43 @@ class Open:
 
     stage: str
     prompt: list[int]
-    handoff: Mapping[str, Any] | None = None
-    pooling: Mapping[str, Any] | None = None
+    handoff: Mapping[str, Any] = field(default_factory=dict)
     rows: Any = None
     stop: tuple[int, ...] = ()
     done: int = 0
 
+    @property
+    def last(self) -> bool:
+        """Whether the stage has got all its input with this."""
+        return bool(self.handoff.get("last", True))
+
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """Hand one more chunk to a stage in which the request is open."""
+    """Hand one more chunk to a fed stage in which the request is open."""
 
     stage: str
     track: tuple[int, ...]
     last: bool
     rows: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Give a streaming stage the next part of its input; it answers each part and keeps what the next one needs.
+
+    Attributes:
+        part: counts from 0; 0 begins the stream, also once more after the stage was lost.
+        prompt: token ids of the part; may be empty.
+        pooling: fields of vLLM `PoolingParams`.
+        last: no part follows.
+    """
+
+    stage: str
+    part: int
+    prompt: list[int]
+    pooling: Mapping[str, Any]
+    last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +116,7 @@ class Finished:
     """Nothing more will come of this request; everything it holds is released."""
 
 
-Action = Open | Extend | Emit | Fail | Finished
+Action = Open | Extend | Feed | Emit | Fail | Finished
 
 
 class Flow(Protocol):

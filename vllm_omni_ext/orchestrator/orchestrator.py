@@ -10,24 +10,26 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
+from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import REST, TEXT, Observer
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finish, Finished, Flow, Open, Produced
+from vllm_omni_ext.orchestrator.deadlines import Deadlines
+from vllm_omni_ext.orchestrator.engine_requests import engine_request
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Flow, Open, Produced
+from vllm_omni_ext.orchestrator.parts import Parts
+from vllm_omni_ext.orchestrator.pieces import audio_output
 from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin, TextRequest
 from vllm_omni_ext.orchestrator.text_replay import TextReplay
 from vllm_omni_ext.orchestrator.waiting import Waiting
-from vllm_omni_ext.outputs import AudioOutput
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.replica import Replica, chunk_request
 from vllm_omni_ext.wire.handoff import CHUNK, PROMPT, TICKET
@@ -75,6 +77,7 @@ class Orchestrator:
         wait_s: how long a request waits for a replica of a stage that has none while one may come, in seconds.
         joinable: replicas may come from other hosts at any time.
         failed: told of every request that fails here, whatever it asked for.
+        chunk_deadline_s: how long a stage waits for more input that it is owed before its request fails.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Orchestrator:
         wait_s: float = 0.0,
         joinable: bool = False,
         failed: Callable[[str, OmniError], None] = lambda request_id, error: None,
+        chunk_deadline_s: float = OmniConfig.chunk_deadline_s,
     ) -> None:
         self.plugin = plugin
         self.text_stage = text_stage
@@ -105,11 +109,15 @@ class Orchestrator:
         self.waiting = Waiting(wait_s, joinable=joinable, expired=self._waited_too_long)
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
+        self._chunk_deadline_s = chunk_deadline_s
+        self._parts = Parts()
+        self._deadlines = Deadlines(chunk_deadline_s, self._late)
 
     def held(self) -> int:
         """Requests and tickets this orchestrator holds (0 when idle)."""
         bound = sum(pool.in_flight(replica) for pool in self.pools.values() for replica in pool.replicas)
-        return len(self._tickets) + len(self._live) + len(self._texts) + len(self.waiting) + bound
+        tables: tuple[Sized, ...] = (self._tickets, self._live, self._texts, self.waiting, self._parts, self._deadlines)
+        return bound + sum(map(len, tables))
 
     @property
     def recitals(self) -> int:
@@ -229,9 +237,13 @@ class Orchestrator:
             self._texts.pop(request_id, None)
             self.waiting.forget(request_id, *self.pools)
             for pool in self.pools.values():
+                self._deadlines.settle(request_id, pool.stage)
+                parts, farewell = self._parts.end(request_id, pool.stage)
                 replica = pool.release(request_id)
                 if replica is not None and replica in self.replicas:
-                    await self.replicas[replica].abort([request_id])
+                    await self.replicas[replica].abort(parts or [request_id])
+                    if farewell is not None:
+                        await self.replicas[replica].add(farewell)
 
     async def text_stopped(self, request_ids: list[str]) -> None:
         """A stop string ended these requests on our side: the text stage must stop, the others go on."""
@@ -252,6 +264,7 @@ class Orchestrator:
         Returns:
             False for what is of no use any more: the request has ended there, or is another replica's now.
         """
+        part = self._parts.answered(output)
         request_id, stage = output.request_id, replica.stage
         tensor, output.pooling_output = output.pooling_output, None
         if self.pools[stage].replica_of(request_id) != replica:
@@ -260,14 +273,32 @@ class Orchestrator:
         finish = None if output.finish_reason is None else _finish(output.finish_reason)
         if stage == self.text_stage:
             self._texts[request_id].tokens += output.new_token_ids
+        if part is not None and not part.last and finish == "stop":
+            finish = None  # of the part, not of the stream
         if finish is not None:
-            self.pools[stage].release(request_id)
+            self._release(request_id, stage)
             if stage == self.text_stage:
                 del self._texts[request_id]
         if request_id in self._live:
             payload = None if tensor is None else self.plugin.decode(stage, tensor)
-            await self._event(request_id, Produced(stage, tuple(output.new_token_ids), payload, finish))
+            number = None if part is None else part.number
+            now = asyncio.get_running_loop().time()
+            await self._event(request_id, Produced(stage, tuple(output.new_token_ids), payload, finish, number, now))
         return True
+
+    def _release(self, request_id: str, stage: str) -> None:
+        """A stage has nothing more to do for a request."""
+        self.pools[stage].release(request_id)
+        self._deadlines.settle(request_id, stage)
+        self._parts.finished(request_id, stage)
+
+    async def _late(self, request_id: str, stage: str, source: str) -> None:
+        if self.waiting.waits(request_id):  # for a replica, which has a limit of its own
+            self._deadlines.given(request_id, stage, source, last=False)
+            return
+        limit = f"{self._chunk_deadline_s:g} s (chunk_deadline_s)"
+        error = RequestFailed(f"the {stage} stage got nothing more from the {source} stage for {limit}")
+        await self._fail(request_id, stage, error)
 
     # -- replicas -----------------------------------------------------------------------------------------------
 
@@ -375,7 +406,7 @@ class Orchestrator:
     async def _do(self, request_id: str, live: _Live, source: str, actions: Sequence[Action]) -> None:
         before = live.moves.copy()
         for action in actions:
-            if isinstance(action, Open | Extend) and live.moves[action.stage] != before[action.stage]:
+            if isinstance(action, Open | Extend | Feed) and live.moves[action.stage] != before[action.stage]:
                 continue  # lost and given anew while this waited its turn
             await self._act(request_id, live, source, action)
 
@@ -385,8 +416,10 @@ class Orchestrator:
                 await self._open_stage(request_id, live, source, action)
             case Extend(stage, track, last, rows):
                 await self._extend(request_id, live, source, stage, {"track": list(track), "last": last}, rows)
+            case Feed():
+                await self._feed(request_id, source, action)
             case Emit():
-                piece = _audio(live.external_id, action)
+                piece = audio_output(live.external_id, action)
                 self.observer.emitted(request_id, source, piece)
                 live.sink.put_nowait(piece)
             case Fail(message):
@@ -396,26 +429,17 @@ class Orchestrator:
                 self.observer.finished(request_id, REST)
 
     async def _open_stage(self, request_id: str, live: _Live, source: str, action: Open) -> None:
-        request = EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=action.prompt,
-            mm_features=None,
-            sampling_params=None if action.handoff is None else self._params(live, action),
-            pooling_params=None if action.pooling is None else PoolingParams(**action.pooling),
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+        request = engine_request(request_id, action.prompt, sampling=self._params(live, action))
         try:
             replica = self._admit(action.stage, request_id)
         except StageUnavailable as error:
             await self._fail(request_id, action.stage, error)
             return
+        self._deadlines.given(request_id, action.stage, source, last=action.last)
         if replica is None:
             return
         live.opened[action.stage] = request
-        self.observer.sent(request_id, source, replica, action.handoff or action.prompt)
+        self.observer.sent(request_id, source, replica, action.handoff)
         moves = live.moves[action.stage]
         await self.replicas[replica].add(request)
         if action.rows is not None and live.moves[action.stage] == moves:  # else it has them from its replay
@@ -426,14 +450,30 @@ class Orchestrator:
     ) -> None:
         replica = self.pools[stage].replica_of(request_id)
         if replica is not None:  # else the stage has ended the request already: nothing to extend
+            if "last" in chunk:
+                self._deadlines.given(request_id, stage, source, last=chunk["last"])
             self.observer.sent(request_id, source, replica, [chunk, rows])
             request = chunk_request(live.opened[stage], extra_args={CHUNK: chunk}, rows=rows)
             await self.replicas[replica].add(request)
 
+    async def _feed(self, request_id: str, source: str, action: Feed) -> None:
+        replica = self.pools[action.stage].replica_of(request_id)
+        if action.part == 0:
+            try:
+                replica = self._admit(action.stage, request_id)
+            except StageUnavailable as error:
+                await self._fail(request_id, action.stage, error)
+                return
+            self._deadlines.given(request_id, action.stage, source, last=action.last)
+        if replica is not None:  # else the stream has ended there already, or waits to be begun anew
+            self._deadlines.given(request_id, action.stage, source, last=action.last)
+            self.observer.sent(request_id, source, replica, action.prompt)
+            await self.replicas[replica].add(self._parts.request(request_id, action))
+
     def _params(self, live: _Live, action: Open) -> SamplingParams:
         given = live.options.sampling.get(action.stage)
         params = SamplingParams(**self._sampling[action.stage]) if given is None else given.clone()
-        params.extra_args = {PROMPT: dict(action.handoff or {})}
+        params.extra_args = {PROMPT: dict(action.handoff)}
         params.output_kind = RequestOutputKind.DELTA
         params.detokenize = False
         if (room := live.room.get(action.stage)) is not None:
@@ -456,15 +496,3 @@ class Orchestrator:
 
 def _finish(reason: FinishReason) -> Finish:
     return str(reason)  # type: ignore[return-value]
-
-
-def _audio(request_id: str, emit: Emit) -> AudioOutput:
-    frames = emit.facts["frames"]
-    return AudioOutput(
-        request_id=request_id,
-        samples=np.zeros(0, np.float32) if emit.data is None else emit.data.float().reshape(-1).numpy(),
-        sample_rate=emit.facts["sample_rate"],
-        frames=np.array(frames, np.int64).reshape(len(frames), len(frames[0]) if frames else 0),
-        finished=emit.last,
-        note=emit.facts["note"],
-    )

@@ -17,11 +17,13 @@ class OmniOptions:
         modalities: what the answer consists of, e.g. ("text", "audio").
         voice: speaker name; None takes the checkpoint's default.
         sampling: vLLM `SamplingParams` by stage name, for stages after the text stage.
+        chunks: sizes of successive chunks by hand-over, or "all", and "adaptive"; what is missing is as configured.
     """
 
     modalities: tuple[str, ...]
     voice: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    chunks: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def text_only(self) -> bool:

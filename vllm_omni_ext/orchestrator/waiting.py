@@ -27,6 +27,10 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._timers)
 
+    def waits(self, request_id: str) -> bool:
+        """Whether a request waits for any stage."""
+        return any(waiting == request_id for _, waiting in self._timers)
+
     def announce(self, replica: ReplicaId) -> None:
         """A replica is being started."""
         self._announced.add(replica)

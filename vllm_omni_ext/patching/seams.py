@@ -98,8 +98,16 @@ ENGINE_PROCESS = (
     ),
     *_in(
         "vllm.v1.engine.core_client",
-        ("MPClient.__init__", "7a87b1dbdbf4", "called with client_addresses; iterates over core_engines to wait for each"),
-        ("MPClient._apply_ready_response", "2eabfbeef266", "overridden, calls the original: what the engine said is kept"),
+        (
+            "MPClient.__init__",
+            "7a87b1dbdbf4",
+            "called with client_addresses; iterates over core_engines to wait for each",
+        ),
+        (
+            "MPClient._apply_ready_response",
+            "2eabfbeef266",
+            "overridden, calls the original: what the engine said is kept",
+        ),
         ("AsyncMPClient.__init__", "c15a9525425c", "called: one client a replica in each API server"),
         ("AsyncMPClient._ensure_output_queue_task", "65165cb30868", "an EngineDeadError in outputs_queue ends it"),
         ("AsyncMPClient.add_request_async", "dcce67ed9fbf", "called: sets client_index"),

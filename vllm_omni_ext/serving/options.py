@@ -62,6 +62,7 @@ def read_request(request: ChatCompletionRequest, plugin: RequestPlugin, plan: Pl
         modalities=_modalities(extra.get("modalities"), plugin),
         voice=voice,
         sampling=read_sampling(plan, extra, seed=request.seed),
+        chunks=read_chunks(extra.get("chunks")),
     )
     check_options(plugin, options, voice_field=named)
     apply_to_text(plan, request)
@@ -80,6 +81,13 @@ def check_options(plugin: RequestPlugin, options: OmniOptions, *, voice_field: s
         if err.parameter != "voice":
             raise
         raise RequestError(str(err), parameter=voice_field) from err
+
+
+def read_chunks(given: Any) -> Mapping[str, Any]:
+    """What a body says about chunks; the plugin checks what is in it."""
+    if given is not None and not isinstance(given, dict):
+        raise RequestError('chunks: must be an object such as {"frames": [4, 25]}', parameter="chunks")
+    return given or {}
 
 
 def choice(name: str, value: Any, allowed: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin
 from vllm_omni_ext.serving.encoding import SPEECH_FORMATS, WAV, Encoding, streaming
-from vllm_omni_ext.serving.options import VOICE_FIELDS, check_options, choice, voice_of
+from vllm_omni_ext.serving.options import VOICE_FIELDS, check_options, choice, read_chunks, voice_of
 from vllm_omni_ext.serving.stage_sampling import LARGEST_INTEGER, read_sampling
 from vllm_omni_ext.serving.values import refuse_absurd_values
 from vllm_omni_ext.topology.shape import Plan
@@ -43,6 +43,7 @@ class SpeechRequest(OpenAIBaseModel):
     seed: int | None = Field(None, ge=-LARGEST_INTEGER, le=LARGEST_INTEGER)
     max_new_tokens: int | None = Field(None, ge=1, description="Most frames to speak.")
     talker: dict[str, Any] | None = Field(None, description="Sampling of the talker.")
+    chunks: Any = Field(None, description='Sizes of chunks, e.g. {"frames": [4, 25]}; see docs/configuration.md.')
     instructions: str | None = None
     ref_audio: Any = None
     ref_text: Any = None
@@ -88,6 +89,7 @@ def read_speech(request: SpeechRequest, plugin: RequestPlugin, plan: Plan) -> Sp
         modalities=("audio",),
         voice=voice,
         sampling=read_sampling(plan, {"talker": frames | (request.talker or {})}, seed=request.seed),
+        chunks=read_chunks(request.chunks),
     )
     check_options(plugin, options, voice_field=named)
     delivery = _delivery(request, sound_format)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from vllm_omni_ext.model_plugins.registry import EdgeSpec
 from vllm_omni_ext.topology.agreement import config_hash
 from vllm_omni_ext.topology.shape import Headless, Plan, ReplicaPlan, StagePlan
 
@@ -18,7 +19,7 @@ def explain(plan: Plan, headless: Headless | None = None) -> str:
     lines = [f"model     {plan.model}", f"pipeline  {plan.pipeline}", f"machine   {_machine(plan)}", "", "processes"]
     lines += [f"  {line}" for line in _processes(plan, headless)]
     lines += ["", "hand-overs"]
-    lines += [f"  {edge.source} -> {edge.target}  {edge.kind}" for edge in plan.edges]
+    lines += [f"  {_edge(plan, edge)}" for edge in plan.edges]
     lines += ["", "settings", *_settings(plan)]
     for stage in plan.stages:
         lines += ["", *_stage(stage)]
@@ -36,6 +37,7 @@ def as_json(plan: Plan, headless: Headless | None = None) -> dict[str, Any]:
         "api_servers": 0 if headless else plan.api_servers,
         "headless": asdict(headless) if headless else None,
         "config": config,
+        "chunks": _plain(plan.chunks),
         "edges": [asdict(edge) for edge in plan.edges],
         "stages": [
             {
@@ -50,6 +52,14 @@ def as_json(plan: Plan, headless: Headless | None = None) -> dict[str, Any]:
             for stage in plan.stages
         ],
     }
+
+
+def _edge(plan: Plan, edge: EdgeSpec) -> str:
+    line = f"{edge.source} -> {edge.target}  {edge.kind}"
+    if not edge.name:
+        return line
+    sizes = plan.chunks[edge.name]
+    return f"{line}, {edge.name} in chunks of {sizes if isinstance(sizes, str) else ', '.join(map(str, sizes))}"
 
 
 def _machine(plan: Plan) -> str:

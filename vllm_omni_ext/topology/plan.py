@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.config.checks import ADAPTIVE, ALL_AT_ONCE, unknown_key
+from vllm_omni_ext.config.schema import STREAM_IDLE_S, OmniConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec, StageSpec
@@ -45,6 +46,7 @@ def make_plan(
         pipeline.stage(name)
     if not headless:
         _check_text_stage(pipeline, config)
+    _check_chunks(pipeline, config)
     user = {spec.name: said(spec, config.stage(spec.name), text_args) for spec in pipeline.stages}
     around = _Surroundings(config, machine, facts or ModelFacts(), _replica_count(pipeline, config))
     demands = [_demand(spec, config, user[spec.name]) for spec in pipeline.stages]
@@ -67,6 +69,7 @@ def make_plan(
         ),
         edges=pipeline.edges,
         api_servers=_api_servers(config, machine),
+        chunks=_chunks(pipeline, config),
         config=config,
     )
 
@@ -79,6 +82,24 @@ def _api_servers(config: OmniConfig, machine: Machine) -> int:
     if isinstance(config.api_servers, int):
         return config.api_servers
     return max(1, min(machine.cpu_count // CORES_PER_API_SERVER, MOST_API_SERVERS))
+
+
+def _check_chunks(pipeline: PipelineSpec, config: OmniConfig) -> None:
+    known = [*pipeline.chunks(), ADAPTIVE]
+    for name in config.chunks:
+        if name not in known:
+            raise unknown_key("chunks", name, known)
+    if config.stream_idle_s <= config.chunk_deadline_s:
+        raise ConfigError(
+            f"{STREAM_IDLE_S}: must be more than chunk_deadline_s ({config.chunk_deadline_s:g}), "
+            f"got {config.stream_idle_s:g}"
+        )
+
+
+def _chunks(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, Any]:
+    """Chunk sizes by hand-over, and whether they adapt."""
+    sizes: dict[str, Any] = {**pipeline.chunks(), ADAPTIVE: True, **config.chunks}
+    return sizes if config.async_chunk else sizes | dict.fromkeys(pipeline.chunks(), ALL_AT_ONCE)
 
 
 def resolved_sampling(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[str, Any]]:
@@ -140,19 +161,21 @@ def _stage_plan(
     return StagePlan(
         name=spec.name,
         text_stage=spec.text_stage,
-        engine_args=_one_step(spec, args, around.facts),
+        engine_args=_one_step(spec, args, around),
         env={**env, **stage.env},
         replicas=tuple(ReplicaPlan(id=ReplicaId(spec.name, i), devices=ids) for i, ids in enumerate(devices)),
         sampling={**spec.sampling, **stage.sampling},
     )
 
 
-def _one_step(spec: StageSpec, args: dict[str, Any], facts: ModelFacts) -> dict[str, Any]:
-    """A pooling stage takes a sequence in one step, so a step must hold the longest sequence."""
+def _one_step(spec: StageSpec, args: dict[str, Any], around: _Surroundings) -> dict[str, Any]:
+    """A pooling stage takes a sequence in one step, so a step must hold the longest sequence. It keeps streams."""
     if args.get("runner") != "pooling":
         return args
-    if spec.name in facts.max_model_len:
-        args.setdefault("max_model_len", facts.max_model_len[spec.name])
+    lengths = around.facts.max_model_len
+    if spec.name in lengths:
+        args.setdefault("max_model_len", lengths[spec.name])
+    args["additional_config"] = {STREAM_IDLE_S: around.config.stream_idle_s, **args.get("additional_config", {})}
     if "max_model_len" in args:
         args.setdefault("max_num_batched_tokens", args["max_model_len"])
     return args

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vllm_omni_ext.config.schema import OmniConfig
@@ -68,7 +68,13 @@ class Headless:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is going to be started. `pipeline` is the name of the pipeline; stages are in start order."""
+    """What is going to be started.
+
+    Attributes:
+        pipeline: name of the pipeline.
+        stages: in start order.
+        chunks: sizes of successive chunks, or "all", by the name of the hand-over; "adaptive": whether they adapt.
+    """
 
     model: str
     pipeline: str
@@ -77,6 +83,7 @@ class Plan:
     edges: tuple[EdgeSpec, ...]
     api_servers: int
     config: OmniConfig
+    chunks: Mapping[str, Any] = field(default_factory=dict)
 
     def stage(self, name: str) -> StagePlan:
         """Return the stage of that name; UnknownMember names the known ones."""

@@ -1,0 +1,115 @@
+"""The streams a vocoder works on: which are open, what they have got, and when they are forgotten."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder, VocoderState
+from vllm_omni_ext.wire.parts import END, PartMark
+
+Answer: TypeAlias = Tensor | str
+"""Samples, or why there are none."""
+
+
+@dataclass
+class _Stream:
+    state: VocoderState
+    used: float
+    parts: int = 0
+
+
+@dataclass
+class _Job:
+    """What one stream does in a call: the parts that fit, joined."""
+
+    stream: _Stream
+    members: list[int]
+    chunks: list[Tensor]
+    last: bool = False
+
+
+class VocoderStreams:
+    """Decodes parts of streams, several streams and several parts of a stream in one call.
+
+    A stream is forgotten with its last part, with an END mark, with a part that does not fit, and when nothing has come
+    for `idle_s` seconds (looked at in every call).
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, vocoder: Vocoder, *, idle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._vocoder = vocoder
+        self._idle_s = idle_s
+        self._clock = clock
+        self._streams: dict[str, _Stream] = {}
+        self.frames = 0
+        """Frames decoded so far, over all streams."""
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def decode(self, marks: Sequence[PartMark], chunks: Sequence[Tensor | str]) -> list[Answer]:
+        """Decode one step's parts, whatever their order in it.
+
+        Args:
+            chunks: for each part its codes, int64 `[frames, groups]`, or why it has none that can be decoded.
+
+        Returns:
+            for each part the samples that became final with it, `[samples]` float32, or why there are none.
+        """
+        now = self._clock()
+        self._drop_idle(now)
+        answers: list[Answer] = [""] * len(marks)
+        jobs: dict[str, _Job] = {}
+        for i in sorted(range(len(marks)), key=lambda i: (marks[i].part == END, marks[i].part)):
+            if marks[i].part == END:
+                self._streams.pop(marks[i].stream, None)
+                answers[i] = torch.empty(0)
+            elif (problem := self._enlist(i, marks[i], chunks[i], jobs, now)) is not None:
+                answers[i] = problem
+        self._run(list(jobs.values()), answers)
+        for name in [name for name, job in jobs.items() if job.last]:
+            self._streams.pop(name, None)
+        return answers
+
+    def _drop_idle(self, now: float) -> None:
+        for name in [name for name, stream in self._streams.items() if now - stream.used > self._idle_s]:
+            del self._streams[name]
+
+    def _enlist(self, i: int, mark: PartMark, chunk: Tensor | str, jobs: dict[str, _Job], now: float) -> str | None:
+        """Add a part to its stream's job; else forget the stream and say why."""
+        if mark.part == 0:
+            self._streams[mark.stream] = _Stream(self._vocoder.new_state(), now)
+        stream, job = self._streams.get(mark.stream), jobs.get(mark.stream)
+        if stream is None or (job is not None and job.last):
+            return f"part {mark.part} came for a stream that is not open"
+        if isinstance(chunk, str) or mark.part != stream.parts:
+            del self._streams[mark.stream]
+            return chunk if isinstance(chunk, str) else f"part {mark.part} came where {stream.parts} was due"
+        stream.parts, stream.used = mark.part + 1, now
+        job = job or jobs.setdefault(mark.stream, _Job(stream, [], []))
+        job.members.append(i)
+        job.chunks.append(chunk)
+        job.last = mark.last
+        return None
+
+    def _run(self, jobs: Sequence[_Job], answers: list[Answer]) -> None:
+        before = [job.stream.state.frames for job in jobs]
+        waves = self._vocoder.decode(
+            [torch.cat(job.chunks) for job in jobs], [job.stream.state for job in jobs], [job.last for job in jobs]
+        )
+        for job, wave, frames in zip(jobs, waves, before, strict=True):
+            first = start = self._vocoder.samples_after(frames)
+            for i, chunk in zip(job.members, job.chunks, strict=True):
+                frames += len(chunk)
+                end = self._vocoder.samples_after(frames)
+                answers[i] = wave[start - first : end - first]
+                start = end
+            self.frames += sum(map(len, job.chunks))

@@ -1,0 +1,249 @@
+"""A stage that is fed part by part: the parts stay together, and the stage is told when nobody listens any more."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from tests.orchestrator.fakes import POOLING, Bench, output, owners
+from tests.orchestrator.test_orchestrator import FACTS, drained
+from vllm_omni_ext.errors import RequestFailed
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Feed, Finished, Open, Produced
+from vllm_omni_ext.wire.parts import END, PartMark
+
+PARTS = 4
+
+
+class Script:
+    """Text opens the voice; each output of the voice is a part for the sound; each answer goes to the client."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __call__(self, event: Produced) -> list[Action]:
+        match event.stage:
+            case "text":
+                return [Open("voice", [0], {"track": [], "last": True})]
+            case "voice":
+                part, self.given = self.given, self.given + 1
+                return [Feed("sound", part, [part] if part < PARTS - 1 else [], POOLING, last=part == PARTS - 1)]
+            case _:
+                last = event.part == PARTS - 1
+                emit = Emit("audio", event.payload[1], FACTS, last)
+                return [emit, Finished()] if last else [emit]
+
+
+SOUND = torch.zeros(2, 1)
+
+
+async def begun(bench: Bench, name: str = "r") -> tuple[str, asyncio.Queue[Any]]:
+    ticket, sink = await bench.start(name)
+    await bench.produce("text", name, 10, end="stop")
+    return ticket, sink
+
+
+async def say(bench: Bench, parts: int, name: str = "r") -> None:
+    for _ in range(parts):
+        await bench.produce("voice", name, 7)
+
+
+async def sound(bench: Bench, parts: int, name: str = "r") -> None:
+    for _ in range(parts):
+        await bench.produce("sound", name, tensor=SOUND, end="stop")
+
+
+def marks(bench: Bench, replica: str = "sound/0") -> list[PartMark]:
+    return [PartMark.of(r.pooling_params.extra_kwargs) for r in bench.of(replica).added if r.pooling_params]
+
+
+async def test_a_request_is_bound_until_its_last_part_is_answered() -> None:
+    bench = Bench(Script(), sound=3)
+    ticket, sink = await begun(bench)
+    await say(bench, 2)
+    where = bench.bound("sound", "r")
+    await sound(bench, 2)
+    assert bench.bound("sound", "r") is where
+    await say(bench, PARTS - 2)
+    await sound(bench, PARTS - 2)
+    assert bench.pools["sound"].replica_of("r") is None
+    sent = marks(bench, str(where.id))
+    assert sent == [PartMark("r/0", i, i == PARTS - 1, empty=i == PARTS - 1) for i in range(PARTS)]
+    assert [request.prompt_token_ids for request in where.added] == [[0], [1], [2], [0]]
+    assert len({request.request_id for request in where.added}) == PARTS
+    assert [piece.finished for piece in drained(sink)] == [False] * (PARTS - 1) + [True]
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+    assert where.aborted == []
+
+
+async def test_streams_of_several_requests_do_not_mix() -> None:
+    scripts: dict[int, Script] = {}
+
+    def each(event: Produced) -> list[Action]:
+        return scripts.setdefault(id(asyncio.current_task()), Script())(event)
+
+    bench = Bench(each, sound=2)
+
+    async def one(name: str) -> None:
+        ticket, sink = await begun(bench, name)
+        await say(bench, PARTS, name)
+        assert {owners([r.request_id])[0] for r in bench.bound("sound", name).added} >= {name}
+        await sound(bench, PARTS, name)
+        assert len(drained(sink)) == PARTS
+        await bench.orchestrator.withdraw(ticket)
+
+    await asyncio.gather(*(one(name) for name in "abcdef"))
+    for replica in ("sound/0", "sound/1"):
+        by_stream: dict[str, list[int]] = {}
+        for mark in marks(bench, replica):
+            by_stream.setdefault(mark.stream, []).append(mark.part)
+        assert by_stream and all(parts == list(range(PARTS)) for parts in by_stream.values())
+    assert bench.orchestrator.held() == 0
+
+
+@pytest.mark.parametrize("given", range(1, PARTS + 1))
+@pytest.mark.parametrize("answered", range(PARTS))
+async def test_an_abort_ends_the_parts_and_the_stream(given: int, answered: int) -> None:
+    bench = Bench(Script())
+    ticket, sink = await begun(bench)
+    await say(bench, given)
+    await sound(bench, min(answered, given))
+    on_the_way = [r.request_id for r in bench.of("sound/0").added][min(answered, given) :]
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.of("sound/0").aborted == (on_the_way or ["r"])
+    assert marks(bench)[-1] == PartMark.end("r/0")
+    assert bench.orchestrator.held() == 0
+    drained(sink)
+    for engine_id in [*on_the_way, bench.of("sound/0").added[-1].request_id]:
+        await bench.orchestrator.produced(ReplicaId("sound", 0), output(engine_id, tensor=SOUND, end="stop"))
+    assert drained(sink) == []
+
+
+async def test_a_lost_replica_means_a_new_stream() -> None:
+    bench = Bench(Script(), sound=2)
+    ticket, sink = await begun(bench)
+    await say(bench, 2)
+    first = bench.bound("sound", "r")
+    await sound(bench, 1)
+    await bench.orchestrator.replica_down(first.id, "gone")
+    (again,) = bench.bound("sound", "r").added
+    assert PartMark.of(again.pooling_params.extra_kwargs) == PartMark("r/1", 0, last=True)
+    assert again.request_id not in [request.request_id for request in first.added]
+    await bench.orchestrator.produced(first.id, output(first.added[1].request_id, tensor=SOUND, end="stop"))
+    assert len(drained(sink)) == 1  # what was on its way of the old stream is nobody's
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+@pytest.mark.parametrize("end", ["error", "abort"])
+async def test_a_part_that_fails_ends_its_stream(end: str) -> None:
+    bench = Bench(Script())
+    ticket, _ = await begun(bench)
+    await say(bench, 1)
+    await bench.produce("sound", "r", tensor=SOUND, end=end)
+    assert bench.plugin.flows[0].events[-1].finish == end
+    assert bench.pools["sound"].replica_of("r") is None
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+# -- input that never comes --------------------------------------------------------------------------
+
+SOON_S = 0.05
+
+
+def owing(event: Produced) -> list[Action]:
+    if event.stage == "text":
+        opening = event.tokens == (10,)
+        last = event.finish is not None
+        return [Open("voice", [0], {"track": [], "last": last}) if opening else Extend("voice", event.tokens, last)]
+    return []
+
+
+async def test_a_stage_that_is_owed_input_does_not_wait_for_ever() -> None:
+    bench = Bench(owing, chunk_deadline_s=SOON_S)
+    ticket, sink = await bench.start("r")
+    await bench.produce("text", "r", 10)
+    error = await asyncio.wait_for(sink.get(), 2)
+    assert isinstance(error, RequestFailed)
+    assert str(error) == "the voice stage got nothing more from the text stage for 0.05 s (chunk_deadline_s)"
+    assert bench.of("voice/0").aborted == bench.of("text/0").aborted == ["r"]
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+async def test_a_stream_that_is_owed_parts_does_not_wait_for_ever() -> None:
+    bench = Bench(Script(), chunk_deadline_s=SOON_S)
+    ticket, sink = await begun(bench)
+    await say(bench, 1)
+    error = await asyncio.wait_for(sink.get(), 2)
+    assert "the sound stage got nothing more from the voice stage" in str(error)
+    assert marks(bench)[-1].part == END
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+async def test_each_chunk_gives_the_whole_time_again() -> None:
+    bench = Bench(owing, chunk_deadline_s=0.2)
+    ticket, sink = await bench.start("r")
+    for token in range(10, 16):
+        await bench.produce("text", "r", token)
+        await asyncio.sleep(0.1)
+    assert drained(sink) == []
+    assert isinstance(await asyncio.wait_for(sink.get(), 2), RequestFailed)
+    await bench.orchestrator.withdraw(ticket)
+
+
+@pytest.mark.parametrize("how", ["last chunk", "end of the stage", "loss"])
+async def test_who_is_owed_nothing_is_not_late(how: str) -> None:
+    bench = Bench(owing, voice=2, chunk_deadline_s=SOON_S)
+    ticket, sink = await bench.start("r")
+    await bench.produce("text", "r", 10)
+    match how:
+        case "last chunk":
+            await bench.produce("text", "r", 11, end="stop")
+        case "end of the stage":
+            await bench.produce("voice", "r", 7, end="length")
+        case _:  # replayed with everything it is owed
+            await bench.orchestrator.replica_down(ReplicaId("voice", 0), "gone")
+            await bench.produce("text", "r", 11, end="stop")
+    await asyncio.sleep(4 * SOON_S)
+    assert drained(sink) == []
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+async def test_who_waits_for_a_replica_is_not_late_as_well() -> None:
+    """The wait for a replica has a limit of its own; afterwards the stage is owed input as before."""
+    bench = Bench(owing, chunk_deadline_s=SOON_S, wait_s=30.0)
+    ticket, sink = await bench.start("r")
+    await bench.produce("text", "r", 10)
+    bench.plugin.flows[0].replay = lambda stage: [Open(stage, [9], {"last": False})]  # type: ignore[method-assign]
+    bench.orchestrator.waiting.announce(ReplicaId("voice", 0))
+    await bench.orchestrator.replica_down(ReplicaId("voice", 0), "gone")
+    await asyncio.sleep(4 * SOON_S)
+    assert drained(sink) == []
+    await bench.orchestrator.replica_up(bench.of("voice/0"))
+    error = await asyncio.wait_for(sink.get(), 2)
+    assert str(error).startswith("the voice stage got nothing more from the text stage")
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+async def test_a_stream_that_waits_for_a_replica_is_begun_anew() -> None:
+    bench = Bench(Script(), wait_s=30.0)
+    ticket, sink = await begun(bench)
+    await say(bench, 1)
+    bench.orchestrator.waiting.announce(ReplicaId("sound", 0))
+    await bench.orchestrator.replica_down(ReplicaId("sound", 0), "gone")
+    await say(bench, 2)
+    assert len(marks(bench)) == 1
+    await bench.orchestrator.replica_up(bench.of("sound/0"))
+    assert marks(bench)[1:] == [PartMark("r/1", 0, last=True)]
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+    assert drained(sink) == []

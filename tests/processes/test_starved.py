@@ -1,0 +1,85 @@
+"""A talker whose next text token does not exist yet costs nothing, and speaks on as soon as it does."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.oracle import Oracle
+from tests.processes.test_parity import CASES, prompt
+from vllm_omni_ext.orchestrator.flow import Produced
+from vllm_omni_ext.orchestrator.orchestrator import _Live
+from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
+
+pytestmark = pytest.mark.engine
+
+REPLY = [40, 41, 42, 43, 44, 45, 46, 47]
+GREEDY = {"temperature": 0.0, "repetition_penalty": 1.05, "max_tokens": 30}
+QUIET_S = 1.0
+SETTLE_S = 0.5
+MOST_MS = 2.0
+"""Of CPU time in the quiet second."""
+
+NOT_OURS = "gloo_tcp_loop"
+"""Threads of the process groups that stock vLLM makes in every CPU engine: each looks at its socket every 10 ms."""
+
+
+def cpu_ms(pid: int) -> float:
+    """CPU time of a process so far, all threads but those of `NOT_OURS`."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    counted = [thread for thread in threads if (thread / "comm").read_text().strip() != NOT_OURS]
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in counted) / 1e6
+
+
+async def opened(omni: Any, name: str, ids: list[int]) -> asyncio.Queue[Any]:
+    from vllm import SamplingParams
+
+    orchestrator = omni._omni.orchestrator
+    options = OmniOptions(modalities=("audio",), voice="ethan", sampling={"talker": SamplingParams(**GREEDY)})
+    flow, sink = orchestrator.plugin.open(TextRequest(prompt=ids), options), asyncio.Queue()
+    orchestrator._live[name] = _Live(flow, options, sink, name, {}, recital=True)
+    return sink
+
+
+async def think(omni: Any, name: str, *tokens: int, done: bool = False) -> None:
+    await omni._omni.orchestrator._event(name, Produced("thinker", tokens, finish="stop" if done else None))
+
+
+async def frames_of(sink: asyncio.Queue[Any]) -> list[list[int]]:
+    while not (piece := await asyncio.wait_for(sink.get(), 30)).finished:
+        pass
+    return piece.frames.tolist()
+
+
+def test_a_starved_talker_sleeps(omni: Any, oracle: Oracle) -> None:
+    ids = omni.get_tokenizer().encode(prompt(oracle, CASES["text"])["prompt"])
+    replicas = {str(replica): process.pid for replica, process in omni._deployment.processes().items()}
+    assert "talker/0" in replicas
+
+    async def whole() -> list[list[int]]:
+        sink = await opened(omni, "whole", ids)
+        await think(omni, "whole", *REPLY, done=True)
+        return await frames_of(sink)
+
+    async def starved() -> tuple[list[list[int]], int, dict[str, float]]:
+        sink = await opened(omni, "starved", ids)
+        for token in REPLY[:3]:
+            await think(omni, "starved", token)
+        await asyncio.sleep(SETTLE_S)
+        before = {name: cpu_ms(pid) for name, pid in replicas.items()}
+        await asyncio.sleep(QUIET_S)
+        spent = {name: cpu_ms(pid) - before[name] for name, pid in replicas.items()}
+        said = len(omni._omni.orchestrator._live["starved"].flow._voice.frames.between(0, 1000))
+        for token in REPLY[3:-1]:
+            await think(omni, "starved", token)
+        await think(omni, "starved", REPLY[-1], done=True)
+        return await frames_of(sink), said, spent
+
+    frames, said, spent = omni._run(starved())
+    assert frames == omni._run(whole())
+    assert 0 < said < len(frames)
+    assert {name: cpu for name, cpu in spent.items() if cpu > MOST_MS} == {}
+    assert omni._omni.orchestrator.held() == 0
