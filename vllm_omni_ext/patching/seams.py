@@ -101,12 +101,12 @@ ENGINE_PROCESS = (
         (
             "MPClient.__init__",
             "7a87b1dbdbf4",
-            "called with client_addresses; iterates over core_engines to wait for each",
+            "called with client_addresses; waits for each of core_engines",
         ),
         (
             "MPClient._apply_ready_response",
             "2eabfbeef266",
-            "overridden, calls the original: what the engine said is kept",
+            "overridden, calls the original: keeps what it is given",
         ),
         ("AsyncMPClient.__init__", "c15a9525425c", "called: one client a replica in each API server"),
         ("AsyncMPClient._ensure_output_queue_task", "65165cb30868", "an EngineDeadError in outputs_queue ends it"),
