@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
-from tests.orchestrator.fakes import OPTIONS, FakePlugin, output, text_request
+from tests.orchestrator.fakes import OPTIONS, POOLING, FakePlugin, output, text_request
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Finished, Open, Produced
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Feed, Finished, Open, Produced
 from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.wire.handoff import CHUNK, PROMPT
@@ -72,7 +72,7 @@ class Speech:
 
     def replay(self, stage: str) -> list[Action]:
         if stage == "sound":
-            return [Open("sound", list(self.frames), pooling={"task": "token_embed"})]
+            return [Feed("sound", 0, list(self.frames), POOLING, last=True)]
         handoff = {"track": list(self.track), "last": self.last}
         prompt, done = [0, 0, *self.frames], len(self.frames)
         return [Open("voice", prompt, handoff, rows=[torch.zeros(ROWS, 1)], stop=(END,), done=done)]
