@@ -151,7 +151,9 @@ class Fleet:
         self._bearers: dict[ReplicaId, Member] = {}
         self._silent: dict[ReplicaId, tuple[str, ...]] = {}
         self._coming: dict[ReplicaId, asyncio.Task[None]] = {}
-        """What brings a replica up: its connection, or the end of what it was silent about."""
+        """Those that are being connected."""
+        self._returning: dict[ReplicaId, asyncio.Task[None]] = {}
+        """Those that were silent and are made to end what they had."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
@@ -224,6 +226,8 @@ class Fleet:
             self._coming.pop(replica, None)
             await self._orchestrator.never_up(replica, f"it cannot be connected: {error}")
             return
+        if (before := self.replicas.get(replica)) is not None:  # its end has been told, and not read yet
+            await self._drop(before, "another process has its place")
         self._coming.pop(replica, None)
         self.about[replica] = about
         self.replicas[replica] = connected
@@ -239,7 +243,7 @@ class Fleet:
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
         """A replica's process has ended, or it did not start; `again` if it is going to be started once more."""
-        self._give_up_on(replica)
+        _cancel(self._coming, replica)
         if again:
             self._orchestrator.waiting.announce(replica)
         else:
@@ -262,7 +266,7 @@ class Fleet:
     async def _drop(self, replica: StockReplica, reason: str) -> None:
         if self.replicas.get(replica.id) is not replica:
             return
-        self._give_up_on(replica.id)
+        _cancel(self._returning, replica.id)
         # Now and in the loop: a socket that is still open when its context is collected blocks the collector for ever.
         replica.close(timeout=0)
         del self.replicas[replica.id]
@@ -271,11 +275,6 @@ class Fleet:
         self.reports.pop(replica.id, None)
         self._lost(replica.id)
         await self._leave(replica.id, reason)
-
-    def _give_up_on(self, replica: ReplicaId) -> None:
-        """What is coming up does not come any more."""
-        if (coming := self._coming.pop(replica, None)) is not None:
-            coming.cancel()
 
     async def _leave(self, replica: ReplicaId, reason: str) -> tuple[str, ...]:
         if replica not in self._pools[replica.stage].replicas:
@@ -307,7 +306,7 @@ class Fleet:
             case Attach(member):
                 self._bearers[replica] = member
                 if connected is not None and replica in self._silent:
-                    self._coming[replica] = self._spawn(self._attach_again(connected))
+                    self._returning[replica] = self._spawn(self._attach_again(connected))
             case Detach(member, reason) if connected is not None and self._bearers.get(replica) == member:
                 self._orchestrator.waiting.announce(replica)  # it may come back
                 self._silent[replica] = await self._leave(replica, reason)
@@ -337,10 +336,15 @@ class Fleet:
             await replica.fence()
         except EngineDeadError:
             return  # its reader knows too
-        self._coming.pop(replica.id, None)
+        self._returning.pop(replica.id, None)
         if self.replicas.get(replica.id) is replica and replica.id not in self._silent:
             log.warning("replica %s is back", replica.id)
             await self._orchestrator.replica_up(replica)
+
+
+def _cancel(tasks: dict[ReplicaId, asyncio.Task[None]], replica: ReplicaId) -> None:
+    if (task := tasks.pop(replica, None)) is not None:
+        task.cancel()
 
 
 async def _in_thread(make: Callable[[], StockReplica]) -> StockReplica:
@@ -357,7 +361,12 @@ async def _in_thread(make: Callable[[], StockReplica]) -> StockReplica:
             loop.call_soon_threadsafe(_settle, made, result, None)
 
     threading.Thread(target=run, name="omni-connect", daemon=True).start()
-    return await made
+    try:
+        return await made
+    except asyncio.CancelledError:
+        if made.done() and not made.cancelled() and made.exception() is None:  # both at once
+            made.result().close(timeout=0)
+        raise
 
 
 def _settle(made: asyncio.Future[StockReplica], result: StockReplica | None, error: BaseException | None) -> None:

@@ -1,0 +1,462 @@
+"""Who is connected, who is lost, who comes back: what the head and the coordinator say, in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from tests.orchestrator.fakes import FakePlugin, output, text_request
+from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.coordinator.follower import Follower
+from vllm_omni_ext.coordinator.members import Entry, Member, State, View
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
+from vllm_omni_ext.pool.load import Load
+from vllm_omni_ext.pool.stage_pool import StagePool
+from vllm_omni_ext.runtime import fleet as fleet_module
+from vllm_omni_ext.runtime.fleet import About, Fleet
+
+A, B, FAR = (ReplicaId("text", i) for i in range(3))
+"""Two that are planned here and one of another host."""
+
+HERE, THERE = About(host="here", pid=1), About(host="there", pid=2)
+
+
+class Connected:
+    """A connection; it takes down what passes through it, and answers the fence when the test says so."""
+
+    def __init__(self, replica: ReplicaId) -> None:
+        self.id = replica
+        self.sent: list[Any] = []
+        self.closed = 0
+        self.fences: list[asyncio.Future[None]] = []
+        self._said: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def add(self, request: Any) -> None:
+        self.sent.append(request.request_id)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.sent.append(("abort", *request_ids))
+
+    async def fence(self) -> None:
+        self.sent.append("fence")
+        self.fences.append(asyncio.get_running_loop().create_future())
+        await self.fences[-1]
+
+    async def outputs(self) -> Any:
+        item = await self._said.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def say(self, item: Any) -> None:
+        self._said.put_nowait(item)
+
+    def fail(self, error: Exception) -> None:
+        self.say(error)
+
+    def close(self, timeout: float | None = None) -> None:
+        self.closed += 1
+
+
+class Views:
+    """A watcher whose views the test writes."""
+
+    fresh = True
+
+    def __init__(self, address: str, keys: Any = None) -> None:
+        self._follower = Follower()
+        self._views: asyncio.Queue[View] = asyncio.Queue()
+
+    def __aiter__(self) -> Views:
+        return self
+
+    async def __anext__(self) -> Any:
+        view = await self._views.get()
+        changes = self._follower.take(view)
+        return self._follower.view, changes
+
+    def show(self, *entries: Entry) -> None:
+        self._views.put_nowait(View(generation=1, settled=True, timeout_s=1.0, replicas=tuple(sorted_by_id(entries))))
+
+    def close(self) -> None:
+        pass
+
+
+def sorted_by_id(entries: Any) -> list[Entry]:
+    return sorted(entries, key=lambda entry: entry.member)
+
+
+def entry(replica: ReplicaId, state: State = State.UP, epoch: int = 1, load: Load | None = None) -> Entry:
+    return Entry(Member(replica, epoch), state, load)
+
+
+class Bench:
+    """A fleet over fake connections. `connections` has every one that was ever made."""
+
+    def __init__(self) -> None:
+        self.connections: list[Connected] = []
+        self.gates: list[threading.Event] = []
+        """One for every connection that is being made; set it to let it go on."""
+        self.gated = False
+        self.broken = False
+        self.delivered: list[tuple[ReplicaId, str]] = []
+        self.joined: list[ReplicaId] = []
+        self.lost: list[ReplicaId] = []
+        first = {replica: Connected(replica) for replica in (A, B)}
+        self.connections.extend(first.values())
+        plugin: Any = FakePlugin(lambda event: [])
+        self.pool = StagePool("text", first)
+        replicas: Any = first
+        self.orchestrator = Orchestrator(
+            plugin=plugin,
+            text_stage="text",
+            pools={"text": self.pool},
+            replicas=replicas,
+            sampling={},
+            limits={},
+            wait_s=60.0,
+        )
+        plan = SimpleNamespace(config=OmniConfig(), replicas=lambda: [SimpleNamespace(id=A), SimpleNamespace(id=B)])
+        told: Any = SimpleNamespace(
+            plan=plan,
+            about={A: HERE, B: HERE},
+            starting=(),
+            said=None,
+            views="views",
+            client_index=0,
+            connect=self._connect,
+        )
+        self.fleet = Fleet(
+            told,
+            self.orchestrator,
+            replicas,
+            take=self._take,
+            joined=lambda replica: self.joined.append(replica.id),
+            lost=self.lost.append,
+        )
+        self.fleet.start()
+        self.views: Any = self.fleet.watcher
+
+    def _connect(self, replica: ReplicaId, listeners: Any) -> Any:
+        if self.gated:
+            gate = threading.Event()
+            self.gates.append(gate)
+            assert gate.wait(5)
+        if self.broken:
+            raise TimeoutError("it says nothing")
+        self.connections.append(Connected(replica))
+        return self.connections[-1]
+
+    async def _take(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
+        for each in outputs.outputs:
+            if await self.orchestrator.produced(replica, each):
+                self.delivered.append((replica, each.request_id))
+
+    def of(self, replica: ReplicaId) -> Connected:
+        """Its newest connection."""
+        return next(each for each in reversed(self.connections) if each.id == replica)
+
+    async def settle(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def up(self, replica: ReplicaId, about: About = THERE) -> None:
+        """It is announced, started and connected."""
+        self.fleet.starting(replica)
+        made = len(self.connections)
+        listeners: Any = None
+        self.fleet.ready(replica, about, listeners)
+        async with asyncio.timeout(5):
+            while len(self.connections) == made or replica not in self.pool.replicas:
+                await asyncio.sleep(0.001)
+
+    async def view(self, *entries: Entry) -> None:
+        self.views.show(*entries)
+        await self.settle()
+
+    async def open(self, *names: str) -> None:
+        for name in names:
+            await self.orchestrator.open(text_request(name))
+
+    def where(self, name: str) -> ReplicaId | None:
+        return self.pool.replica_of(name)
+
+
+@pytest_asyncio.fixture
+async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    monkeypatch.setattr(fleet_module, "Watcher", Views)
+    made = Bench()
+    await made.settle()
+    yield made
+    for gate in made.gates:
+        gate.set()
+    tasks = set(made.fleet._tasks)
+    made.fleet.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    live = list(made.fleet.replicas.values())
+    assert [each.id for each in made.connections if each.closed != (each not in live)] == []
+    assert not any(task.exception() for task in tasks if not task.cancelled())
+
+
+# -- what the head says ----------------------------------------------------------------------------
+
+
+async def test_a_replica_that_ends_and_is_started_again(bench: Bench) -> None:
+    await bench.open("a", "b")
+    assert {bench.where("a"), bench.where("b")} == {A, B}
+    name = "a" if bench.where("a") == A else "b"
+    bench.of(A).say(EngineCoreOutputs(outputs=[output(name, 5)]))
+    bench.fleet.ended(A, "killed by signal 9", again=True)
+    await bench.settle()
+    assert bench.delivered == [(A, name)], "what it said before its end is read"
+    assert bench.where("a") == bench.where("b") == B
+    assert bench.orchestrator.waiting.hopeful("text") and bench.fleet.state(A) == "DOWN" and bench.lost == [A]
+    assert bench.fleet.known("text") == [A, B], "it is planned, so people are told of it"
+    await bench.up(A, About(host="here", pid=9, restarts=1))
+    assert bench.fleet.about[A].restarts == 1 and bench.fleet.state(A) == "UP" and bench.joined == [A]
+    assert not bench.orchestrator.waiting.hopeful("text")
+    await bench.open("c")
+    assert bench.where("c") == A and bench.of(A).sent == ["c"]
+
+
+async def test_requests_wait_while_nobody_is_there(bench: Bench) -> None:
+    for replica in (A, B):
+        bench.fleet.ended(replica, "gone", again=replica == A)
+    await bench.settle()
+    await bench.open("a")
+    assert bench.where("a") is None and len(bench.orchestrator.waiting) == 1
+    await bench.up(A)
+    assert bench.where("a") == A
+    bench.fleet.ended(A, "gone", again=False)
+    await bench.settle()
+    assert bench.orchestrator.held() == 0, "there is nothing to wait for"
+
+
+async def test_one_that_ends_while_it_is_connected_is_closed_and_never_up(bench: Bench) -> None:
+    bench.gated = True
+    listeners: Any = None
+    bench.fleet.starting(FAR)
+    bench.fleet.ready(FAR, THERE, listeners)
+    while not bench.gates:
+        await asyncio.sleep(0.001)
+    bench.fleet.ended(FAR, "gone", again=False)
+    await bench.settle()
+    bench.gates[0].set()
+    while len(bench.connections) == 2:
+        await asyncio.sleep(0.001)
+    await bench.settle()
+    while not bench.of(FAR).closed:
+        await asyncio.sleep(0.001)
+    assert FAR not in bench.pool.replicas and FAR not in bench.fleet.about and bench.joined == []
+
+
+async def test_one_that_cannot_be_connected_is_nothing_to_wait_for(bench: Bench) -> None:
+    for replica in (A, B):
+        bench.fleet.ended(replica, "gone", again=replica == A)
+    await bench.settle()
+    await bench.open("a")
+    bench.broken = True
+    listeners: Any = None
+    bench.fleet.ready(A, HERE, listeners)
+    while bench.orchestrator.held():
+        await asyncio.sleep(0.001)
+    assert not bench.orchestrator.waiting.hopeful("text")
+    bench.broken = False
+    await bench.up(A)
+
+
+@pytest.mark.parametrize("seed", range(100))
+async def test_any_order_of_what_the_head_says(bench: Bench, seed: int) -> None:
+    """After it all is settled: in the pool is who was ready last, everything else is closed, no request is lost."""
+    rng = random.Random(seed)
+    listeners: Any = None
+    there = {A: True, B: True, FAR: False}
+    await bench.open("a", "b", "c")
+    for _ in range(12):
+        replica = rng.choice((A, B, FAR))
+        if there[replica]:
+            bench.fleet.ended(replica, "gone", again=True)
+            there[replica] = False
+        else:
+            bench.fleet.starting(replica)
+            if rng.random() < 0.3:
+                bench.fleet.ended(replica, "it did not start", again=True)
+            else:
+                bench.fleet.ready(replica, THERE, listeners)
+                there[replica] = True
+        if rng.random() < 0.5:
+            await asyncio.sleep(rng.choice((0, 0.002)))
+    async with asyncio.timeout(5):
+        while set(bench.pool.replicas) != {each for each, up in there.items() if up} or bench.fleet._coming:
+            await asyncio.sleep(0.001)
+    await bench.settle()
+    assert set(bench.fleet.replicas) == set(bench.pool.replicas)
+    held = sum(bench.where(name) is not None for name in "abc") + len(bench.orchestrator.waiting)
+    assert held == 3
+
+
+# -- what the coordinator says ---------------------------------------------------------------------
+
+
+async def silent(bench: Bench) -> str:
+    """A falls silent with one request, whose name is returned; B takes it over."""
+    await bench.view(entry(A), entry(B))
+    await bench.open("a", "b")
+    name = "a" if bench.where("a") == A else "b"
+    await bench.view(entry(A, State.DOWN), entry(B))
+    assert bench.where("a") == bench.where("b") == B
+    assert bench.of(A).closed == 0 and bench.fleet.state(A) == "DOWN"
+    return name
+
+
+async def test_one_that_was_silent_takes_requests_after_the_fence(bench: Bench) -> None:
+    name = await silent(bench)
+    await bench.view(entry(A), entry(B))
+    assert bench.of(A).sent == [name, ("abort", name), "fence"]
+    await bench.open("c")
+    assert bench.where("c") == B, "the fence is not answered yet"
+    bench.of(A).say(EngineCoreOutputs(outputs=[output(name, 66)]))
+    await bench.settle()
+    assert bench.delivered == [], "the request is another replica's"
+    bench.of(A).fences[0].set_result(None)
+    await bench.settle()
+    assert bench.fleet.state(A) == "UP"
+    await bench.open("d")
+    assert bench.where("d") == A and bench.of(A).sent[-1] == "d"
+
+
+async def test_silent_again_before_the_fence_is_answered(bench: Bench) -> None:
+    name = await silent(bench)
+    await bench.view(entry(A), entry(B))
+    await bench.view(entry(A, State.DOWN), entry(B))
+    bench.of(A).fences[0].set_result(None)
+    await bench.settle()
+    assert A not in bench.pool.replicas
+    await bench.view(entry(A), entry(B))
+    assert A not in bench.pool.replicas
+    bench.of(A).fences[1].set_result(None)
+    await bench.settle()
+    assert A in bench.pool.replicas
+    assert bench.of(A).sent == [name, ("abort", name), "fence", ("abort",), "fence"]
+
+
+async def test_dead_before_the_fence_is_answered(bench: Bench) -> None:
+    await silent(bench)
+    await bench.view(entry(A), entry(B))
+    bench.of(A).fail(EngineDeadError("gone"))
+    await bench.settle()
+    assert bench.of(A).closed == 1 and A not in bench.pool.replicas
+    assert bench.of(A).fences[0].cancelled(), "nobody waits for it any more"
+    await bench.up(A)
+
+
+async def test_a_request_waits_for_a_silent_replica_that_may_come_back(bench: Bench) -> None:
+    bench.fleet.ended(B, "gone", again=False)
+    await bench.view(entry(A))
+    await bench.open("a")
+    await bench.view(entry(A, State.DOWN))
+    assert len(bench.orchestrator.waiting) == 1
+    await bench.view(entry(A))
+    bench.of(A).fences[0].set_result(None)
+    await bench.settle()
+    assert bench.where("a") == A
+
+
+async def test_one_that_runs_here_keeps_its_connection_when_it_is_forgotten(bench: Bench) -> None:
+    """Its process lives, or its end would have been noticed; it may wake up under the same name and epoch."""
+    await silent(bench)
+    await bench.view(entry(B))
+    assert bench.of(A).closed == 0 and bench.fleet.known("text") == [A, B]
+    await bench.view(entry(A), entry(B))
+    bench.of(A).fences[0].set_result(None)
+    await bench.settle()
+    assert A in bench.pool.replicas
+
+
+async def test_one_of_another_host_that_is_forgotten_is_closed_and_shown_no_more(bench: Bench) -> None:
+    await bench.up(FAR)
+    await bench.view(entry(A), entry(B), entry(FAR))
+    assert bench.fleet.known("text") == [A, B, FAR]
+    await bench.view(entry(A), entry(B))
+    assert bench.of(FAR).closed == 1 and FAR not in bench.pool.replicas
+    assert bench.fleet.known("text") == [A, B] and FAR not in bench.fleet.reports
+
+
+async def test_one_of_another_host_that_ended_first_is_shown_no_more_either(bench: Bench) -> None:
+    await bench.up(FAR)
+    await bench.view(entry(A), entry(B), entry(FAR))
+    bench.fleet.ended(FAR, "gone", again=False)
+    await bench.settle()
+    await bench.view(entry(A), entry(B))
+    assert bench.fleet.known("text") == [A, B]
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_the_name_of_one_that_is_forgotten_may_be_anothers_already(bench: Bench, known: bool) -> None:
+    """The end of the old bearer is heard of after the new one was connected: that one stays."""
+    await bench.up(FAR)
+    await bench.view(entry(A), entry(B), entry(FAR, epoch=1))
+    bench.fleet.ended(FAR, "gone", again=True)
+    await bench.settle()
+    await bench.up(FAR, About(host="elsewhere", pid=3))
+    await bench.view(entry(A), entry(B), *([entry(FAR, epoch=2)] if known else []))
+    assert FAR in bench.pool.replicas and bench.of(FAR).closed == 0
+    assert bench.fleet.about[FAR].host == "elsewhere"
+    await bench.view(entry(A), entry(B), entry(FAR, epoch=2))
+    await bench.view(entry(A), entry(B))
+    assert FAR not in bench.pool.replicas and FAR not in bench.fleet.about
+
+
+async def test_what_is_waited_for_ends_when_the_last_one_is_forgotten(bench: Bench) -> None:
+    await bench.up(FAR)
+    for replica in (A, B):
+        bench.fleet.ended(replica, "gone", again=False)
+    await bench.view(entry(FAR))
+    await bench.open("a")
+    await bench.view(entry(FAR, State.DOWN))
+    assert len(bench.orchestrator.waiting) == 1
+    await bench.view()
+    assert bench.orchestrator.held() == 0
+
+
+async def test_states_steer_the_pool(bench: Bench) -> None:
+    await bench.view(entry(A, State.DRAINING), entry(B))
+    await bench.open("a", "b")
+    assert bench.where("a") == bench.where("b") == B
+    await bench.view(entry(A, State.SUSPECT), entry(B))
+    await bench.open("c")
+    assert bench.where("c") == B
+    assert [bench.fleet.state(replica) for replica in (A, B)] == ["SUSPECT", "UP"]
+    await bench.view(entry(A, load=Load(0, 0, 0.0, 1)), entry(B, load=Load(0, 9, 0.0, 1)))
+    await bench.open("d")
+    assert bench.where("d") == A
+
+
+async def test_the_age_of_a_heartbeat_is_that_of_the_last_new_report(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(fleet_module.time, "monotonic", lambda: now)
+    heard = []
+    for report in (1, 1, 2):
+        await bench.view(entry(A, load=Load(0, 0, 0.0, report)), entry(B))
+        heard.append(bench.fleet.reports[A].heard)
+        now += 1
+    monkeypatch.undo()
+    assert heard == [100.0, 100.0, 102.0]
+
+
+async def test_an_api_server_that_died_is_forgotten_everywhere(bench: Bench) -> None:
+    bench.fleet.forget_requests_of(3, 1000.0)
+    await bench.settle()
+    assert [len(bench.of(replica).sent) for replica in (A, B)] == [1, 1]
