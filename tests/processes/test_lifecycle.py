@@ -8,9 +8,8 @@ import os
 import random
 import signal
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,13 @@ import openai
 import psutil
 import pytest
 
-from examples.server import HOST, Server
+from examples.server import Server
+from tests.processes.cluster import LENGTH, MODEL, STAGES, all_up, ask, body, get, idle, kill, replicas, until
+from vllm_omni_ext.runtime.folders import PrivateFolder
 
 pytestmark = pytest.mark.engine
 
-MODEL = "tiny"
-STAGES = ("thinker", "talker", "code2wav")
 TOLD_S = 1.0  # a client hears of a lost stage within this time
-SETTLE_S = 10.0
 ABORTS = 200
 AT_ONCE = 8
 LONGEST_WAIT_S = 0.6
@@ -47,37 +45,34 @@ ENDLESS: dict[str, Any] = {
 }
 
 
+LONG = body("Tell me a very long story about the blue cat.", 150, 250)
+NEVER_AGAIN = ("--omni-restart-limit", "0")
+GONE_S = 2.0
+"""A killed head's processes are gone within this time."""
+
+WAIT_S = 0.5
+
+
 @contextmanager
-def serving(tiny: Path, log: Path) -> Iterator[Server]:
-    with Server(tiny, log, ["--served-model-name", MODEL, "--max-model-len", "2048"]) as running:
+def serving(tiny: Path, log: Path, *flags: str) -> Iterator[Server]:
+    with Server(tiny, log, [*LENGTH, *flags]) as running:
         yield running
 
 
-def get(server: Server, path: str) -> tuple[int, Any]:
-    """Status and JSON body."""
-    try:
-        with urllib.request.urlopen(f"http://{HOST}:{server.port}{path}", timeout=10) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+@pytest.fixture(scope="module")
+def recovering(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with one replica a stage, of which each is started again, once."""
+    with serving(tiny, tmp_path_factory.mktemp("recovering") / "log", "--omni-restart-limit", "1") as running:
+        yield running
 
 
 def replica(server: Server, stage: str) -> dict[str, Any]:
-    _, status = get(server, "/v1/omni/status")
-    return next(s for s in status["stages"] if s["name"] == stage)["replicas"][0]
+    return replicas(server)[f"{stage}/0"]
 
 
-def until(true: Callable[[], bool], seconds: float = SETTLE_S) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-def idle(server: Server) -> bool:
-    return all(replica(server, stage)[count] == 0 for stage in STAGES for count in ("running", "waiting"))
+def working(server: Server, stage: str) -> bool:
+    """Whether a request is so far that the end of this stage's process matters to it."""
+    return bool(replica(server, "thinker" if stage == "thinker" else "talker")["running"])
 
 
 async def killed_under(server: Server, stage: str, modalities: list[str]) -> tuple[float, Exception]:
@@ -100,12 +95,12 @@ def check_lost(server: Server, stage: str, told: tuple[float, Any]) -> None:
     assert seconds < TOLD_S
     assert error.status_code == 503 and stage in error.message
     code, health = get(server, "/health")
-    assert code == 503 and stage in json.dumps(health)
+    assert code == 503 and stage in health.decode()
     assert replica(server, stage)["state"] == "DOWN"
 
 
 def test_a_killed_talker_ends_spoken_requests_only(tiny: Path, tmp_path: Path) -> None:
-    with serving(tiny, tmp_path / "log") as server:
+    with serving(tiny, tmp_path / "log", *NEVER_AGAIN) as server:
         told = asyncio.run(killed_under(server, "talker", ["text", "audio"]))
         check_lost(server, "talker", told)
         client = openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60)
@@ -118,11 +113,48 @@ def test_a_killed_talker_ends_spoken_requests_only(tiny: Path, tmp_path: Path) -
 
 
 def test_a_killed_vocoder_and_then_a_killed_thinker(tiny: Path, tmp_path: Path) -> None:
-    with serving(tiny, tmp_path / "log") as server:
+    with serving(tiny, tmp_path / "log", *NEVER_AGAIN) as server:
         check_lost(server, "code2wav", asyncio.run(killed_under(server, "code2wav", ["text", "audio"])))
         assert until(lambda: replica(server, "talker")["running"] == 0)
         check_lost(server, "thinker", asyncio.run(killed_under(server, "thinker", ["text"])))
         assert not server.stop()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_requests_wait_for_a_killed_replica(stage: str, recovering: Server) -> None:
+    """One that it had, and one that comes while it is gone."""
+    undisturbed = ask(recovering, LONG)
+    with ThreadPoolExecutor(2) as threads:
+        had = threads.submit(ask, recovering, LONG)
+        assert until(lambda: working(recovering, stage))
+        kill(recovering, f"{stage}/0")
+        assert until(lambda: get(recovering, "/health")[0] == 503, TOLD_S)
+        assert stage in json.loads(get(recovering, "/health")[1])["reason"]
+        assert replica(recovering, stage)["state"] == "DOWN"
+        came = threads.submit(ask, recovering, LONG)
+        assert had.result() == undisturbed and came.result() == undisturbed
+    assert until(lambda: all_up(recovering, 3) and idle(recovering))
+    assert get(recovering, "/health")[0] == 200
+    assert replica(recovering, stage)["restarts"] == 1
+
+
+def test_a_replica_that_dies_too_often_is_given_up(recovering: Server) -> None:
+    assert replica(recovering, "talker")["restarts"] == 1
+    check_lost(recovering, "talker", asyncio.run(killed_under(recovering, "talker", ["text", "audio"])))
+    assert "talker/0 is gone: its process ended with exit code -9; it is not started again" in recovering.tail()
+
+
+def test_a_killed_head_takes_everything_with_it(recovering: Server) -> None:
+    """Last of this server."""
+    (line,) = (line for line in recovering.log.read_text().splitlines() if line.startswith("starting"))
+    folder = Path(line.partition("; logs in ")[2]).parent
+    assert folder.is_dir()
+    theirs = [process for process in recovering.processes() if process.pid != recovering.pid]
+    assert len(theirs) >= 4  # two replicas, an API server, the coordinator
+    os.kill(recovering.pid, signal.SIGKILL)
+    assert not psutil.wait_procs(theirs, GONE_S)[1]
+    PrivateFolder().remove()  # as the next start does
+    assert not folder.exists()
 
 
 def measure(server: Server) -> tuple[dict[int, int], dict[int, int], set[str]]:
@@ -160,7 +192,7 @@ async def abort_many(server: Server, count: int, seed: int) -> None:
 
 
 def test_requests_aborted_anywhere_leave_nothing(tiny: Path, tmp_path: Path) -> None:
-    with serving(tiny, tmp_path / "log") as server:
+    with serving(tiny, tmp_path / "log", "--omni-replica-wait", str(WAIT_S)) as server:
         client = openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60)
         before = client.chat.completions.create(**EXACT, modalities=["text", "audio"]).choices[0].message
         asyncio.run(abort_many(server, ABORTS // 4, seed=1))  # caches and pools grow to their size
@@ -177,3 +209,10 @@ def test_requests_aborted_anywhere_leave_nothing(tiny: Path, tmp_path: Path) -> 
             assert files_after[pid] <= files[pid] + AT_ONCE, "kept-alive connections at most"
         after = client.chat.completions.create(**EXACT, modalities=["text", "audio"]).choices[0].message
         assert after.content == before.content and after.audio.data == before.audio.data
+        told, error = asyncio.run(killed_under(server, "talker", ["text", "audio"]))
+        assert WAIT_S <= told < WAIT_S + TOLD_S
+        assert isinstance(error, openai.APIStatusError) and error.status_code == 503
+        assert "talker" in error.message and "replica_wait_s" in error.message
+        assert until(lambda: all_up(server, 3))
+        again = client.chat.completions.create(**EXACT, modalities=["text", "audio"]).choices[0].message
+        assert again.content == before.content and again.audio.data == before.audio.data

@@ -78,6 +78,7 @@ def receiver() -> Iterator[Receiver]:
 @pytest.fixture(scope="module")
 def server(tiny: Path, receiver: Receiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ["--served-model-name", MODEL, "--max-model-len", "2048", "--otlp-traces-endpoint", receiver.url]
+    flags += ["--omni-restart-limit", "0"]  # the last test takes a stage away for good
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
