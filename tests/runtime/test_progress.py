@@ -23,7 +23,7 @@ def plan(**counts: int) -> Any:
 def test_one_line_a_stage() -> None:
     said: list[str] = []
     seconds = iter([3.0, 5.25])
-    progress = Progress(plan(thinker=1, talker=2), said.append, lambda: next(seconds))
+    progress = Progress(plan(thinker=1, talker=2, code2wav=0), said.append, lambda: next(seconds))
     progress.starting("in /logs")
     progress.ready(ReplicaId("talker", 1))
     progress.ready(ReplicaId("thinker", 0))

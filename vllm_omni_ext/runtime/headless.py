@@ -57,10 +57,12 @@ PING_S = 5.0
 LEAVING_TAKES_S = 5.0
 """What leaving may take beyond the time for the requests, and how long a coordinator may say nothing meanwhile."""
 
-MOST_REJECTIONS = 3
-"""Handshakes in a row that fail before it is believed that they always will."""
+MOST_BROKEN_HANDSHAKES = 3
+"""Handshakes in a row that the other side breaks off before it is believed that it always will."""
 
-_REJECTED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_BROKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_REJECTED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+"""After these, libzmq does not try again."""
 
 REFUSED, FAILED = 2, 1
 """Exit status: the head does not want these replicas; none of them could be kept running."""
@@ -100,8 +102,8 @@ class Master:
         self._socket: Socket = connect(
             self._context, zmq.DEALER, endpoint(host, port), self.keys, limit=MAX_ANSWER_BYTES
         )
-        self._handshakes: Socket = self._socket.get_monitor_socket(_REJECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._rejections = 0
+        self._handshakes: Socket = self._socket.get_monitor_socket(_BROKEN | _REJECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._broken_handshakes = 0
         self.places: dict[ReplicaId, _Place] = {}
         self._started: dict[ReplicaId, Started] = {}
         self.refused = False
@@ -190,10 +192,12 @@ class Master:
 
     def _look_at_handshakes(self) -> None:
         """See whether whoever listens there speaks with us; Refused if not."""
+        rejected = False
         while self._handshakes.poll(0):
-            done = recv_monitor_message(self._handshakes)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self._rejections = 0 if done else self._rejections + 1
-        if self._rejections >= MOST_REJECTIONS:
+            event = recv_monitor_message(self._handshakes)["event"]
+            rejected |= bool(event & _REJECTED)
+            self._broken_handshakes = self._broken_handshakes + 1 if event == _BROKEN else 0
+        if rejected or self._broken_handshakes >= MOST_BROKEN_HANDSHAKES:
             self.refused = True
             raise Refused(f"what listens at {self._where} is no head, or one with another secret (cluster_secret_file)")
 

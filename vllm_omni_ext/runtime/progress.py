@@ -26,7 +26,8 @@ class Progress:
 
     def starting(self, logs: str) -> None:
         """All replicas have been started; `logs` says where they write."""
-        stages = ", ".join(f"{stage} ({_count(len(replicas))})" for stage, replicas in self._pending.items())
+        here = ((stage, len(replicas)) for stage, replicas in self._pending.items() if replicas)
+        stages = ", ".join(f"{stage} ({_count(replicas)})" for stage, replicas in here)
         self._tell(f"starting {stages}; logs {logs}")
 
     def ready(self, replica: ReplicaId) -> None:
