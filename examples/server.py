@@ -39,64 +39,52 @@ def command() -> list[str]:
     return [str(script)] if script.exists() else [sys.executable, "-m", "vllm_omni_ext"]
 
 
-class Server:
-    """A running server. Use as a context manager.
+class Program:
+    """A running command in a session of its own.
 
     Args:
-        model: name or folder of the model.
-        log: file that takes what the server prints.
-        flags: more flags of `vllm serve`.
+        words: the command.
+        log: file that takes what it prints.
     """
 
-    def __init__(self, model: str | Path, log: Path, flags: Sequence[str] = ()) -> None:
-        self.port = free_port()
+    def __init__(self, words: Sequence[str], log: Path) -> None:
+        self.words = list(words)
         self.log = log
-        self.startup_s = 0.0
-        self._words = [*command(), "serve", str(model), "--omni", "--host", HOST, "--port", str(self.port), *flags]
         self._process: subprocess.Popen[bytes] | None = None
         self._seen: dict[int, psutil.Process] = {}
 
-    @property
-    def base_url(self) -> str:
-        """Of the OpenAI API."""
-        return f"http://{HOST}:{self.port}/v1"
-
-    def __enter__(self) -> Server:
-        started = time.monotonic()
+    def start(self) -> None:
+        """Start it; returns at once."""
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                self._words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+                self.words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
             )
-        try:
-            self._wait(started + START_S)
-        except BaseException:
-            self.stop()
-            raise
-        self.startup_s = time.monotonic() - started
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
 
-    def healthy(self) -> bool:
-        """Whether `/health` answers 200."""
-        try:
-            with urllib.request.urlopen(f"http://{HOST}:{self.port}/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
+    @property
+    def pid(self) -> int:
+        """Of the process that was started; it has been."""
+        assert self._process is not None
+        return self._process.pid
+
+    def status(self) -> int | None:
+        """Exit status; None while it runs."""
+        assert self._process is not None
+        return self._process.poll()
 
     def processes(self) -> list[psutil.Process]:
-        """The server's processes that are alive, those that lost their parent too."""
+        """Its processes that are alive, those that lost their parent too."""
         if self._process is not None and psutil.pid_exists(self._process.pid):
             tree = psutil.Process(self._process.pid)
             self._seen |= {process.pid: process for process in [tree, *tree.children(recursive=True)]}
         return [process for process in self._seen.values() if process.is_running() and _alive(process)]
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> list[psutil.Process]:
-        """Ask the server to end as Ctrl-C does and wait; returns the processes that had to be killed."""
+        """Ask it to end as Ctrl-C does and wait; returns the processes that had to be killed."""
         if self._process is None:
             return []
         known = self.processes()
@@ -115,11 +103,53 @@ class Server:
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
 
-    def _wait(self, deadline: float) -> None:
-        assert self._process is not None
+
+class Server(Program):
+    """A running server. Use as a context manager.
+
+    Args:
+        model: name or folder of the model.
+        log: file that takes what the server prints.
+        flags: more flags of `vllm serve`.
+    """
+
+    def __init__(self, model: str | Path, log: Path, flags: Sequence[str] = ()) -> None:
+        self.port = free_port()
+        self.startup_s = 0.0
+        super().__init__(
+            [*command(), "serve", str(model), "--omni", "--host", HOST, "--port", str(self.port), *flags], log
+        )
+
+    @property
+    def base_url(self) -> str:
+        """Of the OpenAI API."""
+        return f"http://{HOST}:{self.port}/v1"
+
+    def __enter__(self) -> Server:
+        started = time.monotonic()
+        self.start()
+        try:
+            self.wait()
+        except BaseException:
+            self.stop()
+            raise
+        self.startup_s = time.monotonic() - started
+        return self
+
+    def healthy(self) -> bool:
+        """Whether `/health` answers 200."""
+        try:
+            with urllib.request.urlopen(f"http://{HOST}:{self.port}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def wait(self) -> None:
+        """Wait until it is healthy; ServerFailed if it is not in time."""
+        deadline = time.monotonic() + START_S
         while not self.healthy():
-            if self._process.poll() is not None:
-                raise ServerFailed(f"the server ended with status {self._process.returncode}:\n{self.tail()}")
+            if self.status() is not None:
+                raise ServerFailed(f"the server ended with status {self.status()}:\n{self.tail()}")
             if time.monotonic() > deadline:
                 raise ServerFailed(f"the server was not ready after {START_S:.0f} s:\n{self.tail()}")
             time.sleep(LOOK_EVERY_S)

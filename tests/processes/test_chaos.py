@@ -1,0 +1,147 @@
+"""Two replicas a stage, under load, while processes are killed: no request is lost, and everything comes back."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from examples.server import Server
+from tests.media import audio, image, openai_messages
+from tests.processes.cluster import (
+    LENGTH,
+    STAGES,
+    all_up,
+    ask,
+    ask_all,
+    body,
+    coordinator,
+    get,
+    idle,
+    kill,
+    overrides,
+    replicas,
+    status,
+    until,
+    used,
+)
+
+pytestmark = pytest.mark.engine
+
+REQUESTS, AT_ONCE = 40, 8
+WORDS, FRAMES = 60, 90
+TIMEOUT_S = 2
+COORDINATOR = "coordinator"
+AFTER = {5: "talker", 12: "code2wav", 19: "thinker", 26: COORDINATOR}
+"""What is killed when so many requests have been answered."""
+
+BUSY_WITHIN_S = 3.0
+KEPT_ALIVE = 4
+"""Connections a process may keep open between requests."""
+
+
+def question(number: int) -> Any:
+    """Every request is another one; some with sound, an image or both."""
+    parts: list[Any] = [{"type": "text", "text": f"Question {number}: what is a replica of stage {number % 7}?"}]
+    if number % 5 == 1:
+        parts.insert(0, {"type": "audio", "audio": audio(0.5 + number / 40, number)})
+    if number % 5 in (1, 3) and number % 2:
+        parts.insert(0, {"type": "image", "image": image(64 + 32 * (number % 3), 64, number)})
+    return openai_messages([{"role": "user", "content": parts}])[0]["content"]
+
+
+BODIES = [body(question(number), WORDS, FRAMES) for number in range(REQUESTS)]
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    two = overrides(**{stage: {"replicas": 2} for stage in STAGES})
+    flags = [*LENGTH, *two, "--omni-heartbeat-timeout", str(TIMEOUT_S)]
+    with Server(tiny, tmp_path_factory.mktemp("server") / "log", flags) as running:
+        yield running
+
+
+def folder(server: Server) -> Path:
+    """The private folder of the server."""
+    (line,) = (line for line in server.log.read_text().splitlines() if line.startswith("starting"))
+    return Path(line.partition("; logs in ")[2]).parent
+
+
+def busiest(server: Server, stage: str) -> str:
+    """The replica of a stage with most to do."""
+    found = {name: each["running"] for name, each in replicas(server).items() if name.startswith(stage)}
+    return max(found, key=found.__getitem__)
+
+
+def strike(server: Server, target: str, killed: list[str]) -> None:
+    """Kill a replica of a stage, one that works."""
+    until(lambda: replicas(server)[busiest(server, target)]["running"], BUSY_WITHIN_S)
+    killed.append(busiest(server, target))
+    kill(server, killed[-1])
+
+
+def test_forty_of_forty(server: Server) -> None:
+    undisturbed = ask_all(server, BODIES, AT_ONCE)
+    assert set(used(undisturbed)) == {f"{stage}/{i}" for stage in STAGES for i in range(2)}
+    assert until(lambda: all_up(server, 6) and idle(server))
+    head, files = psutil.Process(server.pid), sorted(os.listdir(folder(server)))
+    shared = set(os.listdir("/dev/shm"))
+    api = psutil.Process(status(server)["api_servers"][0]["pid"])
+    processes, open_files = len(server.processes()), {each: each.num_fds() for each in (head, api)}
+    first_coordinator = coordinator(server)
+
+    answered, killed = 0, []
+    lock, strikes = threading.Lock(), []
+
+    def one(fields: dict[str, Any]) -> Any:
+        nonlocal answered
+        answer = ask(server, fields)
+        with lock:
+            answered += 1
+            if answered in AFTER:
+                target = AFTER[answered]
+                kill_it = first_coordinator.kill if target == COORDINATOR else partial(strike, server, target, killed)
+                strikes.append(threads.submit(kill_it))
+        return answer
+
+    with ThreadPoolExecutor(1) as threads, ThreadPoolExecutor(AT_ONCE) as clients:
+        got = list(clients.map(one, BODIES))
+        for struck in strikes:
+            struck.result()
+    assert [n for n in range(REQUESTS) if got[n] != undisturbed[n]] == []
+
+    assert [name.partition("/")[0] for name in killed] == ["talker", "code2wav", "thinker"]
+    assert until(lambda: all_up(server, 6) and idle(server))
+    assert {name: each["restarts"] for name, each in replicas(server).items()} == {
+        f"{stage}/{i}": int(f"{stage}/{i}" in killed) for stage in STAGES for i in range(2)
+    }
+    assert get(server, "/health")[0] == 200
+    assert coordinator(server).pid != first_coordinator.pid
+    now = status(server)["coordinator"]
+    assert now["state"] == "UP" and now["view_age_s"] < TIMEOUT_S
+    ages = {name: each["heartbeat_age_s"] for name, each in replicas(server).items()}
+    assert max(ages.values()) < TIMEOUT_S, ages
+    assert len(server.processes()) == processes
+    for process, before in open_files.items():
+        assert process.num_fds() <= before + KEPT_ALIVE
+    assert len(os.listdir(folder(server))) <= len(files), (files, os.listdir(folder(server)))
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def test_all_replicas_serve_afterwards(server: Server) -> None:
+    answers = ask_all(server, BODIES[:12], AT_ONCE)
+    assert set(used(answers)) == {f"{stage}/{i}" for stage in STAGES for i in range(2)}
+
+
+def test_nothing_is_left(server: Server) -> None:
+    """Last."""
+    where = folder(server)
+    assert not server.stop()
+    assert not where.exists()

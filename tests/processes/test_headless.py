@@ -1,0 +1,331 @@
+"""Replicas of other processes: they join a head, vanish, come back, leave, and are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from examples.server import HOST, Server
+from tests.media import openai_messages
+from tests.oracle import Golden, Oracle
+from tests.processes.cluster import (
+    LENGTH,
+    Answer,
+    Headless,
+    all_up,
+    ask,
+    ask_all,
+    body,
+    free_ports,
+    get,
+    idle,
+    kill,
+    overrides,
+    replicas,
+    states,
+    until,
+    used,
+)
+from tests.processes.namespace import two_hosts
+from tests.processes.test_parity import CASES, TOLERANCE
+from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+
+pytestmark = pytest.mark.engine
+
+TIMEOUT_S, DRAIN_S = 1.5, 20
+PORTS = 3
+"""The master port, and those of the coordinator after it."""
+
+AT_ONCE = 8
+BODIES = [body(f"Tell me about number {number}.", 30, 60) for number in range(16)]
+GONE_S = 2.0
+"""A killed head's processes are gone within this time."""
+
+FORGOTTEN_S = 20 * TIMEOUT_S
+UP_S, SOON_S = 120.0, 10.0
+TIMES = ["--omni-heartbeat-timeout", str(TIMEOUT_S), "--omni-drain-timeout", str(DRAIN_S)]
+
+
+@dataclass
+class Cluster:
+    """A head that runs the thinker alone, two talkers and a code2wav that have joined it."""
+
+    head: Server
+    talkers: Headless
+    vocoder: Headless
+    join: Callable[..., Headless]
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Scenario with one stage a process: head first, with a secret."""
+    logs, port = tmp_path_factory.mktemp("cluster"), free_ports(PORTS)
+    secret = logs / "secret"
+    secret.write_text("one secret of this cluster")
+    known = ["--omni-cluster-secret-file", str(secret), *TIMES]
+
+    def join(name: str, stage: str, *flags: str, model: Path = tiny) -> Headless:
+        return Headless(model, logs / name, stage, port, *known, *flags)
+
+    words = ["--stage", "thinker", "--omni-dp-size-local", "2", "-oma", HOST, "-omp", str(port)]
+    head = Server(tiny, logs / "head", [*LENGTH, *words, *known])
+    talkers, vocoder = join("talkers", "talker", "--omni-dp-size-local", "2"), join("vocoder", "code2wav")
+    vocoder.words += ["--replica-id", "7"]
+    with contextlib.ExitStack() as stack:
+        head.start()
+        stack.callback(head.stop)
+        assert until(lambda: get(head, "/health")[0] == 503, UP_S), head.tail()
+        stack.enter_context(talkers)
+        stack.enter_context(vocoder)
+        head.wait()
+        assert until(lambda: all_up(head, 5), UP_S), states(head)
+        yield Cluster(head, talkers, vocoder, join)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> list[Answer]:
+    return ask_all(cluster.head, BODIES, AT_ONCE)
+
+
+def check_parity(server: Server, oracle: Oracle, expected: dict[str, Golden], names: list[str]) -> None:
+    """What a server answers is what Transformers says."""
+    for name in names:
+        case, golden = CASES[name], expected[name]
+        fields = body("", case.text, case.frames, ignore_eos=False)
+        fields["messages"] = openai_messages(case.messages)
+        fields["talker"] = {"temperature": 0, "max_tokens": case.frames}
+        answer = ask(server, fields)
+        assert answer.text == oracle.processor.tokenizer.decode(golden.thinker_ids, skip_special_tokens=True)
+        assert answer.samples.shape == golden.wav.shape
+        assert np.abs(answer.samples / 2**15 - golden.wav).max() <= TOLERANCE + 1 / 2**15
+
+
+def during(head: Server, stage: str, do: Callable[[], Any]) -> list[Answer]:
+    """All answers, with something done while a replica of a stage works for them."""
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask_all, head, BODIES, AT_ONCE)
+        busy = until(lambda: any(r["running"] for name, r in replicas(head).items() if name.startswith(stage)), 10)
+        assert busy or asked.done()
+        do()
+        return asked.result()
+
+
+def test_one_stage_a_process(cluster: Cluster, oracle: Oracle, expected: dict[str, Golden]) -> None:
+    check_parity(cluster.head, oracle, expected, ["text", "image"])
+
+
+def test_all_replicas_are_used(cluster: Cluster, undisturbed: list[Answer]) -> None:
+    assert set(used(undisturbed)) == {"thinker/0", "thinker/1", "talker/0", "talker/1", "code2wav/0"}
+    assert until(lambda: idle(cluster.head))
+
+
+def test_the_number_is_not_the_replicas_to_choose(cluster: Cluster) -> None:
+    warnings = [line for line in cluster.vocoder.log.read_text().splitlines() if "--replica-id" in line]
+    assert warnings == ["warning: --replica-id 7 is ignored: the head gives replicas their numbers"]
+
+
+def _without(member: Headless, flag: str) -> Headless:
+    """Without a flag and its value."""
+    at = member.words.index(flag)
+    del member.words[at : at + 2]
+    return member
+
+
+def test_who_does_not_belong_is_told_why(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, undisturbed: list[Answer]
+) -> None:
+    folder = tmp_path_factory.mktemp("others")
+    other, secret = write_qwen3_omni(folder / "other", seed=1), folder / "secret"
+    secret.write_text("the secret of another cluster")
+    wrong = {
+        "model": (cluster.join("model", "talker", model=other), 2, "model"),
+        "config": (cluster.join("config", "talker", *overrides(talker={"max_model_len": 1024})), 2, "config"),
+        "stage": (cluster.join("stage", "vocoder"), 2, "--stage vocoder: no such stage"),
+        "secret": (
+            cluster.join("secret2", "talker", "--omni-cluster-secret-file", str(secret)),
+            2,
+            "secret",
+        ),
+        "none": (_without(cluster.join("no_secret", "talker"), "--omni-cluster-secret-file"), 2, "secret"),
+    }
+    before = states(cluster.head)
+    with contextlib.ExitStack() as stack:
+        for member, _, _ in wrong.values():
+            stack.enter_context(member)
+        for what, (member, code, reason) in wrong.items():
+            assert until(lambda m=member: m.status() is not None, UP_S), what
+            errors = [line for line in member.log.read_text().splitlines() if "error" in line]
+            assert (member.status(), reason in "".join(errors)) == (code, True), (what, member.tail())
+    assert states(cluster.head) == before
+    assert ask_all(cluster.head, BODIES[:4], AT_ONCE) == undisturbed[:4]
+
+
+def test_a_replica_that_hangs_comes_back(cluster: Cluster, undisturbed: list[Answer]) -> None:
+    head, hung = cluster.head, []
+
+    def hang() -> None:
+        hung.append(kill(head, "talker/0", signal.SIGSTOP))
+        assert until(lambda: states(head)["talker/0"] == "DOWN")
+
+    try:
+        assert during(head, "talker", hang) == undisturbed
+        assert used(ask_all(head, BODIES, AT_ONCE))["talker/0"] == 0
+    finally:
+        os.kill(hung[0], signal.SIGCONT)
+    assert until(lambda: all_up(head, 5))
+    again = ask_all(head, BODIES, AT_ONCE)
+    assert again == undisturbed and used(again)["talker/0"]
+    assert replicas(head)["talker/0"]["restarts"] == 0
+
+
+def test_a_host_that_hangs_comes_back(cluster: Cluster, undisturbed: list[Answer]) -> None:
+    """All talkers are gone for a while: requests wait."""
+    head = cluster.head
+
+    def hang() -> None:
+        os.killpg(cluster.talkers.pid, signal.SIGSTOP)
+        try:
+            assert until(lambda: {states(head)["talker/0"], states(head)["talker/1"]} == {"DOWN"})
+            assert get(head, "/health")[0] == 503
+        finally:
+            os.killpg(cluster.talkers.pid, signal.SIGCONT)
+
+    assert during(head, "talker", hang) == undisturbed
+    assert until(lambda: all_up(head, 5) and idle(head))
+    assert {"talker/0", "talker/1"} <= set(used(ask_all(head, BODIES, AT_ONCE)))
+
+
+def test_a_killed_replica_is_started_again_where_it_was(cluster: Cluster, undisturbed: list[Answer]) -> None:
+    head = cluster.head
+    assert during(head, "talker", lambda: kill(head, "talker/1")) == undisturbed
+    assert until(lambda: all_up(head, 5) and idle(head), UP_S)
+    assert {name: each["restarts"] for name, each in replicas(head).items() if each["restarts"]} == {"talker/1": 1}
+    assert "talker/1" in used(ask_all(head, BODIES, AT_ONCE))
+
+
+def test_leaving_loses_no_request(cluster: Cluster, undisturbed: list[Answer]) -> None:
+    head = cluster.head
+    with cluster.join("third", "talker") as third:
+        assert until(lambda: all_up(head, 6), UP_S)
+        (name,) = {name for name in states(head) if name.startswith("talker")} - {"talker/0", "talker/1"}
+        left: list[list[psutil.Process]] = []
+
+        def leave() -> None:
+            until(lambda: replicas(head)[name]["running"], 10)
+            left.append(third.stop(signal.SIGTERM))
+
+        assert during(head, "talker", leave) == undisturbed
+        assert left == [[]] and third.status() == 0, third.tail()
+        assert until(lambda: name not in states(head))
+    assert until(lambda: all_up(head, 5) and idle(head))
+
+
+def test_a_killed_host_is_replaced(cluster: Cluster, undisturbed: list[Answer]) -> None:
+    """Last but one: the only vocoder's process is killed, and another joins."""
+    head = cluster.head
+    engines = [process for process in cluster.vocoder.processes() if process.pid != cluster.vocoder.pid]
+
+    def replace() -> None:
+        os.kill(cluster.vocoder.pid, signal.SIGKILL)
+        assert not psutil.wait_procs(engines, GONE_S)[1]
+        assert until(lambda: get(head, "/health")[0] == 503)
+        cluster.vocoder = cluster.join("second_vocoder", "code2wav")
+        cluster.vocoder.start()
+
+    try:
+        assert during(head, "thinker", replace) == undisturbed
+        assert until(lambda: all_up(head, 5), FORGOTTEN_S + UP_S), states(head)
+        assert until(lambda: idle(head))
+    finally:
+        cluster.vocoder.stop()
+
+
+def test_whoever_is_asked_to_end_ends(cluster: Cluster) -> None:
+    """Last."""
+    assert not cluster.head.stop(signal.SIGTERM)
+    assert not cluster.talkers.stop(signal.SIGTERM)
+
+
+def test_a_head_that_never_comes(tiny: Path, tmp_path: Path) -> None:
+    """Waiting has an end, by itself or by a signal."""
+    port = free_ports(PORTS)
+    short = Headless(tiny, tmp_path / "short", "talker", port, "--omni-startup-timeout", "2")
+    long = Headless(tiny, tmp_path / "long", "talker", port)
+    with short, long:
+        assert until(lambda: short.status() is not None, UP_S)
+        assert short.status() == 1 and f"no head answers at {HOST}:{port} (waited 2 s" in short.tail()
+        assert long.status() is None and "starting talker" in long.tail()
+        began = time.monotonic()
+        assert not long.stop(signal.SIGTERM)
+        assert time.monotonic() - began < SOON_S
+
+
+def _ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
+
+
+@pytest.mark.skipif(not _ipv6(), reason="no IPv6 loopback here")
+def test_replicas_that_were_there_before_their_head(
+    tiny: Path, tmp_path: Path, oracle: Oracle, expected: dict[str, Golden]
+) -> None:
+    """Two more hosts for a head that runs every stage itself, over IPv6; then the head is killed."""
+    port = free_ports(PORTS)
+    head = Server(tiny, tmp_path / "head", [*LENGTH, "-oma", "::1", "-omp", str(port), *TIMES])
+    with contextlib.ExitStack() as stack:
+        members = [
+            stack.enter_context(Headless(tiny, tmp_path / stage, stage, port, *TIMES, host="::1"))
+            for stage in ("talker", "code2wav")
+        ]
+        time.sleep(1)  # they are asking by now, or will be while the head starts
+        stack.enter_context(head)
+        assert until(lambda: all_up(head, 5), UP_S), states(head)
+        check_parity(head, oracle, expected, ["text"])
+        every = {"thinker/0", "talker/0", "talker/1", "code2wav/0", "code2wav/1"}
+        assert set(used(ask_all(head, BODIES, AT_ONCE))) == every
+        theirs = [process for process in head.processes() if process.pid != head.pid]
+        assert len(theirs) >= 5  # three replicas, an API server, the coordinator
+        os.kill(head.pid, signal.SIGKILL)
+        assert not psutil.wait_procs(theirs, GONE_S)[1]
+        for member in members:
+            assert member.status() is None
+            began = time.monotonic()
+            assert not member.stop(signal.SIGTERM)
+            assert time.monotonic() - began < SOON_S
+
+
+def test_two_hosts(tiny: Path, tmp_path: Path, oracle: Oracle, expected: dict[str, Golden]) -> None:
+    """Real addresses; where the replica is reached is found by routing."""
+    port = free_ports(PORTS)
+    with contextlib.ExitStack() as stack:
+        try:
+            here, there = stack.enter_context(two_hosts())
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        words = ["-oma", here.address, "-omp", str(port), *TIMES]
+        head = Server(tiny, tmp_path / "head", [*LENGTH, *overrides(talker={"replicas": 0}), *words])
+        head.words[:0] = here.words
+        talker = Headless(tiny, tmp_path / "talker", "talker", port, *TIMES, host=here.address)
+        talker.words[:0] = there.words
+        stack.enter_context(talker)
+        here.call(lambda: stack.enter_context(head))
+        assert here.call(lambda: until(lambda: all_up(head, 3), UP_S))
+        here.call(lambda: check_parity(head, oracle, expected, ["text", "audio"]))
+        assert here.call(lambda: replicas(head))["talker/0"]["host"] == there.address
+        assert not talker.stop(signal.SIGTERM)
+        assert here.call(lambda: until(lambda: "talker/0" not in states(head)))
