@@ -73,7 +73,6 @@ class Work:
 
     async def over(self) -> None:
         """Wait until nothing of any request is left, in the engines neither."""
-        await asyncio.sleep(0)
         for replica in self.omni.fleet.replicas.values():
             await replica.client.get_supported_tasks_async()
 
