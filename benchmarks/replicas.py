@@ -1,13 +1,8 @@
 """What replicas of a stage add, and what a step costs beside a bare vLLM client; device time is simulated.
 
-Throughput: one stage's steps take `--step` seconds, its pool has 1, 2 or 4 open replicas, requests come in a closed
-loop with twice as many as the open replicas can run at once. Counted is what comes out of the stage.
-
-Overhead: a second client, vLLM's `AsyncMPClient` alone, sends one replica the very same requests as the stage pool
-did; they take turns. Compared is, for each step of the engine, the time from its result to everything being done that
-follows from it: the orchestrator, the pool, what is noted, the stages behind. The control compares the bare client with
-itself: that is what the machine's noise makes of a difference. "whole" is a round from the first call to its last step,
-divided by its steps: preparing, routing and sending the requests is in it. CPU time is that of this process.
+One stage's steps take `--step` seconds, its pool has 1, 2 or 4 open replicas, and requests come in a closed loop with
+twice as many as the open replicas can run at once. Counted is what comes out of the stage. What a step costs:
+`step_cost.py`.
 
     python benchmarks/replicas.py [MODEL] [--stages talker thinker] [--step 0.05] [--rounds 3] [--json FILE]
 """
@@ -15,69 +10,29 @@ divided by its steps: preparing, routing and sending the requests is in it. CPU 
 from __future__ import annotations
 
 import asyncio
-import copy
-import itertools
 import json
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from checkpoint import checkpoint, parser
-from simulated import Step, closed_loop, deployed, engine, step_of, watch
-from vllm.sampling_params import SamplingParams
+from simulated import engine
+from stage_load import Step, Work, closed_loop, deployed, open_only, watch
+from step_cost import MS, TIMES, Overhead, overhead
 
 from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.compat import activate
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.omni import AsyncOmni
-from vllm_omni_ext.orchestrator.requests import OmniOptions
-from vllm_omni_ext.runtime.replica import StockReplica
 
-TEXT = "Tell me about the blue cat in the moon"
-PROMPT = list(range(3, 19))
 SLOTS = 4
 """Requests a replica runs at once."""
 QUEUE = 2
 """Requests in the closed loop for each slot: a slot that falls free is filled at once."""
 SETTLE_S = 1.5
-TIMES = ("p50", "p90", "p99")
-MS = 1e3
-
-_numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class Work:
-    """Requests that keep one stage busy: `length` tokens, or frames, each."""
-
-    omni: AsyncOmni
-    stage: str
-    length: int
-
-    async def __call__(self) -> None:
-        """One request."""
-        number = str(next(_numbers))
-        exactly = SamplingParams(temperature=0, min_tokens=self.length, max_tokens=self.length, ignore_eos=True)
-        if self.stage == "thinker":
-            text = OmniOptions(modalities=("text",))
-            async for _ in self.omni.generate({"prompt_token_ids": PROMPT}, exactly, number, options=text):
-                pass
-            return
-        sound = OmniOptions(modalities=("audio",), sampling={"talker": exactly})
-        async for _ in (await self.omni.speak(TEXT, sound, number)).pieces():
-            pass
-
-    async def over(self) -> None:
-        """Wait until nothing of any request is left, in the engines neither."""
-        for replica in self.omni.fleet.replicas.values():
-            await replica.client.get_supported_tasks_async()
-
-
-# -- throughput -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -113,152 +68,6 @@ async def rate(work: Work, count: int, steps: dict[ReplicaId, list[Step]], secon
         ended = time.monotonic()
     await work.over()
     return sum(step.items for each in steps.values() for step in each if began <= step.made < ended) / (ended - began)
-
-
-def open_only(work: Work, count: int) -> None:
-    """Let the stage's first `count` replicas take requests."""
-    pool = work.omni.orchestrator.pools[work.stage]
-    for replica in pool.replicas:
-        if replica.index < count:
-            pool.add(replica)
-        else:
-            pool.drain(replica)
-
-
-# -- overhead ---------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Round:
-    """One client's turn. `seconds` from the first call to the last step; `cpu` of this process, in seconds."""
-
-    steps: list[Step]
-    seconds: float
-    cpu: float
-
-    def late(self) -> np.ndarray:
-        """Of each step: from its result to everything being done, in ms."""
-        return np.array([(step.handled - step.made) * MS for step in self.steps])
-
-
-class Ours:
-    """Sends through `AsyncOmni`."""
-
-    def __init__(self, work: Work, steps: list[Step]) -> None:
-        self._work, self._steps = work, steps
-
-    async def turn(self, concurrency: int) -> None:
-        """So many requests at once."""
-        await asyncio.gather(*(self._work() for _ in range(concurrency)))
-
-    async def round(self, concurrency: int) -> Round:
-        """So many requests at once, measured."""
-        first, began, cpu = len(self._steps), time.monotonic(), time.process_time()
-        await self.turn(concurrency)
-        steps, cpu = self._steps[first:], time.process_time() - cpu
-        await self._work.over()
-        return Round(steps, steps[-1].handled - began, cpu)
-
-
-class Bare:
-    """Sends what was recorded of ours through vLLM's client alone."""
-
-    def __init__(self, client: Any, messages: Sequence[Any]) -> None:
-        self._client, self._messages = client, messages
-
-    async def round(self, concurrency: int) -> Round:
-        """The recorded requests."""
-        suffix, open_ids, steps = f"-{next(_numbers)}", set(), []
-        began, cpu = time.monotonic(), time.process_time()
-        for message in self._messages:
-            again = copy.copy(message)
-            again.request_id += suffix
-            open_ids.add(again.request_id)
-            await self._client.add_request_async(again)
-        while open_ids:
-            outputs = await self._client.get_output_async()
-            if outputs.outputs:
-                steps.append(step_of(outputs))
-            open_ids -= {output.request_id for output in outputs.outputs if output.finish_reason is not None}
-        return Round(steps, steps[-1].handled - began, time.process_time() - cpu)
-
-
-@dataclass
-class Overhead:
-    """Milliseconds for each step, by what they are."""
-
-    concurrency: int
-    steps: int
-    rows: dict[str, dict[str, float]] = field(default_factory=dict)
-
-
-async def recorded(replica: StockReplica, turn: Callable[[], Awaitable[None]]) -> list[Any]:
-    """Everything a replica is sent while `turn` runs."""
-    messages: list[Any] = []
-    add = replica.add
-
-    async def noting(request: Any) -> None:
-        messages.append(copy.copy(request))
-        await add(request)
-
-    replica.add = noting  # type: ignore[method-assign]
-    try:
-        await turn()
-    finally:
-        replica.add = add  # type: ignore[method-assign]
-    return messages
-
-
-async def overhead(work: Work, client: Any, steps: list[Step], concurrency: int, rounds: int) -> Overhead:
-    """Rounds of ours, of the bare client and of the bare client once more, in changing order; the first warms up."""
-    open_only(work, 1)
-    ours = Ours(work, steps)
-    replica = work.omni.fleet.replicas[ReplicaId(work.stage, 0)]
-    messages = await recorded(replica, lambda: ours.turn(concurrency))
-    await work.over()
-    runs: dict[str, tuple[Any, list[Round]]] = {"ours": (ours, [])}
-    runs |= {name: (Bare(client, messages), []) for name in ("bare", "control")}
-    order = list(runs)
-    for _ in range(rounds + 1):
-        for name in order:
-            who, done = runs[name]
-            done.append(await who.round(concurrency))
-        order.append(order.pop(0))
-    return compared(concurrency, *(done[1:] for _, done in runs.values()))
-
-
-def compared(concurrency: int, ours: list[Round], bare: list[Round], control: list[Round]) -> Overhead:
-    """The distributions, step by step and round by round."""
-    result = Overhead(concurrency, sum(len(each.steps) for each in ours))
-    inside = [(step.handled - step.received) * MS for each in ours for step in each.steps]
-    values = {
-        "ours": np.concatenate([each.late() for each in ours]),
-        "of it in our code": np.array(inside),
-        "bare client": np.concatenate([each.late() for each in bare]),
-        "ours - bare": differences(ours, bare),
-        "bare - bare (control)": differences(control, bare),
-        "whole: ours - bare": whole(ours) - whole(bare),
-        "whole: bare - bare (control)": whole(control) - whole(bare),
-        "CPU time: ours": np.array([each.cpu / len(each.steps) * MS for each in ours]),
-        "CPU time: bare client": np.array([each.cpu / len(each.steps) * MS for each in bare]),
-    }
-    for name, each in values.items():
-        result.rows[name] = dict(zip(TIMES, np.percentile(each, (50, 90, 99)).tolist(), strict=True))
-    return result
-
-
-def differences(ours: list[Round], bare: list[Round]) -> np.ndarray:
-    """Step k of a round minus step k of the other's."""
-    pairs = [(a.late(), b.late()) for a, b in zip(ours, bare, strict=True)]
-    return np.concatenate([a[: len(b)] - b[: len(a)] for a, b in pairs])
-
-
-def whole(rounds: list[Round]) -> np.ndarray:
-    """Of each round: its time divided by its steps, in ms."""
-    return np.array([each.seconds / len(each.steps) * MS for each in rounds])
-
-
-# -- the program ------------------------------------------------------------------------------------------------
 
 
 async def measure(deployment: Any, stage: str, args: Any) -> tuple[Throughput | None, list[Overhead]]:
