@@ -152,8 +152,8 @@ class AsyncOmni(TargetedLLM):
             super()._run_output_handler()
 
     async def _take(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
-        self._loaded(replica, outputs)
         current = [output for output in outputs.outputs if await self.orchestrator.produced(replica, output)]
+        self._loaded(replica, outputs)  # what was made goes on first
         if self._is_text(replica):
             # An output that carried nothing but exported rows is no news for the client.
             outputs.outputs = [o for o in current if o.new_token_ids or o.finish_reason is not None]

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager, load_stat_logger_plugin_factories
-from vllm.v1.metrics.stats import IterationStats
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from vllm_omni_ext import metrics as m
 from vllm_omni_ext.ids import ReplicaId
@@ -29,7 +29,24 @@ def stats_of_all(config: VllmConfig, configs: Sequence[VllmConfig], *, client_co
     """
 
     class EveryReplica(PrometheusStatLogger):
-        """Stock, but each engine's cache is described by its own config."""
+        """Stock, but each engine's cache is described by its own config, and of `StepTokens` only tokens are written.
+
+        Adding zero to everything else would show the same, and take time in every step.
+        """
+
+        def record(
+            self,
+            scheduler_stats: SchedulerStats | None,
+            iteration_stats: IterationStats | None,
+            mm_cache_stats: Any = None,
+            engine_idx: int = 0,
+        ) -> None:
+            if not isinstance(iteration_stats, StepTokens):
+                super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+                return
+            super().record(scheduler_stats, None, mm_cache_stats, engine_idx)
+            self.counter_generation_tokens[engine_idx].inc(iteration_stats.num_generation_tokens)
+            self.histogram_iteration_tokens[engine_idx].observe(iteration_stats.num_generation_tokens)
 
         def log_metrics_info(self, type: str, config_obj: Any) -> None:
             known = [{**each.cache_config.metrics_info(), "engine": str(at)} for at, each in enumerate(configs)]
@@ -67,9 +84,13 @@ def note_sleep(manager: StatLoggerManager, engines: Sequence[int], level: int | 
                     logger.gauge_engine_sleep_state[name][engine].set(is_so)
 
 
-def tokens_of(outputs: EngineCoreOutputs) -> IterationStats:
+class StepTokens(IterationStats):
+    """Statistics in which `num_generation_tokens` is all there is."""
+
+
+def tokens_of(outputs: EngineCoreOutputs) -> StepTokens:
     """What a stage without vLLM's output processor made in one step: its tokens (for a codec stage, frames)."""
-    stats = IterationStats()
+    stats = StepTokens()
     stats.num_generation_tokens = sum(len(output.new_token_ids) for output in outputs.outputs)
     return stats
 

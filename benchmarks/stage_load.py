@@ -1,0 +1,129 @@
+"""Load for one stage of a pipeline in this process, and a look at the stage's steps."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from vllm.sampling_params import SamplingParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import EngineCoreOutputs
+
+from vllm_omni_ext.omni import AsyncOmni
+from vllm_omni_ext.orchestrator.requests import OmniOptions
+from vllm_omni_ext.runtime.launcher import Deployment
+from vllm_omni_ext.runtime.replica import StockReplica
+from vllm_omni_ext.topology.shape import Plan
+
+TEXT = "Tell me about the blue cat in the moon"
+PROMPT = list(range(3, 19))
+
+_numbers = itertools.count()
+
+
+@contextmanager
+def deployed(plan: Plan, *, clients: int) -> Iterator[Deployment]:
+    """The plan's replicas, ready for so many API servers; ended with the block."""
+    with Deployment(plan, clients=clients, usage=UsageContext.LLM_CLASS) as deployment:
+        deployment.wait()
+        yield deployment
+
+
+@asynccontextmanager
+async def closed_loop(work: Callable[[], Awaitable[None]], concurrency: int) -> AsyncIterator[None]:
+    """So many at work during the block, each beginning anew when it is done; what is unfinished at its end is aborted.
+
+    Raises:
+        ExceptionGroup: work failed.
+    """
+
+    async def again() -> None:
+        while True:
+            await work()
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(again()) for _ in range(concurrency)]
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+@dataclass(slots=True)
+class Step:
+    """What one engine step put out, and when; times in seconds on the clock that all processes share.
+
+    Attributes:
+        made: the engine had it.
+        received: vLLM's client gave it out.
+        handled: everything that follows from it here was done.
+        items: tokens; of a pooling stage, outputs.
+    """
+
+    made: float
+    received: float
+    handled: float
+    items: int
+
+
+def step_of(outputs: EngineCoreOutputs) -> Step:
+    """A step that was received just now and needs no handling."""
+    now = time.monotonic()
+    return Step(outputs.timestamp, now, now, sum(len(output.new_token_ids) or 1 for output in outputs.outputs))
+
+
+def watch(replica: StockReplica) -> list[Step]:
+    """A list that grows with every step of a replica. Who reads from the replica asks for the next when one is done."""
+    steps: list[Step] = []
+    outputs = replica.outputs
+
+    async def watched() -> EngineCoreOutputs:
+        if steps and steps[-1].handled == steps[-1].received:
+            steps[-1].handled = time.monotonic()
+        taken = await outputs()
+        if taken.outputs:
+            steps.append(step_of(taken))
+        return taken
+
+    replica.outputs = watched  # type: ignore[method-assign]
+    return steps
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests that keep one stage busy: `length` tokens, or frames, each."""
+
+    omni: AsyncOmni
+    stage: str
+    length: int
+
+    async def __call__(self) -> None:
+        """One request."""
+        number = str(next(_numbers))
+        exactly = SamplingParams(temperature=0, min_tokens=self.length, max_tokens=self.length, ignore_eos=True)
+        if self.stage == "thinker":
+            text = OmniOptions(modalities=("text",))
+            async for _ in self.omni.generate({"prompt_token_ids": PROMPT}, exactly, number, options=text):
+                pass
+            return
+        sound = OmniOptions(modalities=("audio",), sampling={"talker": exactly})
+        async for _ in (await self.omni.speak(TEXT, sound, number)).pieces():
+            pass
+
+    async def over(self) -> None:
+        """Wait until nothing of any request is left, in the engines neither."""
+        for replica in self.omni.fleet.replicas.values():
+            await replica.client.get_supported_tasks_async()
+
+
+def open_only(work: Work, count: int) -> None:
+    """Let the stage's first `count` replicas take requests."""
+    pool = work.omni.orchestrator.pools[work.stage]
+    for replica in pool.replicas:
+        if replica.index < count:
+            pool.add(replica)
+        else:
+            pool.drain(replica)

@@ -1,0 +1,52 @@
+"""What vLLM's loggers are told of stages that have no output processor of vLLM's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+from vllm_omni_ext.observability.engine_stats import stats_of_all, tokens_of
+from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+
+STEPS = (3, 1, 0)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    model = str(write_qwen3_omni(Path(tmp_path_factory.mktemp("model"), "tiny"), seed=0))
+    return AsyncEngineArgs(
+        model=model, dtype="float32", enforce_eager=True, max_model_len=512, kv_cache_memory_bytes=64 << 20
+    ).create_engine_config()
+
+
+def written(engine: int) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every value of vLLM's metrics for one engine, by name and other labels."""
+    return {
+        (sample.name, tuple(sorted(item for item in sample.labels.items() if item[0] != "engine"))): sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name.startswith("vllm:") and sample.labels.get("engine") == str(engine)
+        if not sample.name.endswith("_created")
+    }
+
+
+def test_tokens_of_a_step_are_written_as_vllm_writes_statistics_that_have_nothing_else(config: VllmConfig) -> None:
+    stock, ours = 0, 1
+    manager = stats_of_all(config, [config, config], client_count=1)
+    for tokens in STEPS:
+        stats = IterationStats()
+        stats.num_generation_tokens = tokens
+        outputs = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [7] * tokens)])
+        manager.record(SchedulerStats(num_running_reqs=tokens), stats, engine_idx=stock)
+        manager.record(SchedulerStats(num_running_reqs=tokens), tokens_of(outputs), engine_idx=ours)
+    assert written(ours) == written(stock)
+    assert written(ours)["vllm:generation_tokens_total", (("model_name", config.model_config.model),)] == sum(STEPS)
+    assert written(ours)["vllm:iteration_tokens_total_count", (("model_name", config.model_config.model),)] == len(
+        STEPS
+    )
