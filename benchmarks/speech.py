@@ -25,6 +25,7 @@ from checkpoint import checkpoint, parser
 from step_times import EXTENSION, parts_of
 from vllm import LLM, SamplingParams
 
+from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.requests import OmniOptions
 from vllm_omni_ext.outputs import AudioOutput
 
@@ -84,8 +85,9 @@ async def several(omni: Any, prompt: Any, requests: int, concurrency: int) -> fl
 
 async def rpc(omni: Any, method: str) -> dict[str, Any]:
     """Call the extension in the first replica of every stage."""
-    replicas = {replica.stage: stock for replica, stock in omni._omni._replicas.items() if replica.index == 0}
-    return {stage: (await replicas[stage].client.collective_rpc_async(method))[0] for stage in STAGES}
+    replicas = omni._omni.orchestrator.replicas
+    first = {stage: replicas[ReplicaId(stage, 0)].client for stage in STAGES}
+    return {stage: (await client.collective_rpc_async(method))[0] for stage, client in first.items()}
 
 
 class Clock:

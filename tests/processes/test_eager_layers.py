@@ -30,7 +30,7 @@ PICTURE = openai_messages(
 
 
 def rpc(omni: Any, method: str) -> Any:
-    return omni._run(omni._omni._replicas[TALKER].client.collective_rpc_async(method))[0]
+    return omni._run(omni._omni.orchestrator.replicas[TALKER].client.collective_rpc_async(method))[0]
 
 
 def test_hidden_states_are_those_of_the_stock_layers(real_vocab: Path) -> None:
