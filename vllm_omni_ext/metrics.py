@@ -144,6 +144,48 @@ REPLICA_UP = Metric(
     unit="0 or 1",
     text="1 while a replica takes requests, 0 when it is gone.",
 )
+REPLICA_RESTARTS = Metric(
+    name="replica_restarts",
+    kind="gauge",
+    labels=("stage", "replica"),
+    unit="restarts",
+    text="How often a replica was started again.",
+)
+REPLICA_HEARTBEAT = Metric(
+    name="replica_heartbeat_timestamp_seconds",
+    kind="gauge",
+    labels=("stage", "replica"),
+    unit="seconds",
+    text="Unix time at which a replica was last heard of; its age is time() minus this.",
+)
+COORDINATOR_VIEW = Metric(
+    name="coordinator_view_timestamp_seconds",
+    kind="gauge",
+    unit="seconds",
+    text="Unix time at which the coordinator was last heard of; the age of what it said is time() minus this.",
+)
+BALANCING = Metric(
+    name="balancing_decisions_total",
+    kind="counter",
+    labels=("stage", "replica", "why"),
+    unit="requests",
+    text="Requests given to a replica; `why` is affinity, policy or only (there was no other).",
+)
+REQUESTS_WAITING = Metric(
+    name="requests_waiting_for_replica",
+    kind="gauge",
+    labels=("stage",),
+    unit="requests",
+    text="Requests that wait for a stage none of whose replicas is up.",
+    mode="livesum",
+)
+TAKEN_OVER = Metric(
+    name="requests_taken_over_total",
+    kind="counter",
+    labels=("stage",),
+    unit="requests",
+    text="Requests that lost their replica of a stage and go on with another, now or when one is up.",
+)
 REPLICA_INFO = Metric(
     name="replica_info",
     kind="gauge",
@@ -193,6 +235,12 @@ ALL = (
     REPLICA_WAITING,
     REPLICA_IN_FLIGHT,
     REPLICA_UP,
+    REPLICA_RESTARTS,
+    REPLICA_HEARTBEAT,
+    COORDINATOR_VIEW,
+    BALANCING,
+    REQUESTS_WAITING,
+    TAKEN_OVER,
     REPLICA_INFO,
     HANDOVER_BYTES,
     HANDOVER_CHUNKS,
@@ -216,6 +264,11 @@ class Metrics:
     def of(self, metric: Metric, *labels: str) -> Any:
         """The series of a metric with these labels; hold on to it where it is written often."""
         return self._made[metric].labels(self._model, *labels)
+
+    def remove(self, metric: Metric, *labels: str) -> None:
+        """Show the series no more, if it is there. Where several processes share their values, it stays as it is."""
+        if DIRECTORY not in os.environ:
+            self._made[metric].remove(self._model, *labels)
 
 
 def make_all(registry: CollectorRegistry) -> dict[Metric, Any]:

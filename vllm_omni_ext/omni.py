@@ -114,6 +114,7 @@ class AsyncOmni(TargetedLLM):
             (replica for replica in replicas if replica.stage == stage.name),
             policy(chosen, self.connections.client_index),
             changed=self.observer.bound,
+            decided=self.observer.decided,
             clients=self.connections.client_count,
         )
 

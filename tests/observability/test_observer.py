@@ -236,3 +236,52 @@ def test_underruns_are_counted(bench: Bench) -> None:
     bench.observer.finished("r", REST)
     (record,) = bench.ended
     assert as_metrics(record)["audio"]["underrun_s"] == pytest.approx(1.25)
+
+
+# -- replicas that come and go -----------------------------------------------------------------------
+
+
+def series(bench: Bench, replica: ReplicaId) -> set[str]:
+    """Names of everything that is shown of a replica."""
+    return {
+        sample.name
+        for family in bench.registry.collect()
+        for sample in family.samples
+        if sample.labels.get("replica") == str(replica)
+    }
+
+
+def test_what_is_shown_of_replicas(bench: Bench) -> None:
+    labels = {"stage": "talker", "replica": "talker/1"}
+    bench.observer.restarted(TALKER, 3)
+    before = time.time()
+    bench.observer.heartbeat(TALKER)
+    bench.observer.viewed(2.0)
+    for why in ("policy", "policy", "affinity"):
+        bench.observer.decided(TALKER, why)
+    bench.observer.waiting("talker", 4)
+    bench.observer.waiting("talker", 2)
+    bench.observer.taken_over("talker")
+    assert bench.value(m.REPLICA_RESTARTS, **labels) == 3
+    heard, seen = bench.value(m.REPLICA_HEARTBEAT, **labels), bench.value(m.COORDINATOR_VIEW)
+    assert heard is not None and before <= heard <= time.time()
+    assert seen is not None and before - 2 <= seen <= time.time() - 2
+    assert bench.value(m.BALANCING, why="policy", **labels) == 2
+    assert bench.value(m.BALANCING, why="affinity", **labels) == 1
+    assert bench.value(m.REQUESTS_WAITING, stage="talker") == 2
+    assert bench.value(m.TAKEN_OVER, stage="talker") == 1
+
+
+def test_a_replica_that_is_forgotten_is_shown_no_more(bench: Bench) -> None:
+    bench.observer.restarted(TALKER, 3)
+    bench.observer.heartbeat(TALKER)
+    bench.observer.decided(TALKER, "only")
+    bench.observer.replica_down(TALKER)
+    others = series(bench, THINKER)
+    assert len(series(bench, TALKER)) > len(others)
+    bench.observer.forgotten(TALKER)
+    assert series(bench, TALKER) == set() and TALKER not in bench.observer.loads
+    bench.observer.forgotten(TALKER)
+    assert series(bench, THINKER) == others
+    bench.observer.replica_up(TALKER)
+    assert bench.value(m.REPLICA_UP, stage="talker", replica="talker/1") == 1

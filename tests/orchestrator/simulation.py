@@ -279,6 +279,14 @@ class World:
         for _ in range(50):
             await asyncio.sleep(0)
 
+    async def expire(self) -> None:
+        """Every wait has become too long."""
+        waiting = self.orchestrator.waiting
+        for key, timer in list(waiting._timers.items()):
+            timer.cancel()
+            waiting._too_long(key)
+        await self.settle()
+
     async def run(self) -> None:
         """Until no engine has anything to do."""
         await self.settle()

@@ -77,14 +77,13 @@ async def test_requests_that_begin_while_a_stage_is_away_wait_for_it(stage: str)
 @pytest.mark.parametrize("at", range(STEPS))
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_stage_that_stays_away_is_an_error_after_the_limit(stage: str, at: int) -> None:
-    world = World(wait_s=0.01)
+    world = World()
     await world.start("a")
     await rounds(world, at)
     world.kill(ReplicaId(stage, 0))
     await world.run()
     waits = len(world.orchestrator.waiting)
-    await asyncio.sleep(0.03)
-    await world.settle()
+    await world.expire()
     if waits:
         assert isinstance(world.failures["a"], StageUnavailable)
         assert f"stage '{stage}'" in str(world.failures["a"]) and "replica_wait_s" in str(world.failures["a"])
@@ -153,7 +152,7 @@ async def test_where_anybody_may_join_a_replica_that_never_comes_is_waited_for()
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("how", ["abort", "withdraw"])
 async def test_a_request_may_be_given_up_while_it_waits(stage: str, how: str) -> None:
-    world = World(wait_s=0.01)
+    world = World()
     world.kill(ReplicaId(stage, 0))
     await world.settle()
     for name in "ab":
@@ -168,7 +167,7 @@ async def test_a_request_may_be_given_up_while_it_waits(stage: str, how: str) ->
     await world.run()
     assert world.sinks["a"].empty()
     world.check("b")
-    await asyncio.sleep(0.02)
+    await world.expire()
     assert world.failures == {}
     await world.end()
 
@@ -190,7 +189,7 @@ async def test_a_stop_string_while_the_voice_is_awaited(tokens: int) -> None:
 
 async def test_a_stop_string_while_the_text_stage_is_awaited() -> None:
     """What it has made already may hold a stop string: then nobody needs the stage any more."""
-    world = World(wait_s=0.01)
+    world = World()
     await world.start("a")
     await rounds(world, 2)
     world.kill(ReplicaId("text", 0))
@@ -198,7 +197,7 @@ async def test_a_stop_string_while_the_text_stage_is_awaited() -> None:
     await world.orchestrator.text_stopped(["a"])
     assert len(world.orchestrator.waiting) == 0
     await world.run()
-    await asyncio.sleep(0.02)
+    await world.expire()
     await world.up(ReplicaId("text", 0))
     await world.run()
     assert world.failures == {} and world.engines[ReplicaId("text", 0)].known == set()

@@ -47,7 +47,13 @@ class Bench:
     def __init__(self, loop: Loop, *, joinable: bool = False) -> None:
         self.loop = loop
         self.expired: list[tuple[str, str]] = []
-        self.waiting = Waiting(LIMIT_S, joinable=joinable, expired=lambda *key: self.expired.append(key))
+        self.counts: list[tuple[str, int]] = []
+        self.waiting = Waiting(
+            LIMIT_S,
+            joinable=joinable,
+            expired=lambda *key: self.expired.append(key),
+            changed=lambda *count: self.counts.append(count),
+        )
 
 
 @pytest.fixture
@@ -109,6 +115,18 @@ def test_a_request_may_stop_waiting_for_some_stages(bench: Bench) -> None:
     assert bench.waiting.take("voice") == ["b"]
     bench.loop.turn(LIMIT_S)
     assert (bench.expired, bench.loop.timers) == ([], 0)
+
+
+def test_how_many_wait_is_told_when_it_changes(bench: Bench) -> None:
+    waiting = bench.waiting
+    for stage, request in (("voice", "a"), ("voice", "a"), ("voice", "b"), ("sound", "a"), ("voice", "c")):
+        waiting.add(stage, request)
+    assert bench.counts == [("voice", 1), ("voice", 2), ("sound", 1), ("voice", 3)]
+    waiting.forget("a", "voice", "text")
+    waiting.take("voice")
+    waiting.take("voice")
+    bench.loop.turn(LIMIT_S)
+    assert bench.counts[4:] == [("voice", 2), ("voice", 0), ("sound", 0)]
 
 
 def test_hope_is_for_a_stage_whose_replica_was_announced(bench: Bench) -> None:

@@ -296,3 +296,15 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
+
+
+def test_why_a_replica_was_picked_is_told() -> None:
+    told: list[tuple[ReplicaId, str]] = []
+    one, two = ReplicaId("talker", 0), ReplicaId("talker", 1)
+    pool = StagePool("talker", [one], decided=lambda *each: told.append(each))
+    pool.admit("a", session="s")
+    pool.admit("a", session="s")
+    pool.add(two)
+    pool.admit("b")
+    pool.admit("c", session="s")
+    assert told == [(one, "only"), (two, "policy"), (one, "affinity")]

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from prometheus_client import CollectorRegistry
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.orchestrator.fakes import FakePlugin, output, text_request
+from vllm_omni_ext import metrics as m
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.coordinator.follower import Follower
 from vllm_omni_ext.coordinator.members import Entry, Member, State, View
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.metrics import Metric, Metrics
+from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.pool.stage_pool import StagePool
@@ -88,6 +93,9 @@ class Views:
     def show(self, *entries: Entry) -> None:
         self._views.put_nowait(View(generation=1, settled=True, timeout_s=1.0, replicas=tuple(sorted_by_id(entries))))
 
+    def age(self) -> float:
+        return 0.0
+
     def close(self) -> None:
         pass
 
@@ -115,7 +123,9 @@ class Bench:
         first = {replica: Connected(replica) for replica in (A, B)}
         self.connections.extend(first.values())
         plugin: Any = FakePlugin(lambda event: [])
-        self.pool = StagePool("text", first)
+        self.registry = CollectorRegistry()
+        observer = Observer(Metrics("tiny", self.registry), text_stage="text", replicas=first)
+        self.pool = StagePool("text", first, changed=observer.bound, decided=observer.decided)
         replicas: Any = first
         self.orchestrator = Orchestrator(
             plugin=plugin,
@@ -124,6 +134,7 @@ class Bench:
             replicas=replicas,
             sampling={},
             limits={},
+            observer=observer,
             wait_s=60.0,
         )
         plan = SimpleNamespace(config=OmniConfig(), replicas=lambda: [SimpleNamespace(id=A), SimpleNamespace(id=B)])
@@ -187,6 +198,10 @@ class Bench:
     async def open(self, *names: str) -> None:
         for name in names:
             await self.orchestrator.open(text_request(name))
+
+    def shown(self, metric: Metric, **labels: str) -> float | None:
+        """The value of a metric."""
+        return self.registry.get_sample_value(metric.full_name, {"model_name": "tiny", **labels})
 
     def where(self, name: str) -> ReplicaId | None:
         return self.pool.replica_of(name)
@@ -390,6 +405,8 @@ async def test_one_of_another_host_that_is_forgotten_is_closed_and_shown_no_more
     await bench.view(entry(A), entry(B))
     assert bench.of(FAR).closed == 1 and FAR not in bench.pool.replicas
     assert bench.fleet.known("text") == [A, B] and FAR not in bench.fleet.reports
+    shown = {sample.labels.get("replica") for family in bench.registry.collect() for sample in family.samples}
+    assert {"text/0", "text/1"} <= shown and "text/2" not in shown
 
 
 async def test_one_of_another_host_that_ended_first_is_shown_no_more_either(bench: Bench) -> None:
@@ -460,3 +477,26 @@ async def test_an_api_server_that_died_is_forgotten_everywhere(bench: Bench) -> 
     bench.fleet.forget_requests_of(3, 1000.0)
     await bench.settle()
     assert [len(bench.of(replica).sent) for replica in (A, B)] == [1, 1]
+
+
+async def test_what_is_shown_in_metrics(bench: Bench) -> None:
+    await bench.open("a", "b")
+    bench.fleet.ended(A, "gone", again=True)
+    await bench.settle()
+    assert bench.shown(m.TAKEN_OVER, stage="text") == 1
+    bench.fleet.ended(B, "gone", again=True)
+    await bench.settle()
+    assert bench.shown(m.TAKEN_OVER, stage="text") == 3, "those that wait go on too"
+    assert bench.shown(m.REQUESTS_WAITING, stage="text") == 2
+    await bench.up(A, About(host="here", pid=9, restarts=4))
+    assert bench.shown(m.REQUESTS_WAITING, stage="text") == 0
+    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == 4
+    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/1") == 0
+    assert bench.shown(m.BALANCING, stage="text", replica="text/0", why="policy") == 1
+    assert bench.shown(m.BALANCING, stage="text", replica="text/0", why="only") == 2
+    before = time.time()
+    await bench.view(entry(A))
+    heard, seen = bench.shown(m.REPLICA_HEARTBEAT, stage="text", replica="text/0"), bench.shown(m.COORDINATOR_VIEW)
+    assert heard is not None and seen is not None and before <= min(heard, seen)
+    await bench.view(entry(A))
+    assert bench.shown(m.REPLICA_HEARTBEAT, stage="text", replica="text/0") == heard, "nothing new was said"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
@@ -16,6 +16,17 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.observability.record import HandOver, Heard, Record, StageCourse
 from vllm_omni_ext.outputs import AudioOutput
+from vllm_omni_ext.pool.stage_pool import Why
+
+OF_REPLICA = (
+    m.REPLICA_UP,
+    m.REPLICA_RUNNING,
+    m.REPLICA_WAITING,
+    m.REPLICA_IN_FLIGHT,
+    m.REPLICA_RESTARTS,
+    m.REPLICA_HEARTBEAT,
+)
+"""Metrics that a replica has for as long as its name is known."""
 
 TEXT, REST = "text", "rest"
 """Parts of a request that end on their own: the text, and everything that is made from it."""
@@ -97,6 +108,40 @@ class Observer:
         self._metrics.of(m.REPLICA_UP, replica.stage, str(replica)).set(0)
         self.loaded(replica, SchedulerStats())
         self.bound(replica, 0)
+
+    def restarted(self, replica: ReplicaId, times: int) -> None:
+        """A replica is there, and so often it was started again."""
+        self._metrics.of(m.REPLICA_RESTARTS, replica.stage, str(replica)).set(times)
+
+    def heartbeat(self, replica: ReplicaId) -> None:
+        """A replica was heard of."""
+        self._metrics.of(m.REPLICA_HEARTBEAT, replica.stage, str(replica)).set(time.time())
+
+    def viewed(self, age_s: float) -> None:
+        """The coordinator was last heard of so many seconds ago."""
+        self._metrics.of(m.COORDINATOR_VIEW).set(time.time() - age_s)
+
+    def decided(self, replica: ReplicaId, why: Why) -> None:
+        """A request was given to a replica."""
+        self._metrics.of(m.BALANCING, replica.stage, str(replica), why).inc()
+
+    def waiting(self, stage: str, requests: int) -> None:
+        """So many requests wait for a replica of a stage."""
+        self._metrics.of(m.REQUESTS_WAITING, stage).set(requests)
+
+    def taken_over(self, stage: str) -> None:
+        """A request goes on although its replica of a stage is gone."""
+        self._metrics.of(m.TAKEN_OVER, stage).inc()
+
+    def forgotten(self, replica: ReplicaId) -> None:
+        """A replica's name is free: what bears it in the metrics is removed."""
+        labels = (replica.stage, str(replica))
+        for metric in OF_REPLICA:
+            self._metrics.remove(metric, *labels)
+        for why in get_args(Why):
+            self._metrics.remove(m.BALANCING, *labels, why)
+        for table in (self.loads, self._load, self._in_flight):
+            table.pop(replica, None)  # type: ignore[attr-defined]
 
     def loaded(self, replica: ReplicaId, stats: SchedulerStats) -> None:
         """A replica's scheduler said what it has."""

@@ -106,7 +106,7 @@ class Orchestrator:
         self._live: dict[str, _Live] = {}
         self._texts: dict[str, TextReplay] = {}
         self._failed = failed
-        self.waiting = Waiting(wait_s, joinable=joinable, expired=self._waited_too_long)
+        self.waiting = Waiting(wait_s, joinable=joinable, expired=self._waited_too_long, changed=self.observer.waiting)
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
         self._chunk_deadline_s = chunk_deadline_s
@@ -324,6 +324,8 @@ class Orchestrator:
         lost = self.pools[replica.stage].remove(replica)
         for request_id in lost:
             await self._place_again(request_id, replica.stage, f"replica {replica} is gone: {reason}")
+            if request_id in self._texts or request_id in self._live:
+                self.observer.taken_over(replica.stage)
         await self._give_up(replica.stage, StageUnavailable(f"replica {replica} is gone: {reason}"))
         return lost
 

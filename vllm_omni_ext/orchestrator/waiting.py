@@ -15,12 +15,21 @@ class Waiting:
         limit_s: longest wait, in seconds.
         joinable: whether replicas nobody has announced may come (from other hosts).
         expired: called with stage and request when a wait has become too long.
+        changed: told how many requests wait for a stage, whenever that changes.
     """
 
-    def __init__(self, limit_s: float, *, joinable: bool, expired: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        limit_s: float,
+        *,
+        joinable: bool,
+        expired: Callable[[str, str], None],
+        changed: Callable[[str, int], None] = lambda stage, requests: None,
+    ) -> None:
         self.limit_s = limit_s
         self._joinable = joinable
         self._expired = expired
+        self._changed = changed
         self._announced: set[ReplicaId] = set()
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
 
@@ -48,9 +57,11 @@ class Waiting:
         key = (stage, request_id)
         if key not in self._timers:
             self._timers[key] = asyncio.get_running_loop().call_later(self.limit_s, self._too_long, key)
+            self._recount(stage)
 
     def _too_long(self, key: tuple[str, str]) -> None:
         if self._timers.pop(key, None) is not None:
+            self._recount(key[0])
             self._expired(*key)
 
     def take(self, stage: str) -> list[str]:
@@ -58,6 +69,8 @@ class Waiting:
         taken = [key for key in self._timers if key[0] == stage]
         for key in taken:
             self._timers.pop(key).cancel()
+        if taken:
+            self._recount(stage)
         return [request_id for _, request_id in taken]
 
     def forget(self, request_id: str, *stages: str) -> None:
@@ -66,3 +79,7 @@ class Waiting:
             timer = self._timers.pop((stage, request_id), None)
             if timer is not None:
                 timer.cancel()
+                self._recount(stage)
+
+    def _recount(self, stage: str) -> None:
+        self._changed(stage, sum(key[0] == stage for key in self._timers))

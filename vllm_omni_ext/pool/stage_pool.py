@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 from vllm_omni_ext.errors import StageUnavailable, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.affinity import Affinity, keys
 from vllm_omni_ext.pool.load import Load, estimate
 from vllm_omni_ext.pool.policies import LeastQueueLength, Policy
+
+Why: TypeAlias = Literal["affinity", "policy", "only"]
+"""What made a replica be picked: an earlier request, the policy, or that there is no other."""
 
 SLACK = 16.0
 """Requests by which a replica may be busier than the least busy one and still get its sessions and media: a cache is
@@ -26,6 +30,7 @@ class StagePool:
         changed: told how many requests are bound to a replica, whenever that changes.
         clients: number of API servers, each with a pool of its own over the same replicas.
         affinity: what is remembered of sessions and media.
+        decided: told of every replica that is picked, and why.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class StagePool:
         *,
         clients: int = 1,
         affinity: Affinity | None = None,
+        decided: Callable[[ReplicaId, Why], None] = lambda replica, why: None,
     ) -> None:
         self.stage = stage
         self._bound: dict[ReplicaId, set[str]] = {}
@@ -49,6 +55,7 @@ class StagePool:
         self._changed = changed
         self._clients = clients
         self._affinity = Affinity() if affinity is None else affinity
+        self._decided = decided
         for replica in replicas:
             self.add(replica)
 
@@ -70,24 +77,27 @@ class StagePool:
         if request_id in self._where:
             return self._where[request_id]
         affinity = keys(session, media)
-        replica = self._choose(affinity)
+        replica, why = self._choose(affinity)
         self._affinity.remember(affinity, replica)
         self._bound[replica].add(request_id)
         self._where[request_id] = replica
         self._recount(replica)
+        self._decided(replica, why)
         return replica
 
-    def _choose(self, affinity: Sequence[bytes]) -> ReplicaId:
+    def _choose(self, affinity: Sequence[bytes]) -> tuple[ReplicaId, Why]:
         candidates = self._open or self._avoided
         if self._asleep:
             candidates = self._awake(self._open) or self._awake(self._avoided) or candidates
         if not candidates:
             state = "is draining: all its replicas are" if self._bound else "has no live replica"
             raise StageUnavailable(f"stage '{self.stage}' {state}")
+        if len(candidates) == 1:
+            return next(iter(candidates)), "only"
         for replica in self._affinity.places(affinity):
             if replica in candidates and candidates[replica] <= min(candidates.values()) + SLACK:
-                return replica
-        return self._policy.pick(MappingProxyType(candidates))
+                return replica, "affinity"
+        return self._policy.pick(MappingProxyType(candidates)), "policy"
 
     def _awake(self, candidates: Mapping[ReplicaId, float]) -> dict[ReplicaId, float]:
         return {replica: load for replica, load in candidates.items() if replica not in self._asleep}

@@ -27,6 +27,7 @@ from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import Attach, Detach, Entry, Forget, Member, View
 from vllm_omni_ext.coordinator.watcher import Watcher
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.board import Board
@@ -161,6 +162,10 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
 
     @property
+    def _observer(self) -> Observer:
+        return self._orchestrator.observer
+
+    @property
     def _pools(self) -> Mapping[str, StagePool]:
         return self._orchestrator.pools
 
@@ -168,6 +173,8 @@ class Fleet:
         """Begin to read from the replicas, and to follow the coordinator if there is one."""
         for name in self._connections.starting:
             self.starting(name)
+        for name, about in self.about.items():
+            self._observer.restarted(name, about.restarts)
         for replica in self.replicas.values():
             self._spawn(self._read(replica))
         if self._connections.said is not None:
@@ -233,6 +240,7 @@ class Fleet:
             await self._drop(before, "another process has its place")
         self._coming.pop(replica, None)
         self.about[replica] = about
+        self._observer.restarted(replica, about.restarts)
         self.replicas[replica] = connected
         self.connected(connected)
         self._joined(connected)
@@ -288,6 +296,7 @@ class Fleet:
 
     async def _follow(self, watcher: Watcher) -> None:
         async for view, changes in watcher:
+            self._observer.viewed(watcher.age())
             for change in changes:
                 await self._change(change)
             self._note(view)
@@ -301,6 +310,8 @@ class Fleet:
             last = before.get(entry.member.id)
             heard = last.heard if last is not None and last.entry.load == entry.load else now
             self.reports[entry.member.id] = Report(entry, heard)
+            if heard == now:
+                self._observer.heartbeat(entry.member.id)
 
     async def _change(self, change: Change) -> None:
         replica = change.member.id
@@ -327,6 +338,7 @@ class Fleet:
             await self._orchestrator.never_up(replica, "it has left")
         if replica not in self.replicas and replica not in self._coming:
             self.about.pop(replica, None)
+            self._observer.forgotten(replica)
 
     async def _attach_again(self, replica: StockReplica) -> None:
         """A replica that was silent is back: end what others have taken over, then send it requests again.
