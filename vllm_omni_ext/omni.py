@@ -22,7 +22,9 @@ from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.model_plugins.registry import pipeline_for, resolve
 from vllm_omni_ext.observability.engine_stats import engine_order, name_engines, stats_of_all, tokens_of
 from vllm_omni_ext.observability.observer import Observer
+from vllm_omni_ext.observability.record import Record
 from vllm_omni_ext.observability.spans import emit_spans
+from vllm_omni_ext.observability.trace_files import TraceFiles
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.orchestrator.recital import Recital, make_recital
 from vllm_omni_ext.orchestrator.requests import OmniOptions
@@ -64,6 +66,8 @@ class AsyncOmni(TargetedLLM):
         config.shutdown_timeout = connections.drain_s
         said = next((each.client.said for replica, each in replicas.items() if replica.stage == text), b"")
         with stand_in(connections.folder, said) as addresses:
+            if connections.board is not None and connections.client_count > 1:
+                addresses["mp_admission_counters"] = connections.board.admitted
             super().__init__(
                 vllm_config=config,
                 executor_class=Executor.get_class(config),
@@ -121,13 +125,16 @@ class AsyncOmni(TargetedLLM):
         """Set up what is noted about requests and replicas, and vLLM's statistics for all of them."""
         text = self.plan.text_stage().name
         metrics = Metrics(str(config.model_config.served_model_name))
-        tracing = config.observability_config.otlp_traces_endpoint is not None
+        self._tracing = config.observability_config.otlp_traces_endpoint is not None
+        which, keep = self.connections.client_index, self.plan.config.kept_traces
+        several = self.connections.client_count > 1
+        self.trace_files = TraceFiles(self.connections.folder, which, keep) if several else None
         self.observer = Observer(
             metrics,
             text_stage=text,
             replicas=replicas,
-            keep=self.plan.config.kept_traces,
-            ended=(lambda record: emit_spans(record, text)) if tracing else (lambda record: None),
+            keep=keep,
+            ended=self._ended,
         )
         order = engine_order(text, list(replicas))
         name_engines(metrics, order)
@@ -136,6 +143,12 @@ class AsyncOmni(TargetedLLM):
         if self.log_stats:  # vLLM's constructor knew of the first replica only
             configs = [replicas[replica].client.vllm_config for replica in order]
             self.logger_manager = stats_of_all(config, configs, client_count=self._client_count)
+
+    def _ended(self, record: Record) -> None:
+        if self._tracing:
+            emit_spans(record, self.plan.text_stage().name)
+        if self.trace_files is not None and self.observer.course(record.request_id) is record:
+            self.trace_files.write(record)
 
     def _loaded(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
         if outputs.scheduler_stats is not None:  # else it went to another API server
@@ -179,7 +192,9 @@ class AsyncOmni(TargetedLLM):
         quiet = asyncio.Event()
         self.observer.watch_quiet(quiet.set)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(quiet.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await quiet.wait()
+                await self.engine_core.delivered()
 
     def _stop(self) -> None:
         self.fleet.close()
@@ -256,6 +271,8 @@ class AsyncOmni(TargetedLLM):
             RequestError: there is nothing to read, or more than the stages can take.
             StageUnavailable: a stage has no live replica.
         """
+        if self._draining:
+            raise StageUnavailable("the server is shutting down")
         return await make_recital(self.orchestrator, self.renderer, text, options, request_id)
 
     def get_num_unfinished_requests(self) -> int:

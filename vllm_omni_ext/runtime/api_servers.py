@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from vllm.utils.system_utils import get_mp_context
 
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.runtime.board import Board
 from vllm_omni_ext.runtime.descriptors import send_descriptors
 from vllm_omni_ext.runtime.fleet import About, Connections
 from vllm_omni_ext.runtime.launcher import START_METHOD, Deployment, environment
@@ -45,7 +47,7 @@ class _Running:
 class ApiServers:
     """The processes and the pipes to them; a `Users` of the keeper. Leaving the block ends them, replicas included.
 
-    All but the constructor and the block's ends runs in one thread at a time: first the head's, then the keeper's.
+    What the keeper says runs in its thread, all else in the head's.
 
     Args:
         views: where the coordinator publishes.
@@ -66,6 +68,8 @@ class ApiServers:
         }
         self._about: dict[ReplicaId, About] = {}
         self._starting: set[ReplicaId] = set()
+        self._board = Board(deployment.clients)
+        self._sending = threading.Lock()
         self._said: dict[ReplicaId, bytes] = {}
         self._reader: threading.Thread | None = None
         self._wake, self._waker = connection.Pipe(duplex=False)
@@ -85,7 +89,7 @@ class ApiServers:
         with environment({START_METHOD: "fork"} if self._deployment.fork else {}, defaults={}):
             context = get_mp_context()
             theirs, ours = context.Pipe()
-            body, arguments = self._start(connections, theirs)
+            body, arguments = self._start(replace(connections, board=self._board), theirs)
             process = context.Process(target=body, name=f"ApiServer_{client}", args=arguments)
             with self._deployment.forking():
                 process.start()
@@ -136,8 +140,7 @@ class ApiServers:
             message = ReplicaReady(
                 str(replica), about.host, about.pid, about.restarts, input=given.address, output=taken.address
             )
-            if self._send(server, message):
-                send_descriptors(server.pipe, [given.socket.fileno(), taken.socket.fileno()])
+            self._send(server, message, given.socket.fileno(), taken.socket.fileno())
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
         """A replica is gone; `again` if it will be started once more."""
@@ -161,13 +164,13 @@ class ApiServers:
         Its clients' connections are gone with it. The others go on.
         """
         self._servers[client].up = False
+        self._board.clear(client)
         self._tell(ServerLost(client, time.time()))
         self._tell_servers()
         return self._restarts[client].failed(time.monotonic())
 
     def start_again(self, client: int) -> Any:
         """Start an API server in the place of one that has died; its process."""
-        before = self._servers[client]
         about = dict(self._about)
         connections = self._deployment.connections(
             client,
@@ -177,7 +180,6 @@ class ApiServers:
             starting=tuple(self._starting),
         )
         self._launch(client, connections)
-        before.pipe.close()
         self._waker.send_bytes(b"look")
         self._tell_servers()
         return self._servers[client].process
@@ -195,20 +197,21 @@ class ApiServers:
         for server in self._servers.values():
             self._send(server, message)
 
-    def _send(self, server: _Running, message: Message) -> bool:
-        try:
-            if server.up:
-                server.pipe.send_bytes(encode(message))
-        except (BrokenPipeError, ConnectionResetError):  # it is gone, which the supervisor sees too
-            return False
-        return server.up
+    def _send(self, server: _Running, message: Message, *descriptors: int) -> None:
+        if not server.up:
+            return
+        # It may be gone, which the supervisor sees too. Nothing may come between a message and its descriptors.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError), self._sending:
+            server.pipe.send_bytes(encode(message))
+            if descriptors:
+                send_descriptors(server.pipe, descriptors)
 
     def _read(self) -> None:
-        pipes: set[Any] = set()
         gone: set[Any] = set()
         while True:
-            pipes = {server.pipe for server in self._servers.values() if not server.pipe.closed} - gone
-            ready = connection.wait([*pipes, self._wake])
+            pipes = {server.pipe for server in self._servers.values()}
+            gone &= pipes  # the pipe of one that was started again: closed when nobody holds it any more
+            ready = connection.wait([*(pipes - gone), self._wake])
             if self._wake in ready:
                 if self._wake.recv_bytes() == b"end":
                     return
@@ -216,9 +219,9 @@ class ApiServers:
             for pipe in ready:
                 try:
                     self._heard(decode(pipe.recv_bytes()))  # type: ignore[union-attr]
-                except (EOFError, ConnectionResetError, OSError):
+                except (EOFError, ConnectionResetError):
                     gone.add(pipe)
 
     def _heard(self, message: Message) -> None:
-        if isinstance(message, ReplicaConnected):
+        if isinstance(message, ReplicaConnected) and message.said:  # nothing: it follows one that did not tell
             self._said[ReplicaId.parse(message.replica)] = message.said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -15,6 +16,11 @@ from vllm.v1.engine.core_client import AsyncMPClient
 Listeners: TypeAlias = tuple[ZmqListener, ZmqListener]
 """Where an API server hears of a replica: for the replica's input, for its output."""
 
+CONNECT_MS = 5000
+"""What an engine that runs may take to connect anew; it tries several times a second."""
+
+log = logging.getLogger(__name__)
+
 ENGINE = (0).to_bytes(2, "little")
 """How the only engine behind a client calls itself."""
 
@@ -22,7 +28,7 @@ ENGINE = (0).to_bytes(2, "little")
 class Client(AsyncMPClient):
     """As vLLM's, but it can follow on another client of the same engine, in a process that has ended.
 
-    An engine says once that it is ready. A client that follows takes that as said.
+    An engine says once that it is ready. A client that follows takes that as said, and waits for the connection only.
 
     Args:
         said: what the engine said when it was ready; None: it is waited for.
@@ -36,7 +42,19 @@ class Client(AsyncMPClient):
         super().__init__(*args, **kwargs)
         self._engines = self._engines[:]
         if said is not None:
+            self._await_connection()
             self._apply_ready_response(said)
+
+    def _await_connection(self) -> None:
+        """Wait until the engine has connected: what is sent to it before that is lost without a word.
+
+        An engine that hangs does not connect. Those who watch it notice that.
+        """
+        socket: zmq.Socket[bytes] = zmq.Socket.shadow(self.input_socket)
+        socket.router_mandatory = True  # else it counts as writable always
+        if not socket.poll(CONNECT_MS, zmq.POLLOUT):
+            log.warning("an engine has not connected within %d ms", CONNECT_MS)
+        socket.router_mandatory = False
 
     @property
     def core_engines(self) -> list[bytes]:  # type: ignore[override]

@@ -30,6 +30,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.pool.stage_pool import StagePool
+from vllm_omni_ext.runtime.board import Board
 from vllm_omni_ext.runtime.client import Client, Listeners, addresses
 from vllm_omni_ext.runtime.replica import StockReplica, forget_request
 from vllm_omni_ext.topology.shape import Plan
@@ -64,6 +65,7 @@ class Connections:
         views: where the coordinator publishes; None if there is none.
         head: process id of the head.
         drain_s: how long requests may take to end when the API server is told to end, in seconds.
+        board: what API servers show each other; None if there are none.
     """
 
     plan: Plan
@@ -79,6 +81,7 @@ class Connections:
     views: str | None = None
     head: int = 0
     drain_s: int = 0
+    board: Board | None = None
 
     def connect(self, replica: ReplicaId, listeners: Listeners, said: bytes | None = None) -> StockReplica:
         """Connect to a replica that is ready.

@@ -38,6 +38,7 @@ class TextClient:
         self._orchestrator = orchestrator
         self.calls = Calls(orchestrator.replicas, orchestrator.pools, orchestrator.text_stage)
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._handling = False
         self.resources = Resources()
         self.engine_ranks_managed = [replica.index for replica in self._replicas]
         self.vllm_config = config
@@ -56,8 +57,17 @@ class TextClient:
         self._replicas.pop(replica, None)
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """The next outputs of any replica."""
-        return await self._outputs.get()
+        """The next outputs of any replica; whoever asks is through with the last."""
+        if self._handling:
+            self._outputs.task_done()
+        self._handling = False
+        outputs = await self._outputs.get()
+        self._handling = True
+        return outputs
+
+    async def delivered(self) -> None:
+        """Wait until `AsyncLLM` is through with everything it was given."""
+        await self._outputs.join()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Send a text request to a replica of the stage."""

@@ -87,7 +87,7 @@ async def run_app(
             logger.info("Starting the server on %s", listen_address)
             sock.listen()  # who connects from now on is answered, as soon as the server below runs
             ready()
-            shutdown: Awaitable[None] = await serve_http(app, sock, **_server_options(args))
+            shutdown: Awaitable[None] = await serve_http(app, sock, peer_loads=_loads(omni), **_server_options(args))
             await shutdown
     finally:
         sock.close()
@@ -130,6 +130,12 @@ def _chat_options(omni: AsyncOmni, state: State, args: Namespace) -> dict[str, A
         "tool_parser": args.tool_call_parser,
         "reasoning_parser": args.structured_outputs_config.reasoning_parser,
     }
+
+
+def _loads(omni: AsyncOmni) -> tuple[Any, int] | None:
+    """The open connections of all API servers, and which of them this is; None if there is only one."""
+    board = omni.connections.board
+    return None if board is None or omni.connections.client_count == 1 else (board.loads, omni.connections.client_index)
 
 
 def _server_options(args: Namespace) -> dict[str, Any]:

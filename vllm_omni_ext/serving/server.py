@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -12,7 +13,7 @@ import threading
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -287,13 +288,33 @@ def run_api_server(
     for number in (signal.SIGTERM, signal.SIGINT):  # until the HTTP server installs its own handlers
         signal.signal(number, lambda *_: sys.exit(0))
     decorate_logs()
-    if connections.client_index:  # one of several says at the start what is the same for all
-        logging.getLogger("vllm").setLevel(logging.WARNING)
-    uvloop.run(_api_server(connections, control, listen_address, sock, args))
+    with contextlib.ExitStack() as hushed:
+        if connections.client_index or connections.said is not None:
+            hushed.enter_context(hush())
+        uvloop.run(_api_server(connections, control, listen_address, sock, args, hushed.close))
+
+
+@contextlib.contextmanager
+def hush() -> Iterator[None]:
+    """Say only what is wrong: the first API server has said already what is the same for all."""
+    loggers = [logging.getLogger(name) for name in ("vllm", "uvicorn.error")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 async def _api_server(
-    connections: Connections, control: Connection, listen_address: str, sock: socket.socket, args: Namespace
+    connections: Connections,
+    control: Connection,
+    listen_address: str,
+    sock: socket.socket,
+    args: Namespace,
+    started: Callable[[], None],
 ) -> None:
     from vllm_omni_ext.omni import AsyncOmni
     from vllm_omni_ext.serving.app import run_app
@@ -301,8 +322,13 @@ async def _api_server(
     omni = AsyncOmni(connections, log_stats=not args.disable_log_stats, log_requests=args.enable_log_requests)
     told = ControlEnd(omni.fleet, control)
     told.start()
+
+    def ready() -> None:
+        told.say(ServerReady())
+        asyncio.get_running_loop().call_soon(started)  # when vLLM has listed its routes
+
     try:
-        await run_app(omni, listen_address, sock, args, ready=lambda: told.say(ServerReady()))
+        await run_app(omni, listen_address, sock, args, ready=ready)
     finally:
         told.stop()
         omni.shutdown(timeout=0)

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.record import as_trace
@@ -60,15 +60,17 @@ async def status(request: Request) -> dict[str, Any]:
 
 
 @router.get("/v1/omni/trace/{request_id}")
-async def trace(request_id: str, request: Request) -> JSONResponse:
-    """One request as a trace file for Perfetto or chrome://tracing."""
+async def trace(request_id: str, request: Request) -> Response:
+    """One request as a trace file for Perfetto or chrome://tracing; one of another API server when it has ended."""
     omni: AsyncOmni = request.app.state.engine_client
     record = omni.observer.course(request_id)
-    if record is None:
-        message = f"nothing is kept about request '{request_id}'; send it with return_stage_metrics: true"
-        error = {"message": message, "type": "NotFoundError", "param": "request_id", "code": 404}
-        return JSONResponse({"error": error}, HTTPStatus.NOT_FOUND)
-    return JSONResponse(as_trace(record))
+    if record is not None:
+        return JSONResponse(as_trace(record))
+    if omni.trace_files is not None and (kept := omni.trace_files.read(request_id)) is not None:
+        return Response(kept, media_type="application/json")
+    message = f"nothing is kept about request '{request_id}'; send it with return_stage_metrics: true"
+    error = {"message": message, "type": "NotFoundError", "param": "request_id", "code": 404}
+    return JSONResponse({"error": error}, HTTPStatus.NOT_FOUND)
 
 
 def _live(omni: AsyncOmni, stage: str) -> tuple[ReplicaId, ...]:
