@@ -1,0 +1,168 @@
+"""vLLM's client of one engine that follows another client, or has no engine; the engine is a socket of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from vllm.utils.network_utils import ZmqListener, make_zmq_listener
+from vllm.v1.engine import EngineCoreReadyResponse, EngineCoreRequestType
+from vllm.v1.engine.core_client import AsyncMPClient
+
+from vllm_omni_ext.runtime import client as module
+from vllm_omni_ext.runtime.client import ENGINE, Client, _Ready, addresses, stand_in
+
+LATE_S = 0.3
+ANSWER_MS = 5000
+FACTS: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks": 7, "block_size": 16, "dp_stats_address": None}
+SAID = msgspec.msgpack.encode(
+    {field.name: 1 for field in fields(EngineCoreReadyResponse) if field.default is field.default_factory}
+    | FACTS
+    | {"dtype": "float32", "vllm_version": "x", "instance_id": "x", "supports_lora": False}
+)
+
+
+def config() -> Any:
+    """As much of a vLLM config as its client reads."""
+    parallel = SimpleNamespace(
+        enable_elastic_ep=False,
+        enable_fault_tolerance=False,
+        data_parallel_size=1,
+        data_parallel_index=0,
+        data_parallel_size_local=1,
+        data_parallel_rank_local=None,
+        local_engines_only=False,
+    )
+    return SimpleNamespace(
+        parallel_config=parallel,
+        model_config=SimpleNamespace(max_model_len=128, multimodal_config=None),
+        cache_config=SimpleNamespace(num_gpu_blocks=None),
+        shutdown_timeout=0,
+    )
+
+
+class Engine:
+    """The engine's sockets, connected as vLLM's engine connects its own."""
+
+    def __init__(self, context: zmq.Context[Any], listeners: tuple[ZmqListener, ZmqListener]) -> None:
+        self.input = context.socket(zmq.DEALER)
+        self.input.setsockopt(zmq.IDENTITY, ENGINE)
+        self.input.connect(listeners[0].address)
+
+    def received(self) -> bytes:
+        """The kind of the next message; empty if none comes."""
+        return self.input.recv_multipart()[0] if self.input.poll(ANSWER_MS) else b""
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def listeners(tmp_path: Path) -> Iterator[tuple[ZmqListener, ZmqListener]]:
+    """As the head keeps them."""
+    made = (
+        make_zmq_listener(f"ipc://{tmp_path}/i", zmq.ROUTER),
+        make_zmq_listener(f"ipc://{tmp_path}/o", zmq.PULL),
+    )
+    yield made
+    for listener in made:
+        listener.socket.close()
+
+
+def copies(listeners: tuple[ZmqListener, ZmqListener]) -> dict[str, Any]:
+    """As they come into an API server's process."""
+    given, taken = (ZmqListener(each.address, each.socket.dup()) for each in listeners)
+    return addresses((given, taken))
+
+
+def connected(listeners: tuple[ZmqListener, ZmqListener], said: bytes | None) -> Client:
+    return Client(config(), object, False, client_addresses=copies(listeners), said=said)
+
+
+def test_the_first_client_waits_and_keeps_what_the_engine_said(context: Any, listeners: Any) -> None:
+    engine = Engine(context, listeners)
+    engine.input.send(SAID)
+    client = connected(listeners, None)
+    assert client.said == SAID
+    assert client.vllm_config.model_config.max_model_len == 64
+    assert client.core_engines == [ENGINE]
+    client.shutdown(timeout=0)
+
+
+def test_one_that_follows_takes_it_as_said_and_is_heard(context: Any, listeners: Any) -> None:
+    engine = Engine(context, listeners)
+    engine.input.send(SAID)
+    first = connected(listeners, None)
+    first.shutdown(timeout=0)
+    second = connected(listeners, first.said)
+    assert second.said == SAID
+    assert second.vllm_config.model_config.max_model_len == 64
+    assert second.vllm_config.cache_config.num_gpu_blocks == 7
+
+    asyncio.run(second.abort_requests_async(["r"]))
+    assert engine.received() == EngineCoreRequestType.ABORT.value
+    second.shutdown(timeout=0)
+
+
+def test_what_is_sent_at_once_waits_for_the_engine(context: Any, listeners: Any) -> None:
+    """A ROUTER drops what it cannot deliver: the end of a dead API server's requests would be lost."""
+    engines: list[Engine] = []
+    late = threading.Timer(LATE_S, lambda: engines.append(Engine(context, listeners)))
+    late.start()
+    client = connected(listeners, SAID)
+    asyncio.run(client.abort_requests_async(["r"]))
+    late.join()
+    assert engines[0].received() == EngineCoreRequestType.ABORT.value
+    client.shutdown(timeout=0)
+
+
+def test_an_engine_that_hangs_is_not_waited_for_for_long(
+    listeners: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "CONNECT_MS", 50)
+    client = connected(listeners, b"")
+    assert "has not connected" in caplog.text
+    asyncio.run(client.abort_requests_async(["r"]))  # nobody hears it, and nothing is raised
+    client.shutdown(timeout=0)
+
+
+def test_an_engine_that_has_told_nobody(context: Any, listeners: Any) -> None:
+    engine = Engine(context, listeners)
+    client = connected(listeners, b"")
+    assert client.said == b"" and client.vllm_config.model_config.max_model_len == 128
+    assert engine.input.poll(0) == 0
+    client.shutdown(timeout=0)
+
+
+def test_the_list_of_the_ready_has_them_all_and_nobody_to_wait_for() -> None:
+    ready = _Ready([ENGINE])
+    assert set(ready) == set() and ready[0] == ENGINE and len(ready) == 1 and ready[:] == [ENGINE]
+
+
+def test_stock_client_without_an_engine(tmp_path: Path) -> None:
+    made = config()
+    with stand_in(str(tmp_path), SAID) as where:
+        client = AsyncMPClient(made, object, False, client_addresses=where, client_count=3, client_index=2)
+    assert made.model_config.max_model_len == 64 and client.client_index == 2
+    client.shutdown(timeout=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stock_client_before_any_engine_has_said_anything(tmp_path: Path) -> None:
+    made = config()
+    with stand_in(str(tmp_path), b"") as where:
+        client = AsyncMPClient(made, object, False, client_addresses=where)
+    assert made.model_config.max_model_len == 128
+    client.shutdown(timeout=0)
