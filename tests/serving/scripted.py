@@ -62,7 +62,8 @@ class ScriptedOmni:
     refusal: Exception | None = None
     errored = False
     log_stats = False
-    connections = SimpleNamespace(client_index=0, client_count=1)
+    connections = SimpleNamespace(client_index=0, client_count=1, board=None)
+    trace_files = None
 
     def __post_init__(self) -> None:
         self.model_config = self.vllm_config.model_config

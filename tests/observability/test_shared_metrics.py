@@ -1,0 +1,95 @@
+"""Metrics of several processes in one answer. In processes of their own: what is set up holds for all of a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HEAD = """
+import os, sys
+import prometheus_client  # as vLLM may have done already
+from vllm_omni_ext import metrics as m
+
+m.share(sys.argv[1])
+
+def work(number, requests):
+    metrics = m.Metrics("tiny")
+    metrics.of(m.REQUESTS, "finished", "text").inc(requests)
+    metrics.of(m.AUDIO_SECONDS).inc(0.5)
+    metrics.of(m.STAGE_TIME, "talker").observe(0.2)
+    metrics.of(m.REPLICA_IN_FLIGHT, "talker", "talker/0").set(requests)
+    metrics.of(m.REPLICA_UP, "talker", "talker/0").set(1)
+    metrics.of(m.REPLICA_RUNNING, "talker", "talker/0").set(10 * number)
+
+def forked(*args):
+    pid = os.fork()
+    if pid == 0:
+        work(*args)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+def scraped():
+    from prometheus_client import CollectorRegistry, multiprocess
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    samples = [s for family in registry.collect() for s in family.samples if s.name.startswith(m.PREFIX)]
+    assert len({(s.name, tuple(sorted(s.labels.items()))) for s in samples}) == len(samples)
+    assert not any("pid" in s.labels for s in samples)
+    return {s.name.removeprefix(m.PREFIX): s.value for s in samples}
+"""
+
+
+def run(body: str, folder: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PROMETHEUS_MULTIPROC_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD + body, str(folder)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_totals_and_gauges(tmp_path: Path) -> None:
+    run(
+        """
+pids = [forked(1, 3), forked(2, 4)]
+seen = scraped()
+assert seen["requests_total"] == 7 and seen["audio_seconds_total"] == 1.0 and seen["stage_seconds_count"] == 2
+assert seen["replica_requests_in_flight"] == 7, "each has its own open"
+assert seen["replica_up"] == 1 and seen["replica_requests_running"] == 20, "all speak of the same replica"
+""",
+        tmp_path,
+    )
+    assert len(list(tmp_path.iterdir())) > 2
+
+
+def test_one_that_has_died_and_one_in_its_place(tmp_path: Path) -> None:
+    run(
+        """
+first, second = forked(1, 3), forked(2, 4)
+m.mark_dead(first)
+seen = scraped()
+assert seen["requests_total"] == 7, "totals never go back"
+assert seen["replica_requests_in_flight"] == 4 and seen["replica_up"] == 1
+forked(3, 1)
+seen = scraped()
+assert seen["requests_total"] == 8 and seen["replica_requests_in_flight"] == 5
+assert seen["replica_requests_running"] == 30
+""",
+        tmp_path,
+    )
+
+
+def test_alone_nothing_is_written(tmp_path: Path) -> None:
+    run(
+        """
+del os.environ[m.DIRECTORY]
+from prometheus_client import values
+values.ValueClass = values.get_value_class()
+work(1, 1)
+m.mark_dead(os.getpid())
+""",
+        tmp_path,
+    )
+    assert list(tmp_path.iterdir()) == []

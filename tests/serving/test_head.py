@@ -1,0 +1,103 @@
+"""How the head ends its API servers, and what they say while they start."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from vllm_omni_ext.serving.server import end_gently, hush
+
+FORK = multiprocessing.get_context("fork")
+LIFE_S = 30.0
+"""A process that nobody ends goes by itself, should the tests be cut short."""
+
+Start = Callable[[float], Any]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a process that ends so many seconds after it was asked to."""
+    started: list[Any] = []
+
+    def run(seconds: float) -> Any:
+        running = FORK.Event()
+        started.append(FORK.Process(target=ends_after, args=(seconds, running), daemon=True))
+        started[-1].start()
+        assert running.wait(10)
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def ends_after(seconds: float, running: Any) -> None:
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    running.set()
+    if asked.wait(LIFE_S):
+        time.sleep(seconds)
+
+
+def took(processes: list[Any], limit_s: float) -> float:
+    before = time.monotonic()
+    end_gently(processes, limit_s)
+    return time.monotonic() - before
+
+
+def test_all_have_their_time_at_once(start: Start) -> None:
+    processes = [start(0.1), start(0.5), start(0.5)]
+    assert 0.5 <= took(processes, 20) < 0.95, "one after the other would take longer"
+    for process in processes:
+        process.join(1)
+        assert process.exitcode == 0
+
+
+def test_the_limit_is_one_for_all_and_nobody_is_killed(start: Start) -> None:
+    slow, quick = start(LIFE_S), start(0.0)
+    assert 0.4 <= took([slow, quick], 0.4) < 2
+    assert slow.is_alive() and not quick.is_alive()
+
+
+def test_those_that_have_ended_are_not_waited_for(start: Start) -> None:
+    process = start(0.0)
+    process.kill()
+    process.join()
+    assert took([process], 20) < 1 and took([], 20) < 1
+
+
+def test_a_signal_ends_the_wait(start: Start) -> None:
+    """As the head's own handler does it, on the second Ctrl-C."""
+
+    class Again(Exception):
+        pass
+
+    def again(*_: Any) -> None:
+        raise Again
+
+    before = signal.signal(signal.SIGALRM, again)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Again):
+            took([start(LIFE_S)], 20)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_what_is_the_same_for_all_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    logger, parent = logging.getLogger("vllm.somewhere"), logging.getLogger("vllm")
+    caplog.set_level(logging.INFO, "vllm")
+    with hush():
+        logger.info("twice")
+        logger.warning("wrong")
+    logger.info("later")
+    assert parent.level == logging.INFO
+    assert {record.message for record in caplog.records} == {"wrong", "later"}

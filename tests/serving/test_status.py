@@ -1,0 +1,63 @@
+"""What `/v1/omni/status` and the trace endpoint say, on the real server application."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serving.scripted import ScriptedOmni
+from vllm_omni_ext.observability.record import Record
+from vllm_omni_ext.observability.trace_files import TraceFiles
+from vllm_omni_ext.serving.gate import SERVER_HEADER
+from vllm_omni_ext.wire.control import Server
+
+
+@pytest.fixture
+def omni(engine: ScriptedOmni, tmp_path: Path) -> Iterator[Any]:
+    """One of several API servers, without any replica."""
+    made: Any = engine
+    made.fleet = SimpleNamespace(servers=(), known=lambda stage: [], watcher=None)
+    made.connections = SimpleNamespace(client_index=1, client_count=2, started=time.time(), board=None)
+    made.trace_files = TraceFiles(tmp_path, 1, keep=2)
+    yield made
+    del made.fleet, made.connections
+    made.trace_files = None
+
+
+async def get(app: Any, path: str) -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as asking:
+        return await asking.get(path)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_api_servers(app: Any, omni: Any) -> None:
+    alone = (await get(app, "/v1/omni/status")).json()["api_servers"]
+    assert alone == [{"index": 1, "pid": os.getpid(), "state": "UP", "restarts": 0}]
+    omni.fleet.servers = (Server(0, 11, False, 2), Server(1, 12, True, 0))
+    assert (await get(app, "/v1/omni/status")).json()["api_servers"] == [
+        {"index": 0, "pid": 11, "state": "DOWN", "restarts": 2},
+        {"index": 1, "pid": 12, "state": "UP", "restarts": 0},
+    ]
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_trace_of_another_server(app: Any, omni: Any, tmp_path: Path) -> None:
+    missing = await get(app, "/v1/omni/trace/chatcmpl-1")
+    assert missing.status_code == 404 and missing.json()["error"]["param"] == "request_id"
+    record = Record("chatcmpl-1", ("text",), 0.0, time.time(), None, set(), ended=1.0, outcome="finished")
+    TraceFiles(tmp_path, 0, keep=2).write(record)
+    found = await get(app, "/v1/omni/trace/chatcmpl-1")
+    assert found.status_code == 200 and found.headers["content-type"] == "application/json"
+    assert found.json()["otherData"]["request_id"] == "chatcmpl-1"
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_one_server_alone_does_not_name_itself(app: Any, omni: Any) -> None:
+    assert SERVER_HEADER not in (await get(app, "/v1/omni/status")).headers
