@@ -28,7 +28,6 @@ from vllm_omni_ext.runtime.fleet import About, Connections
 from vllm_omni_ext.runtime.launcher import end_processes
 from vllm_omni_ext.wire.control import (
     ReplicaConnected,
-    ReplicaEnded,
     ReplicaReady,
     ReplicaStarting,
     ServerLost,

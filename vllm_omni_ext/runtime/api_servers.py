@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
@@ -82,14 +82,14 @@ class ApiServers:
     def __enter__(self) -> ApiServers:
         self._about = self._deployment.about()
         for client in range(self._deployment.clients):
-            self._launch(client, self._deployment.connections(client, views=self._views))
+            self._launch(client, self._deployment.connections(client, views=self._views, board=self._board))
         return self
 
     def _launch(self, client: int, connections: Connections) -> None:
         with environment({START_METHOD: "fork"} if self._deployment.fork else {}, defaults={}):
             context = get_mp_context()
             theirs, ours = context.Pipe()
-            body, arguments = self._start(replace(connections, board=self._board), theirs)
+            body, arguments = self._start(connections, theirs)
             process = context.Process(target=body, name=f"ApiServer_{client}", args=arguments)
             with self._deployment.forking():
                 process.start()
@@ -175,6 +175,7 @@ class ApiServers:
         connections = self._deployment.connections(
             client,
             views=self._views,
+            board=self._board,
             about=about,
             said={replica: self._said.get(replica, b"") for replica in about},
             starting=tuple(self._starting),

@@ -44,6 +44,7 @@ from vllm_omni_ext.memory import trim
 from vllm_omni_ext.model_plugins.registry import resolve
 from vllm_omni_ext.plugin import MODELS
 from vllm_omni_ext.runtime.addresses import endpoint
+from vllm_omni_ext.runtime.board import Board
 from vllm_omni_ext.runtime.engine_args import any_replica_args, stage_engine_args
 from vllm_omni_ext.runtime.fleet import About, Connections
 from vllm_omni_ext.runtime.folders import PrivateFolder
@@ -301,6 +302,7 @@ class Deployment:
         client: int,
         *,
         views: str | None = None,
+        board: Board | None = None,
         about: Mapping[ReplicaId, About] | None = None,
         said: Mapping[ReplicaId, bytes] | None = None,
         starting: tuple[ReplicaId, ...] = (),
@@ -309,6 +311,7 @@ class Deployment:
 
         Args:
             views: the coordinator's address for API servers.
+            board: what API servers show each other.
             about: the replicas it connects to; None: all that were started here.
             said: what replicas said to an API server before this one, if it follows one that has died.
             starting: replicas that are being started.
@@ -323,6 +326,7 @@ class Deployment:
             plan=self.plan,
             configs=self.configs,
             views=views,
+            board=board,
             listeners={replica: self.listeners(replica, client) for replica in about},
             folder=self.folder,
             said=said,
