@@ -1,0 +1,58 @@
+"""Engines whose device time is stated instead of computed.
+
+A step takes a stated time, computing included, and the process sleeps through what is left of it: so neither the cores
+of this machine nor how many engines share them matter, as long as the tiny model computes in less. The executor is
+chosen by vLLM's own argument `distributed_executor_backend`, for a stage (`engine`) as for a stock server (`flags`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+STEP = "step_s"
+"""Key of `additional_config`: seconds a step takes."""
+
+PYTHONPATH = str(Path(__file__).parent)
+"""Where a server that is a process of its own finds this module."""
+
+
+class TimedExecutor(UniProcExecutor):
+    """Runs the model, and keeps its results back until the step has taken its time."""
+
+    def _init_executor(self) -> None:
+        self._step_s = float(self.vllm_config.additional_config[STEP])
+        self._ends = 0.0
+        super()._init_executor()
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        """Begin a step; one of a pooling model is over with it."""
+        self._ends = time.monotonic() + self._step_s if scheduler_output.total_num_scheduled_tokens else 0.0
+        output = super().execute_model(scheduler_output, non_block)
+        if (output.result() if non_block else output) is not None:
+            self._wait()
+        return output
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        """End a step."""
+        output = super().sample_tokens(grammar_output, non_block)
+        self._wait()
+        return output
+
+    def _wait(self) -> None:
+        time.sleep(max(0.0, self._ends - time.monotonic()))
+
+
+def engine(step_s: float) -> dict[str, Any]:
+    """Engine arguments of a stage whose steps take `step_s` seconds."""
+    return {"distributed_executor_backend": "simulated.TimedExecutor", "additional_config": {STEP: step_s}}
+
+
+def flags(step_s: float) -> list[str]:
+    """The same as flags of `vllm serve`, whose environment needs `PYTHONPATH`."""
+    words = [(f"--{name.replace('_', '-')}", value) for name, value in engine(step_s).items()]
+    return [word for name, value in words for word in (name, value if isinstance(value, str) else json.dumps(value))]
