@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from examples.server import HOST, Program, Server, command
 from vllm_omni_ext.metrics import PREFIX
+from vllm_omni_ext.serving.gate import SERVER_HEADER
 
 MODEL = "tiny"
 STAGES = ("thinker", "talker", "code2wav")
@@ -39,11 +40,12 @@ LARGEST_DIFFERENCE = 1
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client gets: text, int16 samples, and which replica of each stage was asked first."""
+    """What a client gets: text, int16 samples, which replica of each stage was asked first, and which API server."""
 
     text: str
     samples: np.ndarray
     where: Mapping[str, str]
+    server: str = ""
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Answer)
@@ -190,7 +192,7 @@ def ask(server: Server, fields: dict[str, Any]) -> Answer:
     sound = base64.b64decode(message["audio"]["data"])
     samples = soundfile.read(io.BytesIO(sound), dtype="int16")[0].astype(np.int32)
     where = {stage: course["replica"] for stage, course in said["metrics"]["stages"].items()}
-    return Answer(message["content"], samples, where)
+    return Answer(message["content"], samples, where, answer.headers.get(SERVER_HEADER, ""))
 
 
 def ask_all(server: Server, bodies: Sequence[dict[str, Any]], at_once: int) -> list[Answer]:

@@ -45,7 +45,16 @@ COMMAND_LINE = (
 )
 
 API_SERVER = (
-    *_in("vllm.entrypoints.launchers.launcher", ("setup_server", "bf3413c14b9a", "called: the listening socket")),
+    *_in(
+        "vllm.entrypoints.launchers.launcher",
+        ("setup_server", "bf3413c14b9a", "called: the listening socket"),
+        ("serve_http", "082cd5068db6", "called with peer_loads: which API server takes a connection"),
+        ("NoSignalServer", "37a448e37839", "one with the load 2**31 - 1 takes no connections"),
+    ),
+    *_in(
+        "vllm.v1.engine.admission_control",
+        ("SharedAdmissionStats", "164223dc73f8", "called: one limit of queued requests for all API servers"),
+    ),
     *_in(
         "vllm.entrypoints.launchers.api_server.entry",
         ("build_and_serve", "c7c6cfb5350f", "imitated: one statement is inserted after the state is built"),

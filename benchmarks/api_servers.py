@@ -1,0 +1,249 @@
+"""What a second API server is worth, and what ours costs beside stock vLLM's; device time is simulated.
+
+The text stage's steps take `--step` seconds, whatever runs in them. Requests come one after the other at random times
+(Poisson), `--rate` a second, and are streamed: text prompts, then prompts with a sound. Ours (three stages, text asked
+for) and stock vLLM (the text stage's model alone) get the same requests at the same times, each with 1 and with 2 API
+servers.
+
+Shown: completed requests a second, the time to the first token from the moment a request is due, and CPU seconds a
+request by kind of process. All of it, this program too, shares the cores of one machine: what a second API server wins
+in time shows only where cores are free for it. CPU seconds a request do not depend on that.
+
+    python benchmarks/api_servers.py [MODEL] [--rate 40] [--seconds 20] [--servers 1 2] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file, from anywhere
+
+import aiohttp
+import numpy as np
+import soundfile
+from checkpoint import checkpoint, parser
+from simulated import PYTHONPATH, engine, flags
+
+from examples.server import HOST, Server, command
+
+MODEL = "model"
+WORDS = [str(number) for number in range(1000)]
+SOUND_RATE = 16_000
+SEED = 7
+WARM_UP = 4
+"""Requests of each kind that are not measured."""
+
+LATEST_S = 120.0
+"""After the last request was sent."""
+
+OURS, STOCK = "ours", "stock vLLM"
+SERVER_HEADER = "X-Api-Server"
+
+
+@dataclass
+class Run:
+    """One load on one server. `first` in seconds from when a request was due; `cpu` in seconds by kind of process."""
+
+    name: str
+    servers: int
+    kind: str
+    sent: int
+    seconds: float = 0.0
+    first: list[float] = field(default_factory=list)
+    cpu: dict[str, float] = field(default_factory=dict)
+    by_server: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+
+    def figures(self) -> dict[str, Any]:
+        """What is reported."""
+        done = len(self.first)
+        return {
+            "who": self.name,
+            "servers": self.servers,
+            "kind": self.kind,
+            "sent": self.sent,
+            "failed": dict(self.failed),
+            "requests_per_s": done / self.seconds,
+            "ttft_mean_s": float(np.mean(self.first)),
+            "ttft_p99_s": float(np.percentile(self.first, 99)),
+            "cpu_ms_per_request": {kind: seconds / done * 1e3 for kind, seconds in sorted(self.cpu.items())},
+            "by_server": dict(self.by_server),
+        }
+
+
+def bodies(kind: str, count: int, args: Any) -> list[dict[str, Any]]:
+    """Requests of one kind; each is another one."""
+    chance = random.Random(SEED)
+    made = []
+    for number in range(count):
+        text = f"{number} " + " ".join(chance.choices(WORDS, k=args.words))
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
+        if kind == "audio":
+            parts.insert(
+                0, {"type": "input_audio", "input_audio": {"data": sound(number, args.sound), "format": "wav"}}
+            )
+        made.append(
+            {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": parts}],
+                "max_completion_tokens": args.tokens,
+                "ignore_eos": True,
+                "temperature": 0,
+                "stream": True,
+            }
+        )
+    return made
+
+
+def sound(seed: int, seconds: float) -> str:
+    """Noise of its own for each request, as base64 of a WAV file: no cache knows it."""
+    noise = np.random.default_rng(seed).normal(0, 0.1, round(seconds * SOUND_RATE)).astype(np.float32)
+    file = io.BytesIO()
+    soundfile.write(file, noise, SOUND_RATE, format="WAV", subtype="PCM_16")
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def serving(name: str, servers: int, model: str, log: Path, args: Any) -> Server:
+    """A server that is not started yet."""
+    length = ["--served-model-name", MODEL, "--max-model-len", "1024", "--max-num-seqs", str(args.slots)]
+    quiet = ["--disable-uvicorn-access-log", "--api-server-count", str(servers)]
+    made = Server(model, log)
+    where = ["--host", HOST, "--port", str(made.port), "--dtype", "float32", "--enforce-eager"]
+    if name == OURS:
+        stages = json.dumps({"thinker": engine(args.step)})
+        extra = ["--omni", "--stage-overrides", stages]
+    else:
+        extra = [*flags(args.step), "--limit-mm-per-prompt", '{"audio": 1, "image": 1, "video": 1}']
+    made.words = [*command(), "serve", model, *where, *length, *quiet, *extra]
+    return made
+
+
+def kinds(server: Server, name: str) -> dict[int, str]:
+    """What each of the server's processes is; vLLM gives its own titles."""
+    titles = {process.pid: " ".join(process.cmdline()) for process in server.processes()}
+    engines = {pid for pid, title in titles.items() if "EngineCore" in title}
+    if name == OURS:
+        with urllib.request.urlopen(f"{server.base_url}/omni/status") as answer:
+            api = {each["pid"] for each in json.load(answer)["api_servers"]}
+    else:
+        api = {pid for pid, title in titles.items() if "APIServer" in title} or {server.pid}
+    return {pid: "API servers" if pid in api else "engines" if pid in engines else "the rest" for pid in titles}
+
+
+def cpu(server: Server, known: dict[int, str]) -> Counter[str]:
+    """CPU seconds so far, by kind of process."""
+    spent: Counter[str] = Counter()
+    for process in server.processes():
+        times = process.cpu_times()
+        spent[known.get(process.pid, "the rest")] += times.user + times.system
+    return spent
+
+
+async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], due: float, run: Run | None) -> None:
+    """One request, when it is due."""
+    await asyncio.sleep(due - time.monotonic())
+    first = None
+    try:
+        async with session.post(f"{url}/chat/completions", json=body) as answer:
+            if answer.status != 200:
+                raise RuntimeError(f"status {answer.status}: {(await answer.text())[:200]}")
+            async for line in answer.content:
+                if first is None and b'"content":"' in line.replace(b'"content":""', b""):
+                    first = time.monotonic() - due
+            server = answer.headers.get(SERVER_HEADER, "")
+    except (aiohttp.ClientError, RuntimeError, TimeoutError) as error:
+        if run is None:
+            raise
+        run.failed[str(error)[:100]] += 1
+        return
+    if run is not None and first is not None:
+        run.first.append(first)
+        run.by_server[server] += 1
+
+
+async def load(server: Server, run: Run, args: Any) -> None:
+    """All requests of a run."""
+    asked = bodies(run.kind, WARM_UP + run.sent, args)
+    chance = random.Random(SEED)
+    limits = aiohttp.TCPConnector(limit=0, force_close=True)  # a connection each, as from so many clients
+    timeout = aiohttp.ClientTimeout(total=args.seconds + LATEST_S)
+    async with aiohttp.ClientSession(connector=limits, timeout=timeout) as session:
+        now = time.monotonic()
+        await asyncio.gather(*(ask(session, server.base_url, body, now, None) for body in asked[:WARM_UP]))
+        known = kinds(server, run.name)
+        before, mine, began = cpu(server, known), time.process_time(), time.monotonic()
+        due, tasks = began, []
+        for body in asked[WARM_UP:]:
+            due += chance.expovariate(args.rate)
+            tasks.append(asyncio.create_task(ask(session, server.base_url, body, due, run)))
+        await asyncio.gather(*tasks)
+        run.seconds = time.monotonic() - began
+        run.cpu = {kind: spent - before[kind] for kind, spent in cpu(server, known).items()}
+        run.cpu["this program"] = time.process_time() - mine
+
+
+def show(runs: Iterable[Run]) -> None:
+    """Print one line for each run."""
+    print(f"{'':<26}{'requests/s':>11}{'TTFT mean':>11}{'p99, ms':>10}   CPU ms a request")
+    for run in runs:
+        figures = run.figures()
+        spent = ", ".join(f"{kind} {ms:.1f}" for kind, ms in figures["cpu_ms_per_request"].items())
+        shares = " / ".join(str(count) for _, count in sorted(run.by_server.items()))
+        failed = f"; FAILED {dict(run.failed)}" if run.failed else ""
+        print(
+            f"{f'{run.kind}, {run.name}, {run.servers}':<26}{figures['requests_per_s']:>11.1f}"
+            f"{figures['ttft_mean_s'] * 1e3:>11.0f}{figures['ttft_p99_s'] * 1e3:>10.0f}   {spent}"
+            f"{f'; requests {shares}' if run.servers > 1 and run.name == OURS else ''}{failed}"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Start each server, give it each load, and print."""
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--servers", nargs="+", type=int, default=[1, 2], help="numbers of API servers to compare")
+    arguments.add_argument("--kinds", nargs="+", default=["text", "audio"], choices=["text", "audio"])
+    arguments.add_argument("--who", nargs="+", default=[OURS, STOCK], choices=[OURS, STOCK])
+    arguments.add_argument("--rate", type=float, default=40.0, help="requests a second")
+    arguments.add_argument("--audio-rate", type=float, help="the same with a sound; default: a quarter of --rate")
+    arguments.add_argument("--seconds", type=float, default=20.0, help="for how long requests are sent")
+    arguments.add_argument("--step", type=float, default=0.02, help="seconds of a step of the text stage")
+    arguments.add_argument("--slots", type=int, default=64, help="requests the text stage runs at once")
+    arguments.add_argument("--words", type=int, default=100, help="words of a prompt")
+    arguments.add_argument("--tokens", type=int, default=16, help="tokens of an answer")
+    arguments.add_argument("--sound", type=float, default=2.0, help="seconds of a sound")
+    arguments.add_argument("--json", type=Path, help="write the figures here too")
+    args = arguments.parse_args(argv)
+    rates = {"text": args.rate, "audio": args.audio_rate or args.rate / 4}
+    os.environ["PYTHONPATH"] = PYTHONPATH
+    runs = []
+    with checkpoint(args.model) as model, tempfile.TemporaryDirectory() as folder:
+        for servers in args.servers:
+            for name in args.who:
+                with serving(name, servers, model, Path(folder, f"{name}-{servers}.log"), args) as server:
+                    for kind in args.kinds:
+                        args.rate = rates[kind]
+                        runs.append(Run(name, servers, kind, sent=round(args.rate * args.seconds)))
+                        asyncio.run(load(server, runs[-1], args))
+                        show(runs[-1:])
+    print(f"\n{args.step * 1e3:g} ms a step, {args.slots} at once, {args.words} words in, {args.tokens} tokens out")
+    show(sorted(runs, key=lambda run: (run.kind, run.servers, run.name)))
+    if args.json is not None:
+        args.json.write_text(json.dumps([run.figures() for run in runs], indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

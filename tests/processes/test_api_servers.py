@@ -1,0 +1,354 @@
+"""Several API servers: each reaches every replica, and each may die without the others' requests noticing."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from examples.server import HOST, Server
+from tests.oracle import Golden, Oracle
+from tests.processes.cluster import (
+    ANSWER_S,
+    LENGTH,
+    STAGES,
+    Headless,
+    all_up,
+    ask_all,
+    body,
+    free_ports,
+    get,
+    idle,
+    kill,
+    overrides,
+    replicas,
+    status,
+    until,
+    used,
+)
+from tests.processes.test_headless import check_parity
+from vllm_omni_ext.serving.gate import SERVER_HEADER
+
+pytestmark = pytest.mark.engine
+
+AT_ONCE = 8
+BODIES = [body(f"What is number {number}?", 40, 70) for number in range(16)]
+LONG = [body(f"Tell me a long story of number {number}.", 150, 250) for number in range(4)]
+ENDLESS = body("Never stop.", 1800, 1800)
+CASES = ["text", "turns", "audio", "image", "short_answer"]
+TIMEOUT_S = 1.5
+GONE_S = 1.0 + TIMEOUT_S / 5
+"""What a dead API server had is gone within a second; its schedulers say so with their next heartbeat."""
+
+DRAIN_S = 20
+ENDED_S = 3.0
+UP_S = 60.0
+REFUSED = 503
+ONCE = ("Starting the server on", "Available routes", "Application startup complete", "API servers, each with its own")
+
+
+class Caller:
+    """One connection, and so one API server."""
+
+    def __init__(self, server: Server, which: int) -> None:
+        self.server = server
+        deadline = time.monotonic() + UP_S
+        while True:
+            self.http = httpx.Client(base_url=server.base_url, timeout=ANSWER_S)
+            if self._named() == str(which):
+                return
+            self.http.close()
+            assert time.monotonic() < deadline, f"no connection to API server {which}"
+
+    def _named(self) -> str | None:
+        try:
+            return self.http.get(f"http://{HOST}:{self.server.port}/health").headers.get(SERVER_HEADER)
+        except httpx.TransportError:  # it died with the connection
+            return None
+
+    def stream(self, fields: dict[str, Any], begun: threading.Event | None = None) -> tuple[str, bytes]:
+        """Text and samples of an answer as it comes; httpx.TransportError if it breaks off."""
+        text, sound = "", b""
+        asked = {**fields, "stream": True, "audio": {"voice": "ethan", "format": "pcm16"}}
+        with self.http.stream("POST", "/chat/completions", json=asked) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                for choice in chunk["choices"]:
+                    text += choice["delta"].get("content") or ""
+                    sound += base64.b64decode((choice["delta"].get("audio") or {}).get("data") or "")
+                if begun is not None and sound:
+                    begun.set()
+        return text, sound
+
+
+Asked = list[tuple[Future[Any], threading.Event]]
+
+
+def ask_through(threads: ThreadPoolExecutor, callers: list[Caller], bodies: list[dict[str, Any]]) -> Asked:
+    """One request through each connection; returns when sound comes through all of them."""
+    asked = []
+    for caller, fields in zip(callers, bodies, strict=True):
+        begun = threading.Event()
+        asked.append((threads.submit(caller.stream, fields, begun), begun))
+    for future, begun in asked:
+        assert until(lambda begun=begun, future=future: begun.is_set() or future.done())
+        assert not future.done(), future.exception()
+    return asked
+
+
+def pids(server: Server) -> dict[int, int]:
+    return {each["index"]: each["pid"] for each in status(server)["api_servers"]}
+
+
+def again(server: Server, which: int, restarts: int) -> bool:
+    """Whether an API server has been started again so often, and all are up."""
+    known = status(server)["api_servers"]
+    return all(each["state"] == "UP" for each in known) and known[which]["restarts"] == restarts
+
+
+def running(server: Server) -> int:
+    """Requests in all schedulers."""
+    return sum(each["running"] + each["waiting"] for each in replicas(server).values())
+
+
+def scrape(server: Server) -> dict[tuple[str, frozenset[tuple[str, str]]], tuple[str, float]]:
+    """Every series once: its kind and value."""
+    found = {}
+    for family in text_string_to_metric_families(get(server, "/metrics")[1].decode()):
+        for sample in family.samples:
+            key = sample.name, frozenset(sample.labels.items())
+            assert key not in found and "pid" not in sample.labels, key
+            found[key] = family.type, sample.value
+    return found
+
+
+def gone_back(before: Any, after: Any) -> list[Any]:
+    """Totals that are smaller, or missing."""
+    totals = {key: value for key, (kind, value) in before.items() if kind in ("counter", "histogram")}
+    assert totals
+    return [(key, value) for key, value in totals.items() if after.get(key, ("", -1.0))[1] < value]
+
+
+def total(series: Any, name: str, **labels: str) -> float:
+    return sum(value for (found, given), (_, value) in series.items() if found == name and labels.items() <= set(given))
+
+
+def ended(server: Server, processes: list[psutil.Process]) -> bool:
+    """Whether they all are gone soon; nobody asks them to."""
+    return not psutil.wait_procs(processes, ENDED_S)[1] and server.status() is not None
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_ports(3)
+
+
+@pytest.fixture(scope="module")
+def two(tiny: Path, tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Server]:
+    """Two API servers before two replicas of each stage, and others may join."""
+    flags = [*overrides(**{stage: {"replicas": 2} for stage in STAGES}), "--api-server-count", "2"]
+    flags += ["-oma", HOST, "-omp", str(port), "--omni-heartbeat-timeout", str(TIMEOUT_S)]
+    with Server(tiny, tmp_path_factory.mktemp("two") / "log", [*LENGTH, *flags]) as started:
+        assert until(lambda: all_up(started, 6))
+        yield started
+
+
+@pytest.fixture(scope="module")
+def undisturbed(two: Server) -> list[Any]:
+    return ask_all(two, BODIES, AT_ONCE)
+
+
+def test_both_serve_and_reach_all(two: Server, undisturbed: list[Any]) -> None:
+    by_server = {name: [each for each in undisturbed if each.server == name] for name in ("0", "1")}
+    assert sum(map(len, by_server.values())) == len(BODIES)
+    for answers in by_server.values():
+        assert len(answers) >= len(BODIES) // 4, "connections go to the one with fewer"
+        for stage in STAGES:
+            assert {each.where[stage] for each in answers} == {f"{stage}/0", f"{stage}/1"}
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_parity_on_each(which: int, two: Server, oracle: Oracle, expected: dict[str, Golden]) -> None:
+    """While one is kept from taking connections by having more of them."""
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(Caller(two, 1 - which).http)
+        check_parity(two, oracle, expected, CASES)
+
+
+def test_what_is_the_same_for_all_is_said_once(two: Server) -> None:
+    log = two.log.read_text(errors="replace")
+    counts = {words: log.count(words) for words in ONCE}
+    assert max(counts.values()) == 1, counts
+    assert log.count("ready: ") == 1 and "WARNING" not in log
+    lines = Counter(re.sub(r"\(\w+ pid=\d+\)|\d\d:\d\d:\d\d", "", line) for line in log.splitlines())
+    assert not {line: count for line, count in lines.items() if count > 1 and "starting" in line.lower()}
+
+
+def test_a_trace_is_found_whoever_is_asked(two: Server) -> None:
+    first, second = Caller(two, 0), Caller(two, 1)
+    answer = first.http.post("/chat/completions", json=BODIES[0])
+    assert answer.headers[SERVER_HEADER] == "0"
+    path = f"http://{HOST}:{two.port}/v1/omni/trace/{answer.json()['id']}"
+    traces = [caller.http.get(path) for caller in (first, second)]
+    assert [trace.headers[SERVER_HEADER] for trace in traces] == ["0", "1"]
+    assert traces[0].json() == traces[1].json() and traces[0].status_code == 200
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_one_takes_its_own_requests_only(victim: int, two: Server, undisturbed: list[Any]) -> None:
+    other = 1 - victim
+    exact = [Caller(two, other).stream(fields) for fields in LONG]
+    before = scrape(two)
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        lost = ask_through(threads, [Caller(two, victim) for _ in range(3)], [ENDLESS] * 3)
+        kept = ask_through(threads, [Caller(two, other) for _ in LONG], LONG)
+        os.kill(pids(two)[victim], signal.SIGKILL)
+        for future, _ in lost:
+            with pytest.raises(httpx.TransportError):
+                future.result(ENDED_S)
+        assert [future.result() for future, _ in kept] == exact
+    assert until(lambda: again(two, victim, 1)) and until(lambda: idle(two))
+    after = scrape(two)
+    assert gone_back(before, after) == []
+    finished = "vllm_omni_ext:requests_total"
+    done = total(after, finished, outcome="finished") - total(before, finished, outcome="finished")
+    assert done == len(LONG)
+    answers = ask_all(two, BODIES, AT_ONCE)
+    assert answers == undisturbed
+    assert {each.server for each in answers} == {"0", "1"}
+    assert gone_back(after, scrape(two)) == []
+
+
+def test_its_requests_leave_all_schedulers_at_once(two: Server) -> None:
+    """With nothing else to do, and none of them read to the end."""
+    assert until(lambda: idle(two))
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        lost = ask_through(threads, [Caller(two, 0) for _ in range(4)], [ENDLESS] * 4)
+        assert until(lambda: running(two) >= 2 * len(lost))
+        watch = Caller(two, 1)
+        os.kill(pids(two)[0], signal.SIGKILL)
+        killed, path = time.monotonic(), f"http://{HOST}:{two.port}/v1/omni/status"
+
+        def left() -> int:
+            found = watch.http.get(path).json()["stages"]
+            return sum(each["running"] + each["waiting"] for stage in found for each in stage["replicas"])
+
+        assert until(lambda: not left())
+        assert time.monotonic() - killed < GONE_S
+        for future, _ in lost:
+            assert future.exception() is not None
+    assert until(lambda: again(two, 0, 2)) and until(lambda: idle(two))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_replica_is_not_missed(stage: str, two: Server, undisturbed: list[Any]) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask_all, two, BODIES, AT_ONCE)
+        assert until(lambda: replicas(two)[f"{stage}/0"]["running"] or asked.done())
+        kill(two, f"{stage}/0")
+        assert asked.result() == undisturbed
+    assert until(lambda: all_up(two, 6) and idle(two), UP_S)
+    assert {each["restarts"] for name, each in replicas(two).items() if name.startswith(stage)} == {0, 1}
+
+
+def test_replicas_join_and_leave(two: Server, undisturbed: list[Any], tiny: Path, tmp_path: Path, port: int) -> None:
+    def rounds(until_set: threading.Event) -> list[list[Any]]:
+        done = []
+        while not (until_set.is_set() and done):
+            done.append(ask_all(two, BODIES, AT_ONCE))
+        return done
+
+    joined, left = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        with Headless(tiny, tmp_path / "log", "talker", port, "--omni-heartbeat-timeout", str(TIMEOUT_S)) as more:
+            during = thread.submit(rounds, joined)
+            assert until(lambda: all_up(two, 7), UP_S)
+            joined.set()
+            assert all(answers == undisturbed for answers in during.result())
+            during = thread.submit(rounds, left)
+            assert until(lambda: replicas(two)["talker/2"]["running"] or during.done())
+            assert not more.stop(signal.SIGTERM)
+        assert until(lambda: len(replicas(two)) == 6)
+        left.set()
+        answers = during.result()
+    assert all(each == undisturbed for each in answers)
+    by_server = {each.server for each in answers[0] if each.where["talker"] == "talker/2"}
+    assert by_server, "it has served"
+    assert used(ask_all(two, BODIES, AT_ONCE)).keys() == {f"{stage}/{n}" for stage in STAGES for n in (0, 1)}
+
+
+def test_an_api_server_and_then_the_head_are_killed(two: Server) -> None:
+    """Last of this server."""
+    processes = two.processes()
+    os.kill(pids(two)[1], signal.SIGKILL)
+    os.kill(two.pid, signal.SIGKILL)
+    assert ended(two, processes)
+
+
+@pytest.fixture(scope="module")
+def three(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ["--api-server-count", "3", "--shutdown-timeout", str(DRAIN_S)]
+    with Server(tiny, tmp_path_factory.mktemp("three") / "log", [*LENGTH, *flags]) as started:
+        yield started
+
+
+def test_three_serve(three: Server, oracle: Oracle, expected: dict[str, Golden]) -> None:
+    answers = ask_all(three, BODIES, AT_ONCE)
+    assert {each.server for each in answers} == {"0", "1", "2"}
+    check_parity(three, oracle, expected, CASES)
+
+
+def test_sigterm_lets_running_requests_end(three: Server) -> None:
+    """Last of this server."""
+    exact = [Caller(three, 0).stream(fields) for fields in LONG[:3]]
+    log = three.log.read_text()
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        waiting = [Caller(three, which) for which in range(3)]
+        asked = ask_through(threads, [Caller(three, which) for which in range(3)], LONG[:3])
+        processes, told = three.processes(), time.monotonic()
+        os.kill(three.pid, signal.SIGTERM)
+        assert until(lambda: f"have {DRAIN_S} s" in three.log.read_text()[len(log) :])
+
+        def refused(caller: Caller) -> bool:
+            answer = caller.http.post("/chat/completions", json=BODIES[0])
+            return answer.status_code == REFUSED and "shutting down" in answer.text
+
+        assert all(until(lambda caller=caller: refused(caller), ENDED_S) for caller in waiting)
+        assert not any(future.done() for future, _ in asked), "they are long enough"
+        assert [future.result() for future, _ in asked] == exact
+    assert not psutil.wait_procs(processes, ENDED_S)[1]
+    assert three.status() == 0 and time.monotonic() - told < DRAIN_S
+
+
+def test_ctrl_c_twice_ends_at_once(tiny: Path, tmp_path: Path) -> None:
+    """As a terminal sends it, to all processes; and each API server has an endless request."""
+    flags = ["--api-server-count", "2", "--shutdown-timeout", str(DRAIN_S)]
+    with Server(tiny, tmp_path / "log", [*LENGTH, *flags]) as server, ThreadPoolExecutor(2) as threads:
+        ask_through(threads, [Caller(server, which) for which in range(2)], [ENDLESS] * 2)
+        processes = server.processes()
+        os.killpg(server.pid, signal.SIGINT)
+        assert until(lambda: f"have {DRAIN_S} s" in server.log.read_text())
+        assert psutil.wait_procs(processes, 1)[1], "it waits for the requests"
+        os.killpg(server.pid, signal.SIGINT)
+        assert ended(server, processes)
+    assert "Traceback" not in server.log.read_text()
