@@ -10,16 +10,19 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
-from tests.orchestrator.fakes import OPTIONS, POOLING, FakePlugin, output, text_request
+from tests.orchestrator.fakes import OPTIONS, POOLING, FakePlugin, output, owners, text_request
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Feed, Finished, Open, Produced
 from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.wire.handoff import CHUNK, PROMPT
+from vllm_omni_ext.wire.parts import END as END_OF_STREAM
+from vllm_omni_ext.wire.parts import PartMark
 
 STAGES = ("text", "voice", "sound")
 TOKENS = 4
@@ -35,12 +38,12 @@ def following(tokens: list[int]) -> int:
     return 100 + sum((i + 1) * token for i, token in enumerate(tokens)) % MODULUS
 
 
-def spoken(track: list[int]) -> float:
-    """The sound of a text."""
+def spoken(track: list[int]) -> list[float]:
+    """The sound of a text: one sample for each code, made of all codes up to it."""
     codes: list[int] = []
     for token in track:
         codes.append(following([*codes, token]))
-    return float(following(codes))
+    return [float(following(codes[: i + 1])) for i in range(len(codes))]
 
 
 def text_of(prompt: list[int], tokens: int = TOKENS) -> list[int]:
@@ -51,12 +54,14 @@ def text_of(prompt: list[int], tokens: int = TOKENS) -> list[int]:
 
 
 class Speech:
-    """The flow: text -> voice (opened with rows, and given the first token right after) -> sound -> the client."""
+    """The flow: text -> voice (opened with rows, and given the first token right after) -> sound, each code a part and
+    the end one more -> the client."""
 
     def __init__(self) -> None:
         self.track: list[int] = []
         self.frames: list[int] = []
-        self.last = False
+        self.last = self.ended = False
+        self.parts = self.heard = self.known = 0
 
     def handle(self, event: Produced) -> list[Action]:
         match event.stage:
@@ -66,13 +71,23 @@ class Speech:
                 self.last |= event.finish is not None
                 return [*first, Extend("voice", event.tokens, self.last)]
             case "voice":
-                self.frames += [token for token in event.tokens if token != END]
-                return self.replay("sound") if event.finish else []
-        return [Emit("audio", event.payload[1], {"sample_rate": 1, "frames": (), "note": None}), Finished()]
+                self.ended = event.finish is not None
+                new = [token for token in event.tokens if token != END]
+                self.frames += new
+                self.parts += 1
+                return [Feed("sound", self.parts - 1, new, POOLING, self.ended)]
+        return self._sounded(event.payload[1], event.finish is not None)
+
+    def _sounded(self, wave: torch.Tensor, last: bool) -> list[Action]:
+        new, self.known = wave[self.known :], max(0, self.known - len(wave))
+        self.heard += len(new)
+        emit = Emit("audio", new, {"sample_rate": 1, "frames": np.zeros((0, 0)), "note": None}, last)
+        return [emit, Finished()] if last else [emit]
 
     def replay(self, stage: str) -> list[Action]:
         if stage == "sound":
-            return [Feed("sound", 0, list(self.frames), POOLING, last=True)]
+            self.parts, self.known = 1, self.heard
+            return [Feed("sound", 0, list(self.frames), POOLING, self.ended)]
         handoff = {"track": list(self.track), "last": self.last}
         prompt, done = [0, 0, *self.frames], len(self.frames)
         return [Open("voice", prompt, handoff, rows=[torch.zeros(ROWS, 1)], stop=(END,), done=done)]
@@ -99,7 +114,9 @@ class Engine:
         self.commands: deque[Any] = deque()
         """Sent to it and not read yet."""
         self.said: asyncio.Queue[EngineCoreOutput | None] = asyncio.Queue()
-        self.dead = self.frozen = False
+        self.streams: dict[str, list[int]] = {}
+        self.marks: dict[str, PartMark] = {}
+        self.dead = self.frozen = self.was_frozen = False
         self.wrong: list[str] = []
 
     async def add(self, request: EngineCoreRequest) -> None:
@@ -132,6 +149,8 @@ class Engine:
                 self.wrong.append(f"{name} was opened twice in {self.id}")
             extra = (request.sampling_params and request.sampling_params.extra_args) or {}
             handoff = extra.get(PROMPT, {})
+            if request.pooling_params is not None:
+                self.marks[name] = PartMark.of(request.pooling_params.extra_kwargs)
             work = Work(request, list(request.prompt_token_ids or ()), handoff.get("track", []), handoff.get("last"))
             self.works[name] = work
             self.known.add(name)
@@ -171,8 +190,20 @@ class Engine:
         return output(work.request.request_id, work.tokens[-1])
 
     def _sound(self, work: Work) -> EngineCoreOutput:
-        wave = torch.tensor([float(following(work.tokens))])
-        return output(work.request.request_id, tensor=wave, end="stop")
+        name = work.request.request_id
+        mark = self.marks[name]
+        if mark.part in (0, END_OF_STREAM):
+            self.streams[mark.stream] = []
+        codes = self.streams.get(mark.stream)
+        if codes is None:
+            self.wrong.append(f"{self.id} got {name}, whose stream it does not have")
+            return output(name, tensor=torch.zeros(0), end="stop")
+        new = [] if mark.empty else work.tokens
+        wave = [float(following([*codes, *new[: i + 1]])) for i in range(len(new))]
+        codes += new
+        if mark.last:
+            del self.streams[mark.stream]
+        return output(name, tensor=torch.tensor(wave), end="stop")
 
 
 class World:
@@ -242,7 +273,7 @@ class World:
         """A process is stopped for so long that its requests are given to others."""
         engine = self.engines.get(replica)
         if engine is not None and not engine.dead and not engine.frozen:
-            engine.frozen = True
+            engine.frozen = engine.was_frozen = True
             self.orchestrator.waiting.announce(replica)
             self._stale[replica] = await self.orchestrator.replica_down(replica, "silent")
 
@@ -267,9 +298,21 @@ class World:
             await self.orchestrator.replica_up(engine)
 
     def sent_to(self, replica: ReplicaId) -> set[str]:
-        """Requests that a replica was ever given."""
+        """Requests, or parts of such, that a replica was ever given, by their owners."""
         engine = next(engine for engine in self.all if engine.id == replica)
-        return engine.known | {each.request_id for each in engine.commands if isinstance(each, EngineCoreRequest)}
+        waiting = {each.request_id for each in engine.commands if isinstance(each, EngineCoreRequest)}
+        return set(owners(engine.known | waiting))
+
+    def closed(self, name: str) -> bool:
+        """Whether the sound stage has been given the last part of a request."""
+        sent = [each for engine in self.all for each in engine.commands if isinstance(each, EngineCoreRequest)]
+        waiting = [PartMark.of(each.pooling_params.extra_kwargs) for each in sent if each.pooling_params is not None]
+        marks = [*waiting, *(mark for engine in self.all for mark in engine.marks.values())]
+        return any(mark.last for mark in marks if owners([mark.stream]) == [name])
+
+    def finished(self, name: str) -> bool:
+        """Whether the last piece of a request's sound has come."""
+        return name not in self.orchestrator._live
 
     def steppable(self) -> list[Engine]:
         return [engine for engine in self.engines.values() if not engine.dead and not engine.frozen]
@@ -301,8 +344,11 @@ class World:
         assert self.orchestrator.held() == 0
         assert [line for engine in self.all for line in engine.wrong] == []
         for engine in self.steppable():
-            engine.read()
+            while engine.step():  # the ends of streams
+                pass
             assert engine.works == {}, f"{engine.id} still works for nobody"
+            # What was opened before it fell silent is forgotten for being idle.
+            assert engine.was_frozen or engine.streams == {}, f"{engine.id} still has streams"
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
@@ -314,5 +360,14 @@ class World:
         whole = text_of(self.prompt(name))
         assert self.texts[name] == whole
         if name in self.sinks:
-            (audio,) = [self.sinks[name].get_nowait() for _ in range(self.sinks[name].qsize())]
-            assert audio.samples.tolist() == [spoken(whole)]
+            assert self.samples(name) == spoken(whole)
+
+    def answers(self, name: str) -> list[Any]:
+        """Everything that the caller of a request was given beside its text."""
+        return [self.sinks[name].get_nowait() for _ in range(self.sinks[name].qsize())]
+
+    def samples(self, name: str) -> list[float]:
+        """The whole sound of a request; its last piece says so, and no other."""
+        pieces = self.answers(name)
+        assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        return [sample for piece in pieces for sample in piece.samples.tolist()]

@@ -87,7 +87,7 @@ async def test_a_stage_that_stays_away_is_an_error_after_the_limit(stage: str, a
     if waits:
         assert isinstance(world.failures["a"], StageUnavailable)
         assert f"stage '{stage}'" in str(world.failures["a"]) and "replica_wait_s" in str(world.failures["a"])
-        assert world.sinks["a"].get_nowait() is world.failures["a"]
+        assert world.answers("a")[-1] is world.failures["a"]
     else:  # it was through with it
         world.check("a")
     await world.end()
@@ -106,8 +106,8 @@ async def test_a_replica_that_never_comes_is_an_error_at_once(stage: str, at: in
     await world.settle()
     through = {
         "text": len(world.texts["a"]) == TOKENS,
-        "voice": any(name.startswith("a") for name in world.sent_to(ReplicaId("sound", 0))),
-        "sound": not world.sinks["a"].empty(),
+        "voice": world.closed("a"),
+        "sound": world.finished("a"),
     }
     await world.orchestrator.never_up(gone, "its limit of restarts is reached")
     assert len(world.orchestrator.waiting) == 0
@@ -183,7 +183,7 @@ async def test_a_stop_string_while_the_voice_is_awaited(tokens: int) -> None:
     await world.run()
     await world.up(ReplicaId("voice", 0))
     await world.run()
-    assert world.sinks["a"].get_nowait().samples.tolist() == [spoken(text_of(world.prompt("a"), tokens))]
+    assert world.samples("a") == spoken(text_of(world.prompt("a"), tokens))
     await world.end()
 
 
@@ -201,7 +201,7 @@ async def test_a_stop_string_while_the_text_stage_is_awaited() -> None:
     await world.up(ReplicaId("text", 0))
     await world.run()
     assert world.failures == {} and world.engines[ReplicaId("text", 0)].known == set()
-    assert world.sinks["a"].get_nowait().samples.tolist() == [spoken(text_of(world.prompt("a"), 2))]
+    assert world.samples("a") == spoken(text_of(world.prompt("a"), 2))
     await world.end()
 
 
