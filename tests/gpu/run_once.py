@@ -95,8 +95,8 @@ def one_by_one() -> Any:
     from vllm_omni_ext.runtime import launcher
 
     class OneByOne(launcher.Deployment):
-        def _start(self, replica: Any) -> None:
-            super()._start(replica)
+        def _launch(self, *args: Any) -> None:
+            super()._launch(*args)
             super().wait()
 
         def wait(self) -> None:
