@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,15 @@ from checkpoint import checkpoint, parser
 from simulated import engine
 from stage_load import Step, Work, closed_loop, deployed, open_only, watch
 from step_cost import MS, TIMES, Overhead, overhead
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.executor import Executor
 
 from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.compat import activate
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.omni import AsyncOmni
+from vllm_omni_ext.runtime.client import addresses
+from vllm_omni_ext.runtime.fleet import Connections
 
 SLOTS = 4
 """Requests a replica runs at once."""
@@ -70,21 +75,33 @@ async def rate(work: Work, count: int, steps: dict[ReplicaId, list[Step]], secon
     return sum(step.items for each in steps.values() for step in each if began <= step.made < ended) / (ended - began)
 
 
+def bare_client(connections: Connections, replica: ReplicaId) -> AsyncMPClient:
+    """vLLM's own client of a replica."""
+    config = deepcopy(connections.configs[replica.stage])
+    return AsyncMPClient(
+        config,
+        Executor.get_class(config),
+        log_stats=False,
+        client_addresses=addresses(connections.listeners[replica]),
+        client_count=connections.client_count,
+        client_index=connections.client_index,
+    )
+
+
 async def measure(deployment: Any, stage: str, args: Any) -> tuple[Throughput | None, list[Overhead]]:
     """Both, for one stage."""
     omni = AsyncOmni(deployment.connections(0))
     first = ReplicaId(stage, 0)
-    other = deployment.connections(1)
-    bare = other.connect(first, other.addresses[first])
+    bare = bare_client(deployment.connections(1), first)
     try:
         work = Work(omni, stage, args.length)
         steps = {replica.id: watch(replica) for replica in omni.fleet.replicas.values() if replica.id.stage == stage}
         await work()
         speeds = await throughput(work, steps, args) if args.seconds else None
-        costs = [await overhead(work, bare.client, steps[first], c, args.turns) for c in args.concurrency if args.turns]
+        costs = [await overhead(work, bare, steps[first], c, args.turns) for c in args.concurrency if args.turns]
         return speeds, costs
     finally:
-        bare.close(timeout=0)
+        bare.shutdown(timeout=0)
         omni.shutdown(timeout=0)
 
 
