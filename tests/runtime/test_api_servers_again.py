@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -42,6 +43,9 @@ THINKER, TALKER, NEW = ReplicaId("thinker", 0), ReplicaId("talker", 0), ReplicaI
 ABOUT = About(host="here", pid=7, restarts=2)
 WITHIN_S = 10.0
 QUIET_S = 0.2
+SHORTEST_S = 1e-6
+"""Threads take turns as often as they can."""
+
 ADDRESS = "ipc:///nowhere/{}-{}-{}"
 VIEWS = "tcp://views"
 
@@ -240,11 +244,16 @@ def test_what_is_said_by_two_threads_is_not_mixed(stack: contextlib.ExitStack) -
         for _ in range(200):
             running.servers._tell_servers()
 
-    talking = threading.Thread(target=talk)
-    talking.start()
-    for _ in range(200):
-        running.servers.ready(NEW, ABOUT)
-    talking.join()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SHORTEST_S)
+    try:
+        talking = threading.Thread(target=talk)
+        talking.start()
+        for _ in range(200):
+            running.servers.ready(NEW, ABOUT)
+        talking.join()
+    finally:
+        sys.setswitchinterval(before)
     kinds = Counter(type(running.told.next(0)) for _ in range(401))
     assert kinds == {ReplicaStarting: 1, Servers: 200, tuple: 200}
     assert running.told.nothing_more(0)
