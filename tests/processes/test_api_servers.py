@@ -5,11 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import os
-import re
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -46,10 +44,7 @@ from tests.processes.cluster import (
 from tests.processes.test_headless import check_parity
 from vllm_omni_ext.serving.gate import SERVER_HEADER
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skip(reason="unfinished: some of these do not pass yet beside streamed sound on two busy cores"),
-]
+pytestmark = pytest.mark.engine
 
 AT_ONCE = 8
 BODIES = [body(f"What is number {number}?", 40, 70) for number in range(16)]
@@ -64,7 +59,7 @@ DRAIN_S = 20
 ENDED_S = 3.0
 UP_S = 60.0
 REFUSED = 503
-ONCE = ("Starting the server on", "Available routes", "Application startup complete", "API servers, each with its own")
+ONCE = ("ready: ", "Available routes", "Application startup complete", "API servers, each with its own")
 
 
 class Caller:
@@ -73,12 +68,13 @@ class Caller:
     def __init__(self, server: Server, which: int) -> None:
         self.server = server
         deadline = time.monotonic() + UP_S
-        while True:
-            self.http = httpx.Client(base_url=server.base_url, timeout=ANSWER_S)
-            if self._named() == str(which):
-                return
-            self.http.close()
-            assert time.monotonic() < deadline, f"no connection to API server {which}"
+        with ExitStack() as others:  # kept until it is found: the next connection goes to whoever has the fewest
+            while True:
+                self.http = httpx.Client(base_url=server.base_url, timeout=ANSWER_S)
+                if self._named() == str(which):
+                    return
+                others.callback(self.http.close)
+                assert time.monotonic() < deadline, f"no connection to API server {which}"
 
     def _named(self) -> str | None:
         try:
@@ -198,15 +194,13 @@ def test_parity_on_each(which: int, two: Server, oracle: Oracle, expected: dict[
         for _ in range(3):
             stack.enter_context(closing(Caller(two, 1 - which).http))
         check_parity(two, oracle, expected, CASES)
+        assert {each.server for each in ask_all(two, BODIES[:2], 1)} == {str(which)}
 
 
 def test_what_is_the_same_for_all_is_said_once(two: Server) -> None:
     log = two.log.read_text(errors="replace")
-    counts = {words: log.count(words) for words in ONCE}
-    assert max(counts.values()) == 1, counts
-    assert log.count("ready: ") == 1 and "WARNING" not in log
-    lines = Counter(re.sub(r"\(\w+ pid=\d+\)|\d\d:\d\d:\d\d", "", line) for line in log.splitlines())
-    assert not {line: count for line, count in lines.items() if count > 1 and "starting" in line.lower()}
+    assert {words: log.count(words) for words in ONCE} == dict.fromkeys(ONCE, 1)
+    assert "(ApiServer_0" in log and "(ApiServer_1" not in log.partition("ready: ")[0]
 
 
 def test_a_trace_is_found_whoever_is_asked(two: Server) -> None:
@@ -259,7 +253,7 @@ def test_its_requests_leave_all_schedulers_at_once(two: Server) -> None:
             return sum(each["running"] + each["waiting"] for stage in found for each in stage["replicas"])
 
         assert until(lambda: not left())
-        assert time.monotonic() - killed < GONE_S
+        assert (took := time.monotonic() - killed) < GONE_S, took
         for future, _ in lost:
             assert future.exception() is not None
     assert until(lambda: again(two, 0, 2)) and until(lambda: idle(two))
