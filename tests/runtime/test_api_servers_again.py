@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -21,9 +20,10 @@ from vllm.utils.network_utils import ZmqListener
 
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.runtime import api_servers
 from vllm_omni_ext.runtime.api_servers import ApiServers
 from vllm_omni_ext.runtime.board import NOT_ACCEPTING
-from vllm_omni_ext.runtime.descriptors import receive_descriptors
+from vllm_omni_ext.runtime.descriptors import receive_descriptors, send_descriptors
 from vllm_omni_ext.runtime.fleet import About, Connections
 from vllm_omni_ext.runtime.launcher import end_processes
 from vllm_omni_ext.wire.control import (
@@ -231,23 +231,29 @@ def test_many_restarts_leave_no_open_files(stack: contextlib.ExitStack) -> None:
     assert again(6) <= before + 1
 
 
-def test_what_is_said_by_two_threads_is_not_mixed(stack: contextlib.ExitStack) -> None:
-    """A message between another and its descriptors would be read with them."""
-    running = Running(stack, 1)
+def test_nothing_comes_between_a_message_and_its_descriptors(
+    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever else has something to say: what is read with them would be lost."""
+    running, speaks = Running(stack, 1), threading.Event()
     running.servers.listen(NEW)
 
-    def talk() -> None:
-        for _ in range(200):
-            running.servers._tell_servers()
+    def interrupted(*given: Any) -> None:
+        speaks.set()
+        time.sleep(QUIET_S)
+        send_descriptors(*given)
 
-    talking = threading.Thread(target=talk)
-    talking.start()
-    for _ in range(200):
-        running.servers.ready(NEW, ABOUT)
-    talking.join()
-    kinds = Counter(type(running.told.next(0)) for _ in range(401))
-    assert kinds == {ReplicaStarting: 1, Servers: 200, tuple: 200}
-    assert running.told.nothing_more(0)
+    def interrupt() -> None:
+        speaks.wait(WITHIN_S)
+        running.servers._tell_servers()
+
+    monkeypatch.setattr(api_servers, "send_descriptors", interrupted)
+    other = threading.Thread(target=interrupt)
+    other.start()
+    running.servers.ready(NEW, ABOUT)
+    other.join()
+    told = [running.told.next(0) for _ in range(3)]
+    assert told[1][1] == [f"{NEW} 0 i", f"{NEW} 0 o"] and isinstance(told[2], Servers)
 
 
 def test_leaving_ends_them() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_ext.serving.server import end_gently, hush
+from vllm_omni_ext.serving.server import _is_wrong, end_gently, hush
 
 FORK = multiprocessing.get_context("fork")
 LIFE_S = 30.0
@@ -94,10 +94,16 @@ def test_a_signal_ends_the_wait(start: Start) -> None:
 
 def test_what_is_the_same_for_all_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     logger, parent = logging.getLogger("vllm.somewhere"), logging.getLogger("vllm")
+    http = logging.getLogger("uvicorn.error")
     caplog.set_level(logging.INFO, "vllm")
     with hush():
         logger.info("twice")
         logger.warning("wrong")
+        caplog.set_level(logging.INFO, "uvicorn.error")  # as the HTTP server does when it is made
+        http.info("started")
     logger.info("later")
+    http.info("shutting down")
+    http.warning("invalid request")
+    http.removeFilter(_is_wrong)
     assert parent.level == logging.INFO
-    assert {record.message for record in caplog.records} == {"wrong", "later"}
+    assert {record.message for record in caplog.records} == {"wrong", "later", "invalid request"}

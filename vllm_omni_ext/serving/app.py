@@ -80,7 +80,7 @@ async def run_app(
         ready: called once requests will be answered.
     """
     try:
-        await omni.reset_mm_cache()  # forgets the dummy data of the start
+        await _forget_dummies(omni)
         app = await make_app(omni, args)
         trim()
         with video.install():
@@ -91,6 +91,14 @@ async def run_app(
             await shutdown
     finally:
         sock.close()
+
+
+async def _forget_dummies(omni: AsyncOmni) -> None:
+    """Empty the multimodal caches, where the dummy data of the start is."""
+    if omni.connections.said is None:
+        await omni.reset_mm_cache()
+    else:  # the replicas have forgotten it long ago, and work for others
+        await omni.renderer.clear_mm_cache_async()
 
 
 async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:

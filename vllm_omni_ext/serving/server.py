@@ -296,16 +296,22 @@ def run_api_server(
 
 @contextlib.contextmanager
 def hush() -> Iterator[None]:
-    """Say only what is wrong: the first API server has said already what is the same for all."""
-    loggers = [logging.getLogger(name) for name in ("vllm", "uvicorn.error")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
+    """Say only what is wrong: the first API server says already what is the same for all.
+
+    What the HTTP server says of its start and its end is hushed for good; requests have a logger of their own.
+    """
+    logger = logging.getLogger("vllm")
+    logging.getLogger("uvicorn.error").addFilter(_is_wrong)  # a level is set anew when the HTTP server is made
+    before = logger.level
+    logger.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+        logger.setLevel(before)
+
+
+def _is_wrong(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING
 
 
 async def _api_server(
