@@ -195,7 +195,7 @@ def test_requests_aborted_anywhere_leave_nothing(tiny: Path, tmp_path: Path) -> 
     with serving(tiny, tmp_path / "log", "--omni-replica-wait", str(WAIT_S)) as server:
         client = openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60)
         before = client.chat.completions.create(**EXACT, modalities=["text", "audio"]).choices[0].message
-        asyncio.run(abort_many(server, ABORTS // 4, seed=1))  # caches and pools grow to their size
+        asyncio.run(abort_many(server, ABORTS, seed=1))  # caches and pools grow to their size
         assert until(lambda: idle(server))
         memory, files, shared = measure(server)
         asyncio.run(abort_many(server, ABORTS, seed=2))

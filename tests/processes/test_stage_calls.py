@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from vllm import LLM, SamplingParams
 
+from tests.processes.test_parity import TOLERANCE
 from vllm_omni_ext.errors import CallFailed, StageUnavailable, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
 
@@ -52,6 +54,16 @@ def asleep(omni: Any) -> list[ReplicaId]:
 def spoken(omni: Any, sampling: Any = SAMPLING) -> Any:
     [output] = omni.chat([{"role": "user", "content": "Tell me about the moon"}], sampling, use_tqdm=False)
     return output
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two answers, neither of them failed, say the same; sound up to rounding, as parts' bounds may differ."""
+    return (
+        one.error is None
+        and other.error is None
+        and one.audio.shape == other.audio.shape
+        and bool(np.abs(one.audio - other.audio).max() <= TOLERANCE)
+    )
 
 
 def asking(omni: Any, sampling: Any = SAMPLING) -> tuple[threading.Thread, list[Any]]:
@@ -114,7 +126,7 @@ def test_requests_go_to_the_replica_that_is_awake(omni: Any) -> None:
     assert values(omni.sleep(targets=["talker/0"])) == {TALKERS[0]: None}
     assert asleep(omni) == [TALKERS[0]] and omni.is_sleeping()
     for _ in range(3):
-        assert spoken(omni).audio.tolist() == before.audio.tolist()
+        assert alike(spoken(omni), before)
     assert values(omni.wake_up(targets=["talker/0"])) == {TALKERS[0]: True}
     assert asleep(omni) == [] and not omni.is_sleeping()
 
@@ -127,7 +139,7 @@ def test_a_request_to_a_stage_that_sleeps_waits(omni: Any) -> None:
     assert thread.is_alive()
     omni.wake_up(targets=["talker"])
     thread.join(SOON_S)
-    assert got[0].error is None and got[0].audio.tolist() == before.audio.tolist()
+    assert alike(got[0], before)
 
 
 def test_all_stages_sleep_and_wake_up(omni: Any) -> None:
@@ -146,7 +158,7 @@ def test_a_request_survives_the_sleep_of_all_stages(omni: Any, mode: str) -> Non
     assert asleep(omni) == ALL
     omni.wake_up()
     thread.join(SOON_S)
-    assert got[0].error is None and got[0].audio.tolist() == before.audio.tolist()
+    assert alike(got[0], before)
 
 
 def test_sleep_ends_what_runs(omni: Any) -> None:
