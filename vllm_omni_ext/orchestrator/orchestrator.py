@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,8 @@ class _Live:
     opened: dict[str, EngineCoreRequest] = field(default_factory=dict)
     moves: Counter[str] = field(default_factory=Counter)
     """How often each stage was given the request anew; what was decided before that is part of what it was given."""
+    heard: set[str] = field(default_factory=set)
+    """Stages that have given something for it."""
     done: set[str] = field(default_factory=set)
     """Stages that have ended the request: it can do without them."""
 
@@ -188,10 +190,16 @@ class Orchestrator:
             self._plan(request)
             self._texts[request.request_id] = TextReplay(request)
             await self._send_text(request)
+            await self._begin(request.request_id)
         except BaseException as error:
             self.observer.failed(request.request_id, self.text_stage, error)
             await self.abort([request.request_id])
             raise
+
+    async def _begin(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is not None:
+            await self._do(request_id, live, self.text_stage, live.flow.begin())
 
     async def _send_text(self, request: EngineCoreRequest) -> None:
         media = [feature.identifier for feature in request.mm_features or ()]
@@ -235,15 +243,19 @@ class Orchestrator:
             self.observer.aborted(request_id)
             self._live.pop(request_id, None)
             self._texts.pop(request_id, None)
-            self.waiting.forget(request_id, *self.pools)
-            for pool in self.pools.values():
-                self._deadlines.settle(request_id, pool.stage)
-                parts, farewell = self._parts.end(request_id, pool.stage)
-                replica = pool.release(request_id)
-                if replica is not None and replica in self.replicas:
-                    await self.replicas[replica].abort(parts or [request_id])
-                    if farewell is not None:
-                        await self.replicas[replica].add(farewell)
+            await self._withdraw(request_id, self.pools)
+
+    async def _withdraw(self, request_id: str, stages: Iterable[str]) -> None:
+        """Take a request out of stages that may still have it."""
+        for stage in stages:
+            self.waiting.forget(request_id, stage)
+            self._deadlines.settle(request_id, stage)
+            parts, farewell = self._parts.end(request_id, stage)
+            replica = self.pools[stage].release(request_id)
+            if replica is not None and replica in self.replicas:
+                await self.replicas[replica].abort(parts or [request_id])
+                if farewell is not None:
+                    await self.replicas[replica].add(farewell)
 
     async def text_stopped(self, request_ids: list[str]) -> None:
         """A stop string ended these requests on our side: the text stage must stop, the others go on."""
@@ -396,6 +408,7 @@ class Orchestrator:
         live = self._live.get(request_id)
         if live is None:
             return
+        live.heard.add(event.stage)
         if event.finish is not None:
             live.done.add(event.stage)
         try:
@@ -416,8 +429,12 @@ class Orchestrator:
         match action:
             case Open():
                 await self._open_stage(request_id, live, source, action)
-            case Extend(stage, track, last, rows):
-                await self._extend(request_id, live, source, stage, {"track": list(track), "last": last}, rows)
+            case Extend():
+                chunk: dict[str, Any] = {"track": list(action.track), "last": action.last}
+                if action.prompt:
+                    chunk["text"] = list(action.prompt)
+                rows = None if action.rows is None else torch.cat(action.rows)
+                await self._extend(request_id, live, source, action.stage, chunk, rows)
             case Feed():
                 await self._feed(request_id, source, action)
             case Emit():
@@ -429,6 +446,7 @@ class Orchestrator:
             case Finished():
                 self._live.pop(request_id, None)
                 self.observer.finished(request_id, REST)
+                await self._withdraw(request_id, [stage for stage in self.pools if stage != self.text_stage])
 
     async def _open_stage(self, request_id: str, live: _Live, source: str, action: Open) -> None:
         request = engine_request(request_id, action.prompt, sampling=self._params(live, action))
@@ -437,7 +455,8 @@ class Orchestrator:
         except StageUnavailable as error:
             await self._fail(request_id, action.stage, error)
             return
-        self._deadlines.given(request_id, action.stage, source, last=action.last)
+        if source in live.heard:  # before that it may be queued for any time
+            self._deadlines.given(request_id, action.stage, source, last=action.last)
         if replica is None:
             return
         live.opened[action.stage] = request
