@@ -71,7 +71,7 @@ class SpeechFlow:
 
     def _thought(self, event: Produced) -> list[Action]:
         rows = None if event.payload is None else self._rows.add(*event.payload)
-        handed = [] if rows is None or self._talk is None else [Extend(TALKER, (), False, rows=[rows])]
+        handed: list[Action] = [] if rows is None or self._talk is None else [Extend(TALKER, (), False, rows=[rows])]
         if not event.tokens and event.finish is None:  # rows of a prefill that goes on
             return handed
         tokens, self._begun = (*self._begun, *event.tokens), ()

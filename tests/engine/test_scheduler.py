@@ -41,10 +41,7 @@ def test_a_pause_waits_for_requests_that_wait_for_chunks(monkeypatch: pytest.Mon
     made.running = [
         SimpleNamespace(
             request_id="starved",
-            num_prompt_tokens=9,
             num_computed_tokens=18,
-            num_output_tokens=9,
-            num_output_placeholders=0,
         )
     ]
     made._gates["starved"] = Gate.of({"track": [1], "last": False}, 9)

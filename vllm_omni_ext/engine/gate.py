@@ -12,13 +12,12 @@ class Gate:
     """What one request has received so far.
 
     Attributes:
-        size: positions of its prompt, those of tokens sampled before it came here not counted.
+        size: positions of its prompt; those of tokens sampled before it came here are not counted.
         text: of these, how many are known, from the first on.
         spans: ranges [start, stop) of positions whose tensor rows are handed over, ascending.
         rows: how many of the rows have come, in the order of the positions.
-        track: entries of the per-step track received (one is used by every decode step).
-        closed: no further entries will come; every later step has its input.
-        done: tokens at the end of the prompt that were sampled before the request came here.
+        track: entries received of the track; each position after the prompt uses one.
+        closed: no further entries will come; every later position has its input.
     """
 
     size: int = 0
@@ -27,10 +26,9 @@ class Gate:
     rows: int = 0
     track: int = 0
     closed: bool = False
-    done: int = 0
 
     def limit(self) -> int | None:
-        """How many positions of the prompt can be computed; None: all of them."""
+        """How many positions can be computed, prompt and sampled tokens; None: all there will be."""
         left = self.rows
         for start, stop in self.spans:
             if left < stop - start:
@@ -38,11 +36,7 @@ class Gate:
             left -= stop - start
         if self.text < self.size:
             return self.text
-        return self.size if self.starved(0) else None
-
-    def starved(self, sampled: int) -> bool:
-        """Whether the decode step after `sampled` sampled tokens still lacks its track entry."""
-        return not self.closed and self.done + sampled > self.track
+        return None if self.closed else self.size + self.track
 
     def take(self, chunk: dict[str, Any], rows: int) -> None:
         """Account for one chunk: `text` of the prompt, `track` entries, `last` marker, and `rows` tensor rows."""
@@ -54,8 +48,7 @@ class Gate:
     @classmethod
     def of(cls, prompt: dict[str, Any], length: int) -> Gate:
         """Open a gate from the payload a request is added with, and the length of its prompt as the engine counts."""
-        done = len(prompt.get("frames", ()))
-        gate = cls(size=length - done, spans=prompt.get("rows", ()), done=done)
+        gate = cls(size=length - len(prompt.get("frames", ())), spans=prompt.get("rows", ()))
         gate.take(prompt, 0)
         if "text" not in prompt:  # the engine knows the ids itself
             gate.text = gate.size

@@ -1,7 +1,7 @@
 """Scheduler of a stage whose inputs arrive in chunks.
 
-A chunk is a second ADD with a known request id (see `wire.handoff`). A prompt is computed as far as it is known
-(`_reserve_prefill_lookahead`, which vLLM asks for every prefill chunk). A request whose next input is missing is held
+A chunk is a second ADD with a known request id (see `wire.handoff`). A request is computed as far as its input is
+known: vLLM asks `_reserve_prefill_lookahead` about every request of a step. One whose next input is missing is held
 with vLLM's own `next_decode_eligible_step`, and an engine in which everything is held reports no work, so that it
 sleeps on its input queue until the next chunk, request or abort wakes it.
 """
@@ -66,17 +66,13 @@ class FeedMixin(ReportMixin):
 
     def _starved(self, request: Request) -> bool:
         gate = self._gates.get(request.request_id)
-        if gate is None:
-            return False
-        if request.num_computed_tokens < request.num_prompt_tokens:
-            limit = gate.limit()
-            return limit is not None and request.num_computed_tokens >= limit
-        return gate.starved(request.num_output_tokens + request.num_output_placeholders)
+        limit = None if gate is None else gate.limit()
+        return limit is not None and request.num_computed_tokens >= limit
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         count = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         gate = self._gates.get(request.request_id)
-        limit = None if gate is None or num_computed_tokens >= request.num_prompt_tokens else gate.limit()
+        limit = None if gate is None else gate.limit()
         return count if limit is None else max(0, min(count, limit - num_computed_tokens))
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:

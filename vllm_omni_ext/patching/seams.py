@@ -147,6 +147,11 @@ SCHEDULER = (
         "vllm.v1.core.sched.scheduler",
         ("Scheduler.__init__", "74c31cd5056b", "subclassed"),
         ("Scheduler.schedule", "272db55b70fe", "overridden: holds starved requests by next_decode_eligible_step"),
+        (
+            "Scheduler._reserve_prefill_lookahead",
+            "1570acd92f79",
+            "overridden: asked about every request of a step, it limits a request to what is known of its input",
+        ),
         ("Scheduler.add_request", "55013f31efc9", "overridden: takes chunks of known requests"),
         ("Scheduler.update_from_output", "941ee1677f37", "passes pooler_output of a generation request on"),
         ("Scheduler.finish_requests", "f2be1ab8f2d8", "overridden: drops what is held for a request"),
