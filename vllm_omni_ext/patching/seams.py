@@ -186,6 +186,11 @@ WORKER = (
         ("GPUModelRunner.execute_model", "00b038acec00", "keeps auxiliary hidden states for sample_tokens"),
         ("ExecuteModelState", "5ea79877f717", "read between execute_model and sample_tokens"),
         ("GPUModelRunner.sample_tokens", "d6f8b90a0ddc", "runs the sampler that the code predictor follows"),
+        (
+            "GPUModelRunner._bookkeeping_sync",
+            "7bae99d10c86",
+            "turns generators back, which CPU generators cannot: our workers keep them away from it",
+        ),
     ),
     *_in(
         "vllm.v1.cudagraph_dispatcher",
