@@ -1,4 +1,4 @@
-"""Two replicas a stage and up to three API servers, under load, while processes are killed: no request is lost, and everything comes back."""
+"""Two replicas a stage, under load, while processes are killed: no request is lost, and everything comes back."""
 
 from __future__ import annotations
 
