@@ -51,6 +51,9 @@ WARM_UP = 4
 LATEST_S = 120.0
 """After the last request was sent."""
 
+CACHE_BYTES = 64 << 20
+"""Room for all requests that a text stage runs at once."""
+
 OURS, STOCK = "ours", "stock vLLM"
 STOCK_PROGRAM = str(Path(__file__).with_name("stock.py"))
 SERVER_HEADER = "X-Api-Server"
@@ -125,6 +128,7 @@ def serving(name: str, servers: int, model: str, log: Path, args: Any) -> Server
     quiet = ["--disable-uvicorn-access-log", "--api-server-count", str(servers)]
     made = Server(model, log)
     where = ["--host", HOST, "--port", str(made.port), "--dtype", "float32", "--enforce-eager"]
+    where += ["--kv-cache-memory-bytes", str(CACHE_BYTES)]
     if name == OURS:
         stages = json.dumps({"thinker": engine(args.step)})
         extra = ["--omni", "--stage-overrides", stages]
