@@ -105,6 +105,7 @@ def bodies(kind: str, count: int, args: Any) -> list[dict[str, Any]]:
             {
                 "model": MODEL,
                 "messages": [{"role": "user", "content": parts}],
+                "modalities": ["text"],  # ours would speak
                 "max_completion_tokens": args.tokens,
                 "ignore_eos": True,
                 "temperature": 0,
