@@ -1,8 +1,8 @@
 """Time to the first sound, with chunks and without, on the same engines, and what of it no stage was computing.
 
-Prompts: short (19 tokens), long (about 4,000 tokens, with 3 s of sound), and short with a reply of a minute. All lengths
-are fixed, so that the work is the same whatever the weights. "on" are the pipeline's chunk sizes, "off" is everything at
-once (`chunks` of the request). Answers of both kinds take turns.
+Prompts: short (19 tokens), long (about 4,000 tokens, with 3 s of sound), and short with a reply of a minute. All
+lengths are fixed, so that the work is the same whatever the weights. "on" are the pipeline's chunk sizes, "off" is
+everything at once (`chunks` of the request). Answers of both kinds take turns.
 
 The time line of "on", step by step, from the engines' own clocks:
 
