@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.registry import resolve
@@ -60,7 +61,7 @@ def _value(stage: str, name: str, value: Any) -> Any:
         try:
             return cls(**value)
         except (TypeError, ValueError) as err:
-            raise ConfigError(f"stages.{stage}.engine.{name}: {' '.join(str(err).split())}") from err
+            raise ConfigError(f"{stage_path(stage)}.engine.{name}: {' '.join(str(err).split())}") from err
     return value
 
 
