@@ -23,7 +23,14 @@ from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
 PREFILL, DECODE = "thinker.prefill", "thinker.decode"
 NAMES = Names(
     stages=("thinker", "talker", "code2wav"),
-    engine={"dtype", "block_size", "max_num_seqs", "tensor_parallel_size", "kv_transfer_config", "kv_cache_memory_bytes"},
+    engine={
+        "dtype",
+        "block_size",
+        "max_num_seqs",
+        "tensor_parallel_size",
+        "kv_transfer_config",
+        "kv_cache_memory_bytes",
+    },
     sampling={"temperature"},
 )
 
@@ -35,7 +42,9 @@ def config_of(split: Any = None, /, *, overrides: dict[str, Any] | None = None, 
 
 
 def plan_of(pipeline: PipelineSpec, machine: Machine, config: OmniConfig, **more: Any) -> Plan:
-    return make_plan(model="m", pipeline=pipeline, config=config, text_args=more.pop("text_args", {}), machine=machine, **more)
+    return make_plan(
+        model="m", pipeline=pipeline, config=config, text_args=more.pop("text_args", {}), machine=machine, **more
+    )
 
 
 def error_of(pipeline: PipelineSpec, machine: Machine, config: OmniConfig, **more: Any) -> str:
@@ -175,7 +184,9 @@ def test_overrides_name_a_side(pipeline: PipelineSpec, cpu: Machine) -> None:
         "thinker.prefill": {"replicas": 3, "max_num_seqs": 2},
         "thinker.decode": {"kv_cache_bytes": 5},
     }
-    plan = plan_of(pipeline, cpu, config_of({"decode": {"replicas": 2}}, overrides=overrides), text_args={"max_num_seqs": 4})
+    plan = plan_of(
+        pipeline, cpu, config_of({"decode": {"replicas": 2}}, overrides=overrides), text_args={"max_num_seqs": 4}
+    )
     assert [len(plan.stage(name).replicas) for name in (PREFILL, DECODE)] == [3, 2]
     assert [plan.stage(name).engine_args["max_num_seqs"] for name in (PREFILL, DECODE)] == [2, 6]
     assert plan.stage(DECODE).engine_args["kv_cache_memory_bytes"] == 5
@@ -202,7 +213,10 @@ BELOW = "stages.thinker.prefill_decode"
         ({"prefill_decode": 3}, f"{BELOW}: must be a mapping"),
         ({"prefill_decode": {"prefill": 3}}, f"{BELOW}.prefill: must be a mapping"),
         ({"prefill_decode": {"prefill": {"replicas": -1}}}, f"{BELOW}.prefill.replicas: must be an integer >= 0"),
-        ({"prefill_decode": {"decode": {"dtype": "half"}}}, f"{BELOW}.decode.dtype: is an engine setting; write it as "),
+        (
+            {"prefill_decode": {"decode": {"dtype": "half"}}},
+            f"{BELOW}.decode.dtype: is an engine setting; write it as ",
+        ),
         ({"prefill_decode": {"decode": {"engine": {"dtyp": 1}}}}, f"{BELOW}.decode.engine.dtyp: unknown key"),
         ({"prefill_decode": {"decode": {"sampling": {}}}}, f"{BELOW}.decode.sampling: unknown key"),
         ({"prefill_decode": {"transfer_timeout_s": 0}}, f"{BELOW}.transfer_timeout_s: must be a number of seconds > 0"),

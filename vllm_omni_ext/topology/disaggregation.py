@@ -24,7 +24,6 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.registry import KV, EdgeSpec, PipelineSpec, StageSpec
 
 
-
 def expand(pipeline: PipelineSpec, config: OmniConfig) -> tuple[PipelineSpec, OmniConfig]:
     """Split every stage that is to be split.
 
@@ -82,7 +81,8 @@ def _check(spec: StageSpec, stage: StageConfig, split: PrefillDecode, pipeline: 
     known = keys(ReplicasConfig)
     default = StageConfig()
     check_said_below(
-        f"stages.{spec.name}", [key for key in OF_A_SIDE if key in known and getattr(stage, key) != getattr(default, key)]
+        f"stages.{spec.name}",
+        [key for key in OF_A_SIDE if key in known and getattr(stage, key) != getattr(default, key)],
     )
     try:
         parameters.check(settings_of(split))

@@ -129,7 +129,9 @@ def _replica_count(pipeline: PipelineSpec, config: OmniConfig) -> int:
 def _check_text_stage(pipeline: PipelineSpec, config: OmniConfig) -> None:
     for spec in pipeline.stages:
         if spec.text_stage and not config.stage(spec.name).replicas:
-            raise ConfigError(f"{stage_path(spec.name)}.replicas: the stage that answers text needs at least 1 here, got 0")
+            raise ConfigError(
+                f"{stage_path(spec.name)}.replicas: the stage that answers text needs at least 1 here, got 0"
+            )
 
 
 def _demand(spec: StageSpec, config: OmniConfig, user: Mapping[str, Any]) -> Demand:
