@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from vllm_omni_ext.errors import ConfigError
 
-
 KV: Literal["kv"] = "kv"
 """Kind of an edge over which KV caches go."""
 

@@ -17,7 +17,7 @@ from vllm_omni_ext.config.disaggregation import (
     split_name,
     stage_path,
 )
-from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, ReplicasConfig, StageConfig, keys
+from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, ReplicasConfig, StageConfig
 from vllm_omni_ext.disaggregation import parameters
 from vllm_omni_ext.disaggregation.parameters import Settings
 from vllm_omni_ext.errors import ConfigError
@@ -78,12 +78,9 @@ def _check(spec: StageSpec, stage: StageConfig, split: PrefillDecode, pipeline: 
             f"{_path(spec.name)}: '{spec.name}' takes its input while it decodes, so its prompts cannot be computed "
             f"elsewhere; only '{text}' can be split; remove it"
         )
-    known = keys(ReplicasConfig)
     default = StageConfig()
-    check_said_below(
-        f"stages.{spec.name}",
-        [key for key in OF_A_SIDE if key in known and getattr(stage, key) != getattr(default, key)],
-    )
+    said = [key for key in OF_A_SIDE if getattr(stage, key) != getattr(default, key)]
+    check_said_below(f"stages.{spec.name}", said)
     try:
         parameters.check(settings_of(split))
     except ValueError as err:
