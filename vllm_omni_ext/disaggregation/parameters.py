@@ -1,0 +1,197 @@
+"""What makes an engine a prefill or a decode replica, and what their requests carry: plain data, without vLLM.
+
+The final output of a prefill request says where its KV blocks are (`kv_transfer_params`, vLLM's own field); the decode
+request takes that answer with it. So nobody keeps a list of addresses, and none can be out of date.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, Literal
+
+PREFILL = "prefill"
+DECODE = "decode"
+
+KEY = "kv_transfer_params"
+"""In `SamplingParams.extra_args`, and in answers. A client must never set it: a stock engine dies of a wrong one."""
+
+LOOPBACK = "127.0.0.1"
+
+MODULE = "vllm_omni_ext.disaggregation.mooncake_connector"
+"""Where vLLM finds `OmniMooncakeConnector`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How blocks get from prefill to decode.
+
+    Attributes:
+        connector: a key of `CONNECTORS`.
+        protocol: `tcp` or `rdma`.
+        device: names of the RDMA devices, separated by commas; empty: all.
+        transfer_timeout_s: how long decode waits for blocks before it does without.
+        hold_s: how long prefill keeps blocks that nobody fetches.
+        on_failure: `recompute`: decode computes the prompt itself; `fail`: the request ends with an error.
+        senders: transfers that a prefill worker has under way at once.
+    """
+
+    connector: str = "mooncake"
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: str = ""
+    transfer_timeout_s: float = 5.0
+    hold_s: float = 120.0
+    on_failure: Literal["recompute", "fail"] = "recompute"
+    senders: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """One connector.
+
+    Attributes:
+        module: what must be importable in a replica.
+        install: what to do if it is not.
+        equal: `EngineArgs` fields that both roles must have in common.
+        tensor_parallel: `multiple`: one size must be a multiple of the other; `equal`: they must be equal.
+        settings: names of the `Settings` that mean something for it, besides `connector`.
+    """
+
+    module: str
+    install: str
+    equal: tuple[str, ...]
+    tensor_parallel: Literal["multiple", "equal"]
+    settings: frozenset[str]
+
+
+_LAYOUT = ("dtype", "kv_cache_dtype", "block_size", "max_model_len")
+"""Decides how a block looks in memory, or whether a prompt fits."""
+
+CONNECTORS: Mapping[str, Facts] = MappingProxyType(
+    {
+        "mooncake": Facts(
+            module="mooncake.engine",
+            install=(
+                "pip install 'vllm-omni-ext[mooncake]' (CUDA 13: [mooncake-cuda13], without CUDA: [mooncake-cpu]), and "
+                "libibverbs1 from the system's packages"
+            ),
+            equal=_LAYOUT,
+            tensor_parallel="multiple",
+            settings=frozenset({"protocol", "device", "transfer_timeout_s", "hold_s", "on_failure", "senders"}),
+        ),
+    }
+)
+
+
+def check(settings: Settings) -> None:
+    """Refuse settings that no connector understands.
+
+    Raises:
+        ValueError: "NAME: why", NAME being a field of `Settings`.
+    """
+    facts = CONNECTORS.get(settings.connector)
+    if facts is None:
+        raise ValueError(f"connector: {settings.connector!r} is none of {', '.join(sorted(CONNECTORS))}")
+    for field in fields(Settings):
+        value = getattr(settings, field.name)
+        if field.name not in facts.settings | {"connector"} and value != field.default:
+            raise ValueError(f"{field.name}: means nothing for the connector {settings.connector}")
+    for name, allowed in {"protocol": ("tcp", "rdma"), "on_failure": ("recompute", "fail")}.items():
+        if getattr(settings, name) not in allowed:
+            raise ValueError(f"{name}: {getattr(settings, name)!r} is none of {', '.join(allowed)}")
+    for name in ("transfer_timeout_s", "hold_s", "senders"):
+        if not getattr(settings, name) > 0:
+            raise ValueError(f"{name}: must be above 0")
+    if settings.hold_s < settings.transfer_timeout_s:
+        raise ValueError(f"hold_s: must not be below transfer_timeout_s ({settings.transfer_timeout_s:g})")
+
+
+def check_pair(settings: Settings, prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> None:
+    """Refuse roles between which blocks cannot be transferred.
+
+    Args:
+        prefill, decode: `EngineArgs` fields of both; one that is missing has vLLM's default.
+
+    Raises:
+        ValueError: "NAME: why", NAME being an `EngineArgs` field.
+    """
+    facts = CONNECTORS[settings.connector]
+    for name in facts.equal:
+        if prefill.get(name) != decode.get(name):
+            raise ValueError(
+                f"{name}: is {prefill.get(name)} in {PREFILL} and {decode.get(name)} in {DECODE}; must be equal"
+            )
+    sizes = sorted(int(args.get("tensor_parallel_size") or 1) for args in (prefill, decode))
+    if sizes[1] % sizes[0] if facts.tensor_parallel == "multiple" else sizes[0] != sizes[1]:
+        rule = "one must be a multiple of the other" if facts.tensor_parallel == "multiple" else "must be equal"
+        raise ValueError(f"tensor_parallel_size: is {sizes[0]} and {sizes[1]}; {rule}")
+
+
+def engine_fields(role: str, settings: Settings, *, host: str = LOOPBACK) -> dict[str, Any]:
+    """`EngineArgs` fields of a replica of that role.
+
+    Args:
+        host: address under which replicas of the other role reach this one's host.
+    """
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "OmniMooncakeConnector",
+            "kv_connector_module_path": MODULE,
+            "kv_role": {PREFILL: "kv_producer", DECODE: "kv_consumer"}[role],
+            "kv_load_failure_policy": settings.on_failure,
+            "kv_connector_extra_config": {
+                "mooncake_protocol": settings.protocol,
+                "device_name": settings.device,
+                "num_workers": settings.senders,
+                "bootstrap_host": host,
+                "transfer_timeout_s": settings.transfer_timeout_s,
+                "hold_s": settings.hold_s,
+            },
+        }
+    }
+
+
+def environment(role: str, settings: Settings, *, host: str = LOOPBACK) -> dict[str, str]:
+    """Environment variables of a replica's process.
+
+    Args:
+        host: as in `engine_fields`.
+    """
+    return {"VLLM_HOST_IP": host, "MC_TCP_ENABLE_CONNECTION_POOL": "1"}
+
+
+def new_transfer_id() -> str:
+    """A name for one attempt; one that is used twice is not answered twice."""
+    return uuid.uuid4().hex
+
+
+def prefill_transfer(transfer_id: str) -> dict[str, Any]:
+    """What a prefill request carries under `KEY`."""
+    return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+
+
+def decode_transfer(answer: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What a decode request carries under `KEY`; None: nothing, it computes its prompt itself.
+
+    Args:
+        answer: `kv_transfer_params` of the prefill request's final output.
+    """
+    return dict(answer) if answer and answer.get("do_remote_prefill") else None
+
+
+def prefill_sampling() -> dict[str, Any]:
+    """Constructor fields of the `SamplingParams` of a prefill request, whose token nobody reads.
+
+    Blocks are only kept for a request that ends by its length: nothing else may end it.
+    """
+    return {
+        "max_tokens": 1,
+        "min_tokens": 0,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stop": [],
+        "stop_token_ids": [],
+        "detokenize": False,
+    }
