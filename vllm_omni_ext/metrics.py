@@ -207,6 +207,21 @@ HANDOVER_CHUNKS = Metric(
     unit="chunks",
     text="Messages handed from stage to stage.",
 )
+KV_WAIT = Metric(
+    name="kv_wait_seconds",
+    kind="histogram",
+    labels=("source", "target"),
+    unit="seconds",
+    text="Time from telling a decode stage where a prompt's KV cache is to its first token: waiting, transfer, a step.",
+    buckets=_LATENCY_S,
+)
+KV_ALONE = Metric(
+    name="kv_not_handed_over_total",
+    kind="counter",
+    labels=("stage",),
+    unit="requests",
+    text="Requests whose prompt the decode stage was told to compute itself: no prefill replica, or not possible.",
+)
 REQUESTS = Metric(
     name="requests_total",
     kind="counter",
@@ -244,6 +259,8 @@ ALL = (
     REPLICA_INFO,
     HANDOVER_BYTES,
     HANDOVER_CHUNKS,
+    KV_WAIT,
+    KV_ALONE,
     REQUESTS,
     ERRORS,
 )

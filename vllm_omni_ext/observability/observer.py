@@ -238,6 +238,14 @@ class Observer:
             course.waited = scheduled - queued
             self._metrics.of(m.STAGE_QUEUE, stage).observe(course.waited)
 
+    def fetched(self, source: str, target: str, seconds: float) -> None:
+        """A stage has gone on with a KV cache of another one, so long after it was told where it is."""
+        self._metrics.of(m.KV_WAIT, source, target).observe(seconds)
+
+    def alone(self, stage: str) -> None:
+        """A stage was given a request whose prompt another one would compute, if it could."""
+        self._metrics.of(m.KV_ALONE, stage).inc()
+
     def emitted(self, request_id: str, stage: str, piece: AudioOutput) -> None:
         """A piece of sound goes to the client."""
         record = self._records.get(request_id)

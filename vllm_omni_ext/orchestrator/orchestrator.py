@@ -9,13 +9,11 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from vllm_omni_ext.config.schema import OmniConfig
@@ -23,8 +21,10 @@ from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import REST, TEXT, Observer
 from vllm_omni_ext.orchestrator.deadlines import Deadlines
-from vllm_omni_ext.orchestrator.engine_requests import engine_request
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Flow, Open, Produced
+from vllm_omni_ext.orchestrator.disaggregated import Asked, OneStage, Relay, TextWay
+from vllm_omni_ext.orchestrator.engine_requests import engine_request, stage_sampling
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Open, Produced
+from vllm_omni_ext.orchestrator.live import Live, Sink, Ticket
 from vllm_omni_ext.orchestrator.parts import Parts
 from vllm_omni_ext.orchestrator.pieces import audio_output
 from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin, TextRequest
@@ -32,35 +32,9 @@ from vllm_omni_ext.orchestrator.text_replay import TextReplay
 from vllm_omni_ext.orchestrator.waiting import Waiting
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.replica import Replica, chunk_request
-from vllm_omni_ext.wire.handoff import CHUNK, PROMPT, TICKET
+from vllm_omni_ext.wire.handoff import CHUNK, TICKET
 
 log = logging.getLogger(__name__)
-
-Sink = asyncio.Queue[Any]
-
-
-@dataclass
-class _Ticket:
-    options: OmniOptions
-    sink: Sink
-    request_id: str | None = None  # internal id, once the text stage has the request
-
-
-@dataclass
-class _Live:
-    """Everything held for one request beyond the text stage."""
-
-    flow: Flow
-    options: OmniOptions
-    sink: Sink
-    external_id: str
-    room: Mapping[str, int]
-    recital: bool = False
-    opened: dict[str, EngineCoreRequest] = field(default_factory=dict)
-    moves: Counter[str] = field(default_factory=Counter)
-    """How often each stage was given the request anew; what was decided before that is part of what it was given."""
-    done: set[str] = field(default_factory=set)
-    """Stages that have ended the request: it can do without them."""
 
 
 class Orchestrator:
@@ -78,6 +52,7 @@ class Orchestrator:
         joinable: replicas may come from other hosts at any time.
         failed: told of every request that fails here, whatever it asked for.
         chunk_deadline_s: how long a stage waits for more input that it is owed before its request fails.
+        prefill_stage: the stage that computes the prompts of the text stage; None: it does that itself.
     """
 
     def __init__(
@@ -94,6 +69,7 @@ class Orchestrator:
         joinable: bool = False,
         failed: Callable[[str, OmniError], None] = lambda request_id, error: None,
         chunk_deadline_s: float = OmniConfig.chunk_deadline_s,
+        prefill_stage: str | None = None,
     ) -> None:
         self.plugin = plugin
         self.text_stage = text_stage
@@ -102,8 +78,8 @@ class Orchestrator:
         self._sampling = sampling
         self._limits = limits
         self.observer = observer or Observer.unseen(text_stage, replicas)
-        self._tickets: dict[str, _Ticket] = {}
-        self._live: dict[str, _Live] = {}
+        self._tickets: dict[str, Ticket] = {}
+        self._live: dict[str, Live] = {}
         self._texts: dict[str, TextReplay] = {}
         self._failed = failed
         self.waiting = Waiting(wait_s, joinable=joinable, expired=self._waited_too_long, changed=self.observer.waiting)
@@ -112,11 +88,19 @@ class Orchestrator:
         self._chunk_deadline_s = chunk_deadline_s
         self._parts = Parts()
         self._deadlines = Deadlines(chunk_deadline_s, self._late)
+        self._way = self._text_way(prefill_stage)
+
+    def _text_way(self, source: str | None) -> TextWay:
+        if source is None:
+            return OneStage(self.text_stage)
+        ask = Asked(admit=self._admit_text, rows=self._rows, failed=self._fail)
+        return Relay(source, self.text_stage, self.pools, self.replicas, self.observer, ask)
 
     def held(self) -> int:
         """Requests and tickets this orchestrator holds (0 when idle)."""
         bound = sum(pool.in_flight(replica) for pool in self.pools.values() for replica in pool.replicas)
-        tables: tuple[Sized, ...] = (self._tickets, self._live, self._texts, self.waiting, self._parts, self._deadlines)
+        tables: list[Sized] = [self._tickets, self._live, self._texts, self._way]
+        tables += [self.waiting, self._parts, self._deadlines]
         return bound + sum(map(len, tables))
 
     @property
@@ -136,7 +120,7 @@ class Orchestrator:
         self.plugin.check(options)
         room = self.plugin.room(prompt, options, self._limits)
         for pool in self.pools.values():
-            if not pool.replicas and not self.waiting.hopeful(pool.stage):
+            if self._needed(pool.stage) and not pool.replicas and not self.waiting.hopeful(pool.stage):
                 raise StageUnavailable(f"stage '{pool.stage}' has no live replica")
         return room
 
@@ -159,7 +143,7 @@ class Orchestrator:
         flow = self.plugin.open(TextRequest(prompt=prompt), options)
         room = self.plugin.room(prompt, options, self._limits)
         done = {self.text_stage}
-        self._live[request_id] = _Live(flow, options, sink, external_id, room, recital=True, done=done)
+        self._live[request_id] = Live(flow, options, sink, external_id, room, recital=True, done=done)
         self.observer.opened(request_id, external_id, options.modalities, parts=(REST,), arrival=time.time())
         # A text stage never hands its last token on; here the last one is a filler.
         await self._event(request_id, Produced(self.text_stage, (*reply, reply[-1]), finish="stop"))
@@ -168,7 +152,7 @@ class Orchestrator:
         """Announce a request that wants more than text; the ticket goes into its `extra_args[TICKET]`."""
         self.plugin.check(options)
         ticket = str(next(self._numbers))
-        self._tickets[ticket] = _Ticket(options, sink)
+        self._tickets[ticket] = Ticket(options, sink)
         return ticket
 
     async def withdraw(self, ticket: str) -> None:
@@ -193,13 +177,21 @@ class Orchestrator:
             await self.abort([request.request_id])
             raise
 
+    def _needed(self, stage: str) -> bool:
+        """Whether requests cannot do without the stage; the text stage can compute its prompts itself."""
+        return stage == self.text_stage or stage not in self._way.stages
+
     async def _send_text(self, request: EngineCoreRequest) -> None:
-        media = [feature.identifier for feature in request.mm_features or ()]
-        replica = self._admit(self.text_stage, request.request_id, session=request.session_id, media=media)
+        stage, sent = self._way.begin(request)
+        replica = self._admit_text(stage, request)
         if replica is None:
             return
         self.observer.sent(request.request_id, None, replica)
-        await self.replicas[replica].add(request)
+        await self.replicas[replica].add(sent)
+
+    def _admit_text(self, stage: str, request: EngineCoreRequest) -> ReplicaId | None:
+        media = [feature.identifier for feature in request.mm_features or ()]
+        return self._admit(stage, request.request_id, session=request.session_id, media=media)
 
     def _plan(self, request: EngineCoreRequest) -> None:
         params = request.sampling_params
@@ -217,7 +209,7 @@ class Orchestrator:
         ticket.request_id = request.request_id
         external = request.external_req_id or request.request_id
         room = self.plugin.room(text.prompt, ticket.options, self._limits)
-        self._live[request.request_id] = _Live(flow, ticket.options, ticket.sink, external, room)
+        self._live[request.request_id] = Live(flow, ticket.options, ticket.sink, external, room)
 
     def _observe(self, request: EngineCoreRequest, modalities: tuple[str, ...], *, whole: bool) -> None:
         self.observer.opened(
@@ -235,6 +227,7 @@ class Orchestrator:
             self.observer.aborted(request_id)
             self._live.pop(request_id, None)
             self._texts.pop(request_id, None)
+            await self._way.forget(request_id)
             self.waiting.forget(request_id, *self.pools)
             for pool in self.pools.values():
                 self._deadlines.settle(request_id, pool.stage)
@@ -250,6 +243,7 @@ class Orchestrator:
         for request_id in request_ids:
             self.observer.finished(request_id, TEXT)
             self._texts.pop(request_id, None)
+            await self._way.forget(request_id)
             self.waiting.forget(request_id, self.text_stage)
             replica = self.pools[self.text_stage].release(request_id)
             if replica is not None:
@@ -265,11 +259,15 @@ class Orchestrator:
             False for what is of no use any more: the request has ended there, or is another replica's now.
         """
         part = self._parts.answered(output)
+        if not await self._way.current(replica, output):
+            return False
         request_id, stage = output.request_id, replica.stage
-        tensor, output.pooling_output = output.pooling_output, None
         if self.pools[stage].replica_of(request_id) != replica:
             return False
         self.observer.produced(stage, output)
+        if await self._way.passed(replica, output):
+            return False
+        tensor, output.pooling_output = output.pooling_output, None
         finish = None if output.finish_reason is None else _finish(output.finish_reason)
         if stage == self.text_stage:
             self._texts[request_id].tokens += output.new_token_ids
@@ -285,6 +283,12 @@ class Orchestrator:
             now = asyncio.get_running_loop().time()
             await self._event(request_id, Produced(stage, tuple(output.new_token_ids), payload, finish, number, now))
         return True
+
+    async def _rows(self, output: EngineCoreOutput) -> None:
+        """What the stage that computes prompts made beside one: it comes from the text stage as far as flows know."""
+        if output.request_id in self._live:
+            payload, now = self.plugin.decode(self.text_stage, output.pooling_output), asyncio.get_running_loop().time()
+            await self._event(output.request_id, Produced(self.text_stage, payload=payload, at=now))
 
     def _release(self, request_id: str, stage: str) -> None:
         """A stage has nothing more to do for a request."""
@@ -308,6 +312,7 @@ class Orchestrator:
         self.waiting.settle(replica.id)
         self.pools[replica.id.stage].add(replica.id)
         self.observer.replica_up(replica.id)
+        await self._way.replica_up(replica.id)
         for request_id in self.waiting.take(replica.id.stage):
             await self._place_again(request_id, replica.id.stage, "it could not be opened")
 
@@ -317,17 +322,21 @@ class Orchestrator:
         If none will be, all requests that need the stage end with an error, everywhere.
 
         Returns:
-            The requests it had.
+            The requests it had, as its engine calls them.
         """
         self.replicas.pop(replica, None)
         self.observer.replica_down(replica)
         lost = self.pools[replica.stage].remove(replica)
-        for request_id in lost:
+        known = self._engine_ids(replica.stage, lost)
+        for request_id in (*lost, *self._way.stranded(replica)):
             await self._place_again(request_id, replica.stage, f"replica {replica} is gone: {reason}")
             if request_id in self._texts or request_id in self._live:
                 self.observer.taken_over(replica.stage)
         await self._give_up(replica.stage, StageUnavailable(f"replica {replica} is gone: {reason}"))
-        return lost
+        return known
+
+    def _engine_ids(self, stage: str, lost: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(self._way.engine_id, lost)) if stage in self._way.stages else lost
 
     async def never_up(self, replica: ReplicaId, reason: str) -> None:
         """A replica that was announced will not come."""
@@ -335,7 +344,7 @@ class Orchestrator:
         await self._give_up(replica.stage, StageUnavailable(f"replica {replica} is gone: {reason}"))
 
     async def _give_up(self, stage: str, error: StageUnavailable) -> None:
-        if self.pools[stage].replicas or self.waiting.hopeful(stage):
+        if self.pools[stage].replicas or self.waiting.hopeful(stage) or not self._needed(stage):
             return
         need = [request_id for request_id, live in self._live.items() if stage not in live.done]
         for request_id in dict.fromkeys([*self.waiting.take(stage), *need]):
@@ -368,7 +377,7 @@ class Orchestrator:
     async def _place_again(self, request_id: str, stage: str, reason: str) -> None:
         """Open a request again in a stage that lost it; it fails where that cannot be done."""
         try:
-            if stage == self.text_stage:
+            if stage in self._way.stages:
                 await self._text_again(request_id)
             elif (live := self._live.get(request_id)) is not None:
                 live.moves[stage] += 1
@@ -385,6 +394,7 @@ class Orchestrator:
             return
         if not text.possible:
             raise StageUnavailable("what it had made of this answer cannot be continued elsewhere")
+        await self._way.forget(request_id)
         await self._send_text(text.again())
 
     def fail_all(self, error: OmniError) -> None:
@@ -405,14 +415,14 @@ class Orchestrator:
             failure = error if isinstance(error, OmniError) else RequestFailed(str(error))
             await self._fail(request_id, event.stage, failure)
 
-    async def _do(self, request_id: str, live: _Live, source: str, actions: Sequence[Action]) -> None:
+    async def _do(self, request_id: str, live: Live, source: str, actions: Sequence[Action]) -> None:
         before = live.moves.copy()
         for action in actions:
             if isinstance(action, Open | Extend | Feed) and live.moves[action.stage] != before[action.stage]:
                 continue  # lost and given anew while this waited its turn
             await self._act(request_id, live, source, action)
 
-    async def _act(self, request_id: str, live: _Live, source: str, action: Action) -> None:
+    async def _act(self, request_id: str, live: Live, source: str, action: Action) -> None:
         match action:
             case Open():
                 await self._open_stage(request_id, live, source, action)
@@ -430,7 +440,7 @@ class Orchestrator:
                 self._live.pop(request_id, None)
                 self.observer.finished(request_id, REST)
 
-    async def _open_stage(self, request_id: str, live: _Live, source: str, action: Open) -> None:
+    async def _open_stage(self, request_id: str, live: Live, source: str, action: Open) -> None:
         request = engine_request(request_id, action.prompt, sampling=self._params(live, action))
         try:
             replica = self._admit(action.stage, request_id)
@@ -448,7 +458,7 @@ class Orchestrator:
             await self._extend(request_id, live, source, action.stage, {}, torch.cat(action.rows))
 
     async def _extend(
-        self, request_id: str, live: _Live, source: str, stage: str, chunk: dict[str, Any], rows: Any
+        self, request_id: str, live: Live, source: str, stage: str, chunk: dict[str, Any], rows: Any
     ) -> None:
         replica = self.pools[stage].replica_of(request_id)
         if replica is not None:  # else the stage has ended the request already: nothing to extend
@@ -472,20 +482,10 @@ class Orchestrator:
             self.observer.sent(request_id, source, replica, action.prompt)
             await self.replicas[replica].add(self._parts.request(request_id, action))
 
-    def _params(self, live: _Live, action: Open) -> SamplingParams:
+    def _params(self, live: Live, action: Open) -> SamplingParams:
         given = live.options.sampling.get(action.stage)
-        params = SamplingParams(**self._sampling[action.stage]) if given is None else given.clone()
-        params.extra_args = {PROMPT: dict(action.handoff)}
-        params.output_kind = RequestOutputKind.DELTA
-        params.detokenize = False
-        if (room := live.room.get(action.stage)) is not None:
-            params.max_tokens = min(params.max_tokens or room, room)
-        if params.max_tokens is not None:
-            params.max_tokens -= action.done
-        params.min_tokens = max(0, params.min_tokens - action.done)
-        params.stop_token_ids = [*(params.stop_token_ids or ()), *action.stop]
-        params._all_stop_token_ids = {*params._all_stop_token_ids, *action.stop}
-        return params
+        chosen = SamplingParams(**self._sampling[action.stage]) if given is None else given.clone()
+        return stage_sampling(action, chosen, live.room.get(action.stage))
 
     async def _fail(self, request_id: str, stage: str, error: OmniError) -> None:
         self.observer.failed(request_id, stage, error)
