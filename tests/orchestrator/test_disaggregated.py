@@ -1,4 +1,4 @@
-"""Prompts are computed by one stage and answered by another; whoever dies, whenever, answers stay and nothing is held."""
+"""One stage computes prompts, another one answers; whoever dies, whenever, answers stay and nothing is held."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.orchestrator.simulation import PREFILL, STAGES, TOKENS, Engine, World
 from vllm_omni_ext.disaggregation.parameters import KEY
 from vllm_omni_ext.errors import StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.orchestrator.disaggregated import Pair
 from vllm_omni_ext.orchestrator.split_requests import can_be_split, decode_request, farewell, prefill_request
 from vllm_omni_ext.wire.handoff import EXPORT
 
@@ -338,7 +339,9 @@ def test_the_prompt_is_asked_for_without_what_belongs_to_the_answer() -> None:
 
 
 def test_the_answer_is_asked_for_as_the_client_did() -> None:
-    request = asked(max_tokens=40, logprobs=2, extra_args={EXPORT: [[0, 1]], "other": 1}, skip_reading_prefix_cache=True)
+    request = asked(
+        max_tokens=40, logprobs=2, extra_args={EXPORT: [[0, 1]], "other": 1}, skip_reading_prefix_cache=True
+    )
     answer = {"do_remote_prefill": True, "transfer_id": "t"}
     decode = decode_request(request, "a/d0", answer).sampling_params
     assert decode is not None
@@ -352,3 +355,22 @@ def test_a_farewell_ends_as_it_arrives() -> None:
     request = farewell("x", {"transfer_id": "t"})
     assert request.abort_immediately
     assert request.sampling_params is not None and request.sampling_params.extra_args == {KEY: {"transfer_id": "t"}}
+
+
+async def test_pairs() -> None:
+    world = World(prefill=1, text=1)
+    for name in "ab":
+        await world.start(name)
+    for _ in range(3):
+        world.engines[P0].step()
+        await world.settle()
+    assert world.orchestrator.way.pairs() == [Pair(P0, D0, handed=2, fetching=2)]
+    await rounds(world, 1)
+    assert world.orchestrator.way.pairs() == [Pair(P0, D0, handed=2, fetching=0)]
+    world.kill(P0)
+    await world.settle()
+    await world.up(P0)
+    assert world.orchestrator.way.pairs() == []
+    await world.run()
+    await world.end()
+    assert World().orchestrator.way.pairs() == []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,6 +26,22 @@ from vllm_omni_ext.runtime.replica import Replica
 MOST_UNCLAIMED = 4096
 """KV caches that wait for somebody who can say that nobody will fetch them; a source frees older ones by itself."""
 
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A replica that computed prompts for another one.
+
+    Attributes:
+        handed: how many requests since the start.
+        fetching: how many whose first token has not come yet.
+    """
+
+    source: ReplicaId
+    target: ReplicaId
+    handed: int
+    fetching: int
+
+
 Answer = Mapping[str, Any]
 """What a source says about a KV cache that it holds."""
 
@@ -42,8 +58,8 @@ class TextWay(Protocol):
     def begin(self, request: EngineCoreRequest) -> tuple[str, EngineCoreRequest]:
         """A new attempt: which stage is given the request first, and in which form."""
 
-    def engine_id(self, request_id: str) -> str:
-        """What the engine that has the request calls it."""
+    def engine_ids(self, stage: str, requests: tuple[str, ...]) -> tuple[str, ...]:
+        """What the engines of a stage call these requests."""
 
     async def current(self, replica: ReplicaId, output: EngineCoreOutput) -> bool:
         """Give an output the id of its request; False if its attempt has ended."""
@@ -60,6 +76,9 @@ class TextWay(Protocol):
     async def replica_up(self, replica: ReplicaId) -> None:
         """A replica takes requests."""
 
+    def pairs(self) -> list[Pair]:
+        """Which replicas have handed KV caches to which."""
+
 
 class OneStage:
     """The stage that answers computes its prompts too."""
@@ -74,9 +93,9 @@ class OneStage:
         """As it is."""
         return self.stages[-1], request
 
-    def engine_id(self, request_id: str) -> str:
-        """Its own."""
-        return request_id
+    def engine_ids(self, stage: str, requests: tuple[str, ...]) -> tuple[str, ...]:
+        """As everybody does."""
+        return requests
 
     async def current(self, replica: ReplicaId, output: EngineCoreOutput) -> bool:
         """Always; they have their requests' ids."""
@@ -90,6 +109,10 @@ class OneStage:
         """Nothing is known."""
 
     def stranded(self, replica: ReplicaId) -> list[str]:
+        """None."""
+        return []
+
+    def pairs(self) -> list[Pair]:
         """None."""
         return []
 
@@ -122,6 +145,7 @@ class _Attempt:
         holder: the replica whose KV cache the target may still have to fetch.
         answer: what the holder said about it; None once the target has said anything.
         handed: when the target was given it (monotonic seconds); None before, and once the target has said anything.
+        target: whom it was given.
     """
 
     request: EngineCoreRequest
@@ -129,6 +153,7 @@ class _Attempt:
     holder: ReplicaId | None = None
     answer: Answer | None = None
     handed: float | None = None
+    target: ReplicaId | None = None
 
 
 class Relay:
@@ -151,6 +176,7 @@ class Relay:
         self._ask = ask
         self._attempts: dict[str, _Attempt] = {}
         self._owners: dict[str, str] = {}
+        self._handed: Counter[tuple[ReplicaId, ReplicaId]] = Counter()
         self._unclaimed: deque[tuple[ReplicaId, Answer]] = deque(maxlen=MOST_UNCLAIMED)
         self._numbers = itertools.count()
 
@@ -165,10 +191,11 @@ class Relay:
             return self._source, prefill_request(request, engine_id)
         return self._target, self._for_target(_Attempt(request, ""), None)
 
-    def engine_id(self, request_id: str) -> str:
-        """What the engine that has the request calls it."""
-        attempt = self._attempts.get(request_id)
-        return request_id if attempt is None else attempt.engine_id
+    def engine_ids(self, stage: str, requests: tuple[str, ...]) -> tuple[str, ...]:
+        """What the engines of a stage call these requests."""
+        if stage not in self.stages:
+            return requests
+        return tuple(self._attempts[each].engine_id for each in requests if each in self._attempts)
 
     async def current(self, replica: ReplicaId, output: EngineCoreOutput) -> bool:
         """Give an output the id of its request; False if its attempt has ended.
@@ -216,6 +243,8 @@ class Relay:
             if replica is None:
                 return  # it begins anew when there is one
             request = self._for_target(attempt, answer)
+            attempt.target = replica
+            self._handed[holder, replica] += 1
             self._observer.sent(request_id, self._source, replica)
             await self._replicas[replica].add(request)
         except Exception as error:  # one request's failure must not stop the stage's output loop
@@ -255,12 +284,24 @@ class Relay:
 
         Where there is no other, the target notices the loss by itself and computes it.
         """
+        for pair in [pair for pair in self._handed if replica in pair]:
+            del self._handed[pair]
         if replica.stage != self._source:
             return []
         self._unclaimed = deque((each for each in self._unclaimed if each[0] != replica), MOST_UNCLAIMED)
         if not self._pools[self._source].takes_requests:
             return []
         return [name for name, attempt in self._attempts.items() if attempt.holder == replica and attempt.handed]
+
+    def pairs(self) -> list[Pair]:
+        """Those that are live, and what went from one to the other."""
+        live = {replica for stage in self.stages for replica in self._pools[stage].replicas}
+        fetching = Counter((each.holder, each.target) for each in self._attempts.values() if each.handed is not None)
+        return [
+            Pair(source, target, handed, fetching[source, target])
+            for (source, target), handed in sorted(self._handed.items())
+            if {source, target} <= live
+        ]
 
     async def replica_up(self, replica: ReplicaId) -> None:
         """A replica of the target can say what nobody will fetch."""

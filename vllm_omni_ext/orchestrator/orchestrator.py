@@ -88,7 +88,7 @@ class Orchestrator:
         self._chunk_deadline_s = chunk_deadline_s
         self._parts = Parts()
         self._deadlines = Deadlines(chunk_deadline_s, self._late)
-        self._way = self._text_way(prefill_stage)
+        self.way = self._text_way(prefill_stage)
 
     def _text_way(self, source: str | None) -> TextWay:
         if source is None:
@@ -99,7 +99,7 @@ class Orchestrator:
     def held(self) -> int:
         """Requests and tickets this orchestrator holds (0 when idle)."""
         bound = sum(pool.in_flight(replica) for pool in self.pools.values() for replica in pool.replicas)
-        tables: list[Sized] = [self._tickets, self._live, self._texts, self._way]
+        tables: list[Sized] = [self._tickets, self._live, self._texts, self.way]
         tables += [self.waiting, self._parts, self._deadlines]
         return bound + sum(map(len, tables))
 
@@ -179,10 +179,10 @@ class Orchestrator:
 
     def _needed(self, stage: str) -> bool:
         """Whether requests cannot do without the stage; the text stage can compute its prompts itself."""
-        return stage == self.text_stage or stage not in self._way.stages
+        return stage == self.text_stage or stage not in self.way.stages
 
     async def _send_text(self, request: EngineCoreRequest) -> None:
-        stage, sent = self._way.begin(request)
+        stage, sent = self.way.begin(request)
         replica = self._admit_text(stage, request)
         if replica is None:
             return
@@ -227,7 +227,7 @@ class Orchestrator:
             self.observer.aborted(request_id)
             self._live.pop(request_id, None)
             self._texts.pop(request_id, None)
-            await self._way.forget(request_id)
+            await self.way.forget(request_id)
             self.waiting.forget(request_id, *self.pools)
             for pool in self.pools.values():
                 self._deadlines.settle(request_id, pool.stage)
@@ -243,7 +243,7 @@ class Orchestrator:
         for request_id in request_ids:
             self.observer.finished(request_id, TEXT)
             self._texts.pop(request_id, None)
-            await self._way.forget(request_id)
+            await self.way.forget(request_id)
             self.waiting.forget(request_id, self.text_stage)
             replica = self.pools[self.text_stage].release(request_id)
             if replica is not None:
@@ -259,13 +259,13 @@ class Orchestrator:
             False for what is of no use any more: the request has ended there, or is another replica's now.
         """
         part = self._parts.answered(output)
-        if not await self._way.current(replica, output):
+        if not await self.way.current(replica, output):
             return False
         request_id, stage = output.request_id, replica.stage
         if self.pools[stage].replica_of(request_id) != replica:
             return False
         self.observer.produced(stage, output)
-        if await self._way.passed(replica, output):
+        if await self.way.passed(replica, output):
             return False
         tensor, output.pooling_output = output.pooling_output, None
         finish = None if output.finish_reason is None else _finish(output.finish_reason)
@@ -312,7 +312,7 @@ class Orchestrator:
         self.waiting.settle(replica.id)
         self.pools[replica.id.stage].add(replica.id)
         self.observer.replica_up(replica.id)
-        await self._way.replica_up(replica.id)
+        await self.way.replica_up(replica.id)
         for request_id in self.waiting.take(replica.id.stage):
             await self._place_again(request_id, replica.id.stage, "it could not be opened")
 
@@ -327,16 +327,13 @@ class Orchestrator:
         self.replicas.pop(replica, None)
         self.observer.replica_down(replica)
         lost = self.pools[replica.stage].remove(replica)
-        known = self._engine_ids(replica.stage, lost)
-        for request_id in (*lost, *self._way.stranded(replica)):
+        known = self.way.engine_ids(replica.stage, lost)
+        for request_id in (*lost, *self.way.stranded(replica)):
             await self._place_again(request_id, replica.stage, f"replica {replica} is gone: {reason}")
             if request_id in self._texts or request_id in self._live:
                 self.observer.taken_over(replica.stage)
         await self._give_up(replica.stage, StageUnavailable(f"replica {replica} is gone: {reason}"))
         return known
-
-    def _engine_ids(self, stage: str, lost: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(self._way.engine_id, lost)) if stage in self._way.stages else lost
 
     async def never_up(self, replica: ReplicaId, reason: str) -> None:
         """A replica that was announced will not come."""
@@ -377,7 +374,7 @@ class Orchestrator:
     async def _place_again(self, request_id: str, stage: str, reason: str) -> None:
         """Open a request again in a stage that lost it; it fails where that cannot be done."""
         try:
-            if stage in self._way.stages:
+            if stage in self.way.stages:
                 await self._text_again(request_id)
             elif (live := self._live.get(request_id)) is not None:
                 live.moves[stage] += 1
@@ -394,7 +391,7 @@ class Orchestrator:
             return
         if not text.possible:
             raise StageUnavailable("what it had made of this answer cannot be continued elsewhere")
-        await self._way.forget(request_id)
+        await self.way.forget(request_id)
         await self._send_text(text.again())
 
     def fail_all(self, error: OmniError) -> None:

@@ -38,6 +38,7 @@ from vllm.v1.engine.utils import (
 )
 from vllm.v1.executor import Executor
 
+from vllm_omni_ext.disaggregation.parameters import HOST, LOOPBACK
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.memory import trim
@@ -76,6 +77,8 @@ class Deployment:
         usage: how vLLM accounts for the start (server or offline).
         tell: takes the lines that say how far the start is.
         folder: is removed at the end; None: one is made.
+        host: the address under which replicas of other hosts reach those that are started here; None: the head's, or
+            loopback if there are no others.
         enroll: what each replica is told about itself; asked anew for every start. None: nothing.
     """
 
@@ -88,10 +91,12 @@ class Deployment:
         tell: Callable[[str], None] = lambda line: None,
         enroll: Callable[[ReplicaId], Enrollment] | None = None,
         folder: PrivateFolder | None = None,
+        host: str | None = None,
     ) -> None:
         self.plan = plan
         self.clients = clients
         self._enroll = enroll
+        self._host = host or plan.config.master_address or LOOPBACK
         self.configs: dict[str, VllmConfig] = {}
         self.drain_s = 0
         self._listeners: dict[ReplicaId, EngineZmqListeners] = {}
@@ -189,6 +194,8 @@ class Deployment:
             self.drain_s = config.shutdown_timeout
         config.shutdown_timeout = 0  # API servers drain; engines end
         self.configs.setdefault(replica.stage, config)
+        if config.kv_transfer_config is not None:  # not the plan's: hosts compare that
+            config.kv_transfer_config.kv_connector_extra_config[HOST] = self._host
         if config.scheduler_config.scheduler_cls is None:
             config.scheduler_config.scheduler_cls = REPORTING
         return config

@@ -12,6 +12,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.model_plugins.registry import KV
 from vllm_omni_ext.observability.record import as_trace
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.topology.shape import StagePlan
@@ -53,6 +54,7 @@ async def status(request: Request) -> dict[str, Any]:
             {"name": stage.name, "replicas": [_replica(omni, replica) for replica in omni.fleet.known(stage.name)]}
             for stage in omni.plan.stages
         ],
+        "kv_edges": _kv_edges(omni),
         "coordinator": _coordinator(omni),
         "api_servers": _api_servers(omni),
         "uptime_s": round(time.time() - omni.connections.started, 3),
@@ -96,6 +98,19 @@ def _replica(omni: AsyncOmni, replica: ReplicaId) -> dict[str, Any]:
         "restarts": about.restarts,
         "heartbeat_age_s": None if report is None else round(time.monotonic() - report.heard, 3),
     }
+
+
+def _kv_edges(omni: AsyncOmni) -> list[dict[str, Any]]:
+    """Which replicas compute prompts for which; `handed` and `fetching` count requests of this API server."""
+    pairs = [
+        {"source": str(p.source), "target": str(p.target), "handed": p.handed, "fetching": p.fetching}
+        for p in omni.orchestrator.way.pairs()
+    ]
+    return [
+        {"source": edge.source, "target": edge.target, "connector": split.connector, "pairs": pairs}
+        for edge in omni.plan.edges
+        if edge.kind == KV and (split := omni.plan.config.stage(edge.target).prefill_decode) is not None
+    ]
 
 
 def _api_servers(omni: AsyncOmni) -> list[dict[str, Any]]:

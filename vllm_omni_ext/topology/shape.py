@@ -103,6 +103,11 @@ class Plan:
         """Return the stage that answers text."""
         return next(stage for stage in self.stages if stage.text_stage)
 
+    def sides(self) -> dict[str, tuple[str, ...]]:
+        """The stages that are one stage of the model, by its name there."""
+        whole = dict.fromkeys(stage.part_of for stage in self.stages if stage.part_of)
+        return {name: tuple(stage.name for stage in self.stages if stage.part_of == name) for name in whole}
+
     def source_of(self, name: str) -> str | None:
         """The stage that computes the prompts of another one; None if that does it itself."""
         return next((edge.source for edge in self.edges_to(name) if edge.kind == KV), None)
