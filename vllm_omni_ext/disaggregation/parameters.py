@@ -44,7 +44,7 @@ class Settings:
     transfer_timeout_s: float = 5.0
     hold_s: float = 120.0
     on_failure: Literal["recompute", "fail"] = "recompute"
-    senders: int = 4
+    senders: int = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +153,9 @@ def engine_fields(role: str, settings: Settings, *, host: str = LOOPBACK) -> dic
     }
 
 
-def environment(role: str, settings: Settings, *, host: str = LOOPBACK) -> dict[str, str]:
-    """Environment variables of a replica's process.
-
-    Args:
-        host: as in `engine_fields`.
-    """
-    return {"VLLM_HOST_IP": host, "MC_TCP_ENABLE_CONNECTION_POOL": "1"}
+def environment(settings: Settings) -> dict[str, str]:
+    """Environment variables of a replica's process, of either role."""
+    return {"MC_TCP_ENABLE_CONNECTION_POOL": "1"}
 
 
 def new_transfer_id() -> str:
@@ -172,6 +168,22 @@ def prefill_transfer(transfer_id: str) -> dict[str, Any]:
     return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
 
 
+def answer(transfer_id: str, engine_id: str, bootstrap: str) -> dict[str, Any]:
+    """What a Mooncake prefill replica says about a request whose blocks it keeps.
+
+    Args:
+        engine_id: a name of that process and no other.
+        bootstrap: URL of its bootstrap server.
+    """
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote_engine_id": engine_id,
+        "remote_bootstrap_addr": bootstrap,
+    }
+
+
 def decode_transfer(answer: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """What a decode request carries under `KEY`; None: nothing, it computes its prompt itself.
 
@@ -179,6 +191,25 @@ def decode_transfer(answer: Mapping[str, Any] | None) -> dict[str, Any] | None:
         answer: `kv_transfer_params` of the prefill request's final output.
     """
     return dict(answer) if answer and answer.get("do_remote_prefill") else None
+
+
+def understood(role: str, params: Mapping[str, Any]) -> bool:
+    """True if a replica of that role can act on what a request carries under `KEY`; vLLM dies of anything else."""
+    if not isinstance(params, dict) or not _named(params, "transfer_id"):
+        return False
+    if role == PREFILL:
+        return bool(params.get("do_remote_decode")) and not params.get("do_remote_prefill")
+    return (
+        bool(params.get("do_remote_prefill"))
+        and not params.get("do_remote_decode")
+        and _named(params, "remote_engine_id")
+        and _named(params, "remote_bootstrap_addr")
+        and params["remote_bootstrap_addr"].startswith("http://")
+    )
+
+
+def _named(params: Mapping[str, Any], name: str) -> bool:
+    return isinstance(params.get(name), str) and bool(params[name])
 
 
 def prefill_sampling() -> dict[str, Any]:
