@@ -34,9 +34,9 @@ LAYERS = (
     {"errors", "ids", "lifeline", "memory", "plugin", "report", "outputs"},
     {"patching", "patches"},
     {"config", "compat", "environment", "metrics", "model_plugins.registry", "model_plugins.*.pipeline"},
-    {"topology", "pool", "orchestrator.flow", *MEMBERSHIP},
+    {"topology", "pool", "orchestrator.flow", "disaggregation.parameters", *MEMBERSHIP},
     {"wire", "connectors", "runtime.replica", "observability"},
-    {"coordinator", "orchestrator", "engine", "model_plugins"},
+    {"coordinator", "orchestrator", "engine", "disaggregation", "model_plugins"},
     {"runtime", "omni"},
     {"serving", "cli", "doctor", "llm", "llm_calls", "boot", "tiny", "stage_configs", "__main__", "__init__"},
 )
@@ -50,6 +50,7 @@ PURE = (
     "topology",
     "pool",
     "orchestrator.flow",
+    "disaggregation.parameters",
     *MEMBERSHIP,
     "patching",
 )

@@ -95,7 +95,7 @@ class PrefillDecode:
         None, TEXT.or_none(), "The connector's transport: `tcp` or `rdma` for mooncake. Null: its default."
     )
     device: str | None = _key(None, TEXT.or_none(), "The connector's network devices. Null: it chooses.")
-    senders: int = _key(4, integer(at_least=1), "Threads of a prefill replica that send.", "threads")
+    senders: int = _key(16, integer(at_least=1), "Transfers that a prefill replica has under way at once.", "transfers")
     transfer_timeout_s: float = _key(
         5.0, seconds(), "A KV cache that has not come by then is given up; see `on_failure`.", "seconds"
     )

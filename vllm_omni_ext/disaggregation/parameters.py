@@ -20,6 +20,10 @@ KEY = "kv_transfer_params"
 
 LOOPBACK = "127.0.0.1"
 
+HOST = "bootstrap_host"
+"""In a connector's extra config: the address under which replicas of the other role reach this one's host. It is set
+where a replica is started, since a plan is the same on all hosts."""
+
 MODULE = "vllm_omni_ext.disaggregation.mooncake_connector"
 """Where vLLM finds `OmniMooncakeConnector`."""
 
@@ -145,7 +149,7 @@ def engine_fields(role: str, settings: Settings, *, host: str = LOOPBACK) -> dic
                 "mooncake_protocol": settings.protocol,
                 "device_name": settings.device,
                 "num_workers": settings.senders,
-                "bootstrap_host": host,
+                HOST: host,
                 "transfer_timeout_s": settings.transfer_timeout_s,
                 "hold_s": settings.hold_s,
             },

@@ -139,7 +139,7 @@ def _side(stage: StageConfig, split: PrefillDecode, side: ReplicasConfig, sampli
         kv_cache_bytes=stage.kv_cache_bytes if side.kv_cache_bytes is None else side.kv_cache_bytes,
         cpu_threads=stage.cpu_threads if side.cpu_threads is None else side.cpu_threads,
         engine={**stage.engine, **side.engine},
-        env={**stage.env, **side.env},
+        env={**parameters.environment(settings_of(split)), **stage.env, **side.env},
         engine_overrides={**stage.engine_overrides, **side.engine_overrides},
         sampling=sampling,
         prefill_decode=split,
