@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from vllm_omni_ext.config.disaggregation import stage_path
@@ -51,6 +52,18 @@ def any_replica_args(
         _api_process_rank=api_process,
         **values,
     )
+
+
+def as_asked(config: VllmConfig, args: AsyncEngineArgs) -> VllmConfig:
+    """Take back what vLLM allows clients of a KV consumer, in place: it supposes that a proxy of its own is in front.
+
+    Ours is the front: media whose embeddings are given, or left out altogether, are as on any other server.
+    """
+    media = config.model_config.multimodal_config
+    if media is not None:
+        media.enable_mm_embeds = args.enable_mm_embeds
+        media.allow_missing_mm_embeddings = False
+    return config
 
 
 def _value(stage: str, name: str, value: Any) -> Any:

@@ -46,7 +46,7 @@ from vllm_omni_ext.model_plugins.registry import resolve
 from vllm_omni_ext.plugin import MODELS
 from vllm_omni_ext.runtime.addresses import endpoint
 from vllm_omni_ext.runtime.board import Board
-from vllm_omni_ext.runtime.engine_args import any_replica_args, stage_engine_args
+from vllm_omni_ext.runtime.engine_args import any_replica_args, as_asked, stage_engine_args
 from vllm_omni_ext.runtime.fleet import About, Connections
 from vllm_omni_ext.runtime.folders import PrivateFolder
 from vllm_omni_ext.runtime.logs import FileLogs, Logs, TerminalLogs
@@ -189,7 +189,8 @@ class Deployment:
         return str(place)
 
     def _config(self, replica: ReplicaId) -> VllmConfig:
-        config = stage_engine_args(self.plan, replica).create_engine_config(self._usage)
+        args = stage_engine_args(self.plan, replica)
+        config = as_asked(args.create_engine_config(self._usage), args)
         if self.plan.stage(replica.stage).text_stage:
             self.drain_s = config.shutdown_timeout
         config.shutdown_timeout = 0  # API servers drain; engines end
@@ -328,7 +329,8 @@ class Deployment:
         for stage in self.plan.stages:
             if stage.name not in self.configs:  # its replicas are all on other hosts
                 with self._surroundings(stage.name, self.folder):
-                    self.configs[stage.name] = any_replica_args(self.plan, stage.name).create_engine_config(self._usage)
+                    args = any_replica_args(self.plan, stage.name)
+                    self.configs[stage.name] = as_asked(args.create_engine_config(self._usage), args)
         return Connections(
             plan=self.plan,
             configs=self.configs,
