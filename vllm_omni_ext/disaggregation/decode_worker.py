@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 SETTLE_S = 1.0
 """How long what a sender has sent may lie in this host's buffers after the sender has failed or is gone."""
 
-HANG_UP_WITHIN_S = 5.0
-
 Metas = dict[str, PullReqMeta]
 """Of one prefill replica, by request."""
 
@@ -49,9 +47,9 @@ class ReceiveMixin(MooncakeConnectorWorker):
         return Settled(counts) if counts else None
 
     def hang_up(self) -> None:
-        """End all connections of `Lines`; no more answers are taken."""
-        if self._lines is not None and self.receiver_loop.is_running():
-            asyncio.run_coroutine_threadsafe(self._lines.close(), self.receiver_loop).result(HANG_UP_WITHIN_S)
+        """End all connections of `Lines`, whose tasks have ended."""
+        if self._lines is not None:
+            self._lines.close()
 
     async def _start_load_kv(self, reqs_to_recv: dict[str, Metas]) -> None:
         loop = asyncio.get_running_loop()

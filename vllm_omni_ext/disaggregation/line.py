@@ -41,11 +41,8 @@ class Lines:
             task.add_done_callback(self._watching.discard)
         return known
 
-    async def close(self) -> None:
-        """Hang up."""
-        for task in self._watching:
-            task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
+    def close(self) -> None:
+        """Hang up, when the tasks of the loop have ended. May be called twice."""
         self._context.destroy(linger=0)
 
     async def _watch(self, address: str, gone: asyncio.Future[None]) -> None:

@@ -9,6 +9,7 @@ Mooncake's engine listens on all interfaces and asks nobody who they are: privat
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -40,6 +41,9 @@ log = logging.getLogger(__name__)
 IDLE_STEP_S = 0.005
 """A step without tokens waits so long for news of transfers: otherwise an engine with nothing else to do takes a core.
 It is the most that a request which comes meanwhile waits for its first step."""
+
+SHUTDOWN_S = 5.0
+"""For the tasks of a thread to end."""
 
 NO_LIMIT_S = 1_000_000
 """For waits of vLLM's that ours end earlier; it takes it in milliseconds, as 32 bits."""
@@ -86,6 +90,11 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
         """End connections, threads and the bootstrap server. May be called twice."""
         if not hasattr(self, "_idle"):  # it was never complete
             return
+        # vLLM's own waits, for ever, for sockets that its tasks have open.
+        for name in ("sender_loop", "receiver_loop"):
+            loop = getattr(self, name, None)
+            if loop is not None and loop.is_running():
+                asyncio.run_coroutine_threadsafe(_end_tasks(), loop).result(SHUTDOWN_S)
         self.hang_up()
         super().shutdown()
         if self.bootstrap is not None:
@@ -150,6 +159,13 @@ class OmniMooncakeConnector(MooncakeConnector):
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
         """Statistics that came from another process."""
         return TransferStats(data=data or {})
+
+
+async def _end_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _tell_vllm(host: str, timeout_s: float, *, sends: bool) -> None:
