@@ -10,6 +10,7 @@ from copy import deepcopy
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutputs
@@ -327,11 +328,13 @@ def _check_reserved(params: Any) -> None:
     """Keys that our stages read are not a client's to set, through whichever endpoint it came.
 
     Raises:
-        RequestError: it names a KV cache; an engine would believe it, or die of it.
+        VLLMValidationError: it names a KV cache; an engine would believe it, or die of it. Every handler of vLLM's
+            knows this error.
     """
     given = getattr(params, "extra_args", None)
     if given and given.get(KEY) is not None:
-        raise RequestError(f"{KEY}: replicas settle among themselves what they transfer; remove it", parameter=KEY)
+        message = f"{KEY}: replicas settle among themselves what they transfer; remove it"
+        raise VLLMValidationError(message, parameter=KEY)
     if given and RESERVED & given.keys():
         params.extra_args = {key: value for key, value in given.items() if key not in RESERVED} or None
 

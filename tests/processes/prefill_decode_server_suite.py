@@ -1,4 +1,4 @@
-"""The same behind HTTP, with two API servers and a prefill replica of another process; `test_prefill_decode.py` runs it."""
+"""The same behind HTTP: two API servers, a prefill replica of another process. `test_prefill_decode.py` runs it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ TRANSFER = {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": "
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
-@pytest.mark.parametrize("transfer", [TRANSFER, {"do_remote_decode": True, "transfer_id": "x"}, {}], ids=["d", "p", "-"])
+@pytest.mark.parametrize(
+    "transfer", [TRANSFER, {"do_remote_decode": True, "transfer_id": "x"}], ids=["to fetch", "to keep"]
+)
 def test_what_replicas_settle_among_themselves_is_no_client_s(cluster: Any, path: str, transfer: Any) -> None:
     server, _, expected = cluster
     asked = {

@@ -25,7 +25,7 @@ from vllm_omni_ext.ids import ReplicaId
 PREFILL, DECODE = "thinker.prefill", "thinker.decode"
 SOON_S = 5.0
 BACK_S = 60.0
-BLOCK = 16
+BLOCK = 32
 MEDIA = [name for name, case in CASES.items() if any(isinstance(m["content"], list) for m in case.messages)]
 EIGHT = [name for name, case in CASES.items() if case.voice == "ethan"][:8]
 
@@ -157,7 +157,9 @@ def test_prompts_of_any_length(pair: Any, oracle: Oracle) -> None:
     with torch.no_grad():
         wanted = [greedy(oracle, prompt) for prompt in prompts]
     for _ in range(2):
-        outputs = pair.generate([{"prompt_token_ids": p} for p in prompts], sampling, modalities=["text"], use_tqdm=False)
+        outputs = pair.generate(
+            [{"prompt_token_ids": p} for p in prompts], sampling, modalities=["text"], use_tqdm=False
+        )
         assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
     assert until(lambda: nothing_is_kept(pair), SOON_S)
 

@@ -1,4 +1,4 @@
-"""Prefill and decode apart. Mooncake's engine listens on all interfaces: the suites run where there is only loopback."""
+"""Prefill and decode apart. Mooncake listens on all interfaces: the suites run where there is only loopback."""
 
 from __future__ import annotations
 

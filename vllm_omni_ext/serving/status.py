@@ -32,10 +32,10 @@ def add_routes(app: FastAPI) -> None:
 
 @router.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
 async def health(request: Request) -> JSONResponse:
-    """200 while every stage has a live replica, else 503 with the stages that have none."""
+    """200 while every stage that requests need has a live replica, else 503 with the stages that have none."""
     omni: AsyncOmni = request.app.state.engine_client
     stages = {stage.name: _count(omni, stage) for stage in omni.plan.stages}
-    without = [name for name, count in stages.items() if not count["up"]]
+    without = [stage.name for stage in omni.plan.model_stages() if not stages[stage.name]["up"]]
     reasons = [f"stage '{name}' has no live replica" for name in without]
     if omni.errored and not reasons:
         reasons = ["the engine client has failed"]
