@@ -102,14 +102,17 @@ def _replica(omni: AsyncOmni, replica: ReplicaId) -> dict[str, Any]:
 
 def _kv_edges(omni: AsyncOmni) -> list[dict[str, Any]]:
     """Which replicas compute prompts for which; `handed` and `fetching` count requests of this API server."""
-    pairs = [
-        {"source": str(p.source), "target": str(p.target), "handed": p.handed, "fetching": p.fetching}
-        for p in omni.orchestrator.way.pairs()
-    ]
     return [
-        {"source": edge.source, "target": edge.target, "connector": split.connector, "pairs": pairs}
+        {"source": edge.source, "target": edge.target, "connector": split.connector, "pairs": _pairs(omni)}
         for edge in omni.plan.edges
         if edge.kind == KV and (split := omni.plan.config.stage(edge.target).prefill_decode) is not None
+    ]
+
+
+def _pairs(omni: AsyncOmni) -> list[dict[str, Any]]:
+    return [
+        {"source": str(p.source), "target": str(p.target), "handed": p.handed, "fetching": p.fetching}
+        for p in omni.orchestrator.way.pairs()
     ]
 
 
