@@ -70,6 +70,9 @@ class Speech:
         self.last = self.ended = False
         self.parts = self.heard = self.known = 0
 
+    def begin(self) -> list[Action]:
+        return self.replay("voice")
+
     def handle(self, event: Produced) -> list[Action]:
         match event.stage:
             case "text" if event.payload is not None and not event.tokens:
@@ -78,10 +81,9 @@ class Speech:
             case "text":
                 self.rows |= event.payload is not None
                 assert self.rows, "rows of a prompt come before what follows from it"
-                first = [] if self.track or self.last else self.replay("voice")
                 self.track += event.tokens
                 self.last |= event.finish is not None
-                return [*first, Extend("voice", event.tokens, self.last)]
+                return [Extend("voice", event.tokens, self.last)]
             case "voice":
                 self.ended = event.finish is not None
                 new = [token for token in event.tokens if token != END]

@@ -55,6 +55,9 @@ class TextWay(Protocol):
     def __len__(self) -> int:
         """Attempts that are known."""
 
+    def needs(self, stage: str) -> bool:
+        """Whether requests cannot do without a stage, of whatever kind."""
+
     def begin(self, request: EngineCoreRequest) -> tuple[str, EngineCoreRequest]:
         """A new attempt: which stage is given the request first, and in which form."""
 
@@ -88,6 +91,10 @@ class OneStage:
 
     def __len__(self) -> int:
         return 0
+
+    def needs(self, stage: str) -> bool:
+        """Every one."""
+        return True
 
     def begin(self, request: EngineCoreRequest) -> tuple[str, EngineCoreRequest]:
         """As it is."""
@@ -182,6 +189,10 @@ class Relay:
 
     def __len__(self) -> int:
         return len(self._attempts)
+
+    def needs(self, stage: str) -> bool:
+        """All but the source: the target can compute prompts itself."""
+        return stage != self._source
 
     def begin(self, request: EngineCoreRequest) -> tuple[str, EngineCoreRequest]:
         """A new attempt; the one before must have been forgotten."""
@@ -330,6 +341,18 @@ class Relay:
         if attempt is not None:
             self._owners.pop(attempt.engine_id, None)
         return attempt
+
+
+def text_way(
+    source: str | None,
+    target: str,
+    pools: Mapping[str, StagePool],
+    replicas: Mapping[ReplicaId, Replica],
+    observer: Observer,
+    ask: Asked,
+) -> TextWay:
+    """The way of text requests to the stage `target`, whose prompts `source` computes; None: it does so itself."""
+    return OneStage(target) if source is None else Relay(source, target, pools, replicas, observer, ask)
 
 
 def _answer(output: EngineCoreOutput) -> Answer | None:

@@ -29,13 +29,13 @@ def engine_request(
     )
 
 
-def stage_sampling(action: Open, chosen: SamplingParams, room: int | None) -> SamplingParams:
-    """Sampling parameters of a request that is opened in a fed stage; `chosen` is changed.
+def opening(request_id: str, action: Open, params: SamplingParams, room: int | None) -> EngineCoreRequest:
+    """The request that opens a fed stage.
 
     Args:
-        room: most tokens there is room for, those that were made before included; None: any number.
+        params: what was asked for; changed into what the engine is told.
+        room: most tokens the stage may make, those made before included; None: no limit but its own.
     """
-    params = chosen
     params.extra_args = {PROMPT: dict(action.handoff)}
     params.output_kind = RequestOutputKind.DELTA
     params.detokenize = False
@@ -46,4 +46,4 @@ def stage_sampling(action: Open, chosen: SamplingParams, room: int | None) -> Sa
     params.min_tokens = max(0, params.min_tokens - action.done)
     params.stop_token_ids = [*(params.stop_token_ids or ()), *action.stop]
     params._all_stop_token_ids = {*params._all_stop_token_ids, *action.stop}
-    return params
+    return engine_request(request_id, action.prompt, sampling=params)

@@ -9,20 +9,20 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import REST, TEXT, Observer
 from vllm_omni_ext.orchestrator.deadlines import Deadlines
-from vllm_omni_ext.orchestrator.disaggregated import Asked, OneStage, Relay, TextWay
-from vllm_omni_ext.orchestrator.engine_requests import engine_request, stage_sampling
+from vllm_omni_ext.orchestrator.disaggregated import Asked, text_way
+from vllm_omni_ext.orchestrator.engine_requests import opening
 from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Open, Produced
 from vllm_omni_ext.orchestrator.live import Live, Sink, Ticket
 from vllm_omni_ext.orchestrator.parts import Parts
@@ -88,20 +88,14 @@ class Orchestrator:
         self._chunk_deadline_s = chunk_deadline_s
         self._parts = Parts()
         self._deadlines = Deadlines(chunk_deadline_s, self._late)
-        self.way = self._text_way(prefill_stage)
-
-    def _text_way(self, source: str | None) -> TextWay:
-        if source is None:
-            return OneStage(self.text_stage)
         ask = Asked(admit=self._admit_text, rows=self._rows, failed=self._fail)
-        return Relay(source, self.text_stage, self.pools, self.replicas, self.observer, ask)
+        self.way = text_way(prefill_stage, text_stage, pools, self.replicas, self.observer, ask)
 
     def held(self) -> int:
         """Requests and tickets this orchestrator holds (0 when idle)."""
         bound = sum(pool.in_flight(replica) for pool in self.pools.values() for replica in pool.replicas)
-        tables: list[Sized] = [self._tickets, self._live, self._texts, self.way]
-        tables += [self.waiting, self._parts, self._deadlines]
-        return bound + sum(map(len, tables))
+        tables: tuple[Sized, ...] = (self._tickets, self._live, self._texts, self.waiting, self._parts, self._deadlines)
+        return bound + sum(map(len, tables)) + len(self.way)
 
     @property
     def recitals(self) -> int:
@@ -120,7 +114,7 @@ class Orchestrator:
         self.plugin.check(options)
         room = self.plugin.room(prompt, options, self._limits)
         for pool in self.pools.values():
-            if self._needed(pool.stage) and not pool.replicas and not self.waiting.hopeful(pool.stage):
+            if self.way.needs(pool.stage) and not pool.replicas and not self.waiting.hopeful(pool.stage):
                 raise StageUnavailable(f"stage '{pool.stage}' has no live replica")
         return room
 
@@ -172,14 +166,16 @@ class Orchestrator:
             self._plan(request)
             self._texts[request.request_id] = TextReplay(request)
             await self._send_text(request)
+            await self._begin(request.request_id)
         except BaseException as error:
             self.observer.failed(request.request_id, self.text_stage, error)
             await self.abort([request.request_id])
             raise
 
-    def _needed(self, stage: str) -> bool:
-        """Whether requests cannot do without the stage; the text stage can compute its prompts itself."""
-        return stage == self.text_stage or stage not in self.way.stages
+    async def _begin(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is not None:
+            await self._do(request_id, live, self.text_stage, live.flow.begin())
 
     async def _send_text(self, request: EngineCoreRequest) -> None:
         stage, sent = self.way.begin(request)
@@ -228,15 +224,19 @@ class Orchestrator:
             self._live.pop(request_id, None)
             self._texts.pop(request_id, None)
             await self.way.forget(request_id)
-            self.waiting.forget(request_id, *self.pools)
-            for pool in self.pools.values():
-                self._deadlines.settle(request_id, pool.stage)
-                parts, farewell = self._parts.end(request_id, pool.stage)
-                replica = pool.release(request_id)
-                if replica is not None and replica in self.replicas:
-                    await self.replicas[replica].abort(parts or [request_id])
-                    if farewell is not None:
-                        await self.replicas[replica].add(farewell)
+            await self._withdraw(request_id, self.pools)
+
+    async def _withdraw(self, request_id: str, stages: Iterable[str]) -> None:
+        """Take a request out of stages that may still have it."""
+        for stage in stages:
+            self.waiting.forget(request_id, stage)
+            self._deadlines.settle(request_id, stage)
+            parts, farewell = self._parts.end(request_id, stage)
+            replica = self.pools[stage].release(request_id)
+            if replica is not None and replica in self.replicas:
+                await self.replicas[replica].abort(parts or [request_id])
+                if farewell is not None:
+                    await self.replicas[replica].add(farewell)
 
     async def text_stopped(self, request_ids: list[str]) -> None:
         """A stop string ended these requests on our side: the text stage must stop, the others go on."""
@@ -268,7 +268,8 @@ class Orchestrator:
         if await self.way.passed(replica, output):
             return False
         tensor, output.pooling_output = output.pooling_output, None
-        finish = None if output.finish_reason is None else _finish(output.finish_reason)
+        reason = output.finish_reason
+        finish: Finish | None = None if reason is None else str(reason)  # type: ignore[assignment]
         if stage == self.text_stage:
             self._texts[request_id].tokens += output.new_token_ids
         if part is not None and not part.last and finish == "stop":
@@ -287,7 +288,8 @@ class Orchestrator:
     async def _rows(self, output: EngineCoreOutput) -> None:
         """What the stage that computes prompts made beside one: it comes from the text stage as far as flows know."""
         if output.request_id in self._live:
-            payload, now = self.plugin.decode(self.text_stage, output.pooling_output), asyncio.get_running_loop().time()
+            now = asyncio.get_running_loop().time()
+            payload = self.plugin.decode(self.text_stage, output.pooling_output)
             await self._event(output.request_id, Produced(self.text_stage, payload=payload, at=now))
 
     def _release(self, request_id: str, stage: str) -> None:
@@ -341,7 +343,7 @@ class Orchestrator:
         await self._give_up(replica.stage, StageUnavailable(f"replica {replica} is gone: {reason}"))
 
     async def _give_up(self, stage: str, error: StageUnavailable) -> None:
-        if self.pools[stage].replicas or self.waiting.hopeful(stage) or not self._needed(stage):
+        if self.pools[stage].replicas or self.waiting.hopeful(stage) or not self.way.needs(stage):
             return
         need = [request_id for request_id, live in self._live.items() if stage not in live.done]
         for request_id in dict.fromkeys([*self.waiting.take(stage), *need]):
@@ -403,6 +405,7 @@ class Orchestrator:
         live = self._live.get(request_id)
         if live is None:
             return
+        live.heard.add(event.stage)
         if event.finish is not None:
             live.done.add(event.stage)
         try:
@@ -423,8 +426,12 @@ class Orchestrator:
         match action:
             case Open():
                 await self._open_stage(request_id, live, source, action)
-            case Extend(stage, track, last, rows):
-                await self._extend(request_id, live, source, stage, {"track": list(track), "last": last}, rows)
+            case Extend():
+                chunk: dict[str, Any] = {"track": list(action.track), "last": action.last}
+                if action.prompt:
+                    chunk["text"] = list(action.prompt)
+                rows = None if action.rows is None else torch.cat(action.rows)
+                await self._extend(request_id, live, source, action.stage, chunk, rows)
             case Feed():
                 await self._feed(request_id, source, action)
             case Emit():
@@ -436,15 +443,19 @@ class Orchestrator:
             case Finished():
                 self._live.pop(request_id, None)
                 self.observer.finished(request_id, REST)
+                await self._withdraw(request_id, [stage for stage in self.pools if stage not in self.way.stages])
 
     async def _open_stage(self, request_id: str, live: Live, source: str, action: Open) -> None:
-        request = engine_request(request_id, action.prompt, sampling=self._params(live, action))
+        given = live.options.sampling.get(action.stage)
+        params = SamplingParams(**self._sampling[action.stage]) if given is None else given.clone()
+        request = opening(request_id, action, params, live.room.get(action.stage))
         try:
             replica = self._admit(action.stage, request_id)
         except StageUnavailable as error:
             await self._fail(request_id, action.stage, error)
             return
-        self._deadlines.given(request_id, action.stage, source, last=action.last)
+        if source in live.heard:  # before that it may be queued for any time
+            self._deadlines.given(request_id, action.stage, source, last=action.last)
         if replica is None:
             return
         live.opened[action.stage] = request
@@ -479,11 +490,6 @@ class Orchestrator:
             self.observer.sent(request_id, source, replica, action.prompt)
             await self.replicas[replica].add(self._parts.request(request_id, action))
 
-    def _params(self, live: Live, action: Open) -> SamplingParams:
-        given = live.options.sampling.get(action.stage)
-        chosen = SamplingParams(**self._sampling[action.stage]) if given is None else given.clone()
-        return stage_sampling(action, chosen, live.room.get(action.stage))
-
     async def _fail(self, request_id: str, stage: str, error: OmniError) -> None:
         self.observer.failed(request_id, stage, error)
         live = self._live.get(request_id)
@@ -491,7 +497,3 @@ class Orchestrator:
         if live is not None:
             live.sink.put_nowait(error)
         self._failed(request_id, error)
-
-
-def _finish(reason: FinishReason) -> Finish:
-    return str(reason)  # type: ignore[return-value]
