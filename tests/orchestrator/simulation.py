@@ -137,7 +137,7 @@ class Engine:
         processes[self.name] = self
         self.kept: dict[str, list[int]] = {}
         """Prompts by the transfer under which they are to be fetched."""
-        self.fetched = self.recomputed = self.prefilled = 0
+        self.fetched = self.recomputed = self.prefilled = self.farewells = 0
         self.works: dict[str, Work] = {}
         self.known: set[str] = set()
         self.commands: deque[Any] = deque()
@@ -176,6 +176,7 @@ class Engine:
     def _take(self, request: EngineCoreRequest) -> None:
         name = request.request_id
         if request.abort_immediately:
+            self.farewells += 1
             self._fetch(Work(request, []))
         elif not request.resumable:
             if name in self.works:

@@ -177,7 +177,28 @@ async def test_a_decode_replica_that_dies_leaves_no_prompt_behind() -> None:
     await world.run()
     for name in "abc":
         world.check(name)
-    assert total(world, "text", "fetched") == 3
+    assert total(world, "text", "fetched") == total(world, "text", "farewells") == 3
+    await world.end()
+
+
+async def test_what_has_been_fetched_or_is_being_fetched_is_not_said_to_be_unwanted() -> None:
+    world = World(prefill=1, text=2)
+    for name in "ab":
+        await world.start(name)
+    await rounds(world, 3)  # both have begun to answer
+    for replica in (D0, D1):
+        world.kill(replica)
+        await world.up(replica)
+    await world.run()
+    await world.start("c")
+    for _ in range(3):
+        world.engines[P0].step()
+        await world.settle()
+    await world.orchestrator.abort(["c"])  # its decode replica has not done anything for it
+    await world.run()
+    for name in "ab":
+        world.check(name)
+    assert total(world, "text", "farewells") == 0
     await world.end()
 
 
