@@ -188,6 +188,7 @@ async def test_what_has_been_fetched_or_is_being_fetched_is_not_said_to_be_unwan
     await rounds(world, 3)  # both have begun to answer
     for replica in (D0, D1):
         world.kill(replica)
+        await world.settle()
         await world.up(replica)
     await world.run()
     await world.start("c")
