@@ -21,6 +21,16 @@ from vllm_omni_ext.disaggregation.parameters import (
     understood,
 )
 
+NIXL = {
+    "do_remote_prefill": True,
+    "remote_block_ids": [[1]],
+    "remote_engine_id": "e",
+    "remote_request_id": "r",
+    "remote_host": "h",
+    "remote_port": 1,
+    "tp_size": 1,
+}
+
 SAID = answer("t", "e", "http://127.0.0.1:1")
 
 
@@ -38,6 +48,8 @@ def test_the_defaults_are_good() -> None:
         ({"transfer_timeout_s": 0}, "transfer_timeout_s"),
         ({"senders": 0}, "senders"),
         ({"hold_s": 1.0}, "hold_s"),
+        ({"connector": "nixl", "hold_s": 5.0}, "hold_s"),
+        ({"connector": "nixl", "protocol": "rdma"}, "protocol"),
     ],
 )
 def test_a_wrong_setting_is_named(changed: dict[str, Any], name: str) -> None:
@@ -97,6 +109,14 @@ def test_nothing_that_vllm_would_trip_over(name: str, value: Any) -> None:
     assert not understood(DECODE, {key: each for key, each in SAID.items() if key != name})
     if name == "transfer_id":
         assert not understood(PREFILL, prefill_transfer(value))
+
+
+@pytest.mark.parametrize("name", [name for name in NIXL if name != "do_remote_prefill"])
+def test_nor_its_other_connector(name: str) -> None:
+    assert understood(DECODE, NIXL, connector="nixl")
+    assert understood(PREFILL, prefill_transfer("t"), connector="nixl")
+    for value in (None, {}, []):
+        assert not understood(DECODE, {**NIXL, name: value}, connector="nixl")
 
 
 @pytest.mark.parametrize("params", ["text", 3, [], {}])

@@ -108,7 +108,8 @@ class OmniMooncakeConnector(MooncakeConnector):
         # Not vLLM's own constructor: that one builds its halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self.engine_id = vllm_config.kv_transfer_config.engine_id
-        self.connector_scheduler = self.connector_worker = None
+        self.connector_scheduler: Any = None
+        self.connector_worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = OmniMooncakeScheduler(vllm_config, self.engine_id, kv_cache_config)
         else:
