@@ -130,7 +130,7 @@ class OmniMooncakeConnector(MooncakeConnector):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Hand this step's transfers to the threads."""
-        self.connector_worker.step_begins(idle=forward_context.attn_metadata is None)
+        self.connector_worker.step_begins(idle=self._connector_metadata.idle_step)
         super().start_load_kv(forward_context, **kwargs)
 
     def build_connector_worker_meta(self) -> Settled | None:

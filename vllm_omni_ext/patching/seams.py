@@ -314,7 +314,11 @@ TRANSFER = (
             "trusts what we have checked",
         ),
         ("MooncakeConnectorScheduler.update_state_after_alloc", "8503f664515a", "overridden, calls the original"),
-        ("MooncakeConnectorScheduler.build_connector_meta", "55bba5181b2a", "what our workers are told"),
+        (
+            "MooncakeConnectorScheduler.build_connector_meta",
+            "55bba5181b2a",
+            "overridden, says whether the step computes",
+        ),
         (
             "MooncakeConnectorScheduler.request_finished",
             "5e0de52bff5c",
