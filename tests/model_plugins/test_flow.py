@@ -65,11 +65,13 @@ class Stages:
                 case Open(stage="talker", handoff=handoff):
                     assert handoff is not None
                     self.opened.append(TALKER)
-                    self.text += [handoff["text"][-1], *handoff["track"]]
+                    known = len(handoff["text"]) == len(handoff["codec"])
+                    self.text += [*handoff["text"][-1:], *handoff["track"]] if known else []
                     self.closed.append(handoff["last"])
-                case Extend(stage="talker", track=track, last=last):
+                case Extend(stage="talker", track=track, last=last, prompt=prompt):
                     assert self.opened[:1] == [TALKER]
-                    self.text += track
+                    assert bool(prompt) == (self.text == [])
+                    self.text += [*prompt, *track]
                     self.closed.append(last)
                 case Feed(stage="code2wav", part=part, prompt=prompt, last=last):
                     assert part == self.opened.count(CODE2WAV)
@@ -86,9 +88,11 @@ def test_a_reply_in_one_piece() -> None:
     (opened,) = feed(flow, thought(9, finish="stop"))
     parts = find_parts(TEXT, IDS)
     assert parts is not None
-    text, codec = talker_prompt(TEXT, parts, 40, "ethan", IDS)
-    handoff = {"text": text, "codec": codec, "fill": IDS.tts_pad, "track": [41, 42, IDS.tts_eos], "last": True}
-    assert opened == Open(TALKER, [IDS.codec_pad] * len(text), handoff | {"rows": 0}, rows=None, stop=(IDS.codec_eos,))
+    text, codec = talker_prompt(TEXT, parts, "ethan", IDS)
+    handoff = {"text": [*text, 40], "codec": codec, "fill": IDS.tts_pad, "track": [41, 42, IDS.tts_eos], "last": True}
+    assert opened == Open(
+        TALKER, [IDS.codec_pad] * len(codec), handoff | {"rows": []}, rows=None, stop=(IDS.codec_eos,)
+    )
     assert feed(flow, said((1, 2)), said((3, 4))) == []
     (decode,) = feed(flow, said(finish="stop"))
     assert decode == Feed(CODE2WAV, 0, [1, 2, 3, 4], {"task": "token_embed"}, last=True)
@@ -139,15 +143,17 @@ def test_a_turn_that_the_prompt_has_begun_is_spoken_too(text: ChunkSchedule) -> 
     st.lists(st.tuples(st.integers(0, 63), st.integers(0, 63)), min_size=1, max_size=12),
     schedules,
     schedules,
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_schedules_change_nothing_of_what_arrives(begun, steps, frames, text, codec, random) -> None:
-    """Any schedules, any order of the two stages' events."""
+def test_schedules_change_nothing_of_what_arrives(begun, steps, frames, text, codec, ahead, random) -> None:
+    """Any schedules, any order of the two stages' events; the talker may be opened with the request."""
     flow, stages = flow_for([*TEXT, *begun], text=text, frames=codec), Stages()
+    stages.take(flow.begin() if ahead else [])
     thoughts = [thought(*step, finish="stop" if i == len(steps) - 1 else None) for i, step in enumerate(steps)]
     talk = [*(said(frame) for frame in frames), said(finish="stop")]
-    while thoughts or (talk and stages.opened):
-        if thoughts and not (stages.opened and talk and random.random() < 0.5):
+    while thoughts or (talk and stages.text):
+        if thoughts and not (stages.text and talk and random.random() < 0.5):
             stages.take(flow.handle(thoughts.pop(0)))
         else:
             stages.take(flow.handle(talk.pop(0)))
@@ -200,7 +206,7 @@ def test_rows_in_pieces_and_twice(pieces: list[tuple[int, int]], begun: list[int
     assert feed(flow, *row_events(pieces)) == []
     opened, *_ = feed(flow, thought(40), thought(41), thought(9, finish="stop"))
     assert torch.cat(opened.rows).flatten().tolist() == [0, 1, 2, 3]
-    assert (opened.handoff["rows"], opened.handoff["positions"]) == (4, b"xyz")
+    assert (opened.handoff["rows"], opened.handoff["positions"]) == ([[4, 7], [8, 9]], b"xyz")
 
 
 def test_rows_may_come_with_the_first_token() -> None:
@@ -296,17 +302,21 @@ class Replicas:
         self.frames: list[list[int]] = []
         self.ends = 0
         self.finished = False
+        self.do(flow.begin())
 
     def do(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case Open(handoff=handoff):
-                    self.track, self.track_closed = [handoff["text"][-1], *handoff["track"]], handoff["last"]
+                    known = len(handoff["text"]) == len(handoff["codec"])
+                    self.track = [handoff["text"][-1], *handoff["track"]] if known else []
+                    self.track_closed = handoff["last"]
                     assert [tuple(frame) for frame in handoff.get("frames", ())] == FRAMES[: self.said]
                     assert action.done == self.said
-                case Extend(track=track, last=last):
+                case Extend(track=track, last=last, prompt=prompt):
                     assert self.track is not None and not self.track_closed
-                    self.track += track
+                    assert bool(prompt) == (not self.track)
+                    self.track += [*prompt, *track]
                     self.track_closed = last
                 case Feed():
                     self.parts.append(action)

@@ -63,13 +63,15 @@ class Speech:
         self.last = self.ended = False
         self.parts = self.heard = self.known = 0
 
+    def begin(self) -> list[Action]:
+        return self.replay("voice")
+
     def handle(self, event: Produced) -> list[Action]:
         match event.stage:
             case "text":
-                first = [] if self.track or self.last else self.replay("voice")
                 self.track += event.tokens
                 self.last |= event.finish is not None
-                return [*first, Extend("voice", event.tokens, self.last)]
+                return [Extend("voice", event.tokens, self.last)]
             case "voice":
                 self.ended = event.finish is not None
                 new = [token for token in event.tokens if token != END]

@@ -61,12 +61,17 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """Hand one more chunk to a fed stage in which the request is open."""
+    """Hand one more chunk to a fed stage in which the request is open.
+
+    Attributes:
+        prompt: what the request's prompt lacked when it was opened, or the next piece of it.
+    """
 
     stage: str
     track: tuple[int, ...]
     last: bool
     rows: Any = None
+    prompt: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Nothing more will come of this request; everything it holds is released."""
+    """Nothing more will come of this request: what it still holds beyond the text stage is released."""
 
 
 Action = Open | Extend | Feed | Emit | Fail | Finished
@@ -121,6 +126,9 @@ Action = Open | Extend | Feed | Emit | Fail | Finished
 
 class Flow(Protocol):
     """One request's way through the stages after the text stage."""
+
+    def begin(self) -> list[Action]:
+        """Decide what can be done as soon as the text stage has been given the request."""
 
     def handle(self, event: Produced) -> list[Action]:
         """Decide what follows from an event."""

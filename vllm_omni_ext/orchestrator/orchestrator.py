@@ -9,13 +9,11 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from vllm_omni_ext.config.schema import OmniConfig
@@ -23,8 +21,9 @@ from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import REST, TEXT, Observer
 from vllm_omni_ext.orchestrator.deadlines import Deadlines
-from vllm_omni_ext.orchestrator.engine_requests import engine_request
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Flow, Open, Produced
+from vllm_omni_ext.orchestrator.engine_requests import opening
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Open, Produced
+from vllm_omni_ext.orchestrator.live import Live, Sink, Ticket
 from vllm_omni_ext.orchestrator.parts import Parts
 from vllm_omni_ext.orchestrator.pieces import audio_output
 from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin, TextRequest
@@ -32,35 +31,9 @@ from vllm_omni_ext.orchestrator.text_replay import TextReplay
 from vllm_omni_ext.orchestrator.waiting import Waiting
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.replica import Replica, chunk_request
-from vllm_omni_ext.wire.handoff import CHUNK, PROMPT, TICKET
+from vllm_omni_ext.wire.handoff import CHUNK, TICKET
 
 log = logging.getLogger(__name__)
-
-Sink = asyncio.Queue[Any]
-
-
-@dataclass
-class _Ticket:
-    options: OmniOptions
-    sink: Sink
-    request_id: str | None = None  # internal id, once the text stage has the request
-
-
-@dataclass
-class _Live:
-    """Everything held for one request beyond the text stage."""
-
-    flow: Flow
-    options: OmniOptions
-    sink: Sink
-    external_id: str
-    room: Mapping[str, int]
-    recital: bool = False
-    opened: dict[str, EngineCoreRequest] = field(default_factory=dict)
-    moves: Counter[str] = field(default_factory=Counter)
-    """How often each stage was given the request anew; what was decided before that is part of what it was given."""
-    done: set[str] = field(default_factory=set)
-    """Stages that have ended the request: it can do without them."""
 
 
 class Orchestrator:
@@ -102,8 +75,8 @@ class Orchestrator:
         self._sampling = sampling
         self._limits = limits
         self.observer = observer or Observer.unseen(text_stage, replicas)
-        self._tickets: dict[str, _Ticket] = {}
-        self._live: dict[str, _Live] = {}
+        self._tickets: dict[str, Ticket] = {}
+        self._live: dict[str, Live] = {}
         self._texts: dict[str, TextReplay] = {}
         self._failed = failed
         self.waiting = Waiting(wait_s, joinable=joinable, expired=self._waited_too_long, changed=self.observer.waiting)
@@ -159,7 +132,7 @@ class Orchestrator:
         flow = self.plugin.open(TextRequest(prompt=prompt), options)
         room = self.plugin.room(prompt, options, self._limits)
         done = {self.text_stage}
-        self._live[request_id] = _Live(flow, options, sink, external_id, room, recital=True, done=done)
+        self._live[request_id] = Live(flow, options, sink, external_id, room, recital=True, done=done)
         self.observer.opened(request_id, external_id, options.modalities, parts=(REST,), arrival=time.time())
         # A text stage never hands its last token on; here the last one is a filler.
         await self._event(request_id, Produced(self.text_stage, (*reply, reply[-1]), finish="stop"))
@@ -168,7 +141,7 @@ class Orchestrator:
         """Announce a request that wants more than text; the ticket goes into its `extra_args[TICKET]`."""
         self.plugin.check(options)
         ticket = str(next(self._numbers))
-        self._tickets[ticket] = _Ticket(options, sink)
+        self._tickets[ticket] = Ticket(options, sink)
         return ticket
 
     async def withdraw(self, ticket: str) -> None:
@@ -188,10 +161,16 @@ class Orchestrator:
             self._plan(request)
             self._texts[request.request_id] = TextReplay(request)
             await self._send_text(request)
+            await self._begin(request.request_id)
         except BaseException as error:
             self.observer.failed(request.request_id, self.text_stage, error)
             await self.abort([request.request_id])
             raise
+
+    async def _begin(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is not None:
+            await self._do(request_id, live, self.text_stage, live.flow.begin())
 
     async def _send_text(self, request: EngineCoreRequest) -> None:
         media = [feature.identifier for feature in request.mm_features or ()]
@@ -217,7 +196,7 @@ class Orchestrator:
         ticket.request_id = request.request_id
         external = request.external_req_id or request.request_id
         room = self.plugin.room(text.prompt, ticket.options, self._limits)
-        self._live[request.request_id] = _Live(flow, ticket.options, ticket.sink, external, room)
+        self._live[request.request_id] = Live(flow, ticket.options, ticket.sink, external, room)
 
     def _observe(self, request: EngineCoreRequest, modalities: tuple[str, ...], *, whole: bool) -> None:
         self.observer.opened(
@@ -235,15 +214,19 @@ class Orchestrator:
             self.observer.aborted(request_id)
             self._live.pop(request_id, None)
             self._texts.pop(request_id, None)
-            self.waiting.forget(request_id, *self.pools)
-            for pool in self.pools.values():
-                self._deadlines.settle(request_id, pool.stage)
-                parts, farewell = self._parts.end(request_id, pool.stage)
-                replica = pool.release(request_id)
-                if replica is not None and replica in self.replicas:
-                    await self.replicas[replica].abort(parts or [request_id])
-                    if farewell is not None:
-                        await self.replicas[replica].add(farewell)
+            await self._withdraw(request_id, self.pools)
+
+    async def _withdraw(self, request_id: str, stages: Iterable[str]) -> None:
+        """Take a request out of stages that may still have it."""
+        for stage in stages:
+            self.waiting.forget(request_id, stage)
+            self._deadlines.settle(request_id, stage)
+            parts, farewell = self._parts.end(request_id, stage)
+            replica = self.pools[stage].release(request_id)
+            if replica is not None and replica in self.replicas:
+                await self.replicas[replica].abort(parts or [request_id])
+                if farewell is not None:
+                    await self.replicas[replica].add(farewell)
 
     async def text_stopped(self, request_ids: list[str]) -> None:
         """A stop string ended these requests on our side: the text stage must stop, the others go on."""
@@ -396,6 +379,7 @@ class Orchestrator:
         live = self._live.get(request_id)
         if live is None:
             return
+        live.heard.add(event.stage)
         if event.finish is not None:
             live.done.add(event.stage)
         try:
@@ -405,19 +389,23 @@ class Orchestrator:
             failure = error if isinstance(error, OmniError) else RequestFailed(str(error))
             await self._fail(request_id, event.stage, failure)
 
-    async def _do(self, request_id: str, live: _Live, source: str, actions: Sequence[Action]) -> None:
+    async def _do(self, request_id: str, live: Live, source: str, actions: Sequence[Action]) -> None:
         before = live.moves.copy()
         for action in actions:
             if isinstance(action, Open | Extend | Feed) and live.moves[action.stage] != before[action.stage]:
                 continue  # lost and given anew while this waited its turn
             await self._act(request_id, live, source, action)
 
-    async def _act(self, request_id: str, live: _Live, source: str, action: Action) -> None:
+    async def _act(self, request_id: str, live: Live, source: str, action: Action) -> None:
         match action:
             case Open():
                 await self._open_stage(request_id, live, source, action)
-            case Extend(stage, track, last, rows):
-                await self._extend(request_id, live, source, stage, {"track": list(track), "last": last}, rows)
+            case Extend():
+                chunk: dict[str, Any] = {"track": list(action.track), "last": action.last}
+                if action.prompt:
+                    chunk["text"] = list(action.prompt)
+                rows = None if action.rows is None else torch.cat(action.rows)
+                await self._extend(request_id, live, source, action.stage, chunk, rows)
             case Feed():
                 await self._feed(request_id, source, action)
             case Emit():
@@ -429,15 +417,19 @@ class Orchestrator:
             case Finished():
                 self._live.pop(request_id, None)
                 self.observer.finished(request_id, REST)
+                await self._withdraw(request_id, [stage for stage in self.pools if stage != self.text_stage])
 
-    async def _open_stage(self, request_id: str, live: _Live, source: str, action: Open) -> None:
-        request = engine_request(request_id, action.prompt, sampling=self._params(live, action))
+    async def _open_stage(self, request_id: str, live: Live, source: str, action: Open) -> None:
+        given = live.options.sampling.get(action.stage)
+        params = SamplingParams(**self._sampling[action.stage]) if given is None else given.clone()
+        request = opening(request_id, action, params, live.room.get(action.stage))
         try:
             replica = self._admit(action.stage, request_id)
         except StageUnavailable as error:
             await self._fail(request_id, action.stage, error)
             return
-        self._deadlines.given(request_id, action.stage, source, last=action.last)
+        if source in live.heard:  # before that it may be queued for any time
+            self._deadlines.given(request_id, action.stage, source, last=action.last)
         if replica is None:
             return
         live.opened[action.stage] = request
@@ -448,7 +440,7 @@ class Orchestrator:
             await self._extend(request_id, live, source, action.stage, {}, torch.cat(action.rows))
 
     async def _extend(
-        self, request_id: str, live: _Live, source: str, stage: str, chunk: dict[str, Any], rows: Any
+        self, request_id: str, live: Live, source: str, stage: str, chunk: dict[str, Any], rows: Any
     ) -> None:
         replica = self.pools[stage].replica_of(request_id)
         if replica is not None:  # else the stage has ended the request already: nothing to extend
@@ -471,21 +463,6 @@ class Orchestrator:
             self._deadlines.given(request_id, action.stage, source, last=action.last)
             self.observer.sent(request_id, source, replica, action.prompt)
             await self.replicas[replica].add(self._parts.request(request_id, action))
-
-    def _params(self, live: _Live, action: Open) -> SamplingParams:
-        given = live.options.sampling.get(action.stage)
-        params = SamplingParams(**self._sampling[action.stage]) if given is None else given.clone()
-        params.extra_args = {PROMPT: dict(action.handoff)}
-        params.output_kind = RequestOutputKind.DELTA
-        params.detokenize = False
-        if (room := live.room.get(action.stage)) is not None:
-            params.max_tokens = min(params.max_tokens or room, room)
-        if params.max_tokens is not None:
-            params.max_tokens -= action.done
-        params.min_tokens = max(0, params.min_tokens - action.done)
-        params.stop_token_ids = [*(params.stop_token_ids or ()), *action.stop]
-        params._all_stop_token_ids = {*params._all_stop_token_ids, *action.stop}
-        return params
 
     async def _fail(self, request_id: str, stage: str, error: OmniError) -> None:
         self.observer.failed(request_id, stage, error)
