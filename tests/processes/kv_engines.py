@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -97,7 +98,8 @@ class Engine:
         return time.monotonic() - since
 
     def close(self) -> None:
-        self.signal(signal.SIGCONT)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.signal(signal.SIGCONT)
         self.llm.shutdown()
 
 

@@ -14,6 +14,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
-SETTINGS = Settings(transfer_timeout_s=2.0, hold_s=3.0)
+SETTINGS = Settings(transfer_timeout_s=1.5, hold_s=2.0)
 BOUND_S = 5.0
 AT_ONCE_S = 1.5
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -379,7 +380,7 @@ async def test_blocks_of_another_size_are_refused(pair: Pair) -> None:
 
 
 async def test_decode_can_be_told_to_fail_instead(pair: Pair) -> None:
-    with pair.another(DECODE, Settings(transfer_timeout_s=2.0, hold_s=3.0, on_failure="fail")) as second:
+    with pair.another(DECODE, replace(SETTINGS, on_failure="fail")) as second:
         asked = prompt()
         told = await prefill(pair.prefill, asked)
         output = await second.run(asked, GREEDY, {**told, "remote_engine_id": "nobody"})

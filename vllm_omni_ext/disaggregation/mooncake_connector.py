@@ -32,7 +32,7 @@ from vllm_omni_ext.disaggregation.bootstrap import Bootstrap, Place
 from vllm_omni_ext.disaggregation.decode_worker import ReceiveMixin
 from vllm_omni_ext.disaggregation.guard import Settled
 from vllm_omni_ext.disaggregation.mooncake_scheduler import OmniMooncakeScheduler
-from vllm_omni_ext.disaggregation.parameters import CONNECTORS, LOOPBACK, Settings
+from vllm_omni_ext.disaggregation.parameters import CONNECTORS, HOST, LOOPBACK, Settings
 from vllm_omni_ext.disaggregation.prefill_worker import SendMixin
 from vllm_omni_ext.disaggregation.transfer_stats import TransferStats
 
@@ -61,7 +61,7 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
         config = vllm_config.kv_transfer_config
         extra = config.kv_connector_extra_config
         timeout_s = float(extra.get("transfer_timeout_s", Settings.transfer_timeout_s))
-        host = extra.get("bootstrap_host", LOOPBACK)
+        host = extra.get(HOST, LOOPBACK)
         _tell_vllm(host, timeout_s, sends=config.is_kv_producer)
         self.news = threading.Event()
         self.bootstrap = Bootstrap(host) if config.is_kv_producer else None

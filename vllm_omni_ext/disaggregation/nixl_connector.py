@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 
-from vllm_omni_ext.disaggregation.parameters import DECODE, LOOPBACK, PREFILL, understood
+from vllm_omni_ext.disaggregation.parameters import DECODE, HOST, LOOPBACK, PREFILL, understood
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class OmniNixlConnector(NixlConnector):
         self._kind = PREFILL if config.is_kv_producer else DECODE
         given = extra.setdefault(GIVEN_ID, config.engine_id)
         config.engine_id = f"{given}-{_engine_process(vllm_config, role)}"
-        host = extra.get("bootstrap_host", LOOPBACK)
+        host = extra.get(HOST, LOOPBACK)
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
         if role == KVConnectorRole.SCHEDULER and config.is_kv_producer:
             os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port(host))

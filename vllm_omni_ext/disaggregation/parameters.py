@@ -21,6 +21,10 @@ KEY = "kv_transfer_params"
 
 LOOPBACK = "127.0.0.1"
 
+HOST = "bootstrap_host"
+"""In a connector's extra config: the address under which replicas of the other role reach this one's host. It is set
+where a replica is started, since a plan is the same on all hosts."""
+
 _HERE = "vllm_omni_ext.disaggregation"
 
 NIXL_SHORTEST_LEASE_S = 6
@@ -166,7 +170,7 @@ def engine_fields(role: str, settings: Settings, *, host: str = LOOPBACK) -> dic
         host: address under which replicas of the other role reach this one's host.
     """
     facts = CONNECTORS[settings.connector]
-    extra: dict[str, Any] = {"bootstrap_host": host}
+    extra: dict[str, Any] = {HOST: host}
     if settings.connector == "nixl":
         extra["kv_lease_duration"] = math.ceil(settings.hold_s)
     else:
