@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 
 from vllm_omni_ext.disaggregation import decode_worker
 from vllm_omni_ext.disaggregation.decode_worker import ReceiveMixin
+from vllm_omni_ext.disaggregation.mooncake_connector import OmniMooncakeWorker
 from vllm_omni_ext.disaggregation.prefill_worker import SendMixin
 from vllm_omni_ext.disaggregation.transfer_stats import WAITED, TransferStats
 
@@ -225,3 +227,10 @@ async def test_what_was_given_up_meanwhile_is_not_asked_for(monkeypatch: pytest.
     receiver._handle_failed_recv(wanted, ["a"], "late")
     receiver.receive_kv("e", wanted)
     assert asked == ["b"]
+
+
+def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mooncake", "mooncake.engine"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(RuntimeError, match=r"vllm-omni-ext\[mooncake\].*libibverbs1"):
+        OmniMooncakeWorker(SimpleNamespace(), None)

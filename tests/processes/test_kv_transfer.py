@@ -1,5 +1,5 @@
-"""Prefill and decode over Mooncake with real engines. Its engine listens on all interfaces: only loopback can be
-reached where the suite runs."""
+"""Prefill and decode with real engines, over each connector. Mooncake's engine listens on all interfaces: only loopback
+can be reached where the suites run."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from pathlib import Path
 import pytest
 
 from tests.connectors.test_mooncake import ISOLATED, unavailable
+from vllm_omni_ext.disaggregation.parameters import CONNECTORS
 
-SUITE = Path(__file__).with_name("kv_transfer_suite.py")
+SUITES = {"mooncake": "kv_transfer_suite.py", "nixl": "kv_transfer_nixl_suite.py"}
 TIMEOUT_S = 500
 
 pytestmark = pytest.mark.engine
 
 
-def test_the_suite() -> None:
-    if reason := unavailable():
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_the_suite(connector: str) -> None:
+    if reason := unavailable(CONNECTORS[connector].module):
         pytest.skip(reason)
+    suite = Path(__file__).with_name(SUITES[connector])
     run = subprocess.run(
-        [*ISOLATED, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", str(SUITE)],
+        [*ISOLATED, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", str(suite)],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import math
 import os
@@ -25,7 +26,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as stock
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnector
 
 from vllm_omni_ext.disaggregation.bootstrap import Bootstrap, Place
@@ -56,8 +56,7 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
     """One worker's half, of either role."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: Any) -> None:
-        if stock.TransferEngine is None:
-            raise RuntimeError(f"mooncake cannot be imported here; {CONNECTORS['mooncake'].install}")
+        _check_library()
         config = vllm_config.kv_transfer_config
         extra = config.kv_connector_extra_config
         timeout_s = float(extra.get("transfer_timeout_s", Settings.transfer_timeout_s))
@@ -167,6 +166,14 @@ async def _end_tasks() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check_library() -> None:
+    """vLLM only says that there is none, not why."""
+    try:
+        importlib.import_module(CONNECTORS["mooncake"].module)
+    except ImportError as error:
+        raise RuntimeError(f"mooncake cannot be imported ({error}); {CONNECTORS['mooncake'].install}") from error
 
 
 def _tell_vllm(host: str, timeout_s: float, *, sends: bool) -> None:
