@@ -194,7 +194,7 @@ def engine_fields(role: str, settings: Settings, *, host: str = LOOPBACK) -> dic
 
 def environment(settings: Settings) -> dict[str, str]:
     """Environment variables of a replica's process, of either role."""
-    return {"MC_TCP_ENABLE_CONNECTION_POOL": "1"} if settings.connector == "mooncake" else {}
+    return {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "MC_LOG_LEVEL": "WARNING"} if settings.connector == "mooncake" else {}
 
 
 def new_transfer_id() -> str:
