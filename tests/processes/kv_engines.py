@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -23,13 +23,10 @@ os.environ.update(ENVIRONMENT)
 
 from vllm import SamplingParams  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
-from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 
 from vllm_omni_ext.disaggregation.parameters import (  # noqa: E402
-    DECODE,
     KEY,
-    PREFILL,
     Settings,
     decode_transfer,
     engine_fields,
@@ -82,10 +79,7 @@ class Engine:
         if transfer is not None:
             params = params.clone()
             params.extra_args = {**(params.extra_args or {}), KEY: transfer}
-        output = None
-        async for output in self.llm.generate(prompt, params, uuid.uuid4().hex):
-            pass
-        return output
+        return [output async for output in self.llm.generate(prompt, params, uuid.uuid4().hex)][-1]
 
     async def reject(self, transfer: dict[str, Any]) -> None:
         """A decode replica says that it will not fetch these blocks."""
@@ -104,7 +98,8 @@ class Engine:
         return time.monotonic() - since
 
     def close(self) -> None:
-        self.signal(signal.SIGCONT)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.signal(signal.SIGCONT)
         self.llm.shutdown()
 
 
@@ -113,6 +108,3 @@ async def prefill(engine: Engine, prompt: Any, **changes: Any) -> dict[str, Any]
     params = SamplingParams(**{**prefill_sampling(), **changes})
     output = await engine.run(prompt, params, prefill_transfer(new_transfer_id()))
     return decode_transfer(output.kv_transfer_params)
-
-
-__all__ = ["DECODE", "PLAIN", "PREFILL", "Engine", "EngineCoreRequest", "prefill", "replace"]

@@ -1,4 +1,4 @@
-"""What runs inside the engines of the KV transfer tests: the replica's worker and scheduler, which also tell of themselves."""
+"""Inside the engines of the KV transfer tests: a replica's worker and scheduler, which also tell of themselves."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ def probe_scheduler(**kwargs: Any) -> Any:
 
 
 class ProbeWorker(ExportWorker):
-    """Counts the steps in which an encoder ran."""
+    """Counts the steps in which an encoder ran, and tokens."""
 
     encoded = 0
+    tokens = 0
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        self.tokens += scheduler_output.total_num_scheduled_tokens
         self.encoded += bool(scheduler_output.scheduled_encoder_inputs)
         return super().execute_model(scheduler_output)
 
     def encoder_steps(self) -> int:
         return self.encoded
+
+    def computed_tokens(self) -> int:
+        return self.tokens
 
     def used_blocks(self) -> int:
         """Blocks that are not free, without vLLM's own null block."""

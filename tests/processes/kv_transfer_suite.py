@@ -1,7 +1,7 @@
 """Real prefill and decode engines over Mooncake; `test_kv_transfer.py` runs it where only loopback can be reached.
 
-Every way in which a transfer is known to fail is here. The rule: the answer of decode equals that of an engine which
-does everything itself, in less than `BOUND_S`; no block stays in use on either side; no engine ends that was not killed.
+Every way in which a transfer is known to fail is here. The rule: decode answers as an engine does which does everything
+itself, in less than `BOUND_S`; no block stays in use on either side; no engine ends that was not killed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from vllm import SamplingParams
 
 from tests.media import audio
 from tests.processes.kv_engines import PLAIN, Engine, prefill
-from vllm import SamplingParams
 from vllm_omni_ext.disaggregation.parameters import (
     DECODE,
     KEY,
@@ -38,7 +39,7 @@ from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
-SETTINGS = Settings(transfer_timeout_s=2.0, hold_s=3.0)
+SETTINGS = Settings(transfer_timeout_s=1.5, hold_s=2.0)
 BOUND_S = 5.0
 AT_ONCE_S = 1.5
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -56,17 +57,17 @@ def prompt(length: int = 300) -> dict[str, Any]:
 class Pair:
     """One engine of each kind; a prefill and a decode engine that a test may kill come on top."""
 
-    def __init__(self, model: str) -> None:
-        self.model = model
-        self.plain = Engine(model, PLAIN, SETTINGS)
+    def __init__(self, model: str, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        self.plain = Engine(model, PLAIN, settings)
         self.prefill = self.start(PREFILL)
         self.decode = self.start(DECODE)
 
-    def start(self, role: str, settings: Settings = SETTINGS, **args: Any) -> Engine:
-        return Engine(self.model, role, settings, **{"enable_prefix_caching": True, **args})
+    def start(self, role: str, settings: Settings | None = None, **args: Any) -> Engine:
+        return Engine(self.model, role, settings or self.settings, **{"enable_prefix_caching": True, **args})
 
     @contextlib.contextmanager
-    def another(self, role: str, settings: Settings = SETTINGS, **args: Any) -> Iterator[Engine]:
+    def another(self, role: str, settings: Settings | None = None, **args: Any) -> Iterator[Engine]:
         engine = self.start(role, settings, **args)
         try:
             yield engine
@@ -88,16 +89,19 @@ class Pair:
 
     async def empty(self) -> None:
         """Nothing is in use on either side."""
-        await self.decode.empty(SETTINGS.hold_s + BOUND_S)
-        await self.prefill.empty(SETTINGS.hold_s + BOUND_S)
+        await self.decode.empty(self.settings.hold_s + BOUND_S)
+        await self.prefill.empty(self.settings.hold_s + BOUND_S)
+
+    def close(self) -> None:
+        for engine in (self.plain, self.prefill, self.decode):
+            engine.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    made = Pair(str(write_qwen3_omni(Path(tmp_path_factory.mktemp("tiny")) / "model", seed=0)))
+    made = Pair(str(write_qwen3_omni(Path(tmp_path_factory.mktemp("tiny")) / "model", seed=0)), SETTINGS)
     yield made
-    for engine in (made.plain, made.prefill, made.decode):
-        engine.close()
+    made.close()
 
 
 async def counted(engine: Engine, name: str) -> float:
@@ -261,9 +265,7 @@ async def test_blocks_that_are_refused_are_freed_at_once(pair: Pair) -> None:
 async def test_aborting_a_finished_prefill_changes_nothing(pair: Pair) -> None:
     asked, name = prompt(), uuid.uuid4().hex
     params = SamplingParams(**prefill_sampling(), extra_args={KEY: prefill_transfer(new_transfer_id())})
-    output = None
-    async for output in pair.prefill.llm.generate(asked, params, name):
-        pass
+    output = [each async for each in pair.prefill.llm.generate(asked, params, name)][-1]
     await pair.prefill.llm.abort(name)
     failed = await counted(pair.decode, "failed_receives")
     await pair.check(asked, decode_transfer(output.kv_transfer_params))
@@ -378,7 +380,7 @@ async def test_blocks_of_another_size_are_refused(pair: Pair) -> None:
 
 
 async def test_decode_can_be_told_to_fail_instead(pair: Pair) -> None:
-    with pair.another(DECODE, Settings(transfer_timeout_s=2.0, hold_s=3.0, on_failure="fail")) as second:
+    with pair.another(DECODE, replace(SETTINGS, on_failure="fail")) as second:
         asked = prompt()
         told = await prefill(pair.prefill, asked)
         output = await second.run(asked, GREEDY, {**told, "remote_engine_id": "nobody"})

@@ -136,13 +136,11 @@ def test_eight_at_once(pair: Any, oracle: Oracle, expected: dict[str, Golden], s
 
 
 def test_the_encoder_runs_on_prefill_only(pair: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
-    before = each(pair, encoder_steps)
-    assert MEDIA
+    """Whatever has been asked so far; what it made once is in the encoder's cache."""
     for name, output in zip(MEDIA, answer(pair, oracle, MEDIA), strict=True):
         check(output, expected[name])
-    after = each(pair, encoder_steps)
-    assert after[f"{PREFILL}/0"] > before[f"{PREFILL}/0"]
-    assert after[f"{DECODE}/0"] == before[f"{DECODE}/0"] == 0
+    steps = each(pair, encoder_steps)
+    assert steps[f"{PREFILL}/0"] > 0 and steps[f"{DECODE}/0"] == 0
 
 
 LENGTHS = (1, 2, 3, BLOCK, BLOCK + 1, STEP_TOKENS - 1, STEP_TOKENS, STEP_TOKENS + 1, 1000, 2000)

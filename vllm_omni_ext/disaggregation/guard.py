@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 
 from vllm_omni_ext.disaggregation.pulls import Transfer
 
+
 class Pool(Protocol):
     """What is used of vLLM's `BlockPool`."""
 

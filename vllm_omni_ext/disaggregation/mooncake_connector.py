@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import math
 import os
@@ -25,7 +26,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as stock
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnector
 
 from vllm_omni_ext.disaggregation.bootstrap import Bootstrap, Place
@@ -56,8 +56,7 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
     """One worker's half, of either role."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: Any) -> None:
-        if stock.TransferEngine is None:
-            raise RuntimeError(f"mooncake cannot be imported here; {CONNECTORS['mooncake'].install}")
+        _check_library()
         config = vllm_config.kv_transfer_config
         extra = config.kv_connector_extra_config
         timeout_s = float(extra.get("transfer_timeout_s", Settings.transfer_timeout_s))
@@ -108,7 +107,8 @@ class OmniMooncakeConnector(MooncakeConnector):
         # Not vLLM's own constructor: that one builds its halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self.engine_id = vllm_config.kv_transfer_config.engine_id
-        self.connector_scheduler = self.connector_worker = None
+        self.connector_scheduler: Any = None
+        self.connector_worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = OmniMooncakeScheduler(vllm_config, self.engine_id, kv_cache_config)
         else:
@@ -129,7 +129,7 @@ class OmniMooncakeConnector(MooncakeConnector):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Hand this step's transfers to the threads."""
-        self.connector_worker.step_begins(idle=forward_context.attn_metadata is None)
+        self.connector_worker.step_begins(idle=self._connector_metadata.idle_step)
         super().start_load_kv(forward_context, **kwargs)
 
     def build_connector_worker_meta(self) -> Settled | None:
@@ -166,6 +166,14 @@ async def _end_tasks() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check_library() -> None:
+    """vLLM only says that there is none, not why."""
+    try:
+        importlib.import_module(CONNECTORS["mooncake"].module)
+    except ImportError as error:
+        raise RuntimeError(f"mooncake cannot be imported ({error}); {CONNECTORS['mooncake'].install}") from error
 
 
 def _tell_vllm(host: str, timeout_s: float, *, sends: bool) -> None:

@@ -45,6 +45,12 @@ class OmniMooncakeScheduler(MooncakeConnectorScheduler):
             transfer = request.request_id, request.kv_transfer_params["transfer_id"]
             self.guard.hold(transfer, [block for group in blocks.blocks for block in group if not block.is_null])
 
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """What the workers are to do in this step, and whether it computes anything (`idle_step`)."""
+        metadata = super().build_connector_meta(scheduler_output)
+        metadata.idle_step = not scheduler_output.total_num_scheduled_tokens
+        return metadata
+
     def request_finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: True and the answer for its client if its blocks are kept."""
         kept, params = super().request_finished(request, block_ids)

@@ -6,6 +6,7 @@ request takes that answer with it. So nobody keeps a list of addresses, and none
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -24,8 +25,10 @@ HOST = "bootstrap_host"
 """In a connector's extra config: the address under which replicas of the other role reach this one's host. It is set
 where a replica is started, since a plan is the same on all hosts."""
 
-MODULE = "vllm_omni_ext.disaggregation.mooncake_connector"
-"""Where vLLM finds `OmniMooncakeConnector`."""
+_HERE = "vllm_omni_ext.disaggregation"
+
+NIXL_SHORTEST_LEASE_S = 6
+"""vLLM renews a sixth of it before it ends, in whole seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,8 @@ class Facts:
         equal: `EngineArgs` fields that both roles must have in common.
         tensor_parallel: `multiple`: one size must be a multiple of the other; `equal`: they must be equal.
         settings: names of the `Settings` that mean something for it, besides `connector`.
+        answer: what an answer must have, and of what type; vLLM does not check.
+        cls, path: its class, and the module where vLLM finds it.
     """
 
     module: str
@@ -68,6 +73,9 @@ class Facts:
     equal: tuple[str, ...]
     tensor_parallel: Literal["multiple", "equal"]
     settings: frozenset[str]
+    answer: Mapping[str, Any]
+    cls: str
+    path: str
 
 
 _LAYOUT = ("dtype", "kv_cache_dtype", "block_size", "max_model_len")
@@ -84,6 +92,26 @@ CONNECTORS: Mapping[str, Facts] = MappingProxyType(
             equal=_LAYOUT,
             tensor_parallel="multiple",
             settings=frozenset({"protocol", "device", "transfer_timeout_s", "hold_s", "on_failure", "senders"}),
+            answer={"transfer_id": str, "remote_engine_id": str, "remote_bootstrap_addr": str},
+            cls="OmniMooncakeConnector",
+            path=f"{_HERE}.mooncake_connector",
+        ),
+        "nixl": Facts(
+            module="nixl._api",
+            install="pip install 'vllm-omni-ext[nixl]'",
+            equal=_LAYOUT,
+            tensor_parallel="multiple",
+            settings=frozenset({"hold_s", "on_failure"}),
+            answer={
+                "remote_block_ids": list | tuple,
+                "remote_engine_id": str,
+                "remote_request_id": str,
+                "remote_host": str,
+                "remote_port": int,
+                "tp_size": int,
+            },
+            cls="OmniNixlConnector",
+            path=f"{_HERE}.nixl_connector",
         ),
     }
 )
@@ -110,6 +138,8 @@ def check(settings: Settings) -> None:
             raise ValueError(f"{name}: must be above 0")
     if settings.hold_s < settings.transfer_timeout_s:
         raise ValueError(f"hold_s: must not be below transfer_timeout_s ({settings.transfer_timeout_s:g})")
+    if settings.connector == "nixl" and settings.hold_s < NIXL_SHORTEST_LEASE_S:
+        raise ValueError(f"hold_s: must not be below {NIXL_SHORTEST_LEASE_S} for the connector nixl")
 
 
 def check_pair(settings: Settings, prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> None:
@@ -139,27 +169,32 @@ def engine_fields(role: str, settings: Settings, *, host: str = LOOPBACK) -> dic
     Args:
         host: address under which replicas of the other role reach this one's host.
     """
+    facts = CONNECTORS[settings.connector]
+    extra: dict[str, Any] = {HOST: host}
+    if settings.connector == "nixl":
+        extra["kv_lease_duration"] = math.ceil(settings.hold_s)
+    else:
+        extra |= {
+            "mooncake_protocol": settings.protocol,
+            "device_name": settings.device,
+            "num_workers": settings.senders,
+            "transfer_timeout_s": settings.transfer_timeout_s,
+            "hold_s": settings.hold_s,
+        }
     return {
         "kv_transfer_config": {
-            "kv_connector": "OmniMooncakeConnector",
-            "kv_connector_module_path": MODULE,
+            "kv_connector": facts.cls,
+            "kv_connector_module_path": facts.path,
             "kv_role": {PREFILL: "kv_producer", DECODE: "kv_consumer"}[role],
             "kv_load_failure_policy": settings.on_failure,
-            "kv_connector_extra_config": {
-                "mooncake_protocol": settings.protocol,
-                "device_name": settings.device,
-                "num_workers": settings.senders,
-                HOST: host,
-                "transfer_timeout_s": settings.transfer_timeout_s,
-                "hold_s": settings.hold_s,
-            },
+            "kv_connector_extra_config": extra,
         }
     }
 
 
 def environment(settings: Settings) -> dict[str, str]:
     """Environment variables of a replica's process, of either role."""
-    return {"MC_TCP_ENABLE_CONNECTION_POOL": "1"}
+    return {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "MC_LOG_LEVEL": "WARNING"} if settings.connector == "mooncake" else {}
 
 
 def new_transfer_id() -> str:
@@ -197,23 +232,18 @@ def decode_transfer(answer: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return dict(answer) if answer and answer.get("do_remote_prefill") else None
 
 
-def understood(role: str, params: Mapping[str, Any]) -> bool:
+def understood(role: str, params: Any, *, connector: str = "mooncake") -> bool:
     """True if a replica of that role can act on what a request carries under `KEY`; vLLM dies of anything else."""
-    if not isinstance(params, dict) or not _named(params, "transfer_id"):
+    if not isinstance(params, dict):
         return False
-    if role == PREFILL:
-        return bool(params.get("do_remote_decode")) and not params.get("do_remote_prefill")
-    return (
-        bool(params.get("do_remote_prefill"))
-        and not params.get("do_remote_decode")
-        and _named(params, "remote_engine_id")
-        and _named(params, "remote_bootstrap_addr")
-        and params["remote_bootstrap_addr"].startswith("http://")
-    )
-
-
-def _named(params: Mapping[str, Any], name: str) -> bool:
-    return isinstance(params.get(name), str) and bool(params[name])
+    prefills, decodes = (bool(params.get(name)) for name in ("do_remote_decode", "do_remote_prefill"))
+    if (prefills, decodes) != (role == PREFILL, role == DECODE):
+        return False
+    answer = CONNECTORS[connector].answer
+    needed = answer if role == DECODE else {name: kind for name, kind in answer.items() if name == "transfer_id"}
+    if not all(isinstance(params.get(name), kind) and params[name] for name, kind in needed.items()):
+        return False
+    return str(params.get("remote_bootstrap_addr", "http://")).startswith("http://")
 
 
 def prefill_sampling() -> dict[str, Any]:

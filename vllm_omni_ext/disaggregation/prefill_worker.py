@@ -87,9 +87,7 @@ class SendMixin(MooncakeConnectorWorker):
         self.finished_sending_reqs.add(request)
         self.news.set()
 
-    def _send_blocks(
-        self, remote_session: str, src_ptrs: list[int], dst_ptrs: list[int], lengths: list[int]
-    ) -> int:
+    def _send_blocks(self, remote_session: str, src_ptrs: list[int], dst_ptrs: list[int], lengths: list[int]) -> int:
         """Write, and return when it is certain that all is written (0) or that nothing more is (not 0)."""
         since = time.perf_counter()
         batch = self.engine.batch_transfer_async_write(remote_session, src_ptrs, dst_ptrs, lengths)
