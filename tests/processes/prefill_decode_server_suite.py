@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import json
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +35,7 @@ from tests.processes.cluster import (
     until,
     used,
 )
+from tests.processes.namespace import two_hosts
 from vllm_omni_ext.metrics import PREFIX
 
 PREFILL, DECODE = "thinker.prefill", "thinker.decode"
@@ -66,6 +70,13 @@ def value(server: Server, name: str, **labels: str) -> float:
     families = text_string_to_metric_families(get(server, "/metrics")[1].decode())
     samples = [sample for family in families for sample in family.samples if sample.name == PREFIX + name]
     return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+
+def busy(server: Server) -> dict[str, Any]:
+    """What keeps a server from being idle."""
+    known = {name: (each["running"], each["waiting"]) for name, each in replicas(server).items()}
+    lines = get(server, "/metrics")[1].decode().splitlines()
+    return known | {"in flight": [line for line in lines if "requests_in_flight{" in line]}
 
 
 def test_replicas_of_other_processes_and_several_api_servers(cluster: Any) -> None:
@@ -143,4 +154,30 @@ def test_a_replica_is_killed_under_load(cluster: Any, victim: str) -> None:
         kill(server, victim, signal.SIGKILL)
         assert answers.result() == expected * 2
     assert until(lambda: all_up(server, ALL), UP_S)
-    assert until(lambda: idle(server), SOON_S)
+    assert until(lambda: idle(server), SOON_S), busy(server)
+
+
+def test_prefill_on_another_host(tiny: Path, tmp_path: Path) -> None:
+    """Real addresses: each side is told where it is reached, and blocks go over the wire between the two."""
+    port = free_ports(PORTS)
+    with contextlib.ExitStack() as stack:
+        try:
+            here, there = stack.enter_context(two_hosts())
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        split = ["--stage-overrides", json.dumps({"thinker": {"prefill_decode": {"prefill": {"replicas": 0}}}})]
+        head = Server(tiny, tmp_path / "head", [*LENGTH, *TIMES, *split, "-oma", here.address, "-omp", str(port)])
+        head.words[:0] = here.words
+        crew = Headless(tiny, tmp_path / "crew", PREFILL, port, *split, *TIMES, host=here.address)
+        crew.words[:0] = there.words
+        here.call(lambda: stack.enter_context(head))
+        alone = here.call(lambda: ask_all(head, BODIES[:4], 1))  # there is none yet: decode does both
+        stack.enter_context(crew)
+        assert here.call(lambda: until(lambda: all_up(head, 4), UP_S)), crew.tail()
+        assert here.call(lambda: replicas(head))[f"{PREFILL}/0"]["host"] == there.address
+        assert here.call(lambda: ask_all(head, BODIES[:4], 4)) == alone
+        assert here.call(lambda: value(head, "kv_not_handed_over_total")) == len(alone)
+        assert here.call(lambda: until(lambda: value(head, "kv_transfer_bytes_total", replica=f"{PREFILL}/0") > 0))
+        assert here.call(lambda: value(head, "kv_transfer_failures_total")) == 0
+        assert not crew.stop(signal.SIGTERM)
+        assert here.call(lambda: ask_all(head, BODIES[:4], 4)) == alone
