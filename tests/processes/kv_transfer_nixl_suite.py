@@ -13,13 +13,15 @@ import pytest_asyncio
 
 from tests.media import audio
 from tests.processes.kv_engines import prefill
-from tests.processes.kv_transfer_suite import GREEDY, Pair, prompt
+from tests.processes.kv_transfer_suite import BOUND_S, GREEDY, Pair, prompt
 from vllm_omni_ext.disaggregation.parameters import PREFILL, Settings, prefill_transfer
 from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 SETTINGS = Settings(connector="nixl", hold_s=6.0)
+HANDSHAKE_S = 5.0
+"""vLLM's own time limit."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -72,7 +74,7 @@ WRONG: dict[str, dict[str, Any]] = {
 async def test_decode_does_without_what_it_cannot_get(case: str, pair: Pair) -> None:
     asked = prompt()
     told = await prefill(pair.prefill, asked)
-    await pair.check(asked, {**told, **WRONG[case]})
+    await pair.check(asked, {**told, **WRONG[case]}, bound_s=HANDSHAKE_S + BOUND_S)
     await pair.empty()
 
 

@@ -77,14 +77,22 @@ class Pair:
     async def expected(self, asked: Any, params: SamplingParams = GREEDY) -> list[int]:
         return list((await self.plain.run(asked, params)).outputs[0].token_ids)
 
-    async def check(self, asked: Any, transfer: Any, *, decode: Engine | None = None, params: Any = GREEDY) -> float:
+    async def check(
+        self,
+        asked: Any,
+        transfer: Any,
+        *,
+        decode: Engine | None = None,
+        params: SamplingParams = GREEDY,
+        bound_s: float = BOUND_S,
+    ) -> float:
         """Decode says what the plain engine says; seconds it took."""
         expected = await self.expected(asked, params)
         since = time.monotonic()
         output = await (decode or self.decode).run(asked, params, transfer)
         took = time.monotonic() - since
         assert list(output.outputs[0].token_ids) == expected
-        assert took < BOUND_S
+        assert took < bound_s
         return took
 
     async def empty(self) -> None:
