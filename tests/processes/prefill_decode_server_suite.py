@@ -72,11 +72,11 @@ def value(server: Server, name: str, **labels: str) -> float:
     return sum(s.value for s in samples if labels.items() <= s.labels.items())
 
 
-def busy(server: Server) -> dict[str, Any]:
+def busy(server: Server) -> str:
     """What keeps a server from being idle."""
-    known = {name: (each["running"], each["waiting"]) for name, each in replicas(server).items()}
+    known = [f"{name} {each['running']}+{each['waiting']}" for name, each in replicas(server).items()]
     lines = get(server, "/metrics")[1].decode().splitlines()
-    return known | {"in flight": [line for line in lines if "requests_in_flight{" in line]}
+    return "\n".join([*known, *(line for line in lines if "requests_in_flight{" in line and not line.endswith(" 0.0"))])
 
 
 def test_replicas_of_other_processes_and_several_api_servers(cluster: Any) -> None:
@@ -133,6 +133,7 @@ def test_what_replicas_settle_among_themselves_is_no_client_s(cluster: Any, path
     assert answer.status_code == 400, answer.text
     assert "kv_transfer_params" in answer.text
     assert ask(server, BODIES[0]) == expected[0]
+    assert until(lambda: idle(server), SOON_S), busy(server)
 
 
 def test_media_without_data_are_refused(cluster: Any) -> None:
@@ -143,6 +144,7 @@ def test_media_without_data_are_refused(cluster: Any) -> None:
     answer = httpx.post(f"{server.base_url}/chat/completions", json=fields, timeout=30)
     assert answer.status_code == 400, answer.text
     assert ask(server, BODIES[0]) == expected[0]
+    assert until(lambda: idle(server), SOON_S), busy(server)
 
 
 @pytest.mark.parametrize("victim", [f"{PREFILL}/1", f"{PREFILL}/0", f"{DECODE}/0"])
