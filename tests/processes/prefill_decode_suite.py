@@ -30,7 +30,7 @@ MEDIA = [name for name, case in CASES.items() if any(isinstance(m["content"], li
 EIGHT = [name for name, case in CASES.items() if case.voice == "ethan"][:8]
 COLD = [name for name in CASES if name != "media_in_an_earlier_turn"]
 """Cases for replicas that have not seen their media yet. vLLM's encoder takes several clips of a step together, which
-changes what it makes of them in the last digits, on any server; the one that is left out has two tokens almost equal."""
+changes what it makes of them a little, on any server; the case that is left out has two tokens almost equal."""
 
 
 @pytest.fixture(scope="session", autouse=True)
