@@ -35,7 +35,7 @@ def feed(monkeypatch: pytest.MonkeyPatch) -> FeedWorker:
     monkeypatch.setattr(worker._Worker, "sample_tokens", lambda self, grammar: SimpleNamespace(req_ids=["warm"]))
     made = FeedWorker.__new__(FeedWorker)
     model = Model()
-    made.model_runner = SimpleNamespace(get_model=lambda: model)
+    made.model_runner = SimpleNamespace(get_model=lambda: model, input_batch=SimpleNamespace(generators={}))
     return made
 
 
