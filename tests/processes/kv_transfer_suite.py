@@ -108,6 +108,8 @@ class Pair:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     made = Pair(str(write_qwen3_omni(Path(tmp_path_factory.mktemp("tiny")) / "model", seed=0)), SETTINGS)
+    # Decode knows prefill from here on: who hangs before that is never asked for anything.
+    await made.check(first := prompt(), await prefill(made.prefill, first))
     yield made
     made.close()
 
@@ -187,6 +189,7 @@ async def test_decode_does_without_what_it_cannot_get(case: str, pair: Pair) -> 
     told = await prefill(pair.prefill, asked)
     await pair.check(asked, {**told, **WRONG[case]})
     await pair.decode.empty()
+    await pair.decode.reject(told)
     if case == "never prefilled":  # and does not keep others from being served
         await pair.check(other := prompt(), await prefill(pair.prefill, other))
     await pair.empty()
