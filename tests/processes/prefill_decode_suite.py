@@ -28,9 +28,9 @@ BACK_S = 60.0
 BLOCK = 32
 MEDIA = [name for name, case in CASES.items() if any(isinstance(m["content"], list) for m in case.messages)]
 EIGHT = [name for name, case in CASES.items() if case.voice == "ethan"][:8]
-COLD = [name for name in CASES if name != "media_in_an_earlier_turn"]
-"""Cases for replicas that have not seen their media yet. vLLM's encoder takes several clips of a step together, which
-changes what it makes of them a little, on any server; the case that is left out has two tokens almost equal."""
+COLD = [name for name in CASES if name not in MEDIA]
+"""Cases for replicas that have not seen any media yet: what vLLM's encoder makes of several clips in one step differs a
+little from what it makes of each alone, on any server, and stays in its cache."""
 
 
 @pytest.fixture(scope="session", autouse=True)
