@@ -34,9 +34,9 @@ LAYERS = (
     {"errors", "ids", "lifeline", "memory", "plugin", "report", "outputs"},
     {"patching", "patches"},
     {"config", "compat", "environment", "metrics", "model_plugins.registry", "model_plugins.*.pipeline"},
-    {"topology", "pool", "orchestrator.flow", *MEMBERSHIP},
+    {"topology", "pool", "orchestrator.flow", "disaggregation.parameters", *MEMBERSHIP},
     {"wire", "connectors", "runtime.replica", "observability"},
-    {"coordinator", "orchestrator", "engine", "model_plugins"},
+    {"coordinator", "disaggregation", "orchestrator", "engine", "model_plugins"},
     {"runtime", "omni"},
     {"serving", "cli", "doctor", "llm", "llm_calls", "boot", "tiny", "stage_configs", "__main__", "__init__"},
 )
@@ -50,6 +50,8 @@ PURE = (
     "topology",
     "pool",
     "orchestrator.flow",
+    "disaggregation.parameters",
+    "disaggregation.pulls",
     *MEMBERSHIP,
     "patching",
 )
@@ -91,6 +93,7 @@ FORBIDDEN = {
         "serving",
         "cli",
     ),
+    "disaggregation": ("config", "topology", "runtime", "pool", "orchestrator", "serving", "cli"),
     "engine": ("runtime", "pool", "orchestrator", "serving", "cli"),
     "orchestrator": ("runtime", "engine", "serving", "cli"),
 }

@@ -15,16 +15,21 @@ import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from tests.orchestrator.fakes import OPTIONS, POOLING, FakePlugin, output, owners, text_request
+from vllm_omni_ext.disaggregation.parameters import KEY
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Feed, Finished, Open, Produced
 from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
+from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
 from vllm_omni_ext.pool.stage_pool import StagePool
-from vllm_omni_ext.wire.handoff import CHUNK, PROMPT
+from vllm_omni_ext.wire.handoff import CHUNK, EXPORT, PROMPT
 from vllm_omni_ext.wire.parts import END as END_OF_STREAM
 from vllm_omni_ext.wire.parts import PartMark
 
 STAGES = ("text", "voice", "sound")
+PREFILL = "prefill"
+"""A fourth one, where prompts are computed for "text" alone."""
+
 TOKENS = 4
 """Of every text."""
 
@@ -57,7 +62,9 @@ class Speech:
     """The flow: text -> voice (opened with rows, and given the first token right after) -> sound, each code a part and
     the end one more -> the client."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: bool = True) -> None:
+        self.rows = rows
+        """Whether the text stage has exported what it was asked for."""
         self.track: list[int] = []
         self.frames: list[int] = []
         self.last = self.ended = False
@@ -68,7 +75,12 @@ class Speech:
 
     def handle(self, event: Produced) -> list[Action]:
         match event.stage:
+            case "text" if event.payload is not None and not event.tokens:
+                self.rows = True
+                return []
             case "text":
+                self.rows |= event.payload is not None
+                assert self.rows, "rows of a prompt come before what follows from it"
                 self.track += event.tokens
                 self.last |= event.finish is not None
                 return [Extend("voice", event.tokens, self.last)]
@@ -104,13 +116,28 @@ class Work:
     track: list[int] = field(default_factory=list)
     last: bool = False
     rows: int = 0
+    begun: bool = False
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return (self.request.sampling_params and self.request.sampling_params.extra_args) or {}
 
 
 class Engine:
-    """A replica's process and the connection to it."""
+    """A replica's process and the connection to it.
 
-    def __init__(self, replica: ReplicaId) -> None:
+    Args:
+        processes: all of them, by a name that none has twice.
+    """
+
+    def __init__(self, replica: ReplicaId, processes: dict[str, Engine]) -> None:
         self.id = replica
+        self.name = f"{replica} as process {len(processes)}"
+        self.processes = processes
+        processes[self.name] = self
+        self.kept: dict[str, list[int]] = {}
+        """Prompts by the transfer under which they are to be fetched."""
+        self.fetched = self.recomputed = self.prefilled = self.farewells = 0
         self.works: dict[str, Work] = {}
         self.known: set[str] = set()
         self.commands: deque[Any] = deque()
@@ -140,13 +167,18 @@ class Engine:
             match self.commands.popleft():
                 case [*ids]:
                     for request_id in ids:
-                        self.works.pop(request_id, None)
+                        work = self.works.pop(request_id, None)
+                        if work is not None and self.id.stage == "text" and not work.begun:
+                            self._fetch(work)  # a connector has what it will not use freed
                 case request:
                     self._take(request)
 
     def _take(self, request: EngineCoreRequest) -> None:
         name = request.request_id
-        if not request.resumable:
+        if request.abort_immediately:
+            self.farewells += 1
+            self._fetch(Work(request, []))
+        elif not request.resumable:
             if name in self.works:
                 self.wrong.append(f"{name} was opened twice in {self.id}")
             extra = (request.sampling_params and request.sampling_params.extra_args) or {}
@@ -177,10 +209,47 @@ class Engine:
                 self.said.put_nowait(out)
         return any(out is not None for _, out in made)
 
+    def _fetch(self, work: Work) -> list[int] | None:
+        """The prompt that another process has computed; None if it cannot be had."""
+        transfer = work.extra.get(KEY)
+        holder = None if transfer is None else self.processes[transfer["remote_engine_id"]]
+        if transfer is None or holder is None or holder.dead or holder.frozen:
+            return None
+        return holder.kept.pop(transfer["transfer_id"], None)
+
+    def _prefill(self, work: Work) -> EngineCoreOutput:
+        name, transfer = work.request.request_id, work.extra[KEY]
+        if transfer.get("do_remote_prefill"):
+            self.wrong.append(f"{self.id} was asked to fetch {name}")
+        rows = torch.zeros(1) if EXPORT in work.extra else None
+        if not work.begun and rows is not None:  # the prompt in two pieces
+            work.begun = True
+            return output(name, tensor=rows)
+        self.prefilled += 1
+        self.kept[transfer["transfer_id"]] = list(work.tokens)
+        out = output(name, 7, tensor=rows, end="length")
+        out.kv_transfer_params = {
+            "do_remote_prefill": True,
+            "transfer_id": transfer["transfer_id"],
+            "remote_engine_id": self.name,
+        }
+        return out
+
     def _text(self, work: Work) -> EngineCoreOutput:
+        name, rows = work.request.request_id, None
+        if not work.begun:
+            work.begun = True
+            prompt = self._fetch(work)
+            if KEY in work.extra and EXPORT in work.extra:
+                self.wrong.append(f"{self.id} was asked for the rows of {name}, which it does not compute")
+            if prompt is not None and prompt != work.tokens:
+                self.wrong.append(f"{self.id} fetched another prompt for {name}")
+            self.fetched += prompt is not None
+            self.recomputed += prompt is None
+            rows = torch.zeros(1) if EXPORT in work.extra else None
         work.tokens.append(following(work.tokens))
         made = len(work.tokens) - 3
-        return output(work.request.request_id, work.tokens[-1], end="stop" if made == TOKENS else "")
+        return output(name, work.tokens[-1], tensor=rows, end="stop" if made == TOKENS else "")
 
     def _voice(self, work: Work) -> EngineCoreOutput | None:
         frames = work.tokens[2:]
@@ -212,13 +281,17 @@ class World:
     """An orchestrator, its engines, and a reader for each, as in the server."""
 
     def __init__(self, wait_s: float = 60.0, joinable: bool = False, **counts: int) -> None:
-        ids = [ReplicaId(stage, i) for stage in STAGES for i in range(counts.get(stage, 1))]
-        self.engines = {replica: Engine(replica) for replica in ids}
+        stages = (PREFILL, *STAGES) if PREFILL in counts else STAGES
+        ids = [ReplicaId(stage, i) for stage in stages for i in range(counts.get(stage, 1))]
+        self.processes: dict[str, Engine] = {}
+        self.engines = {replica: Engine(replica, self.processes) for replica in ids}
         self.all = list(self.engines.values())
         self.failures: dict[str, OmniError] = {}
         plugin: Any = FakePlugin(lambda event: [])
         plugin.open = lambda request, options: Speech()
-        self.pools = {s: StagePool(s, [r for r in ids if r.stage == s]) for s in STAGES}
+        if PREFILL in counts:
+            plugin.open = self._with_rows
+        self.pools = {s: StagePool(s, [r for r in ids if r.stage == s]) for s in stages}
         self.orchestrator = Orchestrator(
             plugin=plugin,
             text_stage="text",
@@ -229,12 +302,19 @@ class World:
             wait_s=wait_s,
             joinable=joinable,
             failed=self.failures.__setitem__,
+            prefill_stage=PREFILL if PREFILL in counts else None,
         )
         self.texts: dict[str, list[int]] = {}
         self.sinks: dict[str, asyncio.Queue[Any]] = {}
         self.tickets: dict[str, str] = {}
         self._stale: dict[ReplicaId, tuple[str, ...]] = {}
         self._tasks = [asyncio.create_task(self._read(engine)) for engine in self.all]
+
+    @staticmethod
+    def _with_rows(request: TextRequest, options: OmniOptions) -> Speech:
+        request.extra_args[EXPORT] = [[0, 2]]
+        request.skip_prefix_cache = True
+        return Speech(rows=False)
 
     async def start(self, name: str, *, sound: bool = True) -> None:
         """Open a request; text alone without `sound`."""
@@ -294,7 +374,7 @@ class World:
     async def up(self, replica: ReplicaId) -> None:
         """A replica that is gone is there again, as another process."""
         if replica not in self.engines:
-            engine = self.engines[replica] = Engine(replica)
+            engine = self.engines[replica] = Engine(replica, self.processes)
             self.all.append(engine)
             self._tasks.append(asyncio.create_task(self._read(engine)))
             await self.orchestrator.replica_up(engine)
@@ -345,10 +425,10 @@ class World:
         await self.settle()
         assert self.orchestrator.held() == 0
         assert [line for engine in self.all for line in engine.wrong] == []
+        await self.run()  # the ends of streams, and of prompts that nobody fetches
         for engine in self.steppable():
-            while engine.step():  # the ends of streams
-                pass
             assert engine.works == {}, f"{engine.id} still works for nobody"
+            assert engine.was_frozen or engine.kept == {}, f"{engine.id} keeps prompts for nobody"
             # What was opened before it fell silent is forgotten for being idle.
             assert engine.was_frozen or engine.streams == {}, f"{engine.id} still has streams"
         for task in self._tasks:

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import REST, TEXT, Observer
 from vllm_omni_ext.orchestrator.deadlines import Deadlines
+from vllm_omni_ext.orchestrator.disaggregated import Asked, text_way
 from vllm_omni_ext.orchestrator.engine_requests import opening
 from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Open, Produced
 from vllm_omni_ext.orchestrator.live import Live, Sink, Ticket
@@ -51,6 +52,7 @@ class Orchestrator:
         joinable: replicas may come from other hosts at any time.
         failed: told of every request that fails here, whatever it asked for.
         chunk_deadline_s: how long a stage waits for more input that it is owed before its request fails.
+        prefill_stage: the stage that computes the prompts of the text stage; None: it does that itself.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Orchestrator:
         joinable: bool = False,
         failed: Callable[[str, OmniError], None] = lambda request_id, error: None,
         chunk_deadline_s: float = OmniConfig.chunk_deadline_s,
+        prefill_stage: str | None = None,
     ) -> None:
         self.plugin = plugin
         self.text_stage = text_stage
@@ -85,12 +88,14 @@ class Orchestrator:
         self._chunk_deadline_s = chunk_deadline_s
         self._parts = Parts()
         self._deadlines = Deadlines(chunk_deadline_s, self._late)
+        ask = Asked(admit=self._admit_text, rows=self._rows, failed=self._fail)
+        self.way = text_way(prefill_stage, text_stage, pools, self.replicas, self.observer, ask)
 
     def held(self) -> int:
         """Requests and tickets this orchestrator holds (0 when idle)."""
         bound = sum(pool.in_flight(replica) for pool in self.pools.values() for replica in pool.replicas)
         tables: tuple[Sized, ...] = (self._tickets, self._live, self._texts, self.waiting, self._parts, self._deadlines)
-        return bound + sum(map(len, tables))
+        return bound + sum(map(len, tables)) + len(self.way)
 
     @property
     def recitals(self) -> int:
@@ -109,7 +114,7 @@ class Orchestrator:
         self.plugin.check(options)
         room = self.plugin.room(prompt, options, self._limits)
         for pool in self.pools.values():
-            if not pool.replicas and not self.waiting.hopeful(pool.stage):
+            if self.way.needs(pool.stage) and not pool.replicas and not self.waiting.hopeful(pool.stage):
                 raise StageUnavailable(f"stage '{pool.stage}' has no live replica")
         return room
 
@@ -173,12 +178,16 @@ class Orchestrator:
             await self._do(request_id, live, self.text_stage, live.flow.begin())
 
     async def _send_text(self, request: EngineCoreRequest) -> None:
-        media = [feature.identifier for feature in request.mm_features or ()]
-        replica = self._admit(self.text_stage, request.request_id, session=request.session_id, media=media)
+        stage, sent = self.way.begin(request)
+        replica = self._admit_text(stage, request)
         if replica is None:
             return
         self.observer.sent(request.request_id, None, replica)
-        await self.replicas[replica].add(request)
+        await self.replicas[replica].add(sent)
+
+    def _admit_text(self, stage: str, request: EngineCoreRequest) -> ReplicaId | None:
+        media = [feature.identifier for feature in request.mm_features or ()]
+        return self._admit(stage, request.request_id, session=request.session_id, media=media)
 
     def _plan(self, request: EngineCoreRequest) -> None:
         params = request.sampling_params
@@ -214,6 +223,7 @@ class Orchestrator:
             self.observer.aborted(request_id)
             self._live.pop(request_id, None)
             self._texts.pop(request_id, None)
+            await self.way.forget(request_id)
             await self._withdraw(request_id, self.pools)
 
     async def _withdraw(self, request_id: str, stages: Iterable[str]) -> None:
@@ -233,6 +243,7 @@ class Orchestrator:
         for request_id in request_ids:
             self.observer.finished(request_id, TEXT)
             self._texts.pop(request_id, None)
+            await self.way.forget(request_id)
             self.waiting.forget(request_id, self.text_stage)
             replica = self.pools[self.text_stage].release(request_id)
             if replica is not None:
@@ -248,12 +259,17 @@ class Orchestrator:
             False for what is of no use any more: the request has ended there, or is another replica's now.
         """
         part = self._parts.answered(output)
+        if not await self.way.current(replica, output):
+            return False
         request_id, stage = output.request_id, replica.stage
-        tensor, output.pooling_output = output.pooling_output, None
         if self.pools[stage].replica_of(request_id) != replica:
             return False
         self.observer.produced(stage, output)
-        finish = None if output.finish_reason is None else _finish(output.finish_reason)
+        if await self.way.passed(replica, output):
+            return False
+        tensor, output.pooling_output = output.pooling_output, None
+        reason = output.finish_reason
+        finish: Finish | None = None if reason is None else str(reason)  # type: ignore[assignment]
         if stage == self.text_stage:
             self._texts[request_id].tokens += output.new_token_ids
         if part is not None and not part.last and finish == "stop":
@@ -268,6 +284,13 @@ class Orchestrator:
             now = asyncio.get_running_loop().time()
             await self._event(request_id, Produced(stage, tuple(output.new_token_ids), payload, finish, number, now))
         return True
+
+    async def _rows(self, output: EngineCoreOutput) -> None:
+        """What the stage that computes prompts made beside one: it comes from the text stage as far as flows know."""
+        if output.request_id in self._live:
+            now = asyncio.get_running_loop().time()
+            payload = self.plugin.decode(self.text_stage, output.pooling_output)
+            await self._event(output.request_id, Produced(self.text_stage, payload=payload, at=now))
 
     def _release(self, request_id: str, stage: str) -> None:
         """A stage has nothing more to do for a request."""
@@ -291,6 +314,7 @@ class Orchestrator:
         self.waiting.settle(replica.id)
         self.pools[replica.id.stage].add(replica.id)
         self.observer.replica_up(replica.id)
+        await self.way.replica_up(replica.id)
         for request_id in self.waiting.take(replica.id.stage):
             await self._place_again(request_id, replica.id.stage, "it could not be opened")
 
@@ -300,17 +324,18 @@ class Orchestrator:
         If none will be, all requests that need the stage end with an error, everywhere.
 
         Returns:
-            The requests it had.
+            The requests it had, as its engine calls them.
         """
         self.replicas.pop(replica, None)
         self.observer.replica_down(replica)
         lost = self.pools[replica.stage].remove(replica)
-        for request_id in lost:
+        known = self.way.engine_ids(replica.stage, lost)
+        for request_id in (*lost, *self.way.stranded(replica)):
             await self._place_again(request_id, replica.stage, f"replica {replica} is gone: {reason}")
             if request_id in self._texts or request_id in self._live:
                 self.observer.taken_over(replica.stage)
         await self._give_up(replica.stage, StageUnavailable(f"replica {replica} is gone: {reason}"))
-        return lost
+        return known
 
     async def never_up(self, replica: ReplicaId, reason: str) -> None:
         """A replica that was announced will not come."""
@@ -318,7 +343,7 @@ class Orchestrator:
         await self._give_up(replica.stage, StageUnavailable(f"replica {replica} is gone: {reason}"))
 
     async def _give_up(self, stage: str, error: StageUnavailable) -> None:
-        if self.pools[stage].replicas or self.waiting.hopeful(stage):
+        if self.pools[stage].replicas or self.waiting.hopeful(stage) or not self.way.needs(stage):
             return
         need = [request_id for request_id, live in self._live.items() if stage not in live.done]
         for request_id in dict.fromkeys([*self.waiting.take(stage), *need]):
@@ -351,7 +376,7 @@ class Orchestrator:
     async def _place_again(self, request_id: str, stage: str, reason: str) -> None:
         """Open a request again in a stage that lost it; it fails where that cannot be done."""
         try:
-            if stage == self.text_stage:
+            if stage in self.way.stages:
                 await self._text_again(request_id)
             elif (live := self._live.get(request_id)) is not None:
                 live.moves[stage] += 1
@@ -368,6 +393,7 @@ class Orchestrator:
             return
         if not text.possible:
             raise StageUnavailable("what it had made of this answer cannot be continued elsewhere")
+        await self.way.forget(request_id)
         await self._send_text(text.again())
 
     def fail_all(self, error: OmniError) -> None:
@@ -417,7 +443,7 @@ class Orchestrator:
             case Finished():
                 self._live.pop(request_id, None)
                 self.observer.finished(request_id, REST)
-                await self._withdraw(request_id, [stage for stage in self.pools if stage != self.text_stage])
+                await self._withdraw(request_id, [stage for stage in self.pools if stage not in self.way.stages])
 
     async def _open_stage(self, request_id: str, live: Live, source: str, action: Open) -> None:
         given = live.options.sampling.get(action.stage)
@@ -471,7 +497,3 @@ class Orchestrator:
         if live is not None:
             live.sink.put_nowait(error)
         self._failed(request_id, error)
-
-
-def _finish(reason: FinishReason) -> Finish:
-    return str(reason)  # type: ignore[return-value]

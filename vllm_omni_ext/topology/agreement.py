@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.topology.shape import Plan
 
@@ -90,7 +91,7 @@ def config_hash(plan: Plan, stage_name: str) -> str:
         ConfigError: an engine argument that has no stable text.
     """
     stage = plan.stage(stage_name)
-    path = f"stages.{stage.name}.engine"
+    path = f"{stage_path(stage.name)}.engine"
     content = {
         "pipeline": plan.pipeline,
         "stage": stage.name,
