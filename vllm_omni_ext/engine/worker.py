@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from vllm_omni_ext.engine.encoding import by_request
 from vllm_omni_ext.engine.exporter import Exporter
 from vllm_omni_ext.engine.feeder import Feeder, Span
 from vllm_omni_ext.memory import trim
@@ -150,6 +151,13 @@ class ExportWorker(LeanWorker):
         super().__init__(*args, **kwargs)
         self._exporter = Exporter()
         self._exported: dict[str, torch.Tensor] = {}
+
+    def init_device(self) -> Any:
+        """First step of the start-up."""
+        done = super().init_device()
+        if hasattr(self.model_runner, "_execute_mm_encoder"):  # V1
+            self.model_runner._execute_mm_encoder = by_request(self.model_runner)
+        return done
 
     def handoff_steps(self) -> int:
         """Steps in which this worker did more than the stock one (read through `collective_rpc`)."""
