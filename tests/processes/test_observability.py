@@ -213,6 +213,8 @@ def test_engines_are_named(traffic: Series) -> None:
 def test_every_metric_is_there(traffic: Series) -> None:
     names = {name for name, _ in traffic}
     for metric in ALL:
+        if metric.name.startswith("kv_"):  # of a stage with two sides only
+            continue
         assert metric.full_name + ("_count" if metric.kind == "histogram" else "") in names
 
 
