@@ -171,7 +171,7 @@ def measure(server: Server) -> tuple[dict[int, int], dict[int, int], set[str]]:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two answers are equal, their samples up to rounding: in which pieces sound is made is a matter of time."""
+    """Whether two answers are equal, samples up to rounding: in which pieces sound is made is a matter of time."""
     a, b = (
         soundfile.read(io.BytesIO(base64.b64decode(message.audio.data)), dtype="int16")[0].astype(np.int32)
         for message in (one, other)
