@@ -52,7 +52,7 @@ PORTS = 3
 
 AT_ONCE = 8
 BODIES = [body(f"Tell me about number {number}.", 30, 60) for number in range(16)]
-GONE_S = 2.0
+GONE_S = 10.0
 """A killed head's processes are gone within this time."""
 
 FORGOTTEN_S = 20 * TIMEOUT_S
