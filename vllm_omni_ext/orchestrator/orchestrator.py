@@ -330,7 +330,8 @@ class Orchestrator:
         self.observer.replica_down(replica)
         lost = self.pools[replica.stage].remove(replica)
         known = self.way.engine_ids(replica.stage, lost)
-        for request_id in (*lost, *self.way.stranded(replica)):
+        stranded = await self.way.replica_down(replica)
+        for request_id in (*lost, *stranded):
             await self._place_again(request_id, replica.stage, f"replica {replica} is gone: {reason}")
             if request_id in self._texts or request_id in self._live:
                 self.observer.taken_over(replica.stage)
