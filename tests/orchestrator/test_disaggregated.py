@@ -291,6 +291,29 @@ async def test_an_abort_that_meets_the_finished_prompt() -> None:
     await world.end()
 
 
+@pytest.mark.parametrize("turns", range(12))
+async def test_an_abort_that_meets_the_loss_of_a_replica(turns: int) -> None:
+    """What is being given to another one at that moment is not begun there, or is ended."""
+    world = World(prefill=2, text=2)
+    for name in "ab":
+        await world.start(name)
+    for _ in range(3):
+        for replica in (P0, P1):
+            world.engines[replica].step()
+        await world.settle()
+    lost = world.pools["text"].replica_of("a")
+    assert lost is not None
+    world.kill(lost)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await world.orchestrator.abort(["a"])
+    await world.settle()
+    assert all(pool.replica_of("a") is None for pool in world.pools.values())
+    await world.run()
+    world.check("b")
+    await world.end()
+
+
 @pytest.mark.parametrize("tokens", range(1, TOKENS))
 async def test_a_stop_string(tokens: int) -> None:
     world = World(prefill=1)
@@ -329,8 +352,11 @@ async def test_a_stage_is_down_from_any_step_to_any_other(stage: str, how: str, 
 DIED_UNREAD = (490, 1175, 1459)
 """Courses in which a decode replica dies before it has read what somebody who gave up has sent it."""
 
+LEFT_ON_THE_WAY = (1519,)
+"""In which a client leaves while its request is given to another replica."""
 
-@pytest.mark.parametrize("seed", [*range(200), *DIED_UNREAD])
+
+@pytest.mark.parametrize("seed", [*range(200), *DIED_UNREAD, *LEFT_ON_THE_WAY])
 async def test_any_course_of_events(seed: int) -> None:
     """Everybody dies, freezes, comes back, and clients leave, at random; who stays gets the undisturbed answer."""
     rng = random.Random(seed)
