@@ -12,8 +12,9 @@ media:
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,17 @@ class Golden:
     wav: np.ndarray
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch's threads wait for each other by spinning: beside other programs, small models take minutes with two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 class Oracle:
     """A checkpoint in Transformers on the CPU in float32."""
 
@@ -76,6 +88,7 @@ class Oracle:
         )
         return dict(batch)
 
+    @one_thread()
     @torch.no_grad()
     def run(
         self,

@@ -203,6 +203,66 @@ async def test_what_has_been_fetched_or_is_being_fetched_is_not_said_to_be_unwan
     await world.end()
 
 
+@pytest.mark.parametrize("again", ["another", "the same one"])
+async def test_a_decode_replica_that_dies_before_it_has_read_an_abort(again: str) -> None:
+    """It would have had the prompt freed that it was asked to fetch: somebody else does."""
+    world = World(prefill=1, text=2 if again == "another" else 1)
+    await world.start("a")
+    for _ in range(3):
+        world.engines[P0].step()
+        await world.settle()
+    target = world.pools["text"].replica_of("a")
+    assert target is not None
+    await world.orchestrator.abort(["a"])
+    world.kill(target)
+    await world.settle()
+    if again == "the same one":
+        assert len(world.engines[P0].kept) == 1
+        await world.up(target)
+    await world.run()
+    assert world.engines[P0].kept == {}
+    assert total(world, "text", "farewells") == 1
+    await world.end()
+
+
+async def test_a_decode_replica_that_dies_before_it_has_read_a_farewell() -> None:
+    """And so does the next one."""
+    world = World(prefill=1, text=3)
+    await world.start("a")
+    for _ in range(3):
+        world.engines[P0].step()
+        await world.settle()
+    await world.orchestrator.abort(["a"])
+    for _ in range(2):
+        busy = next(engine for engine in world.steppable() if engine.id.stage == "text" and engine.commands)
+        world.kill(busy.id)
+        await world.settle()
+    assert len(world.engines[P0].kept) == 1
+    await world.run()
+    assert world.engines[P0].kept == {}
+    await world.end()
+
+
+async def test_what_a_decode_replica_has_read_is_not_said_again_when_it_dies() -> None:
+    """What it answers later tells that it has."""
+    world = World(prefill=1, text=1)
+    await world.start("a")
+    for _ in range(3):
+        world.engines[P0].step()
+        await world.settle()
+    await world.orchestrator.abort(["a"])
+    await world.start("b")
+    await rounds(world, 4)
+    assert world.texts["b"] and world.engines[P0].kept == {}
+    world.kill(D0)
+    await world.settle()
+    await world.up(D0)
+    await world.run()
+    world.check("b")
+    assert total(world, "text", "farewells") == 0
+    await world.end()
+
+
 @pytest.mark.parametrize("at", range(STEPS))
 async def test_an_abort_at_any_step_leaves_nothing(at: int) -> None:
     world = World(prefill=1)
@@ -228,6 +288,29 @@ async def test_an_abort_that_meets_the_finished_prompt() -> None:
     assert len(prefill.kept) == 1  # its answer has not been read yet
     await world.run()
     assert prefill.kept == {}
+    await world.end()
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_an_abort_that_meets_the_loss_of_a_replica(turns: int) -> None:
+    """What is being given to another one at that moment is not begun there, or is ended."""
+    world = World(prefill=2, text=2)
+    for name in "ab":
+        await world.start(name)
+    for _ in range(3):
+        for replica in (P0, P1):
+            world.engines[replica].step()
+        await world.settle()
+    lost = world.pools["text"].replica_of("a")
+    assert lost is not None
+    world.kill(lost)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await world.orchestrator.abort(["a"])
+    await world.settle()
+    assert all(pool.replica_of("a") is None for pool in world.pools.values())
+    await world.run()
+    world.check("b")
     await world.end()
 
 
@@ -266,7 +349,14 @@ async def test_a_stage_is_down_from_any_step_to_any_other(stage: str, how: str, 
             await world.end()
 
 
-@pytest.mark.parametrize("seed", range(200))
+DIED_UNREAD = (490, 1175, 1459)
+"""Courses in which a decode replica dies before it has read what somebody who gave up has sent it."""
+
+LEFT_ON_THE_WAY = (1519,)
+"""In which a client leaves while its request is given to another replica."""
+
+
+@pytest.mark.parametrize("seed", [*range(200), *DIED_UNREAD, *LEFT_ON_THE_WAY])
 async def test_any_course_of_events(seed: int) -> None:
     """Everybody dies, freezes, comes back, and clients leave, at random; who stays gets the undisturbed answer."""
     rng = random.Random(seed)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
@@ -19,12 +19,10 @@ from vllm_omni_ext.disaggregation.parameters import decode_transfer
 from vllm_omni_ext.errors import OmniError, RequestFailed
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import Observer
-from vllm_omni_ext.orchestrator.split_requests import can_be_split, decode_request, farewell, prefill_request
+from vllm_omni_ext.orchestrator.releases import Held, Releases
+from vllm_omni_ext.orchestrator.split_requests import can_be_split, decode_request, prefill_request
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.replica import Replica
-
-MOST_UNCLAIMED = 4096
-"""KV caches that wait for somebody who can say that nobody will fetch them; a source frees older ones by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +38,6 @@ class Pair:
     target: ReplicaId
     handed: int
     fetching: int
-
-
-Answer = Mapping[str, Any]
-"""What a source says about a KV cache that it holds."""
 
 
 class TextWay(Protocol):
@@ -73,11 +67,11 @@ class TextWay(Protocol):
     async def forget(self, request_id: str) -> None:
         """The request has ended, or begins anew."""
 
-    def stranded(self, replica: ReplicaId) -> list[str]:
-        """A replica is gone: requests that are bound elsewhere and need to begin anew all the same."""
-
     async def replica_up(self, replica: ReplicaId) -> None:
         """A replica takes requests."""
+
+    async def replica_down(self, replica: ReplicaId) -> list[str]:
+        """A replica is gone: requests that are bound elsewhere and need to begin anew all the same."""
 
     def pairs(self) -> list[Pair]:
         """Which replicas have handed KV caches to which."""
@@ -115,16 +109,16 @@ class OneStage:
     async def forget(self, request_id: str) -> None:
         """Nothing is known."""
 
-    def stranded(self, replica: ReplicaId) -> list[str]:
+    async def replica_up(self, replica: ReplicaId) -> None:
+        """Nothing waits for it here."""
+
+    async def replica_down(self, replica: ReplicaId) -> list[str]:
         """None."""
         return []
 
     def pairs(self) -> list[Pair]:
         """None."""
         return []
-
-    async def replica_up(self, replica: ReplicaId) -> None:
-        """Nothing waits for it here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,16 +143,14 @@ class _Attempt:
     Attributes:
         request: what is asked of both together.
         engine_id: what the engine that has it now calls it.
-        holder: the replica whose KV cache the target may still have to fetch.
-        answer: what the holder said about it; None once the target has said anything.
+        held: what the target may still have to fetch; None once it has said anything.
         handed: when the target was given it (monotonic seconds); None before, and once the target has said anything.
         target: whom it was given.
     """
 
     request: EngineCoreRequest
     engine_id: str
-    holder: ReplicaId | None = None
-    answer: Answer | None = None
+    held: Held | None = None
     handed: float | None = None
     target: ReplicaId | None = None
 
@@ -184,7 +176,7 @@ class Relay:
         self._attempts: dict[str, _Attempt] = {}
         self._owners: dict[str, str] = {}
         self._handed: Counter[tuple[ReplicaId, ReplicaId]] = Counter()
-        self._unclaimed: deque[tuple[ReplicaId, Answer]] = deque(maxlen=MOST_UNCLAIMED)
+        self._releases = Releases(pools[target], replicas)
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -200,7 +192,7 @@ class Relay:
             engine_id = self._name(request.request_id, "p")
             self._attempts[request.request_id] = _Attempt(request, engine_id)
             return self._source, prefill_request(request, engine_id)
-        return self._target, self._for_target(_Attempt(request, ""), None)
+        return self._target, self._for_target(_Attempt(request, ""))
 
     def engine_ids(self, stage: str, requests: tuple[str, ...]) -> tuple[str, ...]:
         """What the engines of a stage call these requests."""
@@ -219,8 +211,8 @@ class Relay:
         if request_id is not None:
             output.request_id = request_id
             return True
-        if replica.stage == self._source and (answer := _answer(output)) is not None:
-            await self._let_go(replica, answer)
+        if replica.stage == self._source and (held := _held(replica, output)) is not None:
+            await self._releases.let_go(held)
         return False
 
     async def passed(self, replica: ReplicaId, output: EngineCoreOutput) -> bool:
@@ -234,26 +226,28 @@ class Relay:
             await self._ask.rows(output)
         if output.finish_reason is not None and self._attempts.get(output.request_id) is attempt:
             self._pools[self._source].release(output.request_id)
-            await self._hand_over(attempt, replica, _answer(output))
+            await self._hand_over(attempt, replica, _held(replica, output))
         return True
 
     def _heard(self, attempt: _Attempt, output: EngineCoreOutput) -> None:
         """The target has what it needs of the source as soon as it says anything."""
         output.kv_transfer_params = None  # addresses of ours are nobody's business
         if attempt.handed is not None:
+            assert attempt.target is not None
+            self._releases.heard(attempt.target, attempt.handed)
             self._observer.fetched(self._source, self._target, time.monotonic() - attempt.handed)
-            attempt.handed = attempt.holder = attempt.answer = None
+            attempt.handed = attempt.held = None
         if output.finish_reason is not None:
             self._drop(output.request_id)
 
-    async def _hand_over(self, attempt: _Attempt, holder: ReplicaId, answer: Answer | None) -> None:
+    async def _hand_over(self, attempt: _Attempt, holder: ReplicaId, held: Held | None) -> None:
         request_id = attempt.request.request_id
-        attempt.holder, attempt.answer = holder, answer
+        attempt.held = held
         try:
             replica = self._ask.admit(self._target, attempt.request)
             if replica is None:
                 return  # it begins anew when there is one
-            request = self._for_target(attempt, answer)
+            request = self._for_target(attempt)
             attempt.target = replica
             self._handed[holder, replica] += 1
             self._observer.sent(request_id, self._source, replica)
@@ -262,14 +256,13 @@ class Relay:
             failure = error if isinstance(error, OmniError) else RequestFailed(str(error))
             await self._ask.failed(request_id, self._target, failure)
 
-    def _for_target(self, attempt: _Attempt, answer: Answer | None) -> EngineCoreRequest:
+    def _for_target(self, attempt: _Attempt) -> EngineCoreRequest:
         request_id = attempt.request.request_id
         self._owners.pop(attempt.engine_id, None)
         attempt.engine_id = self._name(request_id, "d")
         self._attempts[request_id] = attempt
-        transfer = decode_transfer(answer)
+        transfer = None if attempt.held is None else attempt.held.transfer
         if transfer is None:
-            attempt.holder = attempt.answer = None
             self._observer.alone(self._target)
         else:
             attempt.handed = time.monotonic()
@@ -280,56 +273,53 @@ class Relay:
         attempt = self._drop(request_id)
         if attempt is None:
             return
-        bound = [self._pools[stage].release(request_id) for stage in self.stages]
-        for replica in bound:
-            if replica is not None and replica in self._replicas:
-                await self._replicas[replica].abort([attempt.engine_id])
-        _, target = bound
-        if target in self._replicas:
-            return  # it lets go of what it was fetching
-        if attempt.holder is not None and attempt.answer is not None:
-            await self._let_go(attempt.holder, attempt.answer)
+        source, target = (self._release(request_id, stage) for stage in self.stages)
+        if source is not None:
+            await source.abort([attempt.engine_id])
+        held = attempt.held
+        if target is not None:
+            abort = target.abort([attempt.engine_id])
+            await (abort if held is None else self._releases.tell(target.id, held, abort))
+        elif held is not None and held.holder in self._replicas:
+            await self._releases.let_go(held)
 
-    def stranded(self, replica: ReplicaId) -> list[str]:
+    def _release(self, request_id: str, stage: str) -> Replica | None:
+        """A stage has nothing more to do for a request; the replica it was bound to, if that is there."""
+        replica = self._pools[stage].release(request_id)
+        return None if replica is None else self._replicas.get(replica)
+
+    async def replica_up(self, replica: ReplicaId) -> None:
+        """A replica of the target can say what nobody will fetch."""
+        if replica.stage == self._target:
+            await self._releases.target_up()
+
+    async def replica_down(self, replica: ReplicaId) -> list[str]:
         """Requests that wait in the target for what a source had that is gone; another source computes it anew.
 
         Where there is no other, the target notices the loss by itself and computes it.
         """
         for pair in [pair for pair in self._handed if replica in pair]:
             del self._handed[pair]
+        if replica.stage == self._target:
+            await self._releases.target_down(replica)
         if replica.stage != self._source:
             return []
-        self._unclaimed = deque((each for each in self._unclaimed if each[0] != replica), MOST_UNCLAIMED)
+        self._releases.holder_down(replica)
         if not self._pools[self._source].takes_requests:
             return []
-        return [name for name, attempt in self._attempts.items() if attempt.holder == replica and attempt.handed]
+        waiting = {name: attempt.held for name, attempt in self._attempts.items() if attempt.handed is not None}
+        return [name for name, held in waiting.items() if held is not None and held.holder == replica]
 
     def pairs(self) -> list[Pair]:
         """Those that are live, and what went from one to the other."""
         live = {replica for stage in self.stages for replica in self._pools[stage].replicas}
-        fetching = Counter((each.holder, each.target) for each in self._attempts.values() if each.handed is not None)
+        waiting = [each for each in self._attempts.values() if each.handed is not None]
+        fetching = Counter((each.held.holder, each.target) for each in waiting if each.held is not None)
         return [
             Pair(source, target, handed, fetching[source, target])
             for (source, target), handed in sorted(self._handed.items())
             if {source, target} <= live
         ]
-
-    async def replica_up(self, replica: ReplicaId) -> None:
-        """A replica of the target can say what nobody will fetch."""
-        if replica.stage == self._target:
-            while self._unclaimed:
-                await self._let_go(*self._unclaimed.popleft())
-
-    async def _let_go(self, holder: ReplicaId, answer: Answer) -> None:
-        """Have a KV cache freed that nobody will fetch; only an engine of the target can say so."""
-        transfer = decode_transfer(answer)
-        if transfer is None or holder not in self._replicas:
-            return
-        live = [self._replicas[each] for each in self._pools[self._target].replicas if each in self._replicas]
-        if live:
-            await live[0].add(farewell(f"unclaimed/{next(self._numbers)}", transfer))
-        else:
-            self._unclaimed.append((holder, answer))
 
     def _name(self, request_id: str, side: str) -> str:
         engine_id = f"{request_id}/{side}{next(self._numbers)}"
@@ -355,6 +345,7 @@ def text_way(
     return OneStage(target) if source is None else Relay(source, target, pools, replicas, observer, ask)
 
 
-def _answer(output: EngineCoreOutput) -> Answer | None:
+def _held(replica: ReplicaId, output: EngineCoreOutput) -> Held | None:
     """What a finished prompt's output says about its KV cache; None: nothing is kept."""
-    return output.kv_transfer_params if output.finish_reason is FinishReason.LENGTH else None
+    transfer = decode_transfer(output.kv_transfer_params) if output.finish_reason is FinishReason.LENGTH else None
+    return None if transfer is None else Held(replica, transfer)

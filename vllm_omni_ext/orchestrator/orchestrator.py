@@ -179,11 +179,9 @@ class Orchestrator:
 
     async def _send_text(self, request: EngineCoreRequest) -> None:
         stage, sent = self.way.begin(request)
-        replica = self._admit_text(stage, request)
-        if replica is None:
-            return
-        self.observer.sent(request.request_id, None, replica)
-        await self.replicas[replica].add(sent)
+        if (replica := self._admit_text(stage, request)) is not None:
+            self.observer.sent(request.request_id, None, replica)
+            await self.replicas[replica].add(sent)
 
     def _admit_text(self, stage: str, request: EngineCoreRequest) -> ReplicaId | None:
         media = [feature.identifier for feature in request.mm_features or ()]
@@ -330,7 +328,8 @@ class Orchestrator:
         self.observer.replica_down(replica)
         lost = self.pools[replica.stage].remove(replica)
         known = self.way.engine_ids(replica.stage, lost)
-        for request_id in (*lost, *self.way.stranded(replica)):
+        stranded = await self.way.replica_down(replica)
+        for request_id in (*lost, *stranded):
             await self._place_again(request_id, replica.stage, f"replica {replica} is gone: {reason}")
             if request_id in self._texts or request_id in self._live:
                 self.observer.taken_over(replica.stage)
@@ -393,8 +392,10 @@ class Orchestrator:
             return
         if not text.possible:
             raise StageUnavailable("what it had made of this answer cannot be continued elsewhere")
+        text = self._texts[request_id] = text.another_time()
         await self.way.forget(request_id)
-        await self._send_text(text.again())
+        if self._texts.get(request_id) is text:  # neither aborted meanwhile nor lost once more
+            await self._send_text(text.again())
 
     def fail_all(self, error: OmniError) -> None:
         """Tell every waiting caller that this is the end."""
