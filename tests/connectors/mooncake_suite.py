@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from tests.connectors.streams import Storm
 from vllm_omni_ext.connectors.base import MIB, ConnectorConfig, DeadlinePassed, ProducerLost
 from vllm_omni_ext.connectors.conformance import EDGE, Conformance, child, empty, eventually, key, produce
 from vllm_omni_ext.connectors.mooncake import Mooncake
@@ -71,3 +72,9 @@ def test_what_a_killed_producer_had_announced_is_lost() -> None:
         writer.kill()
         with pytest.raises(ProducerLost):
             consumer.get(key("a", 0))
+
+
+@pytest.mark.parametrize("streams", [200, pytest.param(1000, marks=pytest.mark.engine)])
+def test_streams_in_a_storm(streams: int) -> None:
+    """The engine keeps connections to the dead as long as the process lives."""
+    Storm(CONFIG, streams, keeps_files=True).run()
