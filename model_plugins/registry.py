@@ -53,7 +53,7 @@ class EdgeSpec:
     """A hand-over between two stages: `tokens` travel in request messages, `tensors` beside them.
 
     Attributes:
-        name: key of its chunk sizes in a configuration; "" if it is not cut into chunks of given sizes.
+        name: key of its chunk sizes, or of its connector, in a configuration; "" if it has neither.
         chunks: sizes of successive chunks when nothing else is said; the last one repeats.
     """
 
@@ -88,7 +88,7 @@ class PipelineSpec:
 
     def chunks(self) -> dict[str, tuple[int, ...]]:
         """Default chunk sizes by the name of the hand-over."""
-        return {edge.name: edge.chunks for edge in self.edges if edge.name}
+        return {edge.name: edge.chunks for edge in self.edges if edge.chunks}
 
     def stage(self, name: str) -> StageSpec:
         """Return the stage of that name; ConfigError names the known ones."""

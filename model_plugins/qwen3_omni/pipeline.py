@@ -53,7 +53,7 @@ QWEN3_OMNI = PipelineSpec(
     stages=(THINKER, TALKER, CODE2WAV),
     edges=(
         EdgeSpec("thinker", "talker", "tokens", name="text", chunks=(1,)),
-        EdgeSpec("thinker", "talker", "tensors"),
+        EdgeSpec("thinker", "talker", "tensors", name="rows"),
         EdgeSpec("talker", "code2wav", "tokens", name="frames", chunks=(1, 2, 4, 8, 16, 25)),
     ),
     output_modalities=("text", "audio"),

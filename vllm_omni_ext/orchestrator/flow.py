@@ -41,7 +41,6 @@ class Open:
     Attributes:
         prompt: token ids as the stage's engine counts them.
         handoff: payload (see `wire.handoff`); its "last" says that no `Extend` follows.
-        rows: tensor rows that belong to the prompt.
         stop: token ids that end the request in that stage.
         done: how many tokens at the end of `prompt` this stage has made already (before it was lost).
     """
@@ -49,7 +48,6 @@ class Open:
     stage: str
     prompt: list[int]
     handoff: Mapping[str, Any] = field(default_factory=dict)
-    rows: Any = None
     stop: tuple[int, ...] = ()
     done: int = 0
 
@@ -61,12 +59,16 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """Hand one more chunk to a fed stage in which the request is open."""
+    """Hand one more chunk to a fed stage in which the request is open.
+
+    Attributes:
+        more: further entries of the payload (see `wire.handoff`).
+    """
 
     stage: str
     track: tuple[int, ...]
     last: bool
-    rows: Any = None
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
@@ -25,6 +24,7 @@ from vllm_omni_ext.observability.observer import REST, TEXT, Observer
 from vllm_omni_ext.orchestrator.deadlines import Deadlines
 from vllm_omni_ext.orchestrator.engine_requests import engine_request
 from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Flow, Open, Produced
+from vllm_omni_ext.orchestrator.held_rows import HeldRows
 from vllm_omni_ext.orchestrator.parts import Parts
 from vllm_omni_ext.orchestrator.pieces import audio_output
 from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin, TextRequest
@@ -111,13 +111,14 @@ class Orchestrator:
         self._numbers = itertools.count()
         self._chunk_deadline_s = chunk_deadline_s
         self._parts = Parts()
+        self._rows = HeldRows(self.replicas)
         self._deadlines = Deadlines(chunk_deadline_s, self._late)
 
     def held(self) -> int:
         """Requests and tickets this orchestrator holds (0 when idle)."""
         bound = sum(pool.in_flight(replica) for pool in self.pools.values() for replica in pool.replicas)
-        tables: tuple[Sized, ...] = (self._tickets, self._live, self._texts, self.waiting, self._parts, self._deadlines)
-        return bound + sum(map(len, tables))
+        tables: tuple[Sized, ...] = (self._tickets, self._live, self._texts, self.waiting, self._parts)
+        return bound + sum(map(len, (*tables, self._deadlines, self._rows)))
 
     @property
     def recitals(self) -> int:
@@ -235,6 +236,7 @@ class Orchestrator:
             self.observer.aborted(request_id)
             self._live.pop(request_id, None)
             self._texts.pop(request_id, None)
+            self._rows.finished(request_id, taken=False)
             self.waiting.forget(request_id, *self.pools)
             for pool in self.pools.values():
                 self._deadlines.settle(request_id, pool.stage)
@@ -281,6 +283,7 @@ class Orchestrator:
                 del self._texts[request_id]
         if request_id in self._live:
             payload = None if tensor is None else self.plugin.decode(stage, tensor)
+            self._rows.noticed(request_id, replica, payload)
             number = None if part is None else part.number
             now = asyncio.get_running_loop().time()
             await self._event(request_id, Produced(stage, tuple(output.new_token_ids), payload, finish, number, now))
@@ -416,8 +419,8 @@ class Orchestrator:
         match action:
             case Open():
                 await self._open_stage(request_id, live, source, action)
-            case Extend(stage, track, last, rows):
-                await self._extend(request_id, live, source, stage, {"track": list(track), "last": last}, rows)
+            case Extend():
+                await self._extend(request_id, live, source, action)
             case Feed():
                 await self._feed(request_id, source, action)
             case Emit():
@@ -428,6 +431,7 @@ class Orchestrator:
                 await self._fail(request_id, source, RequestFailed(message))
             case Finished():
                 self._live.pop(request_id, None)
+                self._rows.finished(request_id, taken=bool(live.opened))
                 self.observer.finished(request_id, REST)
 
     async def _open_stage(self, request_id: str, live: _Live, source: str, action: Open) -> None:
@@ -442,21 +446,15 @@ class Orchestrator:
             return
         live.opened[action.stage] = request
         self.observer.sent(request_id, source, replica, action.handoff)
-        moves = live.moves[action.stage]
         await self.replicas[replica].add(request)
-        if action.rows is not None and live.moves[action.stage] == moves:  # else it has them from its replay
-            await self._extend(request_id, live, source, action.stage, {}, torch.cat(action.rows))
 
-    async def _extend(
-        self, request_id: str, live: _Live, source: str, stage: str, chunk: dict[str, Any], rows: Any
-    ) -> None:
-        replica = self.pools[stage].replica_of(request_id)
+    async def _extend(self, request_id: str, live: _Live, source: str, action: Extend) -> None:
+        replica = self.pools[action.stage].replica_of(request_id)
         if replica is not None:  # else the stage has ended the request already: nothing to extend
-            if "last" in chunk:
-                self._deadlines.given(request_id, stage, source, last=chunk["last"])
-            self.observer.sent(request_id, source, replica, [chunk, rows])
-            request = chunk_request(live.opened[stage], extra_args={CHUNK: chunk}, rows=rows)
-            await self.replicas[replica].add(request)
+            self._deadlines.given(request_id, action.stage, source, last=action.last)
+            chunk = {"track": list(action.track), "last": action.last, **action.more}
+            self.observer.sent(request_id, source, replica, chunk)
+            await self.replicas[replica].add(chunk_request(live.opened[action.stage], extra_args={CHUNK: chunk}))
 
     async def _feed(self, request_id: str, source: str, action: Feed) -> None:
         replica = self.pools[action.stage].replica_of(request_id)

@@ -1,0 +1,61 @@
+"""Rows that replicas of the text stage keep for requests. Who takes them frees them; for the others it is done here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.runtime.replica import Replica
+from vllm_omni_ext.wire.rows import Notice
+
+log = logging.getLogger(__name__)
+
+FORGET_ROWS = "forget_rows"
+"""The worker's method."""
+
+
+class HeldRows:
+    """Which replica keeps what, by request.
+
+    Args:
+        replicas: those that are there, by id.
+    """
+
+    def __init__(self, replicas: Mapping[ReplicaId, Replica]) -> None:
+        self._replicas = replicas
+        self._held: dict[str, dict[ReplicaId, str]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def noticed(self, request_id: str, replica: ReplicaId, payload: Any) -> None:
+        """A replica has given an output; if it is a notice of rows, they are kept there from now on."""
+        if isinstance(payload, Notice):
+            self._held.setdefault(request_id, {})[replica] = payload.name
+
+    def finished(self, request_id: str, *, taken: bool) -> None:
+        """A request needs its rows no more.
+
+        Args:
+            taken: a stage that takes them had them, and has ended; else the replicas are told.
+        """
+        for replica, name in self._held.pop(request_id, {}).items():
+            if not taken and replica in self._replicas:
+                self._start(self._forget(self._replicas[replica], name))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _forget(self, replica: Replica, name: str) -> None:
+        try:
+            await replica.call("collective_rpc_async", FORGET_ROWS, None, ([name],))
+        except EngineDeadError:
+            log.debug("the rows of %s are gone with %s", name, replica.id)
