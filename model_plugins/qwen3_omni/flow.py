@@ -9,11 +9,14 @@ from typing import Any
 from vllm_omni_ext.connectors.chunks import Chunk, ChunkSchedule, ChunkWriter
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, SpecialIds, Spoken, talker_prompt
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import Voice, VoiceError
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finished, Open, Produced
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finished, Open, Produced, Repeat
 from vllm_omni_ext.wire.handoff import GIVEN
 from vllm_omni_ext.wire.rows import Given, Notice
 
 THINKER, TALKER = "thinker", "talker"
+MOST_REPEATS = 3
+"""How often the thinker reads a prompt again, because the talker could not take what it had made of it."""
+
 TOO_SHORT = "the reply has fewer than two tokens, so there is nothing to speak"
 
 
@@ -43,6 +46,7 @@ class SpeechFlow:
         self._text = ChunkWriter[int](text)
         self._voice = Voice(frames)
         self._talk: _Talk | None = None
+        self._repeated = 0
         # An assistant turn that the prompt has begun already is spoken too.
         self._begun: tuple[int, ...] = tuple(speech.prompt[speech.parts.header + HEADER :])
 
@@ -80,11 +84,13 @@ class SpeechFlow:
         short = self._talk is None and chunk.items == (self._speech.ids.tts_eos,) and chunk.last
         if short:
             return [self._silence(TOO_SHORT), Finished()]
-        if not self._rows.complete and (self._talk is None or chunk.last):
-            return [Fail(f"the thinker handed over {self._rows.count} of {self._rows.due} multimodal rows")]
+        missing = f"the thinker handed over {self._rows.count} of {self._rows.due} multimodal rows"
         if self._talk is not None:
             self._talk.take(chunk.items, chunk.last)
-            return [Extend(TALKER, chunk.items, chunk.last)]
+            extend = Extend(TALKER, chunk.items, chunk.last)
+            return self._again(missing, extend) if chunk.last and not self._rows.complete else [extend]
+        if not self._rows.complete:
+            return [Fail(missing)]
         first, *track = chunk.items
         text, codec = talker_prompt(
             self._speech.prompt, self._speech.parts, first, self._speech.voice, self._speech.ids
@@ -101,12 +107,17 @@ class SpeechFlow:
         return [Extend(TALKER, (), talk.closed, {GIVEN: given.plain()})]
 
     def _without_rows(self, reason: str) -> list[Action]:
-        """The talker could not take its rows and has ended: it begins anew if another thinker has them or will."""
+        """The talker could not take its rows and has ended: it begins anew with those of another place, or new ones."""
         assert self._talk is not None and self._talk.given is not None
         self._rows.lose(self._talk.given)
-        if self._rows.given is None:
-            return [Fail(f"the talker could not take the thinker's rows: {reason}")]
-        return [self._open_talker()]
+        if self._rows.given is not None:
+            return [self._open_talker()]
+        return self._again(f"the talker could not take the thinker's rows: {reason}", self._open_talker())
+
+    def _again(self, reason: str, following: Action) -> list[Action]:
+        """Have the rows made anew and go on, unless that has been tried too often."""
+        self._repeated += 1
+        return [Fail(reason)] if self._repeated > MOST_REPEATS else [Repeat(THINKER), following]
 
     def _open_talker(self) -> Open:
         talk, ids = self._talk, self._speech.ids
@@ -173,7 +184,7 @@ class _Talk:
 
 
 class Rows:
-    """Where exported rows are; a thinker that takes a request over exports them anew, beside those of the one before."""
+    """Where exported rows are. A thinker that takes a request over exports them anew: then there are two places."""
 
     def __init__(self, due: int) -> None:
         self.due = due
@@ -200,6 +211,9 @@ class Rows:
         place = notice.source, notice.name
         if place in self._lost:
             return
+        if place not in self._places:  # who had begun before will not go on
+            for given in [given for given in self._places.values() if given.count < self.due]:
+                self.lose(given)
         known = self._places[place].count if place in self._places else 0
         if notice.first != known:
             raise ValueError(f"multimodal rows {known} to {notice.first} are missing")

@@ -42,8 +42,9 @@ def test_a_gate_counts_whatever_the_chunks_are(start: int, rows: int, parts: lis
     gate = Gate.of({"track": [0] * start, "rows": rows})
     track, left = start, rows
     for entries, more in parts:
-        gate.take({"track": [0] * entries}, more)
-        track, left = track + entries, left - more
+        left -= more
+        gate.take({"track": [0] * entries, "given": {"count": rows - left}})
+        track += entries
         assert gate.ready == (left <= 0)
         assert not gate.starved(track)
         assert gate.starved(track + 1)
@@ -53,7 +54,7 @@ def test_a_gate_counts_whatever_the_chunks_are(start: int, rows: int, parts: lis
 def test_once_closed_it_stays_closed(start: int, ends: list[bool]) -> None:
     gate = Gate.of({"track": [0] * start})
     for last in ends:
-        gate.take({"last": last}, 0)
+        gate.take({"last": last})
     assert gate.closed == any(ends)
     assert gate.starved(start + 1) != any(ends)
 
@@ -61,11 +62,20 @@ def test_once_closed_it_stays_closed(start: int, ends: list[bool]) -> None:
 def test_rows_do_not_feed_steps_and_the_end_does_not_replace_rows() -> None:
     gate = Gate.of({"rows": 2, "last": True})
     assert not gate.ready
-    gate.take({}, 1)
+    gate.take({"given": {"count": 1}})
     assert not gate.ready
-    gate.take({}, 1)
+    gate.take({"track": []})
+    assert not gate.ready
+    gate.take({"given": {"count": 2}})
     assert gate.ready
     assert gate.track == 0
+
+
+def test_a_prompt_may_come_with_its_rows_and_they_do_not_become_fewer() -> None:
+    assert Gate.of({"rows": 2, "given": {"count": 2}}).ready
+    gate = Gate.of({"rows": 3, "given": {"count": 2}})
+    gate.take({"given": {"count": 1}})
+    assert (gate.rows, gate.ready) == (2, False)
 
 
 @given(st.integers(0, 6), st.integers(0, 6), st.integers(0, 4))

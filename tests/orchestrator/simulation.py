@@ -17,18 +17,24 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from tests.orchestrator.fakes import OPTIONS, POOLING, FakePlugin, output, owners, text_request
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Feed, Finished, Open, Produced
+from vllm_omni_ext.model_plugins.qwen3_omni.flow import Rows
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Feed, Finished, Open, Produced, Repeat
 from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
+from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
 from vllm_omni_ext.pool.stage_pool import StagePool
-from vllm_omni_ext.wire.handoff import CHUNK, PROMPT
+from vllm_omni_ext.wire.handoff import CHUNK, EXPORT, GIVEN, PROMPT
 from vllm_omni_ext.wire.parts import END as END_OF_STREAM
 from vllm_omni_ext.wire.parts import PartMark
+from vllm_omni_ext.wire.rows import Given, Notice
 
 STAGES = ("text", "voice", "sound")
 TOKENS = 4
 """Of every text."""
 
 ROWS = 2
+PREFILL = ROWS - 1
+"""Steps of a prompt with rows before its first token: each brings one row."""
+
 END = 75
 MODULUS = 1009
 
@@ -54,10 +60,13 @@ def text_of(prompt: list[int], tokens: int = TOKENS) -> list[int]:
 
 
 class Speech:
-    """The flow: text -> voice (opened with rows, and given the first token right after) -> sound, each code a part and
-    the end one more -> the client."""
+    """The flow: text -> voice (opened when the rows are there, and given the first token right after) -> sound, each
+    code a part and the end one more -> the client."""
 
     def __init__(self) -> None:
+        self.rows = Rows(ROWS)
+        self.told: Given | None = None
+        self.opened = False
         self.track: list[int] = []
         self.frames: list[int] = []
         self.last = self.ended = False
@@ -66,10 +75,20 @@ class Speech:
     def handle(self, event: Produced) -> list[Action]:
         match event.stage:
             case "text":
-                first = [] if self.track or self.last else self.replay("voice")
+                if event.payload is not None:
+                    self.rows.add(event.payload)
+                more = self._more()
+                if not event.tokens and event.finish is None:
+                    return more
+                first = [] if self.opened else self.replay("voice")
                 self.track += event.tokens
                 self.last |= event.finish is not None
-                return [*first, Extend("voice", event.tokens, self.last)]
+                return [*more, *first, Extend("voice", event.tokens, self.last)]
+            case "voice" if isinstance(event.payload, str):
+                assert self.told is not None
+                self.rows.lose(self.told)
+                again: list[Action] = [] if self.rows.given else [Repeat("text")]
+                return [*again, *self.replay("voice")]
             case "voice":
                 self.ended = event.finish is not None
                 new = [token for token in event.tokens if token != END]
@@ -77,6 +96,13 @@ class Speech:
                 self.parts += 1
                 return [Feed("sound", self.parts - 1, new, POOLING, self.ended)]
         return self._sounded(event.payload[1], event.finish is not None)
+
+    def _more(self) -> list[Action]:
+        given = self.rows.given
+        if given is None or not self.opened or (self.told is not None and given.count <= self.told.count):
+            return []
+        self.told = given
+        return [Extend("voice", (), self.last, {GIVEN: given.plain()})]
 
     def _sounded(self, wave: torch.Tensor, last: bool) -> list[Action]:
         new, self.known = wave[self.known :], max(0, self.known - len(wave))
@@ -88,9 +114,23 @@ class Speech:
         if stage == "sound":
             self.parts, self.known = 1, self.heard
             return [Feed("sound", 0, list(self.frames), POOLING, self.ended)]
-        handoff = {"track": list(self.track), "last": self.last}
+        handoff: dict[str, Any] = {"track": list(self.track), "last": self.last}
+        self.opened, self.told = True, self.rows.given
+        if self.told is not None:
+            handoff[GIVEN] = self.told.plain()
         prompt, done = [0, 0, *self.frames], len(self.frames)
-        return [Open("voice", prompt, handoff, rows=[torch.zeros(ROWS, 1)], stop=(END,), done=done)]
+        return [Open("voice", prompt, handoff, stop=(END,), done=done)]
+
+
+class Plugin(FakePlugin):
+    """Every request that is heard exports rows; notices of them and refusals are what they are."""
+
+    def open(self, request: TextRequest, options: OmniOptions) -> Any:
+        request.extra_args[EXPORT] = [[0, ROWS]]
+        return Speech()
+
+    def decode(self, stage: str, tensor: Any) -> Any:
+        return tensor if isinstance(tensor, Notice | str) else (stage, tensor)
 
 
 @dataclass
@@ -102,15 +142,22 @@ class Work:
     track: list[int] = field(default_factory=list)
     last: bool = False
     rows: int = 0
+    given: Given | None = None
+    taken: bool = False
 
 
 class Engine:
     """A replica's process and the connection to it."""
 
-    def __init__(self, replica: ReplicaId) -> None:
+    def __init__(self, replica: ReplicaId, others: list[Engine]) -> None:
         self.id = replica
+        self.others = others
+        self.kept: dict[str, int] = {}
+        """Rows of requests, by the name under which they were put."""
         self.works: dict[str, Work] = {}
         self.known: set[str] = set()
+        self.takes: dict[str, int] = {}
+        """How often each request was opened here."""
         self.commands: deque[Any] = deque()
         """Sent to it and not read yet."""
         self.said: asyncio.Queue[EngineCoreOutput | None] = asyncio.Queue()
@@ -127,6 +174,12 @@ class Engine:
         await asyncio.sleep(0)
         self.commands.append(list(request_ids))
 
+    async def call(self, utility: str, method: str, timeout: None, args: tuple[list[str]]) -> None:
+        await asyncio.sleep(0)
+        assert (utility, method) == ("collective_rpc_async", "forget_rows")
+        for name in args[0]:
+            self.kept.pop(name, None)
+
     async def outputs(self) -> Any:
         raise AssertionError("the simulation reads")
 
@@ -138,7 +191,7 @@ class Engine:
             match self.commands.popleft():
                 case [*ids]:
                     for request_id in ids:
-                        self.works.pop(request_id, None)
+                        self._end(request_id)
                 case request:
                     self._take(request)
 
@@ -152,7 +205,9 @@ class Engine:
             if request.pooling_params is not None:
                 self.marks[name] = PartMark.of(request.pooling_params.extra_kwargs)
             work = Work(request, list(request.prompt_token_ids or ()), handoff.get("track", []), handoff.get("last"))
+            work.given = Given.of(handoff)
             self.works[name] = work
+            self.takes[name] = self.takes.get(name, -1) + 1
             self.known.add(name)
         elif name not in self.known:
             self.wrong.append(f"{self.id} got a chunk of {name}, which it does not have")
@@ -160,9 +215,7 @@ class Engine:
             work, chunk = self.works[name], request.sampling_params.extra_args[CHUNK]
             work.track += chunk.get("track", [])
             work.last |= chunk.get("last", False)
-            work.rows += 0 if request.prompt_embeds is None else len(request.prompt_embeds)
-            if work.rows > ROWS:
-                self.wrong.append(f"{self.id} got the rows of {name} twice")
+            work.given = Given.of(chunk) or work.given
 
     def step(self) -> bool:
         """One step of every request; false if there was nothing to do."""
@@ -171,19 +224,50 @@ class Engine:
         for name, out in made:
             if out is not None:
                 if out.finish_reason is not None:
-                    del self.works[name]
+                    self._end(name)
                 self.said.put_nowait(out)
         return any(out is not None for _, out in made)
 
+    def _end(self, request_id: str) -> None:
+        work = self.works.pop(request_id, None)
+        if work is not None and work.taken and work.given is not None and (source := self._source(work.given)):
+            source.kept.pop(work.given.name, None)
+        if work is not None and 0 < work.rows < ROWS:
+            self.kept.pop(self._name(request_id), None)
+
+    def _source(self, given: Given) -> Engine | None:
+        """Who has these rows; None if it is gone or does not answer."""
+        found = [each for each in self.others if each.address == given.source and not each.dead and not each.frozen]
+        return found[0] if found and given.name in found[0].kept else None
+
+    @property
+    def address(self) -> str:
+        return f"{self.id}#{id(self)}"
+
+    def _name(self, request_id: str) -> str:
+        return f"{self.takes[request_id]}/{request_id}"
+
     def _text(self, work: Work) -> EngineCoreOutput:
+        request, notice = work.request, None
+        params = request.sampling_params
+        if params is not None and params.extra_args and EXPORT in params.extra_args and work.rows < ROWS:
+            notice = Notice(source=self.address, name=self._name(request.request_id), first=work.rows, count=1)
+            work.rows += 1
+            self.kept[notice.name] = work.rows
+            if work.rows < ROWS:  # the prefill goes on
+                return output(request.request_id, tensor=notice)
         work.tokens.append(following(work.tokens))
         made = len(work.tokens) - 3
-        return output(work.request.request_id, work.tokens[-1], end="stop" if made == TOKENS else "")
+        done = made == TOKENS or (params is not None and params.max_tokens == 1)
+        return output(request.request_id, work.tokens[-1], tensor=notice, end="stop" if done else "")
 
     def _voice(self, work: Work) -> EngineCoreOutput | None:
         frames = work.tokens[2:]
-        if work.rows < ROWS or (len(frames) == len(work.track) and not work.last):
+        if work.given is None or work.given.count < ROWS or (len(frames) == len(work.track) and not work.last):
             return None
+        if not work.taken and self._source(work.given) is None:
+            return output(work.request.request_id, 0, tensor="the rows are gone", end="error")
+        work.taken = True
         if len(frames) == len(work.track):
             return output(work.request.request_id, END, end="stop")
         work.tokens.append(following([*frames, work.track[len(frames)]]))
@@ -211,14 +295,13 @@ class World:
 
     def __init__(self, wait_s: float = 60.0, joinable: bool = False, **counts: int) -> None:
         ids = [ReplicaId(stage, i) for stage in STAGES for i in range(counts.get(stage, 1))]
-        self.engines = {replica: Engine(replica) for replica in ids}
-        self.all = list(self.engines.values())
+        self.all: list[Engine] = []
+        self.engines = {replica: Engine(replica, self.all) for replica in ids}
+        self.all += self.engines.values()
         self.failures: dict[str, OmniError] = {}
-        plugin: Any = FakePlugin(lambda event: [])
-        plugin.open = lambda request, options: Speech()
         self.pools = {s: StagePool(s, [r for r in ids if r.stage == s]) for s in STAGES}
         self.orchestrator = Orchestrator(
-            plugin=plugin,
+            plugin=Plugin(lambda event: []),
             text_stage="text",
             pools=self.pools,
             replicas=self.engines,
@@ -292,7 +375,7 @@ class World:
     async def up(self, replica: ReplicaId) -> None:
         """A replica that is gone is there again, as another process."""
         if replica not in self.engines:
-            engine = self.engines[replica] = Engine(replica)
+            engine = self.engines[replica] = Engine(replica, self.all)
             self.all.append(engine)
             self._tasks.append(asyncio.create_task(self._read(engine)))
             await self.orchestrator.replica_up(engine)
@@ -349,6 +432,8 @@ class World:
             assert engine.works == {}, f"{engine.id} still works for nobody"
             # What was opened before it fell silent is forgotten for being idle.
             assert engine.was_frozen or engine.streams == {}, f"{engine.id} still has streams"
+        frozen = any(engine.was_frozen for engine in self.all)
+        assert frozen or not any(engine.kept for engine in self.steppable()), "rows are kept for nobody"
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:

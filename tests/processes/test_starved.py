@@ -11,7 +11,7 @@ import pytest
 from tests.oracle import Oracle
 from tests.processes.test_parity import CASES, prompt
 from vllm_omni_ext.orchestrator.flow import Produced
-from vllm_omni_ext.orchestrator.orchestrator import _Live
+from vllm_omni_ext.orchestrator.live import Live
 from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
 
 pytestmark = pytest.mark.engine
@@ -40,7 +40,7 @@ async def opened(omni: Any, name: str, ids: list[int]) -> asyncio.Queue[Any]:
     orchestrator = omni._omni.orchestrator
     options = OmniOptions(modalities=("audio",), voice="ethan", sampling={"talker": SamplingParams(**GREEDY)})
     flow, sink = orchestrator.plugin.open(TextRequest(prompt=ids), options), asyncio.Queue()
-    orchestrator._live[name] = _Live(flow, options, sink, name, {}, recital=True)
+    orchestrator._live[name] = Live(flow, options, sink, name, {}, recital=True)
     return sink
 
 

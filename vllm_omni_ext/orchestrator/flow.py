@@ -90,6 +90,13 @@ class Feed:
 
 
 @dataclass(frozen=True, slots=True)
+class Repeat:
+    """Have the text stage read its prompt once more, for what it exports: that comes as payloads, without tokens."""
+
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
 class Emit:
     """Give the client a piece of a non-text answer.
 
@@ -118,7 +125,7 @@ class Finished:
     """Nothing more will come of this request; everything it holds is released."""
 
 
-Action = Open | Extend | Feed | Emit | Fail | Finished
+Action = Open | Extend | Feed | Repeat | Emit | Fail | Finished
 
 
 class Flow(Protocol):

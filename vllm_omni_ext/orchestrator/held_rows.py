@@ -28,7 +28,7 @@ class HeldRows:
 
     def __init__(self, replicas: Mapping[ReplicaId, Replica]) -> None:
         self._replicas = replicas
-        self._held: dict[str, dict[ReplicaId, str]] = {}
+        self._held: dict[str, set[tuple[ReplicaId, str, str]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -37,16 +37,22 @@ class HeldRows:
     def noticed(self, request_id: str, replica: ReplicaId, payload: Any) -> None:
         """A replica has given an output; if it is a notice of rows, they are kept there from now on."""
         if isinstance(payload, Notice):
-            self._held.setdefault(request_id, {})[replica] = payload.name
+            self._held.setdefault(request_id, set()).add((replica, payload.source, payload.name))
+
+    def unwanted(self, replica: ReplicaId, payload: Any) -> None:
+        """As `noticed`, of a request that has ended or is another replica's: what is kept there is freed."""
+        if isinstance(payload, Notice) and replica in self._replicas:
+            self._start(self._forget(self._replicas[replica], payload.name))
 
     def finished(self, request_id: str, *, taken: bool) -> None:
         """A request needs its rows no more.
 
         Args:
-            taken: a stage that takes them had them, and has ended; else the replicas are told.
+            taken: a stage has taken them from one place; it has told that replica. Others are told here.
         """
-        for replica, name in self._held.pop(request_id, {}).items():
-            if not taken and replica in self._replicas:
+        held = self._held.pop(request_id, set())
+        for replica, _, name in held if len(held) > taken else ():
+            if replica in self._replicas:
                 self._start(self._forget(self._replicas[replica], name))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:

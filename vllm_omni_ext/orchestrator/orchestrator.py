@@ -9,12 +9,9 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from vllm_omni_ext.config.schema import OmniConfig
@@ -22,45 +19,32 @@ from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import REST, TEXT, Observer
 from vllm_omni_ext.orchestrator.deadlines import Deadlines
-from vllm_omni_ext.orchestrator.engine_requests import engine_request
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Flow, Open, Produced
+from vllm_omni_ext.orchestrator.engine_requests import engine_request, stage_sampling
+from vllm_omni_ext.orchestrator.flow import (
+    Action,
+    Emit,
+    Extend,
+    Fail,
+    Feed,
+    Finish,
+    Finished,
+    Open,
+    Produced,
+    Repeat,
+)
 from vllm_omni_ext.orchestrator.held_rows import HeldRows
+from vllm_omni_ext.orchestrator.live import Live, Sink, Ticket
 from vllm_omni_ext.orchestrator.parts import Parts
 from vllm_omni_ext.orchestrator.pieces import audio_output
+from vllm_omni_ext.orchestrator.repeats import Repeats
 from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin, TextRequest
 from vllm_omni_ext.orchestrator.text_replay import TextReplay
 from vllm_omni_ext.orchestrator.waiting import Waiting
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.replica import Replica, chunk_request
-from vllm_omni_ext.wire.handoff import CHUNK, PROMPT, TICKET
+from vllm_omni_ext.wire.handoff import CHUNK, EXPORT, TICKET
 
 log = logging.getLogger(__name__)
-
-Sink = asyncio.Queue[Any]
-
-
-@dataclass
-class _Ticket:
-    options: OmniOptions
-    sink: Sink
-    request_id: str | None = None  # internal id, once the text stage has the request
-
-
-@dataclass
-class _Live:
-    """Everything held for one request beyond the text stage."""
-
-    flow: Flow
-    options: OmniOptions
-    sink: Sink
-    external_id: str
-    room: Mapping[str, int]
-    recital: bool = False
-    opened: dict[str, EngineCoreRequest] = field(default_factory=dict)
-    moves: Counter[str] = field(default_factory=Counter)
-    """How often each stage was given the request anew; what was decided before that is part of what it was given."""
-    done: set[str] = field(default_factory=set)
-    """Stages that have ended the request: it can do without them."""
 
 
 class Orchestrator:
@@ -102,8 +86,8 @@ class Orchestrator:
         self._sampling = sampling
         self._limits = limits
         self.observer = observer or Observer.unseen(text_stage, replicas)
-        self._tickets: dict[str, _Ticket] = {}
-        self._live: dict[str, _Live] = {}
+        self._tickets: dict[str, Ticket] = {}
+        self._live: dict[str, Live] = {}
         self._texts: dict[str, TextReplay] = {}
         self._failed = failed
         self.waiting = Waiting(wait_s, joinable=joinable, expired=self._waited_too_long, changed=self.observer.waiting)
@@ -112,13 +96,14 @@ class Orchestrator:
         self._chunk_deadline_s = chunk_deadline_s
         self._parts = Parts()
         self._rows = HeldRows(self.replicas)
+        self._repeats = Repeats()
         self._deadlines = Deadlines(chunk_deadline_s, self._late)
 
     def held(self) -> int:
         """Requests and tickets this orchestrator holds (0 when idle)."""
         bound = sum(pool.in_flight(replica) for pool in self.pools.values() for replica in pool.replicas)
         tables: tuple[Sized, ...] = (self._tickets, self._live, self._texts, self.waiting, self._parts)
-        return bound + sum(map(len, (*tables, self._deadlines, self._rows)))
+        return bound + sum(map(len, (*tables, self._deadlines, self._rows, self._repeats)))
 
     @property
     def recitals(self) -> int:
@@ -160,7 +145,7 @@ class Orchestrator:
         flow = self.plugin.open(TextRequest(prompt=prompt), options)
         room = self.plugin.room(prompt, options, self._limits)
         done = {self.text_stage}
-        self._live[request_id] = _Live(flow, options, sink, external_id, room, recital=True, done=done)
+        self._live[request_id] = Live(flow, options, sink, external_id, room, recital=True, done=done)
         self.observer.opened(request_id, external_id, options.modalities, parts=(REST,), arrival=time.time())
         # A text stage never hands its last token on; here the last one is a filler.
         await self._event(request_id, Produced(self.text_stage, (*reply, reply[-1]), finish="stop"))
@@ -169,7 +154,7 @@ class Orchestrator:
         """Announce a request that wants more than text; the ticket goes into its `extra_args[TICKET]`."""
         self.plugin.check(options)
         ticket = str(next(self._numbers))
-        self._tickets[ticket] = _Ticket(options, sink)
+        self._tickets[ticket] = Ticket(options, sink)
         return ticket
 
     async def withdraw(self, ticket: str) -> None:
@@ -218,7 +203,8 @@ class Orchestrator:
         ticket.request_id = request.request_id
         external = request.external_req_id or request.request_id
         room = self.plugin.room(text.prompt, ticket.options, self._limits)
-        self._live[request.request_id] = _Live(flow, ticket.options, ticket.sink, external, room)
+        exporting = request if EXPORT in extra else None
+        self._live[request.request_id] = Live(flow, ticket.options, ticket.sink, external, room, text=exporting)
 
     def _observe(self, request: EngineCoreRequest, modalities: tuple[str, ...], *, whole: bool) -> None:
         self.observer.opened(
@@ -232,7 +218,7 @@ class Orchestrator:
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests in every stage; unknown ids are ignored (they may just have ended)."""
-        for request_id in request_ids:
+        for request_id in (*request_ids, *self._repeats.drop(request_ids)):
             self.observer.aborted(request_id)
             self._live.pop(request_id, None)
             self._texts.pop(request_id, None)
@@ -269,7 +255,9 @@ class Orchestrator:
         part = self._parts.answered(output)
         request_id, stage = output.request_id, replica.stage
         tensor, output.pooling_output = output.pooling_output, None
+        payload = None if tensor is None else self.plugin.decode(stage, tensor)
         if self.pools[stage].replica_of(request_id) != replica:
+            self._rows.unwanted(replica, payload)
             return False
         self.observer.produced(stage, output)
         finish = None if output.finish_reason is None else _finish(output.finish_reason)
@@ -281,13 +269,17 @@ class Orchestrator:
             self._release(request_id, stage)
             if stage == self.text_stage:
                 del self._texts[request_id]
-        if request_id in self._live:
-            payload = None if tensor is None else self.plugin.decode(stage, tensor)
-            self._rows.noticed(request_id, replica, payload)
+        owner = self._repeats.owner(request_id)
+        if owner in self._live:
+            self._rows.noticed(owner, replica, payload)
             number = None if part is None else part.number
-            now = asyncio.get_running_loop().time()
-            await self._event(request_id, Produced(stage, tuple(output.new_token_ids), payload, finish, number, now))
-        return True
+            tokens, now = tuple(output.new_token_ids), asyncio.get_running_loop().time()
+            if owner != request_id:
+                tokens, finish = (), finish if finish in ("abort", "error") else None
+            await self._event(owner, Produced(stage, tokens, payload, finish, number, now))
+        if output.finished:
+            self._repeats.finished(request_id)
+        return owner == request_id
 
     def _release(self, request_id: str, stage: str) -> None:
         """A stage has nothing more to do for a request."""
@@ -408,19 +400,21 @@ class Orchestrator:
             failure = error if isinstance(error, OmniError) else RequestFailed(str(error))
             await self._fail(request_id, event.stage, failure)
 
-    async def _do(self, request_id: str, live: _Live, source: str, actions: Sequence[Action]) -> None:
+    async def _do(self, request_id: str, live: Live, source: str, actions: Sequence[Action]) -> None:
         before = live.moves.copy()
         for action in actions:
             if isinstance(action, Open | Extend | Feed) and live.moves[action.stage] != before[action.stage]:
                 continue  # lost and given anew while this waited its turn
             await self._act(request_id, live, source, action)
 
-    async def _act(self, request_id: str, live: _Live, source: str, action: Action) -> None:
+    async def _act(self, request_id: str, live: Live, source: str, action: Action) -> None:
         match action:
             case Open():
                 await self._open_stage(request_id, live, source, action)
             case Extend():
                 await self._extend(request_id, live, source, action)
+            case Repeat():
+                await self._repeat(request_id, live)
             case Feed():
                 await self._feed(request_id, source, action)
             case Emit():
@@ -434,8 +428,13 @@ class Orchestrator:
                 self._rows.finished(request_id, taken=bool(live.opened))
                 self.observer.finished(request_id, REST)
 
-    async def _open_stage(self, request_id: str, live: _Live, source: str, action: Open) -> None:
-        request = engine_request(request_id, action.prompt, sampling=self._params(live, action))
+    async def _open_stage(self, request_id: str, live: Live, source: str, action: Open) -> None:
+        stage = action.stage
+        params = stage_sampling(
+            action, given=live.options.sampling.get(stage), default=self._sampling[stage], room=live.room.get(stage)
+        )
+        request = engine_request(request_id, action.prompt, sampling=params)
+        live.done.discard(stage)
         try:
             replica = self._admit(action.stage, request_id)
         except StageUnavailable as error:
@@ -448,13 +447,22 @@ class Orchestrator:
         self.observer.sent(request_id, source, replica, action.handoff)
         await self.replicas[replica].add(request)
 
-    async def _extend(self, request_id: str, live: _Live, source: str, action: Extend) -> None:
+    async def _extend(self, request_id: str, live: Live, source: str, action: Extend) -> None:
         replica = self.pools[action.stage].replica_of(request_id)
         if replica is not None:  # else the stage has ended the request already: nothing to extend
             self._deadlines.given(request_id, action.stage, source, last=action.last)
             chunk = {"track": list(action.track), "last": action.last, **action.more}
             self.observer.sent(request_id, source, replica, chunk)
             await self.replicas[replica].add(chunk_request(live.opened[action.stage], extra_args={CHUNK: chunk}))
+
+    async def _repeat(self, request_id: str, live: Live) -> None:
+        assert live.text is not None, "nothing was exported that could be lost"
+        request = self._repeats.request(request_id, live.text)
+        self._texts[request.request_id] = TextReplay(request)
+        try:
+            await self._send_text(request)
+        except StageUnavailable as error:
+            await self._fail(request_id, self.text_stage, error)
 
     async def _feed(self, request_id: str, source: str, action: Feed) -> None:
         replica = self.pools[action.stage].replica_of(request_id)
@@ -470,22 +478,8 @@ class Orchestrator:
             self.observer.sent(request_id, source, replica, action.prompt)
             await self.replicas[replica].add(self._parts.request(request_id, action))
 
-    def _params(self, live: _Live, action: Open) -> SamplingParams:
-        given = live.options.sampling.get(action.stage)
-        params = SamplingParams(**self._sampling[action.stage]) if given is None else given.clone()
-        params.extra_args = {PROMPT: dict(action.handoff)}
-        params.output_kind = RequestOutputKind.DELTA
-        params.detokenize = False
-        if (room := live.room.get(action.stage)) is not None:
-            params.max_tokens = min(params.max_tokens or room, room)
-        if params.max_tokens is not None:
-            params.max_tokens -= action.done
-        params.min_tokens = max(0, params.min_tokens - action.done)
-        params.stop_token_ids = [*(params.stop_token_ids or ()), *action.stop]
-        params._all_stop_token_ids = {*params._all_stop_token_ids, *action.stop}
-        return params
-
     async def _fail(self, request_id: str, stage: str, error: OmniError) -> None:
+        request_id = self._repeats.owner(request_id)
         self.observer.failed(request_id, stage, error)
         live = self._live.get(request_id)
         await self.abort([request_id])
