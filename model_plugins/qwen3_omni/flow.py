@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_omni_ext.connectors.chunks import Chunk, ChunkSchedule, ChunkWriter
+from vllm_omni_ext.connectors.chunks import ALL, Chunk, ChunkSchedule, ChunkWriter
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, SpecialIds, Spoken, talker_prompt
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import Voice, VoiceError
 from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finished, Open, Produced, Repeat
@@ -38,7 +38,12 @@ class Speech:
 
 
 class SpeechFlow:
-    """Implements `orchestrator.flow.Flow`: thinker tokens -> talker frames -> sound."""
+    """Implements `orchestrator.flow.Flow`: thinker tokens -> talker frames -> sound.
+
+    The talker is opened with the request and computes its prompt as far as that is known: text at once, multimodal
+    positions as their rows come, and the last position when the thinker's first token is there. If the text is handed
+    over in one piece (`text: all`), the talker gets its prompt together with it.
+    """
 
     def __init__(self, speech: Speech, *, text: ChunkSchedule, frames: ChunkSchedule) -> None:
         self._speech = speech
@@ -47,8 +52,16 @@ class SpeechFlow:
         self._voice = Voice(frames)
         self._talk: _Talk | None = None
         self._repeated = 0
+        self._ahead = text.size(0) != ALL
         # An assistant turn that the prompt has begun already is spoken too.
         self._begun: tuple[int, ...] = tuple(speech.prompt[speech.parts.header + HEADER :])
+
+    def begin(self) -> list[Action]:
+        """Open the talker with what is known of its prompt."""
+        if not self._ahead:
+            return []
+        self._talk = self._new_talk()
+        return [self._open_talker()]
 
     def handle(self, event: Produced) -> list[Action]:
         """Decide what follows from an event."""
@@ -81,43 +94,43 @@ class SpeechFlow:
         return [self._open_talker() if stage == TALKER else self._voice.again()]
 
     def _speak(self, chunk: Chunk[int]) -> list[Action]:
-        short = self._talk is None and chunk.items == (self._speech.ids.tts_eos,) and chunk.last
-        if short:
+        talk = self._talk or self._new_talk()
+        if talk.begun:
+            talk.take(chunk.items, chunk.last)
+            return [Extend(TALKER, chunk.items, chunk.last)]
+        if chunk.items == (self._speech.ids.tts_eos,) and chunk.last:
             return [self._silence(TOO_SHORT), Finished()]
-        missing = f"the thinker handed over {self._rows.count} of {self._rows.due} multimodal rows"
+        if not (self._rows.complete or self._repeated):
+            return [Fail(f"the thinker handed over {self._rows.count} of {self._rows.due} multimodal rows")]
+        first, track = chunk.items[:1], chunk.items[1:]
+        talk.text += first
+        talk.take(track, chunk.last)
         if self._talk is not None:
-            self._talk.take(chunk.items, chunk.last)
-            extend = Extend(TALKER, chunk.items, chunk.last)
-            return self._again(missing, extend) if chunk.last and not self._rows.complete else [extend]
-        if not self._rows.complete:
-            return [Fail(missing)]
-        first, *track = chunk.items
-        text, codec = talker_prompt(
-            self._speech.prompt, self._speech.parts, first, self._speech.voice, self._speech.ids
-        )
-        self._talk = _Talk(text, codec, track, chunk.last)
+            return [Extend(TALKER, track, chunk.last, first)]
+        self._talk = talk
         return [self._open_talker()]
 
     def _more_rows(self) -> list[Action]:
-        """Tell a talker that was opened anew of the rows that come anew; any other has been told of all."""
+        """Tell the talker of rows that it has not been told of."""
         given, talk = self._rows.given, self._talk
         if given is None or talk is None or (talk.given is not None and given.count <= talk.given.count):
             return []
         talk.given = given
-        return [Extend(TALKER, (), talk.closed, {GIVEN: given.plain()})]
+        return [Extend(TALKER, (), talk.closed, more={GIVEN: given.plain()})]
 
     def _without_rows(self, reason: str) -> list[Action]:
         """The talker could not take its rows and has ended: it begins anew with those of another place, or new ones."""
         assert self._talk is not None and self._talk.given is not None
         self._rows.lose(self._talk.given)
-        if self._rows.given is not None:
+        if self._rows.complete:
             return [self._open_talker()]
-        return self._again(f"the talker could not take the thinker's rows: {reason}", self._open_talker())
-
-    def _again(self, reason: str, following: Action) -> list[Action]:
-        """Have the rows made anew and go on, unless that has been tried too often."""
         self._repeated += 1
-        return [Fail(reason)] if self._repeated > MOST_REPEATS else [Repeat(THINKER), following]
+        if self._repeated > MOST_REPEATS:
+            return [Fail(f"the talker could not take the thinker's rows: {reason}")]
+        return [Repeat(THINKER), self._open_talker()]
+
+    def _new_talk(self) -> _Talk:
+        return _Talk(*talker_prompt(self._speech.prompt, self._speech.parts, self._speech.voice, self._speech.ids))
 
     def _open_talker(self) -> Open:
         talk, ids = self._talk, self._speech.ids
@@ -128,7 +141,7 @@ class SpeechFlow:
             "fill": ids.tts_pad,
             "track": list(talk.track),
             "last": talk.closed,
-            "rows": self._rows.due,
+            "rows": self._speech.parts.talker_rows,
         }
         talk.given = self._rows.given
         if talk.given is not None:
@@ -139,7 +152,7 @@ class SpeechFlow:
         if made:
             handoff["frames"] = made
         # The engine counts the prompt in ids that no penalty and no sampling can touch.
-        prompt = [ids.codec_pad] * len(talk.text) + [frame[0] for frame in made]
+        prompt = [ids.codec_pad] * len(talk.codec) + [frame[0] for frame in made]
         return Open(TALKER, prompt, handoff, stop=(ids.codec_eos,), done=len(made))
 
     def _said(self, event: Produced) -> list[Action]:
@@ -174,9 +187,14 @@ class _Talk:
 
     text: list[int]
     codec: list[int]
-    track: list[int]
-    closed: bool
+    track: list[int] = field(default_factory=list)
+    closed: bool = False
     given: Given | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the prompt has its last position, the first spoken text token."""
+        return len(self.text) == len(self.codec)
 
     def take(self, items: Sequence[int], last: bool) -> None:
         self.track.extend(items)
@@ -211,9 +229,6 @@ class Rows:
         place = notice.source, notice.name
         if place in self._lost:
             return
-        if place not in self._places:  # who had begun before will not go on
-            for given in [given for given in self._places.values() if given.count < self.due]:
-                self.lose(given)
         known = self._places[place].count if place in self._places else 0
         if notice.first != known:
             raise ValueError(f"multimodal rows {known} to {notice.first} are missing")

@@ -76,6 +76,16 @@ class Spoken:
     def row_count(self) -> int:
         return sum(stop - start for start, stop in self.rows)
 
+    @property
+    def talker_rows(self) -> list[list[int]]:
+        """The same ranges as positions of the talker's prompt, where the user segments are moved together."""
+        found, before = [], 0
+        for start, stop in self.user:
+            inside = [(a, b) for a, b in self.rows if start <= a < stop]
+            found += [[before + a - start, before + b - start] for a, b in inside]
+            before += stop - start
+        return found
+
 
 def find_parts(prompt: Sequence[int], ids: SpecialIds) -> Spoken | None:
     """Find the segments of a chat prompt; None if it does not end in an assistant turn."""
@@ -104,19 +114,18 @@ def _runs(
     return tuple(runs)
 
 
-def talker_prompt(
-    prompt: Sequence[int], parts: Spoken, first_text: int, voice: str, ids: SpecialIds
-) -> tuple[list[int], list[int]]:
+def talker_prompt(prompt: Sequence[int], parts: Spoken, voice: str, ids: SpecialIds) -> tuple[list[int], list[int]]:
     """Text ids and codec ids of the talker's prompt positions (MULTIMODAL and NO_CODEC where there is none).
 
+    The text lacks its last id, that of the first spoken text token: all else is known before anything is spoken.
+
     Args:
-        first_text: id of the first spoken text token.
         voice: a key of `ids.speakers`.
     """
     text = [MULTIMODAL if t in ids.multimodal else t for a, b in parts.user for t in prompt[a:b]]
     codec = [NO_CODEC] * (len(text) + HEADER)
     text += prompt[parts.header : parts.header + HEADER]
-    text += [ids.tts_pad] * PADS + [ids.tts_bos, first_text]
+    text += [ids.tts_pad] * PADS + [ids.tts_bos]
     codec += [ids.codec_nothink, ids.codec_think_bos, ids.codec_think_eos, ids.speakers[voice]]
     codec += [ids.codec_pad, ids.codec_bos]
     return text, codec

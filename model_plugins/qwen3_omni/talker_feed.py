@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from vllm_omni_ext.engine.feeder import Span
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor, Draw
-from vllm_omni_ext.model_plugins.qwen3_omni.prompt import MULTIMODAL, NO_CODEC
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import NO_CODEC
 
 
 class TalkerWeights(Protocol):
@@ -38,7 +39,7 @@ class TalkerWeights(Protocol):
 
 @dataclass
 class _Request:
-    text: list[int]
+    text: list[int]  # shorter than `codec` as long as the end of the prompt is not known
     codec: list[int]
     fill: int
     track: list[int]
@@ -72,7 +73,8 @@ class TalkerFeeder:
         """Start a request.
 
         Args:
-            prompt: text, codec, track, fill; positions of a multimodal prompt; frames made before it came here.
+            prompt: text, codec, track, fill; rows, ranges of positions whose rows are handed over; positions of a
+                multimodal prompt; frames made before it came here.
         """
         if req_id in self._requests:  # preempted and added again: its history stays
             return
@@ -88,7 +90,7 @@ class TalkerFeeder:
             draw=Draw(greedy=sampling.temperature < 1e-5, generator=generator),
             slot=self._take_slot(),
             positions=None if positions is None else _positions_from(positions),
-            row_of={p: i for i, p in enumerate(q for q, t in enumerate(text) if t == MULTIMODAL)},
+            row_of={p: i for i, p in enumerate(chain.from_iterable(range(*span) for span in prompt["rows"]))},
         )
         if frames := prompt.get("frames"):
             request = self._requests[req_id]
@@ -109,8 +111,9 @@ class TalkerFeeder:
         return self._free.pop()
 
     def extend(self, req_id: str, chunk: Mapping[str, Any], rows: Tensor | None) -> None:
-        """Append track ids and/or multimodal rows [n, thinker hidden]."""
+        """Append text ids of the prompt, track ids and/or multimodal rows [n, thinker hidden]."""
         request = self._requests[req_id]
+        request.text.extend(chunk.get("text", ()))
         request.track.extend(chunk.get("track", ()))
         if rows is not None:
             new = self._model.project_hidden(rows.to(self._device))
@@ -144,7 +147,7 @@ class TalkerFeeder:
         base = 0
         for span in spans:
             request = self._requests[span.req_id]
-            prompt = len(request.text)
+            prompt = len(request.codec)
             cut = max(0, min(prompt - span.start, span.count))
             if cut:
                 prompts.append((request, span.start, base, cut))
@@ -174,7 +177,7 @@ class TalkerFeeder:
         stop = start + out.shape[0]
         ids = torch.tensor(request.text[start:stop], device=self._device)
         out.copy_(self._model.text_table[ids.clamp(min=0)])
-        mixed = [p for p in range(start, stop) if request.text[p] == MULTIMODAL]
+        mixed = [p for p in range(start, stop) if p in request.row_of]
         if mixed:
             assert request.rows is not None, "the scheduler starts a prompt only when its rows are there"
             at = torch.tensor([p - start for p in mixed], device=self._device)

@@ -81,7 +81,7 @@ def test_twice_and_without_any(ended: Ended, cls: type[Any]) -> None:
 
 def test_those_that_wait_for_their_input_end_too(ended: Ended) -> None:
     made = scheduler(FeedScheduler)
-    starved = {PROMPT: {"track": [], "rows": 5}}
+    starved = {PROMPT: {"track": [], "rows": [[0, 5]]}}
     made.add_request(request("parked", 1, 50.0, **starved))
     made.add_request(request("parked by another", 0, 50.0, **starved))
     assert set(made._parked) == {"parked", "parked by another"} and not made.requests
@@ -119,7 +119,7 @@ def test_the_load_is_less_at_once(ended: Ended) -> None:
     made.get_request_counts = lambda: (len(made.requests), 0)
     made.kv_cache_manager = SimpleNamespace(usage=0.0)
     made.add_request(request("running", 1, 1.0))
-    made.add_request(request("parked", 1, 1.0, **{PROMPT: {"track": [], "rows": 5}}))
+    made.add_request(request("parked", 1, 1.0, **{PROMPT: {"track": [], "rows": [[0, 5]]}}))
     assert (made.load().running, made.load().waiting) == (1, 1)
     made.add_request(forget(1))
     assert (made.load().running, made.load().waiting) == (0, 0)

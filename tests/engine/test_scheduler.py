@@ -22,7 +22,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.finished_req_ids, made.connector = set(), None
     made._pause_state = PauseState.UNPAUSED
     made._chunks = {}
-    made._gates = {"parked": Gate.of({"track": [], "rows": 5})}
+    made._gates = {"parked": Gate.of({"track": [], "rows": [[0, 5]]}, 9)}
     made._parked = {"parked": SimpleNamespace(request_id="parked", client_index=0, status=RequestStatus.WAITING)}
     return made
 
@@ -38,8 +38,13 @@ def test_who_is_ended_while_waiting_for_rows_is_told(monkeypatch: pytest.MonkeyP
 
 def test_a_pause_waits_for_requests_that_wait_for_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     made = scheduler(monkeypatch)
-    made.running = [SimpleNamespace(request_id="starved", num_output_tokens=9, num_output_placeholders=0)]
-    made._gates["starved"] = Gate.of({"track": [1], "last": False})
+    made.running = [
+        SimpleNamespace(
+            request_id="starved",
+            num_computed_tokens=18,
+        )
+    ]
+    made._gates["starved"] = Gate.of({"track": [1], "last": False}, 9)
     assert not made.has_requests(), "the engine sleeps until the chunk is there"
     made._pause_state = PauseState.PAUSED_NEW
     assert made.has_requests()

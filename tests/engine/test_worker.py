@@ -39,7 +39,7 @@ def feed(monkeypatch: pytest.MonkeyPatch) -> FeedWorker:
     made = FeedWorker.__new__(FeedWorker)
     made._taker, made._refused = Taker("rows", connector(ConnectorConfig(name="in_process")), 0.1), {}
     model = Model()
-    made.model_runner = SimpleNamespace(get_model=lambda: model)
+    made.model_runner = SimpleNamespace(get_model=lambda: model, input_batch=SimpleNamespace(generators={}))
     return made
 
 

@@ -66,11 +66,13 @@ class Stages:
                 case Open(stage="talker", handoff=handoff):
                     assert handoff is not None
                     self.opened.append(TALKER)
-                    self.text += [handoff["text"][-1], *handoff["track"]]
+                    known = len(handoff["text"]) == len(handoff["codec"])
+                    self.text += [*handoff["text"][-1:], *handoff["track"]] if known else []
                     self.closed.append(handoff["last"])
-                case Extend(stage="talker", track=track, last=last):
+                case Extend(stage="talker", track=track, last=last, prompt=prompt):
                     assert self.opened[:1] == [TALKER]
-                    self.text += track
+                    assert bool(prompt) == (self.text == [])
+                    self.text += [*prompt, *track]
                     self.closed.append(last)
                 case Feed(stage="code2wav", part=part, prompt=prompt, last=last):
                     assert part == self.opened.count(CODE2WAV)
@@ -87,9 +89,9 @@ def test_a_reply_in_one_piece() -> None:
     (opened,) = feed(flow, thought(9, finish="stop"))
     parts = find_parts(TEXT, IDS)
     assert parts is not None
-    text, codec = talker_prompt(TEXT, parts, 40, "ethan", IDS)
-    handoff = {"text": text, "codec": codec, "fill": IDS.tts_pad, "track": [41, 42, IDS.tts_eos], "last": True}
-    assert opened == Open(TALKER, [IDS.codec_pad] * len(text), handoff | {"rows": 0}, stop=(IDS.codec_eos,))
+    text, codec = talker_prompt(TEXT, parts, "ethan", IDS)
+    handoff = {"text": [*text, 40], "codec": codec, "fill": IDS.tts_pad, "track": [41, 42, IDS.tts_eos], "last": True}
+    assert opened == Open(TALKER, [IDS.codec_pad] * len(codec), handoff | {"rows": []}, stop=(IDS.codec_eos,))
     assert feed(flow, said((1, 2)), said((3, 4))) == []
     (decode,) = feed(flow, said(finish="stop"))
     assert decode == Feed(CODE2WAV, 0, [1, 2, 3, 4], {"task": "token_embed"}, last=True)
@@ -140,15 +142,17 @@ def test_a_turn_that_the_prompt_has_begun_is_spoken_too(text: ChunkSchedule) -> 
     st.lists(st.tuples(st.integers(0, 63), st.integers(0, 63)), min_size=1, max_size=12),
     schedules,
     schedules,
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_schedules_change_nothing_of_what_arrives(begun, steps, frames, text, codec, random) -> None:
-    """Any schedules, any order of the two stages' events."""
+def test_schedules_change_nothing_of_what_arrives(begun, steps, frames, text, codec, ahead, random) -> None:
+    """Any schedules, any order of the two stages' events; the talker may be opened with the request."""
     flow, stages = flow_for([*TEXT, *begun], text=text, frames=codec), Stages()
+    stages.take(flow.begin() if ahead else [])
     thoughts = [thought(*step, finish="stop" if i == len(steps) - 1 else None) for i, step in enumerate(steps)]
     talk = [*(said(frame) for frame in frames), said(finish="stop")]
-    while thoughts or (talk and stages.opened):
-        if thoughts and not (stages.opened and talk and random.random() < 0.5):
+    while thoughts or (talk and stages.text):
+        if thoughts and not (stages.text and talk and random.random() < 0.5):
             stages.take(flow.handle(thoughts.pop(0)))
         else:
             stages.take(flow.handle(talk.pop(0)))
@@ -198,7 +202,7 @@ def test_rows_in_pieces(pieces: list[tuple[int, int]], begun: list[int], text: C
     assert feed(flow, *row_events(pieces)) == []
     opened, *_ = feed(flow, thought(40), thought(41), thought(9, finish="stop"))
     assert opened.handoff["given"] == rows_given(4)
-    assert (opened.handoff["rows"], opened.handoff["positions"]) == (4, b"xyz")
+    assert (opened.handoff["rows"], opened.handoff["positions"]) == ([[4, 7], [8, 9]], b"xyz")
 
 
 def test_rows_may_come_with_the_first_token() -> None:
@@ -246,35 +250,56 @@ def test_rows_that_nobody_has_are_made_again_but_not_for_ever() -> None:
     for source in "BCD":
         again, opened = feed(flow, lost())
         assert again == Repeat(THINKER)
-        assert isinstance(opened, Open) and "given" not in opened.handoff and opened.handoff["rows"] == 4
-        assert feed(flow, *row_events([(0, 1)], source)) == [Extend(TALKER, (), True, {"given": rows_given(1, source)})]
-        assert feed(flow, *row_events([(1, 4)], source)) == [Extend(TALKER, (), True, {"given": rows_given(4, source)})]
+        assert isinstance(opened, Open) and "given" not in opened.handoff
+        for first, count in ((0, 1), (1, 3)):
+            told = {"given": rows_given(first + count, source)}
+            assert feed(flow, thought(rows=notice(first, count, source))) == [Extend(TALKER, (), True, more=told)]
     assert feed(flow, lost()) == [Fail("the talker could not take the thinker's rows: it is gone")]
 
 
-def test_rows_of_one_that_began_before_another_are_not_waited_for() -> None:
-    """At B the prefill was under way when it died; C's are complete, and lost."""
+def test_a_talker_begins_anew_with_the_rows_of_another_thinker() -> None:
     flow = flow_for(HEARD, text=EACH)
-    feed(flow, *row_events([(0, 1)], "B"), thought(40, rows=notice(0, 4, "C")))
-    assert feed(flow, lost())[0] == Repeat(THINKER)
-
-
-def test_a_talker_that_cannot_take_its_rows_begins_anew_with_those_of_another_thinker() -> None:
-    flow = flow_for(HEARD, text=EACH)
-    feed(flow, thought(40, rows=notice(0, 4)), *row_events([(0, 1)], "B"))
+    feed(flow, *row_events([(0, 4)], "A"), thought(40), *row_events([(0, 4)], "B"))
     (opened,) = feed(flow, lost())
-    assert opened.handoff["given"] == rows_given(1, "B") and opened.handoff["track"] == []
-    assert feed(flow, *row_events([(1, 3)], "B")) == [Extend(TALKER, (), False, {"given": rows_given(3, "B")})]
-    assert feed(flow, *row_events([(4, 4)], "A")) == [], "what is lost is not asked again"
-    more, token = feed(flow, thought(41, rows=notice(3, 1, "B")))
-    assert (more, token) == (Extend(TALKER, (), False, {"given": rows_given(4, "B")}), Extend(TALKER, (41,), False))
+    assert opened.handoff["given"] == rows_given(4, "B")
 
 
-def test_a_talker_that_waits_for_rows_when_the_thinker_ends_has_them_made_again() -> None:
+def test_what_another_thinker_has_of_them_is_no_reason_to_wait_for_it() -> None:
+    """It may have been lost, too: the rows are made again, and who has most of them is asked."""
     flow = flow_for(HEARD, text=EACH)
-    feed(flow, thought(40, rows=notice(0, 4)), *row_events([(0, 1)], "B"), lost())
-    again, rest = feed(flow, thought(9, finish="stop"))
-    assert (again, rest) == (Repeat(THINKER), Extend(TALKER, (IDS.tts_eos,), True))
+    feed(flow, thought(40, rows=notice(0, 4)), *row_events([(0, 2)], "B"))
+    again, opened = feed(flow, lost())
+    assert again == Repeat(THINKER)
+    assert opened.handoff["given"] == rows_given(2, "B") and opened.handoff["track"] == []
+    assert feed(flow, *row_events([(0, 2)], "C")) == []
+    assert feed(flow, *row_events([(2, 3)], "C")) == [Extend(TALKER, (), False, more={"given": rows_given(3, "C")})]
+    assert feed(flow, *row_events([(4, 4)], "A")) == [], "what is lost is not asked again"
+    more, token = feed(flow, thought(41, rows=notice(3, 1, "C")))
+    assert more == Extend(TALKER, (), False, more={"given": rows_given(4, "C")})
+    assert token == Extend(TALKER, (41,), False)
+
+
+def test_rows_go_to_a_talker_that_computes_ahead_as_they_come() -> None:
+    flow = flow_for(HEARD, text=EACH)
+    (opened,) = flow.begin()
+    assert "given" not in opened.handoff
+    first, second = feed(flow, *row_events([(0, 1), (1, 4)]))
+    assert first == Extend(TALKER, (), False, more={"given": rows_given(1)})
+    assert second == Extend(TALKER, (), False, more={"given": rows_given(4)})
+    assert feed(flow, thought(40)) == [Extend(TALKER, (), False, (40,))]
+
+
+def test_a_thinker_that_goes_on_while_rows_are_made_again_is_heard() -> None:
+    flow = flow_for(HEARD, text=EACH)
+    flow.begin()
+    feed(flow, *row_events([(0, 2)]))
+    again, _ = feed(flow, lost())
+    assert again == Repeat(THINKER)
+    assert feed(flow, thought(40), thought(9, finish="stop")) == [
+        Extend(TALKER, (), False, (40,)),
+        Extend(TALKER, (IDS.tts_eos,), True),
+    ]
+    assert feed(flow, *row_events([(0, 4)], "B")) == [Extend(TALKER, (), True, more={"given": rows_given(4, "B")})]
 
 
 def test_a_talker_that_was_lost_is_told_where_its_rows_are() -> None:
@@ -344,17 +369,21 @@ class Replicas:
         self.frames: list[list[int]] = []
         self.ends = 0
         self.finished = False
+        self.do(flow.begin())
 
     def do(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case Open(handoff=handoff):
-                    self.track, self.track_closed = [handoff["text"][-1], *handoff["track"]], handoff["last"]
+                    known = len(handoff["text"]) == len(handoff["codec"])
+                    self.track = [handoff["text"][-1], *handoff["track"]] if known else []
+                    self.track_closed = handoff["last"]
                     assert [tuple(frame) for frame in handoff.get("frames", ())] == FRAMES[: self.said]
                     assert action.done == self.said
-                case Extend(track=track, last=last):
+                case Extend(track=track, last=last, prompt=prompt):
                     assert self.track is not None and not self.track_closed
-                    self.track += track
+                    assert bool(prompt) == (not self.track)
+                    self.track += [*prompt, *track]
                     self.track_closed = last
                 case Feed():
                     self.parts.append(action)

@@ -93,10 +93,10 @@ def test_text_before_the_first_turn_belongs_to_nobody() -> None:
 
 def test_layout_of_the_talker_prompt() -> None:
     prompt = turn(SYSTEM, 30) + user(20, AUDIO, AUDIO, 21) + turn(IDS.assistant, 31) + user(VIDEO) + HEADER + [40]
-    text, codec = talker_prompt(prompt, parts_of(prompt), 50, "chelsie", IDS)
+    text, codec = talker_prompt(prompt, parts_of(prompt), "chelsie", IDS)
     first = [IDS.im_start, IDS.user, NEWLINE, 20, MULTIMODAL, MULTIMODAL, 21, IM_END, NEWLINE]
     second = [IDS.im_start, IDS.user, NEWLINE, MULTIMODAL, IM_END, NEWLINE]
-    assert text == [*first, *second, *HEADER, 7, 7, 7, 7, IDS.tts_bos, 50]
+    assert text == [*first, *second, *HEADER, 7, 7, 7, 7, IDS.tts_bos]
     assert codec == [NO_CODEC] * (len(first + second) + 3) + [70, 71, 72, 81, 73, 74]
 
 
@@ -106,12 +106,14 @@ def test_the_talker_prompt_has_nine_positions_after_the_user_turns(
 ) -> None:
     prompt = [t for role, content in conversation for t in turn(role, *content)] + HEADER
     parts = parts_of(prompt)
-    text, codec = talker_prompt(prompt, parts, 50, voice, IDS)
-    assert len(text) == len(codec) == len(kept(prompt)) + 9
-    assert text.count(MULTIMODAL) == parts.row_count
+    text, codec = talker_prompt(prompt, parts, voice, IDS)
+    assert len(text) + 1 == len(codec) == len(kept(prompt)) + 9
+    mixed = [p for p, token in enumerate(text) if token == MULTIMODAL]
+    assert [p for start, stop in parts.talker_rows for p in range(start, stop)] == mixed
+    assert len(mixed) == parts.row_count
     assert codec[-3] == IDS.speakers[voice]
 
 
 def test_an_unknown_voice_is_not_replaced() -> None:
     with pytest.raises(KeyError):
-        talker_prompt(HEADER, parts_of(HEADER), 50, "nobody", IDS)
+        talker_prompt(HEADER, parts_of(HEADER), "nobody", IDS)

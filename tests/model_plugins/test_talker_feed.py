@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_omni_ext.engine.feeder import Span
-from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import MULTIMODAL, NO_CODEC, TalkerFeeder
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import MULTIMODAL, NO_CODEC
+from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerFeeder
 
 HIDDEN, VOCAB, CODES, GROUPS, EOS, FILL = 3, 20, 10, 4, 9, 19
 PROMPT = [1, 2, MULTIMODAL, 3, MULTIMODAL, MULTIMODAL, 4]
@@ -56,7 +57,8 @@ def make(slots: int = 2, capacity: int = 30) -> TalkerFeeder:
 
 
 def handoff(track: list[int], text: list[int] = PROMPT, codec: list[int] = CODEC, **more: Any) -> dict[str, Any]:
-    return {"text": text, "codec": codec, "fill": FILL, "track": track, **more}
+    rows = [[p, p + 1] for p, token in enumerate(text) if token == MULTIMODAL]
+    return {"text": text, "codec": codec, "fill": FILL, "track": track, "rows": rows, **more}
 
 
 def hidden_rows(count: int, seed: int = 1) -> Tensor:

@@ -53,9 +53,13 @@ class FakeReplica:
 class ScriptedFlow:
     """Answers each event with what `script` says."""
 
-    def __init__(self, script: Callable[[Produced], list[Action]]) -> None:
+    def __init__(self, script: Callable[[Produced], list[Action]], beginning: list[Action]) -> None:
         self.script = script
+        self.beginning = beginning
         self.events: list[Produced] = []
+
+    def begin(self) -> list[Action]:
+        return self.beginning
 
     def handle(self, event: Produced) -> list[Action]:
         self.events.append(event)
@@ -78,6 +82,7 @@ class FakePlugin:
 
     def __init__(self, script: Callable[[Produced], list[Action]]) -> None:
         self.script = script
+        self.beginning: list[Action] = []
         self.change: Callable[[TextRequest], None] = lambda request: None
         self.flows: list[ScriptedFlow] = []
         self.prompts: list[Sequence[int]] = []
@@ -92,7 +97,7 @@ class FakePlugin:
     def open(self, request: TextRequest, options: OmniOptions) -> ScriptedFlow:
         self.change(request)
         self.prompts.append(request.prompt)
-        self.flows.append(ScriptedFlow(self.script))
+        self.flows.append(ScriptedFlow(self.script, self.beginning))
         return self.flows[-1]
 
     def decode(self, stage: str, tensor: Any) -> Any:

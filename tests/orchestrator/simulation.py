@@ -60,8 +60,8 @@ def text_of(prompt: list[int], tokens: int = TOKENS) -> list[int]:
 
 
 class Speech:
-    """The flow: text -> voice (opened when the rows are there, and given the first token right after) -> sound, each
-    code a part and the end one more -> the client."""
+    """The flow: text -> voice (opened with the request, and told of rows as they come) -> sound, each code a part and
+    the end one more -> the client."""
 
     def __init__(self) -> None:
         self.rows = Rows(ROWS)
@@ -72,6 +72,9 @@ class Speech:
         self.last = self.ended = False
         self.parts = self.heard = self.known = 0
 
+    def begin(self) -> list[Action]:
+        return self.replay("voice")
+
     def handle(self, event: Produced) -> list[Action]:
         match event.stage:
             case "text":
@@ -80,14 +83,13 @@ class Speech:
                 more = self._more()
                 if not event.tokens and event.finish is None:
                     return more
-                first = [] if self.opened else self.replay("voice")
                 self.track += event.tokens
                 self.last |= event.finish is not None
-                return [*more, *first, Extend("voice", event.tokens, self.last)]
+                return [*more, Extend("voice", event.tokens, self.last)]
             case "voice" if isinstance(event.payload, str):
                 assert self.told is not None
                 self.rows.lose(self.told)
-                again: list[Action] = [] if self.rows.given else [Repeat("text")]
+                again: list[Action] = [] if self.rows.complete else [Repeat("text")]
                 return [*again, *self.replay("voice")]
             case "voice":
                 self.ended = event.finish is not None
@@ -102,7 +104,7 @@ class Speech:
         if given is None or not self.opened or (self.told is not None and given.count <= self.told.count):
             return []
         self.told = given
-        return [Extend("voice", (), self.last, {GIVEN: given.plain()})]
+        return [Extend("voice", (), self.last, more={GIVEN: given.plain()})]
 
     def _sounded(self, wave: torch.Tensor, last: bool) -> list[Action]:
         new, self.known = wave[self.known :], max(0, self.known - len(wave))

@@ -125,7 +125,10 @@ async def test_sampling_given_with_the_request_is_copied() -> None:
 
 async def test_what_else_belongs_to_a_chunk_goes_with_it() -> None:
     def with_rows(event: Produced) -> list[Action]:
-        return [Open("voice", [0], {"rows": 3, "last": False}), Extend("voice", (5,), False, {"given": {"count": 3}})]
+        return [
+            Open("voice", [0], {"rows": 3, "last": False}),
+            Extend("voice", (5,), False, more={"given": {"count": 3}}),
+        ]
 
     bench = Bench(with_rows)
     await bench.start("r")
@@ -451,5 +454,90 @@ async def test_no_sound_is_an_answer_too() -> None:
     await bench.produce("text", "r", 9, end="stop")
     (audio,) = drained(sink)
     assert (audio.samples.shape, audio.frames.shape, audio.note) == ((0,), (0, 0), "too short")
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+# -- a stage that is opened with the request -------------------------------------------------------
+
+AHEAD = Open("voice", [0, 0], {"text": [1], "last": False})
+
+
+def follows(event: Produced) -> list[Action]:
+    """The rest of the prompt with the first text, the end with the last."""
+    if event.stage != "text":
+        return [Finished()]
+    if event.tokens == (10,):
+        return [Extend("voice", (11,), False, prompt=(7,))]
+    return [Extend("voice", (), True)]
+
+
+def ahead(**more: Any) -> Bench:
+    bench = Bench(follows, **more)
+    bench.plugin.beginning = [AHEAD]
+    return bench
+
+
+async def test_what_is_known_goes_out_with_the_request() -> None:
+    bench = ahead()
+    await bench.start("r")
+    (opened,) = bench.of("voice/0").added
+    assert opened.sampling_params is not None
+    assert opened.sampling_params.extra_args == {PROMPT: {"text": [1], "last": False}}
+    await bench.produce("text", "r", 10)
+    chunk = bench.of("voice/0").added[-1]
+    assert chunk.sampling_params is not None
+    assert chunk.sampling_params.extra_args == {CHUNK: {"text": [7], "track": [11], "last": False}}
+
+
+async def test_a_request_for_text_alone_opens_nothing_else() -> None:
+    bench = ahead()
+    await bench.orchestrator.open(text_request("t"))
+    assert not bench.of("voice/0").added
+
+
+async def test_a_stage_is_owed_nothing_before_the_first_text() -> None:
+    bench = ahead(chunk_deadline_s=0.02)
+    ticket, sink = await bench.start("r")
+    await asyncio.sleep(0.1)
+    assert sink.empty() and bench.of("voice/0").aborted == []
+    await bench.produce("text", "r", 10)
+    await asyncio.sleep(0.1)
+    (error,) = drained(sink)
+    assert "the voice stage got nothing more from the text stage for 0.02 s" in str(error)
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+async def test_a_stage_that_was_not_needed_is_told() -> None:
+    def silent(event: Produced) -> list[Action]:
+        return [Emit("audio", None, {"frames": [], "sample_rate": 24_000, "note": "nothing to say"}), Finished()]
+
+    bench = ahead()
+    bench.plugin.script = silent
+    ticket, sink = await bench.start("r")
+    await bench.produce("text", "r", 9, end="stop")
+    assert len(drained(sink)) == 1
+    assert bench.of("voice/0").aborted == ["r"]
+    assert bench.of("text/0").aborted == []
+    await bench.orchestrator.withdraw(ticket)
+    assert bench.orchestrator.held() == 0
+
+
+async def test_text_goes_on_when_the_rest_has_ended() -> None:
+    bench = ahead()
+    await bench.start("r")
+    await bench.produce("text", "r", 10)
+    await bench.produce("voice", "r", 1, end="length")
+    assert bench.of("voice/0").aborted == bench.of("text/0").aborted == []
+    assert bench.pools["text"].replica_of("r") is not None
+
+
+async def test_without_a_stage_to_open_the_request_fails_as_a_whole() -> None:
+    bench = ahead(voice=0)
+    ticket, sink = await bench.start("r")
+    (error,) = drained(sink)
+    assert isinstance(error, StageUnavailable) and "voice" in str(error)
+    assert bench.of("text/0").aborted == ["r"]
     await bench.orchestrator.withdraw(ticket)
     assert bench.orchestrator.held() == 0

@@ -16,6 +16,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.oracle import Oracle
+from tests.processes.conftest import STEP_TOKENS
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.orchestrator.requests import OmniOptions
 
@@ -73,6 +74,16 @@ def test_the_talker_has_a_seed_of_its_own(omni: Any) -> None:
     outputs = [ask(omni, [QUESTION], {**greedy(), "talker": sampled(seed)["talker"]})[0] for seed in (7, 8)]
     assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
     assert outputs[0].frames.tolist() != outputs[1].frames.tolist()
+
+
+def test_a_seed_with_a_prompt_of_several_steps(omni: Any) -> None:
+    """In both stages that sample: vLLM ends a CPU engine there."""
+    long = [{"role": "user", "content": "Tell me more about the moon. " * 40}]
+    (first,), (again,), (other,) = (ask(omni, [long], sampled(seed)) for seed in (7, 7, 8))
+    assert len(first.prompt_token_ids) > 2 * STEP_TOKENS
+    assert same(first, again)
+    assert first.outputs[0].token_ids != other.outputs[0].token_ids
+    assert same(ask(omni, [QUESTION, long, OTHER], sampled(7))[1], first), "whoever else is in the batch"
 
 
 def test_seeds_at_the_same_time(omni: Any) -> None:

@@ -40,7 +40,8 @@ async def opened(omni: Any, name: str, ids: list[int]) -> asyncio.Queue[Any]:
     orchestrator = omni._omni.orchestrator
     options = OmniOptions(modalities=("audio",), voice="ethan", sampling={"talker": SamplingParams(**GREEDY)})
     flow, sink = orchestrator.plugin.open(TextRequest(prompt=ids), options), asyncio.Queue()
-    orchestrator._live[name] = Live(flow, options, sink, name, {}, recital=True)
+    orchestrator._live[name] = live = Live(flow, options, sink, name, {}, recital=True)
+    await orchestrator._do(name, live, "thinker", flow.begin())
     return sink
 
 

@@ -1,7 +1,8 @@
-"""When a stage that is fed by another one may run. Pure: no vLLM, no torch, no clock."""
+"""How far a stage that is fed by another one may run. Pure: no vLLM, no torch, no clock."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,37 +14,44 @@ class Gate:
     """What one request has received so far.
 
     Attributes:
-        rows_due: tensor rows the prompt needs before prefill may start.
-        rows: of these, the first ones that can be taken.
-        track: entries of the per-step track received (one is used by every decode step).
-        closed: no further entries will come; every later step has its input.
-        done: tokens at the end of the prompt that were sampled before the request came here.
+        size: positions of its prompt; those of tokens sampled before it came here are not counted.
+        text: of these, how many are known, from the first on.
+        spans: ranges [start, stop) of positions whose tensor rows are handed over, ascending.
+        rows: how many of the rows can be taken, in the order of the positions.
+        track: entries received of the track; each position after the prompt uses one.
+        closed: no further entries will come; every later position has its input.
     """
 
-    rows_due: int = 0
+    size: int = 0
+    text: int = 0
+    spans: Sequence[Sequence[int]] = ()
     rows: int = 0
     track: int = 0
     closed: bool = False
-    done: int = 0
 
-    @property
-    def ready(self) -> bool:
-        """Whether prefill may start."""
-        return self.rows >= self.rows_due and not self.starved(0)
-
-    def starved(self, sampled: int) -> bool:
-        """Whether the decode step after `sampled` sampled tokens still lacks its track entry."""
-        return not self.closed and self.done + sampled > self.track
+    def limit(self) -> int | None:
+        """How many positions can be computed, prompt and sampled tokens; None: all there will be."""
+        left = self.rows
+        for start, stop in self.spans:
+            if left < stop - start:
+                return min(self.text, start + left)
+            left -= stop - start
+        if self.text < self.size:
+            return self.text
+        return None if self.closed else self.size + self.track
 
     def take(self, chunk: dict[str, Any]) -> None:
-        """Account for one chunk: `track` entries, `last` marker, and how many rows there are by now."""
+        """Account for one chunk: `text` of the prompt, `track` entries, `last` marker, and how many rows there are."""
+        self.text += len(chunk.get("text", ()))
         self.track += len(chunk.get("track", ()))
         self.closed = self.closed or bool(chunk.get("last"))
         self.rows = max(self.rows, chunk.get(GIVEN, {}).get("count", 0))
 
     @classmethod
-    def of(cls, prompt: dict[str, Any]) -> Gate:
-        """Open a gate from the payload a request is added with."""
-        gate = cls(rows_due=int(prompt.get("rows", 0)), done=len(prompt.get("frames", ())))
+    def of(cls, prompt: dict[str, Any], length: int) -> Gate:
+        """Open a gate from the payload a request is added with, and the length of its prompt as the engine counts."""
+        gate = cls(size=length - len(prompt.get("frames", ())), spans=prompt.get("rows", ()))
         gate.take(prompt)
+        if "text" not in prompt:  # the engine knows the ids itself
+            gate.text = gate.size
         return gate

@@ -1,6 +1,7 @@
 """Scheduler of a stage whose inputs arrive in chunks.
 
-A chunk is a second ADD with a known request id (see `wire.handoff`). A request whose next input is missing is held
+A chunk is a second ADD with a known request id (see `wire.handoff`). A request is computed as far as its input is
+known: vLLM asks `_reserve_prefill_lookahead` about every request of a step. One whose next input is missing is held
 with vLLM's own `next_decode_eligible_step`, and an engine in which everything is held reports no work, so that it
 sleeps on its input queue until the next chunk, request or abort wakes it.
 """
@@ -51,11 +52,11 @@ class FeedMixin(ReportMixin):
         if is_chunk:
             self._take_chunk(request.request_id, payload)
             return
-        self._gates[request.request_id] = gate = Gate.of(payload)
-        if gate.ready:
-            super().take_request(request)
-        else:
+        self._gates[request.request_id] = gate = Gate.of(payload, request.num_prompt_tokens)
+        if gate.limit() == 0:
             self._parked[request.request_id] = request
+        else:
+            super().take_request(request)
 
     def _take_chunk(self, req_id: str, payload: dict[str, Any]) -> None:
         gate = self._gates.get(req_id)
@@ -63,12 +64,19 @@ class FeedMixin(ReportMixin):
             return
         gate.take(payload)
         self._chunks.setdefault(req_id, []).append(payload)
-        if gate.ready and req_id in self._parked:
+        if req_id in self._parked and gate.limit() != 0:
             super().take_request(self._parked.pop(req_id))
 
     def _starved(self, request: Request) -> bool:
         gate = self._gates.get(request.request_id)
-        return gate is not None and gate.starved(request.num_output_tokens + request.num_output_placeholders)
+        limit = None if gate is None else gate.limit()
+        return limit is not None and request.num_computed_tokens >= limit
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        count = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        gate = self._gates.get(request.request_id)
+        limit = None if gate is None else gate.limit()
+        return count if limit is None else max(0, min(count, limit - num_computed_tokens))
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule one step; starved requests are not eligible for it."""

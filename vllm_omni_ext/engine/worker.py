@@ -87,6 +87,30 @@ class _LeanWorker(_Worker):  # type: ignore[misc]
         trim()
         return times
 
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample; on CPU a seeded request whose prompt goes on draws nothing."""
+        if not current_platform.is_cpu():
+            return super().sample_tokens(grammar_output)
+        with _without_draws(self.model_runner):
+            return super().sample_tokens(grammar_output)
+
+
+@contextmanager
+def _without_draws(runner: Any) -> Iterator[None]:
+    """Inside the block, requests whose sample will be thrown away have no generator.
+
+    vLLM lets them draw and turns their generators back, which CPU generators cannot: the engine would end.
+    """
+    batch = runner.input_batch
+    spared: dict[int, torch.Generator] = {}
+    if batch.generators:
+        rows = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        spared = {row: batch.generators.pop(row) for row in rows if row in batch.generators}
+    try:
+        yield
+    finally:
+        batch.generators.update(spared)
+
 
 class ExportWorker(_LeanWorker):
     """Puts hidden rows of chosen prompt positions where the next stage takes them, and says so beside the result.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -31,16 +29,13 @@ def engine_request(
     )
 
 
-def stage_sampling(
-    action: Open, *, given: SamplingParams | None, default: Mapping[str, Any], room: int | None
-) -> SamplingParams:
-    """What a stage that is opened samples with.
+def opening(request_id: str, action: Open, params: SamplingParams, room: int | None) -> EngineCoreRequest:
+    """The request that opens a fed stage.
 
     Args:
-        given: with the request; None: `default` holds.
-        room: most tokens it may make, all together; None: no limit is known.
+        params: what was asked for; changed into what the engine is told.
+        room: most tokens the stage may make, those made before included; None: no limit but its own.
     """
-    params = SamplingParams(**default) if given is None else given.clone()
     params.extra_args = {PROMPT: dict(action.handoff)}
     params.output_kind = RequestOutputKind.DELTA
     params.detokenize = False
@@ -51,4 +46,4 @@ def stage_sampling(
     params.min_tokens = max(0, params.min_tokens - action.done)
     params.stop_token_ids = [*(params.stop_token_ids or ()), *action.stop]
     params._all_stop_token_ids = {*params._all_stop_token_ids, *action.stop}
-    return params
+    return engine_request(request_id, action.prompt, sampling=params)

@@ -62,12 +62,14 @@ class Extend:
     """Hand one more chunk to a fed stage in which the request is open.
 
     Attributes:
+        prompt: what the request's prompt lacked when it was opened, or the next piece of it.
         more: further entries of the payload (see `wire.handoff`).
     """
 
     stage: str
     track: tuple[int, ...]
     last: bool
+    prompt: tuple[int, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -122,7 +124,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Nothing more will come of this request; everything it holds is released."""
+    """Nothing more will come of this request: what it still holds beyond the text stage is released."""
 
 
 Action = Open | Extend | Feed | Repeat | Emit | Fail | Finished
@@ -130,6 +132,9 @@ Action = Open | Extend | Feed | Repeat | Emit | Fail | Finished
 
 class Flow(Protocol):
     """One request's way through the stages after the text stage."""
+
+    def begin(self) -> list[Action]:
+        """Decide what can be done as soon as the text stage has been given the request."""
 
     def handle(self, event: Produced) -> list[Action]:
         """Decide what follows from an event."""

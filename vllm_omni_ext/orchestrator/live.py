@@ -1,4 +1,4 @@
-"""What an orchestrator holds for requests that want more than text."""
+"""What the orchestrator holds for a request."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from vllm_omni_ext.orchestrator.flow import Flow
 from vllm_omni_ext.orchestrator.requests import OmniOptions
 
 Sink = asyncio.Queue[Any]
+"""Where a caller gets what is not text: pieces of sound, or the error that ended the request."""
 
 
 @dataclass
 class Ticket:
-    """A request that wants more than text, before the text stage has it."""
+    """A request that wants more than text, before it is opened."""
 
     options: OmniOptions
     sink: Sink
@@ -40,5 +41,7 @@ class Live:
     """How often each stage was given the request anew; what was decided before that is part of what it was given."""
     text: EngineCoreRequest | None = None
     """The text stage's request, if it exports something."""
+    heard: set[str] = field(default_factory=set)
+    """Stages that have given something for it."""
     done: set[str] = field(default_factory=set)
     """Stages that have ended the request: it can do without them."""

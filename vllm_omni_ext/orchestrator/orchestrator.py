@@ -9,29 +9,20 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import REST, TEXT, Observer
+from vllm_omni_ext.orchestrator import flow as flows
 from vllm_omni_ext.orchestrator.deadlines import Deadlines
-from vllm_omni_ext.orchestrator.engine_requests import engine_request, stage_sampling
-from vllm_omni_ext.orchestrator.flow import (
-    Action,
-    Emit,
-    Extend,
-    Fail,
-    Feed,
-    Finish,
-    Finished,
-    Open,
-    Produced,
-    Repeat,
-)
+from vllm_omni_ext.orchestrator.engine_requests import opening
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finished, Open, Produced, Repeat
 from vllm_omni_ext.orchestrator.held_rows import HeldRows
 from vllm_omni_ext.orchestrator.live import Live, Sink, Ticket
 from vllm_omni_ext.orchestrator.parts import Parts
@@ -174,10 +165,16 @@ class Orchestrator:
             self._plan(request)
             self._texts[request.request_id] = TextReplay(request)
             await self._send_text(request)
+            await self._begin(request.request_id)
         except BaseException as error:
             self.observer.failed(request.request_id, self.text_stage, error)
             await self.abort([request.request_id])
             raise
+
+    async def _begin(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is not None:
+            await self._do(request_id, live, self.text_stage, live.flow.begin())
 
     async def _send_text(self, request: EngineCoreRequest) -> None:
         media = [feature.identifier for feature in request.mm_features or ()]
@@ -223,15 +220,19 @@ class Orchestrator:
             self._live.pop(request_id, None)
             self._texts.pop(request_id, None)
             self._rows.finished(request_id, taken=False)
-            self.waiting.forget(request_id, *self.pools)
-            for pool in self.pools.values():
-                self._deadlines.settle(request_id, pool.stage)
-                parts, farewell = self._parts.end(request_id, pool.stage)
-                replica = pool.release(request_id)
-                if replica is not None and replica in self.replicas:
-                    await self.replicas[replica].abort(parts or [request_id])
-                    if farewell is not None:
-                        await self.replicas[replica].add(farewell)
+            await self._withdraw(request_id, self.pools)
+
+    async def _withdraw(self, request_id: str, stages: Iterable[str]) -> None:
+        """Take a request out of stages that may still have it."""
+        for stage in stages:
+            self.waiting.forget(request_id, stage)
+            self._deadlines.settle(request_id, stage)
+            parts, farewell = self._parts.end(request_id, stage)
+            replica = self.pools[stage].release(request_id)
+            if replica is not None and replica in self.replicas:
+                await self.replicas[replica].abort(parts or [request_id])
+                if farewell is not None:
+                    await self.replicas[replica].add(farewell)
 
     async def text_stopped(self, request_ids: list[str]) -> None:
         """A stop string ended these requests on our side: the text stage must stop, the others go on."""
@@ -391,6 +392,7 @@ class Orchestrator:
         live = self._live.get(request_id)
         if live is None:
             return
+        live.heard.add(event.stage)
         if event.finish is not None:
             live.done.add(event.stage)
         try:
@@ -425,22 +427,22 @@ class Orchestrator:
                 await self._fail(request_id, source, RequestFailed(message))
             case Finished():
                 self._live.pop(request_id, None)
-                self._rows.finished(request_id, taken=bool(live.opened))
+                self._rows.finished(request_id, taken=bool(live.heard - {self.text_stage}))
                 self.observer.finished(request_id, REST)
+                await self._withdraw(request_id, [stage for stage in self.pools if stage != self.text_stage])
 
     async def _open_stage(self, request_id: str, live: Live, source: str, action: Open) -> None:
-        stage = action.stage
-        params = stage_sampling(
-            action, given=live.options.sampling.get(stage), default=self._sampling[stage], room=live.room.get(stage)
-        )
-        request = engine_request(request_id, action.prompt, sampling=params)
-        live.done.discard(stage)
+        given = live.options.sampling.get(action.stage)
+        params = SamplingParams(**self._sampling[action.stage]) if given is None else given.clone()
+        request = opening(request_id, action, params, live.room.get(action.stage))
+        live.done.discard(action.stage)
         try:
             replica = self._admit(action.stage, request_id)
         except StageUnavailable as error:
             await self._fail(request_id, action.stage, error)
             return
-        self._deadlines.given(request_id, action.stage, source, last=action.last)
+        if source in live.heard:  # before that it may be queued for any time
+            self._deadlines.given(request_id, action.stage, source, last=action.last)
         if replica is None:
             return
         live.opened[action.stage] = request
@@ -451,7 +453,9 @@ class Orchestrator:
         replica = self.pools[action.stage].replica_of(request_id)
         if replica is not None:  # else the stage has ended the request already: nothing to extend
             self._deadlines.given(request_id, action.stage, source, last=action.last)
-            chunk = {"track": list(action.track), "last": action.last, **action.more}
+            chunk: dict[str, Any] = {"track": list(action.track), "last": action.last, **action.more}
+            if action.prompt:
+                chunk["text"] = list(action.prompt)
             self.observer.sent(request_id, source, replica, chunk)
             await self.replicas[replica].add(chunk_request(live.opened[action.stage], extra_args={CHUNK: chunk}))
 
@@ -488,5 +492,5 @@ class Orchestrator:
         self._failed(request_id, error)
 
 
-def _finish(reason: FinishReason) -> Finish:
+def _finish(reason: FinishReason) -> flows.Finish:
     return str(reason)  # type: ignore[return-value]

@@ -147,6 +147,11 @@ SCHEDULER = (
         "vllm.v1.core.sched.scheduler",
         ("Scheduler.__init__", "74c31cd5056b", "subclassed"),
         ("Scheduler.schedule", "272db55b70fe", "overridden: holds starved requests by next_decode_eligible_step"),
+        (
+            "Scheduler._reserve_prefill_lookahead",
+            "1570acd92f79",
+            "overridden: asked about every request of a step, it limits a request to what is known of its input",
+        ),
         ("Scheduler.add_request", "55013f31efc9", "overridden: takes chunks of known requests"),
         ("Scheduler.update_from_output", "941ee1677f37", "passes pooler_output of a generation request on"),
         ("Scheduler.finish_requests", "f2be1ab8f2d8", "overridden: drops what is held for a request"),
@@ -181,6 +186,11 @@ WORKER = (
         ("GPUModelRunner.execute_model", "00b038acec00", "keeps auxiliary hidden states for sample_tokens"),
         ("ExecuteModelState", "5ea79877f717", "read between execute_model and sample_tokens"),
         ("GPUModelRunner.sample_tokens", "d6f8b90a0ddc", "runs the sampler that the code predictor follows"),
+        (
+            "GPUModelRunner._bookkeeping_sync",
+            "7bae99d10c86",
+            "turns generators back, which CPU generators cannot: our workers keep them away from it",
+        ),
     ),
     *_in(
         "vllm.v1.cudagraph_dispatcher",

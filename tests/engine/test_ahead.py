@@ -1,0 +1,150 @@
+"""A prompt is computed as far as it is known: vLLM's own scheduler, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_omni_ext.cli.settings import from_kwargs
+from vllm_omni_ext.engine.scheduler import feed_scheduler
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.runtime.engine_args import stage_engine_args
+from vllm_omni_ext.runtime.launcher import register_classes
+from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from vllm_omni_ext.wire.handoff import CHUNK, GIVEN, PROMPT
+
+SIZE, BLOCKS = 20, 40
+BUDGET = 16  # tokens of one step
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
+    path: Path = tmp_path_factory.mktemp("tiny") / "model"
+    write_qwen3_omni(path, seed=0)
+    register_classes()
+    engine = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 2, "max_model_len": 64}
+    plan = from_kwargs(str(path), stage_overrides={"talker": {"engine": engine}})
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in plan.stage("talker").env.items():
+            patch.setenv(name, value)
+        yield stage_engine_args(plan, ReplicaId("talker", 0)).create_engine_config()
+
+
+@pytest.fixture(params=[False, True], ids=["", "async"])
+def scheduler(config: VllmConfig, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(config.scheduler_config, "async_scheduling", request.param)
+    size = config.cache_config.block_size
+    layer = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    config.cache_config.num_gpu_blocks = BLOCKS
+    return feed_scheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], layer)]),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=size,
+    )
+
+
+def opened(name: str = "r", **prompt: Any) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=[0] * SIZE,
+        sampling_params=SamplingParams(max_tokens=30, extra_args={PROMPT: prompt}),
+        pooling_params=None,
+    )
+
+
+def chunk(name: str = "r", rows: int = 0, **fields: Any) -> Request:
+    """`rows`: how many there are by now."""
+    given = {GIVEN: {"count": rows}} if rows else {}
+    return Request(
+        request_id=name,
+        prompt_token_ids=[0],
+        sampling_params=SamplingParams(extra_args={CHUNK: fields | given}),
+        pooling_params=None,
+    )
+
+
+def steps(scheduler: Any, most: int = 20) -> list[dict[str, int]]:
+    """What is computed until the engine would sleep; each completed prompt or step samples a token."""
+    done = []
+    while scheduler.has_requests() and len(done) < most:
+        output: SchedulerOutput = scheduler.schedule()
+        names = list(output.num_scheduled_tokens)
+        ready = [not scheduler.requests[name].is_prefill_chunk for name in names]
+        sampled = [[7] if yes else [] for yes in ready]
+        scheduler.update_from_output(
+            output, ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+        )
+        if names:
+            done.append(dict(output.num_scheduled_tokens))
+    return done
+
+
+def test_text_first_then_rows_then_the_end(scheduler: Any) -> None:
+    scheduler.add_request(opened(text=[1] * (SIZE - 1), rows=[[4, 6], [10, 13]], track=[], last=False))
+    assert steps(scheduler) == [{"r": 4}]
+    scheduler.add_request(chunk(rows=1))
+    assert steps(scheduler) == [{"r": 1}]
+    scheduler.add_request(chunk(rows=3))
+    assert steps(scheduler) == [{"r": 6}]
+    scheduler.add_request(chunk(rows=5))
+    assert steps(scheduler) == [{"r": 8}]
+    assert scheduler.requests["r"].num_output_tokens == 0
+    scheduler.add_request(chunk(text=[5], track=[], last=False))
+    assert steps(scheduler) == [{"r": 1}], "the first code, which needs no entry of the track"
+    scheduler.add_request(chunk(track=[6, 7], last=False))
+    assert steps(scheduler) == [{"r": 1}, {"r": 1}]
+    assert scheduler.requests["r"].num_output_tokens == 3
+
+
+def test_a_step_takes_no_more_than_its_budget(scheduler: Any) -> None:
+    scheduler.add_request(opened(text=[1] * (SIZE - 1), rows=[], track=[], last=False))
+    assert steps(scheduler) == [{"r": BUDGET}, {"r": SIZE - 1 - BUDGET}]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_one_that_knows_nothing_keeps_nobody_waiting(scheduler: Any, known: bool) -> None:
+    prompt: dict[str, Any] = {"rows": [[0, 2]]} if not known else {"rows": []}
+    scheduler.add_request(opened("first", text=[1] * (SIZE - 1), track=[], last=False, **prompt))
+    scheduler.add_request(opened("second", text=[1] * SIZE, track=[1], last=True, rows=[]))
+    computed: dict[str, int] = {}
+    for step in steps(scheduler, most=4):
+        for name, count in step.items():
+            computed[name] = computed.get(name, 0) + count
+    assert computed["second"] >= SIZE
+    assert computed.get("first", 0) == (SIZE - 1 if known else 0)
+
+
+def test_everything_at_once_is_computed_as_ever(scheduler: Any) -> None:
+    scheduler.add_request(opened(text=[1] * SIZE, track=[1, 2], last=False, rows=[]))
+    assert steps(scheduler) == [{"r": BUDGET}, {"r": SIZE - BUDGET}, {"r": 1}, {"r": 1}]
+
+
+@pytest.mark.parametrize("when", [0, 1, 2])
+def test_a_preempted_one_begins_again_and_goes_as_far(scheduler: Any, when: int) -> None:
+    scheduler.add_request(opened(text=[1] * (SIZE - 1), rows=[[4, 6]], track=[], last=False))
+    moves: list[Callable[[], None]] = [
+        lambda: None,
+        lambda: scheduler.add_request(chunk(rows=2)),
+        lambda: scheduler.add_request(chunk(text=[5], track=[1], last=False)),
+    ]
+    for move in moves[: when + 1]:
+        move()
+        steps(scheduler)
+    request = scheduler.running.pop()
+    before = request.num_tokens, request.num_computed_tokens
+    scheduler._preempt_request(request, 0.0)
+    again = steps(scheduler)
+    assert sum(step["r"] for step in again) == before[1], "also the step that waits for its entry of the track"
+    assert (request.num_tokens, request.num_computed_tokens) == before
