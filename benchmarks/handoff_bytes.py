@@ -1,7 +1,7 @@
-"""Bytes that pass between thinker and talker: for each token of a text-only prompt's answer, and for a prompt with sound.
+"""Bytes that pass between thinker and talker: for each token of an answer to text, and for a prompt with sound.
 
-Counted is what passes through the API server (the notices in the thinker's outputs, and the requests and chunks that the
-talker's replica gets, encoded as vLLM encodes them on its socket), and what passes beside it, over the connector.
+Counted is what passes through the API server (the notices in the thinker's outputs, and the requests and chunks that
+the talker's replica gets, encoded as vLLM encodes them on its socket), and what passes over the connector.
 
     python benchmarks/handoff_bytes.py [MODEL] [--tokens 200] [--seconds 10] [--connector shared_memory]
 """
