@@ -11,6 +11,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -23,6 +24,7 @@ from vllm_omni_ext.runtime.engine_args import stage_engine_args
 from vllm_omni_ext.runtime.launcher import register_classes
 from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
 from vllm_omni_ext.wire.handoff import CHUNK, GIVEN, PROMPT
+from vllm_omni_ext.wire.parts import refusal, refused
 
 SIZE, BLOCKS = 20, 40
 BUDGET = 16  # tokens of one step
@@ -148,3 +150,20 @@ def test_a_preempted_one_begins_again_and_goes_as_far(scheduler: Any, when: int)
     again = steps(scheduler)
     assert sum(step["r"] for step in again) == before[1], "also the step that waits for its entry of the track"
     assert (request.num_tokens, request.num_computed_tokens) == before
+
+
+@pytest.mark.parametrize("text", [SIZE - 1, SIZE], ids=["prefill", "sampled"])
+def test_a_request_that_the_worker_refuses_ends_alone_and_says_why(scheduler: Any, text: int) -> None:
+    for name in ("bad", "good"):
+        scheduler.add_request(opened(name, text=[1] * text, rows=[], track=[1], last=False))
+    output = scheduler.schedule()
+    names = list(output.num_scheduled_tokens)
+    sampled = [[] if scheduler.requests[name].is_prefill_chunk else [7] for name in names]
+    answers = [refusal("the rows are gone") if name == "bad" else None for name in names]
+    made = ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, sampled, pooler_output=answers)
+    outputs = scheduler.update_from_output(output, made)
+    (bad,) = [each for each in outputs[0].outputs if each.request_id == "bad"]
+    assert bad.finish_reason == FinishReason.ERROR
+    assert refused(bad.pooling_output) == "the rows are gone"
+    assert set(scheduler.requests) == {"good"} == set(scheduler._gates)
+    assert "bad" in scheduler.finished_req_ids, "so that the worker forgets it"
