@@ -117,3 +117,18 @@ def test_it_asks_for_one_token_and_nothing_else() -> None:
     assert (again.max_tokens, again.min_tokens, again.logprobs, again.temperature) == (1, 0, None, 0.7)
     assert text.sampling_params.max_tokens == 50
     assert repeats.drop(["other"]) == [] and len(repeats.drop(["r"])) == 1 and len(repeats) == 0
+
+
+async def test_a_request_that_ends_first_stops_the_reading_and_frees_what_came_of_it() -> None:
+    made = bench()
+    ticket, _ = await made.start("r")
+    await made.produce("text", "r", 1, tensor=NOTICE)
+    await made.produce("voice", "r", tensor="lost", end="error")
+    again = made.of("text/0").added[-1].request_id
+    await made.produce("text", "r", 5, end="stop")
+    assert made.of("text/0").aborted == [again]
+    assert not await made.orchestrator.produced(ReplicaId("text", 0), output(again, 7, tensor=NOTICE))
+    await settle()
+    assert made.of("text/0").calls == [FORGET]
+    await made.orchestrator.withdraw(ticket)
+    assert made.orchestrator.held() == 0

@@ -278,6 +278,8 @@ class Orchestrator:
             if owner != request_id:
                 tokens, finish = (), finish if finish in ("abort", "error") else None
             await self._event(owner, Produced(stage, tokens, payload, finish, number, now))
+        else:
+            self._rows.unwanted(replica, payload)
         if output.finished:
             self._repeats.finished(request_id)
         return owner == request_id
@@ -430,6 +432,7 @@ class Orchestrator:
                 self._rows.finished(request_id, taken=bool(live.heard - {self.text_stage}))
                 self.observer.finished(request_id, REST)
                 await self._withdraw(request_id, [stage for stage in self.pools if stage != self.text_stage])
+                await self.abort(self._repeats.drop([request_id]))
 
     async def _open_stage(self, request_id: str, live: Live, source: str, action: Open) -> None:
         given = live.options.sampling.get(action.stage)
