@@ -20,6 +20,7 @@ import io
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -50,7 +51,11 @@ WARM_UP = 4
 LATEST_S = 120.0
 """After the last request was sent."""
 
+CACHE_BYTES = 64 << 20
+"""Room for all requests that a text stage runs at once."""
+
 OURS, STOCK = "ours", "stock vLLM"
+STOCK_PROGRAM = str(Path(__file__).with_name("stock.py"))
 SERVER_HEADER = "X-Api-Server"
 
 
@@ -100,6 +105,7 @@ def bodies(kind: str, count: int, args: Any) -> list[dict[str, Any]]:
             {
                 "model": MODEL,
                 "messages": [{"role": "user", "content": parts}],
+                "modalities": ["text"],  # ours would speak
                 "max_completion_tokens": args.tokens,
                 "ignore_eos": True,
                 "temperature": 0,
@@ -123,25 +129,29 @@ def serving(name: str, servers: int, model: str, log: Path, args: Any) -> Server
     quiet = ["--disable-uvicorn-access-log", "--api-server-count", str(servers)]
     made = Server(model, log)
     where = ["--host", HOST, "--port", str(made.port), "--dtype", "float32", "--enforce-eager"]
+    where += ["--kv-cache-memory-bytes", str(CACHE_BYTES)]
     if name == OURS:
         stages = json.dumps({"thinker": engine(args.step)})
         extra = ["--omni", "--stage-overrides", stages]
     else:
         extra = [*flags(args.step), "--limit-mm-per-prompt", '{"audio": 1, "image": 1, "video": 1}']
-    made.words = [*command(), "serve", model, *where, *length, *quiet, *extra]
+    program = command() if name == OURS else [sys.executable, STOCK_PROGRAM]
+    made.words = [*program, "serve", model, *where, *length, *quiet, *extra]
     return made
 
 
 def kinds(server: Server, name: str) -> dict[int, str]:
-    """What each of the server's processes is; vLLM gives its own titles."""
-    titles = {process.pid: " ".join(process.cmdline()) for process in server.processes()}
-    engines = {pid for pid, title in titles.items() if "EngineCore" in title}
+    """What the server's processes are; stock vLLM's say it at the beginning of every line they log."""
     if name == OURS:
         with urllib.request.urlopen(f"{server.base_url}/omni/status") as answer:
-            api = {each["pid"] for each in json.load(answer)["api_servers"]}
+            said = json.load(answer)
+        api = {each["pid"] for each in said["api_servers"]}
+        engines = {replica["pid"] for stage in said["stages"] for replica in stage["replicas"]}
     else:
-        api = {pid for pid, title in titles.items() if "APIServer" in title} or {server.pid}
-    return {pid: "API servers" if pid in api else "engines" if pid in engines else "the rest" for pid in titles}
+        logged = re.findall(r"\((\w+) pid=(\d+)\)", server.log.read_text(errors="replace"))
+        engines = {int(pid) for title, pid in logged if title.startswith("EngineCore")}
+        api = {int(pid) for title, pid in logged if title.lower().startswith("apiserver")}
+    return dict.fromkeys(engines, "engines") | dict.fromkeys(api, "API servers")
 
 
 def cpu(server: Server, known: dict[int, str]) -> Counter[str]:
@@ -229,6 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments.parse_args(argv)
     rates = {"text": args.rate, "audio": args.audio_rate or args.rate / 4}
     os.environ["PYTHONPATH"] = PYTHONPATH
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # what our text stage gets here
     runs = []
     with checkpoint(args.model) as model, tempfile.TemporaryDirectory() as folder:
         for servers in args.servers:

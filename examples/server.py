@@ -81,7 +81,7 @@ class Program:
         if self._process is not None and psutil.pid_exists(self._process.pid):
             tree = psutil.Process(self._process.pid)
             self._seen |= {process.pid: process for process in [tree, *tree.children(recursive=True)]}
-        return [process for process in self._seen.values() if process.is_running() and _alive(process)]
+        return [process for process in self._seen.values() if process.is_running() and alive(process)]
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> list[psutil.Process]:
         """Ask it to end as Ctrl-C does and wait; returns the processes that had to be killed."""
@@ -155,7 +155,8 @@ class Server(Program):
             time.sleep(LOOK_EVERY_S)
 
 
-def _alive(process: psutil.Process) -> bool:
+def alive(process: psutil.Process) -> bool:
+    """Whether a process still runs; one that has ended may wait for somebody to notice."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

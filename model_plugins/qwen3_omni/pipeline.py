@@ -39,6 +39,7 @@ CODE2WAV = StageSpec(
     name="code2wav",
     engine={
         "runner": "pooling",
+        "worker_cls": "vllm_omni_ext.engine.worker.LeanWorker",
         "hf_overrides": f"{_HERE}.hf_configs:code2wav",
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,

@@ -60,10 +60,15 @@ def question(number: int) -> Any:
 BODIES = [body(question(number), WORDS, FRAMES) for number in range(REQUESTS)]
 
 
+@pytest.fixture(scope="module", params=[1, 2, 3], ids="{} API servers".format)
+def api_servers(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory, api_servers: int) -> Iterator[Server]:
     two = overrides(**{stage: {"replicas": 2} for stage in STAGES})
-    flags = [*LENGTH, *two, "--omni-heartbeat-timeout", str(TIMEOUT_S)]
+    flags = [*LENGTH, *two, "--omni-heartbeat-timeout", str(TIMEOUT_S), "--api-server-count", str(api_servers)]
     with Server(tiny, tmp_path_factory.mktemp("server") / "log", flags) as running:
         yield running
 
@@ -80,6 +85,11 @@ def busiest(server: Server, stage: str) -> str:
     return max(found, key=found.__getitem__)
 
 
+def check_served_by(answers: list[Any], count: int) -> None:
+    """Every API server has answered; a single one does not say its number."""
+    assert {each.server for each in answers} == ({""} if count == 1 else {str(which) for which in range(count)})
+
+
 def strike(server: Server, target: str, killed: list[str]) -> None:
     """Kill a replica of a stage, one that works."""
     until(lambda: replicas(server)[busiest(server, target)]["running"], BUSY_WITHIN_S)
@@ -87,14 +97,14 @@ def strike(server: Server, target: str, killed: list[str]) -> None:
     kill(server, killed[-1])
 
 
-def test_forty_of_forty(server: Server) -> None:
+def test_forty_of_forty(server: Server, api_servers: int) -> None:
     undisturbed = ask_all(server, BODIES, AT_ONCE)
     assert set(used(undisturbed)) == {f"{stage}/{i}" for stage in STAGES for i in range(2)}
     assert until(lambda: all_up(server, 6) and idle(server))
     head, files = psutil.Process(server.pid), sorted(os.listdir(folder(server)))
     shared = set(os.listdir("/dev/shm"))
-    api = psutil.Process(status(server)["api_servers"][0]["pid"])
-    processes, open_files = len(server.processes()), {each: each.num_fds() for each in (head, api)}
+    serving = [psutil.Process(each["pid"]) for each in status(server)["api_servers"]]
+    processes, open_files = len(server.processes()), {each: each.num_fds() for each in (head, *serving)}
     first_coordinator = coordinator(server)
 
     answered, killed = 0, []
@@ -116,6 +126,8 @@ def test_forty_of_forty(server: Server) -> None:
         for struck in strikes:
             struck.result()
     assert [n for n in range(REQUESTS) if got[n] != undisturbed[n]] == []
+    check_served_by(undisturbed, api_servers)
+    check_served_by(got, api_servers)
 
     assert [name.partition("/")[0] for name in killed] == ["talker", "code2wav", "thinker"]
     assert until(lambda: all_up(server, 6) and idle(server))

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from examples.server import HOST, Server
+from examples.server import HOST, Server, alive
 from tests.media import openai_messages
 from tests.oracle import Golden, Oracle
 from tests.processes.cluster import (
@@ -240,7 +240,7 @@ def test_a_killed_host_is_replaced(cluster: Cluster, undisturbed: list[Answer]) 
 
     def replace() -> None:
         os.kill(cluster.vocoder.pid, signal.SIGKILL)
-        assert not psutil.wait_procs(engines, GONE_S)[1]
+        assert until(lambda: not any(map(alive, engines)), GONE_S)
         assert until(lambda: get(head, "/health")[0] == 503)
         cluster.vocoder = cluster.join("second_vocoder", "code2wav")
         cluster.vocoder.start()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import openai
+import psutil
 import pytest
 import soundfile
 
@@ -32,6 +33,9 @@ BODY: dict[str, Any] = {"ignore_eos": True, "talker": {"max_tokens": 24}}
 SHORT = {"max_completion_tokens": 12, "temperature": 0, "seed": 3, "extra_body": BODY}
 LONG = {"max_completion_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
 SETTLE_S = 10.0
+IDLE_S, MOST_CPU = 30.0, 0.01
+"""How long an idle server is watched, and the most it may take of one core."""
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -71,6 +75,21 @@ def pieces(chunks: list[Any]) -> int:
     """In how many pieces the sound of a stream came."""
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     return sum(bool(delta.audio and delta.audio.data) for delta in deltas)
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    """CPU time of all their threads so far, as the scheduler counts it."""
+    tasks = [task for process in processes for task in Path(f"/proc/{process.pid}/task").iterdir()]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def test_an_idle_server_costs_nothing(server: Server, client: openai.OpenAI) -> None:
+    ask(client, modalities=["text", "audio"])
+    time.sleep(1)
+    processes = server.processes()
+    before = cpu_seconds(processes)
+    time.sleep(IDLE_S)
+    assert (cpu_seconds(processes) - before) / IDLE_S < MOST_CPU
 
 
 def streamed(chunks: list[Any]) -> tuple[str, str, np.ndarray]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.model_plugins.registry import PipelineSpec
-from vllm_omni_ext.topology.explain import as_json, explain
+from vllm_omni_ext.topology.explain import as_json, explain, unshared_caches
 from vllm_omni_ext.topology.plan import Machine, make_plan
 from vllm_omni_ext.topology.shape import Headless
 
@@ -117,3 +119,22 @@ def test_values_json_cannot_hold_become_text(pipeline: PipelineSpec, cpu: Machin
     config = OmniConfig(stages={"talker": StageConfig(engine={"x": {"a": (1, object)}})})
     plan = make_plan(model="m", pipeline=pipeline, config=config, text_args={}, machine=cpu)
     json.dumps(as_json(plan))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("where", ["command line", "stage"])
+def test_caches_that_are_switched_off_are_named(count: int, where: str, pipeline: PipelineSpec, cpu: Machine) -> None:
+    for kind in ("shm", "lru"):
+        engine = {"mm_processor_cache_type": kind}
+        config = OmniConfig(
+            api_servers=count, stages={"thinker": StageConfig(engine=engine if where == "stage" else {})}
+        )
+        text_args = {} if where == "stage" else engine
+        plan = make_plan(model="m", pipeline=pipeline, config=config, text_args=text_args, machine=cpu)
+        said = unshared_caches(plan)
+        assert [line.partition(",")[0] for line in said if "API servers, each" in line] == (
+            [] if count == 1 else ["2 API servers"]
+        )
+        warnings = [line for line in said if line.startswith("warning: mm_processor_cache_type: shm is switched off")]
+        assert len(warnings) == (kind == "shm")
+        assert len(said) == (count > 1) + (kind == "shm")

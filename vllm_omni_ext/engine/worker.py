@@ -78,8 +78,13 @@ def _executed_order(runner: Any, state: Any) -> list[str]:
     return list(state.input_batch.req_ids) if hasattr(state, "input_batch") else _v1_order(runner)
 
 
-class _LeanWorker(_Worker):  # type: ignore[misc]
-    """The stock worker; gives back what loading left behind."""
+class LeanWorker(_Worker):  # type: ignore[misc]
+    """The stock worker; gives back what loading left behind, and costs nothing while nothing is to be done."""
+
+    def init_device(self) -> Any:
+        """First step of the start-up."""
+        with _one_group():
+            return super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:
         """Last step of the start-up."""
@@ -93,6 +98,29 @@ class _LeanWorker(_Worker):  # type: ignore[misc]
             return super().sample_tokens(grammar_output)
         with _without_draws(self.model_runner):
             return super().sample_tokens(grammar_output)
+
+
+@contextmanager
+def _one_group() -> Iterator[None]:
+    """Inside the block, a CPU engine of one process makes no process groups besides that of the world.
+
+    vLLM makes more than a dozen for one process, and each has a thread that looks at its socket every 10 ms.
+    """
+    make = torch.distributed.new_group
+
+    def group(*args: Any, **kwargs: Any) -> Any:
+        if torch.distributed.get_world_size() == 1:
+            return torch.distributed.group.WORLD
+        return make(*args, **kwargs)
+
+    if not current_platform.is_cpu():
+        yield
+        return
+    torch.distributed.new_group = group
+    try:
+        yield
+    finally:
+        torch.distributed.new_group = make
 
 
 @contextmanager
@@ -112,7 +140,7 @@ def _without_draws(runner: Any) -> Iterator[None]:
         batch.generators.update(spared)
 
 
-class ExportWorker(_LeanWorker):
+class ExportWorker(LeanWorker):
     """Puts hidden rows of chosen prompt positions where the next stage takes them, and says so beside the result.
 
     Without such requests it is the stock worker.
@@ -208,7 +236,7 @@ def model_accept_layer(vllm_config: Any) -> int:
     return int(vllm_config.model_config.hf_config.talker_config.accept_hidden_layer)
 
 
-class FeedWorker(_LeanWorker):
+class FeedWorker(LeanWorker):
     """Runs a model that builds its own input rows (`model.feeder`) and turns samples into stage outputs.
 
     Steps that do not come from our scheduler are vLLM's own warm-up (V2 runs it through the worker): they stay stock.

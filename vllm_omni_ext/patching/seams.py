@@ -193,6 +193,18 @@ WORKER = (
         ),
     ),
     *_in(
+        "vllm.v1.worker.cpu_worker",
+        ("CPUWorker.init_device", "7d1057108cfe", "overridden, calls the original with one process group for all"),
+    ),
+    *_in(
+        "vllm.distributed.parallel_state",
+        (
+            "GroupCoordinator.__init__",
+            "115480973964",
+            "makes groups by torch.distributed.new_group",
+        ),
+    ),
+    *_in(
         "vllm.v1.cudagraph_dispatcher",
         ("CudagraphDispatcher.dispatch", "7284b6eb83df", "dispatches without graphs while keys_initialized is false"),
     ),

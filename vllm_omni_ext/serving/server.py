@@ -40,6 +40,7 @@ from vllm_omni_ext.runtime.progress import spinner
 from vllm_omni_ext.runtime.registrar import Registrar
 from vllm_omni_ext.runtime.replica import StockReplica
 from vllm_omni_ext.runtime.supervisor import Supervisor
+from vllm_omni_ext.topology.explain import unshared_caches
 from vllm_omni_ext.topology.shape import Plan
 from vllm_omni_ext.wire.control import (
     Message,
@@ -84,7 +85,9 @@ def serve(plan: Plan, args: Namespace) -> int:
     listen_address, sock = setup_server(args, reuse_port=False)
     folder = PrivateFolder()
     if plan.api_servers > 1:
-        share_metrics(plan, folder.path)
+        share_metrics(folder.path)
+    for line in unshared_caches(plan):
+        tell(line)
     try:
         with Head(plan, folder, stopping) as head:
             return head.serve(listen_address, sock, args)
@@ -96,12 +99,11 @@ def serve(plan: Plan, args: Namespace) -> int:
         sock.close()
 
 
-def share_metrics(plan: Plan, folder: str) -> None:
-    """Let all API servers answer `/metrics` with the figures of all, and say what else changes with several."""
+def share_metrics(folder: str) -> None:
+    """Let all API servers answer `/metrics` with the figures of all."""
     directory = os.environ.get(DIRECTORY) or os.path.join(folder, "metrics")
     os.makedirs(directory, exist_ok=True)
     share(directory)
-    tell(f"{plan.api_servers} API servers, each with its own multimodal processor cache; caches are not shared")
 
 
 def end_gently(processes: Iterable[Any], limit_s: float) -> None:

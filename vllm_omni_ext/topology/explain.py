@@ -10,6 +10,9 @@ from vllm_omni_ext.model_plugins.registry import EdgeSpec
 from vllm_omni_ext.topology.agreement import config_hash
 from vllm_omni_ext.topology.shape import Headless, Plan, ReplicaPlan, StagePlan
 
+CACHE_TYPE, SHARED_CACHE = "mm_processor_cache_type", "shm"
+"""vLLM's engine argument, and the value that puts the cache in memory an engine reads too."""
+
 _SECRETS = frozenset({"hf_token"})
 _SECRET_MARKS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
 
@@ -63,6 +66,20 @@ def _edge(plan: Plan, edge: EdgeSpec) -> str:
         return f"{line}, {edge.name} over {plan.connectors[edge.name]['name']}"
     sizes = plan.chunks[edge.name]
     return f"{line}, {edge.name} in chunks of {sizes if isinstance(sizes, str) else ', '.join(map(str, sizes))}"
+
+
+def unshared_caches(plan: Plan) -> list[str]:
+    """What to say of multimodal caches that several processes would have to share, and do not."""
+    lines = []
+    if plan.api_servers > 1:
+        lines.append(f"{plan.api_servers} API servers, each with its own multimodal processor cache; none is shared")
+    if any(stage.engine_args.get(CACHE_TYPE) == SHARED_CACHE for stage in plan.stages):
+        lines.append(
+            f"warning: {CACHE_TYPE}: {SHARED_CACHE} is switched off: one API server and one engine can share a cache, "
+            "and here each engine may hear from several and each API server has several engines; "
+            "media are kept where they are processed"
+        )
+    return lines
 
 
 def _machine(plan: Plan) -> str:

