@@ -9,7 +9,10 @@ _HERE = "vllm_omni_ext.model_plugins.qwen3_omni"
 THINKER = StageSpec(
     name="thinker",
     text_stage=True,
-    engine={"worker_cls": "vllm_omni_ext.engine.worker.ExportWorker"},
+    engine={
+        "worker_cls": "vllm_omni_ext.engine.worker.ExportWorker",
+        "scheduler_cls": "vllm_omni_ext.engine.unheard.export_scheduler",
+    },
     cpu_kv_bytes=256 << 20,
     gpu_share=0.6,
 )

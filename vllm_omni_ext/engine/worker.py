@@ -169,6 +169,7 @@ class ExportWorker(LeanWorker):
         for req_id in scheduler_output.finished_req_ids:
             self._exporter.drop(req_id)
             self._sender.ended(req_id)
+        self._sender.forget(getattr(scheduler_output, "unheard", ()))
         for new in scheduler_output.scheduled_new_reqs:
             if new.sampling_params is not None and new.sampling_params.extra_args:
                 self._exporter.add(new.req_id, export_ranges(new.sampling_params.extra_args))
