@@ -17,6 +17,9 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 STEP = "step_s"
 """Key of `additional_config`: seconds a step takes."""
 
+TOKEN = "token_s"
+"""Another one: seconds that each token of a step adds."""
+
 PYTHONPATH = str(Path(__file__).parent)
 """Where a server that is a process of its own finds this module."""
 
@@ -26,12 +29,14 @@ class TimedExecutor(UniProcExecutor):
 
     def _init_executor(self) -> None:
         self._step_s = float(self.vllm_config.additional_config[STEP])
+        self._token_s = float(self.vllm_config.additional_config.get(TOKEN, 0.0))
         self._ends = 0.0
         super()._init_executor()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         """Begin a step; one of a pooling model is over with it."""
-        self._ends = time.monotonic() + self._step_s if scheduler_output.total_num_scheduled_tokens else 0.0
+        tokens = scheduler_output.total_num_scheduled_tokens
+        self._ends = time.monotonic() + self._step_s + tokens * self._token_s if tokens else 0.0
         output = super().execute_model(scheduler_output, non_block)
         if (output.result() if non_block else output) is not None:
             self._wait()
@@ -47,9 +52,10 @@ class TimedExecutor(UniProcExecutor):
         time.sleep(max(0.0, self._ends - time.monotonic()))
 
 
-def engine(step_s: float) -> dict[str, Any]:
-    """Engine arguments of a stage whose steps take `step_s` seconds."""
-    return {"distributed_executor_backend": "simulated.TimedExecutor", "additional_config": {STEP: step_s}}
+def engine(step_s: float, token_s: float = 0.0) -> dict[str, Any]:
+    """Engine arguments of a stage whose steps take `step_s` seconds, and `token_s` more for each token."""
+    times = {STEP: step_s, TOKEN: token_s} if token_s else {STEP: step_s}
+    return {"distributed_executor_backend": "simulated.TimedExecutor", "additional_config": times}
 
 
 def flags(step_s: float) -> list[str]:

@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from vllm_omni_ext.errors import ConfigError
 
+KV: Literal["kv"] = "kv"
+"""Kind of an edge over which KV caches go."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
@@ -16,13 +19,15 @@ class StageSpec:
 
     Attributes:
         name: e.g. "talker".
-        text_stage: True for the one stage that answers text; stock `vllm serve` flags apply to it alone.
+        text_stage: True for the one stage that answers text; stock `vllm serve` flags apply to it, and to what
+            computes its prompts.
         engine: vLLM `EngineArgs` fields this stage needs whatever the user says (worker_cls, hf_overrides, ...).
             Values are plain data; a string of the form "pkg.mod:attr" under `hf_overrides` names a function.
         engine_defaults: `EngineArgs` fields the user may override.
         cpu_kv_bytes: KV cache bytes given to a replica on a CPU machine when nothing else is said; 0 = no KV cache.
         sampling: default sampling parameters of the stage (fields of vLLM `SamplingParams`).
         gpu_share: how much of a CUDA device's memory a replica gets, relative to others, when several share one.
+        part_of: the stage of the model it is a side of; "" if it is a whole one.
     """
 
     name: str
@@ -32,6 +37,17 @@ class StageSpec:
     cpu_kv_bytes: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
     gpu_share: float = 1.0
+    part_of: str = ""
+
+    @property
+    def stock_flags(self) -> bool:
+        """Whether stock flags apply to it; only the stage that answers text has sides."""
+        return self.text_stage or bool(self.part_of)
+
+    @property
+    def model_stage(self) -> str:
+        """The stage as the model's flow and its facts call it."""
+        return self.part_of or self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +68,8 @@ class ModelFacts:
 class EdgeSpec:
     """A hand-over between two stages: `tokens` travel in request messages, `tensors` beside them.
 
+    `kv`: the source computes a request's prompt, the target takes its KV cache over and goes on.
+
     Attributes:
         name: key of its chunk sizes, or of its connector, in a configuration; "" if it has neither.
         chunks: sizes of successive chunks when nothing else is said; the last one repeats.
@@ -59,7 +77,7 @@ class EdgeSpec:
 
     source: str
     target: str
-    kind: Literal["tokens", "tensors"]
+    kind: Literal["tokens", "tensors", "kv"]
     name: str = ""
     chunks: tuple[int, ...] = ()
 

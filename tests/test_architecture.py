@@ -35,9 +35,9 @@ LAYERS = (
     {"patching", "patches"},
     {"config", "compat", "environment", "metrics", "model_plugins.registry", "model_plugins.*.pipeline"}
     | {"connectors.base", "connectors.registry"},
-    {"topology", "pool", "orchestrator.flow", *MEMBERSHIP},
+    {"topology", "pool", "orchestrator.flow", "disaggregation.parameters", *MEMBERSHIP},
     {"wire", "connectors", "runtime.replica", "observability"},
-    {"coordinator", "orchestrator", "engine", "model_plugins"},
+    {"coordinator", "disaggregation", "orchestrator", "engine", "model_plugins"},
     {"runtime", "omni"},
     {"serving", "cli", "doctor", "llm", "llm_calls", "boot", "tiny", "stage_configs", "__main__", "__init__"},
 )
@@ -51,6 +51,8 @@ PURE = (
     "topology",
     "pool",
     "orchestrator.flow",
+    "disaggregation.parameters",
+    "disaggregation.pulls",
     *MEMBERSHIP,
     "patching",
 )
@@ -92,6 +94,7 @@ FORBIDDEN = {
         "serving",
         "cli",
     ),
+    "disaggregation": ("config", "topology", "runtime", "pool", "orchestrator", "serving", "cli"),
     "engine": ("runtime", "pool", "orchestrator", "serving", "cli"),
     "orchestrator": ("runtime", "engine", "serving", "cli"),
 }

@@ -222,9 +222,9 @@ class OmniLLM(TargetedOfflineLLM):
     def _split(self, params: Any, options: OmniOptions) -> tuple[SamplingParams, OmniOptions]:
         if isinstance(params, SamplingParams):
             return params, options
-        text_stage = self.plan.text_stage().name
+        text_stage = self.plan.text_stage().model_stage
         for stage in params:
-            self.plan.stage(stage)
+            self.plan.model_stage(stage)
         text = params.get(text_stage) or self.get_default_sampling_params()
         others = {stage: value for stage, value in params.items() if stage != text_stage}
         return text, replace(options, sampling=others)

@@ -207,6 +207,43 @@ HANDOVER_CHUNKS = Metric(
     unit="chunks",
     text="Messages handed from stage to stage.",
 )
+KV_WAIT = Metric(
+    name="kv_wait_seconds",
+    kind="histogram",
+    labels=("source", "target"),
+    unit="seconds",
+    text="Time from telling a decode stage where a prompt's KV cache is to its first token: waiting, transfer, a step.",
+    buckets=_LATENCY_S,
+)
+KV_BYTES = Metric(
+    name="kv_transfer_bytes_total",
+    kind="counter",
+    labels=("stage", "replica"),
+    unit="bytes",
+    text="KV cache that a replica has sent (some connectors: has fetched).",
+)
+KV_TRANSFER = Metric(
+    name="kv_transfer_seconds",
+    kind="histogram",
+    labels=("stage",),
+    unit="seconds",
+    text="Time of a transfer of KV cache, as the connector measures it.",
+    buckets=(0.001, 0.0025, 0.005, *_LATENCY_S),
+)
+KV_FAILURES = Metric(
+    name="kv_transfer_failures_total",
+    kind="counter",
+    labels=("stage", "replica", "kind"),
+    unit="transfers",
+    text="KV caches that were not sent, not received (the decode replica computes these prompts), or never asked for.",
+)
+KV_ALONE = Metric(
+    name="kv_not_handed_over_total",
+    kind="counter",
+    labels=("stage",),
+    unit="requests",
+    text="Requests whose prompt the decode stage was told to compute itself: no prefill replica, or not possible.",
+)
 REQUESTS = Metric(
     name="requests_total",
     kind="counter",
@@ -244,6 +281,11 @@ ALL = (
     REPLICA_INFO,
     HANDOVER_BYTES,
     HANDOVER_CHUNKS,
+    KV_WAIT,
+    KV_BYTES,
+    KV_TRANSFER,
+    KV_FAILURES,
+    KV_ALONE,
     REQUESTS,
     ERRORS,
 )

@@ -10,12 +10,14 @@ from copy import deepcopy
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
+from vllm_omni_ext.disaggregation.parameters import KEY
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metrics
@@ -25,6 +27,7 @@ from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.observability.record import Record
 from vllm_omni_ext.observability.spans import emit_spans
 from vllm_omni_ext.observability.trace_files import TraceFiles
+from vllm_omni_ext.orchestrator.naming import in_model_terms
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.orchestrator.recital import Recital, make_recital
 from vllm_omni_ext.orchestrator.requests import OmniOptions
@@ -82,11 +85,14 @@ class AsyncOmni(TargetedLLM):
 
     def _start(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica]) -> None:
         pipeline = pipeline_for(config.model_config.architectures[0])
-        self.plugin = resolve(pipeline.request_plugin)(config.model_config.hf_config, self.plan.chunks)
+        plugin = resolve(pipeline.request_plugin)(config.model_config.hf_config, self.plan.chunks)
+        self.plugin = in_model_terms(plugin, {each.name: each.part_of for each in self.plan.stages if each.part_of})
+        text_stage = self.plan.text_stage().name
         self._observe(config, replicas)
         self.orchestrator = Orchestrator(
             plugin=self.plugin,
-            text_stage=self.plan.text_stage().name,
+            text_stage=text_stage,
+            prefill_stage=self.plan.source_of(text_stage),
             pools={stage.name: self._pool(stage, replicas) for stage in self.plan.stages},
             replicas=replicas,
             sampling={stage.name: stage.sampling for stage in self.plan.stages},
@@ -98,7 +104,7 @@ class AsyncOmni(TargetedLLM):
             chunk_deadline_s=self.plan.config.chunk_deadline_s,
         )
         text = {replica: each for replica, each in replicas.items() if self._is_text(replica)}
-        self.engine_core = TextClient(config, text, self.orchestrator)
+        self.engine_core = TextClient(config, text, self.orchestrator, self.plan.sides())
         self.fleet = Fleet(
             self.connections, self.orchestrator, replicas, take=self._take, joined=self._joined, lost=self._lost
         )
@@ -224,7 +230,7 @@ class AsyncOmni(TargetedLLM):
         """
         if self._draining:
             raise StageUnavailable("the server is shutting down")
-        _remove_reserved(sampling_params)
+        _check_reserved(sampling_params)
         chosen = options or REQUEST_OPTIONS.get()
         if chosen is None or chosen.text_only:
             return self._in_time(super().generate(prompt, sampling_params, request_id, **stock))
@@ -318,9 +324,17 @@ class AsyncOmni(TargetedLLM):
         super().shutdown(timeout)
 
 
-def _remove_reserved(params: Any) -> None:
-    """Keys that our stages read are not a client's to set, through whichever endpoint it came."""
+def _check_reserved(params: Any) -> None:
+    """Keys that our stages read are not a client's to set, through whichever endpoint it came.
+
+    Raises:
+        VLLMValidationError: it names a KV cache; an engine would believe it, or die of it. Every handler of vLLM's
+            knows this error.
+    """
     given = getattr(params, "extra_args", None)
+    if given and given.get(KEY) is not None:
+        message = f"{KEY}: replicas settle among themselves what they transfer; remove it"
+        raise VLLMValidationError(message, parameter=KEY)
     if given and RESERVED & given.keys():
         params.extra_args = {key: value for key, value in given.items() if key not in RESERVED} or None
 

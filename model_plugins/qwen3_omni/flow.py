@@ -127,7 +127,7 @@ class SpeechFlow:
         self._repeated += 1
         if self._repeated > MOST_REPEATS:
             return [Fail(f"the talker could not take the thinker's rows: {reason}")]
-        return [Repeat(THINKER), self._open_talker()]
+        return [self._open_talker(), Repeat(THINKER)]
 
     def _new_talk(self) -> _Talk:
         return _Talk(*talker_prompt(self._speech.prompt, self._speech.parts, self._speech.voice, self._speech.ids))

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime.engine_args import stage_engine_args
+from vllm_omni_ext.runtime.engine_args import any_replica_args, as_asked, stage_engine_args
 from vllm_omni_ext.runtime.launcher import register_classes
 from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
 from vllm_omni_ext.topology.plan import Plan
@@ -42,3 +42,17 @@ def test_every_stage(plan: Plan, stage: str, architecture: str, monkeypatch: pyt
         assert str(config.model_config.dtype) == "torch.float32"
     if stage == "code2wav":
         assert config.scheduler_config.max_num_batched_tokens >= config.model_config.max_model_len
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_side_takes_no_media_that_another_server_would_refuse(
+    plan: Plan, side: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM lets clients of a KV consumer leave embeddings out, which ends the engine that computes the prompt."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    split = {"thinker": {"prefill_decode": {}, "enable_mm_embeds": asked}}
+    args = any_replica_args(from_kwargs(plan.model, stage_overrides=split), f"thinker.{side}")
+    media = as_asked(args.create_engine_config(), args).model_config.multimodal_config
+    assert media is not None
+    assert (media.enable_mm_embeds, media.allow_missing_mm_embeddings) == (asked, False)

@@ -190,7 +190,7 @@ def test_one_device_may_be_a_number() -> None:
         (
             {"stages": {"talker": {"zzz": 1}}},
             "stages.talker.zzz: unknown key; use one of cpu_threads, devices, engine, env, kv_cache_bytes, lb_policy, "
-            "replicas, sampling",
+            "prefill_decode, replicas, sampling",
         ),
         (
             {"stages": {"talker": {"max_num_seqs": 4}}},
@@ -211,7 +211,7 @@ def test_one_device_may_be_a_number() -> None:
         (
             {"stages": {"talker": {"engine_overrides": {}}}},
             "stages.talker.engine_overrides: unknown key; use one of cpu_threads, devices, engine, env, "
-            "kv_cache_bytes, lb_policy, replicas, sampling",
+            "kv_cache_bytes, lb_policy, prefill_decode, replicas, sampling",
         ),
     ],
 )

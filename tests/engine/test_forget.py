@@ -93,11 +93,11 @@ def test_those_that_wait_for_their_input_end_too(ended: Ended) -> None:
 
 
 def test_a_client_cannot_give_the_order() -> None:
-    from vllm_omni_ext.omni import _remove_reserved
+    from vllm_omni_ext.omni import _check_reserved
 
     params = forget_request(0, 1.0).sampling_params
     assert params is not None and params.extra_args
-    _remove_reserved(params)
+    _check_reserved(params)
     assert params.extra_args is None
 
 

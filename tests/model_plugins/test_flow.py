@@ -248,7 +248,7 @@ def test_rows_that_nobody_has_are_made_again_but_not_for_ever() -> None:
     flow = flow_for(HEARD, text=EACH)
     feed(flow, thought(40, rows=notice(0, 4)), thought(9, finish="stop"))
     for source in "BCD":
-        again, opened = feed(flow, lost())
+        opened, again = feed(flow, lost())
         assert again == Repeat(THINKER)
         assert isinstance(opened, Open) and "given" not in opened.handoff
         for first, count in ((0, 1), (1, 3)):
@@ -268,7 +268,7 @@ def test_what_another_thinker_has_of_them_is_no_reason_to_wait_for_it() -> None:
     """It may have been lost, too: the rows are made again, and who has most of them is asked."""
     flow = flow_for(HEARD, text=EACH)
     feed(flow, thought(40, rows=notice(0, 4)), *row_events([(0, 2)], "B"))
-    again, opened = feed(flow, lost())
+    opened, again = feed(flow, lost())
     assert again == Repeat(THINKER)
     assert opened.handoff["given"] == rows_given(2, "B") and opened.handoff["track"] == []
     assert feed(flow, *row_events([(0, 2)], "C")) == []
@@ -293,7 +293,7 @@ def test_a_thinker_that_goes_on_while_rows_are_made_again_is_heard() -> None:
     flow = flow_for(HEARD, text=EACH)
     flow.begin()
     feed(flow, *row_events([(0, 2)]))
-    again, _ = feed(flow, lost())
+    _, again = feed(flow, lost())
     assert again == Repeat(THINKER)
     assert feed(flow, thought(40), thought(9, finish="stop")) == [
         Extend(TALKER, (), False, (40,)),

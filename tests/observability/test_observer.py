@@ -285,3 +285,34 @@ def test_a_replica_that_is_forgotten_is_shown_no_more(bench: Bench) -> None:
     assert series(bench, THINKER) == others
     bench.observer.replica_up(TALKER)
     assert bench.value(m.REPLICA_UP, stage="talker", replica="talker/1") == 1
+
+
+def test_transfers_of_kv_caches(bench: Bench) -> None:
+    labels = {"stage": "thinker", "replica": "thinker/0"}
+    assert bench.value(m.KV_BYTES, **labels) is None
+    columns = {
+        "transfer_duration": [0.02, 0.2],
+        "bytes_transferred": [1000, 500],
+        "num_failed_transfers": [],
+        "num_failed_recvs": [1, 1],
+        "num_kv_expired_reqs": [1],
+        "of_another_connector": [7],
+    }
+    bench.observer.loaded(THINKER, SchedulerStats(kv_connector_stats=columns))
+    bench.observer.loaded(THINKER, SchedulerStats(kv_connector_stats={"bytes_transferred": [24]}))
+    bench.observer.loaded(THINKER, SchedulerStats())
+    assert bench.value(m.KV_BYTES, **labels) == 1524
+    assert bench.value(m.KV_TRANSFER, "_count", stage="thinker") == 2
+    assert bench.value(m.KV_TRANSFER, "_sum", stage="thinker") == pytest.approx(0.22)
+    found = [bench.value(m.KV_FAILURES, **labels, kind=kind) for kind in ("send", "receive", "expired")]
+    assert found == [None, 2, 1]
+    bench.observer.forgotten(THINKER)
+    assert bench.value(m.KV_BYTES, **labels) is None
+    assert bench.value(m.KV_FAILURES, **labels, kind="receive") is None
+
+
+def test_what_a_kv_cache_was_waited_for(bench: Bench) -> None:
+    bench.observer.fetched("a", "b", 0.3)
+    bench.observer.alone("b")
+    assert bench.value(m.KV_WAIT, "_sum", source="a", target="b") == 0.3
+    assert bench.value(m.KV_ALONE, stage="b") == 1

@@ -15,6 +15,7 @@ import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from tests.orchestrator.fakes import OPTIONS, POOLING, FakePlugin, output, owners, text_request
+from vllm_omni_ext.disaggregation.parameters import KEY
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import Rows
@@ -28,11 +29,14 @@ from vllm_omni_ext.wire.parts import PartMark
 from vllm_omni_ext.wire.rows import Given, Notice
 
 STAGES = ("text", "voice", "sound")
+PREFILL = "prefill"
+"""A fourth one, where prompts are computed for "text" alone."""
+
 TOKENS = 4
 """Of every text."""
 
 ROWS = 2
-PREFILL = ROWS - 1
+AHEAD = ROWS - 1
 """Steps of a prompt with rows before its first token: each brings one row."""
 
 END = 75
@@ -90,7 +94,7 @@ class Speech:
                 assert self.told is not None
                 self.rows.lose(self.told)
                 again: list[Action] = [] if self.rows.complete else [Repeat("text")]
-                return [*again, *self.replay("voice")]
+                return [*self.replay("voice"), *again]
             case "voice":
                 self.ended = event.finish is not None
                 new = [token for token in event.tokens if token != END]
@@ -129,9 +133,11 @@ class Plugin(FakePlugin):
 
     def open(self, request: TextRequest, options: OmniOptions) -> Any:
         request.extra_args[EXPORT] = [[0, ROWS]]
+        request.skip_prefix_cache = True
         return Speech()
 
     def decode(self, stage: str, tensor: Any) -> Any:
+        assert stage == "text" or not isinstance(tensor, Notice), "rows come from the text stage as far as flows know"
         return tensor if isinstance(tensor, Notice | str) else (stage, tensor)
 
 
@@ -146,16 +152,30 @@ class Work:
     rows: int = 0
     given: Given | None = None
     taken: bool = False
+    begun: bool = False
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return (self.request.sampling_params and self.request.sampling_params.extra_args) or {}
 
 
 class Engine:
-    """A replica's process and the connection to it."""
+    """A replica's process and the connection to it.
 
-    def __init__(self, replica: ReplicaId, others: list[Engine]) -> None:
+    Args:
+        processes: all of them, by a name that none has twice.
+    """
+
+    def __init__(self, replica: ReplicaId, processes: dict[str, Engine]) -> None:
         self.id = replica
-        self.others = others
-        self.kept: dict[str, int] = {}
-        """Rows of requests, by the name under which they were put."""
+        self.name = f"{replica} as process {len(processes)}"
+        self.processes = processes
+        processes[self.name] = self
+        self.kept: dict[str, list[int]] = {}
+        """Prompts by the transfer under which they are to be fetched."""
+        self.rows: dict[str, int] = {}
+        """How many of a request, by the name under which they were put."""
+        self.fetched = self.recomputed = self.prefilled = self.farewells = 0
         self.works: dict[str, Work] = {}
         self.known: set[str] = set()
         self.takes: dict[str, int] = {}
@@ -180,7 +200,7 @@ class Engine:
         await asyncio.sleep(0)
         assert (utility, method) == ("collective_rpc_async", "forget_rows")
         for name in args[0]:
-            self.kept.pop(name, None)
+            self.rows.pop(name, None)
 
     async def outputs(self) -> Any:
         raise AssertionError("the simulation reads")
@@ -199,7 +219,10 @@ class Engine:
 
     def _take(self, request: EngineCoreRequest) -> None:
         name = request.request_id
-        if not request.resumable:
+        if request.abort_immediately:
+            self.farewells += 1
+            self._fetch(Work(request, []))
+        elif not request.resumable:
             if name in self.works:
                 self.wrong.append(f"{name} was opened twice in {self.id}")
             extra = (request.sampling_params and request.sampling_params.extra_args) or {}
@@ -232,36 +255,75 @@ class Engine:
 
     def _end(self, request_id: str) -> None:
         work = self.works.pop(request_id, None)
-        if work is not None and work.taken and work.given is not None and (source := self._source(work.given)):
-            source.kept.pop(work.given.name, None)
-        if work is not None and 0 < work.rows < ROWS:
-            self.kept.pop(self._name(request_id), None)
+        if work is None:
+            return
+        if self.id.stage == "text" and not work.begun:
+            self._fetch(work)  # a connector has what it will not use freed
+        if work.taken and work.given is not None and (source := self._source(work.given)):
+            source.rows.pop(work.given.name, None)
+        if 0 < work.rows < ROWS:
+            self.rows.pop(self._name(request_id), None)
 
     def _source(self, given: Given) -> Engine | None:
         """Who has these rows; None if it is gone or does not answer."""
-        found = [each for each in self.others if each.address == given.source and not each.dead and not each.frozen]
-        return found[0] if found and given.name in found[0].kept else None
-
-    @property
-    def address(self) -> str:
-        return f"{self.id}#{id(self)}"
+        found = self.processes[given.source]
+        return None if found.dead or found.frozen or given.name not in found.rows else found
 
     def _name(self, request_id: str) -> str:
         return f"{self.takes[request_id]}/{request_id}"
 
+    def _put(self, work: Work) -> Notice | None:
+        """The next rows of a prompt, one for each step; None if none are wanted any more."""
+        if EXPORT not in work.extra or work.rows == ROWS:
+            return None
+        notice = Notice(source=self.name, name=self._name(work.request.request_id), first=work.rows, count=1)
+        work.rows += 1
+        self.rows[notice.name] = work.rows
+        return notice
+
+    def _fetch(self, work: Work) -> list[int] | None:
+        """The prompt that another process has computed; None if it cannot be had."""
+        transfer = work.extra.get(KEY)
+        holder = None if transfer is None else self.processes[transfer["remote_engine_id"]]
+        if transfer is None or holder is None or holder.dead or holder.frozen:
+            return None
+        return holder.kept.pop(transfer["transfer_id"], None)
+
+    def _prefill(self, work: Work) -> EngineCoreOutput:
+        name, transfer = work.request.request_id, work.extra[KEY]
+        if transfer.get("do_remote_prefill"):
+            self.wrong.append(f"{self.id} was asked to fetch {name}")
+        notice = self._put(work)
+        if notice is not None and work.rows < ROWS:  # the prefill goes on
+            return output(name, tensor=notice)
+        self.prefilled += 1
+        self.kept[transfer["transfer_id"]] = list(work.tokens)
+        out = output(name, 7, tensor=notice, end="length")
+        out.kv_transfer_params = {
+            "do_remote_prefill": True,
+            "transfer_id": transfer["transfer_id"],
+            "remote_engine_id": self.name,
+        }
+        return out
+
     def _text(self, work: Work) -> EngineCoreOutput:
-        request, notice = work.request, None
-        params = request.sampling_params
-        if params is not None and params.extra_args and EXPORT in params.extra_args and work.rows < ROWS:
-            notice = Notice(source=self.address, name=self._name(request.request_id), first=work.rows, count=1)
-            work.rows += 1
-            self.kept[notice.name] = work.rows
-            if work.rows < ROWS:  # the prefill goes on
-                return output(request.request_id, tensor=notice)
+        name, params = work.request.request_id, work.request.sampling_params
+        if not work.begun:
+            work.begun = True
+            prompt = self._fetch(work)
+            if KEY in work.extra and EXPORT in work.extra:
+                self.wrong.append(f"{self.id} was asked for the rows of {name}, which it does not compute")
+            if prompt is not None and prompt != work.tokens:
+                self.wrong.append(f"{self.id} fetched another prompt for {name}")
+            self.fetched += prompt is not None
+            self.recomputed += prompt is None
+        notice = self._put(work)
+        if notice is not None and work.rows < ROWS:  # the prefill goes on
+            return output(name, tensor=notice)
         work.tokens.append(following(work.tokens))
         made = len(work.tokens) - 3
         done = made == TOKENS or (params is not None and params.max_tokens == 1)
-        return output(request.request_id, work.tokens[-1], tensor=notice, end="stop" if done else "")
+        return output(name, work.tokens[-1], tensor=notice, end="stop" if done else "")
 
     def _voice(self, work: Work) -> EngineCoreOutput | None:
         frames = work.tokens[2:]
@@ -296,12 +358,13 @@ class World:
     """An orchestrator, its engines, and a reader for each, as in the server."""
 
     def __init__(self, wait_s: float = 60.0, joinable: bool = False, **counts: int) -> None:
-        ids = [ReplicaId(stage, i) for stage in STAGES for i in range(counts.get(stage, 1))]
-        self.all: list[Engine] = []
-        self.engines = {replica: Engine(replica, self.all) for replica in ids}
-        self.all += self.engines.values()
+        stages = (PREFILL, *STAGES) if PREFILL in counts else STAGES
+        ids = [ReplicaId(stage, i) for stage in stages for i in range(counts.get(stage, 1))]
+        self.processes: dict[str, Engine] = {}
+        self.engines = {replica: Engine(replica, self.processes) for replica in ids}
+        self.all = list(self.engines.values())
         self.failures: dict[str, OmniError] = {}
-        self.pools = {s: StagePool(s, [r for r in ids if r.stage == s]) for s in STAGES}
+        self.pools = {s: StagePool(s, [r for r in ids if r.stage == s]) for s in stages}
         self.orchestrator = Orchestrator(
             plugin=Plugin(lambda event: []),
             text_stage="text",
@@ -312,6 +375,7 @@ class World:
             wait_s=wait_s,
             joinable=joinable,
             failed=self.failures.__setitem__,
+            prefill_stage=PREFILL if PREFILL in counts else None,
         )
         self.texts: dict[str, list[int]] = {}
         self.sinks: dict[str, asyncio.Queue[Any]] = {}
@@ -377,7 +441,7 @@ class World:
     async def up(self, replica: ReplicaId) -> None:
         """A replica that is gone is there again, as another process."""
         if replica not in self.engines:
-            engine = self.engines[replica] = Engine(replica, self.all)
+            engine = self.engines[replica] = Engine(replica, self.processes)
             self.all.append(engine)
             self._tasks.append(asyncio.create_task(self._read(engine)))
             await self.orchestrator.replica_up(engine)
@@ -428,18 +492,25 @@ class World:
         await self.settle()
         assert self.orchestrator.held() == 0
         assert [line for engine in self.all for line in engine.wrong] == []
+        await self.run()  # the ends of streams, and of prompts that nobody fetches
         for engine in self.steppable():
-            while engine.step():  # the ends of streams
-                pass
             assert engine.works == {}, f"{engine.id} still works for nobody"
+            kept = engine.kept.keys() - self._unsaid()
+            assert engine.was_frozen or not kept, f"{engine.id} keeps prompts for nobody"
             # What was opened before it fell silent is forgotten for being idle.
             assert engine.was_frozen or engine.streams == {}, f"{engine.id} still has streams"
         frozen = any(engine.was_frozen for engine in self.all)
-        assert frozen or not any(engine.kept for engine in self.steppable()), "rows are kept for nobody"
+        assert frozen or not any(engine.rows for engine in self.steppable()), "rows are kept for nobody"
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
             assert task.cancelled() or not task.done() or task.exception() is None
+
+    def _unsaid(self) -> set[str]:
+        """Transfers of which nobody was told that they are unwanted, as the messenger died: they end after a while."""
+        unread = [each for engine in self.all if engine.dead for each in engine.commands]
+        farewells = [each for each in unread if isinstance(each, EngineCoreRequest) and each.abort_immediately]
+        return {each.sampling_params.extra_args[KEY]["transfer_id"] for each in farewells}
 
     def check(self, name: str) -> None:
         """A request has come out as if nothing had happened."""

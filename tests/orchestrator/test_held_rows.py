@@ -116,7 +116,10 @@ def test_it_asks_for_one_token_and_nothing_else() -> None:
     again: Any = repeats.request("r", text).sampling_params
     assert (again.max_tokens, again.min_tokens, again.logprobs, again.temperature) == (1, 0, None, 0.7)
     assert text.sampling_params.max_tokens == 50
-    assert repeats.drop(["other"]) == [] and len(repeats.drop(["r"])) == 1 and len(repeats) == 0
+    (engine_id,) = repeats.of(["r"])
+    assert repeats.of(["other"]) == [] and repeats.owner(engine_id) == "r"
+    repeats.finished(engine_id)
+    assert repeats.of(["r"]) == [] and len(repeats) == 0
 
 
 async def test_a_request_that_ends_first_stops_the_reading_and_frees_what_came_of_it() -> None:

@@ -8,11 +8,11 @@ import random
 import pytest
 
 from tests.orchestrator.fakes import OPTIONS, VOICE_ROOM
-from tests.orchestrator.simulation import PREFILL, STAGES, TOKENS, World, spoken, text_of
+from tests.orchestrator.simulation import AHEAD, STAGES, TOKENS, World, spoken, text_of
 from vllm_omni_ext.errors import RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 
-STEPS = PREFILL + TOKENS + 4
+STEPS = AHEAD + TOKENS + 4
 """Rounds of all engines that a request takes at least."""
 
 
@@ -181,7 +181,7 @@ async def test_a_stop_string_while_the_voice_is_awaited(tokens: int) -> None:
     world.kill(ReplicaId("voice", 0))
     await world.settle()
     await world.start("a")
-    await rounds(world, PREFILL + tokens)
+    await rounds(world, AHEAD + tokens)
     await world.orchestrator.text_stopped(["a"])
     await world.run()
     await world.up(ReplicaId("voice", 0))
@@ -194,7 +194,7 @@ async def test_a_stop_string_while_the_text_stage_is_awaited() -> None:
     """What it has made already may hold a stop string: then nobody needs the stage any more."""
     world = World()
     await world.start("a")
-    await rounds(world, PREFILL + 2)  # the voice has taken the rows
+    await rounds(world, AHEAD + 2)  # the voice has taken the rows
     world.kill(ReplicaId("text", 0))
     await world.settle()
     await world.orchestrator.text_stopped(["a"])

@@ -312,3 +312,48 @@ async def test_the_timeout_of_a_remote_call_is_its_deadline() -> None:
     bench.answer("collective_rpc", asyncio.Event())
     late = texts(await targeted(bench).collective_rpc("f", 0.01, targets=["talker/1"]))
     assert "0.01 s" in str(late["talker/1"])
+
+
+def split() -> Bench:
+    """The thinker's replicas are the prefill side of a text stage, the talker's its decode side."""
+    bench = Bench()
+    bench.calls = Calls(bench.replicas, bench.pools, "talker", {"text": ("thinker", "talker")})
+    return bench
+
+
+async def test_both_sides_of_a_stage_are_meant_by_its_name() -> None:
+    bench = split()
+    bench.answer("sleep", None)
+    both = ["thinker/0", "thinker/1", "talker/0", "talker/1"]
+    assert list(texts(await bench.calls.to(["text"], "sleep_async", 1))) == both
+    assert list(texts(await bench.calls.to(["talker"], "sleep_async", 1))) == both[2:]
+    with pytest.raises(UnknownMember, match=r"stages: text, thinker, talker, code2wav"):
+        bench.calls.resolve(["txt"])
+
+
+async def test_a_call_of_the_text_stage_reaches_both_sides_and_does_without_prefill() -> None:
+    bench = split()
+    bench.answer("add_lora", True)
+    assert await bench.calls.everywhere("add_lora_async", None)
+    assert bench.called() == ["thinker/0", "thinker/1", "talker/0", "talker/1"]
+    for name in ("thinker/0", "thinker/1"):
+        bench.lose(name)
+    assert await bench.calls.everywhere("add_lora_async", None)
+    assert bench.called()[4:] == ["talker/0", "talker/1"]
+    with pytest.raises(StageUnavailable, match="stage 'thinker' has no live replica"):
+        bench.calls.resolve(["text"])
+    for name in ("talker/0", "talker/1"):
+        bench.lose(name)
+    with pytest.raises(StageUnavailable, match="stage 'talker' has no live replica"):
+        await bench.calls.everywhere("add_lora_async", None)
+
+
+def test_sides_have_a_stage_in_common() -> None:
+    calls = split().calls
+    assert calls.common({"thinker", "talker"}) == "text"
+    assert calls.common({"thinker"}) == "thinker"
+    assert calls.common({"thinker", "code2wav"}) is None
+    assert [calls.is_text(stage) for stage in ("text", "thinker", "talker", "code2wav")] == [True, True, True, False]
+    whole = Bench().calls
+    assert [whole.is_text(stage) for stage in ("thinker", "talker")] == [True, False]
+    assert whole.common({"thinker", "talker"}) is None

@@ -13,9 +13,14 @@ import httpx
 import pytest
 
 from tests.serving.scripted import ScriptedOmni
+from vllm_omni_ext.config.parse import Names, parse_config
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.model_plugins.qwen3_omni.pipeline import QWEN3_OMNI
 from vllm_omni_ext.observability.record import Record
 from vllm_omni_ext.observability.trace_files import TraceFiles
+from vllm_omni_ext.orchestrator.disaggregated import Pair
 from vllm_omni_ext.serving.gate import SERVER_HEADER
+from vllm_omni_ext.topology.plan import make_plan
 from vllm_omni_ext.wire.control import Server
 
 
@@ -61,3 +66,26 @@ async def test_a_trace_of_another_server(app: Any, omni: Any, tmp_path: Path) ->
 @pytest.mark.asyncio(loop_scope="session")
 async def test_one_server_alone_does_not_name_itself(app: Any, omni: Any) -> None:
     assert SERVER_HEADER not in (await get(app, "/v1/omni/status")).headers
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_which_replicas_compute_prompts_for_which(app: Any, omni: Any) -> None:
+    assert (await get(app, "/v1/omni/status")).json()["kv_edges"] == []
+    plan, pipeline = omni.plan, QWEN3_OMNI
+    source, target = "thinker.prefill", "thinker.decode"
+    config = parse_config({"stages": {"thinker": {"prefill_decode": {}}}}, Names(stages=("thinker",)))
+    omni.plan = make_plan(model="m", pipeline=pipeline, config=config, text_args={}, machine=plan.machine)
+    pair = Pair(ReplicaId(source, 0), ReplicaId(target, 1), handed=3, fetching=1)
+    omni.orchestrator = SimpleNamespace(way=SimpleNamespace(pairs=lambda: [pair]))
+    try:
+        assert (await get(app, "/v1/omni/status")).json()["kv_edges"] == [
+            {
+                "source": source,
+                "target": target,
+                "connector": "mooncake",
+                "pairs": [{"source": f"{source}/0", "target": f"{target}/1", "handed": 3, "fetching": 1}],
+            }
+        ]
+    finally:
+        omni.plan = plan
+        del omni.orchestrator

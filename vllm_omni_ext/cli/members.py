@@ -6,6 +6,7 @@ import argparse
 import sys
 from dataclasses import replace
 
+from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.registry import PipelineSpec
@@ -46,8 +47,8 @@ def check_reachable(pipeline: PipelineSpec, config: OmniConfig) -> None:
     for spec in pipeline.stages:
         if not (config.stage(spec.name).replicas or spec.text_stage or config.master_port):
             raise ConfigError(
-                f"stages.{spec.name}.replicas: 0 here, so all of them join from elsewhere; write {_PORT} PORT too, and "
-                f"{_ADDRESS} HOST for other hosts"
+                f"{stage_path(spec.name)}.replicas: 0 here, so all of them join from elsewhere; "
+                f"write {_PORT} PORT too, and {_ADDRESS} HOST for other hosts"
             )
 
 

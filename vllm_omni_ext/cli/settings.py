@@ -22,6 +22,7 @@ from vllm_omni_ext.config.schema import OmniConfig, keys
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.registry import PipelineSpec, pipeline_for
 from vllm_omni_ext.runtime.engine_args import stage_engine_args
+from vllm_omni_ext.topology.disaggregation import expand
 from vllm_omni_ext.topology.plan import Plan, make_plan
 
 __all__ = ["ENGINE_FIELDS", "SAMPLING_FIELDS", "from_cli", "from_kwargs", "stage_engine_args"]
@@ -59,7 +60,8 @@ def from_cli(args: argparse.Namespace) -> tuple[Plan, argparse.Namespace]:
         overrides=parse_overrides(args.stage_overrides) if args.stage_overrides else {},
         settings={key: getattr(args, name) for name, key in SETTINGS.items() if name in given - ignored},
     )
-    config = for_this_process(args, pipeline, _config(pipeline, wishes))
+    pipeline, config = expand(pipeline, _config(pipeline, wishes))
+    config = for_this_process(args, pipeline, config)
     return _plan(args.model, pipeline, hf_config, config, text_args, headless=args.headless), args
 
 
@@ -94,7 +96,7 @@ def from_kwargs(
         settings={"async_chunk": async_chunk} | {k: v for k, v in engine_kwargs.items() if k in top},
     )
     pipeline = pipeline_for(architecture(model, hf_config))
-    config = _config(pipeline, wishes)
+    pipeline, config = expand(pipeline, _config(pipeline, wishes))
     if config.api_servers != 1:
         raise ConfigError(
             f"api_servers: LLM(omni=True) is a program without API servers; leave it out, got {config.api_servers}"

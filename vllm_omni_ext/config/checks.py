@@ -84,6 +84,9 @@ def one_of(*names: str) -> Check:
 LB_POLICIES = ("least-queue-length", "random", "round-robin")
 """Names of the load balancing policies, the default first; `pool.policies.POLICIES` implements them."""
 
+KV_CONNECTORS = ("mooncake", "nixl")
+"""Names of what moves a KV cache between replicas, the default first; `disaggregation.parameters` knows them."""
+
 SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0
 """Less than this the control plane does not work with; as in `coordinator.timing`."""
 

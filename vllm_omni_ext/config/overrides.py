@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from vllm_omni_ext.config.checks import MAPPING, unknown_key
+from vllm_omni_ext.config.disaggregation import PREFILL_DECODE, check_said_below, lay_over, split_name
 from vllm_omni_ext.config.parse import Names, check_names, check_stage
-from vllm_omni_ext.config.schema import OmniConfig, StageConfig, keys
+from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, ReplicasConfig, StageConfig, keys
 from vllm_omni_ext.errors import ConfigError
 
 STAGE_OVERRIDES = "--stage-overrides"
 _MERGED = ("sampling", "env")
+_Replicas = TypeVar("_Replicas", bound=ReplicasConfig)
 
 
 def parse_overrides(text: str) -> dict[str, dict[str, Any]]:
@@ -35,8 +38,9 @@ def with_overrides(config: OmniConfig, overrides: Mapping[str, Mapping[str, Any]
     stages = dict(config.stages)
     try:
         for name, values in overrides.items():
-            check_stage(name, names.stages)
-            stages[name] = _override_stage(name, config.stage(name), values, names)
+            stage, given = _as_stage(replace(config, stages=stages), name, values)
+            check_stage(stage, names.stages)
+            stages[stage] = _override_stage(stage, stages.get(stage, StageConfig()), given, names)
     except ConfigError as err:
         raise ConfigError(f"{STAGE_OVERRIDES}: {err}") from err
     return replace(config, stages=stages)
@@ -50,10 +54,30 @@ def with_settings(config: OmniConfig, settings: Mapping[str, Any]) -> OmniConfig
     return replace(config, **{key: known[key].check(key, value) for key, value in given.items()})
 
 
+def _as_stage(config: OmniConfig, name: str, values: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """`thinker.prefill` is a side of `thinker` where that has two."""
+    split = split_name(name)
+    if split is None or config.stage(split[0]).prefill_decode is None:
+        return name, values
+    return split[0], {PREFILL_DECODE: {split[1]: values}}
+
+
 def _override_stage(name: str, stage: StageConfig, values: Mapping[str, Any], names: Names) -> StageConfig:
     path = f"stages.{name}"
-    known = keys(StageConfig)
-    engine = dict(stage.engine_overrides)
+    given = dict(values)
+    if PREFILL_DECODE in given:
+        before, where = stage.prefill_decode or PrefillDecode(), f"{path}.{PREFILL_DECODE}"
+        split = lay_over(where, before, given.pop(PREFILL_DECODE), partial(_override, names))
+        stage = replace(stage, prefill_decode=split)
+    if stage.prefill_decode is not None:
+        check_said_below(path, given)
+    return _override(names, path, stage, given)
+
+
+def _override(names: Names, path: str, before: _Replicas, values: Mapping[str, Any]) -> _Replicas:
+    """Lay values over what is known of replicas: keys of their own, or fields of their engine."""
+    known = keys(type(before))
+    engine = dict(before.engine_overrides)
     changes: dict[str, Any] = {}
     for key, value in values.items():
         if key in known:
@@ -67,8 +91,8 @@ def _override_stage(name: str, stage: StageConfig, values: Mapping[str, Any], na
     check_names(f"{path}.sampling", changes.get("sampling", {}), names.sampling)
     for key in _MERGED:
         if key in changes:
-            changes[key] = {**getattr(stage, key), **changes[key]}
-    return replace(stage, engine_overrides={**engine, **given_engine}, **changes)
+            changes[key] = {**getattr(before, key), **changes[key]}
+    return replace(before, engine_overrides={**engine, **given_engine}, **changes)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

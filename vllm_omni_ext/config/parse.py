@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from vllm_omni_ext.config.checks import MAPPING, unknown_key
-from vllm_omni_ext.config.schema import OmniConfig, StageConfig, keys
+from vllm_omni_ext.config.disaggregation import PREFILL_DECODE, check_said_below, lay_over
+from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, ReplicasConfig, StageConfig, keys
 from vllm_omni_ext.errors import ConfigError
 
 
@@ -48,17 +50,35 @@ def parse_config(data: Any, names: Names) -> OmniConfig:
 def parse_stage(name: str, data: Any, names: Names) -> StageConfig:
     """Turn the mapping below `stages.<name>` into a `StageConfig`."""
     path = f"stages.{name}"
-    known = keys(StageConfig)
+    given = _mapping(path, {} if data is None else data)
+    split = None
+    if PREFILL_DECODE in given:
+        check_said_below(path, given)
+        where = f"{path}.{PREFILL_DECODE}"
+        split = lay_over(where, PrefillDecode(), given.pop(PREFILL_DECODE), partial(_side, names))
+    values = _values(StageConfig, path, given, names, more=(PREFILL_DECODE,))
+    return StageConfig(**values, prefill_decode=split)
+
+
+def _side(names: Names, path: str, before: ReplicasConfig, given: Mapping[str, Any]) -> ReplicasConfig:
+    return replace(before, **_values(ReplicasConfig, path, given, names))
+
+
+def _values(
+    schema: type[ReplicasConfig], path: str, given: Mapping[str, Any], names: Names, more: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The checked values of a mapping whose keys are those of `schema`; `more` are known too, and handled elsewhere."""
+    known = keys(schema)
     values: dict[str, Any] = {}
-    for key, value in _mapping(path, {} if data is None else data).items():
+    for key, value in given.items():
         if key not in known:
             if names.engine is not None and key in names.engine:
                 raise ConfigError(f"{path}.{key}: is an engine setting; write it as {path}.engine.{key}")
-            raise unknown_key(path, key, known)
+            raise unknown_key(path, key, [*known, *more])
         values[key] = known[key].check(f"{path}.{key}", value)
     check_names(f"{path}.engine", values.get("engine", {}), names.engine)
     check_names(f"{path}.sampling", values.get("sampling", {}), names.sampling)
-    return StageConfig(**values)
+    return values
 
 
 def check_names(path: str, given: Mapping[str, Any], known: Collection[str] | None) -> None:

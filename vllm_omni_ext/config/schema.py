@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from vllm_omni_ext.config.checks import (
     AUTO,
@@ -13,6 +13,7 @@ from vllm_omni_ext.config.checks import (
     CONNECTORS,
     DEVICES,
     ENVIRONMENT,
+    KV_CONNECTORS,
     LB_POLICIES,
     LB_POLICY,
     MAPPING,
@@ -21,6 +22,7 @@ from vllm_omni_ext.config.checks import (
     TEXT,
     Check,
     integer,
+    one_of,
     seconds,
 )
 
@@ -49,8 +51,8 @@ def _map(check: Check, text: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageConfig:
-    """What a user may say about one stage."""
+class ReplicasConfig:
+    """What a user may say about replicas that are all alike."""
 
     replicas: int = _key(
         1,
@@ -83,10 +85,43 @@ class StageConfig:
         "threads",
     )
     engine: Mapping[str, Any] = _map(MAPPING, "vLLM `EngineArgs` fields of this stage, by their Python name.")
-    sampling: Mapping[str, Any] = _map(MAPPING, "Default `SamplingParams` fields of this stage.")
     env: Mapping[str, str] = _map(ENVIRONMENT, "Environment variables of the stage's replica processes.")
     engine_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Engine fields from `--stage-overrides`: not a key of the file, stronger than stock command line flags."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillDecode:
+    """A stage whose prompts are computed by other replicas than its answers."""
+
+    connector: str = _key(KV_CONNECTORS[0], one_of(*KV_CONNECTORS), "What moves the KV cache: `mooncake` or `nixl`.")
+    protocol: str | None = _key(
+        None, TEXT.or_none(), "The connector's transport: `tcp` or `rdma` for mooncake. Null: its default."
+    )
+    device: str | None = _key(None, TEXT.or_none(), "The connector's network devices. Null: it chooses.")
+    senders: int = _key(16, integer(at_least=1), "Transfers that a prefill replica has under way at once.", "transfers")
+    transfer_timeout_s: float = _key(
+        5.0, seconds(), "A KV cache that has not come by then is given up; see `on_failure`.", "seconds"
+    )
+    hold_s: float = _key(
+        120.0, seconds(), "A prefill replica keeps a KV cache that nobody fetches for so long.", "seconds"
+    )
+    on_failure: str = _key(
+        "recompute",
+        one_of("recompute", "fail"),
+        "What a decode replica does without the KV cache: `recompute` computes it, `fail` ends the request.",
+    )
+    prefill: ReplicasConfig = field(default_factory=ReplicasConfig)
+    decode: ReplicasConfig = field(default_factory=ReplicasConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig(ReplicasConfig):
+    """What a user may say about one stage."""
+
+    sampling: Mapping[str, Any] = _map(MAPPING, "Default `SamplingParams` fields of this stage.")
+    prefill_decode: PrefillDecode | None = None
+    """Below `stages.<name>.prefill_decode`; None: every replica does both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +241,9 @@ class OmniConfig:
         return self.stage(name).lb_policy or self.lb_policy
 
 
-def keys(schema: type[StageConfig] | type[OmniConfig]) -> dict[str, Key]:
-    """The keys a file may hold at that level (`stages` is the level below and not among them)."""
+Schema: TypeAlias = type[OmniConfig] | type[ReplicasConfig] | type[PrefillDecode]
+
+
+def keys(schema: Schema) -> dict[str, Key]:
+    """The keys with plain values that a file may hold at that level; the levels below are not among them."""
     return {f.name: f.metadata["key"] for f in fields(schema) if "key" in f.metadata}

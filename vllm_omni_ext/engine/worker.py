@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from vllm.distributed import get_pp_group, get_tp_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -91,6 +92,12 @@ class LeanWorker(_Worker):  # type: ignore[misc]
         times = super().compile_or_warm_up_model()
         trim()
         return times
+
+    def transfer_counters(self) -> dict[str, float]:
+        """What has been counted about KV transfers since the start (read through `collective_rpc`)."""
+        if not has_kv_transfer_group():
+            return {}
+        return get_kv_transfer_group().totals()
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample; on CPU a seeded request whose prompt goes on draws nothing."""

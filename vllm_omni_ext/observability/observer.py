@@ -25,6 +25,7 @@ OF_REPLICA = (
     m.REPLICA_IN_FLIGHT,
     m.REPLICA_RESTARTS,
     m.REPLICA_HEARTBEAT,
+    m.KV_BYTES,
 )
 """Metrics that a replica has for as long as its name is known."""
 
@@ -33,6 +34,9 @@ TEXT, REST = "text", "rest"
 
 ID_BYTES = 4
 """What one token or codec id counts in hand-overs."""
+
+KV_FAILURE_COLUMNS = {"send": "num_failed_transfers", "receive": "num_failed_recvs", "expired": "num_kv_expired_reqs"}
+"""Kinds of failures in `KV_FAILURES`, and where vLLM's connectors count them."""
 
 Load = tuple[int, int]
 """Running and waiting requests of a replica."""
@@ -140,6 +144,8 @@ class Observer:
             self._metrics.remove(metric, *labels)
         for why in get_args(Why):
             self._metrics.remove(m.BALANCING, *labels, why)
+        for kind in KV_FAILURE_COLUMNS:
+            self._metrics.remove(m.KV_FAILURES, *labels, kind)
         for table in (self.loads, self._load, self._in_flight):
             table.pop(replica, None)  # type: ignore[attr-defined]
 
@@ -150,6 +156,18 @@ class Observer:
         running, waiting = self._load[replica]
         running.set(load[0])
         waiting.set(load[1])
+        if stats.kv_connector_stats:
+            self._transferred(replica, stats.kv_connector_stats)
+
+    def _transferred(self, replica: ReplicaId, columns: Mapping[str, Any]) -> None:
+        """What a connector has counted since it last did, as lists with an entry for each transfer or failure."""
+        labels = (replica.stage, str(replica))
+        self._metrics.of(m.KV_BYTES, *labels).inc(sum(columns.get("bytes_transferred", ())))
+        for seconds in columns.get("transfer_duration", ()):
+            self._metrics.of(m.KV_TRANSFER, replica.stage).observe(seconds)
+        for kind, column in KV_FAILURE_COLUMNS.items():
+            if failures := len(columns.get(column, ())):
+                self._metrics.of(m.KV_FAILURES, *labels, kind).inc(failures)
 
     def bound(self, replica: ReplicaId, requests: int) -> None:
         """So many requests of this API server are open in a replica."""
@@ -237,6 +255,14 @@ class Observer:
         if queued is not None and scheduled is not None and course.waited is None:
             course.waited = scheduled - queued
             self._metrics.of(m.STAGE_QUEUE, stage).observe(course.waited)
+
+    def fetched(self, source: str, target: str, seconds: float) -> None:
+        """A stage has gone on with a KV cache of another one, so long after it was told where it is."""
+        self._metrics.of(m.KV_WAIT, source, target).observe(seconds)
+
+    def alone(self, stage: str) -> None:
+        """A stage was given a request whose prompt another one would compute, if it could."""
+        self._metrics.of(m.KV_ALONE, stage).inc()
 
     def emitted(self, request_id: str, stage: str, piece: AudioOutput) -> None:
         """A piece of sound goes to the client."""

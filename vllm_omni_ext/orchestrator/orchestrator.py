@@ -13,27 +13,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import REST, TEXT, Observer
-from vllm_omni_ext.orchestrator import flow as flows
 from vllm_omni_ext.orchestrator.deadlines import Deadlines
+from vllm_omni_ext.orchestrator.disaggregated import Asked, text_way
 from vllm_omni_ext.orchestrator.engine_requests import opening
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finished, Open, Produced, Repeat
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Open, Produced, Repeat
 from vllm_omni_ext.orchestrator.held_rows import HeldRows
 from vllm_omni_ext.orchestrator.live import Live, Sink, Ticket
 from vllm_omni_ext.orchestrator.parts import Parts
 from vllm_omni_ext.orchestrator.pieces import audio_output
+from vllm_omni_ext.orchestrator.planning import planned
 from vllm_omni_ext.orchestrator.repeats import Repeats
 from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin, TextRequest
 from vllm_omni_ext.orchestrator.text_replay import TextReplay
 from vllm_omni_ext.orchestrator.waiting import Waiting
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.replica import Replica, chunk_request
-from vllm_omni_ext.wire.handoff import CHUNK, EXPORT, TICKET
+from vllm_omni_ext.wire.handoff import CHUNK, TICKET
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Orchestrator:
         joinable: replicas may come from other hosts at any time.
         failed: told of every request that fails here, whatever it asked for.
         chunk_deadline_s: how long a stage waits for more input that it is owed before its request fails.
+        prefill_stage: the stage that computes the prompts of the text stage; None: it does that itself.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Orchestrator:
         joinable: bool = False,
         failed: Callable[[str, OmniError], None] = lambda request_id, error: None,
         chunk_deadline_s: float = OmniConfig.chunk_deadline_s,
+        prefill_stage: str | None = None,
     ) -> None:
         self.plugin = plugin
         self.text_stage = text_stage
@@ -89,12 +92,14 @@ class Orchestrator:
         self._rows = HeldRows(self.replicas)
         self._repeats = Repeats()
         self._deadlines = Deadlines(chunk_deadline_s, self._late)
+        ask = Asked(admit=self._admit_text, rows=self._prefilled, failed=self._fail)
+        self.way = text_way(prefill_stage, text_stage, pools, self.replicas, self.observer, ask)
 
     def held(self) -> int:
         """Requests and tickets this orchestrator holds (0 when idle)."""
         bound = sum(pool.in_flight(replica) for pool in self.pools.values() for replica in pool.replicas)
         tables: tuple[Sized, ...] = (self._tickets, self._live, self._texts, self.waiting, self._parts)
-        return bound + sum(map(len, (*tables, self._deadlines, self._rows, self._repeats)))
+        return bound + sum(map(len, (*tables, self._deadlines, self._rows, self._repeats, self.way)))
 
     @property
     def recitals(self) -> int:
@@ -113,7 +118,7 @@ class Orchestrator:
         self.plugin.check(options)
         room = self.plugin.room(prompt, options, self._limits)
         for pool in self.pools.values():
-            if not pool.replicas and not self.waiting.hopeful(pool.stage):
+            if self.way.needs(pool.stage) and not pool.replicas and not self.waiting.hopeful(pool.stage):
                 raise StageUnavailable(f"stage '{pool.stage}' has no live replica")
         return room
 
@@ -177,50 +182,42 @@ class Orchestrator:
             await self._do(request_id, live, self.text_stage, live.flow.begin())
 
     async def _send_text(self, request: EngineCoreRequest) -> None:
-        media = [feature.identifier for feature in request.mm_features or ()]
-        replica = self._admit(self.text_stage, request.request_id, session=request.session_id, media=media)
+        stage, sent = self.way.begin(request)
+        replica = self._admit_text(stage, request)
         if replica is None:
             return
         self.observer.sent(request.request_id, None, replica)
-        await self.replicas[replica].add(request)
+        await self.replicas[replica].add(sent)
+
+    def _admit_text(self, stage: str, request: EngineCoreRequest) -> ReplicaId | None:
+        media = [feature.identifier for feature in request.mm_features or ()]
+        return self.waiting.admit(self.pools[stage], request.request_id, session=request.session_id, media=media)
 
     def _plan(self, request: EngineCoreRequest) -> None:
         params = request.sampling_params
         extra = params.extra_args if params is not None else None
         ticket = self._tickets.get(extra.pop(TICKET, "")) if extra else None
-        self._observe(request, (TEXT,) if ticket is None else ticket.options.modalities, whole=ticket is None)
-        if ticket is None:
-            return
-        assert params is not None and extra is not None
-        text = TextRequest(prompt=request.prompt_token_ids or [], features=request.mm_features or [], extra_args=extra)
-        flow = self.plugin.open(text, ticket.options)
-        params.extra_args = extra or None
-        if text.skip_prefix_cache:
-            params.skip_reading_prefix_cache = True
-        ticket.request_id = request.request_id
-        external = request.external_req_id or request.request_id
-        room = self.plugin.room(text.prompt, ticket.options, self._limits)
-        exporting = request if EXPORT in extra else None
-        self._live[request.request_id] = Live(flow, ticket.options, ticket.sink, external, room, text=exporting)
-
-    def _observe(self, request: EngineCoreRequest, modalities: tuple[str, ...], *, whole: bool) -> None:
         self.observer.opened(
             request.request_id,
             request.external_req_id or request.request_id,
-            modalities,
-            parts=(TEXT,) if whole else (TEXT, REST),
+            (TEXT,) if ticket is None else ticket.options.modalities,
+            parts=(TEXT,) if ticket is None else (TEXT, REST),
             arrival=request.arrival_time,
             trace_headers=request.trace_headers,
         )
+        if ticket is not None:
+            self._live[request.request_id] = planned(request, ticket, self.plugin, self._limits)
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests in every stage; unknown ids are ignored (they may just have ended)."""
-        for request_id in (*request_ids, *self._repeats.drop(request_ids)):
+        for request_id in (*request_ids, *self._repeats.of(request_ids)):
             self.observer.aborted(request_id)
             self._live.pop(request_id, None)
             self._texts.pop(request_id, None)
             self._rows.finished(request_id, taken=False)
+            await self.way.forget(request_id)
             await self._withdraw(request_id, self.pools)
+            self._repeats.finished(request_id)
 
     async def _withdraw(self, request_id: str, stages: Iterable[str]) -> None:
         """Take a request out of stages that may still have it."""
@@ -239,6 +236,7 @@ class Orchestrator:
         for request_id in request_ids:
             self.observer.finished(request_id, TEXT)
             self._texts.pop(request_id, None)
+            await self.way.forget(request_id)
             self.waiting.forget(request_id, self.text_stage)
             replica = self.pools[self.text_stage].release(request_id)
             if replica is not None:
@@ -253,15 +251,19 @@ class Orchestrator:
         Returns:
             False for what is of no use any more: the request has ended there, or is another replica's now.
         """
-        part = self._parts.answered(output)
-        request_id, stage = output.request_id, replica.stage
+        part, stage = self._parts.answered(output), replica.stage
         tensor, output.pooling_output = output.pooling_output, None
-        payload = None if tensor is None else self.plugin.decode(stage, tensor)
-        if self.pools[stage].replica_of(request_id) != replica:
+        payload = None if tensor is None else self.plugin.decode(self._heard_as(stage), tensor)
+        current = await self.way.current(replica, output)
+        request_id = output.request_id
+        if not current or self.pools[stage].replica_of(request_id) != replica:
             self._rows.unwanted(replica, payload)
             return False
         self.observer.produced(stage, output)
-        finish = None if output.finish_reason is None else _finish(output.finish_reason)
+        if await self.way.passed(replica, output, payload):
+            return False
+        reason = output.finish_reason
+        finish: Finish | None = None if reason is None else str(reason)  # type: ignore[assignment]
         if stage == self.text_stage:
             self._texts[request_id].tokens += output.new_token_ids
         if part is not None and not part.last and finish == "stop":
@@ -283,6 +285,20 @@ class Orchestrator:
         if output.finished:
             self._repeats.finished(request_id)
         return owner == request_id
+
+    def _heard_as(self, stage: str) -> str:
+        """What flows know a stage as: the one that computes the prompts of the text stage is a part of that."""
+        return self.text_stage if stage in self.way.stages else stage
+
+    async def _prefilled(self, replica: ReplicaId, request_id: str, payload: Any) -> None:
+        """Take what the stage that computes prompts made beside one."""
+        owner = self._repeats.owner(request_id)
+        if owner not in self._live:
+            self._rows.unwanted(replica, payload)
+            return
+        self._rows.noticed(owner, replica, payload)
+        now = asyncio.get_running_loop().time()
+        await self._event(owner, Produced(self.text_stage, payload=payload, at=now))
 
     def _release(self, request_id: str, stage: str) -> None:
         """A stage has nothing more to do for a request."""
@@ -306,6 +322,7 @@ class Orchestrator:
         self.waiting.settle(replica.id)
         self.pools[replica.id.stage].add(replica.id)
         self.observer.replica_up(replica.id)
+        await self.way.replica_up(replica.id)
         for request_id in self.waiting.take(replica.id.stage):
             await self._place_again(request_id, replica.id.stage, "it could not be opened")
 
@@ -315,17 +332,18 @@ class Orchestrator:
         If none will be, all requests that need the stage end with an error, everywhere.
 
         Returns:
-            The requests it had.
+            The requests it had, as its engine calls them.
         """
         self.replicas.pop(replica, None)
         self.observer.replica_down(replica)
         lost = self.pools[replica.stage].remove(replica)
-        for request_id in lost:
+        known = self.way.engine_ids(replica.stage, lost)
+        for request_id in (*lost, *self.way.stranded(replica)):
             await self._place_again(request_id, replica.stage, f"replica {replica} is gone: {reason}")
             if request_id in self._texts or request_id in self._live:
                 self.observer.taken_over(replica.stage)
         await self._give_up(replica.stage, StageUnavailable(f"replica {replica} is gone: {reason}"))
-        return lost
+        return known
 
     async def never_up(self, replica: ReplicaId, reason: str) -> None:
         """A replica that was announced will not come."""
@@ -333,27 +351,11 @@ class Orchestrator:
         await self._give_up(replica.stage, StageUnavailable(f"replica {replica} is gone: {reason}"))
 
     async def _give_up(self, stage: str, error: StageUnavailable) -> None:
-        if self.pools[stage].replicas or self.waiting.hopeful(stage):
+        if self.pools[stage].replicas or self.waiting.hopeful(stage) or not self.way.needs(stage):
             return
         need = [request_id for request_id, live in self._live.items() if stage not in live.done]
         for request_id in dict.fromkeys([*self.waiting.take(stage), *need]):
             await self._fail(request_id, stage, error)
-
-    def _admit(
-        self, stage: str, request_id: str, *, session: str | None = None, media: Sequence[str] = ()
-    ) -> ReplicaId | None:
-        """Bind a request to a replica; None: it waits until there is one, and is then opened anew.
-
-        Raises:
-            StageUnavailable: there is none, and none will come.
-        """
-        try:
-            return self.pools[stage].admit(request_id, session=session, media=media)
-        except StageUnavailable:
-            if not self.waiting.hopeful(stage):
-                raise
-        self.waiting.add(stage, request_id)
-        return None
 
     def _waited_too_long(self, stage: str, request_id: str) -> None:
         error = StageUnavailable(
@@ -366,7 +368,7 @@ class Orchestrator:
     async def _place_again(self, request_id: str, stage: str, reason: str) -> None:
         """Open a request again in a stage that lost it; it fails where that cannot be done."""
         try:
-            if stage == self.text_stage:
+            if stage in self.way.stages:
                 await self._text_again(request_id)
             elif (live := self._live.get(request_id)) is not None:
                 live.moves[stage] += 1
@@ -383,6 +385,7 @@ class Orchestrator:
             return
         if not text.possible:
             raise StageUnavailable("what it had made of this answer cannot be continued elsewhere")
+        await self.way.forget(request_id)
         await self._send_text(text.again())
 
     def fail_all(self, error: OmniError) -> None:
@@ -417,7 +420,7 @@ class Orchestrator:
                 await self._open_stage(request_id, live, source, action)
             case Extend():
                 await self._extend(request_id, live, source, action)
-            case Repeat():
+            case Repeat() if request_id in self._live:  # it may have ended while this waited its turn
                 await self._repeat(request_id, live)
             case Feed():
                 await self._feed(request_id, source, action)
@@ -431,8 +434,8 @@ class Orchestrator:
                 self._live.pop(request_id, None)
                 self._rows.finished(request_id, taken=bool(live.heard - {self.text_stage}))
                 self.observer.finished(request_id, REST)
-                await self._withdraw(request_id, [stage for stage in self.pools if stage != self.text_stage])
-                await self.abort(self._repeats.drop([request_id]))
+                await self._withdraw(request_id, [stage for stage in self.pools if stage not in self.way.stages])
+                await self.abort(self._repeats.of([request_id]))
 
     async def _open_stage(self, request_id: str, live: Live, source: str, action: Open) -> None:
         given = live.options.sampling.get(action.stage)
@@ -440,7 +443,7 @@ class Orchestrator:
         request = opening(request_id, action, params, live.room.get(action.stage))
         live.done.discard(action.stage)
         try:
-            replica = self._admit(action.stage, request_id)
+            replica = self.waiting.admit(self.pools[action.stage], request_id)
         except StageUnavailable as error:
             await self._fail(request_id, action.stage, error)
             return
@@ -475,7 +478,7 @@ class Orchestrator:
         replica = self.pools[action.stage].replica_of(request_id)
         if action.part == 0:
             try:
-                replica = self._admit(action.stage, request_id)
+                replica = self.waiting.admit(self.pools[action.stage], request_id)
             except StageUnavailable as error:
                 await self._fail(request_id, action.stage, error)
                 return
@@ -493,7 +496,3 @@ class Orchestrator:
         if live is not None:
             live.sink.put_nowait(error)
         self._failed(request_id, error)
-
-
-def _finish(reason: FinishReason) -> flows.Finish:
-    return str(reason)  # type: ignore[return-value]

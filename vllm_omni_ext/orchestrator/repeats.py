@@ -33,14 +33,11 @@ class Repeats:
         """Whose request it is: another's if it reads a prompt again, else its own."""
         return self._owners.get(engine_id, engine_id)
 
-    def finished(self, engine_id: str) -> None:
-        """A prompt has been read; unknown ids are ignored."""
-        self._owners.pop(engine_id, None)
+    def of(self, request_ids: Iterable[str]) -> list[str]:
+        """Those of these requests."""
+        owners = set(request_ids)
+        return [engine_id for engine_id, owner in self._owners.items() if owner in owners]
 
-    def drop(self, request_ids: Iterable[str]) -> list[str]:
-        """Forget those of these requests, and return them."""
-        ended = set(request_ids)
-        found = [engine_id for engine_id, owner in self._owners.items() if owner in ended]
-        for engine_id in found:
-            del self._owners[engine_id]
-        return found
+    def finished(self, engine_id: str) -> None:
+        """A prompt has been read, or no stage has it any more; unknown ids are ignored."""
+        self._owners.pop(engine_id, None)

@@ -64,6 +64,11 @@ class StagePool:
         """The live replicas, draining ones included."""
         return tuple(self._bound)
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request that is admitted now is worked on at once."""
+        return bool(self._awake(self._open) or self._awake(self._avoided))
+
     def admit(self, request_id: str, *, session: str | None = None, media: Sequence[str] = ()) -> ReplicaId:
         """Bind a request to a replica; a request that is bound stays where it is.
 

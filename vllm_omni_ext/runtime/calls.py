@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -74,12 +75,21 @@ class Calls:
         replicas: the live replicas, kept up to date by their owner.
         pools: one per stage, in the order of the pipeline.
         text_stage: name of the stage that vLLM's own callers mean.
+        sides: stages that are one to callers, by the name they have together.
     """
 
-    def __init__(self, replicas: Mapping[ReplicaId, Replica], pools: Mapping[str, StagePool], text_stage: str) -> None:
+    def __init__(
+        self,
+        replicas: Mapping[ReplicaId, Replica],
+        pools: Mapping[str, StagePool],
+        text_stage: str,
+        sides: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
         self._replicas = replicas
         self._pools = pools
-        self.text_stage = text_stage
+        self._sides = sides
+        self._text_stage = text_stage
+        self._text_stages = next((tuple(each) for each in sides.values() if text_stage in each), (text_stage,))
 
     def resolve(self, targets: Sequence[str]) -> tuple[ReplicaId, ...]:
         """The live replicas that `targets` (stage names and replica ids) name, each once, in the pipeline's order.
@@ -96,8 +106,8 @@ class Calls:
         return tuple(replica for replica in self._live(self._pools) if replica in named)
 
     def _named(self, target: str) -> tuple[ReplicaId, ...]:
-        if target in self._pools:
-            return self._live_of(target)
+        if target in self._pools or target in self._sides:
+            return self._live_of(*self._sides.get(target, (target,)))
         for pool in self._pools.values():
             for replica in pool.replicas:
                 if str(replica) == target:
@@ -106,12 +116,27 @@ class Calls:
 
     def _known(self) -> str:
         live = ", ".join(map(str, self._live(self._pools))) or "none"
-        return f"stages: {', '.join(self._pools)}; live replicas: {live}"
+        return f"stages: {', '.join([*self._sides, *self._pools])}; live replicas: {live}"
 
-    def _live_of(self, stage: str) -> tuple[ReplicaId, ...]:
-        if not (live := self._pools[stage].replicas):
-            raise StageUnavailable(f"stage '{stage}' has no live replica")
-        return live
+    def _live_of(self, *stages: str) -> tuple[ReplicaId, ...]:
+        for stage in stages:
+            if not self._pools[stage].replicas:
+                raise StageUnavailable(f"stage '{stage}' has no live replica")
+        return self._live(stages)
+
+    def _live_text(self) -> tuple[ReplicaId, ...]:
+        """All of the text stage; it answers without those that only compute prompts."""
+        return self._live_of(self._text_stage) and self._live(self._text_stages)
+
+    def is_text(self, stage: str) -> bool:
+        """Whether a stage is the text stage, or a side of it."""
+        return stage in self._text_stages or self._text_stage in self._sides.get(stage, ())
+
+    def common(self, stages: Set[str]) -> str | None:
+        """The one stage that all of these are or belong to, as callers know it; None if there is none."""
+        if len(stages) == 1:
+            return next(iter(stages))
+        return next((name for name, sides in self._sides.items() if stages <= {*sides}), None)
 
     def _live(self, stages: Iterable[str]) -> tuple[ReplicaId, ...]:
         return tuple(replica for stage in stages for replica in sorted(self._pools[stage].replicas))
@@ -138,7 +163,7 @@ class Calls:
             StageUnavailable: there is no live replica.
         """
         whole = utility in EVERY_STAGE
-        replicas = self._live(self._pools) if whole else self._live_of(self.text_stage)
+        replicas = self._live(self._pools) if whole else self._live_text()
         if not replicas:
             raise StageUnavailable("no stage has a live replica")
         replies = await self._send(replicas, utility, args, None)

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.registry import resolve
@@ -52,6 +54,18 @@ def any_replica_args(
     )
 
 
+def as_asked(config: VllmConfig, args: AsyncEngineArgs) -> VllmConfig:
+    """Take back what vLLM allows clients of a KV consumer, in place: it supposes that a proxy of its own is in front.
+
+    Ours is the front: media whose embeddings are given, or left out altogether, are as on any other server.
+    """
+    media = config.model_config.multimodal_config
+    if media is not None:
+        media.enable_mm_embeds = args.enable_mm_embeds
+        media.allow_missing_mm_embeddings = False
+    return config
+
+
 def _value(stage: str, name: str, value: Any) -> Any:
     if name == "hf_overrides" and isinstance(value, str):
         return resolve(value)
@@ -60,7 +74,7 @@ def _value(stage: str, name: str, value: Any) -> Any:
         try:
             return cls(**value)
         except (TypeError, ValueError) as err:
-            raise ConfigError(f"stages.{stage}.engine.{name}: {' '.join(str(err).split())}") from err
+            raise ConfigError(f"{stage_path(stage)}.engine.{name}: {' '.join(str(err).split())}") from err
     return value
 
 

@@ -241,7 +241,12 @@ def run_headless(plan: Plan, headless: Headless, args: Namespace) -> int:
     try:
         master = Master(plan, headless)
         deployment = Deployment(
-            plan, clients=0, usage=UsageContext.OPENAI_API_SERVER, tell=tell, enroll=master.enrollment
+            plan,
+            clients=0,
+            usage=UsageContext.OPENAI_API_SERVER,
+            tell=tell,
+            enroll=master.enrollment,
+            host=master.host,
         )
         with deployment, Crew(deployment, master, leaving) as crew:
             leaving.wait()

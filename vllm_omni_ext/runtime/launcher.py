@@ -38,6 +38,7 @@ from vllm.v1.engine.utils import (
 )
 from vllm.v1.executor import Executor
 
+from vllm_omni_ext.disaggregation.parameters import HOST, LOOPBACK
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.memory import trim
@@ -45,7 +46,7 @@ from vllm_omni_ext.model_plugins.registry import resolve
 from vllm_omni_ext.plugin import MODELS
 from vllm_omni_ext.runtime.addresses import endpoint
 from vllm_omni_ext.runtime.board import Board
-from vllm_omni_ext.runtime.engine_args import any_replica_args, stage_engine_args
+from vllm_omni_ext.runtime.engine_args import any_replica_args, as_asked, stage_engine_args
 from vllm_omni_ext.runtime.fleet import About, Connections
 from vllm_omni_ext.runtime.folders import PrivateFolder
 from vllm_omni_ext.runtime.logs import FileLogs, Logs, TerminalLogs
@@ -76,6 +77,8 @@ class Deployment:
         usage: how vLLM accounts for the start (server or offline).
         tell: takes the lines that say how far the start is.
         folder: is removed at the end; None: one is made.
+        host: the address under which replicas of other hosts reach those that are started here; None: the head's, or
+            loopback if there are no others.
         enroll: what each replica is told about itself; asked anew for every start. None: nothing.
     """
 
@@ -88,10 +91,12 @@ class Deployment:
         tell: Callable[[str], None] = lambda line: None,
         enroll: Callable[[ReplicaId], Enrollment] | None = None,
         folder: PrivateFolder | None = None,
+        host: str | None = None,
     ) -> None:
         self.plan = plan
         self.clients = clients
         self._enroll = enroll
+        self._host = host or plan.config.master_address or LOOPBACK
         self.configs: dict[str, VllmConfig] = {}
         self.drain_s = 0
         self._listeners: dict[ReplicaId, EngineZmqListeners] = {}
@@ -184,11 +189,14 @@ class Deployment:
         return str(place)
 
     def _config(self, replica: ReplicaId) -> VllmConfig:
-        config = stage_engine_args(self.plan, replica).create_engine_config(self._usage)
+        args = stage_engine_args(self.plan, replica)
+        config = as_asked(args.create_engine_config(self._usage), args)
         if self.plan.stage(replica.stage).text_stage:
             self.drain_s = config.shutdown_timeout
         config.shutdown_timeout = 0  # API servers drain; engines end
         self.configs.setdefault(replica.stage, config)
+        if config.kv_transfer_config is not None:  # not the plan's: hosts compare that
+            config.kv_transfer_config.kv_connector_extra_config[HOST] = self._host
         if config.scheduler_config.scheduler_cls is None:
             config.scheduler_config.scheduler_cls = REPORTING
         return config
@@ -321,7 +329,8 @@ class Deployment:
         for stage in self.plan.stages:
             if stage.name not in self.configs:  # its replicas are all on other hosts
                 with self._surroundings(stage.name, self.folder):
-                    self.configs[stage.name] = any_replica_args(self.plan, stage.name).create_engine_config(self._usage)
+                    args = any_replica_args(self.plan, stage.name)
+                    self.configs[stage.name] = as_asked(args.create_engine_config(self._usage), args)
         return Connections(
             plan=self.plan,
             configs=self.configs,

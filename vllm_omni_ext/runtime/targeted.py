@@ -187,7 +187,7 @@ class TargetedLLM(AsyncLLM):
 
     async def _forget_media(self, replicas: Sequence[ReplicaId]) -> None:
         """Before the text stage's engines forget media that this process would no longer send them."""
-        if any(replica.stage == self.calls.text_stage for replica in replicas):
+        if any(self.calls.is_text(replica.stage) for replica in replicas):
             self.renderer._join_mm_warmup()
             await self.renderer.clear_mm_cache_async()
 

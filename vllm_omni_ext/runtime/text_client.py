@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -29,14 +30,19 @@ class TextClient:
     Args:
         config: of the text stage.
         replicas: the text stage's replicas (shared with the orchestrator, which removes lost ones).
+        sides: stages that are one to callers, by the name they have together.
     """
 
     def __init__(
-        self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica], orchestrator: Orchestrator
+        self,
+        config: VllmConfig,
+        replicas: Mapping[ReplicaId, StockReplica],
+        orchestrator: Orchestrator,
+        sides: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         self._replicas = dict(replicas)
         self._orchestrator = orchestrator
-        self.calls = Calls(orchestrator.replicas, orchestrator.pools, orchestrator.text_stage)
+        self.calls = Calls(orchestrator.replicas, orchestrator.pools, orchestrator.text_stage, sides)
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._handling = False
         self.resources = Resources()

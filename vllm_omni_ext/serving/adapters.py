@@ -95,16 +95,16 @@ class StageAdapters:
         return report(replies)
 
     def _stage(self, targets: list[str]) -> str:
-        stages = {replica.stage for replica in self._omni.calls.resolve(targets)}
-        if len(stages) > 1:
+        stage = self._omni.calls.common({replica.stage for replica in self._omni.calls.resolve(targets)})
+        if stage is None:
             raise RequestError("targets: an adapter is made for one stage; name replicas of one", parameter=TARGETS)
-        return stages.pop()
+        return stage
 
     def _models(self, stage: str, engine: Any) -> OpenAIServingModels:
         """vLLM's checks and names for one stage, in front of `engine`."""
         models = copy.copy(self._stock)
         models.engine_client = engine
-        if stage != self._omni.calls.text_stage:
+        if not self._omni.calls.is_text(stage):
             models.lora_requests = self._by_stage.setdefault(stage, {})
         return models
 

@@ -91,7 +91,7 @@ def read_sampling(plan: Plan, extra: Mapping[str, Any], *, seed: int | None) -> 
     """
     listed = _listed(plan, extra.get(LIST))
     found: dict[str, SamplingParams] = {}
-    for stage in plan.stages:
+    for stage in plan.model_stages():
         if stage.text_stage:
             continue
         wanted: Wanted = {} if seed is None else {"seed": Given("seed", seed)}
@@ -108,7 +108,7 @@ def apply_to_text(plan: Plan, request: ChatCompletionRequest) -> None:
     Raises:
         RequestError: names the key of the list.
     """
-    stage = plan.text_stage().name
+    stage = plan.text_stage().model_stage
     wanted = _listed(plan, (request.model_extra or {}).get(LIST)).get(stage, {})
     _merged(stage, {}, wanted)
     said = request.model_fields_set | ({"max_tokens"} if request.max_completion_tokens is not None else set())
@@ -121,17 +121,17 @@ def _listed(plan: Plan, entries: Any) -> dict[str, Wanted]:
     """The list as settings by stage."""
     if entries is None:
         return {}
-    stages = [stage.name for stage in plan.stages]
+    stages = [stage.model_stage for stage in plan.model_stages()]
     if not isinstance(entries, list) or len(entries) > len(stages):
         raise RequestError(
             f"{LIST}: must be a list with one object for each of {', '.join(stages)}; the last ones may be missing",
             parameter=LIST,
         )
     found: dict[str, Wanted] = {}
-    for index, (stage, entry) in enumerate(zip(plan.stages, entries, strict=False)):
+    for index, (stage, entry) in enumerate(zip(plan.model_stages(), entries, strict=False)):
         keys = {**(TEXT_KEYS if stage.text_stage else KEYS), **WITHOUT_EFFECT}
         wanted = _checked(f"{LIST}[{index}]", entry, keys)
-        found[stage.name] = {key: given for key, given in wanted.items() if key not in WITHOUT_EFFECT}
+        found[stage.model_stage] = {key: given for key, given in wanted.items() if key not in WITHOUT_EFFECT}
     return found
 
 

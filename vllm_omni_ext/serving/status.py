@@ -12,6 +12,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.model_plugins.registry import KV
 from vllm_omni_ext.observability.record import as_trace
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.topology.shape import StagePlan
@@ -31,10 +32,10 @@ def add_routes(app: FastAPI) -> None:
 
 @router.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
 async def health(request: Request) -> JSONResponse:
-    """200 while every stage has a live replica, else 503 with the stages that have none."""
+    """200 while every stage that requests need has a live replica, else 503 with the stages that have none."""
     omni: AsyncOmni = request.app.state.engine_client
     stages = {stage.name: _count(omni, stage) for stage in omni.plan.stages}
-    without = [name for name, count in stages.items() if not count["up"]]
+    without = [stage.name for stage in omni.plan.model_stages() if not stages[stage.name]["up"]]
     reasons = [f"stage '{name}' has no live replica" for name in without]
     if omni.errored and not reasons:
         reasons = ["the engine client has failed"]
@@ -53,6 +54,7 @@ async def status(request: Request) -> dict[str, Any]:
             {"name": stage.name, "replicas": [_replica(omni, replica) for replica in omni.fleet.known(stage.name)]}
             for stage in omni.plan.stages
         ],
+        "kv_edges": _kv_edges(omni),
         "coordinator": _coordinator(omni),
         "api_servers": _api_servers(omni),
         "uptime_s": round(time.time() - omni.connections.started, 3),
@@ -96,6 +98,22 @@ def _replica(omni: AsyncOmni, replica: ReplicaId) -> dict[str, Any]:
         "restarts": about.restarts,
         "heartbeat_age_s": None if report is None else round(time.monotonic() - report.heard, 3),
     }
+
+
+def _kv_edges(omni: AsyncOmni) -> list[dict[str, Any]]:
+    """Which replicas compute prompts for which; `handed` and `fetching` count requests of this API server."""
+    return [
+        {"source": edge.source, "target": edge.target, "connector": split.connector, "pairs": _pairs(omni)}
+        for edge in omni.plan.edges
+        if edge.kind == KV and (split := omni.plan.config.stage(edge.target).prefill_decode) is not None
+    ]
+
+
+def _pairs(omni: AsyncOmni) -> list[dict[str, Any]]:
+    return [
+        {"source": str(p.source), "target": str(p.target), "handed": p.handed, "fetching": p.fetching}
+        for p in omni.orchestrator.way.pairs()
+    ]
 
 
 def _api_servers(omni: AsyncOmni) -> list[dict[str, Any]]:

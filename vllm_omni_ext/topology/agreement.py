@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni_ext.config.connectors import LOCAL
+from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.config.schema import SENDS, TAKES
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.topology.shape import Plan
@@ -92,7 +93,7 @@ def config_hash(plan: Plan, stage_name: str) -> str:
         ConfigError: an engine argument that has no stable text.
     """
     stage = plan.stage(stage_name)
-    path = f"stages.{stage.name}.engine"
+    path = f"{stage_path(stage.name)}.engine"
     content = {
         "pipeline": plan.pipeline,
         "stage": stage.name,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_omni_ext.config.schema import StageConfig
+from vllm_omni_ext.config.disaggregation import stage_path
+from vllm_omni_ext.config.schema import ReplicasConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.registry import ModelFacts, StageSpec
 from vllm_omni_ext.topology.shape import Machine
@@ -43,8 +44,8 @@ def engine_defaults(spec: StageSpec, facts: ModelFacts, machine: Machine, replic
         "max_num_seqs": MAX_NUM_SEQS,
         "kv_cache_memory_bytes": max(spec.cpu_kv_bytes, SMALLEST_CACHE_BYTES),
     }
-    length = facts.max_model_len.get(spec.name)
-    token_bytes = facts.kv_bytes_per_token.get(spec.name)
+    length = facts.max_model_len.get(spec.model_stage)
+    token_bytes = facts.kv_bytes_per_token.get(spec.model_stage)
     if spec.cpu_kv_bytes and length and token_bytes:
         limit = max(spec.cpu_kv_bytes, int(machine.memory_bytes * CACHE_PART_OF_MEMORY) // replicas)
         needed = (length + SPARE_TOKENS) * token_bytes
@@ -54,7 +55,7 @@ def engine_defaults(spec: StageSpec, facts: ModelFacts, machine: Machine, replic
     return defaults
 
 
-def environment(stage: StageConfig, machine: Machine, replicas: int) -> dict[str, str]:
+def environment(stage: ReplicasConfig, machine: Machine, replicas: int) -> dict[str, str]:
     """Environment of a replica: one process (no worker process besides), no pinning, its part of the cores."""
     threads = stage.cpu_threads or max(1, machine.cpu_count // replicas)
     return {
@@ -64,7 +65,7 @@ def environment(stage: StageConfig, machine: Machine, replicas: int) -> dict[str
     }
 
 
-def check_devices(name: str, stage: StageConfig) -> None:
+def check_devices(name: str, stage: ReplicasConfig) -> None:
     """Refuse devices on a machine that has none."""
     if stage.devices is not None:
-        raise ConfigError(f"stages.{name}.devices: this machine has no CUDA device; remove it")
+        raise ConfigError(f"{stage_path(name)}.devices: this machine has no CUDA device; remove it")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from vllm_omni_ext.model_plugins.registry import EdgeSpec
+from vllm_omni_ext.model_plugins.registry import KV, EdgeSpec
 from vllm_omni_ext.topology.agreement import config_hash
 from vllm_omni_ext.topology.shape import Headless, Plan, ReplicaPlan, StagePlan
 
@@ -25,7 +25,7 @@ def explain(plan: Plan, headless: Headless | None = None) -> str:
     lines += [f"  {_edge(plan, edge)}" for edge in plan.edges]
     lines += ["", "settings", *_settings(plan)]
     for stage in plan.stages:
-        lines += ["", *_stage(stage)]
+        lines += ["", *_stage(plan, stage)]
     return "\n".join(lines) + "\n"
 
 
@@ -46,6 +46,7 @@ def as_json(plan: Plan, headless: Headless | None = None) -> dict[str, Any]:
         "stages": [
             {
                 "name": stage.name,
+                "part_of": stage.part_of,
                 "text_stage": stage.text_stage,
                 "config_hash": config_hash(plan, stage.name),
                 "engine_args": _plain(_visible(stage.engine_args)),
@@ -60,6 +61,8 @@ def as_json(plan: Plan, headless: Headless | None = None) -> dict[str, Any]:
 
 def _edge(plan: Plan, edge: EdgeSpec) -> str:
     line = f"{edge.source} -> {edge.target}  {edge.kind}"
+    if edge.kind == KV and (split := plan.config.stage(edge.target).prefill_decode) is not None:
+        line = f"{line}, {split.connector}"
     if not edge.name:
         return line
     if edge.name in plan.connectors:
@@ -119,10 +122,13 @@ def _settings(plan: Plan) -> list[str]:
     )
 
 
-def _stage(stage: StagePlan) -> list[str]:
+def _stage(plan: Plan, stage: StagePlan) -> list[str]:
     count = len(stage.replicas)
     number = f"{count} replica{'' if count == 1 else 's'}{'' if count else ' here'}"
     lines = [f"stage {stage.name}: {number}{', answers text' if stage.text_stage else ''}"]
+    lines[0] += "".join(
+        f", computes the prompts of {e.target}" for e in plan.edges if e.kind == KV and e.source == stage.name
+    )
     for title, values in (("engine", stage.engine_args), ("sampling", stage.sampling), ("env", stage.env)):
         if values:
             lines += [f"  {title}", *(f"  {line}" for line in _table(_visible(values)))]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_omni_ext.config.schema import StageConfig
+from vllm_omni_ext.config.disaggregation import stage_path
+from vllm_omni_ext.config.schema import ReplicasConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.registry import StageSpec
 
@@ -41,11 +42,11 @@ SHARED_FIELDS = frozenset(
 All other stock flags apply to the text stage alone."""
 
 _ONE_HOST = "a replica runs on one host; remove it"
-_REPLICAS = "write stages.{stage}.replicas instead"
+_REPLICAS = "write {path}.replicas instead"
 _API = "write api_servers instead"
 _RESERVED: Mapping[str, tuple[str, object]] = {
     "model": ("the model is given once, on the command line; remove it", None),
-    "device_ids": ("write stages.{stage}.devices instead", None),
+    "device_ids": ("write {path}.devices instead", None),
     "data_parallel_size": (_REPLICAS, 1),
     "data_parallel_size_local": (_REPLICAS, None),
     "data_parallel_rank": (_REPLICAS, None),
@@ -65,18 +66,18 @@ _RESERVED: Mapping[str, tuple[str, object]] = {
 """Engine fields that the plan decides: what to write instead, and the one value that changes nothing."""
 
 
-def said(spec: StageSpec, stage: StageConfig, text_args: Mapping[str, Any]) -> dict[str, Any]:
+def said(spec: StageSpec, stage: ReplicasConfig, text_args: Mapping[str, Any]) -> dict[str, Any]:
     """What the user said about a stage's engine: `--stage-overrides` over stock flags over the file.
 
     Raises:
         ConfigError: a field that the pipeline or the plan decides.
     """
-    path = f"stages.{spec.name}.engine"
+    path = f"{stage_path(spec.name)}.engine"
     flags = {
         key: value
         for key, value in text_args.items()
         # A shared flag does not reach a stage whose pipeline has settled the field.
-        if key != "model" and (spec.text_stage or (key in SHARED_FIELDS and key not in spec.engine))
+        if key != "model" and (spec.stock_flags or (key in SHARED_FIELDS and key not in spec.engine))
     }
     for layer, prefix in ((flags, ""), (stage.engine, f"{path}."), (stage.engine_overrides, f"{path}.")):
         for key, value in layer.items():
@@ -100,10 +101,10 @@ def _check_free(where: str, key: str, value: Any, spec: StageSpec) -> None:
     if key in _RESERVED:
         advice, harmless = _RESERVED[key]
         if value != harmless:
-            raise ConfigError(f"{where}: {advice.format(stage=spec.name)}")
+            raise ConfigError(f"{where}: {advice.format(path=stage_path(spec.name))}")
 
 
-def _check_cache(path: str, stage: StageConfig) -> None:
+def _check_cache(path: str, stage: ReplicasConfig) -> None:
     for layer in (stage.engine, stage.engine_overrides):
         if stage.kv_cache_bytes is not None and "kv_cache_memory_bytes" in layer:
             where = path.removesuffix(".engine")

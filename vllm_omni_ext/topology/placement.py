@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.errors import ConfigError
 
 SHARED_DEVICE_MEMORY = 0.9
@@ -87,7 +88,7 @@ def memory_shares(demands: Sequence[Demand], placed: Mapping[str, tuple[Devices,
 
 
 def _written(demand: Demand, text: str, device_count: int) -> tuple[Devices, ...]:
-    path = f"stages.{demand.stage}.devices"
+    path = f"{stage_path(demand.stage)}.devices"
     ids = tuple(int(part) for part in text.split(","))
     size, total = demand.per_replica, demand.per_replica * demand.replicas
     if len(ids) not in (size, total):
@@ -112,7 +113,7 @@ def _written(demand: Demand, text: str, device_count: int) -> tuple[Devices, ...
 
 def _check_template(demand: Demand, text: str, replicas: tuple[Devices, ...], device_count: int) -> None:
     """Replicas that follow from the first one's devices have their own, and these exist."""
-    path = f"stages.{demand.stage}.devices"
+    path = f"{stage_path(demand.stage)}.devices"
     used = [device for devices in replicas for device in devices]
     come_out = " and ".join(f"'{','.join(map(str, devices))}'" for devices in replicas)
     write = f"write all {len(used)}"
@@ -131,7 +132,7 @@ def _check_template(demand: Demand, text: str, replicas: tuple[Devices, ...], de
 def _least_loaded(demand: Demand, load: list[float]) -> Devices:
     if demand.per_replica > len(load):
         raise ConfigError(
-            f"stages.{demand.stage}: a replica needs {demand.per_replica} devices "
+            f"{stage_path(demand.stage)}: a replica needs {demand.per_replica} devices "
             f"({_parallel(demand)}), but this machine has {len(load)}"
         )
     chosen = sorted(sorted(range(len(load)), key=lambda device: (round(load[device], 9), device))[: demand.per_replica])
@@ -154,7 +155,7 @@ def _unit_share(device: int, users: Sequence[Demand]) -> float:
     if relative and SHARED_DEVICE_MEMORY - taken < 0.01:
         waiting = next(demand.stage for demand in users if demand.utilization is None)
         raise ConfigError(
-            f"stages.{waiting}.engine.gpu_memory_utilization: {sum_text} leaves nothing of device {device} "
+            f"{stage_path(waiting)}.engine.gpu_memory_utilization: {sum_text} leaves nothing of device {device} "
             f"(at most {SHARED_DEVICE_MEMORY:g} of a shared device is handed out); lower it or set this one too"
         )
     return (SHARED_DEVICE_MEMORY - taken) / relative if relative else 0.0

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_omni_ext.config.checks import ADAPTIVE, ALL_AT_ONCE, unknown_key
+from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.config.schema import STREAM_IDLE_S, OmniConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec, StageSpec
 from vllm_omni_ext.topology import cpu
 from vllm_omni_ext.topology.connections import Connections, connections, told
+from vllm_omni_ext.topology.disaggregation import check_pairs, expand
 from vllm_omni_ext.topology.layers import SHARED_FIELDS, parallel_size, said
 from vllm_omni_ext.topology.placement import Demand, Devices, memory_shares, place
 from vllm_omni_ext.topology.shape import Machine, Plan, ReplicaPlan, StagePlan
@@ -41,6 +43,7 @@ def make_plan(
     Raises:
         ConfigError: the settings contradict each other, the pipeline or the machine.
     """
+    pipeline, config = expand(pipeline, config)
     if config.pipeline not in (None, pipeline.name):
         raise ConfigError(f"pipeline: the stage config is for '{config.pipeline}', but the model is '{pipeline.name}'")
     for name in config.stages:
@@ -63,14 +66,16 @@ def make_plan(
     else:
         devices = place(demands, machine.device_count)
         shares = memory_shares(demands, devices)
+    stages = tuple(
+        _stage_plan(spec, user[spec.name], devices[spec.name], shares.get(spec.name), around)
+        for spec in pipeline.stages
+    )
+    check_pairs(pipeline.edges, {stage.name: stage.engine_args for stage in stages}, config)
     return Plan(
         model=model,
         pipeline=pipeline.name,
         machine=machine,
-        stages=tuple(
-            _stage_plan(spec, user[spec.name], devices[spec.name], shares.get(spec.name), around)
-            for spec in pipeline.stages
-        ),
+        stages=stages,
         edges=pipeline.edges,
         api_servers=_api_servers(config, machine),
         chunks=_chunks(pipeline, config),
@@ -131,11 +136,13 @@ def _replica_count(pipeline: PipelineSpec, config: OmniConfig) -> int:
 def _check_text_stage(pipeline: PipelineSpec, config: OmniConfig) -> None:
     for spec in pipeline.stages:
         if spec.text_stage and not config.stage(spec.name).replicas:
-            raise ConfigError(f"stages.{spec.name}.replicas: the stage that answers text needs at least 1 here, got 0")
+            raise ConfigError(
+                f"{stage_path(spec.name)}.replicas: the stage that answers text needs at least 1 here, got 0"
+            )
 
 
 def _demand(spec: StageSpec, config: OmniConfig, user: Mapping[str, Any]) -> Demand:
-    stage, path = config.stage(spec.name), f"stages.{spec.name}"
+    stage, path = config.stage(spec.name), stage_path(spec.name)
     return Demand(
         stage=spec.name,
         replicas=stage.replicas,
@@ -165,11 +172,12 @@ def _stage_plan(
     elif share is not None:
         defaults["gpu_memory_utilization"] = share
     args = {**defaults, **spec.engine_defaults, **user, **spec.engine}
-    if ends := told(around.pipeline, spec.name, around.connected):
+    if ends := told(around.pipeline, spec, around.connected):
         args["additional_config"] = {**args.get("additional_config", {}), **ends}
     return StagePlan(
         name=spec.name,
         text_stage=spec.text_stage,
+        part_of=spec.part_of,
         engine_args=_one_step(spec, args, around),
         env={**env, **stage.env},
         replicas=tuple(ReplicaPlan(id=ReplicaId(spec.name, i), devices=ids) for i, ids in enumerate(devices)),
@@ -182,8 +190,8 @@ def _one_step(spec: StageSpec, args: dict[str, Any], around: _Surroundings) -> d
     if args.get("runner") != "pooling":
         return args
     lengths = around.facts.max_model_len
-    if spec.name in lengths:
-        args.setdefault("max_model_len", lengths[spec.name])
+    if spec.model_stage in lengths:
+        args.setdefault("max_model_len", lengths[spec.model_stage])
     args["additional_config"] = {STREAM_IDLE_S: around.config.stream_idle_s, **args.get("additional_config", {})}
     if "max_model_len" in args:
         args.setdefault("max_num_batched_tokens", args["max_model_len"])

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import UnknownMember
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.model_plugins.registry import EdgeSpec
+from vllm_omni_ext.model_plugins.registry import KV, EdgeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ class StagePlan:
     Attributes:
         engine_args: `EngineArgs` fields of its replicas, without `model` and devices; what is not named is left to
             vLLM's default.
+        part_of: the stage of the model it is a side of; "" if it is a whole one.
         env: environment variables of the replica processes, on top of the inherited ones.
         sampling: default `SamplingParams` fields.
     """
@@ -47,6 +48,12 @@ class StagePlan:
     env: Mapping[str, str]
     replicas: tuple[ReplicaPlan, ...]
     sampling: Mapping[str, Any]
+    part_of: str = ""
+
+    @property
+    def model_stage(self) -> str:
+        """The stage as the model's flow and its callers know it."""
+        return self.part_of or self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +104,28 @@ class Plan:
     def text_stage(self) -> StagePlan:
         """Return the stage that answers text."""
         return next(stage for stage in self.stages if stage.text_stage)
+
+    def sides(self) -> dict[str, tuple[str, ...]]:
+        """The stages that are one stage of the model, by its name there."""
+        whole = dict.fromkeys(stage.part_of for stage in self.stages if stage.part_of)
+        return {name: tuple(stage.name for stage in self.stages if stage.part_of == name) for name in whole}
+
+    def source_of(self, name: str) -> str | None:
+        """The stage that computes the prompts of another one; None if that does it itself."""
+        return next((edge.source for edge in self.edges_to(name) if edge.kind == KV), None)
+
+    def model_stage(self, name: str) -> StagePlan:
+        """Return the stage that callers know by that name; UnknownMember names the known ones."""
+        stages = self.model_stages()
+        for stage in stages:
+            if stage.model_stage == name:
+                return stage
+        raise UnknownMember(f"no stage '{name}'; the plan has {', '.join(s.model_stage for s in stages)}")
+
+    def model_stages(self) -> tuple[StagePlan, ...]:
+        """The stages as callers know them: those that only compute prompts for another one are left out."""
+        sources = {edge.source for edge in self.edges if edge.kind == KV}
+        return tuple(stage for stage in self.stages if stage.name not in sources)
 
     def replica(self, replica_id: ReplicaId) -> ReplicaPlan:
         """Return the replica of that name; UnknownMember names the known ones of its stage."""

@@ -1,0 +1,151 @@
+"""What computing prompts apart changes, with as many devices; device time is simulated, transfers are real.
+
+Clients that read long answers (`writers`) never pause, long prompts with short answers (`readers`) arrive at random.
+A step takes `--step` seconds and `--token` more for each token, so that a long prompt holds up those who read from
+the same engine. Compared are two replicas that do both, and one that prefills beside one that decodes. At the end:
+how fast KV caches were moved, beside a copy of as many bytes in memory.
+
+Mooncake listens on all interfaces: run it where there is only loopback.
+
+    unshare --map-root-user --net sh -c 'ip link set lo up; exec "$@"' sh \\
+        python benchmarks/pd.py [MODEL] [--writers 6] [--rate 1.5] [--prompt 1500] [--seconds 20] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from checkpoint import checkpoint, parser
+from simulated import engine
+from vllm import LLM, SamplingParams
+
+PREFILL = "thinker.prefill"
+SHORT = 20
+"""Tokens of a writer's prompt."""
+LONG_ANSWER, SHORT_ANSWER = 200, 4
+SETTLE_S = 3.0
+MS, MIB, GB = 1e3, 1 << 20, 1e9
+COPIES = 20
+
+
+@dataclass
+class Seen:
+    """What clients saw, in seconds."""
+
+    first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+    def row(self, name: str) -> str:
+        """Percentiles in milliseconds; readers have hardly any gaps."""
+        first = [f"{np.percentile(self.first, at) * MS:9.0f}" for at in (50, 95)]
+        gaps = [f"{np.percentile(self.gaps, at) * MS:9.0f}" for at in (50, 99)] + [f"{max(self.gaps) * MS:9.0f}"]
+        return f"{name:<22}{len(self.first):>6}{''.join(first)}{''.join(gaps)}"
+
+
+async def ask(omni: Any, name: str, prompt: list[int], tokens: int, seen: Seen) -> None:
+    """One request, read as it comes."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    last = began = time.monotonic()
+    async for _ in omni.generate({"prompt_token_ids": prompt}, params, name):
+        now = time.monotonic()
+        (seen.first if last == began else seen.gaps).append(now - last)
+        last = now
+
+
+async def load(omni: Any, args: Any, rng: random.Random) -> dict[str, Seen]:
+    """Both kinds of clients for some seconds; what is under way at the end is finished."""
+    seen = {"writers": Seen(), "readers": Seen()}
+    end = time.monotonic() + args.seconds
+
+    def prompt(length: int) -> list[int]:
+        return [rng.randrange(5, 250) for _ in range(length)]
+
+    async def writer(number: int) -> None:
+        turn = 0
+        while time.monotonic() < end:
+            await ask(omni, f"writer-{number}-{turn}", prompt(SHORT), LONG_ANSWER, seen["writers"])
+            turn += 1
+
+    async def readers() -> None:
+        async with asyncio.TaskGroup() as under_way:
+            number = 0
+            while time.monotonic() < end:
+                await asyncio.sleep(rng.expovariate(args.rate))
+                work = ask(omni, f"reader-{number}", prompt(args.prompt), SHORT_ANSWER, seen["readers"])
+                under_way.create_task(work)
+                number += 1
+
+    async with asyncio.TaskGroup() as everybody:
+        everybody.create_task(readers())
+        for number in range(args.writers):
+            everybody.create_task(writer(number))
+            await asyncio.sleep(SETTLE_S / args.writers)
+    return seen
+
+
+def measure(model: str, args: Any, thinker: dict[str, Any]) -> tuple[dict[str, Seen], dict[str, float]]:
+    """One topology: what clients saw, and what was moved."""
+    timed = engine(args.step, args.token)
+    stages = {"thinker": {**timed, **thinker}}
+    size = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
+    with LLM(model, omni=True, stage_overrides=stages, **size) as llm:
+        work = load(llm._omni, args, random.Random(args.seed))
+        seen = asyncio.run_coroutine_threadsafe(work, llm._loop).result()
+        moved: dict[str, float] = {}
+        if "prefill_decode" in thinker:
+            (reply,) = llm.collective_rpc("transfer_counters", targets=[PREFILL]).values()
+            moved = reply.value[0]
+        return seen, moved
+
+
+def copy_rate(size: int) -> float:
+    """Bytes a second of a copy in memory, the best of several."""
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    times = []
+    for _ in range(COPIES):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - began)
+    return size / min(times)
+
+
+def main() -> None:
+    """Measure both topologies and print a table."""
+    flags = parser(__doc__ or "")
+    flags.add_argument("--writers", type=int, default=6)
+    flags.add_argument("--rate", type=float, default=1.5, help="long prompts a second")
+    flags.add_argument("--prompt", type=int, default=1500, help="tokens of a long prompt")
+    flags.add_argument("--step", type=float, default=0.02, help="seconds a step takes")
+    flags.add_argument("--token", type=float, default=0.0002, help="seconds that each token of a step adds")
+    flags.add_argument("--seconds", type=float, default=20.0)
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--json", type=Path)
+    args = flags.parse_args()
+    topologies = {"2 do both": {"replicas": 2}, "1 prefills, 1 decodes": {"prefill_decode": {}}}
+    found: dict[str, Any] = {}
+    print(f"{'ms':<22}{'asked':>6}{'first 50':>9}{'95':>9}{'gap 50':>9}{'99':>9}{'max':>9}")
+    with checkpoint(args.model) as model:
+        for name, thinker in topologies.items():
+            seen, moved = measure(model, args, thinker)
+            found[name] = {kind: asdict(each) for kind, each in seen.items()} | {"moved": moved}
+            print(name)
+            for kind, each in seen.items():
+                print(each.row(f"  {kind}"))
+    each = moved["bytes"] / moved["transfers"]
+    rate, copied = moved["bytes"] / moved["seconds"], copy_rate(round(each))
+    print(f"moved {moved['bytes'] / MIB:.0f} MiB in {moved['transfers']:.0f} transfers of {each / MIB:.2f} MiB: "
+          f"{rate / GB:.2f} GB/s; a copy of as much in memory {copied / GB:.2f} GB/s")  # fmt: skip
+    found |= {"transfer_bytes_s": rate, "copy_bytes_s": copied}
+    if args.json:
+        args.json.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

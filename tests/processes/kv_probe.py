@@ -1,0 +1,42 @@
+"""Inside the engines of the KV transfer tests: a replica's worker and scheduler, which also tell of themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_omni_ext.engine.report import report_scheduler
+from vllm_omni_ext.engine.worker import ExportWorker
+
+_schedulers: list[Any] = []
+
+
+def probe_scheduler(**kwargs: Any) -> Any:
+    """The replica's scheduler; the worker, in the same process, can look into it."""
+    _schedulers[:] = [report_scheduler(**kwargs)]
+    return _schedulers[0]
+
+
+class ProbeWorker(ExportWorker):
+    """Counts the steps in which an encoder ran, and tokens."""
+
+    encoded = 0
+    tokens = 0
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        self.tokens += scheduler_output.total_num_scheduled_tokens
+        self.encoded += bool(scheduler_output.scheduled_encoder_inputs)
+        return super().execute_model(scheduler_output)
+
+    def encoder_steps(self) -> int:
+        return self.encoded
+
+    def computed_tokens(self) -> int:
+        return self.tokens
+
+    def used_blocks(self) -> int:
+        """Blocks that are not free, without vLLM's own null block."""
+        pool = _schedulers[0].kv_cache_manager.block_pool
+        return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+
+    def held_requests(self) -> int:
+        return len(_schedulers[0].requests)

@@ -1,0 +1,398 @@
+"""Real prefill and decode engines over Mooncake; `test_kv_transfer.py` runs it where only loopback can be reached.
+
+Every way in which a transfer is known to fail is here. The rule: decode answers as an engine does which does everything
+itself, in less than `BOUND_S`; no block stays in use on either side; no engine ends that was not killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from vllm import SamplingParams
+
+from tests.media import audio
+from tests.processes.kv_engines import PLAIN, Engine, prefill
+from vllm_omni_ext.disaggregation.parameters import (
+    DECODE,
+    KEY,
+    PREFILL,
+    Settings,
+    answer,
+    decode_transfer,
+    new_transfer_id,
+    prefill_sampling,
+    prefill_transfer,
+)
+from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+SETTINGS = Settings(transfer_timeout_s=1.5, hold_s=2.0)
+BOUND_S = 5.0
+AT_ONCE_S = 1.5
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+LENGTHS = (3, 127, 128, 129, 700, 2000)
+
+_serial = itertools.count(1)
+
+
+def prompt(length: int = 300) -> dict[str, Any]:
+    """Token ids that no other prompt begins with, so that nothing of it is in a prefix cache."""
+    n = next(_serial)
+    return {"prompt_token_ids": [n % 200 + 3, n // 200 + 3, *((5 * i + n) % 200 + 3 for i in range(length - 2))]}
+
+
+class Pair:
+    """One engine of each kind; a prefill and a decode engine that a test may kill come on top."""
+
+    def __init__(self, model: str, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        self.plain = Engine(model, PLAIN, settings)
+        self.prefill = self.start(PREFILL)
+        self.decode = self.start(DECODE)
+
+    def start(self, role: str, settings: Settings | None = None, **args: Any) -> Engine:
+        return Engine(self.model, role, settings or self.settings, **{"enable_prefix_caching": True, **args})
+
+    @contextlib.contextmanager
+    def another(self, role: str, settings: Settings | None = None, **args: Any) -> Iterator[Engine]:
+        engine = self.start(role, settings, **args)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    async def expected(self, asked: Any, params: SamplingParams = GREEDY) -> list[int]:
+        return list((await self.plain.run(asked, params)).outputs[0].token_ids)
+
+    async def check(
+        self,
+        asked: Any,
+        transfer: Any,
+        *,
+        decode: Engine | None = None,
+        params: SamplingParams = GREEDY,
+        bound_s: float = BOUND_S,
+    ) -> float:
+        """Decode says what the plain engine says; seconds it took."""
+        expected = await self.expected(asked, params)
+        since = time.monotonic()
+        output = await (decode or self.decode).run(asked, params, transfer)
+        took = time.monotonic() - since
+        assert list(output.outputs[0].token_ids) == expected
+        assert took < bound_s
+        return took
+
+    async def empty(self) -> None:
+        """Nothing is in use on either side."""
+        await self.decode.empty(self.settings.hold_s + BOUND_S)
+        await self.prefill.empty(self.settings.hold_s + BOUND_S)
+
+    def close(self) -> None:
+        for engine in (self.plain, self.prefill, self.decode):
+            engine.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    made = Pair(str(write_qwen3_omni(Path(tmp_path_factory.mktemp("tiny")) / "model", seed=0)), SETTINGS)
+    yield made
+    made.close()
+
+
+async def counted(engine: Engine, name: str) -> float:
+    return (await engine.ask("transfer_counters")).get(name, 0)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+async def test_blocks_of_a_prompt_arrive(length: int, pair: Pair) -> None:
+    sent, received = await counted(pair.prefill, "bytes"), await counted(pair.decode, "received")
+    asked = prompt(length)
+    await pair.check(asked, await prefill(pair.prefill, asked))
+    assert await counted(pair.prefill, "bytes") > sent
+    assert await counted(pair.decode, "received") == received + 1
+    await pair.empty()
+
+
+async def test_eight_at_once(pair: Pair) -> None:
+    async def one(length: int) -> None:
+        asked = prompt(length)
+        await pair.check(asked, await prefill(pair.prefill, asked))
+
+    failed = await counted(pair.decode, "failed_receives")
+    await asyncio.gather(*(one(50 + 90 * i) for i in range(8)))
+    assert await counted(pair.decode, "failed_receives") == failed
+    await pair.empty()
+
+
+async def test_the_encoder_runs_in_prefill_only(pair: Pair) -> None:
+    tokens = pair.plain.llm.get_tokenizer().encode("<|audio_start|><|audio_pad|><|audio_end|>What do you hear?")
+    asked = {"prompt_token_ids": tokens, "multi_modal_data": {"audio": [(audio(2.0, 1), 16000)]}}
+    before = await pair.prefill.ask("encoder_steps"), await pair.decode.ask("encoder_steps")
+    await pair.check(asked, await prefill(pair.prefill, asked))
+    after = await pair.prefill.ask("encoder_steps"), await pair.decode.ask("encoder_steps")
+    assert (after[0] - before[0], after[1] - before[1]) == (1, 0)
+    await pair.empty()
+
+
+async def test_what_decode_has_already_is_not_sent(pair: Pair) -> None:
+    asked = prompt(900)
+    await pair.check(asked, await prefill(pair.prefill, asked))
+    sent = await counted(pair.prefill, "bytes")
+    await pair.check(asked, await prefill(pair.prefill, asked))
+    longer = {"prompt_token_ids": asked["prompt_token_ids"] + prompt(200)["prompt_token_ids"]}
+    await pair.check(longer, await prefill(pair.prefill, longer))
+    again = await counted(pair.prefill, "bytes") - sent
+    assert 0 < again < sent
+    await pair.empty()
+
+
+@contextlib.contextmanager
+def silent_server() -> Iterator[str]:
+    """Takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "bootstrap refuses": {"remote_bootstrap_addr": "http://127.0.0.1:9"},
+    "bootstrap is no address": {"remote_bootstrap_addr": "127.0.0.1:9"},
+    "bootstrap is no host": {"remote_bootstrap_addr": "http://["},
+    "unknown engine": {"remote_engine_id": "nobody"},
+    "never prefilled": {"transfer_id": "never"},
+    "no engine": {"remote_engine_id": None},
+    "no transfer": {"transfer_id": None},
+    "a list for an id": {"transfer_id": ["a"]},
+    "meant for prefill": prefill_transfer("x"),
+    "both roles at once": {"do_remote_decode": True},
+    "no role": {"do_remote_prefill": False},
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+async def test_decode_does_without_what_it_cannot_get(case: str, pair: Pair) -> None:
+    asked = prompt()
+    told = await prefill(pair.prefill, asked)
+    await pair.check(asked, {**told, **WRONG[case]})
+    await pair.decode.empty()
+    if case == "never prefilled":  # and does not keep others from being served
+        await pair.check(other := prompt(), await prefill(pair.prefill, other))
+    await pair.empty()
+
+
+async def test_a_bootstrap_server_that_is_silent(pair: Pair) -> None:
+    asked = prompt()
+    told = await prefill(pair.prefill, asked)
+    with silent_server() as address:
+        await pair.check(asked, {**told, "remote_bootstrap_addr": address})
+        await pair.decode.empty()
+    await pair.empty()
+
+
+async def test_many_that_were_never_prefilled_do_not_keep_prefill_from_sending(pair: Pair) -> None:
+    asked = prompt()
+    told = await prefill(pair.prefill, asked)
+    lost = [
+        asyncio.create_task(pair.decode.run(prompt(40), GREEDY, {**told, "transfer_id": f"never-{i}"}))
+        for i in range(12)
+    ]
+    await asyncio.sleep(0.3)
+    assert await pair.check(asked, told) < AT_ONCE_S
+    await asyncio.gather(*lost)
+    await pair.empty()
+
+
+NOT_FOR_PREFILL: dict[str, dict[str, Any]] = {
+    "meant for decode": answer("x", "y", "http://z"),
+    "both roles at once": {**prefill_transfer("x"), "do_remote_prefill": True},
+    "no transfer": {"do_remote_decode": True},
+    "a number for an id": prefill_transfer(3),
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("transfer", NOT_FOR_PREFILL.values(), ids=NOT_FOR_PREFILL)
+async def test_prefill_survives_parameters_that_are_not_for_it(transfer: dict[str, Any], pair: Pair) -> None:
+    asked = prompt()
+    output = await pair.prefill.run(asked, GREEDY, transfer)
+    assert list(output.outputs[0].token_ids) == await pair.expected(asked)
+    assert output.kv_transfer_params is None
+    await pair.empty()
+
+
+async def test_a_prefill_that_ends_by_a_stop_keeps_nothing(pair: Pair) -> None:
+    asked = prompt()
+    first = (await pair.expected(asked))[0]
+    good = await prefill(pair.prefill, prompt())
+    transfer = new_transfer_id()
+    params = SamplingParams(**{**prefill_sampling(), "stop_token_ids": [first]})
+    output = await pair.prefill.run(asked, params, prefill_transfer(transfer))
+    assert decode_transfer(output.kv_transfer_params) is None
+    await pair.check(asked, {**good, "transfer_id": transfer})
+    await pair.empty()
+
+
+async def test_a_transfer_that_is_asked_for_twice(pair: Pair) -> None:
+    asked = prompt()
+    told = await prefill(pair.prefill, asked)
+    await pair.check(asked, told)
+    with pair.another(DECODE) as second:
+        await pair.check(asked, told, decode=second)
+        await second.empty()
+    await pair.empty()
+
+
+async def test_blocks_that_nobody_fetches_are_freed_in_time(pair: Pair) -> None:
+    before = await counted(pair.prefill, "expired")
+    await prefill(pair.prefill, prompt())
+    assert await pair.prefill.ask("used_blocks") > 0
+    took = await pair.prefill.empty(SETTINGS.hold_s + AT_ONCE_S)
+    assert took > SETTINGS.hold_s - AT_ONCE_S
+    assert await counted(pair.prefill, "expired") == before + 1
+
+
+async def test_blocks_that_are_refused_are_freed_at_once(pair: Pair) -> None:
+    told = await prefill(pair.prefill, prompt())
+    await pair.decode.reject(told)
+    assert await pair.prefill.empty() < AT_ONCE_S
+    await pair.empty()
+
+
+async def test_aborting_a_finished_prefill_changes_nothing(pair: Pair) -> None:
+    asked, name = prompt(), uuid.uuid4().hex
+    params = SamplingParams(**prefill_sampling(), extra_args={KEY: prefill_transfer(new_transfer_id())})
+    output = [each async for each in pair.prefill.llm.generate(asked, params, name)][-1]
+    await pair.prefill.llm.abort(name)
+    failed = await counted(pair.decode, "failed_receives")
+    await pair.check(asked, decode_transfer(output.kv_transfer_params))
+    assert await counted(pair.decode, "failed_receives") == failed
+    await pair.empty()
+
+
+@contextlib.contextmanager
+def stopped(engine: Engine) -> Iterator[None]:
+    engine.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        engine.signal(signal.SIGCONT)
+
+
+async def test_a_prefill_that_hangs_and_comes_back(pair: Pair) -> None:
+    asked = prompt()
+    told = await prefill(pair.prefill, asked)
+    with stopped(pair.prefill):
+        await pair.check(asked, told)
+        await asyncio.sleep(AT_ONCE_S)
+        assert await pair.decode.ask("used_blocks") > 0, "blocks that may still be written to were given away"
+    await pair.empty()
+
+
+async def test_what_is_written_late_reaches_nobody(pair: Pair) -> None:
+    asked, other, params = prompt(1500), prompt(1500), SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    told = await prefill(pair.prefill, asked)
+    expected = await pair.expected(other, params)
+    sent = await counted(pair.prefill, "bytes")
+    with stopped(pair.prefill):
+        await pair.check(asked, told)
+        running = asyncio.create_task(pair.decode.run(other, params))
+        await asyncio.sleep(0.3)
+        assert not running.done()
+    await pair.prefill.empty()
+    assert await counted(pair.prefill, "bytes") > sent, "nothing was written late"
+    assert not running.done(), "the write came too late to harm"
+    assert list((await running).outputs[0].token_ids) == expected
+    await pair.empty()
+
+
+@pytest.mark.parametrize("prefilled", [True, False])
+async def test_a_decode_that_is_aborted_while_it_waits(prefilled: bool, pair: Pair) -> None:
+    asked = prompt()
+    told = await prefill(pair.prefill, asked)
+    if not prefilled:
+        told["transfer_id"] = "never"
+    with stopped(pair.prefill) if prefilled else contextlib.nullcontext():
+        waiting = asyncio.create_task(pair.decode.run(asked, GREEDY, told))
+        await asyncio.sleep(0.5)
+        since = time.monotonic()
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        await pair.check(prompt(), None)
+        assert time.monotonic() - since < BOUND_S
+    await pair.empty()
+
+
+async def test_a_decode_that_is_killed_while_blocks_are_sent(pair: Pair) -> None:
+    with pair.another(DECODE) as second:
+        await pair.check(known := prompt(), await prefill(pair.prefill, known), decode=second)
+        asked = prompt(2000)
+        told = await prefill(pair.prefill, asked)
+        with stopped(pair.prefill):
+            lost = asyncio.create_task(second.run(asked, GREEDY, told))
+            await asyncio.sleep(0.5)
+            second.signal(signal.SIGSTOP)
+        await asyncio.sleep(0.5)
+        second.signal(signal.SIGKILL)
+        with contextlib.suppress(Exception):
+            await lost
+    assert await pair.prefill.empty() < BOUND_S
+    await pair.check(asked, await prefill(pair.prefill, asked))
+    await pair.empty()
+
+
+async def test_a_prefill_that_is_killed_and_started_again(pair: Pair) -> None:
+    first = pair.start(PREFILL)
+    try:
+        await pair.check(known := prompt(), await prefill(first, known))
+        held, waiting = prompt(), prompt()
+        answers = [await prefill(first, each) for each in (held, waiting)]
+        first.signal(signal.SIGSTOP)
+        expected = await pair.expected(waiting)
+        pulling = asyncio.create_task(pair.decode.run(waiting, GREEDY, answers[1]))
+        await asyncio.sleep(0.5)
+        assert not pulling.done()
+        first.signal(signal.SIGKILL)
+        since = time.monotonic()
+        assert list((await pulling).outputs[0].token_ids) == expected
+        assert time.monotonic() - since < AT_ONCE_S, "its death was not noticed"
+        assert await pair.check(held, answers[0]) < AT_ONCE_S
+        await pair.decode.empty()
+    finally:
+        first.close()
+    with pair.another(PREFILL) as successor:
+        received = await counted(pair.decode, "received")
+        await pair.check(asked := prompt(), await prefill(successor, asked))
+        assert await counted(pair.decode, "received") == received + 1
+    await pair.empty()
+
+
+async def test_blocks_of_another_size_are_refused(pair: Pair) -> None:
+    with pair.another(DECODE, block_size=256) as second:
+        asked = prompt(600)
+        await pair.check(asked, await prefill(pair.prefill, asked), decode=second)
+        assert await counted(second, "failed_receives") == 1
+        await second.empty()
+    await pair.empty()
+
+
+async def test_decode_can_be_told_to_fail_instead(pair: Pair) -> None:
+    with pair.another(DECODE, replace(SETTINGS, on_failure="fail")) as second:
+        asked = prompt()
+        told = await prefill(pair.prefill, asked)
+        output = await second.run(asked, GREEDY, {**told, "remote_engine_id": "nobody"})
+        assert output.outputs[0].finish_reason == "error"
+        await second.empty()
+        await pair.check(asked, told, decode=second)
+    await pair.empty()

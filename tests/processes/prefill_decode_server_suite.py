@@ -1,0 +1,185 @@
+"""The same behind HTTP: two API servers, a prefill replica of another process. `test_prefill_decode.py` runs it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from examples.server import HOST, Server
+from tests.processes.cluster import (
+    LENGTH,
+    MODEL,
+    Answer,
+    Headless,
+    all_up,
+    ask,
+    ask_all,
+    body,
+    free_ports,
+    get,
+    idle,
+    kill,
+    replicas,
+    status,
+    until,
+    used,
+)
+from tests.processes.namespace import two_hosts
+from vllm_omni_ext.metrics import PREFIX
+
+PREFILL, DECODE = "thinker.prefill", "thinker.decode"
+TIMES = ["--omni-heartbeat-timeout", "1.5", "--omni-drain-timeout", "20"]
+PORTS = 3
+UP_S, SOON_S = 120.0, 10.0
+AT_ONCE = 8
+LONG = "A long prompt, " * 60
+BODIES = [body(f"{LONG if number % 3 else 'Short.'} Tell me about number {number}.", 20, 30) for number in range(16)]
+SPLIT = '{"thinker": {"prefill_decode": {}}}'
+ALL = 5
+"""Replicas: one of each side, talker, code2wav, and the one that joins."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Headless, list[Answer]]]:
+    """A server, one more prefill replica that has joined it, and what one replica of each stage says to `BODIES`."""
+    logs, port = tmp_path_factory.mktemp("logs"), free_ports(PORTS)
+    master = ["-oma", HOST, "-omp", str(port)]
+    flags = [*LENGTH, *TIMES, "--stage-overrides", SPLIT]
+    with (
+        Server(tiny, logs / "head", [*flags, *master, "--api-server-count", "2"]) as server,
+        Headless(tiny, logs / "crew", PREFILL, port, "--stage-overrides", SPLIT, *TIMES) as crew,
+    ):
+        expected = ask_all(server, BODIES, 1)
+        assert until(lambda: all_up(server, ALL), UP_S), crew.tail()
+        yield server, crew, expected
+
+
+def value(server: Server, name: str, **labels: str) -> float:
+    """The sum of a metric's series that have these labels."""
+    families = text_string_to_metric_families(get(server, "/metrics")[1].decode())
+    samples = [sample for family in families for sample in family.samples if sample.name == PREFIX + name]
+    return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+
+def busy(server: Server) -> str:
+    """What keeps a server from being idle."""
+    known = [f"{name} {each['running']}+{each['waiting']}" for name, each in replicas(server).items()]
+    lines = get(server, "/metrics")[1].decode().splitlines()
+    return "\n".join([*known, *(line for line in lines if "requests_in_flight{" in line and not line.endswith(" 0.0"))])
+
+
+def test_replicas_of_other_processes_and_several_api_servers(cluster: Any) -> None:
+    server, _, expected = cluster
+    answers = ask_all(server, BODIES * 2, AT_ONCE)
+    assert answers == expected * 2
+    assert {f"{PREFILL}/0", f"{PREFILL}/1", f"{DECODE}/0"} <= set(used(answers))
+    assert len({answer.server for answer in answers}) == 2
+    assert until(lambda: idle(server))
+    for replica in (f"{PREFILL}/0", f"{PREFILL}/1"):
+        assert value(server, "kv_transfer_bytes_total", replica=replica) > 0
+    assert value(server, "kv_wait_seconds_count", source=PREFILL, target=DECODE) >= len(answers)
+    assert value(server, "kv_transfer_failures_total") == value(server, "kv_not_handed_over_total") == 0
+
+
+def test_status_shows_who_computes_for_whom(cluster: Any) -> None:
+    server, *_ = cluster
+    ask_all(server, BODIES, AT_ONCE)
+    (edge,) = status(server)["kv_edges"]
+    assert (edge["source"], edge["target"], edge["connector"]) == (PREFILL, DECODE, "mooncake")
+    assert {pair["target"] for pair in edge["pairs"]} == {f"{DECODE}/0"}
+    assert all(pair["handed"] > 0 and pair["fetching"] == 0 for pair in edge["pairs"])
+    assert [stage["name"] for stage in status(server)["stages"]][:2] == [PREFILL, DECODE]
+
+
+def test_several_turns(cluster: Any) -> None:
+    """Each is the prompt of the next: both sides find what they know of it in their prefix caches."""
+    server, *_ = cluster
+    messages = [{"role": "user", "content": LONG}]
+    for turn in range(3):
+        fields = body("", 12, 8) | {"messages": list(messages)}
+        first, second = ask(server, fields), ask(server, fields)
+        assert first == second
+        messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": f"And {turn}?"}]
+    assert until(lambda: idle(server))
+
+
+TRANSFER = {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": "y", "remote_bootstrap_addr": "http://z"}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+@pytest.mark.parametrize(
+    "transfer", [TRANSFER, {"do_remote_decode": True, "transfer_id": "x"}], ids=["to fetch", "to keep"]
+)
+def test_what_replicas_settle_among_themselves_is_no_client_s(cluster: Any, path: str, transfer: Any) -> None:
+    server, _, expected = cluster
+    asked = {
+        "chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 4},
+        "completions": {"prompt": "Hi", "max_tokens": 4},
+        "responses": {"input": "Hi", "max_output_tokens": 4},
+    }[path]
+    fields = {"model": MODEL, **asked, "kv_transfer_params": transfer}
+    answer = httpx.post(f"{server.base_url}/{path}", json=fields, timeout=30)
+    assert answer.status_code == 400, answer.text
+    assert "kv_transfer_params" in answer.text
+    assert ask(server, BODIES[0]) == expected[0]
+    assert until(lambda: idle(server), SOON_S), busy(server)
+
+
+def test_media_without_data_are_refused(cluster: Any) -> None:
+    """vLLM accepts them of whom it takes for its own proxy."""
+    server, _, expected = cluster
+    part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": base64.b64encode(b"x").decode()}}
+    fields = body("", 4, 4) | {"messages": [{"role": "user", "content": [part]}]}
+    answer = httpx.post(f"{server.base_url}/chat/completions", json=fields, timeout=30)
+    assert answer.status_code == 400, answer.text
+    assert ask(server, BODIES[0]) == expected[0]
+    assert until(lambda: idle(server), SOON_S), busy(server)
+
+
+@pytest.mark.parametrize("victim", [f"{PREFILL}/1", f"{PREFILL}/0", f"{DECODE}/0"])
+def test_a_replica_is_killed_under_load(cluster: Any, victim: str) -> None:
+    server, _, expected = cluster
+    with ThreadPoolExecutor(1) as thread:
+        answers = thread.submit(ask_all, server, BODIES * 2, AT_ONCE)
+        assert until(lambda: replicas(server)[victim]["running"] + replicas(server)[victim]["waiting"])
+        kill(server, victim, signal.SIGKILL)
+        assert answers.result() == expected * 2
+    assert until(lambda: all_up(server, ALL), UP_S)
+    assert until(lambda: idle(server), SOON_S), busy(server)
+
+
+def test_prefill_on_another_host(tiny: Path, tmp_path: Path) -> None:
+    """Real addresses: each side is told where it is reached, and blocks go over the wire between the two."""
+    port = free_ports(PORTS)
+    with contextlib.ExitStack() as stack:
+        try:
+            here, there = stack.enter_context(two_hosts())
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        split = ["--stage-overrides", json.dumps({"thinker": {"prefill_decode": {"prefill": {"replicas": 0}}}})]
+        head = Server(tiny, tmp_path / "head", [*LENGTH, *TIMES, *split, "-oma", here.address, "-omp", str(port)])
+        head.words[:0] = here.words
+        crew = Headless(tiny, tmp_path / "crew", PREFILL, port, *split, *TIMES, host=here.address)
+        crew.words[:0] = there.words
+        here.call(lambda: stack.enter_context(head))
+        alone = here.call(lambda: ask_all(head, BODIES[:4], 1))  # there is none yet: decode does both
+        stack.enter_context(crew)
+        assert here.call(lambda: until(lambda: all_up(head, 4), UP_S)), crew.tail()
+        assert here.call(lambda: replicas(head))[f"{PREFILL}/0"]["host"] == there.address
+        assert here.call(lambda: ask_all(head, BODIES[:4], 4)) == alone
+        assert here.call(lambda: value(head, "kv_not_handed_over_total")) == len(alone)
+        assert here.call(lambda: until(lambda: value(head, "kv_transfer_bytes_total", replica=f"{PREFILL}/0") > 0))
+        assert here.call(lambda: value(head, "kv_transfer_failures_total")) == 0
+        assert not crew.stop(signal.SIGTERM)
+        assert here.call(lambda: ask_all(head, BODIES[:4], 4)) == alone

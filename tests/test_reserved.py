@@ -1,0 +1,34 @@
+"""What a client must not put into `extra_args`, through whichever endpoint it comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni_ext.disaggregation.parameters import KEY
+from vllm_omni_ext.omni import _check_reserved
+from vllm_omni_ext.wire.handoff import RESERVED
+
+
+@pytest.mark.parametrize("given", [{}, {"transfer_id": "x"}, {"do_remote_decode": True}, "x", 3])
+def test_a_kv_cache_is_refused(given: Any) -> None:
+    with pytest.raises(VLLMValidationError, match=f"^{KEY}: replicas settle among themselves") as caught:
+        _check_reserved(SamplingParams(extra_args={KEY: given, "other": 1}))
+    assert caught.value.parameter == KEY
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"other": 1}, {KEY: None}])
+def test_nothing_else_is(extra: dict[str, Any] | None) -> None:
+    params = SamplingParams(extra_args=extra)
+    _check_reserved(params)
+    assert params.extra_args == extra
+
+
+@pytest.mark.parametrize("key", sorted(RESERVED))
+def test_our_own_keys_are_taken_out(key: str) -> None:
+    params = SamplingParams(extra_args={key: 1, "other": 2})
+    _check_reserved(params)
+    assert params.extra_args == {"other": 2}

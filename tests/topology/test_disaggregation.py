@@ -1,0 +1,315 @@
+"""A stage with `prefill_decode` becomes two, and everything behind knows stages and edges only."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vllm_omni_ext.config.overrides import with_overrides
+from vllm_omni_ext.config.parse import Names, parse_config
+from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.disaggregation.parameters import CONNECTORS
+from vllm_omni_ext.errors import ConfigError, UnknownMember
+from vllm_omni_ext.model_plugins.registry import EdgeSpec, ModelFacts, PipelineSpec
+from vllm_omni_ext.topology.agreement import config_hash
+from vllm_omni_ext.topology.disaggregation import expand
+from vllm_omni_ext.topology.explain import as_json, explain
+from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
+
+PREFILL, DECODE = "thinker.prefill", "thinker.decode"
+NAMES = Names(
+    stages=("thinker", "talker", "code2wav"),
+    engine={
+        "dtype",
+        "block_size",
+        "max_num_seqs",
+        "tensor_parallel_size",
+        "kv_transfer_config",
+        "kv_cache_memory_bytes",
+    },
+    sampling={"temperature"},
+)
+
+
+def config_of(split: Any = None, /, *, overrides: dict[str, Any] | None = None, **thinker: Any) -> OmniConfig:
+    """A configuration as from a file, with the thinker split."""
+    stages = {"thinker": {**thinker, "prefill_decode": split}}
+    return with_overrides(parse_config({"stages": stages}, NAMES), overrides or {}, NAMES)
+
+
+def plan_of(pipeline: PipelineSpec, machine: Machine, config: OmniConfig, **more: Any) -> Plan:
+    return make_plan(
+        model="m", pipeline=pipeline, config=config, text_args=more.pop("text_args", {}), machine=machine, **more
+    )
+
+
+def error_of(pipeline: PipelineSpec, machine: Machine, config: OmniConfig, **more: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(pipeline, machine, config, **more)
+    return str(caught.value)
+
+
+def test_without_the_key_nothing_changes(pipeline: PipelineSpec) -> None:
+    config = parse_config({"stages": {"thinker": {"replicas": 2}}}, NAMES)
+    assert expand(pipeline, config) == (pipeline, config)
+
+
+@pytest.mark.parametrize(("prefills", "decodes"), list(itertools.product((1, 2, 3), repeat=2)))
+def test_a_split_stage_is_two_stages(pipeline: PipelineSpec, cpu: Machine, prefills: int, decodes: int) -> None:
+    plan = plan_of(pipeline, cpu, config_of({"prefill": {"replicas": prefills}, "decode": {"replicas": decodes}}))
+    assert [stage.name for stage in plan.stages] == [PREFILL, DECODE, "talker", "code2wav"]
+    assert [len(stage.replicas) for stage in plan.stages] == [prefills, decodes, 1, 1]
+    assert str(plan.stage(PREFILL).replicas[-1].id) == f"thinker.prefill/{prefills - 1}"
+    assert (plan.text_stage().name, plan.text_stage().model_stage) == (DECODE, "thinker")
+    assert [(stage.name, stage.model_stage) for stage in plan.model_stages()] == [
+        (DECODE, "thinker"),
+        ("talker", "talker"),
+        ("code2wav", "code2wav"),
+    ]
+    assert plan.source_of(DECODE) == PREFILL
+    assert [plan.source_of(name) for name in (PREFILL, "talker", "code2wav")] == [None] * 3
+
+
+def test_prompts_go_in_at_prefill_and_tokens_come_out_of_decode(pipeline: PipelineSpec, cpu: Machine) -> None:
+    loop = EdgeSpec("talker", "thinker", "tokens")
+    plan = plan_of(replace(pipeline, edges=(*pipeline.edges, loop)), cpu, config_of())
+    assert plan.edges == (
+        EdgeSpec(PREFILL, DECODE, "kv"),
+        EdgeSpec(DECODE, "talker", "tokens", name="words", chunks=(1, 5)),
+        EdgeSpec(PREFILL, "talker", "tensors"),
+        EdgeSpec("talker", "code2wav", "tokens"),
+        EdgeSpec("talker", PREFILL, "tokens"),
+    )
+
+
+def test_both_sides_can_hand_rows_over(pipeline: PipelineSpec, cpu: Machine) -> None:
+    """Decode does so while nobody computes its prompts; what runs in the engines is what the stage needs."""
+    rows = EdgeSpec("thinker", "talker", "tensors", name="rows")
+    needs = {"worker_cls": "some.Worker", "scheduler_cls": "some.scheduler"}
+    stages = (replace(pipeline.stages[0], engine=needs), *pipeline.stages[1:])
+    plan = plan_of(replace(pipeline, stages=stages, edges=(rows,)), cpu, config_of())
+    assert list(plan.connectors) == ["rows"]
+    for side in (PREFILL, DECODE):
+        args = plan.stage(side).engine_args
+        assert args["additional_config"] == {"sends": plan.connectors}
+        assert {key: args[key] for key in needs} == needs
+    assert plan.stage("talker").engine_args["additional_config"] == {"takes": plan.connectors}
+    assert config_hash(plan, PREFILL) != config_hash(plan, DECODE)
+
+
+def test_expanding_twice_is_expanding_once(pipeline: PipelineSpec) -> None:
+    once = expand(pipeline, config_of({"decode": {"replicas": 2}}))
+    assert expand(*once) == once
+
+
+def test_the_name_of_the_model_s_stage(pipeline: PipelineSpec, cpu: Machine) -> None:
+    plan = plan_of(pipeline, cpu, config_of())
+    assert plan.model_stage("thinker").name == DECODE
+    with pytest.raises(UnknownMember, match=r"^no stage 'thinker.decode'; the plan has thinker, talker, code2wav$"):
+        plan.model_stage(DECODE)
+
+
+def test_a_plan_travels_between_processes(pipeline: PipelineSpec, cpu: Machine) -> None:
+    plan = plan_of(pipeline, cpu, config_of())
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_what_is_said_of_the_stage_holds_for_both_sides_unless_a_side_says_otherwise(
+    pipeline: PipelineSpec, cpu: Machine
+) -> None:
+    split = {
+        "prefill": {"engine": {"max_num_seqs": 2}, "env": {"A": "1"}, "cpu_threads": 3, "lb_policy": "random"},
+        "decode": {"kv_cache_bytes": 99},
+    }
+    config = config_of(
+        split,
+        engine={"max_num_seqs": 8, "block_size": 16},
+        env={"A": "0", "B": "0"},
+        kv_cache_bytes=77,
+        sampling={"temperature": 0.5},
+    )
+    plan = plan_of(pipeline, cpu, config)
+    prefill, decode = plan.stage(PREFILL), plan.stage(DECODE)
+    assert (prefill.engine_args["max_num_seqs"], decode.engine_args["max_num_seqs"]) == (2, 8)
+    assert prefill.engine_args["block_size"] == decode.engine_args["block_size"] == 16
+    assert [stage.engine_args["kv_cache_memory_bytes"] for stage in (prefill, decode)] == [77, 99]
+    assert [stage.env["A"] + stage.env["B"] for stage in (prefill, decode)] == ["10", "00"]
+    assert (prefill.env["OMP_NUM_THREADS"], decode.env["OMP_NUM_THREADS"]) == ("3", "2")
+    assert [plan.config.policy(stage.name) for stage in (prefill, decode)] == ["random", "least-queue-length"]
+    assert (prefill.sampling, decode.sampling) == ({}, {"temperature": 0.5})
+
+
+def test_the_pipeline_s_settings_and_stock_flags_reach_both_sides(pipeline: PipelineSpec, cpu: Machine) -> None:
+    plan = plan_of(pipeline, cpu, config_of(), text_args={"max_num_seqs": 5, "dtype": "bfloat16"})
+    for name in (PREFILL, DECODE):
+        assert plan.stage(name).engine_args["worker_cls"] == "pkg.W"
+        assert plan.stage(name).engine_args["max_num_seqs"] == 5
+        assert plan.stage(name).engine_args["dtype"] == "bfloat16"
+    assert plan.stage("talker").engine_args["max_num_seqs"] == 7
+
+
+def test_facts_of_the_model_are_those_of_both_sides(pipeline: PipelineSpec, cpu: Machine) -> None:
+    facts = ModelFacts(max_model_len={"thinker": 4096}, kv_bytes_per_token={"thinker": 1 << 20})
+    split = plan_of(pipeline, cpu, config_of(), facts=facts)
+    for name in (PREFILL, DECODE):
+        args = split.stage(name).engine_args
+        # Half of 24 GiB, for each of four replicas.
+        assert args["kv_cache_memory_bytes"] == 3 << 30
+        assert args["max_model_len"] == (3 << 10) - 512
+
+
+@pytest.mark.parametrize("connector", sorted(CONNECTORS))
+def test_the_sides_have_their_roles(pipeline: PipelineSpec, cpu: Machine, connector: str) -> None:
+    plan = plan_of(pipeline, cpu, config_of({"connector": connector, "on_failure": "fail"}))
+    roles = [plan.stage(name).engine_args["kv_transfer_config"] for name in (PREFILL, DECODE)]
+    assert roles[0]["kv_role"] != roles[1]["kv_role"]
+    assert roles[1]["kv_load_failure_policy"] == "fail"
+    assert "kv_transfer_config" not in plan.stage("talker").engine_args
+
+
+def test_each_side_has_its_devices(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+    config = config_of({"prefill": {"replicas": 2, "devices": "0,1"}, "decode": {"devices": "2"}})
+    plan = plan_of(pipeline, four_gpus, config)
+    assert [replica.devices for replica in plan.replicas()] == [(0,), (1,), (2,), (3,), (3,)]
+
+
+def test_sides_alone_on_their_devices_keep_their_memory(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+    plan = plan_of(pipeline, four_gpus, config_of())
+    assert [replica.devices for replica in plan.replicas()] == [(0,), (1,), (2,), (3,)]
+    assert all("gpu_memory_utilization" not in stage.engine_args for stage in plan.stages)
+
+
+def test_hosts_agree_on_each_side(pipeline: PipelineSpec, cpu: Machine, four_gpus: Machine) -> None:
+    here, there = (plan_of(pipeline, machine, config_of(engine={"dtype": "float32"})) for machine in (cpu, four_gpus))
+    slow = plan_of(pipeline, cpu, config_of({"transfer_timeout_s": 9}))
+    for name in (PREFILL, DECODE):
+        assert config_hash(here, name) == config_hash(plan_of(pipeline, cpu, config_of()), name)
+        assert config_hash(here, name) != config_hash(slow, name)
+    assert config_hash(here, PREFILL) != config_hash(here, DECODE)
+    assert config_hash(there, "talker") != config_hash(plan_of(pipeline, four_gpus, OmniConfig()), "talker")
+
+
+def test_overrides_name_a_side(pipeline: PipelineSpec, cpu: Machine) -> None:
+    overrides = {
+        "thinker": {"max_num_seqs": 6},
+        "thinker.prefill": {"replicas": 3, "max_num_seqs": 2},
+        "thinker.decode": {"kv_cache_bytes": 5},
+    }
+    plan = plan_of(
+        pipeline, cpu, config_of({"decode": {"replicas": 2}}, overrides=overrides), text_args={"max_num_seqs": 4}
+    )
+    assert [len(plan.stage(name).replicas) for name in (PREFILL, DECODE)] == [3, 2]
+    assert [plan.stage(name).engine_args["max_num_seqs"] for name in (PREFILL, DECODE)] == [2, 6]
+    assert plan.stage(DECODE).engine_args["kv_cache_memory_bytes"] == 5
+
+
+def test_overrides_can_split_a_stage(pipeline: PipelineSpec, cpu: Machine) -> None:
+    given = {"thinker": {"prefill_decode": {"prefill": {"replicas": 2}, "transfer_timeout_s": 3}}}
+    config = with_overrides(parse_config({}, NAMES), given, NAMES)
+    plan = plan_of(pipeline, cpu, config)
+    assert len(plan.stage(PREFILL).replicas) == 2
+    split = plan.config.stage(DECODE).prefill_decode
+    assert split is not None and split.transfer_timeout_s == 3.0
+
+
+BELOW = "stages.thinker.prefill_decode"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"prefill_decode": {"connector": "pigeon"}}, f"{BELOW}.connector: must be one of "),
+        ({"prefill_decode": {"connectr": "mooncake"}}, f"{BELOW}.connectr: unknown key; did you mean 'connector'?"),
+        ({"prefill_decode": {"prefil": {}}}, f"{BELOW}.prefil: unknown key; did you mean 'prefill'?"),
+        ({"prefill_decode": 3}, f"{BELOW}: must be a mapping"),
+        ({"prefill_decode": {"prefill": 3}}, f"{BELOW}.prefill: must be a mapping"),
+        ({"prefill_decode": {"prefill": {"replicas": -1}}}, f"{BELOW}.prefill.replicas: must be an integer >= 0"),
+        (
+            {"prefill_decode": {"decode": {"dtype": "half"}}},
+            f"{BELOW}.decode.dtype: is an engine setting; write it as ",
+        ),
+        ({"prefill_decode": {"decode": {"engine": {"dtyp": 1}}}}, f"{BELOW}.decode.engine.dtyp: unknown key"),
+        ({"prefill_decode": {"decode": {"sampling": {}}}}, f"{BELOW}.decode.sampling: unknown key"),
+        ({"prefill_decode": {"transfer_timeout_s": 0}}, f"{BELOW}.transfer_timeout_s: must be a number of seconds > 0"),
+        ({"prefill_decode": {}, "replicas": 2}, "stages.thinker.replicas: the stage has replicas of two kinds; write "),
+        ({"prefill_decode": {}, "devices": "0"}, "stages.thinker.devices: the stage has replicas of two kinds; write "),
+    ],
+)
+def test_what_is_written_wrong_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"stages": {"thinker": config}}, NAMES)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"thinker": {"replicas": 2}}, "stages.thinker.replicas: the stage has replicas of two kinds; write "),
+        ({"thinker.prefill": {"replicas": -2}}, f"{BELOW}.prefill.replicas: must be an integer >= 0"),
+        ({"thinker.prefill": {"replica": 2}}, f"{BELOW}.prefill.replica: unknown key; did you mean 'replicas'?"),
+        ({"talker.prefill": {"replicas": 2}}, "stages.talker.prefill: no such stage"),
+    ],
+)
+def test_overrides_that_are_wrong_are_named(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(overrides=overrides)
+    assert str(caught.value).startswith(f"--stage-overrides: {message}")
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ({"decode": {"engine": {"dtype": "half"}}}, f"{BELOW}.decode.engine.dtype: "),
+        ({"prefill": {"engine": {"block_size": 32}}}, f"{BELOW}.decode.engine.block_size: "),
+        (
+            {"prefill": {"engine": {"tensor_parallel_size": 2}}, "decode": {"engine": {"tensor_parallel_size": 3}}},
+            f"{BELOW}.decode.engine.tensor_parallel_size: ",
+        ),
+        ({"decode": {"replicas": 0}}, f"{BELOW}.decode.replicas: the stage that answers text needs at least 1 here"),
+        (
+            {"prefill": {"engine": {"kv_transfer_config": {"kv_connector": "X"}}}},
+            f"{BELOW}.prefill.engine.kv_transfer_config: the pipeline sets it to ",
+        ),
+        ({"hold_s": 1, "transfer_timeout_s": 2}, f"{BELOW}.hold_s: "),
+        ({"protocol": "pigeon"}, f"{BELOW}.protocol: "),
+    ],
+)
+def test_what_does_not_fit_together_is_named(
+    pipeline: PipelineSpec, cpu: Machine, split: dict[str, Any], message: str
+) -> None:
+    assert error_of(pipeline, cpu, config_of(split)).startswith(message)
+
+
+def test_devices_of_a_side_are_named(pipeline: PipelineSpec, cpu: Machine, four_gpus: Machine) -> None:
+    config = config_of({"prefill": {"devices": "9"}})
+    assert error_of(pipeline, cpu, config).startswith(f"{BELOW}.prefill.devices: this machine has no CUDA device")
+    assert error_of(pipeline, four_gpus, config).startswith(f"{BELOW}.prefill.devices: device 9 does not exist")
+
+
+def test_a_stage_that_is_fed_cannot_be_split(pipeline: PipelineSpec, cpu: Machine) -> None:
+    config = parse_config({"stages": {"talker": {"prefill_decode": {}}}}, NAMES)
+    assert error_of(pipeline, cpu, config) == (
+        "stages.talker.prefill_decode: 'talker' takes its input while it decodes, so its prompts cannot be computed "
+        "elsewhere; only 'thinker' can be split; remove it"
+    )
+
+
+def test_the_plan_as_text_and_data(pipeline: PipelineSpec, cpu: Machine) -> None:
+    plan = plan_of(pipeline, cpu, config_of({"decode": {"replicas": 2}}))
+    text = explain(plan)
+    for line in (
+        "|- thinker.prefill/0",
+        "|- thinker.decode/1",
+        "thinker.prefill -> thinker.decode  kv, mooncake",
+        "thinker.decode -> talker  tokens, words in chunks of 1, 5",
+        "stage thinker.prefill: 1 replica, computes the prompts of thinker.decode",
+        "stage thinker.decode: 2 replicas, answers text",
+    ):
+        assert line in text
+    stages = as_json(plan)["stages"]
+    assert [stage["part_of"] for stage in stages] == ["thinker", "thinker", "", ""]
+    assert as_json(plan)["edges"][0]["kind"] == "kv"

@@ -1,0 +1,199 @@
+"""vLLM's MooncakeConnector as a replica needs it: found by vLLM through `kv_connector_module_path`.
+
+What is different from vLLM's own: it starts without an accelerator; a prefill request's answer says where its blocks
+are; every wait has an end; a request with parameters that cannot be meant for this replica is computed here instead of
+ending the engine; blocks that a late writer may still reach are nobody's (`guard.py`).
+
+Mooncake's engine listens on all interfaces and asks nobody who they are: private networks only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnector
+
+from vllm_omni_ext.disaggregation.bootstrap import Bootstrap, Place
+from vllm_omni_ext.disaggregation.decode_worker import ReceiveMixin
+from vllm_omni_ext.disaggregation.guard import Settled
+from vllm_omni_ext.disaggregation.mooncake_scheduler import OmniMooncakeScheduler
+from vllm_omni_ext.disaggregation.parameters import CONNECTORS, HOST, LOOPBACK, Settings
+from vllm_omni_ext.disaggregation.prefill_worker import SendMixin
+from vllm_omni_ext.disaggregation.transfer_stats import TransferStats
+
+log = logging.getLogger(__name__)
+
+IDLE_STEP_S = 0.005
+"""A step without tokens waits so long for news of transfers: otherwise an engine with nothing else to do takes a core.
+It is the most that a request which comes meanwhile waits for its first step."""
+
+SHUTDOWN_S = 5.0
+"""For the tasks of a thread to end."""
+
+NO_LIMIT_S = 1_000_000
+"""For waits of vLLM's that ours end earlier; it takes it in milliseconds, as 32 bits."""
+
+BOOTSTRAP_ADDRESS = "bootstrap_server_address"
+"""vLLM's key for where a prefill worker registers; if it is set, vLLM starts no server of its own."""
+
+
+class OmniMooncakeWorker(ReceiveMixin, SendMixin):
+    """One worker's half, of either role."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: Any) -> None:
+        _check_library()
+        config = vllm_config.kv_transfer_config
+        extra = config.kv_connector_extra_config
+        timeout_s = float(extra.get("transfer_timeout_s", Settings.transfer_timeout_s))
+        host = extra.get(HOST, LOOPBACK)
+        _tell_vllm(host, timeout_s, sends=config.is_kv_producer)
+        self.news = threading.Event()
+        self.bootstrap = Bootstrap(host) if config.is_kv_producer else None
+        if self.bootstrap is not None:
+            extra[BOOTSTRAP_ADDRESS] = self.bootstrap.place.address
+        engine_id = config.engine_id if self.bootstrap is None else self.bootstrap.place.engine_id
+        with _device_index():
+            super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.xfer_stats = TransferStats()
+        self.start_receiving(timeout_s)
+        self.start_sending(float(extra.get("hold_s", Settings.hold_s)))
+        self._idle = False
+
+    def step_begins(self, *, idle: bool) -> None:
+        """A step of the engine begins; `idle`: it computes nothing."""
+        self._idle = idle
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """As vLLM's; in an idle step not at once."""
+        if self._idle and (self._pulls or self.reqs_need_send):
+            self.news.wait(IDLE_STEP_S)
+        self.news.clear()
+        return super().get_transfer_results()
+
+    def shutdown(self) -> None:
+        """End connections, threads and the bootstrap server. May be called twice."""
+        if not hasattr(self, "_idle"):  # it was never complete
+            return
+        # vLLM's own waits, for ever, for sockets that its tasks have open.
+        for name in ("sender_loop", "receiver_loop"):
+            loop = getattr(self, name, None)
+            if loop is not None and loop.is_running():
+                asyncio.run_coroutine_threadsafe(_end_tasks(), loop).result(SHUTDOWN_S)
+        self.hang_up()
+        super().shutdown()
+        if self.bootstrap is not None:
+            self.bootstrap.close()
+
+
+class OmniMooncakeConnector(MooncakeConnector):
+    """Either half, as vLLM constructs it."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        # Not vLLM's own constructor: that one builds its halves.
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        self.engine_id = vllm_config.kv_transfer_config.engine_id
+        self.connector_scheduler: Any = None
+        self.connector_worker: Any = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = OmniMooncakeScheduler(vllm_config, self.engine_id, kv_cache_config)
+        else:
+            self.connector_worker = OmniMooncakeWorker(vllm_config, kv_cache_config)
+
+    def get_handshake_metadata(self) -> Place | None:
+        """What the scheduler's half must know of the workers."""
+        bootstrap = self.connector_worker.bootstrap
+        return None if bootstrap is None else bootstrap.place
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Take what the workers have said: those of a prefill replica all the same, others nothing."""
+        self.connector_scheduler.place = next(iter(metadata.values()), None)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The blocks that may be written to."""
+        self.connector_scheduler.guard.bind(gpu_block_pool)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Hand this step's transfers to the threads."""
+        self.connector_worker.step_begins(idle=self._connector_metadata.idle_step)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def build_connector_worker_meta(self) -> Settled | None:
+        """Transfers of which this worker knows that nothing more is written."""
+        return self.connector_worker.settled()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What all workers have said of this step."""
+        settled = connector_output.kv_connector_worker_meta
+        if isinstance(settled, Settled):
+            self.connector_scheduler.guard.settle(settled.counts)
+
+    def has_pending_push_work(self) -> bool:
+        """Keep stepping: only a step can bring blocks back."""
+        return bool(self.connector_scheduler.guard)
+
+    def totals(self) -> dict[str, float]:
+        """What this worker has counted since its start."""
+        return dict(self.connector_worker.xfer_stats.totals)
+
+    def shutdown(self) -> None:
+        """End what the worker's half has started."""
+        if self.connector_worker is not None:
+            self.connector_worker.shutdown()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
+        """Statistics that came from another process."""
+        return TransferStats(data=data or {})
+
+
+async def _end_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check_library() -> None:
+    """vLLM only says that there is none, not why."""
+    try:
+        importlib.import_module(CONNECTORS["mooncake"].module)
+    except ImportError as error:
+        raise RuntimeError(f"mooncake cannot be imported ({error}); {CONNECTORS['mooncake'].install}") from error
+
+
+def _tell_vllm(host: str, timeout_s: float, *, sends: bool) -> None:
+    """vLLM's connector takes these from the environment only; it reads them from now on, in this process."""
+    os.environ.setdefault("VLLM_HOST_IP", host)
+    # Sender: how long a decode worker's question waits for the request. Receiver: ours ends earlier.
+    os.environ["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"] = str(max(1, math.floor(timeout_s)) if sends else NO_LIMIT_S)
+    if not sends:
+        os.environ["VLLM_MOONCAKE_CONNECTOR_TIMEOUT"] = str(timeout_s)
+
+
+@contextlib.contextmanager
+def _device_index() -> Iterator[None]:
+    """vLLM's constructor asks for the accelerator's number, which torch refuses to answer where there is none."""
+    if torch.accelerator.is_available():
+        yield
+        return
+    original = torch.accelerator.current_device_index
+    torch.accelerator.current_device_index = lambda: 0
+    try:
+        yield
+    finally:
+        torch.accelerator.current_device_index = original

@@ -1,0 +1,146 @@
+"""A stage with `prefill_decode` becomes two, with a KV edge between them. Pure; what is split is not split again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from vllm_omni_ext.config.disaggregation import (
+    DECODE,
+    OF_A_SIDE,
+    PREFILL,
+    PREFILL_DECODE,
+    SIDES,
+    check_said_below,
+    side_name,
+    split_name,
+    stage_path,
+)
+from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, ReplicasConfig, StageConfig
+from vllm_omni_ext.disaggregation import parameters
+from vllm_omni_ext.disaggregation.parameters import Settings
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.model_plugins.registry import KV, EdgeSpec, PipelineSpec, StageSpec
+
+
+def expand(pipeline: PipelineSpec, config: OmniConfig) -> tuple[PipelineSpec, OmniConfig]:
+    """Split every stage that is to be split.
+
+    Returns:
+        A pipeline with `X.prefill` and `X.decode` in the place of X, in this order, and a configuration with settings
+        for both and none for X. Without `prefill_decode` they are returned as they are.
+
+    Raises:
+        ConfigError: a stage cannot be split, or what is said about it contradicts itself.
+    """
+    for name, stage in config.stages.items():
+        if stage.prefill_decode is not None and split_name(name) is None:
+            spec = pipeline.stage(name)
+            _check(spec, stage, stage.prefill_decode, pipeline)
+            pipeline = _split_pipeline(pipeline, spec, settings_of(stage.prefill_decode))
+            config = _split_config(config, name, stage, stage.prefill_decode)
+    return pipeline, config
+
+
+def settings_of(split: PrefillDecode) -> Settings:
+    """What the engines of both sides are told; what was left out has the connector's default."""
+    given = {f.name: getattr(split, f.name) for f in fields(Settings)}
+    return Settings(**{name: value for name, value in given.items() if value is not None})
+
+
+def check_pairs(edges: tuple[EdgeSpec, ...], engine_args: Mapping[str, Mapping[str, Any]], config: OmniConfig) -> None:
+    """Refuse engine arguments with which the target of a KV edge cannot use what its source has computed.
+
+    Args:
+        engine_args: `EngineArgs` fields by stage.
+
+    Raises:
+        ConfigError: starts with the path of `prefill_decode`.
+    """
+    for edge in edges:
+        split = config.stage(edge.target).prefill_decode
+        if edge.kind == KV and split is not None:
+            try:
+                parameters.check_pair(settings_of(split), engine_args[edge.source], engine_args[edge.target])
+            except ValueError as err:
+                raise ConfigError(f"{stage_path(edge.target)}.engine.{err}") from err
+
+
+def _path(stage: str) -> str:
+    return f"stages.{stage}.{PREFILL_DECODE}"
+
+
+def _check(spec: StageSpec, stage: StageConfig, split: PrefillDecode, pipeline: PipelineSpec) -> None:
+    if not spec.text_stage:
+        text = next(each.name for each in pipeline.stages if each.text_stage)
+        raise ConfigError(
+            f"{_path(spec.name)}: '{spec.name}' takes its input while it decodes, so its prompts cannot be computed "
+            f"elsewhere; only '{text}' can be split; remove it"
+        )
+    default = StageConfig()
+    said = [key for key in OF_A_SIDE if getattr(stage, key) != getattr(default, key)]
+    check_said_below(f"stages.{spec.name}", said)
+    try:
+        parameters.check(settings_of(split))
+    except ValueError as err:
+        raise ConfigError(f"{_path(spec.name)}.{err}") from err
+
+
+def _split_pipeline(pipeline: PipelineSpec, spec: StageSpec, settings: Settings) -> PipelineSpec:
+    sides = tuple(
+        replace(
+            spec,
+            name=side_name(spec.name, side),
+            part_of=spec.name,
+            text_stage=side == DECODE,
+            engine={**spec.engine, **parameters.engine_fields(side, settings)},
+        )
+        for side in SIDES
+    )
+    at = pipeline.stages.index(spec)
+    return replace(
+        pipeline,
+        stages=(*pipeline.stages[:at], *sides, *pipeline.stages[at + 1 :]),
+        edges=(
+            EdgeSpec(side_name(spec.name, PREFILL), side_name(spec.name, DECODE), KV),
+            *(_moved(edge, spec.name) for edge in pipeline.edges),
+        ),
+    )
+
+
+def _moved(edge: EdgeSpec, stage: str) -> EdgeSpec:
+    """The same edge beside a split stage: prompts go into prefill, and rows of the prompt come out of it."""
+    source, target = edge.source, edge.target
+    if source == stage:
+        source = side_name(stage, PREFILL if edge.kind == "tensors" else DECODE)
+    if target == stage:
+        target = side_name(stage, PREFILL)
+    return replace(edge, source=source, target=target)
+
+
+def _split_config(config: OmniConfig, name: str, stage: StageConfig, split: PrefillDecode) -> OmniConfig:
+    sides = {
+        side_name(name, PREFILL): _side(stage, split, split.prefill, {}),
+        side_name(name, DECODE): _side(stage, split, split.decode, stage.sampling),
+    }
+    stages: dict[str, StageConfig] = {}
+    for each, settings in config.stages.items():
+        stages |= sides if each == name else {each: settings}
+    return replace(config, stages=stages)
+
+
+def _side(stage: StageConfig, split: PrefillDecode, side: ReplicasConfig, sampling: Mapping[str, Any]) -> StageConfig:
+    """What is said of a side, over what is said of the whole stage."""
+    return StageConfig(
+        replicas=side.replicas,
+        devices=side.devices,
+        lb_policy=side.lb_policy or stage.lb_policy,
+        kv_cache_bytes=stage.kv_cache_bytes if side.kv_cache_bytes is None else side.kv_cache_bytes,
+        cpu_threads=stage.cpu_threads if side.cpu_threads is None else side.cpu_threads,
+        engine={**stage.engine, **side.engine},
+        env={**parameters.environment(settings_of(split)), **stage.env, **side.env},
+        engine_overrides={**stage.engine_overrides, **side.engine_overrides},
+        sampling=sampling,
+        prefill_decode=split,
+    )
