@@ -288,6 +288,22 @@ async def test_an_abort_that_meets_the_finished_prompt() -> None:
     await world.end()
 
 
+@pytest.mark.parametrize("ticks", range(6))
+async def test_an_abort_while_the_rows_of_the_finished_prompt_are_told_of(ticks: int) -> None:
+    world = World(prefill=1)
+    await world.start("a")
+    await world.settle()
+    prefill = world.engines[P0]
+    for _ in range(2):
+        prefill.step()
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    await world.orchestrator.abort(["a"])
+    await world.run()
+    assert prefill.kept == {} and prefill.rows == {}
+    await world.end()
+
+
 @pytest.mark.parametrize("tokens", range(1, TOKENS))
 async def test_a_stop_string(tokens: int) -> None:
     world = World(prefill=1)

@@ -232,9 +232,13 @@ class Relay:
             return False
         if payload is not None:
             await self._ask.rows(replica, output.request_id, payload)
-        if output.finish_reason is not None and self._attempts.get(output.request_id) is attempt:
+        answer = _answer(output)
+        if self._attempts.get(output.request_id) is not attempt:  # it ended while its rows were told of
+            if answer is not None:
+                await self._let_go(replica, answer)
+        elif output.finish_reason is not None:
             self._pools[self._source].release(output.request_id)
-            await self._hand_over(attempt, replica, _answer(output))
+            await self._hand_over(attempt, replica, answer)
         return True
 
     def _heard(self, attempt: _Attempt, output: EngineCoreOutput) -> None:
