@@ -25,6 +25,7 @@ class StepTimes:
             return
         self._step_seconds: dict[str, float] = defaultdict(float)
         self._step_count = 0
+        self._step_log: list[tuple[float, float]] = []
         self._wrapped_core = False
         self._cpu_began = time.process_time()
         setattr(EngineCoreProc, STEP, self._timed_step(getattr(EngineCoreProc, STEP)))
@@ -37,14 +38,21 @@ class StepTimes:
         self._step_count, self._cpu_began = 0, now
         return taken
 
+    def take_step_log(self) -> list[tuple[float, float]]:
+        """Begin and end of every step since the last call, in seconds of this machine's monotonic clock."""
+        taken, self._step_log = self._step_log, []
+        return taken
+
     def _timed_step(self, step: Callable[[Any], bool]) -> Callable[[Any], bool]:
         def run(core: Any) -> bool:
             if not self._wrapped_core:
                 self._wrap(core)
-            began = time.perf_counter()
+            began = time.monotonic()
             executed = step(core)
             if executed:
-                self._step_seconds["step"] += time.perf_counter() - began
+                ended = time.monotonic()
+                self._step_seconds["step"] += ended - began
+                self._step_log.append((began, ended))
                 self._step_count += 1
             return executed
 

@@ -9,7 +9,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni_ext.disaggregation.parameters import KEY
-from vllm_omni_ext.omni import _check_reserved
+from vllm_omni_ext.omni import AsyncOmni, _check_reserved
 from vllm_omni_ext.wire.handoff import RESERVED
 
 
@@ -18,6 +18,14 @@ def test_a_kv_cache_is_refused(given: Any) -> None:
     with pytest.raises(VLLMValidationError, match=f"^{KEY}: replicas settle among themselves") as caught:
         _check_reserved(SamplingParams(extra_args={KEY: given, "other": 1}))
     assert caught.value.parameter == KEY
+
+
+async def test_nor_is_any_engine_told_of_it() -> None:
+    """vLLM's server calls this for a request that was refused, with what the client had written."""
+    nobody: Any = None  # any use of it fails
+    await AsyncOmni.notify_kv_transfer_request_rejected(
+        nobody, "r", {"do_remote_prefill": True}, data_parallel_rank=None
+    )
 
 
 @pytest.mark.parametrize("extra", [None, {}, {"other": 1}, {KEY: None}])

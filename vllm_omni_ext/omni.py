@@ -295,6 +295,9 @@ class AsyncOmni(TargetedLLM):
             cause = error.__cause__
             sink.put_nowait(cause if isinstance(cause, OmniError) else error)
 
+    async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
+        """Nothing: vLLM's server would tell an engine of a KV cache that a client has named in a refused request."""
+
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort requests in every stage."""
         given = (request_id,) if isinstance(request_id, str) else as_list(request_id)

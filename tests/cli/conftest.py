@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Commands that run in this process may change what later tests' servers inherit."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,7 @@ class Answer:
         return (
             self.text == other.text
             and self.samples.shape == other.samples.shape
-            and bool((np.abs(self.samples - other.samples) <= LARGEST_DIFFERENCE).all())
+            and bool((np.abs(self.samples.astype(np.int32) - other.samples) <= LARGEST_DIFFERENCE).all())
         )
 
 

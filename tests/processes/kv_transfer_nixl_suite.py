@@ -75,6 +75,8 @@ async def test_decode_does_without_what_it_cannot_get(case: str, pair: Pair) -> 
     asked = prompt()
     told = await prefill(pair.prefill, asked)
     await pair.check(asked, {**told, **WRONG[case]}, bound_s=HANDSHAKE_S + BOUND_S)
+    await pair.decode.empty()
+    await pair.decode.reject(told)
     await pair.empty()
 
 

@@ -43,7 +43,7 @@ AFTER = {5: "talker", 12: "code2wav", 19: "thinker", 26: COORDINATOR}
 """What is killed when so many requests have been answered."""
 
 BUSY_WITHIN_S = 3.0
-KEPT_ALIVE = 4
+KEPT_ALIVE = 8
 """Connections a process may keep open between requests."""
 
 

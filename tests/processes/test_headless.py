@@ -169,7 +169,7 @@ def test_who_does_not_belong_is_told_why(
             assert until(lambda m=member: m.status() is not None, UP_S), what
             errors = [line for line in member.log.read_text().splitlines() if "error" in line]
             assert (member.status(), reason in "".join(errors)) == (code, True), (what, member.tail())
-    assert states(cluster.head) == before
+    assert until(lambda: states(cluster.head) == before)  # heartbeats may be late while so many processes start
     assert ask_all(cluster.head, BODIES[:4], AT_ONCE) == undisturbed[:4]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import json
 import random
 import socket
@@ -15,11 +16,13 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import soundfile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from examples.server import HOST, Server
 from tests import media
+from tests.processes.cluster import Answer
 
 pytestmark = pytest.mark.engine
 
@@ -58,12 +61,14 @@ class Target:
         self.good = self.ask()
         self.memory = 0
 
-    def ask(self) -> tuple[str, str, bytes]:
-        """Text and sound of a good chat request, sound of a good speech request."""
+    def ask(self) -> tuple[Answer, Answer]:
+        """What a good chat request and a good speech request get."""
         reply = self.http.post(CHAT, json=CHAT_BODY).json()["choices"][0]["message"]
         speech = self.http.post(SPEECH, json=SPEECH_BODY)
         assert speech.status_code == 200
-        return reply["content"], reply["audio"]["data"], speech.content
+        sounds = base64.b64decode(reply["audio"]["data"]), speech.content
+        said, read = (soundfile.read(io.BytesIO(sound), dtype="int16")[0] for sound in sounds)
+        return Answer(reply["content"], said, {}), Answer("", read, {})
 
     def send(self, path: str, body: bytes | str, **headers: Any) -> httpx.Response:
         """Post a body; whatever it is, the answer is not a failure of the server."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 import random
@@ -14,9 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import psutil
 import pytest
+import soundfile
 
 from examples.server import Server
 from tests.processes.cluster import LENGTH, MODEL, STAGES, all_up, ask, body, get, idle, kill, replicas, until
@@ -166,6 +170,15 @@ def measure(server: Server) -> tuple[dict[int, int], dict[int, int], set[str]]:
     return memory, files, set(os.listdir("/dev/shm"))
 
 
+def alike(one: Any, other: Any) -> bool:
+    """Whether two answers are equal, samples up to rounding: in which pieces sound is made is a matter of time."""
+    a, b = (
+        soundfile.read(io.BytesIO(base64.b64decode(message.audio.data)), dtype="int16")[0].astype(np.int32)
+        for message in (one, other)
+    )
+    return one.content == other.content and a.shape == b.shape and int(np.abs(a - b).max()) <= 1
+
+
 async def leave_early(client: openai.AsyncOpenAI, chance: random.Random) -> None:
     modalities = chance.choice([["text"], ["audio"], ["text", "audio"]])
     asking = asyncio.create_task(_use(client, modalities, stream=chance.random() < 0.7))
@@ -208,11 +221,11 @@ def test_requests_aborted_anywhere_leave_nothing(tiny: Path, tmp_path: Path) -> 
             assert memory_after[pid] <= memory[pid] * GROWTH, psutil.Process(pid).cmdline()
             assert files_after[pid] <= files[pid] + AT_ONCE, "kept-alive connections at most"
         after = client.chat.completions.create(**EXACT, modalities=["text", "audio"]).choices[0].message
-        assert after.content == before.content and after.audio.data == before.audio.data
+        assert alike(after, before)
         told, error = asyncio.run(killed_under(server, "talker", ["text", "audio"]))
         assert WAIT_S <= told < WAIT_S + TOLD_S
         assert isinstance(error, openai.APIStatusError) and error.status_code == 503
         assert "talker" in error.message and "replica_wait_s" in error.message
         assert until(lambda: all_up(server, 3))
         again = client.chat.completions.create(**EXACT, modalities=["text", "audio"]).choices[0].message
-        assert again.content == before.content and again.audio.data == before.audio.data
+        assert alike(again, before)

@@ -189,7 +189,8 @@ def test_stages(traffic: Series, stage: str, requests: int) -> None:
 def test_handovers(traffic: Series, reply: Any) -> None:
     for source, target in (("thinker", "talker"), ("talker", "code2wav")):
         over = next(over for over in reply.metrics["handovers"] if over["from"] == source)
-        assert ours(traffic, "handover_chunks_total", source=source, target=target) >= 2 * over["chunks"] > 0
+        # The other answer's chunks are others: their sizes adapt to the time they take.
+        assert ours(traffic, "handover_chunks_total", source=source, target=target) > over["chunks"] > 0
         assert ours(traffic, "handover_bytes_total", source=source, target=target) >= 2 * over["bytes"] > 0
 
 
@@ -210,10 +211,14 @@ def test_engines_are_named(traffic: Series) -> None:
     assert value(traffic, "vllm:request_success_total", engine="1") == 0
 
 
+NOT_HERE = {"requests_taken_over_total"} | {metric.name for metric in ALL if metric.name.startswith("kv_")}
+"""What has not happened: no replica was lost, and no stage has two sides."""
+
+
 def test_every_metric_is_there(traffic: Series) -> None:
     names = {name for name, _ in traffic}
-    for metric in ALL:
-        assert metric.full_name + ("_count" if metric.kind == "histogram" else "") in names
+    missing = {m.name for m in ALL if m.full_name + ("_count" if m.kind == "histogram" else "") not in names}
+    assert missing <= NOT_HERE
 
 
 def test_metrics_of_one_request(reply: Any) -> None:

@@ -194,6 +194,16 @@ def test_the_cases_cover_both_ends_of_both_stages(oracle: Oracle, expected: dict
     assert thinker == {True, False} and talker == {True, False}
 
 
+def test_nobody_hears_the_others(omni: Any, oracle: Oracle) -> None:
+    """Short clips of several requests in one step, none of them in a cache."""
+    cases = [Case([user(heard(seconds, 30 + i), "Hm?")]) for i, seconds in enumerate((0.35, 0.95, 0.5, 0.2))]
+    outputs = omni.generate(
+        [prompt(oracle, case) for case in cases], [sampling(case) for case in cases], use_tqdm=False
+    )
+    for output, case in zip(outputs, cases, strict=True):
+        check(output, golden(oracle, case))
+
+
 def test_real_vocabulary(real_vocab: Path) -> None:
     from vllm import LLM
 

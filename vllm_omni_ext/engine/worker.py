@@ -21,6 +21,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_omni_ext.engine.edges import Lost, sender_of, taker_of
+from vllm_omni_ext.engine.encoding import by_request
 from vllm_omni_ext.engine.exporter import Exporter
 from vllm_omni_ext.engine.feeder import Feeder, Span
 from vllm_omni_ext.memory import trim
@@ -158,6 +159,13 @@ class ExportWorker(LeanWorker):
         self._exporter = Exporter()
         self._sender = sender_of(self.vllm_config.additional_config)
         self._exported: dict[str, torch.Tensor] = {}
+
+    def init_device(self) -> Any:
+        """First step of the start-up."""
+        done = super().init_device()
+        if hasattr(self.model_runner, "_execute_mm_encoder"):  # V1
+            self.model_runner._execute_mm_encoder = by_request(self.model_runner)
+        return done
 
     def handoff_steps(self) -> int:
         """Steps in which this worker did more than the stock one (read through `collective_rpc`)."""

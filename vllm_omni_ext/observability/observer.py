@@ -80,6 +80,7 @@ class Observer:
         self._audio_seconds = metrics.of(m.AUDIO_SECONDS)
         for replica in replicas:
             self.replica_up(replica)
+            self.waiting(replica.stage, 0)  # so that the figure is there before somebody waits
 
     @classmethod
     def unseen(cls, text_stage: str, replicas: Iterable[ReplicaId]) -> Observer:

@@ -187,6 +187,11 @@ WORKER = (
         ("ExecuteModelState", "5ea79877f717", "read between execute_model and sample_tokens"),
         ("GPUModelRunner.sample_tokens", "d6f8b90a0ddc", "runs the sampler that the code predictor follows"),
         (
+            "GPUModelRunner._execute_mm_encoder",
+            "3a7c7468e0cd",
+            "called once for each request with sound, so that clips of several are not padded to each other",
+        ),
+        (
             "GPUModelRunner._bookkeeping_sync",
             "7bae99d10c86",
             "turns generators back, which CPU generators cannot: our workers keep them away from it",
