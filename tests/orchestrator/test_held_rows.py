@@ -27,8 +27,8 @@ def speaks(event: Produced) -> list[Action]:
     return [Finished()] if 5 in event.tokens else [Open("voice", [0])] if event.tokens else []
 
 
-def bench() -> Bench:
-    made = Bench(speaks)
+def bench(**counts: int) -> Bench:
+    made = Bench(speaks, **counts)
 
     def export(request: TextRequest) -> None:
         request.extra_args[EXPORT] = [[0, 3]]
@@ -50,6 +50,22 @@ async def test_what_the_voice_has_taken_it_frees_itself() -> None:
     await made.produce("voice", "r", 1, end="stop")
     await settle()
     assert made.of("text/0").calls == []
+
+
+async def test_what_one_of_two_voices_had_taken_when_it_died_is_freed() -> None:
+    """The other one's leaving frees nothing, as long as the first is not known to be gone."""
+    made = bench(voice=2)
+    ticket, _ = await made.start("r")
+    await made.produce("text", "r", 1, tensor=NOTICE)
+    await made.produce("text", "r", end="length")
+    gone = made.pools["voice"].replica_of("r")
+    assert gone is not None
+    await made.orchestrator.replica_down(gone, "killed")
+    await made.produce("voice", "r", 1, end="stop")
+    await settle()
+    assert made.of("text/0").calls == [FORGET]
+    await made.orchestrator.withdraw(ticket)
+    assert made.orchestrator.held() == 0
 
 
 @pytest.mark.parametrize("voice", [False, True])

@@ -6,28 +6,26 @@ import asyncio
 import contextlib
 import itertools
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from vllm import LLM, SamplingParams
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from tests.connectors.test_mooncake import ISOLATED
+from tests.connectors.test_mooncake import ISOLATED, unavailable
 from tests.media import openai_messages
 from tests.oracle import Golden, Oracle
 from tests.processes.cluster import until
 from tests.processes.conftest import MAX_LEN, STEP_TOKENS
-from tests.processes.test_parity import answer, check, heard, seen, user
-from tests.processes.test_take_over import same
+from tests.processes.test_parity import CASES, answer, check, golden, heard, seen, user, watched
+from tests.processes.test_take_over import busy, rows_held, same, within
 from vllm_omni_ext.errors import RequestFailed
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.requests import OmniOptions
@@ -40,22 +38,17 @@ TEXT = ["text", "long_prompt"]
 SIZE = {"max_model_len": MAX_LEN, "max_num_batched_tokens": STEP_TOKENS}
 HEARD = openai_messages([user(heard(1.0, 1), "What do you hear?")])
 SEEN = openai_messages([user(seen(96, 64, 2), "before " * 60 + "What is this?")])
-SECOND, SOON_S = 1.0, 5.0
+LARGE = openai_messages([user(watched(4, 3), "What happens?")])
+TEXT_ONLY = openai_messages([user("hello world")])
+CAPACITY = 96 * 1024
+"""Bytes a thinker may keep: enough for everything here at once but the 288 rows of `LARGE`."""
+SOON_S = 30.0
+"""On a busy machine; far less than `keep_s`, after which rows go by themselves, and than `chunk_deadline_s`."""
+ENDED_S = 240.0
 TIMEOUT_S = 300
 FROM_OUTSIDE = "OMNI_TEST_CONNECTOR"
 MOST_BYTES_A_PROMPT = 16 * 1024
 """Of a prompt with 99 rows, of which each alone would be more than 1 KiB in the released model's width."""
-
-
-def within(omni: Any, stage: str, method: str) -> list[Any]:
-    """What each worker of a stage answers."""
-    replies = omni.collective_rpc(method, targets=[stage])
-    return [value for reply in replies.values() for value in reply.value]
-
-
-def rows_held(omni: Any) -> int:
-    """Requests whose rows are kept or taken anywhere."""
-    return sum(n or 0 for n in (*within(omni, "thinker", "rows_held"), *within(omni, "talker", "rows_open")))
 
 
 def sampling(text: int = 12, frames: int = 24) -> dict[str, SamplingParams]:
@@ -67,22 +60,31 @@ def sampling(text: int = 12, frames: int = 24) -> dict[str, SamplingParams]:
 
 def ask(omni: Any, conversations: list[Any], **lengths: int) -> list[Any]:
     outputs = omni.chat(conversations, sampling(**lengths), use_tqdm=False)
-    return [(o.error, o.outputs[0].token_ids, o.frames.tolist(), o.audio) for o in outputs]
+    return [(o.error, *(() if o.error else (o.outputs[0].token_ids, heard_of(o), o.audio))) for o in outputs]
+
+
+def heard_of(output: Any) -> list[Any]:
+    return [] if output.frames is None else output.frames.tolist()
+
+
+def nothing_is_held(omni: Any) -> bool:
+    return until(lambda: omni._omni.orchestrator.held() == 0 and rows_held(omni) == 0, SOON_S)
 
 
 @pytest.fixture(scope="module", params=["shared_memory", "tcp"])
 def connected(request: Any, tiny: Path) -> Iterator[Any]:
     """A pipeline of its own, whose rows travel over one connector."""
-    with LLM(str(tiny), omni=True, connectors={"rows": {"name": request.param}}, **SIZE) as omni:
+    rows = {"name": request.param, "capacity_bytes": CAPACITY}
+    with LLM(str(tiny), omni=True, connectors={"rows": rows}, **SIZE) as omni:
         yield omni
 
 
-def parity(omni: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
+def parity(omni: Any, oracle: Oracle, expected: Mapping[str, Golden]) -> None:
     """All at once: several in flight, several steps a prompt."""
-    for name, output in zip(MEDIA, answer(omni, oracle, MEDIA), strict=True):
+    names = list(expected)
+    for name, output in zip(names, answer(omni, oracle, names), strict=True):
         check(output, expected[name])
-    assert omni._omni.orchestrator.held() == 0
-    assert until(lambda: rows_held(omni) == 0, SOON_S)
+    assert nothing_is_held(omni)
 
 
 def test_text_opens_nothing(connected: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
@@ -109,7 +111,7 @@ def _links(pid: int) -> list[str]:
 
 
 def test_every_answer_is_that_of_transformers(connected: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
-    parity(connected, oracle, expected)
+    parity(connected, oracle, {name: expected[name] for name in MEDIA})
     assert within(connected, "thinker", "rows_held") == [0], "a producer was opened"
 
 
@@ -155,14 +157,13 @@ def test_nothing_is_kept_of_a_request_whose_client_has_left(connected: Any, afte
         await asyncio.gather(*tasks, return_exceptions=True)
 
     connected._run(leave())
-    assert connected._omni.orchestrator.held() == 0
-    assert until(lambda: rows_held(connected) == 0, SOON_S), "in time, not after keep_s"
+    assert nothing_is_held(connected)
 
 
 def test_a_reply_too_short_to_speak_leaves_no_rows(connected: Any) -> None:
     ((error, *_),) = ask(connected, [HEARD], text=1, frames=1)
     assert error is None
-    assert until(lambda: rows_held(connected) == 0, SOON_S)
+    assert nothing_is_held(connected)
 
 
 Change = Callable[[Notice], Notice]
@@ -177,24 +178,29 @@ def elsewhere(notice: Notice) -> Notice:
 
 
 def dropped(notice: Notice) -> Notice:
-    """A chunk that was never put."""
+    """Of a chunk that was never put. Nobody hears of the one that was."""
     return Notice(source=notice.source, name=f"dropped/{notice.name}", first=notice.first, count=notice.count)
 
 
 @pytest.fixture
-def changing(connected: Any) -> Iterator[Callable[[Change, int], None]]:
-    """Let some of the next notices be changed on their way."""
+def changing(connected: Any) -> Iterator[Callable[[Change, int], list[str]]]:
+    """Let some of the next notices be changed on their way; the names of which nobody hears, as they come."""
     plugin = connected._omni.orchestrator.plugin
     decode = plugin.decode
 
-    def change(how: Change, times: int) -> None:
-        numbers = itertools.count()
+    def change(how: Change, times: int) -> list[str]:
+        numbers, unheard = itertools.count(), list[str]()
 
         def decoded(stage: str, tensor: Any) -> Any:
             found = decode(stage, tensor)
-            return how(found) if isinstance(found, Notice) and next(numbers) < times else found
+            if not isinstance(found, Notice) or next(numbers) >= times:
+                return found
+            changed = how(found)
+            unheard.extend({found.name} - {changed.name})
+            return changed
 
         plugin.decode = decoded
+        return unheard
 
     yield change
     plugin.decode = decode
@@ -203,42 +209,43 @@ def changing(connected: Any) -> Iterator[Callable[[Change, int], None]]:
 @pytest.mark.parametrize("how", [elsewhere, dropped])
 def test_rows_that_do_not_come_are_made_again(connected: Any, changing: Any, how: Change) -> None:
     expected = ask(connected, [HEARD])
-    changing(how, 1)
+    unheard = changing(how, 1)
     began = time.monotonic()
     assert same(ask(connected, [HEARD]), expected)
-    assert time.monotonic() - began < 3 * SECOND
-    assert connected._omni.orchestrator.held() == 0
-    assert until(lambda: rows_held(connected) == 0, SOON_S)
+    assert time.monotonic() - began < SOON_S
+    assert len(unheard) == (how is dropped)
+    assert until(lambda: rows_held(connected) == len(unheard), SOON_S)
+    within(connected, "thinker", "forget_rows", unheard)
+    assert nothing_is_held(connected)
 
 
 def test_rows_that_never_come_are_a_clear_error_in_time_and_hurt_nobody(connected: Any, changing: Any) -> None:
-    other = ask(connected, [openai_messages([user("hello world")])])
+    other = ask(connected, [TEXT_ONLY])
     changing(elsewhere, 1000)
     began = time.monotonic()
     (bad,) = ask(connected, [HEARD])
-    assert time.monotonic() - began < SECOND
+    assert time.monotonic() - began < SOON_S
     assert isinstance(bad[0], RequestFailed) and "could not take the thinker's rows" in str(bad[0])
-    (bad, good) = ask(connected, [HEARD, openai_messages([user("hello world")])])
+    (bad, good) = ask(connected, [HEARD, TEXT_ONLY])
     assert isinstance(bad[0], RequestFailed)
     assert same([good], other)
-    assert connected._omni.orchestrator.held() == 0
+    assert nothing_is_held(connected)
 
 
-def test_no_room_is_a_clear_error(tiny: Path) -> None:
-    rows = {"name": "shared_memory", "capacity_bytes": 4096}
-    with LLM(str(tiny), omni=True, connectors={"rows": rows}, **SIZE) as omni:
-        (bad, good) = ask(omni, [SEEN, openai_messages([user("hello world")])])
-        assert isinstance(bad[0], RequestFailed) and "capacity_bytes" in str(bad[0])
-        assert good[0] is None
-        assert until(lambda: rows_held(omni) == 0, SOON_S)
+def test_no_room_is_a_clear_error_at_once_and_hurts_nobody(connected: Any) -> None:
+    other = ask(connected, [TEXT_ONLY])
+    began = time.monotonic()
+    (bad, good) = ask(connected, [LARGE, TEXT_ONLY])
+    assert time.monotonic() - began < SOON_S
+    assert isinstance(bad[0], RequestFailed) and f"of {CAPACITY} are held" in str(bad[0])
+    assert same([good], other)
+    assert nothing_is_held(connected)
+    assert same(ask(connected, [HEARD]), ask(connected, [HEARD])), "there is room again"
 
 
-KILLED = [["talker"], ["thinker"], ["thinker", "talker"], ["talker", "thinker"]]
-
-
-@pytest.mark.parametrize("stages", KILLED, ids=" then ".join)
-def test_killed_replicas_are_not_missed(twofold: Any, stages: list[str]) -> None:
-    """Thinker first: its text and rows are made again by the other. Both: no rows are left where the talker looks."""
+def test_a_thinker_and_its_talker_killed_are_not_missed(twofold: Any) -> None:
+    """No rows are left where the talker that takes over looks: the thinker that took over has made them anew."""
+    stages = ["thinker", "talker"]
     conversations = [HEARD, SEEN] * 3
     lengths = {"text": 150, "frames": 200}
     undisturbed = ask(twofold, conversations, **lengths)
@@ -248,31 +255,30 @@ def test_killed_replicas_are_not_missed(twofold: Any, stages: list[str]) -> None
     pools = twofold._omni.orchestrator.pools
     assert until(lambda: any(pools["talker"].in_flight(replica) for replica in pools["talker"].replicas))
     for stage in stages:
-        time.sleep(0.1)
-        busy = [replica for replica in pools[stage].replicas if pools[stage].in_flight(replica)]
-        gone = (busy or list(pools[stage].replicas))[0]
+        gone = busy(twofold, stage) or next(iter(pools[stage].replicas))
         os.kill(twofold._deployment.processes()[gone].pid, signal.SIGKILL)
-    asking.join(120)
+    asking.join(ENDED_S)
     assert same(got, undisturbed)
-    assert twofold._omni.orchestrator.held() == 0
-    assert until(lambda: all(len(pools[stage].replicas) == 2 for stage in stages), 60)
-    assert until(lambda: rows_held(twofold) == 0, SOON_S)
+    assert until(lambda: all(len(pools[stage].replicas) == 2 for stage in stages), ENDED_S)
+    assert nothing_is_held(twofold)
 
 
-def test_nothing_is_left_in_shared_memory(connected: Any) -> None:
-    ours = {process.pid for process in psutil.Process().children(recursive=True)}
+def test_rows_make_no_file(connected: Any) -> None:
+    before = _files(connected)
     ask(connected, [HEARD, SEEN])
-    names = [file.name for file in Path("/dev/shm").iterdir() if "omni" in file.name]
-    assert names == [] and ours
+    assert _files(connected) == before
+
+
+def _files(omni: Any) -> set[str]:
+    """Shared memory with a name that the replicas have mapped."""
+    maps = (Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in _pids(omni))
+    return {line[line.index("/dev/shm/") :] for lines in maps for line in lines if "/dev/shm/" in line}
 
 
 def test_mooncake() -> None:
     """In a namespace, since its engine listens everywhere."""
-    probe = subprocess.run([sys.executable, "-c", "import mooncake.engine"], capture_output=True, text=True)
-    if probe.returncode:
-        pytest.skip(f"no mooncake here: {probe.stderr.strip().splitlines()[-1]}")
-    if not all(map(shutil.which, ("unshare", "ip"))) or subprocess.run([*ISOLATED, "true"]).returncode:
-        pytest.skip("no network namespace can be made here")
+    if reason := unavailable():
+        pytest.skip(reason)
     test = f"{__file__}::test_a_connector_named_from_outside"
     run = subprocess.run(
         [*ISOLATED, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test],
@@ -286,7 +292,7 @@ def test_mooncake() -> None:
 
 
 @pytest.mark.skipif(FROM_OUTSIDE not in os.environ, reason="is run by test_mooncake")
-def test_a_connector_named_from_outside(tiny: Path, oracle: Oracle, expected: dict[str, Golden]) -> None:
+def test_a_connector_named_from_outside(tiny: Path, oracle: Oracle) -> None:
     rows = {"name": os.environ[FROM_OUTSIDE], "capacity_bytes": 64 << 20}
     with LLM(str(tiny), omni=True, connectors={"rows": rows}, **SIZE) as omni:
-        parity(omni, oracle, expected)
+        parity(omni, oracle, {name: golden(oracle, CASES[name]) for name in MEDIA})

@@ -48,7 +48,8 @@ class HeldRows:
         """A request needs its rows no more.
 
         Args:
-            taken: a stage has taken them from one place; it has told that replica. Others are told here.
+            taken: one replica has taken them from one place, and has told whoever keeps them there. Others are told
+                here.
         """
         held = self._held.pop(request_id, set())
         for replica, _, name in held if len(held) > taken else ():

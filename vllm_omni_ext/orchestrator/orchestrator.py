@@ -432,7 +432,9 @@ class Orchestrator:
                 await self._fail(request_id, source, RequestFailed(message))
             case Finished():
                 self._live.pop(request_id, None)
-                self._rows.finished(request_id, taken=bool(live.heard - {self.text_stage}))
+                # Of several replicas that opened the rows one may have died, and the others' leaving frees nothing.
+                taken = bool(live.heard - {self.text_stage}) and not live.moves
+                self._rows.finished(request_id, taken=taken)
                 self.observer.finished(request_id, REST)
                 await self._withdraw(request_id, [stage for stage in self.pools if stage not in self.way.stages])
                 await self.abort(self._repeats.of([request_id]))
