@@ -51,7 +51,7 @@ ENDLESS: dict[str, Any] = {
 
 LONG = body("Tell me a very long story about the blue cat.", 150, 250)
 NEVER_AGAIN = ("--omni-restart-limit", "0")
-GONE_S = 2.0
+GONE_S = 10.0
 """A killed head's processes are gone within this time."""
 
 WAIT_S = 0.5
