@@ -243,9 +243,9 @@ def test_no_room_is_a_clear_error_at_once_and_hurts_nobody(connected: Any) -> No
     assert same(ask(connected, [HEARD]), ask(connected, [HEARD])), "there is room again"
 
 
-def test_a_thinker_and_its_talker_killed_are_not_missed(twofold: Any) -> None:
-    """No rows are left where the talker that takes over looks: the thinker that took over has made them anew."""
-    stages = ["thinker", "talker"]
+def test_a_talker_and_a_thinker_killed_are_not_missed(twofold: Any) -> None:
+    """Both talkers have rows open. Who takes over finds those of one thinker, and those of the other made anew."""
+    stages = ["talker", "thinker"]
     conversations = [HEARD, SEEN] * 3
     lengths = {"text": 150, "frames": 200}
     undisturbed = ask(twofold, conversations, **lengths)
@@ -253,7 +253,7 @@ def test_a_thinker_and_its_talker_killed_are_not_missed(twofold: Any) -> None:
     asking = threading.Thread(target=lambda: got.extend(ask(twofold, conversations, **lengths)))
     asking.start()
     pools = twofold._omni.orchestrator.pools
-    assert until(lambda: any(pools["talker"].in_flight(replica) for replica in pools["talker"].replicas))
+    assert until(lambda: all(within(twofold, "talker", "rows_open")), SOON_S)
     for stage in stages:
         gone = busy(twofold, stage) or next(iter(pools[stage].replicas))
         os.kill(twofold._deployment.processes()[gone].pid, signal.SIGKILL)
