@@ -1,71 +1,127 @@
-"""Bytes that pass from the thinker to the talker for each token of a text-only prompt's spoken answer.
+"""Bytes that pass between thinker and talker: for each token of an answer to text, and for a prompt with sound.
 
-Counted are the very requests and chunks the talker's replica gets, encoded as vLLM encodes them on its socket.
+Counted is what passes through the API server (the notices in the thinker's outputs, and the requests and chunks that
+the talker's replica gets, encoded as vLLM encodes them on its socket), and what passes over the connector.
 
-    python benchmarks/handoff_bytes.py [MODEL] [--tokens 200]
+    python benchmarks/handoff_bytes.py [MODEL] [--tokens 200] [--seconds 10] [--connector shared_memory]
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from checkpoint import checkpoint, parser
 from vllm import LLM, SamplingParams
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.wire.rows import Notice
 
 TALKER = ReplicaId("talker", 0)
 QUESTION = [{"role": "user", "content": "Tell me about the blue cat in the moon"}]
 SHORTEST = 2  # tokens of the shortest reply that is spoken
+SAMPLE_RATE_HZ = 16_000
+PLACEHOLDERS = "<|audio_start|><|audio_pad|><|audio_end|>"
+
+
+@dataclass
+class Passed:
+    """Through the API server: bytes of messages to the talker, bytes of notices from the thinker, rows told of."""
+
+    messages: list[int] = field(default_factory=list)
+    notices: list[int] = field(default_factory=list)
+    rows: int = 0
 
 
 @contextmanager
-def sent_to_talker(omni: Any) -> Iterator[list[int]]:
-    """Encoded sizes in bytes of the requests and chunks that the talker gets inside the block."""
-    replica = omni._omni.orchestrator.replicas[TALKER]
-    add, sizes, encoder = replica.add, [], MsgpackEncoder()
+def passed(omni: Any) -> Iterator[Passed]:
+    """What passes inside the block."""
+    orchestrator, found, encoder = omni._omni.orchestrator, Passed(), MsgpackEncoder()
+    replica, plugin = orchestrator.replicas[TALKER], orchestrator.plugin
+    add, decode = replica.add, plugin.decode
 
     async def counting(request: Any) -> None:
-        sizes.append(sum(memoryview(part).nbytes for part in encoder.encode(request)))
+        found.messages.append(sum(memoryview(part).nbytes for part in encoder.encode(request)))
         await add(request)
 
-    replica.add = counting
+    def looking(stage: str, tensor: Any) -> Any:
+        made = decode(stage, tensor)
+        if isinstance(made, Notice):
+            found.notices.append(tensor.nbytes)
+            found.rows += made.count
+        return made
+
+    replica.add, plugin.decode = counting, looking
     try:
-        yield sizes
+        yield found
     finally:
-        del replica.add
+        del replica.add, plugin.decode
+
+
+def sampling(tokens: int) -> dict[str, SamplingParams]:
+    """Exactly so many tokens, and a short sound."""
+    thinker = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    return {"thinker": thinker, "talker": SamplingParams(temperature=0, max_tokens=8)}
 
 
 def measure(omni: Any, tokens: int) -> list[int]:
     """Sizes of the messages of a reply of exactly `tokens` tokens."""
-    sampling = {
-        "thinker": SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True),
-        "talker": SamplingParams(temperature=0, max_tokens=8),
-    }
-    with sent_to_talker(omni) as sizes:
-        (output,) = omni.chat(QUESTION, sampling, use_tqdm=False)
+    with passed(omni) as found:
+        (output,) = omni.chat(QUESTION, sampling(tokens), use_tqdm=False)
     if output.error is not None:
         raise output.error
-    return sizes
+    return found.messages
+
+
+def with_sound(omni: Any, seconds: float) -> tuple[Passed, float]:
+    """What a prompt with sound costs beside its answer of the shortest length, and the time of all of it."""
+    sound = np.random.default_rng(0).standard_normal(int(seconds * SAMPLE_RATE_HZ)).astype(np.float32)
+    prompt = {
+        "prompt": f"<|im_start|>user\n{PLACEHOLDERS}What is it?<|im_end|>\n<|im_start|>assistant\n",
+        "multi_modal_data": {"audio": [(sound, SAMPLE_RATE_HZ)]},
+    }
+    began = time.perf_counter()
+    with passed(omni) as found:
+        (output,) = omni.generate(prompt, sampling(SHORTEST), use_tqdm=False)
+    if output.error is not None:
+        raise output.error
+    return found, time.perf_counter() - began
 
 
 def main() -> None:
     """Measure once and print."""
     flags = parser(__doc__ or "")
     flags.add_argument("--tokens", type=int, default=200, help="thinker tokens of the longer reply")
+    flags.add_argument("--seconds", type=float, default=10.0, help="of sound in a prompt")
+    flags.add_argument("--connector", default="shared_memory")
     args = flags.parse_args()
-    with checkpoint(args.model) as model, LLM(model, omni=True, max_model_len=args.tokens + 512) as omni:
+    rows = {"rows": {"name": args.connector}}
+    with (
+        checkpoint(args.model) as model,
+        LLM(model, omni=True, max_model_len=args.tokens + 2048, connectors=rows) as omni,
+    ):
         least, most = measure(omni, SHORTEST), measure(omni, args.tokens)
-        hidden = omni.model_config.hf_config.thinker_config.text_config.hidden_size
+        width = omni.model_config.hf_config.thinker_config.text_config.hidden_size
+        itemsize = omni.model_config.dtype.itemsize
+        runs = [with_sound(omni, args.seconds) for _ in range(5)]
         chunking = omni.plan.config.async_chunk
     each = (sum(most) - sum(least)) / (args.tokens - SHORTEST)
-    print(f"async_chunk: {chunking}")
+    print(f"async_chunk: {chunking}, {args.connector}")
     print(f"{SHORTEST} tokens: {sum(least)} bytes in {len(least)} messages (what every request costs)")
     print(f"{args.tokens} tokens: {sum(most)} bytes in {len(most)} messages")
-    print(f"{each:.1f} bytes a token; one hidden row of this model in bfloat16 would be {2 * hidden}")
+    print(f"{each:.1f} bytes a token; one hidden row of this model would be {width * itemsize}")
+    found, took = runs[-1][0], statistics.median(seconds for _, seconds in runs)
+    beside = found.rows * width * itemsize
+    print(f"{args.seconds:g} s of sound: {found.rows} rows, in {took:.3f} s from prompt to the end of a short answer")
+    print(f"  through the API server: {sum(found.notices)} bytes in {len(found.notices)} notices from the thinker,")
+    print(f"    {sum(found.messages)} bytes in {len(found.messages)} messages to the talker")
+    print(f"  over the connector: {beside} bytes; as many would pass through the API server twice without it")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class EdgeSpec:
     `kv`: the source computes a request's prompt, the target takes its KV cache over and goes on.
 
     Attributes:
-        name: key of its chunk sizes in a configuration; "" if it is not cut into chunks of given sizes.
+        name: key of its chunk sizes, or of its connector, in a configuration; "" if it has neither.
         chunks: sizes of successive chunks when nothing else is said; the last one repeats.
     """
 
@@ -106,7 +106,7 @@ class PipelineSpec:
 
     def chunks(self) -> dict[str, tuple[int, ...]]:
         """Default chunk sizes by the name of the hand-over."""
-        return {edge.name: edge.chunks for edge in self.edges if edge.name}
+        return {edge.name: edge.chunks for edge in self.edges if edge.chunks}
 
     def stage(self, name: str) -> StageSpec:
         """Return the stage of that name; ConfigError names the known ones."""

@@ -33,7 +33,8 @@ MEMBERSHIP = (
 LAYERS = (
     {"errors", "ids", "lifeline", "memory", "plugin", "report", "outputs"},
     {"patching", "patches"},
-    {"config", "compat", "environment", "metrics", "model_plugins.registry", "model_plugins.*.pipeline"},
+    {"config", "compat", "environment", "metrics", "model_plugins.registry", "model_plugins.*.pipeline"}
+    | {"connectors.base", "connectors.registry"},
     {"topology", "pool", "orchestrator.flow", "disaggregation.parameters", *MEMBERSHIP},
     {"wire", "connectors", "runtime.replica", "observability"},
     {"coordinator", "disaggregation", "orchestrator", "engine", "model_plugins"},

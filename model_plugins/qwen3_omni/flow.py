@@ -9,9 +9,14 @@ from typing import Any
 from vllm_omni_ext.connectors.chunks import ALL, Chunk, ChunkSchedule, ChunkWriter
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, SpecialIds, Spoken, talker_prompt
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import Voice, VoiceError
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finished, Open, Produced
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finished, Open, Produced, Repeat
+from vllm_omni_ext.wire.handoff import GIVEN
+from vllm_omni_ext.wire.rows import Given, Notice
 
 THINKER, TALKER = "thinker", "talker"
+MOST_REPEATS = 3
+"""How often the thinker reads a prompt again, because the talker could not take what it had made of it."""
+
 TOO_SHORT = "the reply has fewer than two tokens, so there is nothing to speak"
 
 
@@ -42,10 +47,11 @@ class SpeechFlow:
 
     def __init__(self, speech: Speech, *, text: ChunkSchedule, frames: ChunkSchedule) -> None:
         self._speech = speech
-        self._rows = RowCollector(speech.parts.row_count)
+        self._rows = Rows(speech.parts.row_count)
         self._text = ChunkWriter[int](text)
         self._voice = Voice(frames)
         self._talk: _Talk | None = None
+        self._repeated = 0
         self._ahead = text.size(0) != ALL
         # An assistant turn that the prompt has begun already is spoken too.
         self._begun: tuple[int, ...] = tuple(speech.prompt[speech.parts.header + HEADER :])
@@ -59,6 +65,8 @@ class SpeechFlow:
 
     def handle(self, event: Produced) -> list[Action]:
         """Decide what follows from an event."""
+        if event.stage == TALKER and isinstance(event.payload, str):
+            return self._without_rows(event.payload)
         if event.finish in ("abort", "error"):
             return [Fail(f"the {event.stage} stage ended the request: {event.finish}")]
         match event.stage:
@@ -70,16 +78,16 @@ class SpeechFlow:
                 return self._sounded(event)
 
     def _thought(self, event: Produced) -> list[Action]:
-        rows = None if event.payload is None else self._rows.add(*event.payload)
-        handed: list[Action] = [] if rows is None or self._talk is None else [Extend(TALKER, (), False, rows=[rows])]
+        if event.payload is not None:
+            self._rows.add(event.payload)
         if not event.tokens and event.finish is None:  # rows of a prefill that goes on
-            return handed
+            return self._more_rows()
         tokens, self._begun = (*self._begun, *event.tokens), ()
         if event.finish is not None:
             # The last token is never fed to the thinker, so it has no row: the end mark takes its place.
             tokens = (*(tokens[:-1] if event.tokens else tokens), self._speech.ids.tts_eos)
         chunk = self._text.write(tokens, last=event.finish is not None)
-        return handed if chunk is None else [*handed, *self._speak(chunk)]
+        return [*self._more_rows(), *([] if chunk is None else self._speak(chunk))]
 
     def replay(self, stage: str) -> list[Action]:
         """What opens the request again in a stage that lost it: everything known so far, frames made included."""
@@ -92,15 +100,34 @@ class SpeechFlow:
             return [Extend(TALKER, chunk.items, chunk.last)]
         if chunk.items == (self._speech.ids.tts_eos,) and chunk.last:
             return [self._silence(TOO_SHORT), Finished()]
-        if not self._rows.complete:
+        if not (self._rows.complete or self._repeated):
             return [Fail(f"the thinker handed over {self._rows.count} of {self._rows.due} multimodal rows")]
         first, track = chunk.items[:1], chunk.items[1:]
         talk.text += first
         talk.take(track, chunk.last)
         if self._talk is not None:
-            return [Extend(TALKER, track, chunk.last, prompt=first)]
+            return [Extend(TALKER, track, chunk.last, first)]
         self._talk = talk
         return [self._open_talker()]
+
+    def _more_rows(self) -> list[Action]:
+        """Tell the talker of rows that it has not been told of."""
+        given, talk = self._rows.given, self._talk
+        if given is None or talk is None or (talk.given is not None and given.count <= talk.given.count):
+            return []
+        talk.given = given
+        return [Extend(TALKER, (), talk.closed, more={GIVEN: given.plain()})]
+
+    def _without_rows(self, reason: str) -> list[Action]:
+        """The talker could not take its rows and has ended: it begins anew with those of another place, or new ones."""
+        assert self._talk is not None and self._talk.given is not None
+        self._rows.lose(self._talk.given)
+        if self._rows.complete:
+            return [self._open_talker()]
+        self._repeated += 1
+        if self._repeated > MOST_REPEATS:
+            return [Fail(f"the talker could not take the thinker's rows: {reason}")]
+        return [self._open_talker(), Repeat(THINKER)]
 
     def _new_talk(self) -> _Talk:
         return _Talk(*talker_prompt(self._speech.prompt, self._speech.parts, self._speech.voice, self._speech.ids))
@@ -116,6 +143,9 @@ class SpeechFlow:
             "last": talk.closed,
             "rows": self._speech.parts.talker_rows,
         }
+        talk.given = self._rows.given
+        if talk.given is not None:
+            handoff[GIVEN] = talk.given.plain()
         if self._speech.positions is not None:
             handoff["positions"] = self._speech.positions
         made = self._voice.frames.between(0, self._voice.frames.count).tolist()
@@ -123,13 +153,11 @@ class SpeechFlow:
             handoff["frames"] = made
         # The engine counts the prompt in ids that no penalty and no sampling can touch.
         prompt = [ids.codec_pad] * len(talk.codec) + [frame[0] for frame in made]
-        return Open(TALKER, prompt, handoff, rows=self._rows.pieces, stop=(ids.codec_eos,), done=len(made))
+        return Open(TALKER, prompt, handoff, stop=(ids.codec_eos,), done=len(made))
 
     def _said(self, event: Produced) -> list[Action]:
         # The frame of the step that ends the talker (end of speech, or the length limit) is not part of the sound.
         done = event.finish is not None
-        if done:
-            self._rows.release()
         part = self._voice.take(None if done else event.payload, last=done, at=event.at)
         if done and not self._voice.frames.count:
             return [self._silence("the talker ended before its first frame"), Finished()]
@@ -155,12 +183,13 @@ class SpeechFlow:
 
 @dataclass
 class _Talk:
-    """What the talker has been given: its prompt, and the text track so far."""
+    """What the talker has been given: its prompt, the text track so far, and rows."""
 
     text: list[int]
     codec: list[int]
     track: list[int] = field(default_factory=list)
     closed: bool = False
+    given: Given | None = None
 
     @property
     def begun(self) -> bool:
@@ -172,38 +201,41 @@ class _Talk:
         self.closed = last
 
 
-class RowCollector:
-    """Collects exported rows in order, whatever was sent twice after a preemption."""
+class Rows:
+    """Where exported rows are. A thinker that takes a request over exports them anew: then there are two places."""
 
     def __init__(self, due: int) -> None:
         self.due = due
-        self.count = 0
-        self._pieces: list[Any] = []
+        self._places: dict[tuple[str, str], Given] = {}
+        self._lost: set[tuple[str, str]] = set()
+
+    @property
+    def given(self) -> Given | None:
+        """The place with the most rows, of equal ones the latest; None if there is none."""
+        return max(reversed(self._places.values()), key=lambda given: given.count, default=None)
+
+    @property
+    def count(self) -> int:
+        return 0 if self.given is None else self.given.count
 
     @property
     def complete(self) -> bool:
         return self.count >= self.due
 
-    def add(self, first: int, rows: Any) -> Any | None:
-        """Take rows whose first one has index `first`; known ones are skipped, a gap is an error.
+    def add(self, notice: Notice) -> None:
+        """More rows lie somewhere; ValueError if there is a gap before them, or if they could not be put there."""
+        if notice.failed:
+            raise ValueError(f"the thinker could not hand its rows over: {notice.failed}")
+        place = notice.source, notice.name
+        if place in self._lost:
+            return
+        known = self._places[place].count if place in self._places else 0
+        if notice.first != known:
+            raise ValueError(f"multimodal rows {known} to {notice.first} are missing")
+        self._places[place] = Given(source=notice.source, name=notice.name, count=known + notice.count)
 
-        Returns:
-            Those that are new; None if none are.
-        """
-        if first > self.count:
-            raise ValueError(f"multimodal rows {self.count} to {first} are missing")
-        new = rows[self.count - first :]
-        if not len(new):
-            return None
-        self._pieces.append(new)
-        self.count += len(new)
-        return new
-
-    @property
-    def pieces(self) -> Any:
-        """All pieces in order; None if there are none."""
-        return list(self._pieces) or None
-
-    def release(self) -> None:
-        """Give the pieces up: nobody will ask for them again."""
-        self._pieces = []
+    def lose(self, given: Given) -> None:
+        """Rows cannot be taken from where these are."""
+        place = given.source, given.name
+        self._lost.add(place)
+        self._places.pop(place, None)

@@ -9,7 +9,10 @@ _HERE = "vllm_omni_ext.model_plugins.qwen3_omni"
 THINKER = StageSpec(
     name="thinker",
     text_stage=True,
-    engine={"worker_cls": "vllm_omni_ext.engine.worker.ExportWorker"},
+    engine={
+        "worker_cls": "vllm_omni_ext.engine.worker.ExportWorker",
+        "scheduler_cls": "vllm_omni_ext.engine.unheard.export_scheduler",
+    },
     cpu_kv_bytes=256 << 20,
     gpu_share=0.6,
 )
@@ -54,7 +57,7 @@ QWEN3_OMNI = PipelineSpec(
     stages=(THINKER, TALKER, CODE2WAV),
     edges=(
         EdgeSpec("thinker", "talker", "tokens", name="text", chunks=(1,)),
-        EdgeSpec("thinker", "talker", "tensors"),
+        EdgeSpec("thinker", "talker", "tensors", name="rows"),
         EdgeSpec("talker", "code2wav", "tokens", name="frames", chunks=(1, 2, 4, 8, 16, 25)),
     ),
     output_modalities=("text", "audio"),

@@ -18,7 +18,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV
 from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
 from vllm_omni_ext.wire.handoff import EXPORT
 from vllm_omni_ext.wire.parts import refused
-from vllm_omni_ext.wire.rows import unpack
+from vllm_omni_ext.wire.rows import Notice
 
 SAMPLE_RATE_HZ = 24_000  # the vocoder's output rate; the public config has no field for it
 PREFERRED_VOICE = "ethan"  # Transformers' default speaker
@@ -149,13 +149,14 @@ class Qwen3OmniRequests:
         return parts
 
     def decode(self, stage: str, tensor: Any) -> Any:
-        """Read a stage's output tensor: exported rows of the thinker, frames of the talker, sound of code2wav.
+        """Read a stage's output tensor: a notice of the thinker's rows, frames of the talker, sound of code2wav.
 
-        A refusal of code2wav becomes its text.
+        A refusal of talker or code2wav becomes its text.
         """
-        if stage == CODE2WAV and (why := refused(tensor)) is not None:
-            return why
-        return unpack(tensor) if stage == THINKER else tensor
+        if stage == THINKER:
+            return Notice.of(tensor)
+        why = refused(tensor)
+        return tensor if why is None else why
 
     def _talker_positions(self, request: TextRequest, parts: Spoken) -> bytes:
         """The talker counts M-RoPE positions over its own prompt: the user segments, moved together."""

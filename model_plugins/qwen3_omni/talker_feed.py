@@ -119,6 +119,11 @@ class TalkerFeeder:
             new = self._model.project_hidden(rows.to(self._device))
             request.rows = new if request.rows is None else torch.cat([request.rows, new])
 
+    def blank(self, req_id: str) -> None:
+        """Zeros in place of all multimodal rows."""
+        request = self._requests[req_id]
+        request.rows = self._model.text_table.new_zeros((len(request.row_of), self._model.text_table.shape[1]))
+
     def close(self, req_id: str) -> None:
         """Forget a request."""
         request = self._requests.pop(req_id, None)

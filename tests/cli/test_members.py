@@ -102,7 +102,7 @@ def test_a_headless_process_has_the_settings_of_its_stage(model: str) -> None:
     words = ["--stage-overrides", '{"talker": {"max_num_seqs": 3, "seed": 7}}', "--max-num-seqs", "5"]
     plan = planned(model, "--headless", "--stage", "talker", *HEAD, *words)[0]
     for stage in plan.stages:
-        assert stage.engine_args == planned(model, *words)[0].stage(stage.name).engine_args
+        assert stage.engine_args == planned(model, *HEAD, *words)[0].stage(stage.name).engine_args
 
 
 @pytest.mark.parametrize(

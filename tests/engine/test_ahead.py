@@ -11,6 +11,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -22,7 +23,8 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.engine_args import stage_engine_args
 from vllm_omni_ext.runtime.launcher import register_classes
 from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
-from vllm_omni_ext.wire.handoff import CHUNK, PROMPT
+from vllm_omni_ext.wire.handoff import CHUNK, GIVEN, PROMPT
+from vllm_omni_ext.wire.parts import refusal, refused
 
 SIZE, BLOCKS = 20, 40
 BUDGET = 16  # tokens of one step
@@ -65,15 +67,14 @@ def opened(name: str = "r", **prompt: Any) -> Request:
 
 
 def chunk(name: str = "r", rows: int = 0, **fields: Any) -> Request:
-    embeds = torch.zeros(rows, 1) if rows else None
-    made = Request(
+    """`rows`: how many there are by now."""
+    given = {GIVEN: {"count": rows}} if rows else {}
+    return Request(
         request_id=name,
-        prompt_token_ids=[0] * rows,
-        sampling_params=SamplingParams(extra_args={CHUNK: fields}),
+        prompt_token_ids=[0],
+        sampling_params=SamplingParams(extra_args={CHUNK: fields | given}),
         pooling_params=None,
-        prompt_embeds=embeds,
     )
-    return made
 
 
 def steps(scheduler: Any, most: int = 20) -> list[dict[str, int]]:
@@ -97,9 +98,9 @@ def test_text_first_then_rows_then_the_end(scheduler: Any) -> None:
     assert steps(scheduler) == [{"r": 4}]
     scheduler.add_request(chunk(rows=1))
     assert steps(scheduler) == [{"r": 1}]
-    scheduler.add_request(chunk(rows=2))
+    scheduler.add_request(chunk(rows=3))
     assert steps(scheduler) == [{"r": 6}]
-    scheduler.add_request(chunk(rows=2))
+    scheduler.add_request(chunk(rows=5))
     assert steps(scheduler) == [{"r": 8}]
     assert scheduler.requests["r"].num_output_tokens == 0
     scheduler.add_request(chunk(text=[5], track=[], last=False))
@@ -149,3 +150,20 @@ def test_a_preempted_one_begins_again_and_goes_as_far(scheduler: Any, when: int)
     again = steps(scheduler)
     assert sum(step["r"] for step in again) == before[1], "also the step that waits for its entry of the track"
     assert (request.num_tokens, request.num_computed_tokens) == before
+
+
+@pytest.mark.parametrize("text", [SIZE - 1, SIZE], ids=["prefill", "sampled"])
+def test_a_request_that_the_worker_refuses_ends_alone_and_says_why(scheduler: Any, text: int) -> None:
+    for name in ("bad", "good"):
+        scheduler.add_request(opened(name, text=[1] * text, rows=[], track=[1], last=False))
+    output = scheduler.schedule()
+    names = list(output.num_scheduled_tokens)
+    sampled = [[] if scheduler.requests[name].is_prefill_chunk else [7] for name in names]
+    answers = [refusal("the rows are gone") if name == "bad" else None for name in names]
+    made = ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, sampled, pooler_output=answers)
+    outputs = scheduler.update_from_output(output, made)
+    (bad,) = [each for each in outputs[0].outputs if each.request_id == "bad"]
+    assert bad.finish_reason == FinishReason.ERROR
+    assert refused(bad.pooling_output) == "the rows are gone"
+    assert set(scheduler.requests) == {"good"} == set(scheduler._gates)
+    assert "bad" in scheduler.finished_req_ids, "so that the worker forgets it"

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vllm_omni_ext.engine.exporter import Exporter
 from vllm_omni_ext.engine.feeder import Span
-from vllm_omni_ext.wire.rows import unpack
 
 LENGTH = 24
 WIDTH = 2
@@ -38,10 +37,12 @@ def ranges(draw: st.DrawFn) -> Ranges:
 @st.composite
 def prefill(draw: st.DrawFn) -> list[tuple[int, int]]:
     """Spans (start, count) of a chunked prefill; a preemption starts over, at 0 or where the cache ends."""
-    spans = []
+    spans, reached = [], 0
     for _ in range(draw(st.integers(0, 2))):
-        cut = draw(st.lists(st.integers(1, LENGTH - 1), min_size=1, max_size=4, unique=True))
-        spans += _steps([draw(st.sampled_from([0, 0, min(cut) - 1])), *sorted(cut)])
+        start = draw(st.sampled_from([0, reached // 2]))
+        cut = draw(st.lists(st.integers(start + 1, LENGTH - 1), min_size=1, max_size=4, unique=True))
+        spans += _steps([start, *sorted(cut)])
+        reached = max(cut)
     cut = draw(st.lists(st.integers(1, LENGTH - 1), max_size=5, unique=True))
     spans += _steps([0, *sorted(cut), LENGTH])
     return spans + [(LENGTH + i, 1) for i in range(draw(st.integers(0, 3)))]  # decode steps
@@ -56,22 +57,25 @@ def owed(wanted: Ranges) -> list[int]:
 
 
 @given(ranges(), prefill())
-def test_every_step_gives_its_rows_with_their_index(wanted: Ranges, spans: list[tuple[int, int]]) -> None:
+def test_every_row_is_cut_once_and_in_order(wanted: Ranges, spans: list[tuple[int, int]]) -> None:
     exporter, positions = Exporter(), owed(wanted)
     exporter.add("a", wanted)
-    seen: dict[int, int] = {}
+    seen: list[int] = []
+    reached = 0
     for start, count in spans:
         span = Span("a", start, count)
-        expected = [p for p in positions if start <= p < start + count]
+        expected = [p for p in positions if max(start, reached) <= p < start + count]
+        reached = max(reached, start + count) if expected else reached
         assert exporter.due([span]) == bool(expected)
-        packed = exporter.cut([span], hidden_of(1, start, count))
-        assert list(packed) == (["a"] if expected else [])
-        for blob in packed.values():
-            first, rows = unpack(blob)
-            assert [int(p) for p in rows[:, 1]] == expected
-            assert first == positions.index(expected[0])
-            seen |= {first + i: int(p) for i, p in enumerate(rows[:, 1])}
-    assert [seen[i] for i in range(len(seen))] == positions  # nothing is missing after the whole prefill
+        cuts = exporter.cut([span], hidden_of(1, start, count))
+        assert list(cuts) == (["a"] if expected else [])
+        for cut in cuts.values():
+            assert [int(p) for p in cut.rows[:, 1]] == expected
+            assert cut.first == len(seen)
+            seen += expected
+            assert cut.last == (seen == positions)
+        exporter.add("a", wanted)  # as after a preemption
+    assert seen == positions  # nothing is missing after the whole prefill
 
 
 @given(st.lists(st.tuples(ranges(), st.integers(0, LENGTH - 1), st.integers(1, LENGTH)), min_size=1, max_size=5))
@@ -84,9 +88,9 @@ def test_requests_of_a_batch_are_not_mixed(batch: list[tuple[Ranges, int, int]])
     packed = exporter.cut(spans, torch.cat(hidden))
     for number, (wanted, start, count) in enumerate(batch):
         expected = [[number, p] for p in owed(wanted) if start <= p < start + count]
-        rows = unpack(packed[str(number)])[1].tolist() if str(number) in packed else []
+        rows = packed[str(number)].rows.tolist() if str(number) in packed else []
         assert rows == expected
-    assert exporter.due(spans) == bool(packed)
+    assert not exporter.due(spans), "each row is cut once"
 
 
 def test_requests_without_ranges_cost_nothing() -> None:
@@ -113,8 +117,11 @@ def test_an_id_that_is_used_again_owes_its_new_rows() -> None:
     exporter = Exporter()
     exporter.add("a", [(0, 2)])
     exporter.add("a", [(3, 4)])
-    first, rows = unpack(exporter.cut([Span("a", 0, 4)], hidden_of(1, 0, 4))["a"])
-    assert (first, rows[:, 1].tolist()) == (0, [3])
+    cut = exporter.cut([Span("a", 0, 4)], hidden_of(1, 0, 4))["a"]
+    assert (cut.first, cut.rows[:, 1].tolist(), cut.last) == (0, [3], True)
+    exporter.drop("a")
+    exporter.add("a", [(3, 4)])
+    assert exporter.due([Span("a", 0, 4)])
 
 
 def test_steps_with_work_are_counted() -> None:

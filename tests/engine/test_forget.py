@@ -85,7 +85,7 @@ def test_those_that_wait_for_their_input_end_too(ended: Ended) -> None:
     made.add_request(request("parked", 1, 50.0, **starved))
     made.add_request(request("parked by another", 0, 50.0, **starved))
     assert set(made._parked) == {"parked", "parked by another"} and not made.requests
-    made._chunks["parked"] = [({}, None)]
+    made._chunks["parked"] = [{}]
     made.add_request(forget(1))
     assert set(made._parked) == {"parked by another"} == set(made._gates)
     assert not made._chunks

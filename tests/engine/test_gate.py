@@ -53,7 +53,7 @@ def test_a_gate_counts_whatever_the_chunks_are(
     track, rows = start, 0
     for entries, more, ids in [(0, 0, 0), *parts]:
         ids = min(ids, SIZE - text)
-        gate.take({"text": [0] * ids, "track": [0] * entries}, more)
+        gate.take({"text": [0] * ids, "track": [0] * entries, "given": {"count": rows + more}})
         track, rows, text = track + entries, rows + more, text + ids
         known = [p < text and p not in at[rows:] for p in range(SIZE)]
         assert gate.limit() == (SIZE + track if all(known) else known.index(False))
@@ -63,16 +63,16 @@ def test_a_gate_counts_whatever_the_chunks_are(
 def test_once_closed_it_stays_closed(start: int, ends: list[bool]) -> None:
     gate = Gate.of({"track": [0] * start}, SIZE)
     for last in ends:
-        gate.take({"last": last}, 0)
+        gate.take({"last": last})
     assert (gate.limit() is None) == any(ends)
 
 
 def test_rows_do_not_feed_steps_and_the_end_does_not_replace_rows() -> None:
     gate = Gate.of({"rows": [[1, 2], [4, 5]], "last": True}, SIZE)
     assert gate.limit() == 1
-    gate.take({}, 1)
+    gate.take({"given": {"count": 1}})
     assert gate.limit() == 4
-    gate.take({}, 1)
+    gate.take({"given": {"count": 2}})
     assert gate.limit() is None
     assert gate.track == 0
 
@@ -81,3 +81,10 @@ def test_rows_do_not_feed_steps_and_the_end_does_not_replace_rows() -> None:
 def test_tokens_sampled_elsewhere_have_used_the_track_too(done: int, track: int) -> None:
     there = Gate.of({"track": [0] * track, "frames": [[0]] * done}, SIZE + done)
     assert there.limit() == Gate.of({"track": [0] * track}, SIZE).limit() == SIZE + track
+
+
+def test_rows_do_not_become_fewer() -> None:
+    """Another replica that makes them anew has to get as far first."""
+    gate = Gate.of({"text": [0] * 4, "rows": [[0, 3]], "given": {"count": 2}}, 4)
+    gate.take({"given": {"count": 1}})
+    assert gate.limit() == 2

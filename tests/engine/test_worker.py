@@ -11,7 +11,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
+from vllm_omni_ext.connectors.base import ConnectorConfig
+from vllm_omni_ext.connectors.registry import connector
 from vllm_omni_ext.engine import worker
+from vllm_omni_ext.engine.edges import Taker
 from vllm_omni_ext.engine.worker import FeedWorker
 
 
@@ -34,6 +37,7 @@ def feed(monkeypatch: pytest.MonkeyPatch) -> FeedWorker:
     monkeypatch.setattr(worker._Worker, "execute_model", lambda self, step: "executed")
     monkeypatch.setattr(worker._Worker, "sample_tokens", lambda self, grammar: SimpleNamespace(req_ids=["warm"]))
     made = FeedWorker.__new__(FeedWorker)
+    made._taker, made._refused = Taker("rows", connector(ConnectorConfig(name="in_process")), 0.1), {}
     model = Model()
     made.model_runner = SimpleNamespace(get_model=lambda: model, input_batch=SimpleNamespace(generators={}))
     return made

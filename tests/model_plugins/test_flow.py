@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from tests.model_plugins.talker_ids import AUDIO, HEADER, IDS, SYSTEM, turn, user
 from vllm_omni_ext.connectors.chunks import ALL, ChunkSchedule
-from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER, THINKER, TOO_SHORT, RowCollector, Speech, SpeechFlow
+from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER, THINKER, TOO_SHORT, Rows, Speech, SpeechFlow
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import find_parts, talker_prompt
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Open, Produced
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Open, Produced, Repeat
+from vllm_omni_ext.wire.rows import Notice
 
 TEXT = turn(SYSTEM, 30) + user(20, 21) + HEADER
 HEARD = user(20, AUDIO, AUDIO, AUDIO, 21, AUDIO) + HEADER
@@ -90,9 +91,7 @@ def test_a_reply_in_one_piece() -> None:
     assert parts is not None
     text, codec = talker_prompt(TEXT, parts, "ethan", IDS)
     handoff = {"text": [*text, 40], "codec": codec, "fill": IDS.tts_pad, "track": [41, 42, IDS.tts_eos], "last": True}
-    assert opened == Open(
-        TALKER, [IDS.codec_pad] * len(codec), handoff | {"rows": []}, rows=None, stop=(IDS.codec_eos,)
-    )
+    assert opened == Open(TALKER, [IDS.codec_pad] * len(codec), handoff | {"rows": []}, stop=(IDS.codec_eos,))
     assert feed(flow, said((1, 2)), said((3, 4))) == []
     (decode,) = feed(flow, said(finish="stop"))
     assert decode == Feed(CODE2WAV, 0, [1, 2, 3, 4], {"task": "token_embed"}, last=True)
@@ -183,63 +182,131 @@ def test_text_goes_out_as_soon_as_a_chunk_is_full() -> None:
     assert feed(flow, thought(9, finish="stop")) == [Extend(TALKER, (IDS.tts_eos,), True)]
 
 
-def row_events(pieces: list[tuple[int, int]]) -> list[Produced]:
-    return [thought(rows=(first, torch.arange(first, stop)[:, None])) for first, stop in pieces]
+def notice(first: int, count: int, source: str = "A", failed: str = "") -> Notice:
+    return Notice(source=source, name=f"{source}/r", first=first, count=count, failed=failed)
 
 
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        [(0, 4)],
-        [(0, 1), (1, 3), (3, 4)],
-        [(0, 2), (0, 2), (2, 4)],
-        [(0, 3), (0, 4)],
-        [(0, 4), (1, 2), (0, 4)],
-        [(0, 2), (1, 4)],
-    ],
-    ids=str,
-)
+def rows_given(count: int, source: str = "A") -> dict[str, Any]:
+    return {"source": source, "name": f"{source}/r", "count": count}
+
+
+def row_events(pieces: list[tuple[int, int]], source: str = "A") -> list[Produced]:
+    return [thought(rows=notice(first, stop - first, source)) for first, stop in pieces]
+
+
+@pytest.mark.parametrize("pieces", [[(0, 4)], [(0, 1), (1, 3), (3, 4)]], ids=str)
 @pytest.mark.parametrize("begun", [[], [50, 51]], ids=["", "begun"])
 @pytest.mark.parametrize("text", [ONCE, EACH], ids=str)
-def test_rows_in_pieces_and_twice(pieces: list[tuple[int, int]], begun: list[int], text: ChunkSchedule) -> None:
+def test_rows_in_pieces(pieces: list[tuple[int, int]], begun: list[int], text: ChunkSchedule) -> None:
     flow = flow_for([*HEARD, *begun], text=text, positions=b"xyz")
     assert feed(flow, *row_events(pieces)) == []
     opened, *_ = feed(flow, thought(40), thought(41), thought(9, finish="stop"))
-    assert torch.cat(opened.rows).flatten().tolist() == [0, 1, 2, 3]
+    assert opened.handoff["given"] == rows_given(4)
     assert (opened.handoff["rows"], opened.handoff["positions"]) == ([[4, 7], [8, 9]], b"xyz")
 
 
 def test_rows_may_come_with_the_first_token() -> None:
     flow = flow_for(HEARD, text=EACH)
-    (opened,) = feed(flow, thought(40, rows=(0, torch.zeros(4, 1))))
-    assert sum(len(piece) for piece in opened.rows) == 4
+    (opened,) = feed(flow, thought(40, rows=notice(0, 4)))
+    assert opened.handoff["given"] == rows_given(4)
 
 
-@pytest.mark.parametrize(("pieces", "got"), [([], 0), ([(0, 3)], 3), ([(0, 1), (0, 2)], 2)], ids=str)
+@pytest.mark.parametrize(("pieces", "got"), [([], 0), ([(0, 3)], 3), ([(0, 1), (1, 2)], 2)], ids=str)
 def test_missing_rows_are_a_failure(pieces: list[tuple[int, int]], got: int) -> None:
     flow = flow_for(HEARD)
     (fail,) = feed(flow, *row_events(pieces), thought(40, 41), thought(9, finish="stop"))
     assert fail == Fail(f"the thinker handed over {got} of 4 multimodal rows")
 
 
-def test_a_gap_in_the_rows_is_an_error() -> None:
-    collector = RowCollector(4)
-    collector.add(0, [0, 1])
-    with pytest.raises(ValueError, match="rows 2 to 3 are missing"):
-        collector.add(3, [3])
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_gap_or_a_repeat_in_the_rows_is_an_error(first: int) -> None:
+    rows = Rows(4)
+    rows.add(notice(0, 2))
+    with pytest.raises(ValueError, match=f"rows 2 to {first} are missing"):
+        rows.add(notice(first, 1))
 
 
-@given(st.integers(0, 8), st.data())
-def test_a_collector_keeps_each_row_once(due: int, data: st.DataObject) -> None:
-    collector, kept = RowCollector(due), []
-    while not collector.complete:
-        first = data.draw(st.integers(0, collector.count))
-        collector.add(first, list(range(first, data.draw(st.integers(collector.count + 1, due)))))
-    for piece in collector.pieces or ():
-        kept += piece
-    assert kept == list(range(due))
-    collector.release()
-    assert collector.pieces is None
+def test_rows_that_could_not_be_put_are_an_error() -> None:
+    with pytest.raises(ValueError, match="could not hand its rows over: no room"):
+        Rows(4).add(notice(0, 0, failed="no room"))
+
+
+def test_a_thinker_that_takes_over_exports_anew() -> None:
+    """What the first had given counts until the second has as much."""
+    flow = flow_for(HEARD, text=EACH)
+    assert feed(flow, *row_events([(0, 3)]), *row_events([(0, 2)], "B")) == []
+    assert feed(flow, *row_events([(2, 4)], "B")) == []
+    (opened,) = feed(flow, thought(40))
+    assert opened.handoff["given"] == rows_given(4, "B")
+
+
+def lost(reason: str = "it is gone") -> Produced:
+    return Produced(TALKER, (), reason, "error")
+
+
+def test_rows_that_nobody_has_are_made_again_but_not_for_ever() -> None:
+    flow = flow_for(HEARD, text=EACH)
+    feed(flow, thought(40, rows=notice(0, 4)), thought(9, finish="stop"))
+    for source in "BCD":
+        opened, again = feed(flow, lost())
+        assert again == Repeat(THINKER)
+        assert isinstance(opened, Open) and "given" not in opened.handoff
+        for first, count in ((0, 1), (1, 3)):
+            told = {"given": rows_given(first + count, source)}
+            assert feed(flow, thought(rows=notice(first, count, source))) == [Extend(TALKER, (), True, more=told)]
+    assert feed(flow, lost()) == [Fail("the talker could not take the thinker's rows: it is gone")]
+
+
+def test_a_talker_begins_anew_with_the_rows_of_another_thinker() -> None:
+    flow = flow_for(HEARD, text=EACH)
+    feed(flow, *row_events([(0, 4)], "A"), thought(40), *row_events([(0, 4)], "B"))
+    (opened,) = feed(flow, lost())
+    assert opened.handoff["given"] == rows_given(4, "B")
+
+
+def test_what_another_thinker_has_of_them_is_no_reason_to_wait_for_it() -> None:
+    """It may have been lost, too: the rows are made again, and who has most of them is asked."""
+    flow = flow_for(HEARD, text=EACH)
+    feed(flow, thought(40, rows=notice(0, 4)), *row_events([(0, 2)], "B"))
+    opened, again = feed(flow, lost())
+    assert again == Repeat(THINKER)
+    assert opened.handoff["given"] == rows_given(2, "B") and opened.handoff["track"] == []
+    assert feed(flow, *row_events([(0, 2)], "C")) == []
+    assert feed(flow, *row_events([(2, 3)], "C")) == [Extend(TALKER, (), False, more={"given": rows_given(3, "C")})]
+    assert feed(flow, *row_events([(4, 4)], "A")) == [], "what is lost is not asked again"
+    more, token = feed(flow, thought(41, rows=notice(3, 1, "C")))
+    assert more == Extend(TALKER, (), False, more={"given": rows_given(4, "C")})
+    assert token == Extend(TALKER, (41,), False)
+
+
+def test_rows_go_to_a_talker_that_computes_ahead_as_they_come() -> None:
+    flow = flow_for(HEARD, text=EACH)
+    (opened,) = flow.begin()
+    assert "given" not in opened.handoff
+    first, second = feed(flow, *row_events([(0, 1), (1, 4)]))
+    assert first == Extend(TALKER, (), False, more={"given": rows_given(1)})
+    assert second == Extend(TALKER, (), False, more={"given": rows_given(4)})
+    assert feed(flow, thought(40)) == [Extend(TALKER, (), False, (40,))]
+
+
+def test_a_thinker_that_goes_on_while_rows_are_made_again_is_heard() -> None:
+    flow = flow_for(HEARD, text=EACH)
+    flow.begin()
+    feed(flow, *row_events([(0, 2)]))
+    _, again = feed(flow, lost())
+    assert again == Repeat(THINKER)
+    assert feed(flow, thought(40), thought(9, finish="stop")) == [
+        Extend(TALKER, (), False, (40,)),
+        Extend(TALKER, (IDS.tts_eos,), True),
+    ]
+    assert feed(flow, *row_events([(0, 4)], "B")) == [Extend(TALKER, (), True, more={"given": rows_given(4, "B")})]
+
+
+def test_a_talker_that_was_lost_is_told_where_its_rows_are() -> None:
+    flow = flow_for(HEARD, text=EACH)
+    feed(flow, thought(40, rows=notice(0, 4)), *row_events([(0, 4)], "B"))
+    (opened,) = flow.replay(TALKER)
+    assert opened.handoff["given"] == rows_given(4, "B")
 
 
 @pytest.mark.parametrize("codec", [ONCE, EACH], ids=str)

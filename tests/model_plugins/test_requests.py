@@ -34,7 +34,7 @@ from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
 from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
 from vllm_omni_ext.wire.handoff import export_ranges
 from vllm_omni_ext.wire.parts import refusal
-from vllm_omni_ext.wire.rows import pack
+from vllm_omni_ext.wire.rows import Notice
 
 BOTH = ("text", "audio")
 
@@ -146,8 +146,8 @@ def test_the_voice_reaches_the_talker(requests: Qwen3OmniRequests, voice: str | 
 
 def test_only_the_thinkers_tensor_is_unpacked() -> None:
     rows = torch.ones(2, 3)
-    first, got = SILENT.decode("thinker", pack(4, rows))
-    assert (first, got.tolist()) == (4, rows.tolist())
+    notice = Notice(source="tcp://a", name="0/r", first=4, count=2)
+    assert SILENT.decode("thinker", notice.tensor()) == notice
     assert SILENT.decode("talker", rows) is rows
     assert SILENT.decode("code2wav", rows) is rows
 
@@ -302,8 +302,8 @@ def test_positions_and_ranges_are_those_of_transformers(oracle: Oracle, name: st
     multimodal = SpecialIds.of(oracle.model.config).multimodal
     exported = [p for a, b in export_ranges(request.extra_args) for p in range(a, b)]
     assert exported == [p for p, t in enumerate(ids) if t in multimodal]
-    rows = (0, torch.zeros(len(exported), 1))
-    (opened,) = flow.handle(Produced("thinker", (40, 41, 9), rows, "stop"))
+    notice = Notice(source="tcp://a", name="0/r", first=0, count=len(exported))
+    (opened,) = flow.handle(Produced("thinker", (40, 41, 9), notice, "stop"))
     assert isinstance(opened, Open)
     assert opened.handoff is not None
     got = segments_of(opened.handoff["positions"])

@@ -21,6 +21,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.prompt import SpecialIds, find_parts
 from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerFeeder
 from vllm_omni_ext.orchestrator.flow import Extend, Open, Produced
 from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from vllm_omni_ext.wire.rows import Notice
 
 TOLERANCE = 1e-5
 SYSTEM: Message = {"role": "system", "content": "You are a voice."}
@@ -136,11 +137,12 @@ def test_the_talker_is_fed_what_transformers_feeds_it(oracle: Oracle, name: str,
         Weights(oracle.model), groups=config.num_code_groups, slots=1, capacity=99, device=torch.device("cpu")
     )
     mixed = [p for a, b in parts.rows for p in range(a, b)]
-    rows = (0, heard.rows(config.accept_hidden_layer, mixed)) if mixed else None
+    rows = heard.rows(config.accept_hidden_layer, mixed) if mixed else None
+    notice = Notice(source="tcp://a", name="0/r", first=0, count=len(mixed)) if mixed else None
     for i, token in enumerate(heard.reply):
         end = i == len(heard.reply) - 1
-        for action in flow.handle(Produced("thinker", (token,), None if i else rows, "stop" if end else None)):
-            _carry_out(feeder, action)
+        for action in flow.handle(Produced("thinker", (token,), None if i else notice, "stop" if end else None)):
+            _carry_out(feeder, action, rows)
     expected, track = heard.given["inputs_embeds"][0], heard.given["trailing_text_hidden"][0]
     length = expected.shape[0]
     torch.testing.assert_close(feeder.rows([Span("a", 0, length)]), expected, atol=TOLERANCE, rtol=0)
@@ -155,13 +157,14 @@ def test_the_talker_is_fed_what_transformers_feeds_it(oracle: Oracle, name: str,
     assert len(track) < steps - 1
 
 
-def _carry_out(feeder: TalkerFeeder, action: Any) -> None:
+def _carry_out(feeder: TalkerFeeder, action: Any, rows: Any) -> None:
     match action:
         case Open():
             feeder.open("a", action.handoff, SimpleNamespace(temperature=0.0, seed=None))
-            if action.rows is not None:
-                feeder.extend("a", {}, torch.cat(action.rows))
+            if rows is not None:
+                assert action.handoff["given"]["count"] == len(rows)
+                feeder.extend("a", {}, rows)
         case Extend():
-            feeder.extend("a", {"track": action.track, "last": action.last}, action.rows)
+            feeder.extend("a", {"track": action.track, "last": action.last}, None)
         case _:
             raise AssertionError(action)

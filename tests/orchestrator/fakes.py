@@ -29,6 +29,7 @@ class FakeReplica:
         self.id = replica
         self.added: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.error: Exception | None = None
 
     async def add(self, request: EngineCoreRequest) -> None:
@@ -40,6 +41,10 @@ class FakeReplica:
     async def abort(self, request_ids: list[str]) -> None:
         await asyncio.sleep(0)
         self.aborted += request_ids
+
+    async def call(self, utility: str, *args: Any) -> Any:
+        await asyncio.sleep(0)
+        self.calls.append((utility, *args))
 
     def close(self, timeout: float | None = None) -> None:
         raise AssertionError("the orchestrator does not own replicas")

@@ -18,13 +18,15 @@ from tests.orchestrator.fakes import OPTIONS, POOLING, FakePlugin, output, owner
 from vllm_omni_ext.disaggregation.parameters import KEY
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Feed, Finished, Open, Produced
+from vllm_omni_ext.model_plugins.qwen3_omni.flow import Rows
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Feed, Finished, Open, Produced, Repeat
 from vllm_omni_ext.orchestrator.orchestrator import TICKET, Orchestrator
 from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
 from vllm_omni_ext.pool.stage_pool import StagePool
-from vllm_omni_ext.wire.handoff import CHUNK, EXPORT, PROMPT
+from vllm_omni_ext.wire.handoff import CHUNK, EXPORT, GIVEN, PROMPT
 from vllm_omni_ext.wire.parts import END as END_OF_STREAM
 from vllm_omni_ext.wire.parts import PartMark
+from vllm_omni_ext.wire.rows import Given, Notice
 
 STAGES = ("text", "voice", "sound")
 PREFILL = "prefill"
@@ -34,6 +36,9 @@ TOKENS = 4
 """Of every text."""
 
 ROWS = 2
+AHEAD = ROWS - 1
+"""Steps of a prompt with rows before its first token: each brings one row."""
+
 END = 75
 MODULUS = 1009
 
@@ -59,12 +64,13 @@ def text_of(prompt: list[int], tokens: int = TOKENS) -> list[int]:
 
 
 class Speech:
-    """The flow: text -> voice (opened with rows, and given the first token right after) -> sound, each code a part and
+    """The flow: text -> voice (opened with the request, and told of rows as they come) -> sound, each code a part and
     the end one more -> the client."""
 
-    def __init__(self, rows: bool = True) -> None:
-        self.rows = rows
-        """Whether the text stage has exported what it was asked for."""
+    def __init__(self) -> None:
+        self.rows = Rows(ROWS)
+        self.told: Given | None = None
+        self.opened = False
         self.track: list[int] = []
         self.frames: list[int] = []
         self.last = self.ended = False
@@ -75,15 +81,20 @@ class Speech:
 
     def handle(self, event: Produced) -> list[Action]:
         match event.stage:
-            case "text" if event.payload is not None and not event.tokens:
-                self.rows = True
-                return []
             case "text":
-                self.rows |= event.payload is not None
-                assert self.rows, "rows of a prompt come before what follows from it"
+                if event.payload is not None:
+                    self.rows.add(event.payload)
+                more = self._more()
+                if not event.tokens and event.finish is None:
+                    return more
                 self.track += event.tokens
                 self.last |= event.finish is not None
-                return [Extend("voice", event.tokens, self.last)]
+                return [*more, Extend("voice", event.tokens, self.last)]
+            case "voice" if isinstance(event.payload, str):
+                assert self.told is not None
+                self.rows.lose(self.told)
+                again: list[Action] = [] if self.rows.complete else [Repeat("text")]
+                return [*self.replay("voice"), *again]
             case "voice":
                 self.ended = event.finish is not None
                 new = [token for token in event.tokens if token != END]
@@ -91,6 +102,13 @@ class Speech:
                 self.parts += 1
                 return [Feed("sound", self.parts - 1, new, POOLING, self.ended)]
         return self._sounded(event.payload[1], event.finish is not None)
+
+    def _more(self) -> list[Action]:
+        given = self.rows.given
+        if given is None or not self.opened or (self.told is not None and given.count <= self.told.count):
+            return []
+        self.told = given
+        return [Extend("voice", (), self.last, more={GIVEN: given.plain()})]
 
     def _sounded(self, wave: torch.Tensor, last: bool) -> list[Action]:
         new, self.known = wave[self.known :], max(0, self.known - len(wave))
@@ -102,9 +120,25 @@ class Speech:
         if stage == "sound":
             self.parts, self.known = 1, self.heard
             return [Feed("sound", 0, list(self.frames), POOLING, self.ended)]
-        handoff = {"track": list(self.track), "last": self.last}
+        handoff: dict[str, Any] = {"track": list(self.track), "last": self.last}
+        self.opened, self.told = True, self.rows.given
+        if self.told is not None:
+            handoff[GIVEN] = self.told.plain()
         prompt, done = [0, 0, *self.frames], len(self.frames)
-        return [Open("voice", prompt, handoff, rows=[torch.zeros(ROWS, 1)], stop=(END,), done=done)]
+        return [Open("voice", prompt, handoff, stop=(END,), done=done)]
+
+
+class Plugin(FakePlugin):
+    """Every request that is heard exports rows; notices of them and refusals are what they are."""
+
+    def open(self, request: TextRequest, options: OmniOptions) -> Any:
+        request.extra_args[EXPORT] = [[0, ROWS]]
+        request.skip_prefix_cache = True
+        return Speech()
+
+    def decode(self, stage: str, tensor: Any) -> Any:
+        assert stage == "text" or not isinstance(tensor, Notice), "rows come from the text stage as far as flows know"
+        return tensor if isinstance(tensor, Notice | str) else (stage, tensor)
 
 
 @dataclass
@@ -116,6 +150,8 @@ class Work:
     track: list[int] = field(default_factory=list)
     last: bool = False
     rows: int = 0
+    given: Given | None = None
+    taken: bool = False
     begun: bool = False
 
     @property
@@ -137,9 +173,13 @@ class Engine:
         processes[self.name] = self
         self.kept: dict[str, list[int]] = {}
         """Prompts by the transfer under which they are to be fetched."""
+        self.rows: dict[str, int] = {}
+        """How many of a request, by the name under which they were put."""
         self.fetched = self.recomputed = self.prefilled = self.farewells = 0
         self.works: dict[str, Work] = {}
         self.known: set[str] = set()
+        self.takes: dict[str, int] = {}
+        """How often each request was opened here."""
         self.commands: deque[Any] = deque()
         """Sent to it and not read yet."""
         self.said: asyncio.Queue[EngineCoreOutput | None] = asyncio.Queue()
@@ -156,6 +196,12 @@ class Engine:
         await asyncio.sleep(0)
         self.commands.append(list(request_ids))
 
+    async def call(self, utility: str, method: str, timeout: None, args: tuple[list[str]]) -> None:
+        await asyncio.sleep(0)
+        assert (utility, method) == ("collective_rpc_async", "forget_rows")
+        for name in args[0]:
+            self.rows.pop(name, None)
+
     async def outputs(self) -> Any:
         raise AssertionError("the simulation reads")
 
@@ -167,9 +213,7 @@ class Engine:
             match self.commands.popleft():
                 case [*ids]:
                     for request_id in ids:
-                        work = self.works.pop(request_id, None)
-                        if work is not None and self.id.stage == "text" and not work.begun:
-                            self._fetch(work)  # a connector has what it will not use freed
+                        self._end(request_id)
                 case request:
                     self._take(request)
 
@@ -186,7 +230,9 @@ class Engine:
             if request.pooling_params is not None:
                 self.marks[name] = PartMark.of(request.pooling_params.extra_kwargs)
             work = Work(request, list(request.prompt_token_ids or ()), handoff.get("track", []), handoff.get("last"))
+            work.given = Given.of(handoff)
             self.works[name] = work
+            self.takes[name] = self.takes.get(name, -1) + 1
             self.known.add(name)
         elif name not in self.known:
             self.wrong.append(f"{self.id} got a chunk of {name}, which it does not have")
@@ -194,9 +240,7 @@ class Engine:
             work, chunk = self.works[name], request.sampling_params.extra_args[CHUNK]
             work.track += chunk.get("track", [])
             work.last |= chunk.get("last", False)
-            work.rows += 0 if request.prompt_embeds is None else len(request.prompt_embeds)
-            if work.rows > ROWS:
-                self.wrong.append(f"{self.id} got the rows of {name} twice")
+            work.given = Given.of(chunk) or work.given
 
     def step(self) -> bool:
         """One step of every request; false if there was nothing to do."""
@@ -205,9 +249,37 @@ class Engine:
         for name, out in made:
             if out is not None:
                 if out.finish_reason is not None:
-                    del self.works[name]
+                    self._end(name)
                 self.said.put_nowait(out)
         return any(out is not None for _, out in made)
+
+    def _end(self, request_id: str) -> None:
+        work = self.works.pop(request_id, None)
+        if work is None:
+            return
+        if self.id.stage == "text" and not work.begun:
+            self._fetch(work)  # a connector has what it will not use freed
+        if work.taken and work.given is not None and (source := self._source(work.given)):
+            source.rows.pop(work.given.name, None)
+        if 0 < work.rows < ROWS:
+            self.rows.pop(self._name(request_id), None)
+
+    def _source(self, given: Given) -> Engine | None:
+        """Who has these rows; None if it is gone or does not answer."""
+        found = self.processes[given.source]
+        return None if found.dead or found.frozen or given.name not in found.rows else found
+
+    def _name(self, request_id: str) -> str:
+        return f"{self.takes[request_id]}/{request_id}"
+
+    def _put(self, work: Work) -> Notice | None:
+        """The next rows of a prompt, one for each step; None if none are wanted any more."""
+        if EXPORT not in work.extra or work.rows == ROWS:
+            return None
+        notice = Notice(source=self.name, name=self._name(work.request.request_id), first=work.rows, count=1)
+        work.rows += 1
+        self.rows[notice.name] = work.rows
+        return notice
 
     def _fetch(self, work: Work) -> list[int] | None:
         """The prompt that another process has computed; None if it cannot be had."""
@@ -221,13 +293,12 @@ class Engine:
         name, transfer = work.request.request_id, work.extra[KEY]
         if transfer.get("do_remote_prefill"):
             self.wrong.append(f"{self.id} was asked to fetch {name}")
-        rows = torch.zeros(1) if EXPORT in work.extra else None
-        if not work.begun and rows is not None:  # the prompt in two pieces
-            work.begun = True
-            return output(name, tensor=rows)
+        notice = self._put(work)
+        if notice is not None and work.rows < ROWS:  # the prefill goes on
+            return output(name, tensor=notice)
         self.prefilled += 1
         self.kept[transfer["transfer_id"]] = list(work.tokens)
-        out = output(name, 7, tensor=rows, end="length")
+        out = output(name, 7, tensor=notice, end="length")
         out.kv_transfer_params = {
             "do_remote_prefill": True,
             "transfer_id": transfer["transfer_id"],
@@ -236,7 +307,7 @@ class Engine:
         return out
 
     def _text(self, work: Work) -> EngineCoreOutput:
-        name, rows = work.request.request_id, None
+        name, params = work.request.request_id, work.request.sampling_params
         if not work.begun:
             work.begun = True
             prompt = self._fetch(work)
@@ -246,15 +317,21 @@ class Engine:
                 self.wrong.append(f"{self.id} fetched another prompt for {name}")
             self.fetched += prompt is not None
             self.recomputed += prompt is None
-            rows = torch.zeros(1) if EXPORT in work.extra else None
+        notice = self._put(work)
+        if notice is not None and work.rows < ROWS:  # the prefill goes on
+            return output(name, tensor=notice)
         work.tokens.append(following(work.tokens))
         made = len(work.tokens) - 3
-        return output(name, work.tokens[-1], tensor=rows, end="stop" if made == TOKENS else "")
+        done = made == TOKENS or (params is not None and params.max_tokens == 1)
+        return output(name, work.tokens[-1], tensor=notice, end="stop" if done else "")
 
     def _voice(self, work: Work) -> EngineCoreOutput | None:
         frames = work.tokens[2:]
-        if work.rows < ROWS or (len(frames) == len(work.track) and not work.last):
+        if work.given is None or work.given.count < ROWS or (len(frames) == len(work.track) and not work.last):
             return None
+        if not work.taken and self._source(work.given) is None:
+            return output(work.request.request_id, 0, tensor="the rows are gone", end="error")
+        work.taken = True
         if len(frames) == len(work.track):
             return output(work.request.request_id, END, end="stop")
         work.tokens.append(following([*frames, work.track[len(frames)]]))
@@ -287,13 +364,9 @@ class World:
         self.engines = {replica: Engine(replica, self.processes) for replica in ids}
         self.all = list(self.engines.values())
         self.failures: dict[str, OmniError] = {}
-        plugin: Any = FakePlugin(lambda event: [])
-        plugin.open = lambda request, options: Speech()
-        if PREFILL in counts:
-            plugin.open = self._with_rows
         self.pools = {s: StagePool(s, [r for r in ids if r.stage == s]) for s in stages}
         self.orchestrator = Orchestrator(
-            plugin=plugin,
+            plugin=Plugin(lambda event: []),
             text_stage="text",
             pools=self.pools,
             replicas=self.engines,
@@ -309,12 +382,6 @@ class World:
         self.tickets: dict[str, str] = {}
         self._stale: dict[ReplicaId, tuple[str, ...]] = {}
         self._tasks = [asyncio.create_task(self._read(engine)) for engine in self.all]
-
-    @staticmethod
-    def _with_rows(request: TextRequest, options: OmniOptions) -> Speech:
-        request.extra_args[EXPORT] = [[0, 2]]
-        request.skip_prefix_cache = True
-        return Speech(rows=False)
 
     async def start(self, name: str, *, sound: bool = True) -> None:
         """Open a request; text alone without `sound`."""
@@ -428,13 +495,22 @@ class World:
         await self.run()  # the ends of streams, and of prompts that nobody fetches
         for engine in self.steppable():
             assert engine.works == {}, f"{engine.id} still works for nobody"
-            assert engine.was_frozen or engine.kept == {}, f"{engine.id} keeps prompts for nobody"
+            kept = engine.kept.keys() - self._unsaid()
+            assert engine.was_frozen or not kept, f"{engine.id} keeps prompts for nobody"
             # What was opened before it fell silent is forgotten for being idle.
             assert engine.was_frozen or engine.streams == {}, f"{engine.id} still has streams"
+        frozen = any(engine.was_frozen for engine in self.all)
+        assert frozen or not any(engine.rows for engine in self.steppable()), "rows are kept for nobody"
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
             assert task.cancelled() or not task.done() or task.exception() is None
+
+    def _unsaid(self) -> set[str]:
+        """Transfers of which nobody was told that they are unwanted, as the messenger died: they end after a while."""
+        unread = [each for engine in self.all if engine.dead for each in engine.commands]
+        farewells = [each for each in unread if isinstance(each, EngineCoreRequest) and each.abort_immediately]
+        return {each.sampling_params.extra_args[KEY]["transfer_id"] for each in farewells}
 
     def check(self, name: str) -> None:
         """A request has come out as if nothing had happened."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from tests.orchestrator.fakes import OPTIONS, VOICE_ROOM, text_request
+from tests.orchestrator.fakes import OPTIONS, VOICE_ROOM, owners, text_request
 from tests.orchestrator.simulation import PREFILL, STAGES, TOKENS, Engine, World, text_of
 from vllm_omni_ext.disaggregation.parameters import KEY
 from vllm_omni_ext.errors import StageUnavailable
@@ -134,18 +134,19 @@ async def test_a_prefill_replica_dies_before_decode_has_fetched() -> None:
     await world.end()
 
 
-async def test_the_only_prefill_replica_dies_before_decode_has_fetched() -> None:
-    """Decode notices it by itself: nothing is begun anew."""
+@pytest.mark.parametrize("sound", [False, True])
+async def test_the_only_prefill_replica_dies_before_decode_has_fetched(sound: bool) -> None:
+    """Decode notices it by itself: nothing is begun anew. For the rows, gone too, it reads the prompt."""
     world = World(prefill=1)
-    await world.start("a")
+    await world.start("a", sound=sound)
     for _ in range(3):
         world.engines[P0].step()
         await world.settle()
     world.kill(P0)
     await world.run()
     world.check("a")
-    assert total(world, "text", "recomputed") == 1
-    assert [len(engine.known) for engine in processes(world, "text")] == [1]
+    assert total(world, "text", "recomputed") == 1 + sound
+    assert [len(engine.known) for engine in processes(world, "text")] == [1 + sound]
     await world.end()
 
 
@@ -158,6 +159,62 @@ async def test_a_prefill_replica_that_has_been_fetched_from_may_die() -> None:
     await world.run()
     world.check("a")
     assert total(world, PREFILL, "prefilled") == 1
+    await world.end()
+
+
+async def test_lost_rows_are_made_again_by_who_computes_prompts() -> None:
+    """They are freed there like all others, and decode goes on as if nothing had happened."""
+    world = World(prefill=2)
+    await world.start("a")
+    await world.settle()
+    first = world.pools[PREFILL].replica_of("a")
+    assert first is not None
+    for _ in range(2):
+        world.engines[first].step()
+        await world.settle()
+    world.engines[D0].step()  # it has fetched the prompt; nobody has taken the rows
+    world.kill(first)
+    await world.run()
+    world.check("a")
+    (other,) = {P0, P1} - {first}
+    assert owners(world.engines[other].known) == ["a"]
+    assert total(world, PREFILL, "prefilled") == 2 and total(world, "text", "recomputed") == 0
+    assert world.engines[other].rows == {}
+    await world.end()
+
+
+@pytest.mark.parametrize("ticks", range(8))
+async def test_what_is_said_while_the_voice_is_opened_anew_is_heard(ticks: int) -> None:
+    world = World(prefill=1, voice=1)
+    await world.start("a")
+    await world.settle()
+    for stage in (PREFILL, PREFILL, "text"):
+        world.engines[ReplicaId(stage, 0)].step()
+        await world.settle()
+    world.kill(P0)
+    await world.settle()
+    world.engines[ReplicaId("voice", 0)].step()  # it cannot take its rows
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    world.engines[D0].step()
+    await world.run()
+    world.check("a")
+    await world.end()
+
+
+@pytest.mark.parametrize("at", range(3))
+async def test_rows_whose_request_has_ended_are_freed_where_they_were_computed(at: int) -> None:
+    """Also those that are told of when the request has ended already."""
+    world = World(prefill=1)
+    await world.start("a")
+    await world.settle()
+    prefill = world.engines[P0]
+    for _ in range(at):
+        prefill.step()
+    assert len(prefill.rows) == bool(at)
+    await world.orchestrator.abort(["a"])
+    await world.run()
+    assert prefill.rows == {} and prefill.kept == {}
     await world.end()
 
 
@@ -311,6 +368,22 @@ async def test_an_abort_that_meets_the_loss_of_a_replica(turns: int) -> None:
     assert all(pool.replica_of("a") is None for pool in world.pools.values())
     await world.run()
     world.check("b")
+    await world.end()
+
+
+@pytest.mark.parametrize("ticks", range(6))
+async def test_an_abort_while_the_rows_of_the_finished_prompt_are_told_of(ticks: int) -> None:
+    world = World(prefill=1)
+    await world.start("a")
+    await world.settle()
+    prefill = world.engines[P0]
+    for _ in range(2):
+        prefill.step()
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    await world.orchestrator.abort(["a"])
+    await world.run()
+    assert prefill.kept == {} and prefill.rows == {}
     await world.end()
 
 

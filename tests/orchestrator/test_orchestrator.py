@@ -123,18 +123,20 @@ async def test_sampling_given_with_the_request_is_copied() -> None:
     assert (given.stop_token_ids, given.extra_args, given.max_tokens) == ([5], None, 1000)
 
 
-async def test_rows_follow_the_request_they_belong_to() -> None:
+async def test_what_else_belongs_to_a_chunk_goes_with_it() -> None:
     def with_rows(event: Produced) -> list[Action]:
-        return [Open("voice", [0], {"rows": 3}, rows=[torch.zeros(1, 2), torch.ones(2, 2)])]
+        return [
+            Open("voice", [0], {"rows": 3, "last": False}),
+            Extend("voice", (5,), False, more={"given": {"count": 3}}),
+        ]
 
     bench = Bench(with_rows)
     await bench.start("r")
     await bench.produce("text", "r", 10)
-    opened, chunk = bench.of("voice/0").added
-    assert opened.prompt_embeds is None
-    assert chunk.prompt_embeds is not None
-    assert chunk.prompt_embeds.tolist() == [[0, 0], [1, 1], [1, 1]]
-    assert (chunk.request_id, chunk.prompt_token_ids, chunk.resumable) == ("r", None, True)
+    _, chunk = bench.of("voice/0").added
+    assert chunk.sampling_params is not None
+    assert chunk.sampling_params.extra_args == {CHUNK: {"track": [5], "last": False, "given": {"count": 3}}}
+    assert (chunk.request_id, chunk.prompt_token_ids, chunk.resumable) == ("r", [0], True)
 
 
 async def test_chunks_stay_with_their_replica() -> None:

@@ -86,6 +86,21 @@ def test_prompts_go_in_at_prefill_and_tokens_come_out_of_decode(pipeline: Pipeli
     )
 
 
+def test_both_sides_can_hand_rows_over(pipeline: PipelineSpec, cpu: Machine) -> None:
+    """Decode does so while nobody computes its prompts; what runs in the engines is what the stage needs."""
+    rows = EdgeSpec("thinker", "talker", "tensors", name="rows")
+    needs = {"worker_cls": "some.Worker", "scheduler_cls": "some.scheduler"}
+    stages = (replace(pipeline.stages[0], engine=needs), *pipeline.stages[1:])
+    plan = plan_of(replace(pipeline, stages=stages, edges=(rows,)), cpu, config_of())
+    assert list(plan.connectors) == ["rows"]
+    for side in (PREFILL, DECODE):
+        args = plan.stage(side).engine_args
+        assert args["additional_config"] == {"sends": plan.connectors}
+        assert {key: args[key] for key in needs} == needs
+    assert plan.stage("talker").engine_args["additional_config"] == {"takes": plan.connectors}
+    assert config_hash(plan, PREFILL) != config_hash(plan, DECODE)
+
+
 def test_expanding_twice_is_expanding_once(pipeline: PipelineSpec) -> None:
     once = expand(pipeline, config_of({"decode": {"replicas": 2}}))
     assert expand(*once) == once

@@ -129,6 +129,11 @@ CHUNKS = Check(
     ),
     lambda value: {key: each if key == ADAPTIVE else CHUNK_SIZES.convert(each) for key, each in value.items()},
 )
+CONNECTORS = Check(
+    "a mapping of hand-overs to mappings such as {name: tcp}",
+    lambda value: _has_text_keys(value) and all(_has_text_keys(each) for each in value.values()),
+    dict,
+)
 ENVIRONMENT = Check(
     "a mapping of variable names to strings or numbers",
     lambda value: _has_text_keys(value) and all(isinstance(v, str) or _is_number(v) for v in value.values()),

@@ -10,6 +10,7 @@ from vllm_omni_ext.config.checks import (
     AUTO,
     BOOLEAN,
     CHUNKS,
+    CONNECTORS,
     DEVICES,
     ENVIRONMENT,
     KV_CONNECTORS,
@@ -27,6 +28,9 @@ from vllm_omni_ext.config.checks import (
 
 STREAM_IDLE_S = "stream_idle_s"
 """The key that reaches the engines of streaming stages, in vLLM's `additional_config`."""
+
+SENDS, TAKES = "sends", "takes"
+"""The keys there with the connectors of edges that leave a stage and that lead to it, by the edge's name."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,11 @@ class OmniConfig:
         seconds(),
         "A request fails if a stage that has begun it gets nothing more from the stage before for so long.",
         "seconds",
+    )
+    connectors: Mapping[str, Any] = _map(
+        CONNECTORS,
+        "How tensors travel from stage to stage, by hand-over. What is not said: `shared_memory`, or `tcp` with a "
+        "`master_address`.",
     )
     stream_idle_s: float = _key(
         120.0,

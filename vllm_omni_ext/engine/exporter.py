@@ -8,12 +8,21 @@ from dataclasses import dataclass
 import torch
 
 from vllm_omni_ext.engine.feeder import Span
-from vllm_omni_ext.wire.rows import pack
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Rows [count, width] of one request; `first` is the index of the first among all that it exports."""
+
+    first: int
+    rows: torch.Tensor
+    last: bool
+
+
+@dataclass(slots=True)
 class _Export:
     ranges: tuple[tuple[int, int], ...]  # prompt positions, ascending, [start, stop)
+    done: int = 0  # positions before this one were cut already
 
     def before(self, position: int) -> int:
         """How many exported rows lie before `position`."""
@@ -25,16 +34,21 @@ class _Export:
 
 
 class Exporter:
-    """Tracks the requests that owe rows. `steps` counts the steps in which it had work (for tests and metrics)."""
+    """Tracks the requests that owe rows. `steps` counts the steps in which it had work (for tests and metrics).
+
+    Each row is cut once: what is computed again after a preemption is the same and has been handed over.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, _Export] = {}
         self.steps = 0
 
     def add(self, req_id: str, ranges: Sequence[tuple[int, int]]) -> None:
-        """Register a request; no ranges, nothing to do."""
-        if ranges:
-            self._open[req_id] = _Export(tuple(sorted(ranges)))
+        """Register a request; no ranges, nothing to do. One that comes again after a preemption stays as it is."""
+        wanted = tuple(sorted(ranges))
+        known = self._open.get(req_id)
+        if wanted and (known is None or known.ranges != wanted):
+            self._open[req_id] = _Export(wanted)
 
     def drop(self, req_id: str) -> None:
         """Forget a request (unknown ids are ignored: most requests export nothing)."""
@@ -44,30 +58,28 @@ class Exporter:
         """Whether any of the spans holds a row to export."""
         if not self._open:
             return False
-        return any(
-            (export := self._open.get(span.req_id)) is not None
-            and export.before(span.start + span.count) > export.before(span.start)
-            for span in spans
-        )
+        return any((export := self._open.get(span.req_id)) is not None and _owed(export, span) for span in spans)
 
-    def cut(self, spans: Sequence[Span], hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Packed rows by request from the step's `hidden` [tokens, width] (spans in batch order)."""
+    def cut(self, spans: Sequence[Span], hidden: torch.Tensor) -> dict[str, Cut]:
+        """What the step owes, by request, from its `hidden` [tokens, width] (spans in batch order)."""
         self.steps += 1
-        packed: dict[str, torch.Tensor] = {}
+        found: dict[str, Cut] = {}
         base = 0
         for span in spans:
             export = self._open.get(span.req_id)
-            if export is not None:
+            if export is not None and _owed(export, span):
+                begin, end = max(span.start, export.done), span.start + span.count
                 picks = [
-                    hidden[
-                        base + max(start, span.start) - span.start : base
-                        + min(stop, span.start + span.count)
-                        - span.start
-                    ]
+                    hidden[base + max(start, begin) - span.start : base + min(stop, end) - span.start]
                     for start, stop in export.ranges
-                    if start < span.start + span.count and stop > span.start
+                    if start < end and stop > begin
                 ]
-                if picks:
-                    packed[span.req_id] = pack(export.before(span.start), torch.cat(picks))
+                found[span.req_id] = Cut(export.before(begin), torch.cat(picks), last=end >= export.end)
+                export.done = end
             base += span.count
-        return packed
+        return found
+
+
+def _owed(export: _Export, span: Span) -> bool:
+    end = span.start + span.count
+    return end > export.done and export.before(end) > export.before(max(span.start, export.done))

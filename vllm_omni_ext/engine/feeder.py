@@ -31,6 +31,9 @@ class Feeder(Protocol):
     def extend(self, req_id: str, chunk: Mapping[str, Any], rows: torch.Tensor | None) -> None:
         """Take one more chunk of a request that is open."""
 
+    def blank(self, req_id: str) -> None:
+        """Rows of a request will not come. It runs on as if they were zero until its end, which follows."""
+
     def close(self, req_id: str) -> None:
         """Forget a request; unknown ids are ignored (vLLM may report an end twice)."""
 

@@ -17,12 +17,15 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.engine.gate import Gate
 from vllm_omni_ext.engine.report import ReportMixin
 from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.wire.handoff import chunk_of
+from vllm_omni_ext.wire.parts import refused
 
 
 class FeedMixin(ReportMixin):
@@ -30,7 +33,7 @@ class FeedMixin(ReportMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._gates: dict[str, Gate] = {}
-        self._chunks: dict[str, list[tuple[dict[str, Any], Any]]] = {}
+        self._chunks: dict[str, list[dict[str, Any]]] = {}
         self._parked: dict[str, Request] = {}
         super().__init__(*args, **kwargs)
 
@@ -47,7 +50,7 @@ class FeedMixin(ReportMixin):
         """Add a request, or hand a chunk to the request of the same id; chunks of ended requests are dropped."""
         payload, is_chunk = chunk_of(request.sampling_params.extra_args)
         if is_chunk:
-            self._take_chunk(request.request_id, payload, request.prompt_embeds)
+            self._take_chunk(request.request_id, payload)
             return
         self._gates[request.request_id] = gate = Gate.of(payload, request.num_prompt_tokens)
         if gate.limit() == 0:
@@ -55,12 +58,12 @@ class FeedMixin(ReportMixin):
         else:
             super().take_request(request)
 
-    def _take_chunk(self, req_id: str, payload: dict[str, Any], rows: Any) -> None:
+    def _take_chunk(self, req_id: str, payload: dict[str, Any]) -> None:
         gate = self._gates.get(req_id)
         if gate is None:  # ended meanwhile: the sender learns it from the request's last output
             return
-        gate.take(payload, 0 if rows is None else rows.shape[0])
-        self._chunks.setdefault(req_id, []).append((payload, rows))
+        gate.take(payload)
+        self._chunks.setdefault(req_id, []).append(payload)
         if req_id in self._parked and gate.limit() != 0:
             super().take_request(self._parked.pop(req_id))
 
@@ -94,6 +97,17 @@ class FeedMixin(ReportMixin):
         if self.has_finished_requests() or len(self.waiting) or len(self.kv_holding_waiting):
             return True
         return any(not self._starved(request) for request in self.running)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """As vLLM's; a request that the worker has refused ends with an error, and the reason beside it."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for each in chain.from_iterable(group.outputs for group in outputs.values()):
+            if each.pooling_output is not None and refused(each.pooling_output) is not None:
+                self.finish_requests(each.request_id, RequestStatus.FINISHED_ERROR)
+                each.finish_reason = FinishReason.ERROR
+        return outputs
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> Any:
         """End requests, those still parked included; returns those that have ended, whose clients vLLM may tell."""

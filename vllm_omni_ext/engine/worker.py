@@ -8,22 +8,26 @@ batch order (`_executed_order`) and in where the input rows are asked for (V1: `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from vllm_omni_ext.engine.edges import Lost, sender_of, taker_of
 from vllm_omni_ext.engine.encoding import by_request
 from vllm_omni_ext.engine.exporter import Exporter
 from vllm_omni_ext.engine.feeder import Feeder, Span
 from vllm_omni_ext.memory import trim
 from vllm_omni_ext.wire.handoff import PROMPT, export_ranges
+from vllm_omni_ext.wire.parts import refusal
+from vllm_omni_ext.wire.rows import Given
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
@@ -145,11 +149,15 @@ def _without_draws(runner: Any) -> Iterator[None]:
 
 
 class ExportWorker(LeanWorker):
-    """Exports hidden rows of chosen prompt positions; without such requests it is the stock worker."""
+    """Puts hidden rows of chosen prompt positions where the next stage takes them, and says so beside the result.
+
+    Without such requests it is the stock worker.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._exporter = Exporter()
+        self._sender = sender_of(self.vllm_config.additional_config)
         self._exported: dict[str, torch.Tensor] = {}
 
     def init_device(self) -> Any:
@@ -163,10 +171,20 @@ class ExportWorker(LeanWorker):
         """Steps in which this worker did more than the stock one (read through `collective_rpc`)."""
         return self._exporter.steps
 
+    def forget_rows(self, names: Sequence[str]) -> None:
+        """Nobody will take these rows (called through `collective_rpc`)."""
+        self._sender.forget(names)
+
+    def rows_held(self) -> int | None:
+        """Requests whose rows are kept here; None if no row was ever put (read through `collective_rpc`)."""
+        return self._sender.held() if self._sender.opened else None
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run one step; when rows are due, with the accept layer's hidden states beside the result."""
         for req_id in scheduler_output.finished_req_ids:
             self._exporter.drop(req_id)
+            self._sender.ended(req_id)
+        self._sender.forget(getattr(scheduler_output, "unheard", ()))
         for new in scheduler_output.scheduled_new_reqs:
             if new.sampling_params is not None and new.sampling_params.extra_args:
                 self._exporter.add(new.req_id, export_ranges(new.sampling_params.extra_args))
@@ -190,13 +208,21 @@ class ExportWorker(LeanWorker):
             hook.remove()
         state = runner.execute_model_state
         spans = spans_of(_executed_order(runner, state), step)
-        self._exported = self._exporter.cut(spans, state.aux_hidden_states[0])
+        cuts = self._exporter.cut(spans, state.aux_hidden_states[0])
+        if _answers():
+            notices = ((req_id, self._sender.send(req_id, cut)) for req_id, cut in cuts.items())
+            self._exported = {req_id: notice.tensor() for req_id, notice in notices if notice is not None}
         return out
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample, and attach the rows exported by this step."""
+        """Sample, and attach what was exported by this step."""
         exported, self._exported = self._exported, {}
         return with_outputs(super().sample_tokens(grammar_output), exported)
+
+
+def _answers() -> bool:
+    """Whether this is the worker whose results the engine reads; the others of the replica have the same rows."""
+    return get_pp_group().is_last_rank and get_tp_group().is_first_rank
 
 
 def _skip_compiled(module: torch.nn.Module, args: Any) -> None:
@@ -234,24 +260,36 @@ class FeedWorker(LeanWorker):
 
     _warming_up = True
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._taker = taker_of(self.vllm_config.additional_config)
+        self._refused: dict[str, torch.Tensor] = {}
+
     @property
     def _feeder(self) -> Feeder:
         return self.model_runner.get_model().feeder
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Give the step's requests and chunks to the feeder, then run the step."""
+        """Give the step's requests, chunks and rows to the feeder, then run the step."""
         self._warming_up = not hasattr(scheduler_output, "handoff")
         if self._warming_up:
             return super().execute_model(scheduler_output)
         model, feeder = self.model_runner.get_model(), self._feeder
         for req_id in scheduler_output.finished_req_ids:
             feeder.close(req_id)
+            self._taker.forget(req_id)
+            self._refused.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
-            feeder.open(new.req_id, new.sampling_params.extra_args[PROMPT], new.sampling_params)
+            prompt = new.sampling_params.extra_args[PROMPT]
+            feeder.open(new.req_id, prompt, new.sampling_params)
+            if new.req_id not in self._taker:  # else it was preempted, and may have been given more since
+                self._given(new.req_id, prompt)
         for req_id, chunks in scheduler_output.handoff.items():
-            for chunk, rows in chunks:
-                feeder.extend(req_id, chunk, rows)
+            for chunk in chunks:
+                feeder.extend(req_id, chunk, None)
+                self._given(req_id, chunk)
+        self._take_rows(scheduler_output)
         model.begin_step(
             rows=lambda order: feeder.rows(spans_of(order or _v1_order(self.model_runner), scheduler_output)),
             opened=[new.req_id for new in scheduler_output.scheduled_new_reqs],
@@ -260,6 +298,24 @@ class FeedWorker(LeanWorker):
             return super().execute_model(scheduler_output)
         finally:
             model.end_step()
+
+    def rows_open(self) -> int | None:
+        """Requests whose rows are taken here; None if no row ever was (read through `collective_rpc`)."""
+        return len(self._taker) if self._taker.opened else None
+
+    def _given(self, req_id: str, payload: Any) -> None:
+        given = Given.of(payload)
+        if given is not None:
+            self._taker.given(req_id, given)
+
+    def _take_rows(self, step: SchedulerOutput) -> None:
+        """Rows of the step's requests; one whose rows do not come is refused and ends, the others go on."""
+        for req_id, found in self._taker.take(step.num_scheduled_tokens).items():
+            if isinstance(found, Lost):
+                self._refused[req_id] = refusal(found.reason)
+                self._feeder.blank(req_id)
+            else:
+                self._feeder.extend(req_id, {}, torch.cat(found))
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -273,4 +329,5 @@ class FeedWorker(LeanWorker):
             return out
         hidden = self.model_runner.get_model().sampled_hidden
         made = self._feeder.sampled(out.req_ids, out.sampled_token_ids, hidden)
-        return with_outputs(out, {r: t for r, t in zip(out.req_ids, made, strict=True) if t is not None})
+        made_by = {r: t for r, t in zip(out.req_ids, made, strict=True) if t is not None}
+        return with_outputs(out, made_by | {r: self._refused[r] for r in out.req_ids if r in self._refused})

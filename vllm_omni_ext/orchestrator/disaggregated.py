@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
@@ -61,8 +61,8 @@ class TextWay(Protocol):
     async def current(self, replica: ReplicaId, output: EngineCoreOutput) -> bool:
         """Give an output the id of its request; False if its attempt has ended."""
 
-    async def passed(self, replica: ReplicaId, output: EngineCoreOutput) -> bool:
-        """Take an output; True if it was for the way alone, and is no news for anybody behind."""
+    async def passed(self, replica: ReplicaId, output: EngineCoreOutput, payload: Any) -> bool:
+        """Take an output and what its tensor says; True if it was for the way alone, and is no news behind it."""
 
     async def forget(self, request_id: str) -> None:
         """The request has ended, or begins anew."""
@@ -102,7 +102,7 @@ class OneStage:
         """Always; they have their requests' ids."""
         return True
 
-    async def passed(self, replica: ReplicaId, output: EngineCoreOutput) -> bool:
+    async def passed(self, replica: ReplicaId, output: EngineCoreOutput, payload: Any) -> bool:
         """Never."""
         return False
 
@@ -127,12 +127,12 @@ class Asked:
 
     Attributes:
         admit: binds a request to a replica of a stage; None: it waits, and is begun anew later.
-        rows: takes tensors that the source made beside a prompt.
+        rows: takes what a replica of the source says about rows of a request's prompt.
         failed: ends a request that cannot go on.
     """
 
     admit: Callable[[str, EngineCoreRequest], ReplicaId | None]
-    rows: Callable[[EngineCoreOutput], Awaitable[None]]
+    rows: Callable[[ReplicaId, str, Any], Awaitable[None]]
     failed: Callable[[str, str, OmniError], Awaitable[None]]
 
 
@@ -215,18 +215,22 @@ class Relay:
             await self._releases.let_go(held)
         return False
 
-    async def passed(self, replica: ReplicaId, output: EngineCoreOutput) -> bool:
+    async def passed(self, replica: ReplicaId, output: EngineCoreOutput, payload: Any) -> bool:
         """Take an output of the source, and whatever the target need not pass on."""
         attempt = self._attempts.get(output.request_id)
         if replica.stage == self._target and attempt is not None:
             self._heard(attempt, output)
         if replica.stage != self._source or attempt is None:
             return False
-        if output.pooling_output is not None:
-            await self._ask.rows(output)
-        if output.finish_reason is not None and self._attempts.get(output.request_id) is attempt:
+        if payload is not None:
+            await self._ask.rows(replica, output.request_id, payload)
+        held = _held(replica, output)
+        if self._attempts.get(output.request_id) is not attempt:  # it ended while its rows were told of
+            if held is not None:
+                await self._releases.let_go(held)
+        elif output.finish_reason is not None:
             self._pools[self._source].release(output.request_id)
-            await self._hand_over(attempt, replica, _held(replica, output))
+            await self._hand_over(attempt, replica, held)
         return True
 
     def _heard(self, attempt: _Attempt, output: EngineCoreOutput) -> None:

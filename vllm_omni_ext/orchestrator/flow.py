@@ -41,7 +41,6 @@ class Open:
     Attributes:
         prompt: token ids as the stage's engine counts them.
         handoff: payload (see `wire.handoff`); its "last" says that no `Extend` follows.
-        rows: tensor rows that belong to the prompt.
         stop: token ids that end the request in that stage.
         done: how many tokens at the end of `prompt` this stage has made already (before it was lost).
     """
@@ -49,7 +48,6 @@ class Open:
     stage: str
     prompt: list[int]
     handoff: Mapping[str, Any] = field(default_factory=dict)
-    rows: Any = None
     stop: tuple[int, ...] = ()
     done: int = 0
 
@@ -65,13 +63,14 @@ class Extend:
 
     Attributes:
         prompt: what the request's prompt lacked when it was opened, or the next piece of it.
+        more: further entries of the payload (see `wire.handoff`).
     """
 
     stage: str
     track: tuple[int, ...]
     last: bool
-    rows: Any = None
     prompt: tuple[int, ...] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +89,13 @@ class Feed:
     prompt: list[int]
     pooling: Mapping[str, Any]
     last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Have the text stage read its prompt once more, for what it exports: that comes as payloads, without tokens."""
+
+    stage: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +127,7 @@ class Finished:
     """Nothing more will come of this request: what it still holds beyond the text stage is released."""
 
 
-Action = Open | Extend | Feed | Emit | Fail | Finished
+Action = Open | Extend | Feed | Repeat | Emit | Fail | Finished
 
 
 class Flow(Protocol):

@@ -39,6 +39,8 @@ class Live:
     opened: dict[str, EngineCoreRequest] = field(default_factory=dict)
     moves: Counter[str] = field(default_factory=Counter)
     """How often each stage was given the request anew; what was decided before that is part of what it was given."""
+    text: EngineCoreRequest | None = None
+    """The text stage's request, if it exports something."""
     heard: set[str] = field(default_factory=set)
     """Stages that have given something for it."""
     done: set[str] = field(default_factory=set)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
-import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
@@ -23,10 +22,13 @@ from vllm_omni_ext.observability.observer import REST, TEXT, Observer
 from vllm_omni_ext.orchestrator.deadlines import Deadlines
 from vllm_omni_ext.orchestrator.disaggregated import Asked, text_way
 from vllm_omni_ext.orchestrator.engine_requests import opening
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Open, Produced
+from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Open, Produced, Repeat
+from vllm_omni_ext.orchestrator.held_rows import HeldRows
 from vllm_omni_ext.orchestrator.live import Live, Sink, Ticket
 from vllm_omni_ext.orchestrator.parts import Parts
 from vllm_omni_ext.orchestrator.pieces import audio_output
+from vllm_omni_ext.orchestrator.planning import planned
+from vllm_omni_ext.orchestrator.repeats import Repeats
 from vllm_omni_ext.orchestrator.requests import OmniOptions, RequestPlugin, TextRequest
 from vllm_omni_ext.orchestrator.text_replay import TextReplay
 from vllm_omni_ext.orchestrator.waiting import Waiting
@@ -87,15 +89,17 @@ class Orchestrator:
         self._numbers = itertools.count()
         self._chunk_deadline_s = chunk_deadline_s
         self._parts = Parts()
+        self._rows = HeldRows(self.replicas)
+        self._repeats = Repeats()
         self._deadlines = Deadlines(chunk_deadline_s, self._late)
-        ask = Asked(admit=self._admit_text, rows=self._rows, failed=self._fail)
+        ask = Asked(admit=self._admit_text, rows=self._prefilled, failed=self._fail)
         self.way = text_way(prefill_stage, text_stage, pools, self.replicas, self.observer, ask)
 
     def held(self) -> int:
         """Requests and tickets this orchestrator holds (0 when idle)."""
         bound = sum(pool.in_flight(replica) for pool in self.pools.values() for replica in pool.replicas)
-        tables: tuple[Sized, ...] = (self._tickets, self._live, self._texts, self.waiting, self._parts, self._deadlines)
-        return bound + sum(map(len, tables)) + len(self.way)
+        tables: tuple[Sized, ...] = (self._tickets, self._live, self._texts, self.waiting, self._parts)
+        return bound + sum(map(len, (*tables, self._deadlines, self._rows, self._repeats, self.way)))
 
     @property
     def recitals(self) -> int:
@@ -185,44 +189,33 @@ class Orchestrator:
 
     def _admit_text(self, stage: str, request: EngineCoreRequest) -> ReplicaId | None:
         media = [feature.identifier for feature in request.mm_features or ()]
-        return self._admit(stage, request.request_id, session=request.session_id, media=media)
+        return self.waiting.admit(self.pools[stage], request.request_id, session=request.session_id, media=media)
 
     def _plan(self, request: EngineCoreRequest) -> None:
         params = request.sampling_params
         extra = params.extra_args if params is not None else None
         ticket = self._tickets.get(extra.pop(TICKET, "")) if extra else None
-        self._observe(request, (TEXT,) if ticket is None else ticket.options.modalities, whole=ticket is None)
-        if ticket is None:
-            return
-        assert params is not None and extra is not None
-        text = TextRequest(prompt=request.prompt_token_ids or [], features=request.mm_features or [], extra_args=extra)
-        flow = self.plugin.open(text, ticket.options)
-        params.extra_args = extra or None
-        if text.skip_prefix_cache:
-            params.skip_reading_prefix_cache = True
-        ticket.request_id = request.request_id
-        external = request.external_req_id or request.request_id
-        room = self.plugin.room(text.prompt, ticket.options, self._limits)
-        self._live[request.request_id] = Live(flow, ticket.options, ticket.sink, external, room)
-
-    def _observe(self, request: EngineCoreRequest, modalities: tuple[str, ...], *, whole: bool) -> None:
         self.observer.opened(
             request.request_id,
             request.external_req_id or request.request_id,
-            modalities,
-            parts=(TEXT,) if whole else (TEXT, REST),
+            (TEXT,) if ticket is None else ticket.options.modalities,
+            parts=(TEXT,) if ticket is None else (TEXT, REST),
             arrival=request.arrival_time,
             trace_headers=request.trace_headers,
         )
+        if ticket is not None:
+            self._live[request.request_id] = planned(request, ticket, self.plugin, self._limits)
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests in every stage; unknown ids are ignored (they may just have ended)."""
-        for request_id in request_ids:
+        for request_id in (*request_ids, *self._repeats.of(request_ids)):
             self.observer.aborted(request_id)
             self._live.pop(request_id, None)
             self._texts.pop(request_id, None)
+            self._rows.finished(request_id, taken=False)
             await self.way.forget(request_id)
             await self._withdraw(request_id, self.pools)
+            self._repeats.finished(request_id)
 
     async def _withdraw(self, request_id: str, stages: Iterable[str]) -> None:
         """Take a request out of stages that may still have it."""
@@ -256,16 +249,17 @@ class Orchestrator:
         Returns:
             False for what is of no use any more: the request has ended there, or is another replica's now.
         """
-        part = self._parts.answered(output)
-        if not await self.way.current(replica, output):
-            return False
-        request_id, stage = output.request_id, replica.stage
-        if self.pools[stage].replica_of(request_id) != replica:
+        part, stage = self._parts.answered(output), replica.stage
+        tensor, output.pooling_output = output.pooling_output, None
+        payload = None if tensor is None else self.plugin.decode(self._heard_as(stage), tensor)
+        current = await self.way.current(replica, output)
+        request_id = output.request_id
+        if not current or self.pools[stage].replica_of(request_id) != replica:
+            self._rows.unwanted(replica, payload)
             return False
         self.observer.produced(stage, output)
-        if await self.way.passed(replica, output):
+        if await self.way.passed(replica, output, payload):
             return False
-        tensor, output.pooling_output = output.pooling_output, None
         reason = output.finish_reason
         finish: Finish | None = None if reason is None else str(reason)  # type: ignore[assignment]
         if stage == self.text_stage:
@@ -276,19 +270,33 @@ class Orchestrator:
             self._release(request_id, stage)
             if stage == self.text_stage:
                 del self._texts[request_id]
-        if request_id in self._live:
-            payload = None if tensor is None else self.plugin.decode(stage, tensor)
+        owner = self._repeats.owner(request_id)
+        if owner in self._live:
+            self._rows.noticed(owner, replica, payload)
             number = None if part is None else part.number
-            now = asyncio.get_running_loop().time()
-            await self._event(request_id, Produced(stage, tuple(output.new_token_ids), payload, finish, number, now))
-        return True
+            tokens, now = tuple(output.new_token_ids), asyncio.get_running_loop().time()
+            if owner != request_id:
+                tokens, finish = (), finish if finish in ("abort", "error") else None
+            await self._event(owner, Produced(stage, tokens, payload, finish, number, now))
+        else:
+            self._rows.unwanted(replica, payload)
+        if output.finished:
+            self._repeats.finished(request_id)
+        return owner == request_id
 
-    async def _rows(self, output: EngineCoreOutput) -> None:
-        """What the stage that computes prompts made beside one: it comes from the text stage as far as flows know."""
-        if output.request_id in self._live:
-            now = asyncio.get_running_loop().time()
-            payload = self.plugin.decode(self.text_stage, output.pooling_output)
-            await self._event(output.request_id, Produced(self.text_stage, payload=payload, at=now))
+    def _heard_as(self, stage: str) -> str:
+        """What flows know a stage as: the one that computes the prompts of the text stage is a part of that."""
+        return self.text_stage if stage in self.way.stages else stage
+
+    async def _prefilled(self, replica: ReplicaId, request_id: str, payload: Any) -> None:
+        """Take what the stage that computes prompts made beside one."""
+        owner = self._repeats.owner(request_id)
+        if owner not in self._live:
+            self._rows.unwanted(replica, payload)
+            return
+        self._rows.noticed(owner, replica, payload)
+        now = asyncio.get_running_loop().time()
+        await self._event(owner, Produced(self.text_stage, payload=payload, at=now))
 
     def _release(self, request_id: str, stage: str) -> None:
         """A stage has nothing more to do for a request."""
@@ -328,8 +336,7 @@ class Orchestrator:
         self.observer.replica_down(replica)
         lost = self.pools[replica.stage].remove(replica)
         known = self.way.engine_ids(replica.stage, lost)
-        stranded = await self.way.replica_down(replica)
-        for request_id in (*lost, *stranded):
+        for request_id in (*lost, *await self.way.replica_down(replica)):
             await self._place_again(request_id, replica.stage, f"replica {replica} is gone: {reason}")
             if request_id in self._texts or request_id in self._live:
                 self.observer.taken_over(replica.stage)
@@ -347,22 +354,6 @@ class Orchestrator:
         need = [request_id for request_id, live in self._live.items() if stage not in live.done]
         for request_id in dict.fromkeys([*self.waiting.take(stage), *need]):
             await self._fail(request_id, stage, error)
-
-    def _admit(
-        self, stage: str, request_id: str, *, session: str | None = None, media: Sequence[str] = ()
-    ) -> ReplicaId | None:
-        """Bind a request to a replica; None: it waits until there is one, and is then opened anew.
-
-        Raises:
-            StageUnavailable: there is none, and none will come.
-        """
-        try:
-            return self.pools[stage].admit(request_id, session=session, media=media)
-        except StageUnavailable:
-            if not self.waiting.hopeful(stage):
-                raise
-        self.waiting.add(stage, request_id)
-        return None
 
     def _waited_too_long(self, stage: str, request_id: str) -> None:
         error = StageUnavailable(
@@ -428,11 +419,9 @@ class Orchestrator:
             case Open():
                 await self._open_stage(request_id, live, source, action)
             case Extend():
-                chunk: dict[str, Any] = {"track": list(action.track), "last": action.last}
-                if action.prompt:
-                    chunk["text"] = list(action.prompt)
-                rows = None if action.rows is None else torch.cat(action.rows)
-                await self._extend(request_id, live, source, action.stage, chunk, rows)
+                await self._extend(request_id, live, source, action)
+            case Repeat() if request_id in self._live:  # it may have ended while this waited its turn
+                await self._repeat(request_id, live)
             case Feed():
                 await self._feed(request_id, source, action)
             case Emit():
@@ -443,15 +432,20 @@ class Orchestrator:
                 await self._fail(request_id, source, RequestFailed(message))
             case Finished():
                 self._live.pop(request_id, None)
+                # Of several replicas that opened the rows one may have died, and the others' leaving frees nothing.
+                taken = bool(live.heard - {self.text_stage}) and not live.moves
+                self._rows.finished(request_id, taken=taken)
                 self.observer.finished(request_id, REST)
                 await self._withdraw(request_id, [stage for stage in self.pools if stage not in self.way.stages])
+                await self.abort(self._repeats.of([request_id]))
 
     async def _open_stage(self, request_id: str, live: Live, source: str, action: Open) -> None:
         given = live.options.sampling.get(action.stage)
         params = SamplingParams(**self._sampling[action.stage]) if given is None else given.clone()
         request = opening(request_id, action, params, live.room.get(action.stage))
+        live.done.discard(action.stage)
         try:
-            replica = self._admit(action.stage, request_id)
+            replica = self.waiting.admit(self.pools[action.stage], request_id)
         except StageUnavailable as error:
             await self._fail(request_id, action.stage, error)
             return
@@ -461,27 +455,32 @@ class Orchestrator:
             return
         live.opened[action.stage] = request
         self.observer.sent(request_id, source, replica, action.handoff)
-        moves = live.moves[action.stage]
         await self.replicas[replica].add(request)
-        if action.rows is not None and live.moves[action.stage] == moves:  # else it has them from its replay
-            await self._extend(request_id, live, source, action.stage, {}, torch.cat(action.rows))
 
-    async def _extend(
-        self, request_id: str, live: Live, source: str, stage: str, chunk: dict[str, Any], rows: Any
-    ) -> None:
-        replica = self.pools[stage].replica_of(request_id)
+    async def _extend(self, request_id: str, live: Live, source: str, action: Extend) -> None:
+        replica = self.pools[action.stage].replica_of(request_id)
         if replica is not None:  # else the stage has ended the request already: nothing to extend
-            if "last" in chunk:
-                self._deadlines.given(request_id, stage, source, last=chunk["last"])
-            self.observer.sent(request_id, source, replica, [chunk, rows])
-            request = chunk_request(live.opened[stage], extra_args={CHUNK: chunk}, rows=rows)
-            await self.replicas[replica].add(request)
+            self._deadlines.given(request_id, action.stage, source, last=action.last)
+            chunk: dict[str, Any] = {"track": list(action.track), "last": action.last, **action.more}
+            if action.prompt:
+                chunk["text"] = list(action.prompt)
+            self.observer.sent(request_id, source, replica, chunk)
+            await self.replicas[replica].add(chunk_request(live.opened[action.stage], extra_args={CHUNK: chunk}))
+
+    async def _repeat(self, request_id: str, live: Live) -> None:
+        assert live.text is not None, "nothing was exported that could be lost"
+        request = self._repeats.request(request_id, live.text)
+        self._texts[request.request_id] = TextReplay(request)
+        try:
+            await self._send_text(request)
+        except StageUnavailable as error:
+            await self._fail(request_id, self.text_stage, error)
 
     async def _feed(self, request_id: str, source: str, action: Feed) -> None:
         replica = self.pools[action.stage].replica_of(request_id)
         if action.part == 0:
             try:
-                replica = self._admit(action.stage, request_id)
+                replica = self.waiting.admit(self.pools[action.stage], request_id)
             except StageUnavailable as error:
                 await self._fail(request_id, action.stage, error)
                 return
@@ -492,6 +491,7 @@ class Orchestrator:
             await self.replicas[replica].add(self._parts.request(request_id, action))
 
     async def _fail(self, request_id: str, stage: str, error: OmniError) -> None:
+        request_id = self._repeats.owner(request_id)
         self.observer.failed(request_id, stage, error)
         live = self._live.get(request_id)
         await self.abort([request_id])

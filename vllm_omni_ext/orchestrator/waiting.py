@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from vllm_omni_ext.errors import StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.pool.stage_pool import StagePool
 
 
 class Waiting:
@@ -51,6 +53,22 @@ class Waiting:
     def hopeful(self, stage: str) -> bool:
         """Whether a replica of the stage may come."""
         return self._joinable or any(replica.stage == stage for replica in self._announced)
+
+    def admit(
+        self, pool: StagePool, request_id: str, *, session: str | None = None, media: Sequence[str] = ()
+    ) -> ReplicaId | None:
+        """Bind a request to a replica; None: it waits until there is one, and is then to be opened anew.
+
+        Raises:
+            StageUnavailable: there is none, and none will come.
+        """
+        try:
+            return pool.admit(request_id, session=session, media=media)
+        except StageUnavailable:
+            if not self.hopeful(pool.stage):
+                raise
+        self.add(pool.stage, request_id)
+        return None
 
     def add(self, stage: str, request_id: str) -> None:
         """A request waits from now on; one that waits already goes on."""

@@ -100,13 +100,13 @@ class StockReplica:
         return bool(self.client.resources.engine_dead)
 
 
-def chunk_request(template: EngineCoreRequest, *, extra_args: dict[str, Any], rows: Any) -> EngineCoreRequest:
+def chunk_request(template: EngineCoreRequest, *, extra_args: dict[str, Any]) -> EngineCoreRequest:
     """A chunk for the request `template` was opened with: same id, no prompt of its own."""
     from vllm.sampling_params import SamplingParams
 
     return EngineCoreRequest(
         request_id=template.request_id,
-        prompt_token_ids=None if rows is not None else [0],
+        prompt_token_ids=[0],
         mm_features=None,
         sampling_params=SamplingParams(extra_args=extra_args),
         pooling_params=None,
@@ -114,7 +114,6 @@ def chunk_request(template: EngineCoreRequest, *, extra_args: dict[str, Any], ro
         lora_request=None,
         cache_salt=None,
         data_parallel_rank=None,
-        prompt_embeds=rows,
         resumable=True,
     )
 

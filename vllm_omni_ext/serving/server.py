@@ -226,6 +226,7 @@ class Head:
             model=self._coordination.expected.model,
             config_hash=self._coordination.expected.stages[replica.stage],
             version=self._coordination.expected.version,
+            host=config.master_address or "",
             secret_file=config.cluster_secret_file,
         )
 

@@ -9,7 +9,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_omni_ext.config.connectors import LOCAL
 from vllm_omni_ext.config.disaggregation import stage_path
+from vllm_omni_ext.config.schema import SENDS, TAKES
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.topology.shape import Plan
 
@@ -97,7 +99,7 @@ def config_hash(plan: Plan, stage_name: str) -> str:
         "stage": stage.name,
         "edges": sorted([edge.source, edge.target, edge.kind] for edge in plan.edges),
         "engine": {
-            name: _plain(f"{path}.{name}", value)
+            name: _plain(f"{path}.{name}", _without_places(value) if name == "additional_config" else value)
             for name, value in stage.engine_args.items()
             if name not in LOCAL_FIELDS
         },
@@ -163,6 +165,16 @@ def _sample_starts(size: int) -> Iterator[int]:
     """Places of the samples: evenly spread, the first at the start and the last at the end."""
     last = max(0, size - _SAMPLE_BYTES)
     return (last * number // (_SAMPLES - 1) for number in range(_SAMPLES))
+
+
+def _without_places(additional: Any) -> Any:
+    """vLLM's `additional_config` without where connectors listen."""
+    ends = {key: additional[key] for key in (SENDS, TAKES) if key in additional}
+    agreed = {
+        key: {edge: {k: v for k, v in fields.items() if k not in LOCAL} for edge, fields in edges.items()}
+        for key, edges in ends.items()
+    }
+    return {**additional, **agreed}
 
 
 def _plain(path: str, value: Any) -> Any:

@@ -41,6 +41,7 @@ def as_json(plan: Plan, headless: Headless | None = None) -> dict[str, Any]:
         "headless": asdict(headless) if headless else None,
         "config": config,
         "chunks": _plain(plan.chunks),
+        "connectors": _plain(plan.connectors),
         "edges": [asdict(edge) for edge in plan.edges],
         "stages": [
             {
@@ -64,6 +65,8 @@ def _edge(plan: Plan, edge: EdgeSpec) -> str:
         line = f"{line}, {split.connector}"
     if not edge.name:
         return line
+    if edge.name in plan.connectors:
+        return f"{line}, {edge.name} over {plan.connectors[edge.name]['name']}"
     sizes = plan.chunks[edge.name]
     return f"{line}, {edge.name} in chunks of {sizes if isinstance(sizes, str) else ', '.join(map(str, sizes))}"
 

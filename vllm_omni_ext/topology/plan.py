@@ -13,6 +13,7 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec, StageSpec
 from vllm_omni_ext.topology import cpu
+from vllm_omni_ext.topology.connections import Connections, connections, told
 from vllm_omni_ext.topology.disaggregation import check_pairs, expand
 from vllm_omni_ext.topology.layers import SHARED_FIELDS, parallel_size, said
 from vllm_omni_ext.topology.placement import Demand, Devices, memory_shares, place
@@ -51,7 +52,10 @@ def make_plan(
         _check_text_stage(pipeline, config)
     _check_chunks(pipeline, config)
     user = {spec.name: said(spec, config.stage(spec.name), text_args) for spec in pipeline.stages}
-    around = _Surroundings(config, machine, facts or ModelFacts(), _replica_count(pipeline, config))
+    connected = connections(pipeline, config)
+    around = _Surroundings(
+        pipeline, config, machine, facts or ModelFacts(), _replica_count(pipeline, config), connected
+    )
     demands = [_demand(spec, config, user[spec.name]) for spec in pipeline.stages]
     if machine.platform == "cpu":
         for spec in pipeline.stages:
@@ -75,6 +79,7 @@ def make_plan(
         edges=pipeline.edges,
         api_servers=_api_servers(config, machine),
         chunks=_chunks(pipeline, config),
+        connectors=connected,
         config=config,
     )
 
@@ -116,10 +121,12 @@ def resolved_sampling(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, d
 class _Surroundings:
     """What is the same for all stages; `replicas` counts all of them on this host, at least 1."""
 
+    pipeline: PipelineSpec
     config: OmniConfig
     machine: Machine
     facts: ModelFacts
     replicas: int
+    connected: Connections
 
 
 def _replica_count(pipeline: PipelineSpec, config: OmniConfig) -> int:
@@ -165,6 +172,8 @@ def _stage_plan(
     elif share is not None:
         defaults["gpu_memory_utilization"] = share
     args = {**defaults, **spec.engine_defaults, **user, **spec.engine}
+    if ends := told(around.pipeline, spec, around.connected):
+        args["additional_config"] = {**args.get("additional_config", {}), **ends}
     return StagePlan(
         name=spec.name,
         text_stage=spec.text_stage,

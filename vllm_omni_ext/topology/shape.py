@@ -81,6 +81,7 @@ class Plan:
         pipeline: name of the pipeline.
         stages: in start order.
         chunks: sizes of successive chunks, or "all", by the name of the hand-over; "adaptive": whether they adapt.
+        connectors: fields of `ConnectorConfig` by the name of the hand-over.
     """
 
     model: str
@@ -91,6 +92,7 @@ class Plan:
     api_servers: int
     config: OmniConfig
     chunks: Mapping[str, Any] = field(default_factory=dict)
+    connectors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def stage(self, name: str) -> StagePlan:
         """Return the stage of that name; UnknownMember names the known ones."""

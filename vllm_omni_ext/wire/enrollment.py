@@ -19,6 +19,7 @@ class Enrollment(Struct, frozen=True, kw_only=True):
         parent: process id of the parent, with which it shall end; None: it shall not.
         events: the coordinator's address for replicas; None: there is no coordinator.
         instance: text that no other process uses.
+        host: address of this host as others reach it; "": they do not.
         secret_file: file with the cluster's secret.
     """
 

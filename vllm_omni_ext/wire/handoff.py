@@ -1,7 +1,7 @@
 """Payloads that travel between stages inside vLLM's own request messages (msgpack; never pickle).
 
 A request of a fed stage is an ordinary ADD whose `sampling_params.extra_args["handoff"]` holds its prompt; a chunk is
-another ADD with the same request id and `extra_args["chunk"]`. Tensor rows ride in `prompt_embeds`.
+another ADD with the same request id and `extra_args["chunk"]`. Tensor rows travel beside them (`wire.rows`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 PROMPT = "handoff"
 CHUNK = "chunk"
+GIVEN = "given"  # in either of the two: how many tensor rows there are by now, and where
 EXPORT = "export"
 TICKET = "omni_ticket"  # leads from a text request to its options; never leaves the API server
 FORGET = "omni_forget"  # this is no request: those of a dead API server, sent before some time, shall end

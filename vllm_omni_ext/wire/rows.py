@@ -1,24 +1,61 @@
-"""Hidden rows as one tensor: vLLM's per-step output field holds a single tensor, so a small header goes in front.
+"""Hidden rows that travel beside the messages: what is said about them in a step's output and in a hand-over.
 
-Layout, uint8: int64 header [first, count, width, dtype code], then `count` x `width` elements.
+The rows of a request lie with the producer of a replica as chunks 0, 1, ... of one name, in prompt order and without
+gaps. What passes through the API server is a `Notice` for each chunk, as the one tensor that a step's output can hold,
+and `Given` in the payload of the stage that reads them.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import torch
 
-_HEADER = 4
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from vllm_omni_ext.wire.handoff import GIVEN
 
 
-def pack(first: int, rows: torch.Tensor) -> torch.Tensor:
-    """Pack rows [count, width]; `first` is the index of rows[0] among all rows the request exports."""
-    head = torch.tensor([first, rows.shape[0], rows.shape[1], _DTYPES.index(rows.dtype)], dtype=torch.int64)
-    return torch.cat([head.view(torch.uint8), rows.contiguous().view(torch.uint8).reshape(-1).cpu()])
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
+    """A chunk has been put, or will never be.
+
+    Attributes:
+        source: address of the producer.
+        name: of the request there.
+        first: index of the chunk's first row among all that the request exports.
+        count: rows in the chunk.
+        failed: why there is no chunk; "" if there is one.
+    """
+
+    source: str
+    name: str
+    first: int
+    count: int
+    failed: str = ""
+
+    def tensor(self) -> torch.Tensor:
+        """As a uint8 tensor."""
+        return torch.frombuffer(bytearray(msgspec.msgpack.encode(self)), dtype=torch.uint8)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Notice:
+        """Read `tensor`; msgspec.ValidationError or DecodeError for anything else."""
+        return msgspec.msgpack.decode(tensor.numpy().tobytes(), type=cls)
 
 
-def unpack(blob: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Return (first, rows [count, width]); the rows are a copy, so the received frame can be freed."""
-    size = _HEADER * 8
-    first, count, width, code = blob[:size].clone().view(torch.int64).tolist()
-    return first, blob[size:].clone().view(_DTYPES[code]).reshape(count, width)
+class Given(msgspec.Struct, frozen=True, kw_only=True):
+    """The first `count` rows of a request can be taken from the producer at `source`, under `name`."""
+
+    source: str
+    name: str
+    count: int
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data, for a payload."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+    @classmethod
+    def of(cls, payload: Any) -> Given | None:
+        """What a prompt or a chunk says about rows; None if nothing."""
+        given = payload.get(GIVEN)
+        return None if given is None else msgspec.convert(given, cls)

@@ -1,0 +1,58 @@
+"""What may be said about a hand-over's connector."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from vllm_omni_ext.config.connectors import CHECKS, DEFAULTS, LOCAL, connector_settings
+from vllm_omni_ext.connectors.base import ConnectorConfig
+from vllm_omni_ext.errors import ConfigError
+
+PATH = "connectors.rows"
+
+
+@pytest.mark.parametrize(("spread", "name"), [(False, "shared_memory"), (True, "tcp")])
+def test_what_nobody_has_said(spread: bool, name: str) -> None:
+    settings = connector_settings(PATH, {}, spread=spread)
+    assert settings == {"name": name, **DEFAULTS}
+    assert not LOCAL & set(settings), "where it listens, each process knows best"
+    assert settings["deadline_s"] < 1, "a lost chunk is noticed within a second"
+
+
+def test_what_was_said_wins() -> None:
+    said = {"name": "mooncake", "capacity_bytes": 1 << 20, "host": "10.0.0.1", "port": 7000, "protocol": "rdma"}
+    assert connector_settings(PATH, said, spread=True) == {"name": "mooncake", **DEFAULTS, **said}
+
+
+def test_every_field_may_be_said_and_is_one() -> None:
+    assert set(CHECKS) == {field.name for field in fields(ConnectorConfig)}
+    assert ConnectorConfig(**connector_settings(PATH, {"name": "pkg.mod:Class"}, spread=False)).name == "pkg.mod:Class"
+
+
+@pytest.mark.parametrize(
+    ("said", "spread", "message"),
+    [
+        ({"nam": "tcp"}, False, "connectors.rows.nam: unknown key; did you mean 'name'?"),
+        ({"name": 3}, False, "connectors.rows.name: must be a non-empty string, got 3"),
+        ({"name": "shared-memory"}, False, "connectors.rows.name: no connector 'shared-memory'; did you mean"),
+        ({"name": "pipe"}, False, "connectors.rows.name: no connector 'pipe'; use in_process, shared_memory, tcp"),
+        (
+            {"name": "in_process"},
+            False,
+            "connectors.rows.name: every replica is a process of its own",
+        ),
+        ({"name": "shared_memory"}, True, "connectors.rows.name: replicas may join from other hosts (master_address)"),
+        ({"deadline_s": 0}, False, "connectors.rows.deadline_s: must be a number of seconds > 0, got 0"),
+        ({"capacity_bytes": "1G"}, False, "connectors.rows.capacity_bytes: must be an integer >= 1, got '1G'"),
+        ({"protocol": "udp"}, False, "connectors.rows.protocol: must be one of tcp, rdma, got 'udp'"),
+        ({"port": 70000}, False, "connectors.rows.port: must be an integer from 1 to 65535, got 70000"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(said: dict[str, Any], spread: bool, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        connector_settings(PATH, said, spread=spread)
+    assert str(caught.value).startswith(message)
