@@ -17,7 +17,7 @@ from vllm_omni_ext.patching.source import VllmSource
 from vllm_omni_ext.patching.table import markdown
 
 ROOT = Path(__file__).parents[2]
-BUDGET_S = 1.0
+BUDGET_S = 2.0
 CHECK = """
 import sys, time
 from vllm_omni_ext.patching.seams import check_seams

@@ -213,6 +213,7 @@ class Registrar:
         replica = None if objection else self._name(message)
         if replica is None:
             return Refusal(ticket=message.ticket, reason=objection or f"stage '{message.stage}' is full")
+        self._coordination.leave(replica)  # whoever still bears the name there has no entry here: it is being ended
         try:
             addresses = self._users.listen(replica, self._host)
         except OSError as error:
