@@ -58,7 +58,7 @@ def engine(step_s: float, token_s: float = 0.0) -> dict[str, Any]:
     return {"distributed_executor_backend": "simulated.TimedExecutor", "additional_config": times}
 
 
-def flags(step_s: float) -> list[str]:
+def flags(step_s: float, token_s: float = 0.0) -> list[str]:
     """The same as flags of `vllm serve`, whose environment needs `PYTHONPATH`."""
-    words = [(f"--{name.replace('_', '-')}", value) for name, value in engine(step_s).items()]
+    words = [(f"--{name.replace('_', '-')}", value) for name, value in engine(step_s, token_s).items()]
     return [word for name, value in words for word in (name, value if isinstance(value, str) else json.dumps(value))]

@@ -387,6 +387,24 @@ async def test_an_abort_while_the_rows_of_the_finished_prompt_are_told_of(ticks:
     await world.end()
 
 
+@pytest.mark.parametrize("turns", range(12))
+@pytest.mark.parametrize("stage", [PREFILL, *STAGES])
+async def test_a_loss_of_a_replica_that_meets_an_abort(stage: str, turns: int) -> None:
+    """The abort is complete, wherever it was."""
+    world = World(prefill=1)
+    await world.start("a")
+    await rounds(world, STEPS - 2)  # every stage has it, and code2wav's has a stream
+    abort = asyncio.create_task(world.orchestrator.abort(["a"]))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    world.kill(ReplicaId(stage, 0))
+    await abort
+    await world.settle()
+    await world.up(ReplicaId(stage, 0))
+    await world.run()
+    await world.end()
+
+
 @pytest.mark.parametrize("tokens", range(1, TOKENS))
 async def test_a_stop_string(tokens: int) -> None:
     world = World(prefill=1)
@@ -425,8 +443,8 @@ async def test_a_stage_is_down_from_any_step_to_any_other(stage: str, how: str, 
 DIED_UNREAD = (490, 1175, 1459)
 """Courses in which a decode replica dies before it has read what somebody who gave up has sent it."""
 
-LEFT_ON_THE_WAY = (1519,)
-"""In which a client leaves while its request is given to another replica."""
+LEFT_ON_THE_WAY = (1519, 1872)
+"""In which a client leaves while its request is given to another replica, or while a replica that has it dies."""
 
 
 @pytest.mark.parametrize("seed", [*range(200), *DIED_UNREAD, *LEFT_ON_THE_WAY])

@@ -40,7 +40,9 @@ from vllm_omni_ext.runtime.engine_args import _config_classes  # noqa: E402
 PLAIN = "plain"
 CACHE_BYTES = 32 << 20
 MAX_LEN = 2304
-BACK_WITHIN_S = 5.0
+BACK_WITHIN_S = 30.0
+"""For machines that other programs keep busy."""
+
 LOOK_EVERY_S = 0.1
 
 
@@ -70,9 +72,9 @@ class Engine:
         self.llm = AsyncLLM.from_vllm_config(config)
         self.processes = sorted(set(psutil.Process().children()) - before, key=lambda each: each.pid)
 
-    async def ask(self, what: str) -> Any:
+    async def ask(self, what: str, *args: Any) -> Any:
         """Call a method of the worker."""
-        return (await self.llm.collective_rpc(what))[0]
+        return (await self.llm.collective_rpc(what, args=args))[0]
 
     async def run(self, prompt: Any, params: SamplingParams, transfer: dict[str, Any] | None = None) -> Any:
         """The last output of a request."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
 from vllm_omni_ext.engine.report import report_scheduler
 from vllm_omni_ext.engine.worker import ExportWorker
 
@@ -40,3 +42,8 @@ class ProbeWorker(ExportWorker):
 
     def held_requests(self) -> int:
         return len(_schedulers[0].requests)
+
+    def be_patient(self, transfer_timeout_s: float, hold_s: float) -> None:
+        """Change how long this replica's Mooncake connector waits."""
+        connector = get_kv_transfer_group().connector_worker
+        connector._timeout_s, connector._hold_s = transfer_timeout_s, hold_s

@@ -39,10 +39,10 @@ EIGHT = [name for name, case in CASES.items() if case.voice == "ethan"][:8]
 
 @pytest.fixture(scope="session", autouse=True)
 def environment() -> Iterator[None]:
-    """Functions may be sent to workers, to look into them; nothing is compiled, which takes seconds in each engine."""
+    """Functions may be sent to workers, to look into them. Nothing is compiled: the first logprobs would take 10 s."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        patch.setattr(torch._dynamo.config, "disable", True)
         yield
 
 

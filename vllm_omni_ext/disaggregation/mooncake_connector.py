@@ -67,7 +67,7 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
         if self.bootstrap is not None:
             extra[BOOTSTRAP_ADDRESS] = self.bootstrap.place.address
         engine_id = config.engine_id if self.bootstrap is None else self.bootstrap.place.engine_id
-        with _device_index():
+        with device_index():
             super().__init__(vllm_config, engine_id, kv_cache_config)
         self.xfer_stats = TransferStats()
         self.start_receiving(timeout_s)
@@ -186,7 +186,7 @@ def _tell_vllm(host: str, timeout_s: float, *, sends: bool) -> None:
 
 
 @contextlib.contextmanager
-def _device_index() -> Iterator[None]:
+def device_index() -> Iterator[None]:
     """vLLM's constructor asks for the accelerator's number, which torch refuses to answer where there is none."""
     if torch.accelerator.is_available():
         yield

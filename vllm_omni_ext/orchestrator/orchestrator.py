@@ -223,11 +223,11 @@ class Orchestrator:
             self.waiting.forget(request_id, stage)
             self._deadlines.settle(request_id, stage)
             parts, farewell = self._parts.end(request_id, stage)
-            replica = self.pools[stage].release(request_id)
-            if replica is not None and replica in self.replicas:
-                await self.replicas[replica].abort(parts or [request_id])
+            bound = self.pools[stage].release(request_id)
+            if bound is not None and (replica := self.replicas.get(bound)) is not None:
+                await replica.abort(parts or [request_id])
                 if farewell is not None:
-                    await self.replicas[replica].add(farewell)
+                    await replica.add(farewell)  # it may have ended meanwhile, which does no harm
 
     async def text_stopped(self, request_ids: list[str]) -> None:
         """A stop string ended these requests on our side: the text stage must stop, the others go on."""
