@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from tests.connectors.streams import Storm
 from vllm_omni_ext.connectors.base import MIB, ConnectorConfig, DeadlinePassed, ProducerLost
 from vllm_omni_ext.connectors.conformance import EDGE, Conformance, child, empty, eventually, key, produce
 from vllm_omni_ext.connectors.mooncake import Mooncake
@@ -71,3 +72,10 @@ def test_what_a_killed_producer_had_announced_is_lost() -> None:
         writer.kill()
         with pytest.raises(ProducerLost):
             consumer.get(key("a", 0))
+
+
+def test_a_thousand_streams() -> None:
+    """The engine keeps connections to the dead as long as the process lives."""
+    storm = Storm(CONFIG, keeps_files=True)
+    storm.run()
+    assert storm.seen["killed"] > 10 and storm.seen["taken over"] > 10
