@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 import soundfile
 from checkpoint import checkpoint, parser
-from speech import QUESTION, STAGES, rpc
+from speech import rpc
+from spoken import QUESTION, STAGES
 from step_times import EXTENSION
 from vllm import LLM, SamplingParams
 

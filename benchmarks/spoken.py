@@ -1,0 +1,131 @@
+"""Spoken answers of fixed lengths, and what a listener notices of them.
+
+The lengths are fixed, so that the work is the same whatever the weights: a prompt of 19 tokens, 64 text tokens and
+127 frames, 10.2 s of sound, of which 10.1 s are left after the vocoder's edge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import SamplingParams
+
+from vllm_omni_ext.orchestrator.requests import OmniOptions
+from vllm_omni_ext.outputs import AudioOutput
+
+QUESTION = [{"role": "user", "content": "Tell me about"}]  # 19 tokens with the chat template
+STAGES = ("thinker", "talker", "code2wav")
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of an answer: text tokens, and frames of sound, 80 ms each."""
+
+    text: int = 64
+    frames: int = 127
+
+    @property
+    def talker_tokens(self) -> int:
+        """Steps of the talker; the frame of the last one is dropped."""
+        return self.frames + 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer.
+
+    Attributes:
+        first_s, whole_s: seconds from its start to the first sound and to its end.
+        sound_s: seconds of sound.
+        late_s: seconds that somebody who plays the sound as it comes hears nothing between its beginning and end.
+    """
+
+    first_s: float
+    whole_s: float
+    sound_s: float
+    late_s: float = 0.0
+
+    @property
+    def real_time_factor(self) -> float:
+        """Seconds for a second of sound."""
+        return self.whole_s / self.sound_s
+
+
+Ask = Callable[[int], Awaitable[Answer]]
+"""Asks for one answer with a seed."""
+
+
+class Listener:
+    """Plays the sound of an answer as it comes, from when it is made on. Times are of one clock, in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._began = clock, clock()
+        self._first: float | None = None
+        self._sound, self._late = 0.0, 0.0
+
+    def hear(self, seconds: float) -> None:
+        """The next piece of sound."""
+        if not seconds:
+            return
+        now = self._clock()
+        self._first = now if self._first is None else self._first
+        self._late += max(0.0, now - (self._first + self._sound + self._late))
+        self._sound += seconds
+
+    def end(self) -> Answer:
+        """The answer has ended; ValueError if nothing was heard."""
+        if self._first is None:
+            raise ValueError("the answer had no sound")
+        return Answer(self._first - self._began, self._clock() - self._began, self._sound, self._late)
+
+
+def sampling(omni: Any, lengths: Lengths, seed: int) -> tuple[SamplingParams, OmniOptions]:
+    """The stages' own sampling, seeded, with fixed lengths."""
+    text = SamplingParams(temperature=0, max_tokens=lengths.text, ignore_eos=True)
+    (talker,) = (stage for stage in omni.plan.stages if stage.name == "talker")
+    exactly = {"max_tokens": lengths.talker_tokens, "min_tokens": lengths.talker_tokens, "seed": seed}
+    speech = SamplingParams(**{**talker.sampling, **exactly})
+    return text, OmniOptions(modalities=("text", "audio"), sampling={"talker": speech})
+
+
+def inside(omni: Any, lengths: Lengths) -> Ask:
+    """Ask an engine of this process; the answers run in its loop (`omni._run`)."""
+    prompt = omni._preprocess_chat_one(QUESTION)
+
+    async def ask(seed: int) -> Answer:
+        text, options = sampling(omni, lengths, seed)
+        listener, frames = Listener(), 0
+        async for item in omni._omni.generate(prompt, text, f"spoken-{next(_numbers)}", options=options):
+            if isinstance(item, AudioOutput):
+                listener.hear(len(item.samples) / item.sample_rate)
+                frames = len(item.frames)
+        check_frames(frames, lengths)
+        return listener.end()
+
+    return ask
+
+
+def check_frames(frames: int, lengths: Lengths) -> None:
+    """Raise RuntimeError if an answer was shorter or longer than asked for: it would not be comparable."""
+    if frames != lengths.frames:
+        raise RuntimeError(f"{frames} frames instead of {lengths.frames}")
+
+
+async def several(ask: Ask, requests: int, concurrency: int) -> tuple[float, list[Answer]]:
+    """Seconds for all answers, of which `concurrency` run at a time, and the answers."""
+    places = asyncio.Semaphore(concurrency)
+
+    async def one(seed: int) -> Answer:
+        async with places:
+            return await ask(seed)
+
+    began = time.perf_counter()
+    answers = await asyncio.gather(*(one(seed) for seed in range(requests)))
+    return time.perf_counter() - began, answers

@@ -1,0 +1,112 @@
+"""Spoken answers over HTTP: a server of its own process, and the streaming client that asks it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file, from anywhere
+
+import aiohttp
+from spoken import QUESTION, Answer, Ask, Lengths, Listener, check_frames
+
+from examples.server import Server
+
+MODEL = "model"
+RATE_HZ = 24_000
+SAMPLE_BYTES = 2
+LONGEST_S = 600.0
+"""Of one answer."""
+
+PREFIX, DONE = b"data: ", b"[DONE]"
+
+
+def body(lengths: Lengths, seed: int) -> dict[str, Any]:
+    """The request, in OpenAI's shape but for the stages' sampling."""
+    exactly = {"max_tokens": lengths.talker_tokens, "min_tokens": lengths.talker_tokens, "seed": seed}
+    return {
+        "model": MODEL,
+        "messages": QUESTION,
+        "modalities": ["text", "audio"],
+        "audio": {"format": "pcm16"},
+        "temperature": 0,
+        "max_completion_tokens": lengths.text,
+        "ignore_eos": True,
+        "talker": exactly,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+class Client:
+    """Connections to a server, used from one loop."""
+
+    def __init__(self, url: str, lengths: Lengths) -> None:
+        self._url, self._lengths = f"{url}/chat/completions", lengths
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=LONGEST_S)
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    async def ask(self, seed: int) -> Answer:
+        """One answer; RuntimeError if there is none."""
+        listener, frames = Listener(), 0
+        async with self._session.post(self._url, json=body(self._lengths, seed)) as reply:
+            if reply.status != 200:
+                raise RuntimeError(f"status {reply.status}: {(await reply.text())[:500]}")
+            async for line in reply.content:
+                if line.startswith(PREFIX) and not line.startswith(PREFIX + DONE):
+                    event = json.loads(line.removeprefix(PREFIX))
+                    listener.hear(sound_of(event))
+                    frames = frames_of(event) or frames
+        check_frames(frames, self._lengths)
+        return listener.end()
+
+
+def sound_of(event: Mapping[str, Any]) -> float:
+    """Seconds of sound in an event of the stream; RuntimeError if the server says that the request has failed."""
+    if "error" in event:
+        raise RuntimeError(f"the server answered: {event['error']}")
+    pieces = (choice["delta"].get("audio") or {} for choice in event.get("choices", ()))
+    return sum(len(base64.b64decode(piece.get("data", ""))) for piece in pieces) / SAMPLE_BYTES / RATE_HZ
+
+
+def frames_of(event: Mapping[str, Any]) -> int:
+    """Frames of the whole answer, if the event says so (the usage at its end)."""
+    details = (event.get("usage") or {}).get("completion_tokens_details") or {}
+    return int(details.get("audio_tokens") or 0)
+
+
+@contextmanager
+def served(model: str, flags: Sequence[str]) -> Iterator[Server]:
+    """`vllm serve MODEL --omni`, ready; ended with the block."""
+    with (
+        tempfile.TemporaryDirectory(prefix="omni-bench-") as folder,
+        Server(model, Path(folder, "server.log"), ["--served-model-name", MODEL, *flags]) as server,
+    ):
+        yield server
+
+
+@contextmanager
+def over_http(server: Server, lengths: Lengths) -> Iterator[tuple[Ask, asyncio.Runner]]:
+    """What asks a server, and the runner of its loop."""
+    with asyncio.Runner() as runner:
+        client = runner.run(_connected(server, lengths))
+        try:
+            yield client.ask, runner
+        finally:
+            runner.run(client.close())
+
+
+async def _connected(server: Server, lengths: Lengths) -> Client:
+    return Client(server.base_url, lengths)
