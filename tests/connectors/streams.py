@@ -11,7 +11,7 @@ import os
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,6 +29,9 @@ KILLING = 0.4
 
 WHOLE, LEFT, FAILED, DROPPED = "whole", "left", "ChunkFailed", "Forgotten"
 """How a stream ends: read to its end, given up by its reader, failed or forgotten by its writer."""
+
+UNSAID = 3
+"""Waves whose streams a consumer may not have told its producers to forget yet; who kills it has to do that."""
 
 LOST = "ProducerLost"
 WRITTEN = "written"
@@ -183,6 +186,7 @@ class Storm:
         self._random = random.Random(self.seed)
         self._producers = [End(self.config, producing) for _ in range(2)]
         self._consumers = [End(self.config, consuming) for _ in range(2)]
+        self._lately: deque[Stream] = deque(maxlen=UNSAID * WAVE)
         everybody = (*self._producers, *self._consumers)
         try:
             for first in range(0, STREAMS, WAVE):
@@ -221,6 +225,7 @@ class Storm:
             ended = self._ended[stream.name]
             assert ended in stream.ends(victim), f"{stream.name} was to be {stream.fate} and ended {ended}"
             self.seen[ended] += 1
+        self._lately.extend(streams)
 
     def _kill(self, victim: End, streams: list[Stream]) -> None:
         victim.child.kill()
@@ -230,6 +235,9 @@ class Storm:
             del self._due[at]
         writers = {stream.writer for stream in streams} - {victim}
         self._hear(lambda: not any(end in writers for end, _ in self._due))
+        for stream in self._lately:
+            if stream.reader is victim and stream.writer is not victim:
+                self._tell(stream.writer, stream.name, DROPPED, 0, 0)
         for stream in streams:
             if stream.writer is not victim and stream.fate == WHOLE:
                 self._tell(stream.writer, stream.name, stream.fate, CHUNKS - 1, CHUNKS)
