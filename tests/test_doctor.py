@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from vllm_omni_ext import environment, patches
 from vllm_omni_ext.doctor import main, vllm_sections
+from vllm_omni_ext.patching import check, source
 from vllm_omni_ext.patching.seams import SEAMS
 from vllm_omni_ext.patching.source import VllmSource
 from vllm_omni_ext.patching.spec import split_target
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_text_is_parsed_once():
+    """Nearly all files are the same in every test, and what comes out depends on their text alone."""
+    once = mock.Mock(wraps=ast, parse=cache(ast.parse))
+    with (
+        mock.patch.object(source, "ast", once),
+        mock.patch.object(check, "fingerprint", cache(check.fingerprint)),
+    ):
+        yield
 
 
 @pytest.fixture

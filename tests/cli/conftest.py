@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+
+from vllm_omni_ext.cli import model as model_facts
+
+read_config = model_facts.get_config
+
+
+@pytest.fixture(scope="session", autouse=True)
+def configs_are_read_once() -> Iterator[None]:
+    """Each test makes plans of the same checkpoints, and Transformers takes longer to read one than all the rest."""
+    known: dict[str, Any] = {}
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        asked = repr((args, kwargs))
+        if asked not in known:
+            known[asked] = read_config(*args, **kwargs)
+        return copy.deepcopy(known[asked])
+
+    with mock.patch.object(model_facts, "get_config", read):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""A thousand streams between processes, with aborts at random, while processes of both kinds are killed.
+"""Hundreds of streams between processes, with aborts at random, while processes of both kinds are killed.
 
 Streams run in waves, some at once, each between one of two producers and one of two consumers. In some waves a process
 is killed while it has streams, and replaced. How a stream ends is known beforehand: nothing else is accepted.
@@ -23,7 +23,7 @@ from vllm_omni_ext.connectors.base import ConnectorConfig, ConnectorError, Consu
 from vllm_omni_ext.connectors.conformance import EDGE, PATIENCE_S, Child, key
 from vllm_omni_ext.connectors.registry import connector
 
-STREAMS, WAVE, CHUNKS = 1000, 20, 4
+WAVE, CHUNKS = 20, 4
 KILLING = 0.4
 """Part of the waves in which a process is killed."""
 
@@ -172,13 +172,15 @@ class Storm:
     """Two producers, two consumers and all streams.
 
     Attributes:
+        streams: how many; a multiple of `WAVE`.
         keeps_files: a library keeps connections as long as the process lives.
         seen: counts how streams ended, processes that were killed, and streams that a consumer took over.
     """
 
     config: ConnectorConfig
-    seed: int = 0
+    streams: int
     keeps_files: bool = False
+    seed: int = 0
     seen: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> None:
@@ -189,16 +191,23 @@ class Storm:
         self._lately: deque[Stream] = deque(maxlen=UNSAID * WAVE)
         everybody = (*self._producers, *self._consumers)
         try:
-            for first in range(0, STREAMS, WAVE):
+            for first in range(0, self.streams, WAVE):
                 self._wave([self._stream(f"r{number}") for number in range(first, first + WAVE)])
                 for end in everybody if first % (10 * WAVE) == 0 else ():
                     self._settle(end)
             for end in everybody:
                 self._settle(end)
             assert [end.end() for end in everybody] == [[]] * len(everybody), "threads are left"
+            self._check_seen()
         finally:
             for end in everybody:
                 end.child.kill()
+
+    def _check_seen(self) -> None:
+        """Everything has happened, more than once."""
+        ways = {how: self.seen[how] for how in (WHOLE, LEFT, FAILED, DROPPED, LOST)}
+        assert sum(ways.values()) == self.streams and min(ways.values()) > 1, self.seen
+        assert self.seen["killed"] > 1 and self.seen["taken over"] > 1, self.seen
 
     def _stream(self, name: str) -> Stream:
         fate = self._random.choices((WHOLE, LEFT, FAILED, DROPPED), (5, 3, 1, 1))[0]

@@ -29,11 +29,12 @@ def unavailable(library: str = "mooncake.engine") -> str | None:
     return None
 
 
-def test_the_suite() -> None:
+@pytest.mark.parametrize("part", ["not engine", pytest.param("engine", marks=pytest.mark.engine)])
+def test_the_suite(part: str) -> None:
     if reason := unavailable():
         pytest.skip(reason)
     run = subprocess.run(
-        [*ISOLATED, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(SUITE)],
+        [*ISOLATED, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", part, str(SUITE)],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
