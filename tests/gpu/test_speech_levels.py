@@ -13,6 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_omni_ext.cli import settings as settings_module
+from vllm_omni_ext.runtime.engine_args import stage_engine_args
+from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from vllm_omni_ext.topology.plan import Machine
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LEVELS = (1, 4, 8, 16, 32)
 GIB = 1 << 30
@@ -80,6 +85,20 @@ def test_the_stages_fit_onto_one_device(module: ModuleType) -> None:
     flags = module.as_flags(settings)
     assert flags[flags.index("--load-format") + 1] == "dummy"
     assert json.loads(flags[flags.index("--stage-overrides") + 1]) == stages
+
+
+def test_a_plan_comes_out_of_it(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_device = Machine(platform="cuda", device_count=1, cpu_count=16, memory_bytes=128 * GIB)
+    monkeypatch.setattr(settings_module, "detect_machine", lambda: one_device)
+    model = write_qwen3_omni(tmp_path / "model", released_shape=True)
+    plan = settings_module.from_kwargs(str(model), **module.engine_settings(LEVELS, device_bytes=79 * GIB))
+    for stage in plan.stages:
+        args = stage_engine_args(plan, stage.replicas[0].id)
+        assert (args.load_format, args.dtype, args.max_num_seqs) == ("dummy", "bfloat16", 32)
+        assert args.gpu_memory_utilization == pytest.approx(module.NEEDED_GIB[stage.name] / 79, abs=1e-3)
+        assert args.kv_cache_memory_bytes == module.CACHE_BYTES.get(stage.name)
+        assert args.enforce_eager is (stage.name == "code2wav")
+        assert stage.replicas[0].devices == (0,)
 
 
 def test_what_a_listener_notices(module: ModuleType) -> None:
