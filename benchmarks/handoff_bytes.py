@@ -23,9 +23,9 @@ SHORTEST = 2  # tokens of the shortest reply that is spoken
 
 
 @contextmanager
-def sent_to_talker(omni: Any) -> Iterator[list[int]]:
-    """Encoded sizes in bytes of the requests and chunks that the talker gets inside the block."""
-    replica = omni._omni.orchestrator.replicas[TALKER]
+def sent_to(omni: Any, target: ReplicaId) -> Iterator[list[int]]:
+    """Encoded sizes in bytes of the requests and chunks that a replica gets inside the block."""
+    replica = omni._omni.orchestrator.replicas[target]
     add, sizes, encoder = replica.add, [], MsgpackEncoder()
 
     async def counting(request: Any) -> None:
@@ -45,7 +45,7 @@ def measure(omni: Any, tokens: int) -> list[int]:
         "thinker": SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True),
         "talker": SamplingParams(temperature=0, max_tokens=8),
     }
-    with sent_to_talker(omni) as sizes:
+    with sent_to(omni, TALKER) as sizes:
         (output,) = omni.chat(QUESTION, sampling, use_tqdm=False)
     if output.error is not None:
         raise output.error
