@@ -24,13 +24,14 @@ import statistics
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import syscalls
 import torch
 
-from vllm_omni_ext.connectors.base import MIB, ChunkKey, ConnectorConfig, Consumer
+from vllm_omni_ext.connectors.base import MIB, ChunkKey, Connector, ConnectorConfig, Consumer
 from vllm_omni_ext.connectors.registry import connector
 
 SIZES = (4096, MIB, 64 * MIB)
@@ -68,23 +69,29 @@ def read(consumer: Consumer, pipe: Any) -> None:
         pipe.send((time.perf_counter(), part.numel()))
 
 
-def reader(config: ConnectorConfig, pipe: Any) -> None:
+def reader(config: ConnectorConfig, pipe: Any, work: Callable[[Consumer, Any], None]) -> None:
     """The consumer's process."""
     with connector(config).consumer(EDGE) as consumer:
-        read(consumer, pipe)
+        work(consumer, pipe)
+
+
+def reading(made: Connector, work: Callable[[Consumer, Any], None]) -> tuple[Any, Any]:
+    """Start a consumer in a process of its own, or in a thread if it cannot be: a pipe to it, and what to join."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    if made.config.name == "in_process":
+        other: Any = threading.Thread(target=work, args=(made.consumer(EDGE), theirs))
+    else:
+        other = spawn.Process(target=reader, args=(made.config, theirs, work))
+    other.start()
+    return ours, other
 
 
 def measure(name: str, size: int, seconds: float) -> str:
     """One line of the table."""
     config = ConnectorConfig(name=name, capacity_bytes=2 * SIZES[-1])
     made = connector(config)
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    if name == "in_process":
-        consumer = made.consumer(EDGE)
-        other: Any = threading.Thread(target=read, args=(consumer, theirs))
-    else:
-        other = multiprocessing.get_context("spawn").Process(target=reader, args=(config, theirs))
-    other.start()
+    ours, other = reading(made, read)
     puts, theres = [], []
     with made.producer(EDGE) as producer:
         tensor = torch.ones(size, dtype=torch.uint8)
@@ -132,23 +139,11 @@ def follow(consumer: Consumer, pipe: Any) -> None:
     pipe.recv()
 
 
-def follower(config: ConnectorConfig, pipe: Any) -> None:
-    """The process of a consumer that follows."""
-    with connector(config).consumer(EDGE) as consumer:
-        follow(consumer, pipe)
-
-
 def calls(name: str, size: int) -> str:
     """One line of the second table. The producer's pauses are not in it."""
     config = ConnectorConfig(name=name, capacity_bytes=2 * COUNTED * size)
     made = connector(config)
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    if name == "in_process":
-        consumer = made.consumer(EDGE)
-        other: Any = threading.Thread(target=follow, args=(consumer, theirs))
-    else:
-        other = multiprocessing.get_context("spawn").Process(target=follower, args=(config, theirs))
-    other.start()
+    ours, other = reading(made, follow)
     with made.producer(EDGE) as producer:
         ours.send(("r", producer.address))
         ours.recv()

@@ -36,7 +36,8 @@ def available() -> bool:
 def counted(processes: Mapping[str, int]) -> Iterator[dict[str, Counter[str]]]:
     """Count the calls of processes (name -> pid) in all their threads during the block, by name of process and call.
 
-    The counts are there after the block. RuntimeError if strace may not look into a process.
+    The counts are there after the block; a call that ends with it may be missing. RuntimeError if
+    strace may not look into a process.
     """
     found: dict[str, Counter[str]] = {name: Counter() for name in processes}
     with tempfile.TemporaryDirectory() as folder:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+Import: TypeAlias = Callable[[str], ModuleType]
 
 
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a benchmark as a module."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
-
-
-def test_one_message_costs_the_difference(load: Any) -> None:
-    handoff: ModuleType = load("handoff_cost")
+def test_one_message_costs_the_difference(benchmark: Import) -> None:
+    handoff: ModuleType = benchmark("handoff_cost")
 
     def turn(messages: int, bytes_: int, add: float, cpu: float, **calls: int) -> Any:
         counts = {handoff.API: Counter(calls), "talker/0": Counter(read=5)}
@@ -38,7 +30,7 @@ def test_one_message_costs_the_difference(load: Any) -> None:
     assert "naming something in a file system: 0.000" in "\n".join(handoff.table([cost]))
 
 
-def test_only_one_hand_over_is_cut(load: Any) -> None:
-    handoff: ModuleType = load("handoff_cost")
+def test_only_one_hand_over_is_cut(benchmark: Import) -> None:
+    handoff: ModuleType = benchmark("handoff_cost")
     assert handoff.chunks("frames", one_by_one=True) == {"text": "all", "frames": [1], "adaptive": False}
     assert handoff.chunks("frames", one_by_one=False) == {"text": "all", "frames": "all"}

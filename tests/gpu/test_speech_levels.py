@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,10 +26,9 @@ TIMEOUT_S = 900
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def module(benchmark: Callable[[str], ModuleType]) -> ModuleType:
     """The program as a module."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("speech_levels")
+    return benchmark("speech_levels")
 
 
 def figures(tmp_path: Path, *words: str) -> list[dict[str, Any]]:
