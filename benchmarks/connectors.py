@@ -1,9 +1,11 @@
 """What a chunk costs on each connector, between two processes, beside a plain copy of as many bytes in the same run.
 
 `put` is what the producer's thread spends, `there` the time from the beginning of the put until the consumer has the
-tensor (its `get` waits already). CPU is of both processes. The copies are by construction (see the modules). System
-calls are not counted one by one: the kernel's count of context switches of both processes is shown instead, which is
-what messages cost.
+tensor (its `get` waits already). CPU is of both processes, and so are the context switches. The copies are by
+construction (see the modules).
+
+The second table has the system calls of both processes, counted by strace, for chunks that come one by one to a reader
+that waits; `naming` are those that make, open or remove something in a file system, or make memory that is a file.
 
     python benchmarks/connectors.py [--connectors in_process shared_memory tcp mooncake] [--seconds 2]
 
@@ -21,17 +23,23 @@ import resource
 import statistics
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import syscalls
 import torch
 
-from vllm_omni_ext.connectors.base import MIB, ChunkKey, ConnectorConfig, Consumer
+from vllm_omni_ext.connectors.base import MIB, ChunkKey, Connector, ConnectorConfig, Consumer
 from vllm_omni_ext.connectors.registry import connector
 
 SIZES = (4096, MIB, 64 * MIB)
 EDGE = "rows"
 FEWEST = 5
+COUNTED, APART_S = 200, 0.01
+"""Chunks whose system calls are counted, and how far they are apart, so that each wakes its reader."""
+
 COPIES = {
     "in_process": "0 + 0",
     "shared_memory": "1 + 1",
@@ -61,23 +69,29 @@ def read(consumer: Consumer, pipe: Any) -> None:
         pipe.send((time.perf_counter(), part.numel()))
 
 
-def reader(config: ConnectorConfig, pipe: Any) -> None:
+def reader(config: ConnectorConfig, pipe: Any, work: Callable[[Consumer, Any], None]) -> None:
     """The consumer's process."""
     with connector(config).consumer(EDGE) as consumer:
-        read(consumer, pipe)
+        work(consumer, pipe)
+
+
+def reading(made: Connector, work: Callable[[Consumer, Any], None]) -> tuple[Any, Any]:
+    """Start a consumer in a process of its own, or in a thread if it cannot be: a pipe to it, and what to join."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    if made.config.name == "in_process":
+        other: Any = threading.Thread(target=work, args=(made.consumer(EDGE), theirs))
+    else:
+        other = spawn.Process(target=reader, args=(made.config, theirs, work))
+    other.start()
+    return ours, other
 
 
 def measure(name: str, size: int, seconds: float) -> str:
     """One line of the table."""
     config = ConnectorConfig(name=name, capacity_bytes=2 * SIZES[-1])
     made = connector(config)
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    if name == "in_process":
-        consumer = made.consumer(EDGE)
-        other: Any = threading.Thread(target=read, args=(consumer, theirs))
-    else:
-        other = multiprocessing.get_context("spawn").Process(target=reader, args=(config, theirs))
-    other.start()
+    ours, other = reading(made, read)
     puts, theres = [], []
     with made.producer(EDGE) as producer:
         tensor = torch.ones(size, dtype=torch.uint8)
@@ -113,6 +127,44 @@ def measure(name: str, size: int, seconds: float) -> str:
     )
 
 
+def follow(consumer: Consumer, pipe: Any) -> None:
+    """Read one request's chunks as they come."""
+    request, source = pipe.recv()
+    consumer.open(request, source)
+    pipe.send(None)
+    for index in range(COUNTED + 1):
+        consumer.get(ChunkKey(request, EDGE, index))
+        if index in (0, COUNTED):
+            pipe.send(None)
+    pipe.recv()
+
+
+def calls(name: str, size: int) -> str:
+    """One line of the second table. The producer's pauses are not in it."""
+    config = ConnectorConfig(name=name, capacity_bytes=2 * COUNTED * size)
+    made = connector(config)
+    ours, other = reading(made, follow)
+    with made.producer(EDGE) as producer:
+        ours.send(("r", producer.address))
+        ours.recv()
+        producer.put(ChunkKey("r", EDGE, 0), [torch.ones(size, dtype=torch.uint8)])
+        ours.recv()
+        pids = {"producer": os.getpid()} | ({} if name == "in_process" else {"consumer": other.pid})
+        with syscalls.counted(pids) as counts:
+            for index in range(1, COUNTED + 1):
+                producer.put(ChunkKey("r", EDGE, index), [torch.ones(size, dtype=torch.uint8)])
+                time.sleep(APART_S)
+            ours.recv()
+        ours.send(None)
+        other.join()
+    counts["producer"]["clock_nanosleep"] = 0
+    both = sum(counts.values(), Counter[str]())
+    naming = sum(both[call] for call in syscalls.NAMING)
+    often = ", ".join(f"{call} {count / COUNTED:.1f}" for call, count in both.most_common(6))
+    numbers = (counts.get(who, Counter()).total() / COUNTED for who in ("producer", "consumer"))
+    return f"{name:<15}{size:>10}" + "".join(f"{number:>11.1f}" for number in numbers) + f"{naming:>9}  {often}"
+
+
 def copy(size: int, seconds: float) -> str:
     """The same for a copy into memory that was used before."""
     source, target, times = np.ones(size, np.uint8), np.ones(size, np.uint8), []
@@ -138,6 +190,13 @@ def main() -> None:
         print(copy(size, args.seconds / 4), flush=True)
         for name in args.connectors:
             print(measure(name, size, args.seconds), flush=True)
+    if not syscalls.available():
+        print("system calls: strace is not installed")
+        return
+    print(f"\n{'system calls':<15}{'bytes':>10}{'producer':>11}{'consumer':>11}{'naming':>9}  most frequent, a chunk")
+    for size in SIZES[:2]:
+        for name in args.connectors:
+            print(calls(name, size), flush=True)
 
 
 if __name__ == "__main__":

@@ -40,15 +40,27 @@ class Passed:
 
 
 @contextmanager
-def passed(omni: Any) -> Iterator[Passed]:
-    """What passes inside the block."""
-    orchestrator, found, encoder = omni._omni.orchestrator, Passed(), MsgpackEncoder()
-    replica, plugin = orchestrator.replicas[TALKER], orchestrator.plugin
-    add, decode = replica.add, plugin.decode
+def sent_to(omni: Any, target: ReplicaId) -> Iterator[list[int]]:
+    """Encoded sizes in bytes of the requests and chunks that a replica gets inside the block."""
+    replica = omni._omni.orchestrator.replicas[target]
+    add, sizes, encoder = replica.add, [], MsgpackEncoder()
 
     async def counting(request: Any) -> None:
-        found.messages.append(sum(memoryview(part).nbytes for part in encoder.encode(request)))
+        sizes.append(sum(memoryview(part).nbytes for part in encoder.encode(request)))
         await add(request)
+
+    replica.add = counting
+    try:
+        yield sizes
+    finally:
+        del replica.add
+
+
+@contextmanager
+def passed(omni: Any) -> Iterator[Passed]:
+    """What passes inside the block."""
+    plugin, found = omni._omni.orchestrator.plugin, Passed()
+    decode = plugin.decode
 
     def looking(stage: str, tensor: Any) -> Any:
         made = decode(stage, tensor)
@@ -57,11 +69,12 @@ def passed(omni: Any) -> Iterator[Passed]:
             found.rows += made.count
         return made
 
-    replica.add, plugin.decode = counting, looking
+    plugin.decode = looking
     try:
-        yield found
+        with sent_to(omni, TALKER) as found.messages:
+            yield found
     finally:
-        del replica.add, plugin.decode
+        del plugin.decode
 
 
 def sampling(tokens: int) -> dict[str, SamplingParams]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+from functools import partial
 
 import psutil
 import pytest
 import zmq
 
+from tests import noise
 from tests.coordinator.conftest import CONFIG, TIMEOUT_S, states, watching
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import State
@@ -32,22 +34,8 @@ EACH = 10_000
 GROWTH_BYTES = 8 * 1024 * 1024
 
 
-def garbage(rng: random.Random) -> bytes:
-    return rng.randbytes(rng.choice((0, 1, 2, 10, 100, 1000, MAX_MESSAGE_BYTES + 1)))
-
-
-def mutated(rng: random.Random) -> bytes:
-    data = bytearray(rng.choice(HARMLESS))
-    for _ in range(rng.randint(1, 4)):
-        match rng.randrange(3):
-            case 0:
-                data[rng.randrange(len(data))] = rng.randrange(256)
-            case 1:
-                del data[rng.randrange(len(data)) :]
-            case _:
-                data.insert(rng.randrange(len(data) + 1), rng.randrange(256))
-        data = data or bytearray(b"\0")
-    return bytes(data)
+garbage = partial(noise.garbage, longest=MAX_MESSAGE_BYTES)
+mutated = partial(noise.mutated, harmless=HARMLESS)
 
 
 def is_malformed(data: bytes) -> bool:

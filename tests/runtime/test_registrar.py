@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import psutil
 import pytest
 import zmq
 
+from tests import noise
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.coordinator.keys import Keys, as_client
 from vllm_omni_ext.coordinator.membership import Expected
@@ -334,22 +336,8 @@ HARMLESS = (
 """Well formed, and none of them may change anything, whichever bytes are altered."""
 
 
-def garbage(rng: random.Random) -> bytes:
-    return rng.randbytes(rng.choice((0, 1, 2, 10, 100, 1000, MAX_MESSAGE_BYTES + 1)))
-
-
-def mutated(rng: random.Random) -> bytes:
-    data = bytearray(rng.choice(HARMLESS))
-    for _ in range(rng.randint(1, 4)):
-        match rng.randrange(3):
-            case 0:
-                data[rng.randrange(len(data))] = rng.randrange(256)
-            case 1:
-                del data[rng.randrange(len(data)) :]
-            case _:
-                data.insert(rng.randrange(len(data) + 1), rng.randrange(256))
-        data = data or bytearray(b"\0")
-    return bytes(data)
+garbage = partial(noise.garbage, longest=MAX_MESSAGE_BYTES)
+mutated = partial(noise.mutated, harmless=HARMLESS)
 
 
 def is_malformed(data: bytes) -> bool:

@@ -1,0 +1,196 @@
+"""Spoken answers at rising concurrency: first sound, whole answer, real-time factor and requests a second.
+
+On a CUDA device: Qwen3-Omni in its released shape (30B), random weights (`load_format: dummy`), bfloat16, CUDA graphs
+on; all stages share device 0. With `--tiny`, anywhere: the tiny checkpoint with the released vocabulary, which shows
+that this program works, and nothing about a GPU.
+
+At each level so many answers of fixed lengths (`spoken.py`) are asked for all the time; `--rounds` times the level
+are measured, after as many as the level that warm up. Printed below are the figures others have published, for answers
+of lengths of their own.
+
+    python benchmarks/speech_levels.py [MODEL] [--tiny] [--http] [--levels 1 4 8 16 32] [--rounds 4] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file, from anywhere
+
+import torch
+from checkpoint import parser
+from spoken import Answer, Ask, Lengths, inside, several
+from spoken_http import over_http, served
+from vllm import LLM
+
+from tests.gpu.run_once import one_by_one
+from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+
+LEVELS = (1, 4, 8, 16, 32)
+MAX_LEN = 2048
+STEP_TOKENS = 2048
+GIB = 1 << 30
+CACHE_BYTES = {"thinker": 2 * GIB, "talker": GIB}
+"""Room for 32 answers of full length: a token is 96 KiB in the thinker's cache and 20 KiB in the talker's."""
+
+NEEDED_GIB = {"thinker": 64, "talker": 9, "code2wav": 2}
+"""What the stages take of a device: weights (59, 6.5 and 0.4 GiB), cache, activations and graphs. An estimate."""
+
+GOAL_FIRST_MS = 200
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """What somebody has published. `level` None: not said."""
+
+    who: str
+    level: int | None
+    said: str
+
+
+ANCHORS = (
+    Anchor("Qwen3-Omni report, theoretical", 1, "first packet 234 ms (72 + 88 + 57 + 14 + 3), real-time factor 0.47"),
+    Anchor("sglang-omni, one H100", 1, "first sound p50 256 ms, whole answer 0.57 s"),
+    Anchor("sglang-omni, one H100", 32, "7.3 requests/s"),
+    Anchor("vllm-omni", None, "first sound 329 to 760 ms, real-time factor 0.17"),
+)
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of concurrency: seconds for all answers, and the answers."""
+
+    concurrency: int
+    seconds: float
+    answers: Sequence[Answer]
+
+    def figures(self) -> dict[str, float]:
+        """What is reported, in seconds."""
+        firsts = sorted(answer.first_s for answer in self.answers)
+        return {
+            "concurrency": self.concurrency,
+            "answers": len(self.answers),
+            "first_p50_s": statistics.median(firsts),
+            "first_max_s": firsts[-1],
+            "whole_p50_s": statistics.median(answer.whole_s for answer in self.answers),
+            "real_time_factor_p50": statistics.median(answer.real_time_factor for answer in self.answers),
+            "late_max_s": max(answer.late_s for answer in self.answers),
+            "requests_per_s": len(self.answers) / self.seconds,
+            "sound_per_s": sum(answer.sound_s for answer in self.answers) / self.seconds,
+        }
+
+
+def engine_settings(levels: Sequence[int], *, device_bytes: int | None) -> dict[str, Any]:
+    """What `LLM` and `vllm serve` are given beside the model; `device_bytes` of the CUDA device, None without one."""
+    slots = max(levels)
+    stages: dict[str, dict[str, Any]] = {
+        stage: {"engine": {"max_num_seqs": slots}} for stage in ("thinker", "talker", "code2wav")
+    }
+    stages["talker"]["engine"] |= {"max_model_len": MAX_LEN}
+    common: dict[str, Any] = {"max_model_len": MAX_LEN}
+    if device_bytes is not None:
+        common |= {"load_format": "dummy", "dtype": "bfloat16"}
+        stages["thinker"]["engine"] |= {"skip_mm_profiling": True}
+        for stage, bytes_ in CACHE_BYTES.items():
+            stages[stage]["kv_cache_bytes"] = bytes_
+            stages[stage]["engine"] |= {"max_num_batched_tokens": STEP_TOKENS}
+        for stage, needed in NEEDED_GIB.items():
+            stages[stage]["engine"] |= {"gpu_memory_utilization": round(needed * GIB / device_bytes, 3)}
+    return {**common, "stage_overrides": stages}
+
+
+def as_flags(settings: Mapping[str, Any]) -> list[str]:
+    """The same for a command line."""
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+    return [word for name, text in texts.items() for word in (f"--{name.replace('_', '-')}", text)]
+
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@contextmanager
+def subject(model: str, settings: Mapping[str, Any], lengths: Lengths, args: Any) -> Iterator[tuple[Ask, Run]]:
+    """What is asked, and what waits for its answers."""
+    if args.http:
+        with served(model, as_flags(settings)) as server, over_http(server, lengths) as (ask, runner):
+            yield ask, runner.run
+        return
+    with one_by_one() if args.one_by_one else contextlib.nullcontext(), LLM(model, omni=True, **settings) as omni:
+        yield inside(omni, lengths), omni._run
+
+
+def measure(ask: Ask, run: Run, concurrency: int, rounds: int) -> Level:
+    """Warm up, and measure one level."""
+    run(several(ask, concurrency, concurrency))
+    seconds, answers = run(several(ask, concurrency * rounds, concurrency))
+    return Level(concurrency, seconds, answers)
+
+
+def table(levels: Sequence[Level]) -> Iterator[str]:
+    """The lines that are printed: figures, the goal, what others say."""
+    columns = {"first p50, ms": 14, "longest": 9, "answer p50, s": 14, "RTF": 7, "late, s": 9, "requests/s": 11}
+    yield f"{'at once':>7}" + "".join(f"{name:>{width}}" for name, width in columns.items()) + f"{'sound s/s':>11}"
+    for level in levels:
+        f = level.figures()
+        yield (
+            f"{level.concurrency:7}{f['first_p50_s'] * 1e3:14.0f}{f['first_max_s'] * 1e3:9.0f}{f['whole_p50_s']:14.3f}"
+            f"{f['real_time_factor_p50']:7.3f}{f['late_max_s']:9.2f}{f['requests_per_s']:11.2f}{f['sound_per_s']:11.1f}"
+        )
+    yield ""
+    slow = [str(level.concurrency) for level in levels if level.figures()["first_p50_s"] * 1e3 >= GOAL_FIRST_MS]
+    yield f"goal: first sound below {GOAL_FIRST_MS} ms; " + (f"missed at {', '.join(slow)}" if slow else "met")
+    for anchor in ANCHORS:
+        where = "" if anchor.level is None else f", {anchor.level} at once"
+        yield f"{anchor.who}{where}: {anchor.said}"
+
+
+def device_bytes(args: Any, flags: Any) -> int | None:
+    """Memory of the CUDA device, None for the tiny checkpoint; ends the program if the device will not do."""
+    if args.tiny:
+        return None
+    if not torch.cuda.is_available():
+        flags.error("no CUDA device: the released shape has nowhere to run; --tiny tries the program out on a CPU")
+    total = torch.cuda.get_device_properties(0).total_memory
+    if total < sum(NEEDED_GIB.values()) * GIB:
+        flags.error(f"{total / GIB:.0f} GiB on the CUDA device, about {sum(NEEDED_GIB.values())} GiB are needed")
+    return total
+
+
+def main() -> None:
+    """Measure and print."""
+    flags = parser(__doc__ or "")
+    flags.add_argument("--tiny", action="store_true", help="the tiny checkpoint on whatever this machine has")
+    flags.add_argument("--http", action="store_true", help="ask a server over HTTP")
+    flags.add_argument("--one-by-one", action="store_true", help="start the stages one after the other (not --http)")
+    flags.add_argument("--levels", nargs="+", type=int, default=list(LEVELS), help="answers at once")
+    flags.add_argument("--rounds", type=int, default=4, help="measured answers at each level, divided by the level")
+    flags.add_argument("--text", type=int, default=Lengths.text, help="text tokens of an answer")
+    flags.add_argument("--frames", type=int, default=Lengths.frames, help="frames of an answer, 80 ms each")
+    flags.add_argument("--json", type=Path, help="file that takes the figures and every answer")
+    args = flags.parse_args()
+    settings = engine_settings(args.levels, device_bytes=device_bytes(args, flags))
+    with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
+        model = args.model or str(
+            write_qwen3_omni(f"{folder}/model", seed=0, real_vocab=args.tiny, released_shape=not args.tiny)
+        )
+        with subject(model, settings, Lengths(args.text, args.frames), args) as (ask, run):
+            levels = [measure(ask, run, level, args.rounds) for level in args.levels]
+    where = "tiny checkpoint" if args.tiny else f"{torch.cuda.get_device_name(0)}, released shape"
+    print(f"{where}, random weights; {args.text} text tokens and {args.frames} frames an answer")
+    print(*table(levels), sep="\n")
+    if args.json is not None:
+        told = [level.figures() | {"each": [asdict(answer) for answer in level.answers]} for level in levels]
+        args.json.write_text(json.dumps(told, indent=1))
+
+
+if __name__ == "__main__":
+    main()

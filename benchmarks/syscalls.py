@@ -1,0 +1,71 @@
+"""System calls of running processes, counted by strace (a Linux program; it has to be installed).
+
+strace stops a process at every call: what is counted is right, what is timed meanwhile is not.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+NAMING = frozenset(
+    {
+        *("open", "openat", "openat2", "creat", "mkdir", "mkdirat", "mknod", "mknodat", "memfd_create"),
+        *("link", "linkat", "symlink", "symlinkat", "rename", "renameat", "renameat2"),
+        *("unlink", "unlinkat", "rmdir"),
+    }
+)
+"""Calls that can make, open or remove something in a file system, or memory that is a file."""
+
+ATTACHED = "attached"
+
+
+def available() -> bool:
+    """Whether this machine can count."""
+    return shutil.which("strace") is not None
+
+
+@contextmanager
+def counted(processes: Mapping[str, int]) -> Iterator[dict[str, Counter[str]]]:
+    """Count the calls of processes (name -> pid) in all their threads during the block, by name of process and call.
+
+    The counts are there after the block; a call that ends with it may be missing. RuntimeError if
+    strace may not look into a process.
+    """
+    found: dict[str, Counter[str]] = {name: Counter() for name in processes}
+    with tempfile.TemporaryDirectory() as folder:
+        with ExitStack() as tracing:
+            # This process last: what it starts after that is traced too, and a strace that is traced cannot trace.
+            for name, pid in sorted(processes.items(), key=lambda each: each[1] == os.getpid()):
+                tracing.enter_context(_traced(pid, Path(folder, name.replace("/", "-"))))
+            yield found
+        for name in processes:
+            found[name].update(parse(Path(folder, name.replace("/", "-")).read_text()))
+
+
+@contextmanager
+def _traced(pid: int, file: Path) -> Iterator[None]:
+    words = ["strace", "-f", "-c", "-U", "calls,name", "-o", str(file), "-p", str(pid)]
+    tracer = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    assert tracer.stderr is not None
+    try:
+        said = tracer.stderr.readline()
+        if ATTACHED not in said:
+            raise RuntimeError(f"strace cannot count the calls of process {pid}: {said.strip()}")
+        yield
+    finally:
+        tracer.send_signal(signal.SIGINT)  # it detaches and writes what it has counted
+        tracer.communicate()
+
+
+def parse(text: str) -> dict[str, int]:
+    """Counts by call from strace's table; its last line, the sum, is left out."""
+    rows = (line.split() for line in text.splitlines())
+    return {row[1]: int(row[0]) for row in rows if len(row) == 2 and row[0].isdigit() and row[1] != "total"}
