@@ -244,7 +244,7 @@ def test_no_room_is_a_clear_error_at_once_and_hurts_nobody(connected: Any) -> No
 
 
 def test_a_talker_and_a_thinker_killed_are_not_missed(twofold: Any) -> None:
-    """The first talker and the last thinker: the other thinker keeps rows that the dead one had open, and one more."""
+    """The first talker and the last thinker: the first thinker keeps rows that the dead talker had open."""
     stages = {"talker": 0, "thinker": -1}
     conversations = [HEARD, SEEN] * 3
     lengths = {"text": 150, "frames": 200}
