@@ -25,6 +25,7 @@ from vllm import SamplingParams  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 
+from vllm_omni_ext.config.schema import SENDS  # noqa: E402
 from vllm_omni_ext.disaggregation.parameters import (  # noqa: E402
     KEY,
     Settings,
@@ -38,6 +39,8 @@ from vllm_omni_ext.disaggregation.parameters import (  # noqa: E402
 from vllm_omni_ext.runtime.engine_args import _config_classes  # noqa: E402
 
 PLAIN = "plain"
+ROWS = {SENDS: {"rows": {"name": "shared_memory"}}}
+"""Where a replica's worker would put rows, if it were asked for any."""
 CACHE_BYTES = 32 << 20
 MAX_LEN = 2304
 BACK_WITHIN_S = 30.0
@@ -66,7 +69,7 @@ class Engine:
             worker_cls="tests.processes.kv_probe.ProbeWorker",
             scheduler_cls="tests.processes.kv_probe.probe_scheduler",
             distributed_executor_backend="uni",
-            **{"enable_prefix_caching": False, **values, **args},
+            **{"enable_prefix_caching": False, "additional_config": ROWS, **values, **args},
         ).create_engine_config()
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just said spawn
         self.llm = AsyncLLM.from_vllm_config(config)

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from vllm_omni_ext.engine.report import report_scheduler
+from vllm_omni_ext.engine.unheard import export_scheduler
 from vllm_omni_ext.engine.worker import ExportWorker
 
 _schedulers: list[Any] = []
@@ -14,7 +14,7 @@ _schedulers: list[Any] = []
 
 def probe_scheduler(**kwargs: Any) -> Any:
     """The replica's scheduler; the worker, in the same process, can look into it."""
-    _schedulers[:] = [report_scheduler(**kwargs)]
+    _schedulers[:] = [export_scheduler(**kwargs)]
     return _schedulers[0]
 
 

@@ -22,6 +22,7 @@ from tests.processes import kv_probe
 from tests.processes.conftest import MAX_LEN, STEP_TOKENS
 from tests.processes.test_parity import CASES, SCHEDULES, answer, check
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.model_plugins.qwen3_omni.pipeline import THINKER
 
 PREFILL, DECODE = "thinker.prefill", "thinker.decode"
 SETTLED_S = 120.0
@@ -51,11 +52,13 @@ def started(model: Path, prefills: int, decodes: int, transfers: Mapping[str, An
     from vllm import LLM
 
     split = {
-        "engine": {"scheduler_cls": "tests.processes.kv_probe.probe_scheduler", "block_size": BLOCK},
+        "engine": {"block_size": BLOCK},
         "prefill_decode": {"prefill": {"replicas": prefills}, "decode": {"replicas": decodes}, **transfers},
     }
     size = {"max_model_len": MAX_LEN, "max_num_batched_tokens": STEP_TOKENS}
-    return LLM(str(model), omni=True, stage_overrides={"thinker": split}, restart_backoff_s=0.1, **size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(THINKER.engine, "scheduler_cls", "tests.processes.kv_probe.probe_scheduler")
+        return LLM(str(model), omni=True, stage_overrides={"thinker": split}, restart_backoff_s=0.1, **size)
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +111,8 @@ def moved(omni: Any) -> float:
 
 
 def nothing_is_kept(omni: Any) -> bool:
-    """Whether all blocks are free on both sides, and no scheduler knows a request."""
-    return not any([*each(omni, used_blocks).values(), *each(omni, held_requests).values()])
+    """Whether all blocks are free on both sides, no scheduler knows a request, and no rows wait for a talker."""
+    return not any(kept for ask in (used_blocks, held_requests, "rows_held") for kept in each(omni, ask).values())
 
 
 def until(true: Callable[[], bool], seconds: float) -> bool:
