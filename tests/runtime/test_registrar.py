@@ -6,6 +6,7 @@ import queue
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -23,12 +24,15 @@ from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.coordinator.keys import Keys, as_client
 from vllm_omni_ext.coordinator.membership import Expected
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.runtime import headless
 from vllm_omni_ext.runtime.fleet import About
 from vllm_omni_ext.runtime.registrar import Registrar
+from vllm_omni_ext.topology.shape import Headless
 from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, Malformed, Message, encode
 from vllm_omni_ext.wire.joining import FROM_HEAD, TO_HEAD, Endpoints, Gone, Join, Joined, Ping, Pong, Refusal, Started
 
 PATIENCE_S = 5.0
+LATE_S = 0.3
 HOST = "127.0.0.1"
 JOIN = Join(ticket="t", stage="talker", model="m", config_hash="t", version="1", host="10.0.0.2")
 EXPECTED = Expected(model="m", version="1", stages={"talker": "t", "thinker": "h"})
@@ -321,6 +325,31 @@ def test_with_a_secret_nobody_joins_without_it(secret: str, tmp_path: Path) -> N
         assert made.users.told == []
         assert isinstance(made.ask(JOIN, made.dial(right)), Joined)
     finally:
+        made.close()
+
+
+def test_who_has_no_secret_hears_of_it_however_early_it_was_refused(
+    secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq tells of a failed handshake once, and does not try again."""
+    plan: Any = SimpleNamespace(config=OmniConfig(startup_timeout_s=PATIENCE_S), model="m")
+    monkeypatch.setattr(headless, "config_hash", lambda plan, stage: "t")
+    monkeypatch.setattr(headless, "model_identity", lambda model: model)
+    listen_for_events = zmq.Socket.get_monitor_socket
+
+    def late(*args: Any) -> Any:
+        time.sleep(LATE_S)
+        return listen_for_events(*args)
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", late)
+    made = Bench(secret)
+    joining = Headless(stage="talker", replicas=1, master=(HOST, made.port), replica_address=HOST)
+    master = headless.Master(plan, joining)
+    try:
+        with pytest.raises(headless.Refused, match="another secret"):
+            master.listen(ReplicaId("talker", 0))
+    finally:
+        master.close()
         made.close()
 
 

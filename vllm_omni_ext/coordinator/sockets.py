@@ -40,8 +40,14 @@ def listen(context: zmq.Context[Any], kind: int, address: str, keys: Keys | None
     return socket
 
 
-def connect(context: zmq.Context[Any], kind: int, address: str, keys: Keys | None, *, limit: int) -> Socket:
-    """A socket that connects to `address`, again and again; OmniError if it is no address."""
+def connect(
+    context: zmq.Context[Any], kind: int, address: str, keys: Keys | None, *, limit: int, watched: int = 0
+) -> Socket:
+    """A socket that connects to `address`, again and again; OmniError if it is no address.
+
+    Args:
+        watched: events that its `get_monitor_socket()` tells of, those of the very first attempt included.
+    """
     socket = _socket(context, kind, address, limit)
     as_client(socket, keys)
     socket.reconnect_ivl = RECONNECT_MS
@@ -51,6 +57,8 @@ def connect(context: zmq.Context[Any], kind: int, address: str, keys: Keys | Non
     if kind == zmq.SUB:
         socket.conflate = True  # only the newest view counts; must be set before connecting
         socket.subscribe(b"")
+    if watched:
+        socket.get_monitor_socket(watched)
     try:
         socket.connect(address)
     except zmq.ZMQError as error:

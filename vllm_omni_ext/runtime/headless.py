@@ -63,6 +63,7 @@ MOST_BROKEN_HANDSHAKES = 3
 _BROKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _REJECTED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 """After these, libzmq does not try again."""
+_HANDSHAKES = _BROKEN | _REJECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 REFUSED, FAILED = 2, 1
 """Exit status: the head does not want these replicas; none of them could be kept running."""
@@ -100,9 +101,9 @@ class Master:
         self.keys = Keys.read(plan.config.cluster_secret_file)
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: Socket = connect(
-            self._context, zmq.DEALER, endpoint(host, port), self.keys, limit=MAX_ANSWER_BYTES
+            self._context, zmq.DEALER, endpoint(host, port), self.keys, limit=MAX_ANSWER_BYTES, watched=_HANDSHAKES
         )
-        self._handshakes: Socket = self._socket.get_monitor_socket(_BROKEN | _REJECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._handshakes: Socket = self._socket.get_monitor_socket()
         self._broken_handshakes = 0
         self.places: dict[ReplicaId, _Place] = {}
         self._started: dict[ReplicaId, Started] = {}
