@@ -114,12 +114,17 @@ async def test_lost_rows_are_made_again_and_nobody_hears_what_is_said() -> None:
     assert made.orchestrator.held() == 0
 
 
-async def test_a_prompt_that_is_read_again_ends_with_its_request() -> None:
+async def read_again() -> tuple[Bench, str, str]:
+    """A bench whose request lost its rows, so that its prompt is read again: the ticket, and that engine request."""
     made = bench()
     ticket, _ = await made.start("r")
     await made.produce("text", "r", 1, tensor=NOTICE)
     await made.produce("voice", "r", tensor="lost", end="error")
-    again = made.of("text/0").added[-1].request_id
+    return made, ticket, made.of("text/0").added[-1].request_id
+
+
+async def test_a_prompt_that_is_read_again_ends_with_its_request() -> None:
+    made, ticket, again = await read_again()
     await made.orchestrator.withdraw(ticket)
     assert set(made.of("text/0").aborted) == {"r", again}
     assert made.orchestrator.held() == 0
@@ -139,11 +144,7 @@ def test_it_asks_for_one_token_and_nothing_else() -> None:
 
 
 async def test_a_request_that_ends_first_stops_the_reading_and_frees_what_came_of_it() -> None:
-    made = bench()
-    ticket, _ = await made.start("r")
-    await made.produce("text", "r", 1, tensor=NOTICE)
-    await made.produce("voice", "r", tensor="lost", end="error")
-    again = made.of("text/0").added[-1].request_id
+    made, ticket, again = await read_again()
     await made.produce("text", "r", 5, end="stop")
     assert made.of("text/0").aborted == [again]
     assert not await made.orchestrator.produced(ReplicaId("text", 0), output(again, 7, tensor=NOTICE))

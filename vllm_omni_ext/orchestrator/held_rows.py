@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -41,8 +41,8 @@ class HeldRows:
 
     def unwanted(self, replica: ReplicaId, payload: Any) -> None:
         """As `noticed`, of a request that has ended or is another replica's: what is kept there is freed."""
-        if isinstance(payload, Notice) and replica in self._replicas:
-            self._start(self._forget(self._replicas[replica], payload.name))
+        if isinstance(payload, Notice):
+            self._free(replica, payload.name)
 
     def finished(self, request_id: str, *, taken: bool) -> None:
         """A request needs its rows no more.
@@ -53,13 +53,13 @@ class HeldRows:
         """
         held = self._held.pop(request_id, set())
         for replica, _, name in held if len(held) > taken else ():
-            if replica in self._replicas:
-                self._start(self._forget(self._replicas[replica], name))
+            self._free(replica, name)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _free(self, replica: ReplicaId, name: str) -> None:
+        if replica in self._replicas:
+            task = asyncio.ensure_future(self._forget(self._replicas[replica], name))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _forget(self, replica: Replica, name: str) -> None:
         try:
