@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 from vllm import SamplingParams
-from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.media import image, openai_messages
 from vllm_omni_ext.ids import ReplicaId
@@ -50,23 +47,6 @@ def ask(
     return output
 
 
-@contextmanager
-def sent_to_talker(omni: Any) -> Iterator[list[int]]:
-    """Encoded sizes in bytes of the requests and chunks that the talker gets inside the block."""
-    replica = omni._omni.orchestrator.replicas[TALKER]
-    add, sizes, encoder = replica.add, [], MsgpackEncoder()
-
-    async def counting(request: Any) -> None:
-        sizes.append(sum(memoryview(part).nbytes for part in encoder.encode(request)))
-        await add(request)
-
-    replica.add = counting
-    try:
-        yield sizes
-    finally:
-        replica.add = add
-
-
 def handoff_steps(omni: Any) -> int:
     """Steps in which the thinker's worker did more than the stock one."""
     (steps,) = omni.collective_rpc("handoff_steps")
@@ -74,11 +54,11 @@ def handoff_steps(omni: Any) -> int:
 
 
 @pytest.mark.parametrize(("chunks", "most"), [("all", MOST_BYTES_A_TOKEN), ([1], MOST_BYTES_A_MESSAGE)], ids=str)
-def test_bytes_a_thinker_token(omni: Any, record_property: Any, chunks: Any, most: int) -> None:
+def test_bytes_a_thinker_token(omni: Any, benchmark: Any, record_property: Any, chunks: Any, most: int) -> None:
     """Ids alone; with chunks the rest is what vLLM's request message costs."""
     totals = {}
     for text in (2, 200):
-        with sent_to_talker(omni) as sizes:
+        with benchmark("handoff_bytes").sent_to(omni, TALKER) as sizes:
             ask(omni, QUESTION, text=text, frames=220, least=220, chunks={"text": chunks})
         totals[text] = sum(sizes)
     each = (totals[200] - totals[2]) / 198
