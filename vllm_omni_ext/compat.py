@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from vllm_omni_ext.errors import IncompatibleVllm
 from vllm_omni_ext.patches import ALL
+from vllm_omni_ext.patching import sockets
 from vllm_omni_ext.patching.apply import apply_all
 from vllm_omni_ext.patching.check import allowed_drift, in_range
 from vllm_omni_ext.patching.memo import Memo
@@ -42,3 +45,12 @@ def activate() -> None:
         if not allowed_drift():
             memo.keep()
     apply_all(ALL, source)
+
+
+def use_keys(options: Mapping[int, Any]) -> None:
+    """Have this process's engine connect to TCP addresses with these socket options, by libzmq's number of the option.
+
+    Call it before the engine connects.
+    """
+    apply_all([patch for patch in ALL if patch.when == "secret"], VllmSource.installed(), when="secret")
+    sockets.use(options)

@@ -1,10 +1,11 @@
-"""Who may talk to the coordinator: everybody who can reach it, or those who know a secret.
+"""Who may talk to the processes of a deployment: everybody who can reach them, or those who know a secret.
 
-With a secret all traffic is encrypted and authenticated by ZeroMQ's CURVE. Both key pairs, the coordinator's and the
-one that all its clients share, are computed from the secret, so that nothing but the secret has to be handed round:
-private key = blake2b(scrypt(secret), person = the role), public key = the point that belongs to it. Who does not know
-the secret knows neither the coordinator's public key, without which no connection is made, nor a private key whose
-owner the coordinator accepts.
+With a secret all traffic is encrypted and authenticated by ZeroMQ's CURVE. Both key pairs, that of all sockets that
+listen and that of all sockets that connect, are computed from the secret, so that nothing but the secret has to be
+handed round: private key = blake2b(scrypt(secret), person = the role), public key = the point that belongs to it. Who
+does not know the secret does not know the listening side's public key. CURVE never sends that key, and makes no
+connection without it, so that it alone keeps strangers out. The coordinator and the registrar also check the other key
+(`answer_handshake`).
 """
 
 from __future__ import annotations
@@ -50,6 +51,20 @@ class Keys:
     server: KeyPair
     client: KeyPair
 
+    @property
+    def listening(self) -> dict[int, Any]:
+        """Options of a socket that listens, by libzmq's number of the option."""
+        return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: self.server.private}
+
+    @property
+    def connecting(self) -> dict[int, Any]:
+        """Options of a socket that connects, by libzmq's number of the option."""
+        return {
+            zmq.CURVE_SERVERKEY: self.server.public,
+            zmq.CURVE_PUBLICKEY: self.client.public,
+            zmq.CURVE_SECRETKEY: self.client.private,
+        }
+
     @classmethod
     def derive(cls, secret: bytes) -> Keys:
         """Compute the key pairs; ConfigError if the secret is too short to be one."""
@@ -78,17 +93,16 @@ def _pair(root: bytes, role: bytes) -> KeyPair:
 def as_client(socket: zmq.Socket[Any], keys: Keys | None) -> None:
     """Prepare a socket that connects to the coordinator."""
     if keys is not None:
-        socket.curve_serverkey = keys.server.public
-        socket.curve_publickey = keys.client.public
-        socket.curve_secretkey = keys.client.private
+        for option, value in keys.connecting.items():
+            socket.setsockopt(option, value)
 
 
 def as_server(socket: zmq.Socket[Any], keys: Keys | None) -> None:
     """Prepare a socket that the coordinator binds."""
     if keys is not None:
         socket.zap_domain = _ZAP_DOMAIN
-        socket.curve_server = True
-        socket.curve_secretkey = keys.server.private
+        for option, value in keys.listening.items():
+            socket.setsockopt(option, value)
 
 
 def answer_handshake(zap: zmq.Socket[Any], keys: Keys | None) -> None:

@@ -12,6 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_omni_ext.compat import use_keys
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import Descriptor, Member
 from vllm_omni_ext.coordinator.reporter import Reporter
@@ -32,9 +33,14 @@ class ReportMixin(Scheduler):
         enrolled = Enrollment.read()
         if enrolled is not None and enrolled.parent is not None:
             end_with(enrolled.parent)
-        self._reporter = None if enrolled is None or enrolled.events is None else _reporter(enrolled, self)
-        if self._reporter is not None:
-            self._reporter.start()
+        self._reporter: Reporter | None = None
+        if enrolled is None or enrolled.events is None:
+            return
+        keys = Keys.read(enrolled.secret_file)
+        if keys is not None:
+            use_keys(keys.connecting)  # the engine makes its sockets after its scheduler
+        self._reporter = _reporter(enrolled, self, keys)
+        self._reporter.start()
 
     def load(self) -> Load:
         """What it has to do now. Read by the reporter's thread: the figures may be a step apart."""
@@ -84,7 +90,7 @@ def report_scheduler(**kwargs: Any) -> Scheduler:
     return cls(**kwargs)
 
 
-def _reporter(enrolled: Enrollment, scheduler: ReportMixin) -> Reporter:
+def _reporter(enrolled: Enrollment, scheduler: ReportMixin, keys: Keys | None) -> Reporter:
     name = ReplicaId(enrolled.stage, enrolled.index)
     assert enrolled.events is not None
     return Reporter(
@@ -99,7 +105,7 @@ def _reporter(enrolled: Enrollment, scheduler: ReportMixin) -> Reporter:
         ),
         scheduler.load,
         index=enrolled.index,
-        keys=Keys.read(enrolled.secret_file),
+        keys=keys,
         admitted=_Bearer(name),
     )
 

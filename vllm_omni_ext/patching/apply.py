@@ -9,17 +9,19 @@ from types import FunctionType
 from vllm_omni_ext.patching.check import allowed_drift, check
 from vllm_omni_ext.patching.slot import Slot
 from vllm_omni_ext.patching.source import VllmSource
-from vllm_omni_ext.patching.spec import Patch, PatchConflict, split_target
+from vllm_omni_ext.patching.spec import Patch, PatchConflict, When, split_target
 
 
-def apply_all(patches: Sequence[Patch], source: VllmSource, *, allowed: frozenset[str] | None = None) -> list[str]:
+def apply_all(
+    patches: Sequence[Patch], source: VllmSource, *, when: When = "omni", allowed: frozenset[str] | None = None
+) -> list[str]:
     """Check every patch against `source`, then apply those not yet in place; return the names newly applied.
 
-    If one does not fit, none is applied. Patches with `when="import"` are checked only: the start-up hook applies them.
+    If one does not fit, none is applied. Patches with another `when` are checked only.
     """
     check(patches, source, allowed=allowed_drift() if allowed is None else allowed)
     _refuse_two_on_one_target(patches)
-    slots = [_slot(patch) for patch in patches if patch.when == "omni"]
+    slots = [_slot(patch) for patch in patches if patch.when == when]
     todo = [slot for slot in slots if not slot.is_ours]
     for slot in todo:
         _refuse_foreign(slot, source)

@@ -96,8 +96,8 @@ ENGINE_PROCESS = (
         ("EngineCoreProc.startup_handshake", "fac0f9c9ef6a", "answered: HELLO, addresses, READY"),
         ("EngineCoreProc.run_engine_core", "6043bcf10fa8", "process target of a replica"),
         ("EngineCoreProc.has_work", "56db2332dc6d", "a starved engine sleeps because has_requests() is False"),
-        ("EngineCoreProc.process_input_sockets", "2fdd9c95b78b", "wire protocol: requests in"),
-        ("EngineCoreProc.process_output_sockets", "17bdcc1213d7", "wire protocol: outputs by client index"),
+        ("EngineCoreProc.process_input_sockets", "2fdd9c95b78b", "patched; wire protocol: requests in"),
+        ("EngineCoreProc.process_output_sockets", "17bdcc1213d7", "patched; wire protocol: outputs by client index"),
         ("EngineCore.preprocess_add_request", "588865cb2174", "a chunk arrives as a second ADD"),
     ),
     *_in(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from vllm_omni_ext.errors import IncompatibleVllm
 
@@ -35,6 +35,9 @@ class PatchConflict(IncompatibleVllm):
     """Somebody else replaced the attribute, or two of our patches claim it."""
 
 
+When: TypeAlias = Literal["omni", "import", "secret"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Patch:
     """One change to one vLLM attribute.
@@ -49,7 +52,8 @@ class Patch:
         seen: fingerprints of the originals it was written against.
         wrap: original -> replacement.
         when: "omni" is put in place by `apply_all` when omni is active; "import" by the start-up hook as soon as
-            vLLM imports the module, in a plain run too, and must therefore change nothing there.
+            vLLM imports the module, in a plain run too, and must therefore change nothing there; "secret" by
+            `apply_all` in the process of a replica that knows the cluster's secret.
     """
 
     name: str
@@ -60,7 +64,7 @@ class Patch:
     seen: frozenset[str]
     wrap: Callable[[Any], Any]
     vllm: str = TESTED_VLLM
-    when: Literal["omni", "import"] = "omni"
+    when: When = "omni"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ def _patches(patches: Sequence[Patch]) -> Iterable[str]:
 
 _WHEN = {
     "omni": "only when omni is active",
+    "secret": "only in replicas that know a cluster's secret",
     "import": "as soon as vLLM imports the module, in plain runs too, where it changes nothing",
 }
 

@@ -1,4 +1,4 @@
-"""vLLM's client of one engine, where vLLM's own constructor does not fit: after a restart, and without an engine."""
+"""vLLM's client of one engine where vLLM's constructor does not fit: after a restart, without engine, with keys."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 import zmq
 from vllm.utils.network_utils import ZmqListener
 from vllm.v1.engine.core_client import AsyncMPClient
+
+from vllm_omni_ext.coordinator.keys import Keys
 
 Listeners: TypeAlias = tuple[ZmqListener, ZmqListener]
 """Where an API server hears of a replica: for the replica's input, for its output."""
@@ -32,11 +34,13 @@ class Client(AsyncMPClient):
 
     Args:
         said: what the engine said when it was ready; None: it is waited for.
+        keys: what the engine must know; None: whoever connects is taken for the engine.
     """
 
     said: bytes = b""
 
-    def __init__(self, *args: Any, said: bytes | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, said: bytes | None = None, keys: Keys | None = None, **kwargs: Any) -> None:
+        self._keys = keys
         self._follows = said is not None
         self._engines: list[bytes] = []
         super().__init__(*args, **kwargs)
@@ -55,6 +59,21 @@ class Client(AsyncMPClient):
         if not socket.poll(CONNECT_MS, zmq.POLLOUT):
             log.warning("an engine has not connected within %d ms", CONNECT_MS)
         socket.router_mandatory = False
+
+    @property
+    def ctx(self) -> Any:
+        """The context of the sockets."""
+        return self._context
+
+    @ctx.setter
+    def ctx(self, context: Any) -> None:
+        """Take the context that vLLM's constructor has made, before it makes sockets with it.
+
+        A pyzmq context gives its options to every socket that it makes. libzmq ignores CURVE on inproc sockets.
+        """
+        self._context = context
+        if self._keys is not None:
+            context.sockopts.update(self._keys.listening)
 
     @property
     def core_engines(self) -> list[bytes]:  # type: ignore[override]

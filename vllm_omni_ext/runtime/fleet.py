@@ -98,8 +98,13 @@ class Connections:
             client_count=self.client_count,
             client_index=self.client_index,
             said=said,
+            keys=self._keys(listeners),
         )
         return StockReplica(replica, client)
+
+    def _keys(self, listeners: Listeners) -> Keys | None:
+        """What a replica must know that connects there; None for unix sockets, which lie in a private folder."""
+        return Keys.read(self.plan.config.cluster_secret_file) if listeners[0].address.startswith("tcp:") else None
 
     def connect_all(self) -> dict[ReplicaId, StockReplica]:
         """Connect to the replicas that are there at the start."""

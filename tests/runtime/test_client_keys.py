@@ -1,0 +1,188 @@
+"""Connections between vLLM's client and vLLM's engine over TCP, with keys: who does not know them has no effect."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from vllm.utils.network_utils import ZmqListener, make_zmq_listener
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from tests.runtime.test_client import ENGINE, SAID, config
+from vllm_omni_ext.coordinator.keys import Keys
+from vllm_omni_ext.patching import sockets
+from vllm_omni_ext.runtime.client import Client, addresses
+
+PATIENCE_S = 10.0
+QUIET_S = 0.5
+KEYS = Keys.derive(b"correct horse battery staple")
+OTHER = Keys.derive(b"another horse, another staple")
+
+Listeners = tuple[ZmqListener, ZmqListener]
+
+
+@pytest.fixture(params=["tcp://127.0.0.1:0", "tcp://[::1]:0"])
+def listeners(request: pytest.FixtureRequest) -> Iterator[Listeners]:
+    """As the head keeps them."""
+    try:
+        made = make_zmq_listener(request.param, zmq.ROUTER), make_zmq_listener(request.param, zmq.PULL)
+    except OSError:
+        pytest.skip("no IPv6 loopback here")
+    yield made
+    for listener in made:
+        listener.socket.close()
+
+
+@pytest.fixture(autouse=True)
+def knowing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process's engine has the keys."""
+    monkeypatch.setattr(sockets, "_options", {})
+    sockets.use(KEYS.connecting)
+
+
+class Engine(EngineCoreProc):
+    """The input and output threads of vLLM's engine as the patches make them, and nothing behind them."""
+
+    process_input_sockets = sockets.with_options(EngineCoreProc.process_input_sockets)
+    process_output_sockets = sockets.with_options(EngineCoreProc.process_output_sockets)
+
+    def __init__(self, listeners: Listeners) -> None:
+        self.input_queue: Any = queue.Queue()
+        self.output_queue: Any = queue.Queue()
+        self.aborts_queue: Any = queue.Queue()
+        self.tensor_ipc_receiver = None
+        given, taken = (listener.address for listener in listeners)
+        begun = threading.Event()
+        threading.Thread(target=self.process_input_sockets, args=([given], None, ENGINE, begun), daemon=True).start()
+        threading.Thread(target=self.process_output_sockets, args=([taken], None, 0), daemon=True).start()
+
+    def _make_ready_response(self) -> Any:
+        return msgspec.msgpack.decode(SAID)
+
+
+def outputs(request: str) -> EngineCoreOutputs:
+    return EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=request, new_token_ids=[1])])
+
+
+@contextmanager
+def stranger(listeners: Listeners, options: dict[int, Any]) -> Iterator[zmq.Socket[Any]]:
+    """Somebody who was there first, says that it is the engine, and sends outputs; its input."""
+    given, taken = (listener.address for listener in listeners)
+    context = zmq.Context()
+    context.sockopts.update({zmq.LINGER: 0, zmq.IPV6: 1, **options})
+    dealer, push = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
+    dealer.setsockopt(zmq.IDENTITY, ENGINE)
+    dealer.connect(given)
+    push.connect(taken)
+    dealer.send(msgspec.msgpack.encode(msgspec.msgpack.decode(SAID) | {"max_model_len": 1}))
+    push.send_multipart(MsgpackEncoder().encode(outputs("false")))
+    try:
+        yield dealer
+    finally:
+        context.destroy(linger=0)
+
+
+@contextmanager
+def connecting(listeners: Listeners, keys: Keys | None) -> Iterator[Future[Client]]:
+    """A client that an API server makes in a thread, as for a replica that joins."""
+    given, taken = (ZmqListener(each.address, each.socket.dup()) for each in listeners)
+
+    def make() -> Client:
+        return Client(config(), object, False, client_addresses=addresses((given, taken)), keys=keys)
+
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(make)
+        try:
+            yield made
+        finally:
+            made.result(PATIENCE_S).shutdown(timeout=0)
+
+
+def first_output(client: Client, wait_s: float) -> str:
+    """Request of the first outputs that come in time."""
+
+    async def wait() -> str:
+        async with asyncio.timeout(wait_s):
+            return (await client.get_output_async()).outputs[0].request_id
+
+    return asyncio.run(wait())
+
+
+def test_requests_and_outputs_pass_between_those_who_know_the_keys(listeners: Listeners) -> None:
+    with connecting(listeners, KEYS) as made:
+        engine = Engine(listeners)
+        client = made.result(PATIENCE_S)
+        assert client.said == SAID
+        asyncio.run(client.abort_requests_async(["r"]))
+        assert engine.input_queue.get(timeout=PATIENCE_S) == (EngineCoreRequestType.ABORT, ["r"])
+        engine.output_queue.put((0, outputs("true")))
+        assert first_output(client, PATIENCE_S) == "true"
+        engine.output_queue.put(EngineCoreProc.ENGINE_CORE_DEAD)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, OTHER.connecting, {**KEYS.connecting, zmq.CURVE_SERVERKEY: KEYS.client.public}],
+    ids=["no keys", "other keys", "a wrong key of the listening side"],
+)
+def test_a_stranger_who_was_there_first_is_neither_heard_nor_told_anything(
+    listeners: Listeners, options: dict[int, Any]
+) -> None:
+    with connecting(listeners, KEYS) as made, stranger(listeners, options) as its_input:
+        with pytest.raises(TimeoutError):
+            made.result(QUIET_S)
+        engine = Engine(listeners)
+        client = made.result(PATIENCE_S)
+        assert client.vllm_config.model_config.max_model_len == 64, "the engine's own"
+        asyncio.run(client.abort_requests_async(["r"]))
+        assert engine.input_queue.get(timeout=PATIENCE_S) == (EngineCoreRequestType.ABORT, ["r"])
+        engine.output_queue.put((0, outputs("true")))
+        assert first_output(client, PATIENCE_S) == "true", "the false one was there before"
+        assert not its_input.poll(0)
+        engine.output_queue.put(EngineCoreProc.ENGINE_CORE_DEAD)
+
+
+def test_without_keys_the_stranger_would_be_the_engine(listeners: Listeners) -> None:
+    """What the other tests rely on: the stranger says the right things."""
+    with connecting(listeners, None) as made, stranger(listeners, {}) as its_input:
+        client = made.result(PATIENCE_S)
+        assert client.vllm_config.model_config.max_model_len == 1
+        assert first_output(client, PATIENCE_S) == "false"
+        asyncio.run(client.abort_requests_async(["r"]))
+        assert its_input.poll(PATIENCE_S * 1000)
+
+
+def test_an_engine_gives_nothing_to_one_who_listens_without_the_keys(listeners: Listeners) -> None:
+    """Whoever has taken the head's address gets no outputs."""
+    given, taken = listeners
+    context = zmq.Context()
+    context.sockopts.update({zmq.LINGER: 0, zmq.IPV6: 1})
+    router, pull = context.socket(zmq.ROUTER), context.socket(zmq.PULL)
+    for made, listener in ((router, given), (pull, taken)):
+        made.setsockopt(zmq.USE_FD, listener.socket.dup().detach())
+        made.bind(listener.address)
+    engine = Engine(listeners)
+    engine.output_queue.put((0, outputs("true")))
+    assert not router.poll(QUIET_S * 1000) and not pull.poll(0)
+    context.destroy(linger=0)
+
+
+def test_unix_sockets_have_no_keys() -> None:
+    """Those lie in a private folder, and their other ends have none."""
+    context = zmq.Context()
+    name = EngineCoreProc.process_input_sockets.__globals__[sockets.MAKER]
+    made = sockets.with_options(EngineCoreProc.process_input_sockets).__globals__[sockets.MAKER]
+    socket = made(context, "ipc:///nowhere/at/all", zmq.DEALER, bind=False)
+    assert socket.mechanism == zmq.NULL
+    assert EngineCoreProc.process_input_sockets.__globals__[sockets.MAKER] is name, "vLLM's own is untouched"
+    context.destroy(linger=0)

@@ -1,0 +1,44 @@
+"""Keys for the connections of vLLM's engine to its clients.
+
+The engine's two threads for that (one for input, one for output) make a ZeroMQ context of their own and pass it to
+`make_zmq_socket`. Both run as vLLM has written them, but see another `make_zmq_socket`, which gives the options to the
+context before a socket for a TCP address is made. The module's own `make_zmq_socket` stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+MAKER = "make_zmq_socket"
+"""What vLLM's functions call to make a socket."""
+
+_options: dict[int, Any] = {}
+
+
+def use(options: Mapping[int, Any]) -> None:
+    """Give these options to every socket that this process's engine connects to a TCP address from now on.
+
+    Args:
+        options: by libzmq's number of the option.
+    """
+    _options.update(options)
+
+
+def with_options(original: FunctionType) -> FunctionType:
+    """The same function, with a `make_zmq_socket` that knows the options."""
+    names = {**original.__globals__, MAKER: _knowing(original.__globals__[MAKER])}
+    made = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
+    made.__kwdefaults__ = original.__kwdefaults__
+    made.__qualname__, made.__doc__, made.__module__ = original.__qualname__, original.__doc__, original.__module__
+    return made
+
+
+def _knowing(make: Callable[..., Any]) -> Callable[..., Any]:
+    def make_zmq_socket(ctx: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        if path.startswith("tcp:"):
+            ctx.sockopts.update(_options)
+        return make(ctx, path, *args, **kwargs)
+
+    return make_zmq_socket
