@@ -236,7 +236,7 @@ def test_plan_shows_a_headless_process(model: str, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["headless"]["stage"] == "talker"
 
 
-def test_serve_runs_replicas_alone(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_runs_replicas_alone(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Any] = []
 
     def run_headless(plan: Plan, found: Headless, args: argparse.Namespace) -> int:
@@ -246,6 +246,9 @@ def test_serve_runs_replicas_alone(model: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "vllm_omni_ext.runtime.headless", SimpleNamespace(run_headless=run_headless))
     left: list[int] = []
     monkeypatch.setattr(serve_command, "_leave", left.append)
-    assert serve_command.main([model, "--omni", "--headless", "--stage", "code2wav", *HEAD]) == 3
+    words = [model, "--omni", "--headless", "--stage", "code2wav", *HEAD]
+    assert serve_command.main([*words, "--omni-no-cluster-secret"]) == 3
     assert left == [3]
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert serve_command.main(words) == 2, "the head is on another host, and its secret is not here"
     assert seen == [([0, 0, 1], Headless(stage="code2wav", replicas=1, master=MASTER, replica_address=None), model)]

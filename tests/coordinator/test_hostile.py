@@ -6,15 +6,19 @@ import asyncio
 import random
 import socket
 from functools import partial
+from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import zmq
 
 from tests import noise
 from tests.coordinator.conftest import CONFIG, TIMEOUT_S, states, watching
+from vllm_omni_ext.coordinator import translate
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import State
+from vllm_omni_ext.coordinator.refusals import UNTOLD
 from vllm_omni_ext.coordinator.server import CoordinatorConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.wire import coordination as wire
@@ -96,6 +100,10 @@ async def test_noise_changes_nothing(coordinator, replica) -> None:
         assert process.memory_info().rss - memory < GROWTH_BYTES
 
 
+def with_secret(file: Path) -> CoordinatorConfig:
+    return CoordinatorConfig(expected=CONFIG.expected, timing=CONFIG.timing, secret_file=str(file))
+
+
 async def ask(address: str, frames: list[bytes], keys: Keys | None = None, wait_s: float = 5.0) -> bytes | None:
     """Send one message and return the answer, if there is one."""
 
@@ -112,16 +120,47 @@ async def ask(address: str, frames: list[bytes], keys: Keys | None = None, wait_
     return await asyncio.to_thread(talk)
 
 
-async def test_who_is_wrong_is_told(coordinator) -> None:
-    control = coordinator()
+async def test_who_is_wrong_is_told_if_he_knows_the_secret(coordinator, secret) -> None:
+    control, closed = coordinator(), coordinator(with_secret(secret))
+    strange_stage = msgspec.structs.replace(TO_COORDINATOR.decode(HARMLESS[2]), stage="nose")
     for message, says in (
         (HARMLESS[2], "model is 'wrong"),
-        (encode(wire.Leave(member=NOBODY, drain=False, protocol=9)), "protocol 9 there"),
+        (encode(strange_stage), "there is no stage 'nose'; there are talker, thinker"),
+        (encode(wire.Leave(member=wire.Bearer("nose", 0, 1), drain=True)), "there is no stage 'nose'"),
     ):
-        answer = await ask(control.events, [message])
-        assert answer is not None
-        refused = TO_REPLICA.decode(answer)
-        assert isinstance(refused, wire.Refused) and says in refused.reason
+        for where, keys in ((control, None), (closed, Keys.read(str(secret)))):
+            answer = await ask(where.events, [message], keys)
+            assert answer is not None
+            refused = TO_REPLICA.decode(answer)
+            assert isinstance(refused, wire.Refused)
+            assert says in refused.reason if keys else refused.reason == UNTOLD
+
+
+async def test_another_protocol_is_refused(coordinator) -> None:
+    answer = await ask(coordinator().events, [encode(wire.Leave(member=NOBODY, drain=False, protocol=9))])
+    assert answer is not None
+    refused = TO_REPLICA.decode(answer)
+    assert isinstance(refused, wire.Refused) and "protocol 9 there" in refused.reason
+
+
+async def test_a_stranger_can_send_no_replica_away(coordinator, replica) -> None:
+    """Without a secret he hears who there is, and knows everything but what the replica alone knows."""
+    control = coordinator()
+    replica(control.events)
+    async with watching(control.views) as witness:
+        (entry,) = (await witness.states(talker_0=State.UP)).replicas
+        name = translate.bearer(entry.member)
+        for proof in ("", "talker/0", "0" * 32):
+            for drain in (True, False):
+                leave = encode(wire.Leave(member=name, drain=drain, proof=proof))
+                assert await ask(control.events, [leave], wait_s=0.1) is None
+            beat = encode(wire.Heartbeat(member=name, load=wire.Load(9, 9, 0.9), proof=proof))
+            answer = await ask(control.events, [beat])
+            assert answer is not None and TO_REPLICA.decode(answer) == wire.RegisterAgain(member=name)
+        after = await witness.until(lambda view: view.replicas[0].load is not None)
+        assert states(after) == {"talker/0": State.UP} and after.replicas[0].member == entry.member
+        assert after.replicas[0].load.waiting == 1, "the replica's own"
+        assert len(witness.changes) == 1
 
 
 async def test_messages_in_several_frames_are_dropped(coordinator) -> None:
@@ -147,7 +186,7 @@ async def hears_nothing(control, keys: Keys | None) -> None:
 
 
 async def test_with_the_secret_everything_works_and_without_it_nothing(coordinator, replica, secret, tmp_path) -> None:
-    control = coordinator(CoordinatorConfig(expected=CONFIG.expected, timing=CONFIG.timing, secret_file=str(secret)))
+    control = coordinator(with_secret(secret))
     other = tmp_path / "other"
     other.write_text("another horse, another staple")
     right, wrong = Keys.read(str(secret)), Keys.read(str(other))

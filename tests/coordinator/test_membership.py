@@ -34,6 +34,7 @@ from vllm_omni_ext.pool.load import Load
 
 EXPECTED = Expected(model="m", version="1", stages={"talker": "t", "thinker": "h"})
 TIMING = Timing(timeout_s=10.0, drain_s=30.0)
+WARRANT = "the head's"
 BUSY, IDLE = Load(1, 2, 0.5), Load()
 
 
@@ -46,7 +47,8 @@ class Desk:
 
     def __init__(self, generation: int = 100, *, settled: bool = True) -> None:
         self.now = 0.0
-        self.them = Membership(EXPECTED, TIMING, generation=generation, at=0.0)
+        self.instances: dict[Member, str] = {}
+        self.them = Membership(EXPECTED, TIMING, generation=generation, at=0.0, warrant=WARRANT)
         self.views: list = []
         self.wait(TIMING.timeout_s if settled else 0.0)
         self.start = self.now
@@ -65,7 +67,9 @@ class Desk:
         return found + self.tick()
 
     def register(self, instance: str, stage: str = "talker", **wish) -> list:
-        return self.them.handle(Register(descriptor(instance, stage), self.now, **wish))
+        actions = self.them.handle(Register(descriptor(instance, stage), self.now, **wish))
+        self.instances.update((action.member, instance) for action in actions if isinstance(action, Admit))
+        return actions
 
     def join(self, instance: str, **wish) -> Member:
         (*_, admitted) = self.register(instance, **wish)
@@ -73,10 +77,10 @@ class Desk:
         return admitted.member
 
     def beat(self, member: Member, load: Load = IDLE) -> list:
-        return self.them.handle(Heartbeat(member, load, self.now))
+        return self.them.handle(Heartbeat(member, load, self.now, self.instances.get(member, "")))
 
     def leave(self, member: Member, **how) -> list:
-        return self.them.handle(Leave(member, self.now, **how))
+        return self.them.handle(Leave(member, self.now, **{"proof": self.instances.get(member, ""), **how}))
 
     def states(self) -> dict[str, State]:
         return {str(entry.member.id): entry.state for entry in self.them.view(self.now).replicas}
@@ -327,3 +331,47 @@ def test_an_impossible_timeout_is_refused(timeout: float) -> None:
 def test_an_impossible_drain_time_is_refused() -> None:
     with pytest.raises(ConfigError, match="drain time"):
         Timing(timeout_s=1, drain_s=-1)
+
+
+@pytest.mark.parametrize("proof", ["", "b", "talker/0", "ä", "a" * 500])
+def test_what_is_said_of_another_replica_is_not_believed(proof: str) -> None:
+    desk = Desk()
+    one, two = desk.join("a"), desk.join("b")
+    desk.beat(one, BUSY)
+    before = desk.them.view(desk.now)
+    for drain in (True, False):
+        assert desk.leave(one, proof=proof, drain=drain) == []
+    assert desk.them.handle(Heartbeat(one, IDLE, desk.now, proof)) == [RegisterAgain(one)]
+    assert desk.them.view(desk.now) == before
+    assert desk.states() == {"talker/0": State.UP, "talker/1": State.UP}
+    desk.instances[two] = "a"  # who is another one has its own proof only
+    assert desk.leave(two) == [] and desk.states()["talker/1"] is State.UP
+
+
+def test_nobody_lives_on_the_heartbeats_of_another() -> None:
+    desk = Desk()
+    member = desk.join("a")
+    for _ in range(30):
+        desk.wait(TIMING.timeout_s / 10)
+        desk.them.handle(Heartbeat(member, IDLE, desk.now, "b"))
+    assert desk.states() == {"talker/0": State.DOWN}
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_the_head_speaks_for_every_replica(drain: bool) -> None:
+    desk = Desk()
+    member = desk.join("a")
+    desk.leave(member, proof=WARRANT, drain=drain)
+    assert desk.states() == ({"talker/0": State.DRAINING} if drain else {})
+
+
+def test_without_a_warrant_nobody_speaks_for_others() -> None:
+    them = Membership(EXPECTED, TIMING, generation=1, at=-TIMING.timeout_s)
+    (admitted,) = them.handle(Register(descriptor("a"), 0.0))
+    assert them.handle(Leave(admitted.member, 0.0, drain=False, proof="")) == []
+
+
+def test_no_view_says_how_to_speak_for_a_replica() -> None:
+    desk = Desk()
+    desk.join("the proof of a")
+    assert "the proof of a" not in repr(desk.them.view(desk.now))

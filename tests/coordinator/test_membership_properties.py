@@ -138,8 +138,8 @@ class MembershipMachine(RuleBasedStateMachine):
                 self.register(process)
                 return
             if process.leaving:
-                self.hear(process, self.handle(Leave(process.member, self.now)))
-            actions = self.handle(Heartbeat(process.member, load, self.now))
+                self.hear(process, self.handle(Leave(process.member, self.now, proof=process.descriptor.instance)))
+            actions = self.handle(Heartbeat(process.member, load, self.now, process.descriptor.instance))
             if not any(isinstance(action, RegisterAgain) for action in actions):
                 self.heard[process.member] = self.last_heard[process.member] = self.now
                 self.hear(process, actions)
@@ -199,9 +199,9 @@ class MembershipMachine(RuleBasedStateMachine):
         process = pick.choice(self.processes)
         if process.member is not None and drain:
             process.leaving = True
-            self.hear(process, self.handle(Leave(process.member, self.now)))
+            self.hear(process, self.handle(Leave(process.member, self.now, proof=process.descriptor.instance)))
         elif process.member is not None:
-            self.handle(Leave(process.member, self.now, drain=False))
+            self.handle(Leave(process.member, self.now, drain=False, proof=process.descriptor.instance))
             self.processes.remove(process)
 
     @precondition(lambda self: self.processes)
@@ -280,9 +280,9 @@ def test_names_do_not_grow_with_those_who_came_and_went() -> None:
     for number in range(2000):
         (*_, admitted) = them.handle(Register(replace(base, instance=str(number)), now))
         indexes.add(admitted.member.id.index)
-        them.handle(Heartbeat(admitted.member, Load(), now))
+        them.handle(Heartbeat(admitted.member, Load(), now, str(number)))
         if number % 2:
-            them.handle(Leave(admitted.member, now, drain=False))
+            them.handle(Leave(admitted.member, now, drain=False, proof=str(number)))
         end = now + TIMING.timeout_s * 1.1
         while (due := them.deadline()) <= end:
             now = max(now, due)

@@ -213,7 +213,7 @@ def test_leaving(silent: Silent, reporter) -> None:
     silent.read()
     silent.say(ADMITTED)
     one.drain()
-    assert silent.until(wire.Leave) == wire.Leave(member=BEARER, drain=True)
+    assert silent.until(wire.Leave) == wire.Leave(member=BEARER, drain=True, proof="me")
     silent.until(wire.Heartbeat)
     assert not one.released.is_set()
     silent.say(wire.Released(member=wire.Bearer("talker", 3, 1)))  # somebody else
@@ -227,7 +227,7 @@ def test_ending_tells_the_coordinator(silent: Silent, reporter) -> None:
     silent.say(ADMITTED)
     silent.until(wire.Heartbeat)
     one.stop()
-    assert silent.until(wire.Leave) == wire.Leave(member=BEARER, drain=False)
+    assert silent.until(wire.Leave) == wire.Leave(member=BEARER, drain=False, proof="me")
     assert one.member == Member(ReplicaId("talker", 3), 9)
 
 

@@ -23,6 +23,7 @@ from tests import noise
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.coordinator.keys import Keys, as_client
 from vllm_omni_ext.coordinator.membership import Expected
+from vllm_omni_ext.coordinator.refusals import UNTOLD
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime import headless
 from vllm_omni_ext.runtime.fleet import About
@@ -178,10 +179,25 @@ def test_asked_again_the_answer_is_the_same(bench: Bench) -> None:
     ],
     ids=str,
 )
-def test_who_differs_is_refused_with_the_reason(bench: Bench, wrong: dict[str, str], says: str) -> None:
-    answer = bench.ask(wish("t", **wrong))
-    assert isinstance(answer, Refusal) and answer.ticket == "t" and answer.reason == says
-    assert bench.users.told == []
+def test_who_differs_is_refused_and_told_the_reason_if_he_knows_the_secret(
+    bench: Bench, secret: str, wrong: dict[str, str], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed = Bench(secret)
+    for made, dealer, told in ((bench, None, UNTOLD), (closed, closed.dial(Keys.read(secret)), says)):
+        caplog.clear()
+        answer = made.ask(wish("t", **wrong), dealer)
+        assert isinstance(answer, Refusal) and answer.ticket == "t" and answer.reason == told
+        assert made.users.told == []
+        assert caplog.messages == [f"refused a replica of '{wrong.get('stage', 'talker')}' on 10.0.0.2: {says}"]
+    closed.close()
+
+
+def test_a_refusal_is_the_same_whatever_a_stranger_says(bench: Bench) -> None:
+    """One that differs from the head in one thing learns no more than one that differs in everything."""
+    nearly = [{"model": "other"}, {"version": "0"}, {"config_hash": "x"}, {"stage": "nose"}, {"stage": "thinker"}]
+    everything = {"stage": "nose", "model": "?", "version": "?", "config_hash": "?"}
+    answers = {encode(bench.ask(wish("t", **wrong))) for wrong in (*nearly, everything)}
+    assert answers == {encode(Refusal(ticket="t", reason=UNTOLD))}
 
 
 def test_another_protocol_is_refused_whatever_it_says(bench: Bench) -> None:

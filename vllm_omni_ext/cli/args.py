@@ -29,6 +29,7 @@ SETTINGS = {
     "omni_master_port": "master_port",
     "omni_max_body": "max_body_mib",
     "omni_verbose": "verbose",
+    "omni_no_cluster_secret": "no_cluster_secret",
     "omni_replica_wait": "replica_wait_s",
     "omni_request_deadline": "request_deadline_s",
     "omni_restart_limit": "restart_limit",
@@ -129,6 +130,7 @@ def _add_members(group: argparse._ArgumentGroup, text: Mapping[str, str]) -> Non
     group.add_argument("--omni-master-address", "-oma", metavar="HOST", help=text["master_address"])
     group.add_argument("--omni-master-port", "-omp", type=int, metavar="PORT", help=text["master_port"])
     group.add_argument("--omni-cluster-secret-file", metavar="FILE", help=text["cluster_secret_file"])
+    group.add_argument("--omni-no-cluster-secret", action="store_true", help=text["no_cluster_secret"])
     group.add_argument(
         "--stage",
         metavar="NAME",

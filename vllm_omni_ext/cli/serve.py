@@ -28,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
     cli_env_setup()
     try:
         plan, args = prepare(argv)
+        plan = _with_secret(plan, args)
     except ConfigError as err:
         return report(err)
     try:
@@ -36,6 +37,13 @@ def main(argv: Sequence[str]) -> int:
         status = end.code if isinstance(end.code, int) else 0
     _leave(status)
     return status
+
+
+def _with_secret(plan: Plan, args: argparse.Namespace) -> Plan:
+    """The plan with the file of its secret, which may be made here."""
+    from vllm_omni_ext.runtime.secret import with_secret
+
+    return with_secret(plan, headless=args.headless, tell=lambda line: print(line, flush=True))
 
 
 def _run(plan: Plan, args: argparse.Namespace) -> int:

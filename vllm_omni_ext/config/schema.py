@@ -212,7 +212,11 @@ class OmniConfig:
     cluster_secret_file: str | None = _key(
         None,
         TEXT.or_none(),
-        "File with a secret of at least 16 bytes: without it nobody can register, report or read. Null: no secret.",
+        "File with a secret of at least 16 bytes, without which nobody can join, report, read or send anything. Null: "
+        "with a `master_address` one is made for this user and used again, see operations.md.",
+    )
+    no_cluster_secret: bool = _key(
+        False, BOOLEAN, "Do without a secret: whoever reaches the ports can join, read and send. Said on all hosts."
     )
     max_body_mib: int = _key(
         256, integer(at_least=1), "A request whose body is longer is refused with status 413.", "MiB"

@@ -32,7 +32,7 @@ class Descriptor:
     """What a replica says of itself.
 
     Attributes:
-        instance: text that no other process uses, e.g. a UUID.
+        instance: text that no other process uses or can guess, e.g. a random UUID. Who knows it speaks for the replica.
         config_hash: of everything that the stage's replicas must agree on.
         version: of this package.
         address: where API servers reach it; only passed on.
@@ -100,20 +100,25 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A sign of life. The coordinator numbers the reports itself."""
+    """A sign of life. The coordinator numbers the reports itself. `proof` as of `Leave`."""
 
     member: Member
     load: Load
     at: float
+    proof: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A replica ends: after its requests (`drain`), or now."""
+    """A replica ends: after its requests (`drain`), or now.
+
+    `proof` is the replica's `Descriptor.instance`, which no view holds, or the head's warrant.
+    """
 
     member: Member
     at: float
     drain: bool = True
+    proof: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@
 A replica is *attached* while it is UP, SUSPECT or DRAINING: its requests go on. A replica that is forgotten frees its
 name (`talker/1`), which the next one to join the stage gets, with another epoch: (name, epoch) is never used twice.
 
+What is said of a replica counts only with the proof that its process or the head says it.
+
 Times are seconds of one monotonic clock, given by the caller. Only `Tick` lets time pass: a caller that was held up
 hands in what has arrived meanwhile before it ticks, and a tick that comes late (see `deadline`) puts everybody's
 deadlines off, so that the coordinator's own delay is not taken for the replicas' silence.
@@ -15,6 +17,7 @@ deadlines off, so that the coordinator's own delay is not taken for the replicas
 
 from __future__ import annotations
 
+import hmac
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -106,10 +109,12 @@ class Membership:
     Args:
         generation: larger than that of any coordinator before; epochs count from here.
         at: now.
+        warrant: a secret with which the head speaks for every replica; empty: nobody does.
     """
 
-    def __init__(self, expected: Expected, timing: Timing, *, generation: int, at: float) -> None:
+    def __init__(self, expected: Expected, timing: Timing, *, generation: int, at: float, warrant: str = "") -> None:
         self._expected = expected
+        self._warrant = warrant
         self._timing = timing
         self._generation = generation
         self._settles = at + timing.timeout_s
@@ -161,6 +166,12 @@ class Membership:
         record = stage.by_index.get(member.id.index) if stage else None
         return record if record is not None and record.member == member else None
 
+    def _may_speak(self, record: _Record, proof: str) -> bool:
+        """Whether a message about a replica comes from its process or from the head."""
+        said = proof.encode()
+        known = (record.descriptor.instance, self._warrant)
+        return any(each and hmac.compare_digest(said, each.encode()) for each in known)
+
     def _register(self, event: Register) -> Iterator[Action]:
         descriptor = event.descriptor
         objection = self._expected.objection(descriptor)
@@ -200,7 +211,7 @@ class Membership:
 
     def _heartbeat(self, event: Heartbeat) -> Iterator[Action]:
         record = self._find(event.member)
-        if record is None:
+        if record is None or not self._may_speak(record, event.proof):
             yield self._unknown(event.member)
             return
         record.heard = max(record.heard, event.at)
@@ -218,6 +229,8 @@ class Membership:
         record = self._find(event.member)
         if record is None:  # one with requests must be known to be leaving, so that they are not given up
             yield self._unknown(event.member) if event.drain else Released(event.member)
+        elif not self._may_speak(record, event.proof):
+            return
         elif not event.drain or record.state is State.DOWN:
             yield Released(record.member)
             yield from self._forget(record, "it has left")

@@ -128,7 +128,7 @@ class Reporter:
                 if self._socket in ready and self._hear():
                     due = now
             if self._known and self._member is not None and not self.released.is_set():
-                self._send(wire.Leave(member=translate.bearer(self._member), drain=False))
+                self._send(wire.Leave(member=translate.bearer(self._member), drain=False, proof=self._replica.instance))
         finally:
             self._context.destroy(linger=FAREWELL_MS)
 
@@ -141,10 +141,10 @@ class Reporter:
             return REFUSED_AGAIN_S if self._refusal else REGISTER_AGAIN_S
         name = translate.bearer(self._member)
         if self._leaving:
-            self._send(wire.Leave(member=name, drain=True))
+            self._send(wire.Leave(member=name, drain=True, proof=self._replica.instance))
         load = self._ask()
         if load is not None:
-            self._send(wire.Heartbeat(member=name, load=translate.report(load)))
+            self._send(wire.Heartbeat(member=name, load=translate.report(load), proof=self._replica.instance))
         return self._interval
 
     def _ask(self) -> Load | None:

@@ -20,8 +20,9 @@ import zmq
 
 from vllm_omni_ext.coordinator import translate
 from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, answer_handshake
-from vllm_omni_ext.coordinator.members import Attach, Detach, Event, Forget, Publish, Reply, Subscribed, Tick
+from vllm_omni_ext.coordinator.members import Attach, Detach, Event, Forget, Publish, Refuse, Reply, Subscribed, Tick
 from vllm_omni_ext.coordinator.membership import Expected, Membership
+from vllm_omni_ext.coordinator.refusals import Refusals
 from vllm_omni_ext.coordinator.sockets import Socket, listen
 from vllm_omni_ext.coordinator.timing import Timing
 from vllm_omni_ext.errors import OmniError
@@ -45,6 +46,9 @@ QUEUED_REPLIES = 64
 NEVER_READ = 16 * MAX_MESSAGE_BYTES
 """libzmq disconnects who sends more than this in one frame, before it is in memory."""
 
+PRIVATE = "ipc:"
+"""Beginning of addresses that only this user's processes can reach: unix sockets in a private folder."""
+
 LISTENING = b"listening "
 """Begins the message to the parent that holds the addresses; any other says why there are none."""
 
@@ -59,6 +63,7 @@ class CoordinatorConfig:
         events: ZeroMQ address for replicas. Anything but loopback should have a secret.
         views: ZeroMQ address for API servers.
         secret_file: file with the shared secret, see `keys`; None: everybody who can connect is trusted.
+        warrant: with this proof the head speaks for every replica; empty: it cannot.
     """
 
     expected: Expected
@@ -66,6 +71,7 @@ class CoordinatorConfig:
     events: str = LOOPBACK
     views: str = LOOPBACK
     secret_file: str | None = None
+    warrant: str = ""
 
 
 class Coordinator:
@@ -77,7 +83,14 @@ class Coordinator:
             log.warning("the coordinator has no secret: whoever can reach %s can register replicas", config.events)
         self.dropped = 0
         self._keys = keys
-        self._membership = Membership(config.expected, config.timing, generation=time.time_ns(), at=time.monotonic())
+        self._refusals = Refusals(log, told=keys is not None or config.events.startswith(PRIVATE))
+        self._membership = Membership(
+            config.expected,
+            config.timing,
+            generation=time.time_ns(),
+            at=time.monotonic(),
+            warrant=config.warrant,
+        )
         self._context: zmq.Context[Any] = zmq.Context()
         try:
             # First, so that it is there for the first connection.
@@ -156,6 +169,9 @@ class Coordinator:
                     log.warning("%s is lost: %s", member, reason)
                 case Forget(member):
                     log.info("%s is gone", member)
+                case Refuse(reason):
+                    words = self._refusals.words("what a replica has sent", reason)
+                    self._send(sender, encode(Refused(reason=words)))
                 case _:
                     reply: Reply = action
                     self._send(sender, encode(translate.reply(reply)))

@@ -22,9 +22,9 @@ def event(message: wire.ToCoordinator, at: float) -> members.Event:
             )
             return members.Register(descriptor, at, message.index, message.epoch)
         case wire.Heartbeat():
-            return members.Heartbeat(member(message.member), load(message.load), at)
+            return members.Heartbeat(member(message.member), load(message.load), at, message.proof)
         case wire.Leave():
-            return members.Leave(member(message.member), at, message.drain)
+            return members.Leave(member(message.member), at, message.drain, message.proof)
 
 
 def reply(action: members.Reply) -> wire.ToReplica:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from typing import cast
@@ -49,6 +50,22 @@ def is_loopback(host: str) -> bool:
     except ConfigError:
         return False
     return bool(addresses) and all(_ip(address).is_loopback for address in addresses)
+
+
+def is_here(host: str) -> bool:
+    """True if an address of a host is one of this machine's; False for a name that nobody knows."""
+    try:
+        found = _resolve(host, 0)
+    except ConfigError:
+        return False
+    return any(_is_ours(family, address) for family, address in found)
+
+
+def _is_ours(family: socket.AddressFamily, address: _Address) -> bool:
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.bind(address)  # the kernel lets nobody bind to an address of another machine
+        return True
+    return False
 
 
 def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, _Address]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -69,6 +70,7 @@ class Coordination:
             events=self.events,
             views=self.views,
             secret_file=config.cluster_secret_file,
+            warrant=secrets.token_hex(16),
         )
         self._startup_s = plan.config.startup_timeout_s
         self._keys = Keys.read(config.cluster_secret_file)
@@ -111,7 +113,8 @@ class Coordination:
         if member is None or self._events is None:
             return
         try:
-            self._events.send(wire.encode(wire.Leave(member=translate.bearer(member), drain=False)), zmq.NOBLOCK)
+            leave = wire.Leave(member=translate.bearer(member), drain=False, proof=self._config.warrant)
+            self._events.send(wire.encode(leave), zmq.NOBLOCK)
         except zmq.Again:
             log.warning("the coordinator is not there: it will notice by itself that %s is gone", replica)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
 import threading
 import time
-import uuid
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -126,7 +126,7 @@ class Master:
             Refused: the head does not want it.
             OmniError: no head has answered in time.
         """
-        ticket = uuid.uuid4().hex
+        ticket = secrets.token_hex(16)
         wish = Join(
             ticket=ticket,
             stage=slot.stage,
@@ -211,11 +211,12 @@ class Master:
 
     def enrollment(self, slot: ReplicaId) -> Enrollment:
         """What the process of a replica is told about itself."""
-        joined = self.places[slot].joined
+        place = self.places[slot]
+        joined = place.joined
         return Enrollment(
             stage=slot.stage,
             index=joined.index,
-            instance=uuid.uuid4().hex,
+            instance=place.ticket,  # new for every process, and what this one says when it takes leave of it
             parent=os.getpid(),
             events=joined.events,
             model=self._model,
@@ -321,7 +322,7 @@ class Crew:
 async def take_leave(places: dict[ReplicaId, _Place], keys: Keys | None) -> None:
     """Ask the coordinator to send these replicas nothing more, and wait until they have finished what they have."""
     joined = next(iter(places.values())).joined
-    ours = {place.member(slot) for slot, place in places.items()}
+    ours = {place.member(slot): place.ticket for slot, place in places.items()}
     watcher = Watcher(joined.views, keys=keys)
     context: zmq.Context[Any] = zmq.Context()
     events = connect(context, zmq.DEALER, joined.events, keys, limit=wire.MAX_REPLY_BYTES)
@@ -335,7 +336,8 @@ async def take_leave(places: dict[ReplicaId, _Place], keys: Keys | None) -> None
                     return
                 for entry in here:
                     if entry.state is not State.DRAINING:
-                        leave = wire.Leave(member=translate.bearer(entry.member), drain=True)
+                        proof = ours[entry.member.id]
+                        leave = wire.Leave(member=translate.bearer(entry.member), drain=True, proof=proof)
                         with contextlib.suppress(zmq.Again):
                             events.send(wire.encode(leave), zmq.NOBLOCK)
     except TimeoutError:

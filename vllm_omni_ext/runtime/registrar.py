@@ -21,6 +21,7 @@ import zmq
 from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, answer_handshake
 from vllm_omni_ext.coordinator.members import Descriptor
 from vllm_omni_ext.coordinator.membership import MAX_REPLICAS
+from vllm_omni_ext.coordinator.refusals import Refusals
 from vllm_omni_ext.coordinator.sockets import Socket, listen
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.addresses import endpoint
@@ -81,6 +82,7 @@ class Registrar:
         self._entries: dict[str, _Entry] = {}
         self.dropped = 0
         self._keys = Keys.read(config.cluster_secret_file)
+        self._refusals = Refusals(log, told=self._keys is not None)
         self._context: zmq.Context[Any] = zmq.Context()
         try:
             self._zap = listen(self._context, zmq.REP, ZAP_ADDRESS, None, limit=NEVER_READ, queued=QUEUED_ANSWERS)
@@ -210,9 +212,12 @@ class Registrar:
             version=message.version,
         )
         objection = self._coordination.expected.objection(descriptor)
-        replica = None if objection else self._name(message)
+        if objection:
+            words = self._refusals.words(f"a replica of '{message.stage}' on {message.host}", objection)
+            return Refusal(ticket=message.ticket, reason=words)
+        replica = self._name(message)
         if replica is None:
-            return Refusal(ticket=message.ticket, reason=objection or f"stage '{message.stage}' is full")
+            return Refusal(ticket=message.ticket, reason=f"stage '{message.stage}' is full")
         self._coordination.leave(replica)  # whoever still bears the name there has no entry here: it is being ended
         try:
             addresses = self._users.listen(replica, self._host)

@@ -86,17 +86,19 @@ class Register(Message, frozen=True, tag="register"):
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """Replica to coordinator: it lives."""
+    """Replica to coordinator: it lives. `proof`: its instance."""
 
     member: Bearer
     load: Load
+    proof: Text = ""
 
 
 class Leave(Message, frozen=True, tag="leave"):
-    """Replica to coordinator: it ends, after its requests (`drain`) or now."""
+    """Replica to coordinator: it ends, after its requests (`drain`) or now. `proof`: its instance, or the warrant."""
 
     member: Bearer
     drain: bool
+    proof: Text = ""
 
 
 class Admitted(Message, frozen=True, tag="admitted"):

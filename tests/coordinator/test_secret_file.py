@@ -1,0 +1,160 @@
+"""The file with the secret of a user's deployments: who makes it, who may read it, what is not trusted."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_omni_ext.coordinator import secret_file
+from vllm_omni_ext.coordinator.keys import Keys
+from vllm_omni_ext.coordinator.secret_file import default_file, find, find_or_make, read_by_others
+from vllm_omni_ext.errors import ConfigError
+
+AT_ONCE = 8
+ROUNDS = 5
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folder for state."""
+    folder = tmp_path / "state"
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    return folder
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_where_it_is(state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert default_file() == state / "vllm-omni-ext" / "cluster.secret"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for unusable in ("", "relative/path"):  # which the XDG specification says to ignore
+        monkeypatch.setenv("XDG_STATE_HOME", unusable)
+        assert default_file() == tmp_path / "home" / ".local" / "state" / "vllm-omni-ext" / "cluster.secret"
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_it_is_made_once_and_is_the_users_alone(mask: int) -> None:
+    assert find() is None
+    before = os.umask(mask)
+    try:
+        file, made = find_or_make()
+    finally:
+        os.umask(before)
+    assert made and file == default_file()
+    assert (mode(file), mode(file.parent)) == (0o600, 0o700)
+    assert Keys.read(str(file)) is not None
+    content = file.read_bytes()
+    assert find_or_make() == (file, False) and find() == file
+    assert file.read_bytes() == content
+    assert list(file.parent.iterdir()) == [file], "nothing else is left there"
+
+
+def test_two_secrets_are_never_the_same(state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = find_or_make()[0].read_bytes()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+    assert find_or_make()[0].read_bytes() != one
+
+
+def _start(together: Barrier, said: Any) -> None:
+    together.wait()
+    file, made = find_or_make()
+    said.put((made, file.read_bytes()))
+
+
+def test_all_that_start_at_once_have_the_same(state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    for number in range(ROUNDS):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / str(number)))
+        together, said = context.Barrier(AT_ONCE), context.Queue()
+        processes = [context.Process(target=_start, args=(together, said)) for _ in range(AT_ONCE)]
+        for process in processes:
+            process.start()
+        found = [said.get(timeout=30) for _ in processes]
+        for process in processes:
+            process.join()
+        assert sorted(made for made, _ in found) == [False] * (AT_ONCE - 1) + [True]
+        assert len({content for _, content in found}) == 1
+        assert list(default_file().parent.iterdir()) == [default_file()]
+
+
+def error_of(call: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("unsafe", [0o604, 0o640, 0o644, 0o660, 0o602])
+def test_one_that_others_may_read_is_refused(unsafe: int) -> None:
+    file, _ = find_or_make()
+    file.chmod(unsafe)
+    for call in (find, find_or_make):
+        assert f"others may read '{file}' (mode {unsafe:04o})" in error_of(call)
+
+
+@pytest.mark.parametrize("unsafe", [0o720, 0o702, 0o777])
+def test_a_folder_into_which_others_may_write_is_refused(unsafe: int) -> None:
+    file, _ = find_or_make()
+    file.parent.chmod(unsafe)
+    for call in (find, find_or_make):
+        assert f"others may write into '{file.parent}': chmod 700" in error_of(call)
+    file.parent.chmod(0o755)
+    assert find() == file
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_what_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> None:
+    file = default_file()
+    file.parent.mkdir(parents=True, mode=0o700)
+    if kind == "link":
+        (tmp_path / "elsewhere").write_text("somebody else's secret, readable")
+        file.symlink_to(tmp_path / "elsewhere")
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        os.mkfifo(file)
+    for call in (find, find_or_make):
+        assert f"'{file}' is no regular file" in error_of(call)
+
+
+def test_one_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, _ = find_or_make()
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert f"belongs to user {owner}, not to you" in error_of(find)
+    monkeypatch.setattr(secret_file, "_check_folder", lambda folder: None)
+    for call in (find, find_or_make):
+        assert error_of(call).startswith(f"cluster secret: '{file}' belongs to user {owner}, not to you; name another")
+
+
+def test_a_folder_that_cannot_be_made_says_what_to_do(state: Path) -> None:
+    state.write_text("a file where the folder should be")
+    said = error_of(find_or_make)
+    assert said.startswith(f"cluster secret: cannot make '{default_file()}': ")
+    assert said.endswith("name another file with --omni-cluster-secret-file")
+
+
+def test_a_start_that_was_cut_short_leaves_no_half_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "link", killed)
+    with pytest.raises(KeyboardInterrupt):
+        find_or_make()
+    assert list(default_file().parent.iterdir()) == []
+
+
+def test_who_may_read_a_file_that_was_named(tmp_path: Path) -> None:
+    file = tmp_path / "named"
+    assert not read_by_others(file)
+    file.touch(mode=0o600)
+    assert not read_by_others(file)
+    file.chmod(0o640)
+    assert read_by_others(file)
