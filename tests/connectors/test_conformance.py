@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from vllm_omni_ext.connectors.base import ConnectorConfig
 from vllm_omni_ext.connectors.conformance import Conformance
+from vllm_omni_ext.coordinator.keys import Keys
+
+KEYS = Keys.derive(b"correct horse battery staple")
 
 
 class TestInProcess(Conformance):
@@ -17,3 +20,7 @@ class TestSharedMemory(Conformance):
 
 class TestTcp(Conformance):
     config = ConnectorConfig(name="tcp")
+
+
+class TestTcpWithKeys(Conformance):
+    config = ConnectorConfig(name="tcp", listening=KEYS.listening, connecting=KEYS.connecting)

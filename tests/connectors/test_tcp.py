@@ -19,10 +19,13 @@ from vllm_omni_ext.connectors.base import MIB, ConnectorConfig, ConnectorError, 
 from vllm_omni_ext.connectors.conformance import EDGE, PATIENCE_S, empty, eventually, key
 from vllm_omni_ext.connectors.links import SLICE_BYTES, parse
 from vllm_omni_ext.connectors.tcp import Tcp, TcpConsumer, TcpProducer
+from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.wire import chunks as wire
 
 CONFIG = ConnectorConfig(name="tcp")
 MESSAGES = 2000
+KEYS, OTHER = Keys.derive(b"correct horse battery staple"), Keys.derive(b"another horse, another staple")
+QUIET_MS = 300
 
 
 @pytest.fixture
@@ -204,3 +207,46 @@ def test_a_port_in_use(producer: TcpProducer) -> None:
     port = int(parse(producer.address)[0].rpartition(":")[2])
     with pytest.raises(ConnectorError, match="cannot listen on"):
         Tcp(replace(CONFIG, port=port)).producer(EDGE)
+
+
+@pytest.fixture
+def closed() -> Iterator[TcpProducer]:
+    """A producer with keys that has one chunk."""
+    with Tcp(replace(CONFIG, listening=KEYS.listening)).producer(EDGE) as made:
+        made.put(key("a"), [torch.ones(9)], last=True)
+        yield made
+
+
+@pytest.mark.parametrize("options", [{}, OTHER.connecting], ids=["no keys", "other keys"])
+def test_who_has_the_address_and_not_the_keys_gets_nothing(closed: TcpProducer, raw: Any, options: Any) -> None:
+    endpoint, token = parse(closed.address)
+    enemy = raw(zmq.DEALER)
+    enemy.linger = 0
+    for option, value in options.items():
+        enemy.setsockopt(option, value)
+    enemy.connect(endpoint)
+    enemy.send(wire.encode(wire.Hello(token=token, edge=EDGE)))
+    enemy.send(wire.encode(wire.Open(request="a", window=MIB)))
+    assert not enemy.poll(QUIET_MS)
+    with Tcp(replace(CONFIG, connecting=options)).consumer(EDGE) as consumer:
+        consumer.open("a", closed.address)
+        with pytest.raises(ProducerLost):
+            consumer.get(key("a"), PATIENCE_S)
+    with Tcp(replace(CONFIG, connecting=KEYS.connecting)).consumer(EDGE) as member:
+        member.open("a", closed.address)
+        assert torch.equal(member.get(key("a"), PATIENCE_S).parts[0], torch.ones(9))
+
+
+def test_what_pretends_to_be_a_producer_is_told_nothing(raw: Any) -> None:
+    liar = raw(zmq.ROUTER)
+    port = liar.bind_to_random_port("tcp://127.0.0.1")
+    with Tcp(replace(CONFIG, connecting=KEYS.connecting)).consumer(EDGE) as consumer:
+        consumer.open("a", f"tcp://127.0.0.1:{port}#{'0' * 32}")
+        with pytest.raises(ProducerLost):
+            consumer.get(key("a"), PATIENCE_S)
+    assert not liar.poll(0)
+
+
+def test_keys_are_not_printed() -> None:
+    config = replace(CONFIG, listening=KEYS.listening, connecting=KEYS.connecting)
+    assert KEYS.server.private.decode() not in repr(config) and "listening" not in repr(config)

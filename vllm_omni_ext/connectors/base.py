@@ -24,8 +24,8 @@ changed either.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from vllm_omni_ext.errors import ConfigError, OmniError
@@ -119,10 +119,12 @@ class ConnectorConfig:
         max_requests: requests that a producer knows at most.
         deadline_s: how long a `get` waits if it is not told otherwise.
         keep_s: how long a request is kept that no consumer has open.
-        host: where a producer listens (`tcp`, `mooncake`). Anything but loopback should be a private network.
+        host: where a producer listens (`tcp`, `mooncake`). Anything but loopback should have keys.
         port: of the producer; 0: any.
         protocol: of mooncake: "tcp" or "rdma".
         device: of mooncake: network device; empty: any.
+        listening: ZeroMQ options of TCP sockets that listen, by libzmq's number of the option: CURVE keys.
+        connecting: the same for TCP sockets that connect. Never part of a configuration: each process finds its own.
     """
 
     name: str
@@ -135,6 +137,8 @@ class ConnectorConfig:
     port: int = 0
     protocol: str = "tcp"
     device: str = ""
+    listening: Mapping[int, Any] = field(default_factory=dict, repr=False, hash=False)
+    connecting: Mapping[int, Any] = field(default_factory=dict, repr=False, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("capacity_bytes", "window_bytes", "max_requests", "deadline_s", "keep_s"):

@@ -1,6 +1,7 @@
 """Connections between producers and consumers in different processes: ZeroMQ, one thread at each end, no polling.
 
-A producer binds a ROUTER; every consumer connects a DEALER to it and says `Hello` with the token of the address. The
+A producer binds a ROUTER; every consumer connects a DEALER to it and says `Hello` with the token of the address. Over
+TCP they may have CURVE keys (`ConnectorConfig.listening`, `connecting`). The
 threads sleep until a message, a closed connection, a call from another thread (an eventfd) or a deadline of the ledger.
 """
 
@@ -17,7 +18,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -147,7 +148,7 @@ class LinkedProducer(StoringProducer, _Thread):
         self._router.maxmsgsize = wire.MAX_MESSAGE_BYTES
         self._router.router_mandatory = True  # an unreachable consumer is an error, not silence
         self._router.sndhwm = 0  # what may be on the way is limited by bytes, by the windows
-        _watch_peer(self._router, bind)
+        _watch_peer(self._router, bind, config.listening)
         try:
             self._router.bind(bind)
         except zmq.ZMQError as error:
@@ -278,7 +279,7 @@ class LinkedProducer(StoringProducer, _Thread):
 class _Source:
     """A consumer's connection to one producer."""
 
-    def __init__(self, context: zmq.Context[Any], address: str, edge: str) -> None:
+    def __init__(self, context: zmq.Context[Any], address: str, edge: str, options: Mapping[int, Any]) -> None:
         endpoint, token = parse(address)
         self.address = address
         self.dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
@@ -286,7 +287,7 @@ class _Source:
         self.dealer.maxmsgsize = SLICE_BYTES
         self.dealer.rcvhwm = QUEUED_SLICES
         self.dealer.sndhwm = 0
-        _watch_peer(self.dealer, endpoint)
+        _watch_peer(self.dealer, endpoint, options)
         self.monitor = self.dealer.get_monitor_socket(_bits(LOST))
         self.dealer.connect(endpoint)
         self.dealer.send(wire.encode(wire.Hello(token=token, edge=edge)))
@@ -342,7 +343,7 @@ class LinkedConsumer(MailboxConsumer, _Thread):
             if not isinstance(message, wire.Open):
                 return  # of a producer that is lost: there is nobody to tell
             try:
-                source = _Source(self._context, address, self._edge)
+                source = _Source(self._context, address, self._edge, self._config.connecting)
             except zmq.ZMQError as error:
                 self._mailbox.lost(address, f"'{parse(address)[0]}' cannot be reached: {error.strerror}")
                 return
@@ -415,12 +416,15 @@ def parse(address: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def _watch_peer(socket: zmq.Socket[Any], endpoint: str) -> None:
+def _watch_peer(socket: zmq.Socket[Any], endpoint: str, options: Mapping[int, Any]) -> None:
+    """Set a socket up that is going to be bound or connected; the options are for TCP alone."""
     socket.linger = 0
     socket.handshake_ivl = HANDSHAKE_MS
     if endpoint.startswith("tcp:"):  # within a host every end is noticed, and who is only stopped must not be given up
         socket.heartbeat_ivl = PING_MS
         socket.heartbeat_timeout = PEER_GONE_MS
+        for option, value in options.items():
+            socket.setsockopt(option, value)
 
 
 def _bits(events: dict[Any, str]) -> int:

@@ -4,7 +4,8 @@ The sender copies nothing: frames point into the tensors, in slices. The receive
 chunk's own memory. At most `window_bytes` of a request are sent ahead of its reading (one chunk always is), and what a
 consumer's thread has not taken is limited by the socket's high-water mark.
 
-The token in the address keeps strangers out, but nothing is encrypted: use a private network.
+The token in the address keeps strangers out. Everything is encrypted if the configuration has keys; without them use a
+private network.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from vllm_omni_ext.connectors.base import (
     Producer,
 )
 from vllm_omni_ext.connectors.registry import connector
+from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.engine.exporter import Cut
 from vllm_omni_ext.wire.enrollment import Enrollment
 from vllm_omni_ext.wire.rows import Given, Notice
@@ -212,4 +213,9 @@ def _edges(additional: Mapping[str, Any], key: str) -> dict[str, ConnectorConfig
     enrolled = Enrollment.read()
     # Where nothing is said, it depends on the process: a crew's replicas listen where their crew is reached.
     here = {"host": enrolled.host} if enrolled is not None and enrolled.host else {}
-    return {edge: msgspec.convert({**here, **plain}, ConnectorConfig) for edge, plain in additional[key].items()}
+    keys = None if enrolled is None else Keys.read(enrolled.secret_file)
+    secret: dict[str, Any] = {} if keys is None else {"listening": keys.listening, "connecting": keys.connecting}
+    return {
+        edge: replace(msgspec.convert({**here, **plain}, ConnectorConfig), **secret)
+        for edge, plain in additional[key].items()
+    }
