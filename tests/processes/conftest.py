@@ -16,6 +16,14 @@ MAX_LEN = 2048
 STEP_TOKENS = 128  # prompts longer than this are prefilled in chunks
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder of the tests for what a user's deployments keep: the secret that their first start makes."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A tiny checkpoint."""

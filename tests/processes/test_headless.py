@@ -21,6 +21,7 @@ import pytest
 from examples.server import HOST, Server, alive
 from tests.media import openai_messages
 from tests.oracle import Golden, Oracle
+from tests.processes import strangers
 from tests.processes.cluster import (
     LENGTH,
     Answer,
@@ -40,9 +41,18 @@ from tests.processes.cluster import (
     used,
 )
 from tests.processes.namespace import two_hosts
+from tests.processes.strangers import as_nobody, leaves
 from tests.processes.test_parity import CASES, TOLERANCE
+from vllm_omni_ext import __version__
+from vllm_omni_ext.cli.args import parse_serve
+from vllm_omni_ext.cli.settings import from_cli
+from vllm_omni_ext.coordinator.secret_file import default_file
 from vllm_omni_ext.coordinator.timing import Timing
 from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from vllm_omni_ext.topology.agreement import config_hash, model_identity
+from vllm_omni_ext.wire import coordination as wire
+from vllm_omni_ext.wire.coordination import encode
+from vllm_omni_ext.wire.joining import Join, Ping
 
 pytestmark = pytest.mark.engine
 
@@ -57,6 +67,7 @@ GONE_S = 10.0
 
 FORGOTTEN_S = 20 * TIMEOUT_S
 UP_S, SOON_S = 120.0, 10.0
+SECRET_FILE = ["--omni-cluster-secret-file"]
 TIMES = ["--omni-heartbeat-timeout", str(TIMEOUT_S), "--omni-drain-timeout", str(DRAIN_S)]
 
 
@@ -68,21 +79,19 @@ class Cluster:
     talkers: Headless
     vocoder: Headless
     join: Callable[..., Headless]
+    port: int
 
 
 @pytest.fixture(scope="module")
 def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Scenario with one stage a process: head first, with a secret."""
+    """Scenario with one stage a process: head first, which makes the secret."""
     logs, port = tmp_path_factory.mktemp("cluster"), free_ports(PORTS)
-    secret = logs / "secret"
-    secret.write_text("one secret of this cluster")
-    known = ["--omni-cluster-secret-file", str(secret), *TIMES]
 
     def join(name: str, stage: str, *flags: str, model: Path = tiny) -> Headless:
-        return Headless(model, logs / name, stage, port, *known, *flags)
+        return Headless(model, logs / name, stage, port, *TIMES, *flags)
 
     words = ["--stage", "thinker", "--omni-dp-size-local", "2", "-oma", HOST, "-omp", str(port)]
-    head = Server(tiny, logs / "head", [*LENGTH, *words, *known])
+    head = Server(tiny, logs / "head", [*LENGTH, *words, *TIMES])
     talkers, vocoder = join("talkers", "talker", "--omni-dp-size-local", "2"), join("vocoder", "code2wav")
     vocoder.words += ["--replica-id", "7"]
     with contextlib.ExitStack() as stack:
@@ -93,7 +102,7 @@ def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
         stack.enter_context(vocoder)
         head.wait()
         assert until(lambda: all_up(head, 5), UP_S), states(head)
-        yield Cluster(head, talkers, vocoder, join)
+        yield Cluster(head, talkers, vocoder, join, port)
 
 
 @pytest.fixture(scope="module")
@@ -138,13 +147,6 @@ def test_the_number_is_not_the_replicas_to_choose(cluster: Cluster) -> None:
     assert warnings == ["warning: --replica-id 7 is ignored: the head gives replicas their numbers"]
 
 
-def _without(member: Headless, flag: str) -> Headless:
-    """Without a flag and its value."""
-    at = member.words.index(flag)
-    del member.words[at : at + 2]
-    return member
-
-
 def test_who_does_not_belong_is_told_why(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, undisturbed: list[Answer]
 ) -> None:
@@ -160,7 +162,7 @@ def test_who_does_not_belong_is_told_why(
             2,
             "secret",
         ),
-        "none": (_without(cluster.join("no_secret", "talker"), "--omni-cluster-secret-file"), 2, "secret"),
+        "none": (cluster.join("no_secret", "talker", "--omni-no-cluster-secret"), 2, "secret"),
     }
     before = states(cluster.head)
     with contextlib.ExitStack() as stack:
@@ -172,6 +174,58 @@ def test_who_does_not_belong_is_told_why(
             assert (member.status(), reason in "".join(errors)) == (code, True), (what, member.tail())
     assert until(lambda: states(cluster.head) == before)  # heartbeats may be late while so many processes start
     assert ask_all(cluster.head, BODIES[:4], AT_ONCE) == undisturbed[:4]
+
+
+def expectations(model: Path) -> dict[str, str]:
+    """What the head expects of a talker."""
+    plan = from_cli(parse_serve([str(model), "--omni", *LENGTH, "-oma", HOST, "-omp", "9"]))[0]
+    return {"model": model_identity(plan.model), "version": __version__, "config_hash": config_hash(plan, "talker")}
+
+
+def listening_ports(head: Server) -> list[int]:
+    """TCP ports of the head and of its API servers, that of HTTP apart."""
+    connections = [each for process in head.processes() for each in process.net_connections("tcp")]
+    return sorted({each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN} - {head.port})
+
+
+def test_nobody_gets_in_with_the_ports_alone(cluster: Cluster, tiny: Path, undisturbed: list[Answer]) -> None:
+    """Another user of the machine who knows everything but the secret, while requests go on."""
+    head, ports = cluster.head, listening_ports(cluster.head)
+    assert {cluster.port, cluster.port + 1, cluster.port + 2} < set(ports)
+    assert len(ports) >= 3 + 2 * 3, "and two for each replica of the other processes"
+    right = expectations(tiny)
+    messages = [
+        encode(Join(ticket="t" * 32, stage="talker", host=HOST, **right)),
+        encode(wire.Register(instance="i" * 32, stage="talker", address=HOST, **right)),
+        *leaves(list(states(head)), range(3)),
+        encode(Ping()),
+        b"ENGINE_CORE_DEAD",
+    ]
+    said: list[Any] = []
+    addresses = [f"tcp://{HOST}:{port}" for port in ports]
+    answers = during(head, "talker", lambda: said.append(as_nobody(strangers.ask, addresses, messages, 3.0)))
+    assert said == [[]], "nothing is learned, not even from a refusal"
+    assert answers == undisturbed
+    assert until(lambda: all_up(head, 5))
+    assert as_nobody(_readable, [str(default_file()), str(default_file().parent)]) == [os.geteuid() != 0] * 2
+
+
+def _readable(paths: list[str]) -> list[bool]:
+    return [os.access(path, os.R_OK) for path in paths]
+
+
+def test_what_listens_in_a_replica(cluster: Cluster) -> None:
+    """Only the thinker's rows have a port. Forked replicas also hold the sockets of their parents."""
+    parents = (cluster.head.pid, cluster.talkers.pid, cluster.vocoder.pid)
+    inherited = {each.laddr for pid in parents for each in _open(pid)}
+    for name, each in replicas(cluster.head).items():
+        own = [found for found in _open(each["pid"]) if found.laddr not in inherited]
+        assert len(own) <= name.startswith("thinker"), (name, own)
+
+
+def _open(pid: int) -> list[Any]:
+    """Sockets of a process that listen."""
+    return [each for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN]
 
 
 def test_a_replica_that_hangs_comes_back(cluster: Cluster, undisturbed: list[Answer]) -> None:
@@ -338,10 +392,20 @@ def test_two_hosts(tiny: Path, tmp_path: Path, oracle: Oracle, expected: dict[st
         words = ["-oma", here.address, "-omp", str(port), *TIMES]
         head = Server(tiny, tmp_path / "head", [*LENGTH, *overrides(talker={"replicas": 0}), *words])
         head.words[:0] = here.words
-        talker = Headless(tiny, tmp_path / "talker", "talker", port, *TIMES, host=here.address)
+        head.start()
+        stack.callback(head.stop)
+        copied = tmp_path / "cluster.secret"
+        talker = Headless(
+            tiny, tmp_path / "talker", "talker", port, *TIMES, *SECRET_FILE, str(copied), host=here.address
+        )
         talker.words[:0] = there.words
+        assert until(lambda: "cluster secret:" in head.log.read_text(), UP_S), head.tail()
+        (said,) = [line for line in head.log.read_text().splitlines() if line.startswith("cluster secret:")]
+        source = Path(said.partition("scp ")[2].split()[0])
+        assert source == default_file() and SECRET_FILE[0] in said
+        subprocess.run(["cp", "--preserve=mode", source, copied], check=True)
         stack.enter_context(talker)
-        here.call(lambda: stack.enter_context(head))
+        here.call(head.wait)
         assert here.call(lambda: until(lambda: all_up(head, 3), UP_S))
         here.call(lambda: check_parity(head, oracle, expected, ["text", "audio"]))
         assert here.call(lambda: replicas(head))["talker/0"]["host"] == there.address

@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from vllm_omni_ext.engine.alone import alone
 from vllm_omni_ext.engine.edges import Lost, sender_of, taker_of
 from vllm_omni_ext.engine.encoding import by_request
 from vllm_omni_ext.engine.exporter import Exporter
@@ -85,7 +86,7 @@ class LeanWorker(_Worker):  # type: ignore[misc]
 
     def init_device(self) -> Any:
         """First step of the start-up."""
-        with _one_group():
+        with alone():
             return super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:
@@ -106,29 +107,6 @@ class LeanWorker(_Worker):  # type: ignore[misc]
             return super().sample_tokens(grammar_output)
         with _without_draws(self.model_runner):
             return super().sample_tokens(grammar_output)
-
-
-@contextmanager
-def _one_group() -> Iterator[None]:
-    """Inside the block, a CPU engine of one process makes no process groups besides that of the world.
-
-    vLLM makes more than a dozen for one process, and each has a thread that looks at its socket every 10 ms.
-    """
-    make = torch.distributed.new_group
-
-    def group(*args: Any, **kwargs: Any) -> Any:
-        if torch.distributed.get_world_size() == 1:
-            return torch.distributed.group.WORLD
-        return make(*args, **kwargs)
-
-    if not current_platform.is_cpu():
-        yield
-        return
-    torch.distributed.new_group = group
-    try:
-        yield
-    finally:
-        torch.distributed.new_group = make
 
 
 @contextmanager

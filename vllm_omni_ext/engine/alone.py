@@ -1,0 +1,64 @@
+"""Process groups of engines that are one process, which need no connections.
+
+vLLM makes process groups for one process as for many, more than a dozen. Each group of torch's gloo backend listens on
+a TCP port of its own, keeps what connects there open for ever, and has a thread that looks at its socket every 10 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import FakeProcessGroup
+
+GLOO = "gloo"
+
+BACKEND = "omni_alone"
+"""A backend whose group has one member, which has what every member has to say already."""
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside the block, a world of one process has no gloo groups.
+
+    On CPU all groups of such a world are the world itself.
+    """
+    distributed = torch.distributed
+    start, make = distributed.init_process_group, distributed.new_group
+
+    def init_process_group(backend: Any = None, *args: Any, world_size: int = -1, **kwargs: Any) -> None:
+        start(_instead_of(backend, world_size), *args, world_size=world_size, **kwargs)
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        count = distributed.get_world_size()
+        if count == 1 and distributed.get_backend() == BACKEND:
+            return distributed.group.WORLD
+        if "backend" in kwargs:
+            kwargs["backend"] = _instead_of(kwargs["backend"], count)
+        return make(*args, **kwargs)
+
+    _register()
+    distributed.init_process_group, distributed.new_group = init_process_group, new_group
+    try:
+        yield
+    finally:
+        distributed.init_process_group, distributed.new_group = start, make
+
+
+def _instead_of(backend: Any, world_size: int) -> Any:
+    return BACKEND if backend == GLOO and world_size == 1 else backend
+
+
+def _register() -> None:
+    if not torch.distributed.is_backend_available(BACKEND):
+        torch.distributed.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
+
+
+def _make(common: Any, options: Any) -> Any:
+    """A group that sends nothing, and gives each of its members what that has said: right for a single one."""
+    if common.group_size != 1:
+        raise ValueError(f"{BACKEND}: a group of one process, not of {common.group_size}")
+    make: Any = FakeProcessGroup._create_internal  # torch's stub of it lacks the options
+    return make(common.group_rank, common.group_size, options)
