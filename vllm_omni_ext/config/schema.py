@@ -33,6 +33,10 @@ SENDS, TAKES = "sends", "takes"
 """The keys there with the connectors of edges that leave a stage and that lead to it, by the edge's name."""
 
 
+ALL_ROUTES, VLLM_ROUTES = "all", "vllm"
+"""Which routes need the API key: all but a few, or those of vLLM's own rule."""
+
+
 @dataclass(frozen=True)
 class Key:
     """What is known about one key: the rule for its value, its unit and what it means."""
@@ -216,6 +220,12 @@ class OmniConfig:
     )
     max_body_mib: int = _key(
         256, integer(at_least=1), "A request whose body is longer is refused with status 413.", "MiB"
+    )
+    api_key_routes: str = _key(
+        ALL_ROUTES,
+        one_of(ALL_ROUTES, VLLM_ROUTES),
+        "Which routes need the API key, if there is one. `all`: all but `/health`, `/ping` and `/metrics`. `vllm`: "
+        "those below `/v1`, `/v2`, `/inference` and `/cohere`, which is vLLM's own rule.",
     )
     log_dir: str | None = _key(
         None,

@@ -71,6 +71,10 @@ API_SERVER = (
         ("OpenAIServingChat.chat_completion_full_generator", "1ffad7651a9f", "overridden, calls the original"),
         ("OpenAIServingChat.chat_completion_stream_generator", "f69a8434f95e", "overridden, calls the original"),
     ),
+    *_in(
+        "vllm.entrypoints.serve.middleware.authenticate",
+        ("AuthenticationMiddleware", "eb3918b9e651", "subclassed: compares keys; ours stands in its place"),
+    ),
     *_in("vllm.multimodal.video", ("VideoLoaderRegistry", "8e135d594bab", "every loader in it is replaced by ours")),
     *_in(
         "vllm.multimodal.media.video",

@@ -21,6 +21,7 @@ from vllm.entrypoints.serve.exception_handling.handlers.http import http_excepti
 from vllm.logger import init_logger
 from vllm.renderers.chat_utils import load_chat_template
 
+from vllm_omni_ext.config.schema import ALL_ROUTES
 from vllm_omni_ext.memory import trim
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.serving import stage_calls, video
@@ -28,6 +29,7 @@ from vllm_omni_ext.serving.adapters import StageAdapters
 from vllm_omni_ext.serving.audio_routes import router
 from vllm_omni_ext.serving.bodies import TRIPPED, tripped_handler
 from vllm_omni_ext.serving.gate import Gate
+from vllm_omni_ext.serving.keys import guard_all_routes
 from vllm_omni_ext.serving.measured_chat import MeasuredChat
 from vllm_omni_ext.serving.models import OmniServingModels
 from vllm_omni_ext.serving.speech import OmniServingSpeech
@@ -119,6 +121,8 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
         app.add_exception_handler(kind, tripped_handler)
     add_routes(app)
     stage_calls.add_routes(app)
+    if omni.plan.config.api_key_routes == ALL_ROUTES:
+        guard_all_routes(app)
     which = omni.connections.client_index if omni.connections.client_count > 1 else None
     app.user_middleware.insert(0, Middleware(Gate, max_body_mib=omni.plan.config.max_body_mib, server=which))
     app.middleware_stack = app.build_middleware_stack()  # vLLM has built one already
