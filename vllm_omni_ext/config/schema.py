@@ -13,6 +13,7 @@ from vllm_omni_ext.config.checks import (
     CONNECTORS,
     DEVICES,
     ENVIRONMENT,
+    HOSTS,
     KV_CONNECTORS,
     LB_POLICIES,
     LB_POLICY,
@@ -226,6 +227,12 @@ class OmniConfig:
         one_of(ALL_ROUTES, VLLM_ROUTES),
         "Which routes need the API key, if there is one. `all`: all but `/health`, `/ping` and `/metrics`. `vllm`: "
         "those below `/v1`, `/v2`, `/inference` and `/cohere`, which is vLLM's own rule.",
+    )
+    allow_private_media: str | None = _key(
+        None,
+        HOSTS.or_none(),
+        "Hosts and networks that are not public and that `image_url`, `audio_url` and `video_url` may nevertheless be "
+        "fetched from, comma-separated, or `all`. Null: none.",
     )
     log_dir: str | None = _key(
         None,

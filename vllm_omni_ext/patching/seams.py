@@ -75,6 +75,10 @@ API_SERVER = (
         "vllm.entrypoints.serve.middleware.authenticate",
         ("AuthenticationMiddleware", "eb3918b9e651", "subclassed: compares keys; ours stands in its place"),
     ),
+    *_in(
+        "vllm.multimodal.media.connector",
+        ("MediaConnector", "7a7abf8b48ab", "subclassed: fetches through its connection; ours stands in the registry"),
+    ),
     *_in("vllm.multimodal.video", ("VideoLoaderRegistry", "8e135d594bab", "every loader in it is replaced by ours")),
     *_in(
         "vllm.multimodal.media.video",

@@ -24,7 +24,7 @@ from vllm.renderers.chat_utils import load_chat_template
 from vllm_omni_ext.config.schema import ALL_ROUTES
 from vllm_omni_ext.memory import trim
 from vllm_omni_ext.omni import AsyncOmni
-from vllm_omni_ext.serving import stage_calls, video
+from vllm_omni_ext.serving import media, stage_calls, video
 from vllm_omni_ext.serving.adapters import StageAdapters
 from vllm_omni_ext.serving.audio_routes import router
 from vllm_omni_ext.serving.bodies import TRIPPED, tripped_handler
@@ -85,7 +85,7 @@ async def run_app(
         await _forget_dummies(omni)
         app = await make_app(omni, args)
         trim()
-        with video.install():
+        with video.install(), media.install(omni.plan.config.allow_private_media):
             logger.info("Starting the server on %s", listen_address)
             sock.listen()  # who connects from now on is answered, as soon as the server below runs
             ready()
