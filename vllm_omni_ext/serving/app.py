@@ -24,7 +24,7 @@ from vllm.renderers.chat_utils import load_chat_template
 from vllm_omni_ext.config.schema import ALL_ROUTES
 from vllm_omni_ext.memory import trim
 from vllm_omni_ext.omni import AsyncOmni
-from vllm_omni_ext.serving import media, stage_calls, video
+from vllm_omni_ext.serving import media, stage_calls, tokenization, video
 from vllm_omni_ext.serving.adapters import StageAdapters
 from vllm_omni_ext.serving.audio_routes import router
 from vllm_omni_ext.serving.bodies import TRIPPED, tripped_handler
@@ -119,6 +119,7 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]
     for kind in TRIPPED:
         app.add_exception_handler(kind, tripped_handler)
+    tokenization.install(app, omni.renderer)
     add_routes(app)
     stage_calls.add_routes(app)
     if omni.plan.config.api_key_routes == ALL_ROUTES:
