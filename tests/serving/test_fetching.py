@@ -20,7 +20,15 @@ from aiohttp import web
 from tests import media
 from tests.serving.scripted import ScriptedOmni
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.serving.fetching import MOST_REDIRECTS, Fetcher, FetchRefused, Rules, destinations, for_everybody
+from vllm_omni_ext.serving.fetching import (
+    MOST_REDIRECTS,
+    Budget,
+    Fetcher,
+    FetchRefused,
+    Rules,
+    destinations,
+    for_everybody,
+)
 from vllm_omni_ext.serving.media import EARLIEST_FAILURE_S, FAILED, install
 
 REFUSED, ALLOWED = "127.0.0.1", "127.0.0.2"
@@ -195,6 +203,20 @@ async def test_long_bodies(site: Site, fetch: Callable[..., Any], path: str) -> 
     with pytest.raises(FetchRefused, match=r"more than"):
         await fetch(site.url(path), max_bytes=2 * MIB)
     assert len(await fetch(site.url("long"), max_bytes=4 * MIB)) == 3 * MIB
+
+
+async def test_all_together_have_a_limit(site: Site, fetch: Callable[..., Any]) -> None:
+    budget = Budget(5 * MIB)
+
+    async def one() -> int:
+        with budget.lease():
+            return len(await fetch(site.url("long")))
+
+    found = await asyncio.gather(*(one() for _ in range(3)), return_exceptions=True)
+    refused = [each for each in found if isinstance(each, FetchRefused)]
+    assert refused and "together" in str(refused[0])
+    assert budget.held == 0
+    assert await one() == 3 * MIB
 
 
 async def test_vllms_limit_of_size_holds(

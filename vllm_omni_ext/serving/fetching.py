@@ -11,6 +11,8 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -110,6 +112,50 @@ def destinations(address: Address) -> Iterator[Address]:
         yield from address.teredo or ()
 
 
+class Budget:
+    """Bytes of media that a process may hold at once, from their arrival until they are decoded.
+
+    Args:
+        most: the fetch that would make them more fails.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.held = 0
+
+    @contextmanager
+    def lease(self) -> Iterator[None]:
+        """What is fetched by this task inside the block is held until its end."""
+        lease = _Lease(self)
+        token = _LEASE.set(lease)
+        try:
+            yield
+        finally:
+            _LEASE.reset(token)
+            self.held -= lease.taken
+
+    def take(self, count: int) -> None:
+        """FetchRefused if there is no room for so many more bytes."""
+        self.held += count
+        if self.held > self._most:
+            raise FetchRefused(f"all media being fetched have more than {self._most} bytes together")
+
+
+class _Lease:
+    """What one task has taken."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self.taken = 0
+
+    def take(self, count: int) -> None:
+        self.taken += count
+        self._budget.take(count)
+
+
+_LEASE: ContextVar[_Lease | None] = ContextVar("omni_media_lease", default=None)
+
+
 class Fetcher:
     """What vLLM's `MediaConnector` takes for its connection.
 
@@ -206,11 +252,13 @@ def _longest(max_bytes: int | None) -> int | None:
 
 async def _read(answer: aiohttp.ClientResponse, longest: int | None) -> bytes:
     """The body; FetchRefused as soon as it is known to be longer than `longest` bytes."""
-    body = bytearray()
+    body, lease = bytearray(), _LEASE.get()
     if longest is not None and (answer.content_length or 0) > longest:
         raise FetchRefused(f"the body has {answer.content_length} bytes, more than {longest}")
     async for piece in answer.content.iter_chunked(READ_BYTES):
         body += piece
+        if lease is not None:
+            lease.take(len(piece))
         if longest is not None and len(body) > longest:
             raise FetchRefused(f"the body has more than {longest} bytes")
     return bytes(body)

@@ -15,7 +15,7 @@ from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 
 from vllm_omni_ext.serving.failures import BadRequest
-from vllm_omni_ext.serving.fetching import Fetcher, Rules
+from vllm_omni_ext.serving.fetching import Budget, Fetcher, Rules
 
 logger = init_logger(__name__)
 
@@ -24,6 +24,9 @@ STOCK = "http"
 
 EARLIEST_FAILURE_S = 0.5
 """A failure is never answered sooner, so that its time does not tell a closed port from an open one nearby."""
+
+MOST_BYTES = 1 << 30
+"""Media from URLs that an API server holds at once, before they are decoded."""
 
 FAILED = "could not be fetched, or is not what it should be"
 
@@ -37,9 +40,11 @@ class CarefulConnector(MediaConnector):
 
     Attributes:
         allow_private_media: the stage config's key; set by `install`.
+        budget: of the process; set by `install`.
     """
 
     allow_private_media: str | None = None
+    budget = Budget(MOST_BYTES)
 
     def __init__(self, *args: Any, allowed_media_domains: list[str] | None = None, **kwargs: Any) -> None:
         fetcher = Fetcher(Rules.of(self.allow_private_media, allowed_media_domains or ()))
@@ -63,7 +68,8 @@ class CarefulConnector(MediaConnector):
         self._assert_url_in_allowed_media_domains(parse_url(url))
         since = time.monotonic()
         try:
-            return await super().load_from_url_async(url, media_io, fetch_timeout=fetch_timeout)
+            with self.budget.lease():
+                return await super().load_from_url_async(url, media_io, fetch_timeout=fetch_timeout)
         except Exception as error:
             logger.warning("A medium of %r was not fetched: %r", parse_url(url).host, error)
             await asyncio.sleep(EARLIEST_FAILURE_S - (time.monotonic() - since))
@@ -79,7 +85,8 @@ def install(allow_private_media: str | None) -> Iterator[None]:
         allow_private_media: the stage config's key.
     """
     stock = MEDIA_CONNECTOR_REGISTRY.name2class[STOCK]
-    ours = type(CarefulConnector.__name__, (CarefulConnector,), {"allow_private_media": allow_private_media})
+    settings = {"allow_private_media": allow_private_media, "budget": Budget(MOST_BYTES)}
+    ours = type(CarefulConnector.__name__, (CarefulConnector,), settings)
     MEDIA_CONNECTOR_REGISTRY.register(STOCK)(ours)
     try:
         yield

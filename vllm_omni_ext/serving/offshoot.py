@@ -28,6 +28,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm_omni_ext.titles import name_process
+
 Function = Callable[..., tuple[npt.NDArray[Any], dict[str, Any]]]
 """Takes bytes and keywords; gives an array and what there is to say about it."""
 
@@ -141,6 +143,7 @@ class Offshoot:
     def _helper(self, control: socket.socket) -> NoReturn:
         try:
             _let_go_of_all_but(control)
+            name_process("video")
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to the whole group: the parent decides when to end
             faulthandler.disable()
