@@ -143,13 +143,13 @@ class Offshoot:
     def _helper(self, control: socket.socket) -> NoReturn:
         try:
             _let_go_of_all_but(control)
-            name_process("video")
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to the whole group: the parent decides when to end
             faulthandler.disable()
             for number in (signal.SIGTERM, *CRASHES):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children
+            name_process("video")
             while True:
                 spare, theirs = socket.socketpair()
                 if os.fork() == 0:  # ahead of the next call: copying the tables of a large process takes its time
