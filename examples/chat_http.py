@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import os
 
 import numpy as np
 import openai
@@ -25,7 +26,7 @@ def main() -> None:
     parser.add_argument("--wav", default="reply.wav")
     args = parser.parse_args()
 
-    client = openai.OpenAI(base_url=args.url, api_key="none")
+    client = openai.OpenAI(base_url=args.url, api_key=os.environ.get("VLLM_API_KEY", "none"))
     stream = client.chat.completions.create(
         model=client.models.list().data[0].id,
         messages=[{"role": "user", "content": args.question}],

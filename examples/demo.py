@@ -7,6 +7,7 @@ stage, process and interface is the real one. It needs no GPU and no download.
 from __future__ import annotations
 
 import base64
+import os
 import sys
 import tempfile
 import time
@@ -48,7 +49,7 @@ def main() -> int:
 def ask(server: Server) -> None:
     """Ask for text and sound, check both, and keep the sound."""
     print(f"ready after {server.startup_s:.1f} s at {server.base_url}")
-    client = openai.OpenAI(base_url=server.base_url, api_key="none")
+    client = openai.OpenAI(base_url=server.base_url, api_key=os.environ.get("VLLM_API_KEY", "none"))
     started = time.monotonic()
     reply = client.chat.completions.create(
         model="qwen3-omni",

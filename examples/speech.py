@@ -7,6 +7,7 @@ python examples/speech.py "The sky is blue." --file sky.mp3
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import openai
@@ -21,7 +22,7 @@ def main() -> None:
     parser.add_argument("--file", type=Path, default=Path("speech.wav"))
     args = parser.parse_args()
 
-    client = openai.OpenAI(base_url=args.url, api_key="none")
+    client = openai.OpenAI(base_url=args.url, api_key=os.environ.get("VLLM_API_KEY", "none"))
     speech = client.audio.speech.with_streaming_response.create(
         model=client.models.list().data[0].id,
         input=args.text,

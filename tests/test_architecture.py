@@ -31,7 +31,7 @@ MEMBERSHIP = (
 """The part of the coordinator that does no I/O."""
 
 LAYERS = (
-    {"errors", "ids", "lifeline", "memory", "plugin", "report", "outputs"},
+    {"errors", "ids", "lifeline", "memory", "plugin", "report", "outputs", "titles"},
     {"patching", "patches"},
     {"config", "compat", "environment", "metrics", "model_plugins.registry", "model_plugins.*.pipeline"}
     | {"connectors.base", "connectors.registry"},

@@ -45,6 +45,9 @@ from vllm_omni_ext.wire.handoff import RESERVED, TICKET
 REQUEST_OPTIONS: ContextVar[OmniOptions | None] = ContextVar("omni_request_options", default=None)
 """Options for requests made by stock handlers, which know nothing of them; read when `generate` is called."""
 
+MOST_BAD_CHARACTERS = 100_000
+"""In `bad_words`; tokenizing so many takes a few hundredths of a second."""
+
 _TEXT_END = object()
 
 
@@ -231,6 +234,7 @@ class AsyncOmni(TargetedLLM):
         if self._draining:
             raise StageUnavailable("the server is shutting down")
         _check_reserved(sampling_params)
+        _check_bad_words(sampling_params)
         chosen = options or REQUEST_OPTIONS.get()
         if chosen is None or chosen.text_only:
             return self._in_time(super().generate(prompt, sampling_params, request_id, **stock))
@@ -325,6 +329,18 @@ class AsyncOmni(TargetedLLM):
             if not self._is_text(replica.id):
                 replica.close(timeout)
         super().shutdown(timeout)
+
+
+def _check_bad_words(params: Any) -> None:
+    """Words to avoid are tokenized in the event loop.
+
+    Raises:
+        VLLMValidationError: they would take it for too long.
+    """
+    given = sum(map(len, getattr(params, "bad_words", None) or ()))
+    if given > MOST_BAD_CHARACTERS:
+        message = f"bad_words: may have {MOST_BAD_CHARACTERS} characters together, got {given}"
+        raise VLLMValidationError(message, parameter="bad_words")
 
 
 def _check_reserved(params: Any) -> None:

@@ -13,6 +13,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.dev.cache.api_router import attach_router as attach_cache
 from vllm.entrypoints.serve.dev.rpc.api_router import attach_router as attach_rpc
 from vllm.entrypoints.serve.dev.sleep.api_router import attach_router as attach_sleep
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.profile.api_router import router as profile
 
 from tests.runtime.test_calls import Bench, targeted
@@ -51,6 +52,8 @@ class Rig:
         for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
             self.app.add_api_route(path, lambda: "stock", methods=["POST"])
         add_routes(self.app)
+        self.app.state.args = SimpleNamespace(log_error_stack=False)
+        init_exception_handler(self.app)
 
     def _everywhere(self, name: str) -> Any:
         async def call(*args: Any) -> Any:
@@ -208,3 +211,36 @@ def test_what_vllm_does_not_offer_is_not_there() -> None:
     add_routes(app)
     assert sorted(route.path for route in app.routes) == sorted(before)
     assert len(app.openapi()["paths"]) == len({"/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory"})
+
+
+UNKNOWN: list[tuple[str, str, Any, str, str]] = [
+    ("POST", "/sleep?target=talker", None, "target", "did you mean 'targets'? query parameters: level, mode, targets"),
+    ("POST", "/sleep?Targets=talker", None, "Targets", "did you mean 'targets'?"),
+    ("POST", "/sleep?targets=talker&level=1&x", None, "x", "query parameters: level, mode, targets"),
+    ("POST", "/sleep", {"targets": ["talker"]}, "targets", "fields of the body: none"),
+    ("POST", "/sleep", ["talker"], "body", "is not read here; query parameters: level, mode, targets"),
+    ("POST", "/wake_up?tag=weights", None, "tag", "did you mean 'tags'?"),
+    ("GET", "/is_sleeping?target=talker", None, "target", "query parameters: targets"),
+    ("POST", "/reset_prefix_cache?target=talker", None, "target", "did you mean 'targets'?"),
+    ("POST", "/start_profile", {"target": "talker"}, "target", "fields of the body: delay_iterations, max_iterations"),
+    ("POST", "/collective_rpc", {"method": "f", "target": "x"}, "target", "did you mean 'targets'? fields of the body"),
+    ("POST", "/collective_rpc?method=f", {"method": "f"}, "method", "query parameters: targets"),
+    ("POST", "/v1/load_lora_adapter", {**ADAPTER, "target": "talker"}, "target", "did you mean 'targets'?"),
+    ("POST", "/v1/unload_lora_adapter?target=x", ADAPTER, "target", "did you mean 'targets'?"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "name", "advice"), UNKNOWN)
+async def test_an_unknown_parameter_is_refused(method: str, path: str, body: Any, name: str, advice: str) -> None:
+    rig = Rig()
+    status, answer = await rig.ask(method, path, **({} if body is None else {"json": body}))
+    assert (status, answer["error"]["param"]) == (400, name), answer
+    assert advice in answer["error"]["message"]
+    assert rig.bench.log == []
+
+
+async def test_an_empty_body_means_nothing() -> None:
+    rig = Rig()
+    rig.bench.answer("sleep", None)
+    for body in (b"", b"  ", b"{}", b"null"):
+        assert (await rig.post("/sleep?targets=talker/1", content=body, headers=JSON))[0] == 200

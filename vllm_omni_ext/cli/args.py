@@ -20,6 +20,8 @@ EXPLICIT = "omni_explicit"
 
 SETTINGS = {
     "async_chunk": "async_chunk",
+    "omni_allow_private_media": "allow_private_media",
+    "omni_api_key_routes": "api_key_routes",
     "omni_cluster_secret_file": "cluster_secret_file",
     "omni_drain_timeout": "drain_timeout_s",
     "omni_heartbeat_timeout": "heartbeat_timeout_s",
@@ -110,6 +112,8 @@ def _add_group(parser: FlexibleArgumentParser) -> None:
     group.add_argument("--omni-shutdown-timeout", type=float, metavar="SECONDS", help=text["shutdown_timeout_s"])
     group.add_argument("--omni-request-deadline", type=float, metavar="SECONDS", help=text["request_deadline_s"])
     group.add_argument("--omni-max-body", type=int, metavar="MIB", help=text["max_body_mib"])
+    group.add_argument("--omni-api-key-routes", metavar="all|vllm", help=text["api_key_routes"])
+    group.add_argument("--omni-allow-private-media", metavar="HOST,NETWORK", help=text["allow_private_media"])
     group.add_argument("--omni-log-dir", metavar="DIR", help=text["log_dir"])
     group.add_argument("--omni-verbose", action="store_true", help=text["verbose"])
     _add_pools(group, text)

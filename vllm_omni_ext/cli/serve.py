@@ -8,7 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.titles import name_process
 from vllm_omni_ext.topology.plan import Plan
+
+KEY_VARIABLE = "VLLM_API_KEY"
 
 WRONG_CONFIGURATION = 2
 """Exit status when nothing was started because the configuration is wrong."""
@@ -23,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status. A wrong configuration is one line on stderr and status 2; nothing was started then.
     """
+    name_process("headless" if "--headless" in argv else "head", argv)
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     cli_env_setup()
@@ -31,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
         plan = _with_secret(plan, args)
     except ConfigError as err:
         return report(err)
+    keep_key(args)
     try:
         status = _run(plan, args)
     except SystemExit as end:  # a signal
@@ -44,6 +49,13 @@ def _with_secret(plan: Plan, args: argparse.Namespace) -> Plan:
     from vllm_omni_ext.runtime.secret import with_secret
 
     return with_secret(plan, headless=args.headless, tell=lambda line: print(line, flush=True))
+
+
+def keep_key(args: argparse.Namespace) -> None:
+    """Move VLLM_API_KEY into the arguments, so that no process that is started later has it in its environment."""
+    key = os.environ.pop(KEY_VARIABLE, None)
+    if key and not args.api_key:
+        args.api_key = [key]
 
 
 def _run(plan: Plan, args: argparse.Namespace) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import math
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +111,28 @@ CHUNK_SIZES = Check(
     "a list of sizes >= 1 such as [4, 25], or 'all'",
     _is_chunk_sizes,
     lambda value: value if isinstance(value, str) else tuple(value),
+)
+EVERYTHING = "all"
+"""In place of a list of hosts and networks: nothing is refused."""
+
+_HOST = re.compile(r"(?=.*[a-z])[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", re.IGNORECASE)
+
+
+def as_network(word: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """An address, or a network such as 10.0.0.0/8; None for what is neither."""
+    try:
+        return ipaddress.ip_network(word.strip("[]"), strict=False)
+    except ValueError:
+        return None
+
+
+def _is_host_or_network(word: str) -> bool:
+    return as_network(word) is not None or _HOST.fullmatch(word) is not None
+
+
+HOSTS = Check(
+    "'all', or a comma-separated list of hosts and networks such as 'media.internal,10.1.0.0/16'",
+    lambda value: isinstance(value, str) and all(_is_host_or_network(word.strip()) for word in value.split(",")),
 )
 BOOLEAN = Check("true or false", lambda value: isinstance(value, bool))
 TEXT = Check("a non-empty string", lambda value: isinstance(value, str) and value != "")

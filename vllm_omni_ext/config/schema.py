@@ -13,6 +13,7 @@ from vllm_omni_ext.config.checks import (
     CONNECTORS,
     DEVICES,
     ENVIRONMENT,
+    HOSTS,
     KV_CONNECTORS,
     LB_POLICIES,
     LB_POLICY,
@@ -31,6 +32,10 @@ STREAM_IDLE_S = "stream_idle_s"
 
 SENDS, TAKES = "sends", "takes"
 """The keys there with the connectors of edges that leave a stage and that lead to it, by the edge's name."""
+
+
+ALL_ROUTES, VLLM_ROUTES = "all", "vllm"
+"""Which routes need the API key: all but a few, or those of vLLM's own rule."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +225,18 @@ class OmniConfig:
     )
     max_body_mib: int = _key(
         256, integer(at_least=1), "A request whose body is longer is refused with status 413.", "MiB"
+    )
+    api_key_routes: str = _key(
+        ALL_ROUTES,
+        one_of(ALL_ROUTES, VLLM_ROUTES),
+        "Which routes need the API key, if there is one. `all`: all but `/health`, `/ping` and `/metrics`. `vllm`: "
+        "those below `/v1`, `/v2`, `/inference` and `/cohere`, which is vLLM's own rule.",
+    )
+    allow_private_media: str | None = _key(
+        None,
+        HOSTS.or_none(),
+        "Hosts and networks that are not public and that `image_url`, `audio_url` and `video_url` may nevertheless be "
+        "fetched from, comma-separated, or `all`. Null: none.",
     )
     log_dir: str | None = _key(
         None,

@@ -19,6 +19,7 @@ from vllm_omni_ext.coordinator.reporter import Reporter
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import end_with
 from vllm_omni_ext.pool.load import Load
+from vllm_omni_ext.titles import name_process
 from vllm_omni_ext.wire.enrollment import Enrollment
 from vllm_omni_ext.wire.handoff import FORGET
 
@@ -33,6 +34,7 @@ class ReportMixin(Scheduler):
         enrolled = Enrollment.read()
         if enrolled is not None and enrolled.parent is not None:
             end_with(enrolled.parent)
+            name_process(f"{enrolled.stage}/{enrolled.index}")
         self._reporter: Reporter | None = None
         if enrolled is None or enrolled.events is None:
             return

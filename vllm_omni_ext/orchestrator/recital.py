@@ -6,12 +6,15 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.orchestrator.lengths import needed
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.orchestrator.requests import OmniOptions
 from vllm_omni_ext.outputs import AudioOutput
+
+T = TypeVar("T")
 
 
 class Recital:
@@ -74,13 +77,16 @@ async def make_recital(
     """
     if not text.strip():
         raise RequestError("input: there is nothing to read out", parameter="input")
-    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-        raise RequestError("input: must be text; it has half of a surrogate pair in it", parameter="input")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError("input: must be text; it has half of a surrogate pair in it", parameter="input") from error
     tokenizer = renderer.get_tokenizer()
     opening = orchestrator.plugin.recital_prompt
     prompt = await _in_thread(renderer, partial(tokenizer.encode, opening, add_special_tokens=False))
     frames = min(orchestrator.room(prompt, options).values())
-    if len(text) > frames * tokenizer.max_chars_per_token:
+    counted = partial(needed, tokenizer, text, frames)
+    if len(text) > frames * tokenizer.max_chars_per_token or await _in_thread(renderer, counted) < len(text):
         raise _too_long(f"{len(text)} characters", frames)
     plain = partial(tokenizer.encode, text, add_special_tokens=False, split_special_tokens=True)
     reply = await _in_thread(renderer, plain)
@@ -89,7 +95,7 @@ async def make_recital(
     return Recital(orchestrator, prompt=prompt, reply=reply, options=options, request_id=request_id)
 
 
-async def _in_thread(renderer: Any, function: Callable[[], list[int]]) -> list[int]:
+async def _in_thread(renderer: Any, function: Callable[[], T]) -> T:
     """Where vLLM cuts its prompts: its tokenizer must not be used by two threads at once."""
     return await asyncio.get_running_loop().run_in_executor(renderer._executor, function)
 

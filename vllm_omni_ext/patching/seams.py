@@ -71,6 +71,29 @@ API_SERVER = (
         ("OpenAIServingChat.chat_completion_full_generator", "1ffad7651a9f", "overridden, calls the original"),
         ("OpenAIServingChat.chat_completion_stream_generator", "f69a8434f95e", "overridden, calls the original"),
     ),
+    *_in(
+        "vllm.entrypoints.serve.middleware.authenticate",
+        ("AuthenticationMiddleware", "eb3918b9e651", "subclassed: compares keys; ours stands in its place"),
+    ),
+    *_in(
+        "vllm.renderers.base",
+        ("BaseRenderer._tokenize_prompt", "ad1066b4d594", "called: ours looks at the length of a text before it"),
+        (
+            "BaseRenderer._tokenize_singleton_prompt_async",
+            "a043053e14de",
+            "calls _tokenize_prompt_async, in whose place ours stands",
+        ),
+    ),
+    *_in("vllm.renderers.params", ("TokenizeParams._text_len_check", "99d8cf8b1420", "refuses by characters before")),
+    *_in(
+        "vllm.entrypoints.serve.tokenize.serving",
+        ("ServingTokenization.create_tokenize", "70d47371b96b", "overridden, calls the original with a limit"),
+        ("ServingTokenization.create_detokenize", "f813f27126f4", "overridden, calls the original"),
+    ),
+    *_in(
+        "vllm.multimodal.media.connector",
+        ("MediaConnector", "7a7abf8b48ab", "subclassed: fetches through its connection; ours stands in the registry"),
+    ),
     *_in("vllm.multimodal.video", ("VideoLoaderRegistry", "8e135d594bab", "every loader in it is replaced by ours")),
     *_in(
         "vllm.multimodal.media.video",

@@ -25,6 +25,7 @@ from vllm_omni_ext.coordinator.watcher import Watcher
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import end_with
 from vllm_omni_ext.runtime.addresses import endpoint
+from vllm_omni_ext.titles import name_process
 from vllm_omni_ext.topology.agreement import config_hash, model_identity
 from vllm_omni_ext.topology.shape import Plan
 from vllm_omni_ext.wire import coordination as wire
@@ -156,4 +157,5 @@ def _run(config: CoordinatorConfig, control: Connection, parents_end: Connection
     """Body of the process: it ends with the head."""
     parents_end.close()
     end_with(parent)
+    name_process("coordinator")
     server.run(config, control)

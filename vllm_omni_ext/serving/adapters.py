@@ -21,8 +21,7 @@ from vllm_omni_ext.errors import CallFailed, RequestError
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.runtime.calls import Replies, failed
 from vllm_omni_ext.serving.call_reports import TARGETS, Targets, named_in, refusing, report
-
-router = APIRouter()
+from vllm_omni_ext.serving.parameters import KnownParameters
 
 
 class LoadAdapter(LoadLoRAAdapterRequest):
@@ -35,6 +34,14 @@ class UnloadAdapter(UnloadLoRAAdapterRequest):
     """vLLM's body, with targets."""
 
     targets: Any = None
+
+
+FIELDS = (*LoadAdapter.model_fields, *UnloadAdapter.model_fields)
+"""Of both bodies: clients send the one that has loaded an adapter to unload it too."""
+
+BODIES = {"/v1/load_lora_adapter": FIELDS, "/v1/unload_lora_adapter": FIELDS}
+
+router = APIRouter(dependencies=[Depends(KnownParameters(BODIES))])
 
 
 @router.post("/v1/load_lora_adapter", dependencies=[Depends(validate_json_request)])

@@ -21,13 +21,15 @@ from vllm.entrypoints.serve.exception_handling.handlers.http import http_excepti
 from vllm.logger import init_logger
 from vllm.renderers.chat_utils import load_chat_template
 
+from vllm_omni_ext.config.schema import ALL_ROUTES
 from vllm_omni_ext.memory import trim
 from vllm_omni_ext.omni import AsyncOmni
-from vllm_omni_ext.serving import stage_calls, video
+from vllm_omni_ext.serving import media, stage_calls, tokenization, video
 from vllm_omni_ext.serving.adapters import StageAdapters
 from vllm_omni_ext.serving.audio_routes import router
 from vllm_omni_ext.serving.bodies import TRIPPED, tripped_handler
 from vllm_omni_ext.serving.gate import Gate
+from vllm_omni_ext.serving.keys import guard_all_routes
 from vllm_omni_ext.serving.measured_chat import MeasuredChat
 from vllm_omni_ext.serving.models import OmniServingModels
 from vllm_omni_ext.serving.speech import OmniServingSpeech
@@ -83,7 +85,7 @@ async def run_app(
         await _forget_dummies(omni)
         app = await make_app(omni, args)
         trim()
-        with video.install():
+        with video.install(), media.install(omni.plan.config.allow_private_media):
             logger.info("Starting the server on %s", listen_address)
             sock.listen()  # who connects from now on is answered, as soon as the server below runs
             ready()
@@ -117,8 +119,11 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]
     for kind in TRIPPED:
         app.add_exception_handler(kind, tripped_handler)
+    tokenization.install(app, omni.renderer)
     add_routes(app)
     stage_calls.add_routes(app)
+    if omni.plan.config.api_key_routes == ALL_ROUTES:
+        guard_all_routes(app)
     which = omni.connections.client_index if omni.connections.client_count > 1 else None
     app.user_middleware.insert(0, Middleware(Gate, max_body_mib=omni.plan.config.max_body_mib, server=which))
     app.middleware_stack = app.build_middleware_stack()  # vLLM has built one already

@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from vllm_omni_ext.errors import OmniError, RequestError
 from vllm_omni_ext.omni import REQUEST_OPTIONS, AsyncOmni
 from vllm_omni_ext.serving.failures import BadRequest, as_vllm_error, printable, with_vllm_errors
+from vllm_omni_ext.serving.media import MediaNotFetched
 from vllm_omni_ext.serving.options import Asked, read_request
 from vllm_omni_ext.serving.spoken_reply import SpokenReply
 from vllm_omni_ext.serving.spoken_stream import SpokenStream, with_text_events
@@ -60,6 +61,8 @@ class OmniServingChat(OpenAIServingChat):
         """vLLM's step from a request to a prompt; what is wrong with its messages is the client's to know."""
         try:
             return await super().render_chat_request(request)
+        except MediaNotFetched as err:
+            raise BadRequest(f"{MESSAGES}: {err}", parameter=MESSAGES) from err
         except VLLMUnprocessableEntityError as err:
             raise BadRequest(str(err.args[0]), parameter=MESSAGES) from err
         except VLLMError as err:

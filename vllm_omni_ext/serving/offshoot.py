@@ -28,6 +28,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm_omni_ext.titles import name_process
+
 Function = Callable[..., tuple[npt.NDArray[Any], dict[str, Any]]]
 """Takes bytes and keywords; gives an array and what there is to say about it."""
 
@@ -147,6 +149,7 @@ class Offshoot:
             for number in (signal.SIGTERM, *CRASHES):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children
+            name_process("video")
             while True:
                 spare, theirs = socket.socketpair()
                 if os.fork() == 0:  # ahead of the next call: copying the tables of a large process takes its time

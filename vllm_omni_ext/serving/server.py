@@ -40,6 +40,7 @@ from vllm_omni_ext.runtime.progress import spinner
 from vllm_omni_ext.runtime.registrar import Registrar
 from vllm_omni_ext.runtime.replica import StockReplica
 from vllm_omni_ext.runtime.supervisor import Supervisor
+from vllm_omni_ext.titles import name_process
 from vllm_omni_ext.topology.explain import unshared_caches
 from vllm_omni_ext.topology.shape import Plan
 from vllm_omni_ext.wire.control import (
@@ -288,6 +289,7 @@ def run_api_server(
     import uvloop
 
     end_with(connections.head)
+    name_process(f"api-server/{connections.client_index}")
     for number in (signal.SIGTERM, signal.SIGINT):  # until the HTTP server installs its own handlers
         signal.signal(number, lambda *_: sys.exit(0))
     decorate_logs()

@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 
-from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.errors import OmniError, RequestError
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.orchestrator.recital import Recital
 from vllm_omni_ext.outputs import AudioOutput
@@ -38,6 +38,7 @@ class OmniServingSpeech(GenerateBaseServing):
             return self._refusal(unknown)
         request_id = f"speech-{self._base_request_id(raw_request)}"
         try:
+            refuse_long_text(request.input, omni)
             asked = read_speech(request, omni.plugin, omni.plan)
             self._preflight()
             recital = await omni.speak(asked.text, asked.options, request_id)
@@ -102,6 +103,17 @@ async def _all(first: AudioOutput, rest: Pieces) -> Pieces:
         yield first
         async for piece in rest:
             yield piece
+
+
+def refuse_long_text(text: str, omni: AsyncOmni) -> None:
+    """Look at nothing but the length of a text, before anything else looks at its characters.
+
+    Raises:
+        RequestError: no stage has room for so many characters, however long its tokens are.
+    """
+    most = omni.model_config.max_model_len * omni.renderer.get_tokenizer().max_chars_per_token
+    if len(text) > most:
+        raise RequestError(f"input: at most {most} characters fit, got {len(text)}", parameter="input")
 
 
 def usage(tokens: int, frames: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 import math
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 from vllm.entrypoints.serve.dev.cache import api_router as cache
 from vllm.entrypoints.serve.dev.rpc import api_router as rpc
@@ -20,8 +20,14 @@ from vllm.v1.engine import PauseMode
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.serving import adapters
 from vllm_omni_ext.serving.call_reports import TARGETS, Targets, named_in, omni_of, refusing, report
+from vllm_omni_ext.serving.parameters import KnownParameters
 
-router = APIRouter()
+BODIES = {
+    "/collective_rpc": ("method", "args", "kwargs", "timeout", TARGETS),
+    "/start_profile": tuple(profile.StartProfileRequest.model_fields),
+}
+
+router = APIRouter(dependencies=[Depends(KnownParameters(BODIES))])
 
 
 def add_routes(app: FastAPI) -> None:

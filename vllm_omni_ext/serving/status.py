@@ -8,13 +8,14 @@ import time
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.registry import KV
 from vllm_omni_ext.observability.record import as_trace
 from vllm_omni_ext.omni import AsyncOmni
+from vllm_omni_ext.serving.parameters import KnownParameters
 from vllm_omni_ext.topology.shape import StagePlan
 from vllm_omni_ext.wire.control import Server
 
@@ -45,7 +46,7 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(body, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-@router.get("/v1/omni/status")
+@router.get("/v1/omni/status", dependencies=[Depends(KnownParameters())])
 async def status(request: Request) -> dict[str, Any]:
     """Every process, and what it has to do."""
     omni: AsyncOmni = request.app.state.engine_client
@@ -61,7 +62,7 @@ async def status(request: Request) -> dict[str, Any]:
     }
 
 
-@router.get("/v1/omni/trace/{request_id}")
+@router.get("/v1/omni/trace/{request_id}", dependencies=[Depends(KnownParameters())])
 async def trace(request_id: str, request: Request) -> Response:
     """One request as a trace file for Perfetto or chrome://tracing; one of another API server when it has ended."""
     omni: AsyncOmni = request.app.state.engine_client

@@ -1,0 +1,60 @@
+"""Which routes need the API key: all of them but a few, where vLLM's own rule names those that do."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from http import HTTPStatus
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+OPEN = frozenset({"/health", "/ping", "/metrics"})
+"""Paths that load balancers and Prometheus read without a key."""
+
+REFUSED = "this server needs its API key: send the header 'Authorization: Bearer KEY'"
+
+
+class KeyGuard(AuthenticationMiddleware):
+    """ASGI middleware that answers 401 to every request without a key, except those for a path in `OPEN`.
+
+    vLLM's class compares the key, in constant time; only the choice of routes differs.
+    """
+
+    def __init__(self, app: ASGIApp, tokens: list[str]) -> None:
+        super().__init__(app, tokens)
+        error = create_error_response(REFUSED, "AuthenticationError", HTTPStatus.UNAUTHORIZED)
+        self._refusal = error.model_dump()
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Handle one request, or one handshake of a WebSocket."""
+        headers = Headers(scope=scope) if "headers" in scope else Headers()
+        if scope["type"] == "lifespan" or _is_open(scope, headers) or self.verify_token(headers):
+            return self.app(scope, receive, send)
+        response = JSONResponse(self._refusal, HTTPStatus.UNAUTHORIZED.value, {"WWW-Authenticate": "Bearer"})
+        return response(scope, receive, send)
+
+
+def guard_all_routes(app: FastAPI) -> None:
+    """Put `KeyGuard` in the place of vLLM's middleware; without an API key there is none, and nothing changes."""
+    app.user_middleware[:] = [
+        Middleware(KeyGuard, *each.args, **each.kwargs) if each.cls is AuthenticationMiddleware else each  # type: ignore[arg-type]
+        for each in app.user_middleware
+    ]
+
+
+def _is_open(scope: Scope, headers: Headers) -> bool:
+    """Whether a request needs no key: its path, as the router will see it, is in `OPEN`, or it is a CORS preflight.
+
+    A browser sends a preflight without the key, and the CORS middleware behind this one answers it by itself.
+    """
+    if scope["type"] != "http":
+        return False
+    if scope["method"] == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers:
+        return True
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "")).removesuffix("/") in OPEN

@@ -1,0 +1,105 @@
+"""vLLM's media connector for URLs that clients name: it fetches by our rules, and says one thing when that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from urllib3.util import parse_url
+from vllm.logger import init_logger
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+from vllm.multimodal.media.audio import AudioMediaIO
+from vllm.multimodal.media.video import VideoMediaIO
+
+from vllm_omni_ext.serving.failures import BadRequest
+from vllm_omni_ext.serving.fetching import Budget, Fetcher, Rules
+
+logger = init_logger(__name__)
+
+STOCK = "http"
+"""Name of vLLM's own connector, in whose place ours stands; one that VLLM_MEDIA_CONNECTOR names is left alone."""
+
+EARLIEST_FAILURE_S = 0.5
+"""A failure is never answered sooner, so that its time does not tell a closed port from an open one nearby."""
+
+MOST_BYTES = 1 << 30
+"""Media from URLs that an API server holds at once, before they are decoded."""
+
+FAILED = "could not be fetched, or is not what it should be"
+
+
+class MediaNotFetched(BadRequest):
+    """Status 400, the same whatever went wrong; the log has the reason."""
+
+
+class CarefulConnector(MediaConnector):
+    """`MediaConnector` that fetches with `Fetcher`.
+
+    Attributes:
+        allow_private_media: the stage config's key; set by `install`.
+        budget: of the process; set by `install`.
+    """
+
+    allow_private_media: str | None = None
+    budget = Budget(MOST_BYTES)
+
+    def __init__(self, *args: Any, allowed_media_domains: list[str] | None = None, **kwargs: Any) -> None:
+        fetcher = Fetcher(Rules.of(self.allow_private_media, allowed_media_domains or ()))
+        super().__init__(*args, connection=fetcher, allowed_media_domains=allowed_media_domains, **kwargs)
+
+    def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
+        """A medium, in a thread without an event loop."""
+        if not _is_http(url):
+            return super().load_from_url(url, media_io, fetch_timeout=fetch_timeout)
+        return asyncio.run(self.load_from_url_async(url, media_io, fetch_timeout=fetch_timeout))
+
+    async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
+        """A medium.
+
+        Raises:
+            MediaNotFetched: it was not fetched, or what was fetched could not be read.
+            ValueError: the host is not one of `--allowed-media-domains`.
+        """
+        if not _is_http(url):
+            return await super().load_from_url_async(url, media_io, fetch_timeout=fetch_timeout)
+        self._assert_url_in_allowed_media_domains(parse_url(url))
+        since = time.monotonic()
+        try:
+            with self.budget.lease():
+                return await super().load_from_url_async(url, media_io, fetch_timeout=fetch_timeout)
+        except Exception as error:
+            logger.warning("A medium of %r was not fetched: %r", parse_url(url).host, error)
+            await asyncio.sleep(EARLIEST_FAILURE_S - (time.monotonic() - since))
+            field = _field(media_io)
+            raise MediaNotFetched(f"{field} {FAILED}", parameter=field) from None
+
+
+@contextmanager
+def install(allow_private_media: str | None) -> Iterator[None]:
+    """Have this process fetch the media of requests by our rules while the block runs.
+
+    Args:
+        allow_private_media: the stage config's key.
+    """
+    stock = MEDIA_CONNECTOR_REGISTRY.name2class[STOCK]
+    settings = {"allow_private_media": allow_private_media, "budget": Budget(MOST_BYTES)}
+    ours = type(CarefulConnector.__name__, (CarefulConnector,), settings)
+    MEDIA_CONNECTOR_REGISTRY.register(STOCK)(ours)
+    try:
+        yield
+    finally:
+        MEDIA_CONNECTOR_REGISTRY.register(STOCK)(stock)
+
+
+def _is_http(url: str) -> bool:
+    """Whether vLLM would fetch a URL; it decides by the same test."""
+    return url[:5].lower() != "data:" and (parse_url(url).scheme or "").startswith("http")
+
+
+def _field(media_io: Any) -> str:
+    if isinstance(media_io, AudioMediaIO):
+        return "audio_url"
+    return "video_url" if isinstance(media_io, VideoMediaIO) else "image_url"

@@ -1,0 +1,64 @@
+"""Parameters of operator endpoints that nobody knows are refused: what is misspelt would otherwise mean everything."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fastapi import Request
+
+from vllm_omni_ext.serving.failures import BadRequest, printable
+
+BODY = "body"
+
+
+class KnownParameters:
+    """A dependency of routes.
+
+    Args:
+        bodies: fields of a route's body by its path; a route that is not named takes no body.
+    """
+
+    def __init__(self, bodies: Mapping[str, Collection[str]] | None = None) -> None:
+        self._bodies = bodies or {}
+
+    async def __call__(self, request: Request) -> None:
+        """Check one request.
+
+        Raises:
+            BadRequest: names the parameter and those that are known.
+        """
+        route = request.scope["route"]
+        known = [field.alias for field in route.dependant.query_params]
+        _check("query parameters", request.query_params, known)
+        fields = self._bodies.get(route.path, ())
+        body = _parsed(await request.body())
+        if isinstance(body, dict):
+            _check("fields of the body", body, fields)
+        elif body is not None and not fields:
+            raise BadRequest(f"{BODY}: is not read here; {_told('query parameters', known)}", parameter=BODY)
+
+
+def _check(what: str, given: Collection[str], known: Collection[str]) -> None:
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            advice = f"did you mean '{close[0]}'? " if close else ""
+            shown = printable(name)
+            raise BadRequest(f"{shown}: is unknown; {advice}{_told(what, known)}", parameter=shown)
+
+
+def _told(what: str, known: Collection[str]) -> str:
+    return f"{what}: {', '.join(sorted(set(known))) or 'none'}"
+
+
+def _parsed(body: bytes) -> Any:
+    """A body; None if there is none, and the text itself if it is not JSON."""
+    if not body.strip():
+        return None
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return body

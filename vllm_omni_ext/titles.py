@@ -1,0 +1,43 @@
+"""Process titles: what `ps` and /proc/*/cmdline show, which every user of the machine can read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+
+PROGRAM = "vllm-omni"
+SECRET_FLAGS = ("api-key", "hf-token")
+HIDDEN = "***"
+
+
+def name_process(name: str, words: Sequence[str] = ()) -> None:
+    """Overwrite this process's command line, which processes that are forked from it inherit.
+
+    Args:
+        name: what it is, e.g. `head` or `talker/0`.
+        words: its arguments, shown without secrets.
+    """
+    with contextlib.suppress(ImportError):  # which vLLM requires, and does without too
+        import setproctitle
+
+        setproctitle.setproctitle(" ".join([PROGRAM, name, *without_secrets(words)]))
+
+
+def without_secrets(words: Iterable[str]) -> list[str]:
+    """The same arguments with `***` for the values of `SECRET_FLAGS`, also where a flag is abbreviated."""
+    shown: list[str] = []
+    secret = False
+    for word in words:
+        if word.startswith("-"):
+            flag, equals, _ = word.partition("=")
+            secret = _is_secret(flag)
+            shown.append(f"{flag}={HIDDEN}" if secret and equals else word)
+            continue
+        shown.append(HIDDEN if secret else word)
+    return shown
+
+
+def _is_secret(flag: str) -> bool:
+    """Whether argparse may take a flag for one of `SECRET_FLAGS`."""
+    name = flag.lstrip("-").replace("_", "-")
+    return flag.startswith("--") and bool(name) and any(secret.startswith(name) for secret in SECRET_FLAGS)
