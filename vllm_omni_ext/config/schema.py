@@ -11,6 +11,7 @@ from vllm_omni_ext.config.checks import (
     BOOLEAN,
     CHUNKS,
     CONNECTORS,
+    COUNTS,
     DEVICES,
     ENVIRONMENT,
     KV_CONNECTORS,
@@ -48,6 +49,10 @@ def _key(default: Any, check: Check, text: str, unit: str = "") -> Any:
 
 def _map(check: Check, text: str) -> Any:
     return field(default_factory=dict, metadata={"key": Key(check, "", text)})
+
+
+def _counts(default: Mapping[str, int], text: str) -> Any:
+    return field(default_factory=lambda: dict(default), metadata={"key": Key(COUNTS, "elements", text)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +221,36 @@ class OmniConfig:
     )
     max_body_mib: int = _key(
         256, integer(at_least=1), "A request whose body is longer is refused with status 413.", "MiB"
+    )
+    max_body_values: int = _key(
+        2_000_000,
+        integer(at_least=1),
+        "A JSON body with more values, texts and numbers included, is refused with status 413.",
+        "values",
+    )
+    max_body_objects: int = _key(
+        200_000,
+        integer(at_least=1),
+        "A JSON body with more objects, arrays and keys of objects is refused with status 413.",
+        "objects, arrays and keys",
+    )
+    max_body_depth: int = _key(
+        100,
+        integer(at_least=1),
+        "A JSON body with more objects and arrays inside of one another is refused with status 413.",
+        "levels",
+    )
+    max_field_elements: Mapping[str, int] = _counts(
+        {"messages": 10_000, "input": 10_000, "tools": 1_000},
+        "A request with more objects and arrays directly in one of these fields is refused with status 413. What a "
+        "file says replaces all of it.",
+    )
+    max_image_pixels: int = _key(
+        64_000_000,
+        integer(at_least=1),
+        "An image with more pixels is refused before it is decoded. The environment variable VLLM_MAX_IMAGE_PIXELS "
+        "comes before it.",
+        "pixels",
     )
     log_dir: str | None = _key(
         None,

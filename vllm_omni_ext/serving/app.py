@@ -27,6 +27,8 @@ from vllm_omni_ext.serving import stage_calls, video
 from vllm_omni_ext.serving.adapters import StageAdapters
 from vllm_omni_ext.serving.audio_routes import router
 from vllm_omni_ext.serving.bodies import TRIPPED, tripped_handler
+from vllm_omni_ext.serving.body_gate import BodyGate, RefusedBody, limits_of, refused_handler
+from vllm_omni_ext.serving.first_error import stop_at_first_error
 from vllm_omni_ext.serving.gate import Gate
 from vllm_omni_ext.serving.measured_chat import MeasuredChat
 from vllm_omni_ext.serving.models import OmniServingModels
@@ -119,6 +121,9 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
         app.add_exception_handler(kind, tripped_handler)
     add_routes(app)
     stage_calls.add_routes(app)
+    stop_at_first_error(app)
+    app.add_exception_handler(RefusedBody, refused_handler)  # type: ignore[arg-type]
+    app.user_middleware.insert(0, Middleware(BodyGate, limits=limits_of(omni.plan.config)))
     which = omni.connections.client_index if omni.connections.client_count > 1 else None
     app.user_middleware.insert(0, Middleware(Gate, max_body_mib=omni.plan.config.max_body_mib, server=which))
     app.middleware_stack = app.build_middleware_stack()  # vLLM has built one already
