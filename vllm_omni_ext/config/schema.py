@@ -51,8 +51,8 @@ def _map(check: Check, text: str) -> Any:
     return field(default_factory=dict, metadata={"key": Key(check, "", text)})
 
 
-def _counts(default: Mapping[str, int], text: str) -> Any:
-    return field(default_factory=lambda: dict(default), metadata={"key": Key(COUNTS, "elements", text)})
+def _counts(default: Mapping[str, int], text: str, unit: str) -> Any:
+    return field(default_factory=lambda: dict(default), metadata={"key": Key(COUNTS, unit, text)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,16 +223,17 @@ class OmniConfig:
         256, integer(at_least=1), "A request whose body is longer is refused with status 413.", "MiB"
     )
     max_body_values: int = _key(
-        2_000_000,
+        100_000,
         integer(at_least=1),
-        "A JSON body with more values, texts and numbers included, is refused with status 413.",
+        "A JSON body with more objects, arrays, texts, numbers and keys is refused with status 413.",
         "values",
     )
-    max_body_objects: int = _key(
-        200_000,
+    max_body_ids: int = _key(
+        2_000_000,
         integer(at_least=1),
-        "A JSON body with more objects, arrays and keys of objects is refused with status 413.",
-        "objects, arrays and keys",
+        "A JSON body with more numbers in fields that may be token ids (`prompt`, `input`, `tokens`, ...) is refused "
+        "with status 413.",
+        "numbers",
     )
     max_body_depth: int = _key(
         100,
@@ -241,9 +242,28 @@ class OmniConfig:
         "levels",
     )
     max_field_elements: Mapping[str, int] = _counts(
-        {"messages": 10_000, "input": 10_000, "tools": 1_000},
-        "A request with more objects and arrays directly in one of these fields is refused with status 413. What a "
-        "file says replaces all of it.",
+        {"messages": 10_000, "messages[]": 1_024, "input": 4_000, "tools": 1_000, "items": 1_024},
+        "A body with more objects, arrays and texts directly in one of these fields is refused with status 413. "
+        "`messages[]`: arrays in `messages`, which are conversations. What a file says replaces all of it.",
+        "elements",
+    )
+    max_field_values: Mapping[str, int] = _counts(
+        {"structured_outputs": 10_000, "response_format": 10_000},
+        "A body with more values and keys anywhere in one of these fields is refused with status 413.",
+        "values",
+    )
+    max_field_bytes: Mapping[str, int] = _counts(
+        {
+            "*": 1 << 20,
+            "tools": 8 << 20,
+            "response_format": 256 << 10,
+            "structured_outputs": 64 << 10,
+            "model": 4096,
+            "request_id": 4096,
+        },
+        "A body in which one of these fields is longer is refused with status 413. `*`: every other field but "
+        "those that hold prompts and media.",
+        "bytes",
     )
     max_image_pixels: int = _key(
         64_000_000,

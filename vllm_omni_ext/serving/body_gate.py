@@ -18,6 +18,9 @@ from vllm_omni_ext.serving.failures import printable
 FORMS = ("multipart/", "application/x-www-form-urlencoded")
 """Content types of bodies that are no JSON; a route may read JSON from them all the same if they begin like it."""
 
+LONGEST_WIDE_TEXT = 8 << 20
+"""Bytes of a text that is no base64. Twice what the longest contexts take."""
+
 DRAIN_S = 1.0
 """A client that still sends is listened to for so long, so that it sees why its request is refused."""
 
@@ -41,9 +44,12 @@ def limits_of(config: OmniConfig) -> BodyLimits:
     """The limits that the configuration gives."""
     return BodyLimits(
         values=config.max_body_values,
-        objects=config.max_body_objects,
+        ids=config.max_body_ids,
         depth=config.max_body_depth,
         in_field=config.max_field_elements,
+        field_values=config.max_field_values,
+        field_bytes=config.max_field_bytes,
+        wide_text_bytes=LONGEST_WIDE_TEXT,
     )
 
 

@@ -25,10 +25,23 @@ WHOLE = "body"
 MOST_FIELDS = 1000
 """Keys of the outermost object."""
 
+LONGEST_KEY = 1 << 16
+"""Bytes of a key of the outermost object, which errors may repeat."""
+
 LONGEST_NAME = 256
 """Bytes of a field's name; of a longer one nothing is known."""
 
-QUOTE, COMMA, COLON = b'",:'
+ID_FIELDS = frozenset({"prompt", "input", "tokens", "token_ids", "prompt_token_ids", "allowed_token_ids"})
+"""Fields that may be long lists of token ids."""
+
+CONTENT_FIELDS = ID_FIELDS | {"messages", "system", "instructions", "query", "queries", "documents", "items", "data"}
+CONTENT_FIELDS |= {"data_1", "data_2", "prompt_embeds", "ref_audio", WHOLE}
+"""Fields that may be as long as a body."""
+
+OTHERS = "*"
+ARRAYS = "[]"
+MOST_ELEMENTS = "max_field_elements"
+QUOTE, COMMA, COLON, OPEN_ARRAY, OPEN_OBJECT = b'",:[{'
 _STRUCTURE = bytes(character in b'"[]{},:' for character in range(256))
 _STEPS = np.array([(character in b"[{") - (character in b"]}") for character in range(256)], np.int8)
 
@@ -53,16 +66,23 @@ class BodyLimits:
     """How much a body may hold.
 
     Attributes:
-        values: values of all kinds, but not the keys of objects.
-        objects: objects, arrays and keys.
+        values: objects, arrays, texts, numbers and keys, but for what is counted below.
+        ids: numbers in `ID_FIELDS`.
         depth: objects and arrays inside of one another.
-        in_field: objects and arrays directly in the list of a field, by its name.
+        in_field: objects, arrays and texts directly in the list of a field, by the field's name; arrays alone by the
+            name with `ARRAYS` behind it.
+        field_values: values in a field, by its name.
+        field_bytes: length of a field, by its name; `OTHERS` is all that are neither named nor in `CONTENT_FIELDS`.
+        wide_text_bytes: length of a text with characters beyond ASCII, for which Python needs up to four times as much.
     """
 
     values: int
-    objects: int
+    ids: int
     depth: int
     in_field: Mapping[str, int]
+    field_values: Mapping[str, int]
+    field_bytes: Mapping[str, int]
+    wide_text_bytes: int
 
 
 class BodyScan:
@@ -72,10 +92,13 @@ class BodyScan:
         self._limits = limits
         self._in_text = False
         self._escaped = False  # the last byte was a backslash that belongs to the next one
+        self._text_bytes = 0  # of the text that has not ended
+        self._before = 0  # what is in front of it
+        self._wide = False  # it has characters beyond ASCII
         self._depth = 0
-        self._values = self._objects = self._fields = self._in_field = 0
-        self._field = WHOLE
         self._tail = b""  # the end of what was read, where the name of the next field may be
+        self._fields = self._values = self._ids = 0  # of the fields before this one
+        self._field = _Field(WHOLE)
 
     def feed(self, data: bytes) -> None:
         """Read the next piece.
@@ -89,19 +112,32 @@ class BodyScan:
     def _read(self, block: bytes) -> None:
         if b"\0" in block:  # in the first bytes of every JSON in UTF-16 or UTF-32, and in none that is in UTF-8
             raise BodyRefused("must be JSON in UTF-8", parameter=WHOLE)
-        if self._in_text and not self._escaped and b'"' not in block and b"\\" not in block:
-            self._tail = (self._tail + block[-LONGEST_NAME:])[-LONGEST_NAME:]
-            return
-        plain = self._without_escapes(block)
-        codes = np.frombuffer(plain, np.uint8)
-        at = np.flatnonzero(np.frombuffer(plain.translate(_STRUCTURE), np.bool_))
+        block = self._without_escapes(block)
+        goes_on = self._in_text
+        ends = block.find(b'"')
+        if goes_on:
+            self._lengthen(block if ends < 0 else block[:ends])
+        if goes_on and ends < 0:
+            self._field.bytes += len(block)
+            self._refuse()
+        else:
+            self._read_structure(block)
+            if ends >= 0:
+                self._text_bytes, self._wide = 0, False
+            if self._in_text:
+                self._lengthen(block[block.rfind(b'"') + 1 :])
+        self._tail = (self._tail + block[-LONGEST_NAME:])[-LONGEST_NAME:]
+
+    def _read_structure(self, block: bytes) -> None:
+        codes = np.frombuffer(block, np.uint8)
+        at = np.flatnonzero(np.frombuffer(block.translate(_STRUCTURE), np.bool_))
         kinds = codes[at]
         quotes = kinds == QUOTE
         inside = (np.cumsum(quotes) + self._in_text) % 2 == 1  # after the quote, if it is one
-        self._in_text = bool(inside[-1]) if len(inside) else self._in_text
-        outside = ~(quotes | inside)
-        self._count(kinds[outside], at[outside], plain)
-        self._tail = (self._tail + plain[-LONGEST_NAME:])[-LONGEST_NAME:]
+        if len(inside):
+            self._in_text = bool(inside[-1])
+        counts = quotes == inside  # quotes that begin a text, and what is outside of texts
+        self._count(kinds[counts], at[counts], block)
 
     def _without_escapes(self, block: bytes) -> bytes:
         r"""The same number of bytes, with `\\` and `\"` as letters."""
@@ -114,50 +150,59 @@ class BodyScan:
         self._escaped = block.endswith(b"\\")
         return block
 
+    def _lengthen(self, more: bytes) -> None:
+        """Refuse a key or a text beyond ASCII that goes on and has become too long."""
+        self._text_bytes += len(more)
+        self._wide = self._wide or not more.isascii() or b"\\u" in more
+        if self._depth == 1 and self._before != COLON and self._text_bytes > LONGEST_KEY:
+            raise BodyRefused(f"has a key of more than {LONGEST_KEY} bytes", parameter=WHOLE)
+        if self._wide and self._text_bytes > (most := self._limits.wide_text_bytes):
+            raise BodyRefused(
+                f"has a text of more than {most} bytes with characters beyond ASCII", parameter=self._field.name
+            )
+
     def _count(self, kinds: Bytes, at: npt.NDArray[np.intp], block: bytes) -> None:
-        """Count what is outside of texts: brackets, commas and colons, and where they are in the block."""
-        if not len(kinds):
-            return
+        """Count brackets, commas, colons and texts outside of texts; `at` is where they are in the block."""
         steps = _STEPS[kinds]
         depths = self._depth + np.cumsum(steps, dtype=np.int64)  # after each of them
-        self._depth = int(depths[-1])
+        self._depth = int(depths[-1]) if len(depths) else self._depth
+        if len(known := kinds[kinds != QUOTE]):
+            self._before = int(known[-1])
         names = np.flatnonzero((kinds == COLON) & (depths == 1))
         self._fields += len(names)
         if self._fields > MOST_FIELDS:
             raise BodyRefused(f"has more than {MOST_FIELDS} fields", parameter=WHOLE)
-        begin = 0
+        begin = begins = 0
         for end in [*names.tolist(), len(kinds)]:
-            self._add(kinds[begin:end], steps[begin:end], depths[begin:end])
+            ends = int(at[end]) if end < len(kinds) else len(block)
+            self._field.bytes += ends - begins
+            self._field.add(kinds[begin:end], depths[begin:end])
+            self._refuse()
             if end < len(kinds):
-                self._field, self._in_field = self._name(block[max(0, at[end] - LONGEST_NAME) : at[end]]), 0
-            begin = end
+                self._values += self._field.values
+                self._ids += self._field.ids
+                self._field = _Field(self._name(block[max(0, ends - LONGEST_NAME) : ends]))
+            begin, begins = end, ends
 
-    def _add(self, kinds: Bytes, steps: npt.NDArray[np.int8], depths: npt.NDArray[np.int64]) -> None:
-        """Add what one field has in this block."""
-        if not len(kinds):
-            return
-        limits, name = self._limits, self._field
-        opened = steps > 0
-        brackets = int(np.count_nonzero(opened))
-        self._values += int(np.count_nonzero(kinds == COMMA)) + brackets
-        self._objects += int(np.count_nonzero(kinds == COLON)) + brackets
-        self._in_field += int(np.count_nonzero(opened & (depths == 3)))
-        if int(depths.max()) > limits.depth:
-            raise BodyRefused(
-                f"has more than {limits.depth} objects and arrays inside of one another (max_body_depth)",
-                parameter=name,
-            )
-        if (most := limits.in_field.get(name)) is not None and self._in_field > most:
-            raise BodyRefused(f"has more than {most} elements (max_field_elements)", parameter=name)
-        if self._objects > limits.objects:
-            raise BodyRefused(
-                f"with it the body has more than {limits.objects} objects, arrays and keys (max_body_objects)",
-                parameter=name,
-            )
-        if self._values > limits.values:
-            raise BodyRefused(
-                f"with it the body has more than {limits.values} values (max_body_values)", parameter=name
-            )
+    def _refuse(self) -> None:
+        """Raise BodyRefused if the field has too much, or the body with it."""
+        limits, field = self._limits, self._field
+        others = None if field.name in CONTENT_FIELDS else limits.field_bytes.get(OTHERS)
+        for what, count, most, key in (
+            ("objects and arrays inside of one another", field.depth, limits.depth, "max_body_depth"),
+            ("elements", field.elements, limits.in_field.get(field.name), MOST_ELEMENTS),
+            ("arrays", field.arrays, limits.in_field.get(field.name + ARRAYS), MOST_ELEMENTS),
+            ("values", field.values, limits.field_values.get(field.name), "max_field_values"),
+            ("bytes", field.bytes, limits.field_bytes.get(field.name, others), "max_field_bytes"),
+        ):
+            if most is not None and count > most:
+                raise BodyRefused(f"has more than {most} {what} ({key})", parameter=field.name)
+        for what, count, most, key in (
+            ("values", self._values + field.values, limits.values, "max_body_values"),
+            ("token ids", self._ids + field.ids, limits.ids, "max_body_ids"),
+        ):
+            if count > most:
+                raise BodyRefused(f"with it the body has more than {most} {what} ({key})", parameter=field.name)
 
     def _name(self, before: bytes) -> str:
         """The name of a field, from what is in front of its colon."""
@@ -167,3 +212,34 @@ class BodyScan:
             return str(json.loads(name)) or WHOLE
         except ValueError:
             return WHOLE
+
+
+class _Field:
+    """What was counted in one outermost field, whose value is at depth 2 if it is an object or an array."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.bytes = self.depth = self.elements = self.arrays = 0
+        self._commas = self._others = 0
+
+    def add(self, kinds: Bytes, depths: npt.NDArray[np.int64]) -> None:
+        """Count more of it: what there is, and how deep it is after each."""
+        if not len(kinds):
+            return
+        arrays, texts = kinds == OPEN_ARRAY, kinds == QUOTE
+        opened = arrays | (kinds == OPEN_OBJECT)
+        self.depth = max(self.depth, int(depths.max()))
+        self.arrays += int(np.count_nonzero(arrays & (depths == 3)))
+        self.elements += int(np.count_nonzero((opened & (depths == 3)) | (texts & (depths == 2))))
+        self._commas += int(np.count_nonzero(kinds == COMMA))
+        self._others += int(np.count_nonzero(opened | texts))
+
+    @property
+    def values(self) -> int:
+        """At least half of its values and keys: there is a comma before each element of an array but the first."""
+        return self._others if self.name in ID_FIELDS else max(self._others, self._commas)
+
+    @property
+    def ids(self) -> int:
+        """Numbers in a field that may be a prompt."""
+        return max(0, self._commas - self._others) if self.name in ID_FIELDS else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ CONVERSATION = frozenset({"messages", "tools"})
 """Fields that never reach an engine as they are."""
 
 EXTRA_ARGS = "vllm_xargs"
+
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 def refuse_absurd_values(request: BaseModel) -> None:
@@ -42,7 +45,7 @@ def refuse_absurd_values(request: BaseModel) -> None:
 
 def has_half_characters(text: str) -> bool:
     """Whether a text cannot be encoded: JSON may escape one half of a surrogate pair without the other."""
-    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
+    return _HALF_CHARACTER.search(text) is not None
 
 
 def _walk(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
