@@ -32,6 +32,7 @@ from vllm_omni_ext.serving.first_error import stop_at_first_error
 from vllm_omni_ext.serving.gate import Gate
 from vllm_omni_ext.serving.measured_chat import MeasuredChat
 from vllm_omni_ext.serving.models import OmniServingModels
+from vllm_omni_ext.serving.short_errors import ShortErrors
 from vllm_omni_ext.serving.speech import OmniServingSpeech
 from vllm_omni_ext.serving.status import add_routes
 
@@ -123,6 +124,7 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     stage_calls.add_routes(app)
     stop_at_first_error(app)
     app.add_exception_handler(RefusedBody, refused_handler)  # type: ignore[arg-type]
+    app.user_middleware.insert(0, Middleware(ShortErrors))
     app.user_middleware.insert(0, Middleware(BodyGate, limits=limits_of(omni.plan.config)))
     which = omni.connections.client_index if omni.connections.client_count > 1 else None
     app.user_middleware.insert(0, Middleware(Gate, max_body_mib=omni.plan.config.max_body_mib, server=which))
