@@ -10,12 +10,13 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from tests.serving.scripted import ScriptedOmni
 from vllm_omni_ext.serving.body_gate import BodyGate, RefusedBody, refused_handler
 from vllm_omni_ext.serving.body_scan import BodyLimits
-from vllm_omni_ext.serving.short_errors import LONGEST_ERROR, shorten
+from vllm_omni_ext.serving.short_errors import LONGEST_ERROR, ShortErrors, shorten
 
 HELLO = [{"role": "user", "content": "hello"}]
 JSON = {"content-type": "application/json"}
@@ -169,12 +170,20 @@ async def test_large_requests_that_are_meant(app: FastAPI, engine: ScriptedOmni)
     assert answer.status_code == 400 and "100000 input tokens" in answer.text
 
 
-async def test_errors_are_short(app: FastAPI, engine: ScriptedOmni) -> None:
-    body = json.dumps({"prompt": "a", "allowed_token_ids": list(range(10**6, 10**6 + 100_000))}).encode()
-    answer = await send(app, "/v1/completions", body)
-    assert answer.status_code == 400 and "allowed_token_ids" in answer.json()["error"]["message"]
-    assert len(answer.content) < LONGEST_ERROR
-    assert int(answer.headers["content-length"]) == len(answer.content)
+async def test_errors_are_short() -> None:
+    inner = FastAPI()
+    inner.add_middleware(ShortErrors)
+
+    @inner.get("/{status}/{size}")
+    async def answer(status: int, size: int) -> JSONResponse:
+        return JSONResponse({"error": {"message": "x" * size, "param": "y" * size, "code": status}}, status)
+
+    async with asking(inner) as http:
+        long, short, fine = [await http.get(path) for path in ("/400/100000", "/400/5000", "/200/100000")]
+    assert long.status_code == 400 and len(long.content) < LONGEST_ERROR
+    assert int(long.headers["content-length"]) == len(long.content)
+    assert long.json()["error"]["code"] == 400 and long.json()["error"]["param"].startswith("yyy")
+    assert len(short.json()["error"]["message"]) == 5000 and len(fine.json()["error"]["message"]) == 100_000
 
 
 def test_what_is_no_error_stays() -> None:
