@@ -176,3 +176,19 @@ def test_large_bodies_that_are_meant(api: Api) -> None:
     ):
         answer = api.http.post(path, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == status and said in answer.text, (path, body[:200], answer.text[:500])
+
+
+@pytest.mark.parametrize("grammar", ["root ::= root", 'root ::= "a" b\nb ::= b "c"'])
+def test_grammars_that_nothing_follows(api: Api, grammar: str) -> None:
+    asked = {"model": MODEL, "max_tokens": 4, "structured_outputs": {"grammar": grammar}}
+    for path, fields in (
+        (CHAT, {"messages": [{"role": "user", "content": "hello"}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "hello"}], "modalities": ["text"]}),
+        ("/v1/completions", {"prompt": "hello"}),
+    ):
+        answer = api.http.post(path, json=asked | fields)
+        assert answer.status_code == 400, answer.text
+        assert "structured_outputs.grammar" in answer.json()["error"]["message"]
+    fine = {"structured_outputs": {"grammar": 'root ::= root "a" | "b"'}}
+    answer = api.http.post("/v1/completions", json=asked | fine | {"prompt": "hello"})
+    assert answer.json()["choices"][0]["text"].startswith("b")

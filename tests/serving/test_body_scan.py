@@ -155,3 +155,15 @@ def test_long_keys(before: str) -> None:
     refused = refusal(body, 100_000)
     assert refused is not None and "key" in str(refused)
     assert refusal(f'{before}"prompt": "{"k" * 300_000}"}}'.encode(), 100_000) is None
+
+
+def test_parts_of_elements() -> None:
+    message = {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": ""}}],
+    }
+    body = json.dumps({"messages": [message] * 10, "tools": [[[[[]]]]]}).encode()
+    for piece in (10, MANY):
+        assert refusal(body, piece, in_field={"messages.*": 30, "messages": 10}) is None
+        refused = refusal(body, piece, in_field={"messages.*": 29})
+        assert refused is not None and refused.parameter == "messages" and "parts" in str(refused)

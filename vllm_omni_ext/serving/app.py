@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
@@ -37,6 +38,9 @@ from vllm_omni_ext.serving.speech import OmniServingSpeech
 from vllm_omni_ext.serving.status import add_routes
 
 logger = init_logger(__name__)
+
+IMAGE_PIXELS = "VLLM_MAX_IMAGE_PIXELS"
+"""Variable that vLLM reads whenever an image comes."""
 
 GRACE_S = 1
 """How long open connections may last after the engines are gone: nothing can be answered any more."""
@@ -106,6 +110,7 @@ async def _forget_dummies(omni: AsyncOmni) -> None:
 
 async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     """The application: vLLM's, with chat answered by `MeasuredChat`, speech and status."""
+    os.environ.setdefault(IMAGE_PIXELS, str(omni.plan.config.max_image_pixels))
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
     await init_app_state(omni, app.state, args, tasks)

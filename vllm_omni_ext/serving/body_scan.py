@@ -39,7 +39,10 @@ CONTENT_FIELDS |= {"data_1", "data_2", "prompt_embeds", "ref_audio", WHOLE}
 """Fields that may be as long as a body."""
 
 OTHERS = "*"
-ARRAYS = "[]"
+ARRAYS, PARTS = "[]", ".*"
+PART_DEPTH = 5
+"""Depth of an object in a list in an object in the list of a field: a message's content parts and tool calls."""
+
 MOST_ELEMENTS = "max_field_elements"
 QUOTE, COMMA, COLON, OPEN_ARRAY, OPEN_OBJECT = b'",:[{'
 _STRUCTURE = bytes(character in b'"[]{},:' for character in range(256))
@@ -69,8 +72,8 @@ class BodyLimits:
         values: objects, arrays, texts, numbers and keys, but for what is counted below.
         ids: numbers in `ID_FIELDS`.
         depth: objects and arrays inside of one another.
-        in_field: objects, arrays and texts directly in the list of a field, by the field's name; arrays alone by the
-            name with `ARRAYS` behind it.
+        in_field: objects, arrays and texts directly in the list of a field, by the field's name. By the name with
+            `ARRAYS` behind it: arrays alone. With `PARTS`: objects and arrays in lists of its elements, and below.
         field_values: values in a field, by its name.
         field_bytes: length of a field, by its name; `OTHERS` is all that are neither named nor in `CONTENT_FIELDS`.
         wide_text_bytes: length of a text with characters beyond ASCII, for which Python needs up to four times as much.
@@ -192,6 +195,7 @@ class BodyScan:
             ("objects and arrays inside of one another", field.depth, limits.depth, "max_body_depth"),
             ("elements", field.elements, limits.in_field.get(field.name), MOST_ELEMENTS),
             ("arrays", field.arrays, limits.in_field.get(field.name + ARRAYS), MOST_ELEMENTS),
+            ("parts of elements", field.parts, limits.in_field.get(field.name + PARTS), MOST_ELEMENTS),
             ("values", field.values, limits.field_values.get(field.name), "max_field_values"),
             ("bytes", field.bytes, limits.field_bytes.get(field.name, others), "max_field_bytes"),
         ):
@@ -219,7 +223,7 @@ class _Field:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.bytes = self.depth = self.elements = self.arrays = 0
+        self.bytes = self.depth = self.elements = self.arrays = self.parts = 0
         self._commas = self._others = 0
 
     def add(self, kinds: Bytes, depths: npt.NDArray[np.int64]) -> None:
@@ -231,6 +235,7 @@ class _Field:
         self.depth = max(self.depth, int(depths.max()))
         self.arrays += int(np.count_nonzero(arrays & (depths == 3)))
         self.elements += int(np.count_nonzero((opened & (depths == 3)) | (texts & (depths == 2))))
+        self.parts += int(np.count_nonzero(opened & (depths >= PART_DEPTH)))
         self._commas += int(np.count_nonzero(kinds == COMMA))
         self._others += int(np.count_nonzero(opened | texts))
 
