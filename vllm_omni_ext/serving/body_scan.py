@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.errors import RequestError
 
 BLOCK = 1 << 16
 """Bytes looked at in one step: the scan needs about ten times as much memory."""
@@ -34,9 +34,13 @@ LONGEST_NAME = 256
 ID_FIELDS = frozenset({"prompt", "input", "tokens", "token_ids", "prompt_token_ids", "allowed_token_ids"})
 """Fields that may be long lists of token ids."""
 
-CONTENT_FIELDS = ID_FIELDS | {"messages", "system", "instructions", "query", "queries", "documents", "items", "data"}
-CONTENT_FIELDS |= {"data_1", "data_2", "prompt_embeds", "ref_audio", WHOLE}
-"""Fields that may be as long as a body."""
+CONTENT_FIELDS = ID_FIELDS | frozenset(
+    {WHOLE, "messages", "system", "instructions", "query", "queries", "documents", "items", "text", "text_1", "text_2"}
+    | {"data", "data_1", "data_2", "prompt_embeds", "features"}
+    | {"image", "images", "mask", "audio", "ref_audio", "video", "file"}
+    | {"args", "kwargs", "init_info", "update_info"}
+)
+"""Fields that may be as long as a body: prompts, media, and what an operator sends to workers."""
 
 OTHERS = "*"
 ARRAYS, PARTS = "[]", ".*"
@@ -51,17 +55,15 @@ _STEPS = np.array([(character in b"[{") - (character in b"]}") for character in 
 Bytes = npt.NDArray[np.uint8]
 
 
-class BodyRefused(OmniError):
-    """A body has too much of something.
+class BodyRefused(RequestError):
+    """A body has too much of something; `parameter` is the outermost field it is in.
 
     Args:
-        message: what, and how much is allowed.
-        parameter: the outermost field it is in.
+        what: what there is too much of, and how much is allowed.
     """
 
-    def __init__(self, message: str, *, parameter: str) -> None:
-        super().__init__(f"{parameter}: {message}")
-        self.parameter = parameter
+    def __init__(self, what: str, *, parameter: str) -> None:
+        super().__init__(f"{parameter}: {what}", parameter=parameter)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,11 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.dependencies.utils import get_flat_dependant
 from fastapi.routing import APIRoute
-from pydantic import TypeAdapter
-from pydantic_core import SchemaValidator
+from pydantic import PydanticUserError, TypeAdapter
+from pydantic_core import SchemaError, SchemaValidator
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 CONTAINERS = frozenset({"list", "tuple", "set", "frozenset", "dict"})
 """Types of schemas that take `fail_fast`."""
@@ -28,9 +31,12 @@ OPAQUE = frozenset({"metadata", "serialization", "default", "expected", "config"
 def stop_at_first_error(app: FastAPI) -> None:
     """Have the routes of `app` validate bodies this way. Nothing outside of `app` changes."""
     for route in app.routes:
-        if isinstance(route, APIRoute):
-            for adapter in _adapters(route):
+        for adapter in _adapters(route) if isinstance(route, APIRoute) else ():
+            try:
+                adapter.rebuild()
                 adapter.validator = SchemaValidator(_failing_fast(adapter.core_schema), _use_prebuilt=False)
+            except (PydanticUserError, SchemaError):  # another package's type, which its route may never validate
+                logger.warning("Bodies of %s are validated to the end: their type is not complete", route.path)
 
 
 def _adapters(route: APIRoute) -> Iterator[TypeAdapter[Any]]:

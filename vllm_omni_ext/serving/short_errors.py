@@ -53,7 +53,10 @@ def _is_long_error(start: Message) -> bool:
 
 def shorten(body: bytes) -> bytes:
     """The same answer with a short message, parameter and name of the error's kind, if it is vLLM's error."""
-    answer = json.loads(body)
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return body
     error = answer.get("error") if isinstance(answer, dict) else None
     if not isinstance(error, dict):
         return body
