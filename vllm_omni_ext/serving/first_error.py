@@ -31,12 +31,17 @@ OPAQUE = frozenset({"metadata", "serialization", "default", "expected", "config"
 def stop_at_first_error(app: FastAPI) -> None:
     """Have the routes of `app` validate bodies this way. Nothing outside of `app` changes."""
     for route in app.routes:
-        for adapter in _adapters(route) if isinstance(route, APIRoute) else ():
-            try:
-                adapter.rebuild()
-                adapter.validator = SchemaValidator(_failing_fast(adapter.core_schema), _use_prebuilt=False)
-            except (PydanticUserError, SchemaError):  # another package's type, which its route may never validate
-                logger.warning("Bodies of %s are validated to the end: their type is not complete", route.path)
+        if isinstance(route, APIRoute):
+            _stop_at_first_error(route)
+
+
+def _stop_at_first_error(route: APIRoute) -> None:
+    for adapter in _adapters(route):
+        try:
+            adapter.rebuild()
+            adapter.validator = SchemaValidator(_failing_fast(adapter.core_schema), _use_prebuilt=False)
+        except (PydanticUserError, SchemaError):  # another package's type, which its route may never validate
+            logger.warning("Bodies of %s are validated to the end: their type is not complete", route.path)
 
 
 def _adapters(route: APIRoute) -> Iterator[TypeAdapter[Any]]:
