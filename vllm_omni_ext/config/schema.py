@@ -242,7 +242,7 @@ class OmniConfig:
         "levels",
     )
     max_field_elements: Mapping[str, int] = _counts(
-        {"messages": 5_000, "messages.*": 5_000, "messages[]": 1_024, "input": 4_000, "tools": 1_000, "items": 1_024},
+        {"messages": 5_000, "messages.*": 5_000, "messages[]": 1_024, "input": 3_000, "tools": 1_000, "items": 1_024},
         "A body with more objects, arrays and texts directly in one of these fields is refused with status 413. "
         "`messages.*`: content parts, tool calls and what is in them, of all messages together; `messages[]`: arrays "
         "in `messages`, which are conversations. What a file says replaces all of it.",
