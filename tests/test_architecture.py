@@ -38,7 +38,7 @@ LAYERS = (
     {"topology", "pool", "orchestrator.flow", "disaggregation.parameters", *MEMBERSHIP},
     {"wire", "connectors", "runtime.replica", "observability"},
     {"coordinator", "disaggregation", "orchestrator", "engine", "model_plugins"},
-    {"runtime", "omni"},
+    {"runtime", "omni", "grammars"},
     {"serving", "cli", "doctor", "llm", "llm_calls", "boot", "tiny", "stage_configs", "__main__", "__init__"},
 )
 """Lowest first; a module may import its own layer and those below. The longest matching name counts."""

@@ -19,6 +19,7 @@ from vllm.v1.executor import Executor
 
 from vllm_omni_ext.disaggregation.parameters import KEY
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
+from vllm_omni_ext.grammars import refuse_empty_grammar
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.model_plugins.registry import pipeline_for, resolve
@@ -235,6 +236,7 @@ class AsyncOmni(TargetedLLM):
             raise StageUnavailable("the server is shutting down")
         _check_reserved(sampling_params)
         _check_bad_words(sampling_params)
+        refuse_empty_grammar(sampling_params)
         chosen = options or REQUEST_OPTIONS.get()
         if chosen is None or chosen.text_only:
             return self._in_time(super().generate(prompt, sampling_params, request_id, **stock))

@@ -22,7 +22,7 @@ def rows(schema: Schema) -> list[str]:
 
 def text(default: object) -> str:
     if isinstance(default, dict):
-        return "{}"
+        return f"{{{', '.join(f'{name}: {each}' for name, each in default.items())}}}"
     return {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
 
 

@@ -158,6 +158,11 @@ CONNECTORS = Check(
     lambda value: _has_text_keys(value) and all(_has_text_keys(each) for each in value.values()),
     dict,
 )
+COUNTS = Check(
+    "a mapping of fields to integers >= 1",
+    lambda value: _has_text_keys(value) and all(_is_int(most) and most >= 1 for most in value.values()),
+    dict,
+)
 ENVIRONMENT = Check(
     "a mapping of variable names to strings or numbers",
     lambda value: _has_text_keys(value) and all(isinstance(v, str) or _is_number(v) for v in value.values()),

@@ -11,6 +11,7 @@ from vllm_omni_ext.config.checks import (
     BOOLEAN,
     CHUNKS,
     CONNECTORS,
+    COUNTS,
     DEVICES,
     ENVIRONMENT,
     HOSTS,
@@ -53,6 +54,10 @@ def _key(default: Any, check: Check, text: str, unit: str = "") -> Any:
 
 def _map(check: Check, text: str) -> Any:
     return field(default_factory=dict, metadata={"key": Key(check, "", text)})
+
+
+def _counts(default: Mapping[str, int], text: str, unit: str) -> Any:
+    return field(default_factory=lambda: dict(default), metadata={"key": Key(COUNTS, unit, text)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +242,57 @@ class OmniConfig:
         HOSTS.or_none(),
         "Hosts and networks that are not public and that `image_url`, `audio_url` and `video_url` may nevertheless be "
         "fetched from, comma-separated, or `all`. Null: none.",
+    )
+    max_body_values: int = _key(
+        100_000,
+        integer(at_least=1),
+        "A JSON body with more objects, arrays, texts, numbers and keys is refused with status 413.",
+        "values",
+    )
+    max_body_ids: int = _key(
+        2_000_000,
+        integer(at_least=1),
+        "A JSON body with more numbers in fields that may be token ids (`prompt`, `input`, `tokens`, ...) is refused "
+        "with status 413.",
+        "numbers",
+    )
+    max_body_depth: int = _key(
+        100,
+        integer(at_least=1),
+        "A JSON body with more objects and arrays inside of one another is refused with status 413.",
+        "levels",
+    )
+    max_field_elements: Mapping[str, int] = _counts(
+        {"messages": 5_000, "messages.*": 5_000, "messages[]": 1_024, "input": 3_000, "tools": 1_000, "items": 1_024},
+        "A body with more objects, arrays and texts directly in one of these fields is refused with status 413. "
+        "`messages.*`: content parts, tool calls and what is in them, of all messages together; `messages[]`: arrays "
+        "in `messages`, which are conversations. What a file says replaces all of it.",
+        "elements",
+    )
+    max_field_values: Mapping[str, int] = _counts(
+        {"structured_outputs": 10_000, "response_format": 10_000},
+        "A body with more values and keys anywhere in one of these fields is refused with status 413.",
+        "values",
+    )
+    max_field_bytes: Mapping[str, int] = _counts(
+        {
+            "*": 1 << 20,
+            "tools": 8 << 20,
+            "response_format": 256 << 10,
+            "structured_outputs": 64 << 10,
+            "model": 4096,
+            "request_id": 4096,
+        },
+        "A body in which one of these fields is longer is refused with status 413. `*`: every other field but "
+        "those that hold prompts and media.",
+        "bytes",
+    )
+    max_image_pixels: int = _key(
+        64_000_000,
+        integer(at_least=1),
+        "An image with more pixels is refused before it is decoded. The environment variable VLLM_MAX_IMAGE_PIXELS "
+        "comes before it.",
+        "pixels",
     )
     log_dir: str | None = _key(
         None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
@@ -28,14 +29,20 @@ from vllm_omni_ext.serving import media, stage_calls, tokenization, video
 from vllm_omni_ext.serving.adapters import StageAdapters
 from vllm_omni_ext.serving.audio_routes import router
 from vllm_omni_ext.serving.bodies import TRIPPED, tripped_handler
+from vllm_omni_ext.serving.body_gate import BodyGate, RefusedBody, limits_of, refused_handler
+from vllm_omni_ext.serving.first_error import stop_at_first_error
 from vllm_omni_ext.serving.gate import Gate
 from vllm_omni_ext.serving.keys import guard_all_routes
 from vllm_omni_ext.serving.measured_chat import MeasuredChat
 from vllm_omni_ext.serving.models import OmniServingModels
+from vllm_omni_ext.serving.short_errors import ShortErrors
 from vllm_omni_ext.serving.speech import OmniServingSpeech
 from vllm_omni_ext.serving.status import add_routes
 
 logger = init_logger(__name__)
+
+IMAGE_PIXELS = "VLLM_MAX_IMAGE_PIXELS"
+"""Variable that vLLM reads whenever an image comes."""
 
 GRACE_S = 1
 """How long open connections may last after the engines are gone: nothing can be answered any more."""
@@ -105,6 +112,7 @@ async def _forget_dummies(omni: AsyncOmni) -> None:
 
 async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     """The application: vLLM's, with chat answered by `MeasuredChat`, speech and status."""
+    os.environ.setdefault(IMAGE_PIXELS, str(omni.plan.config.max_image_pixels))
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
     await init_app_state(omni, app.state, args, tasks)
@@ -124,6 +132,10 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     stage_calls.add_routes(app)
     if omni.plan.config.api_key_routes == ALL_ROUTES:
         guard_all_routes(app)
+    stop_at_first_error(app)
+    app.add_exception_handler(RefusedBody, refused_handler)  # type: ignore[arg-type]
+    app.user_middleware.insert(0, Middleware(ShortErrors))
+    app.user_middleware.insert(0, Middleware(BodyGate, limits=limits_of(omni.plan.config)))
     which = omni.connections.client_index if omni.connections.client_count > 1 else None
     app.user_middleware.insert(0, Middleware(Gate, max_body_mib=omni.plan.config.max_body_mib, server=which))
     app.middleware_stack = app.build_middleware_stack()  # vLLM has built one already

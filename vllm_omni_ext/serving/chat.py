@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
+from importlib.metadata import PackageNotFoundError
 from typing import Any, TypeAlias
 
 from fastapi import Request
@@ -28,6 +29,9 @@ logger = init_logger(__name__)
 Answer: TypeAlias = AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse
 
 MESSAGES = "messages"
+
+NO_RESAMPLER = "the sound's sample rate is not the model's, and to change it the server needs PyAV (pip install av)"
+"""What is meant when vLLM looks for its own package, to say what to install, under a name that it may not have."""
 
 _ASKED: ContextVar[Asked] = ContextVar("omni_chat_asked")
 """What the request that is being handled asks for; read by the hooks, which vLLM calls in the same context."""
@@ -73,7 +77,7 @@ class OmniServingChat(OpenAIServingChat):
             if all(isinstance(message.get("content"), str) for message in request.messages):
                 raise
             logger.warning("A request's media could not be read", exc_info=True)
-            said = printable(str(err) or type(err).__name__)
+            said = NO_RESAMPLER if isinstance(err, PackageNotFoundError) else printable(str(err) or type(err).__name__)
             raise BadRequest(f"messages: a medium could not be read: {said}", parameter=MESSAGES) from err
 
     async def chat_completion_full_generator(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,12 +14,14 @@ from vllm_omni_ext.serving.stage_sampling import LARGEST_INTEGER
 from vllm_omni_ext.wire.handoff import RESERVED
 
 MOST_VALUES = 100_000
-"""Values looked at outside of texts and messages; more are refused."""
+"""Values and keys looked at outside of messages and tools; more are refused before any of them is looked at."""
 
 CONVERSATION = frozenset({"messages", "tools"})
 """Fields that never reach an engine as they are."""
 
 EXTRA_ARGS = "vllm_xargs"
+
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 def refuse_absurd_values(request: BaseModel) -> None:
@@ -28,9 +31,7 @@ def refuse_absurd_values(request: BaseModel) -> None:
         RequestError: names the field.
     """
     fields = {name: getattr(request, name) for name in request.model_fields_set if name not in CONVERSATION}
-    for seen, (name, value) in enumerate(_walk(fields)):
-        if seen > MOST_VALUES:
-            raise RequestError(f"{name}: has more than {MOST_VALUES} values", parameter=name)
+    for name, value in _walk(fields):
         if isinstance(value, float) and not math.isfinite(value):
             raise RequestError(f"{name}: must be a finite number, got {value}", parameter=name)
         if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
@@ -44,16 +45,25 @@ def refuse_absurd_values(request: BaseModel) -> None:
 
 def has_half_characters(text: str) -> bool:
     """Whether a text cannot be encoded: JSON may escape one half of a surrogate pair without the other."""
-    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
+    return _HALF_CHARACTER.search(text) is not None
 
 
 def _walk(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every value with its path, and every key as a value of its own."""
+    """Every value with its path, and every key as a value of its own.
+
+    Raises:
+        RequestError: there are too many; names where they are, and has made nothing of them.
+    """
     waiting = list(fields.items())
+    due = len(waiting)
     while waiting:
         name, value = waiting.pop()
         if isinstance(value, BaseModel):
             value = dict(value)
+        if isinstance(value, dict | list | tuple):
+            due += len(value) * (2 if isinstance(value, dict) else 1)
+            if due > MOST_VALUES:
+                raise RequestError(f"{name}: with it the request has more than {MOST_VALUES} values", parameter=name)
         if isinstance(value, dict):
             waiting += [(f"{name}.{key}", each) for key, each in value.items()]
             waiting += [(name, key) for key in value]

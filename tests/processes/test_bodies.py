@@ -1,0 +1,194 @@
+"""Bodies of any shape against a served model: what they cost the API server, and who else notices."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from examples.server import Server
+from tests import media
+from tests.processes.cluster import LENGTH, MODEL
+
+pytestmark = pytest.mark.engine
+
+CHAT = "/v1/chat/completions"
+MB = 1_000_000
+SIZES = [0.3, 4, 40]
+GROWTH_MB, ANSWER_S, GAP_S = 300, 2.0, 1.0
+STREAMS = 4
+NAME = f'"model": "{MODEL}", "max_tokens": 1'
+SAID = f'{{{NAME}, "messages": [{{"role": "user", "content": "hello"}}]'
+
+
+@dataclass
+class Gaps:
+    """The longest time in which a stream had nothing to say."""
+
+    longest: float = 0.0
+    tokens: int = 0
+    failed: list[str] = field(default_factory=list)
+
+
+class Api:
+    """The API server's process, and four chats with it that never end."""
+
+    def __init__(self, server: Server) -> None:
+        self.http = httpx.Client(base_url=server.base_url.removesuffix("/v1"), timeout=60)
+        (process,) = self.http.get("/v1/omni/status").json()["api_servers"]
+        self._files = Path(f"/proc/{process['pid']}")
+        self._gaps = Gaps()
+        self._stop = threading.Event()
+        self._chats = [threading.Thread(target=self._chat, args=(number,)) for number in range(STREAMS)]
+        for chat in self._chats:
+            chat.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        for chat in self._chats:
+            chat.join()
+        self.http.close()
+
+    def _chat(self, number: int) -> None:
+        message = {"role": "user", "content": f"hello {number}"}
+        body = {"model": MODEL, "messages": [message], "modalities": ["text"], "stream": True, "ignore_eos": True}
+        while not self._stop.is_set():
+            with self.http.stream("POST", CHAT, json=body | {"max_completion_tokens": 1500}) as answer:
+                if answer.status_code != 200:
+                    self._gaps.failed.append(answer.read().decode())
+                    return
+                last = None
+                for _ in answer.iter_lines():
+                    now = time.monotonic()
+                    self._gaps.longest = max(self._gaps.longest, now - (last or now))
+                    self._gaps.tokens += 1
+                    last = now
+                    if self._stop.is_set():
+                        break
+
+    def kib(self, name: str) -> int:
+        return int(self._files.joinpath("status").read_text().partition(f"{name}:")[2].split()[0])
+
+    def cost(self, path: str, body: bytes) -> tuple[httpx.Response, float, float, Gaps]:
+        """The answer, how long it took in seconds, by how many MB memory grew meanwhile, and what the chats saw."""
+        self._files.joinpath("clear_refs").write_text("5")  # the high-water mark of its memory is its memory now
+        before = self.kib("VmRSS")
+        self._gaps.longest, self._gaps.tokens = 0.0, 0
+        began = time.monotonic()
+        answer = self.http.post(path, content=body, headers={"content-type": "application/json"})
+        took = time.monotonic() - began
+        deadline = time.monotonic() + 30
+        while self._gaps.tokens < 4 * STREAMS:  # what held them up shows when they go on
+            assert time.monotonic() < deadline and not self._gaps.failed, self._gaps
+            time.sleep(0.01)
+        return answer, took, (self.kib("VmHWM") - before) * 1024 / MB, self._gaps
+
+
+@pytest.fixture(scope="module")
+def api(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    with Server(tiny, tmp_path_factory.mktemp("bodies") / "server.log", LENGTH) as server:
+        made = Api(server)
+        yield made
+        made.close()
+
+
+def filled(before: str, item: str, after: str, size: float) -> bytes:
+    """A body of `size` MB."""
+    count = int((size * MB - len(before) - len(after)) / (len(item) + 1))
+    return f"{before}{','.join(itertools.repeat(item, count))}{after}".encode()
+
+
+SHAPES: dict[str, tuple[str, str, str, str, str]] = {
+    "messages": (CHAT, f'{{{NAME}, "messages": [', "{}", "]}", "messages"),
+    "good messages": (CHAT, f'{{{NAME}, "messages": [', '{"role":"user","content":"a"}', "]}", "messages"),
+    "parts": (CHAT, f'{{{NAME}, "messages": [{{"role": "user", "content": [', "{}", "]}]}", "messages"),
+    "good parts": (
+        CHAT,
+        f'{{{NAME}, "messages": [{{"role": "user", "content": [',
+        '{"type":"text","text":"a"}',
+        "]}]}",
+        "messages",
+    ),
+    "tools": (CHAT, f'{SAID}, "tools": [', "{}", "]}", "tools"),
+    "stop": (CHAT, f'{SAID}, "stop": [', '"a"', "]}", "stop"),
+    "talker": (CHAT, f'{SAID}, "talker": {{"top_k": [', "1", "]}}", "talker"),
+    "arrays": (CHAT, f'{SAID}, "x": [', "[[[]]]", "]}", "x"),
+    "metadata": (CHAT, f'{SAID}, "metadata": [', '{"a":{"b":1}}', "]}", "metadata"),
+    "text": (CHAT, f'{{{NAME}, "messages": [{{"role": "user", "content": "', "a", '\\ud83c\\udf89"}]}', "messages"),
+    "prompts": ("/v1/completions", f'{{{NAME}, "prompt": [', "[1]", "]}", "prompt"),
+    "ids": ("/v1/completions", f'{{{NAME}, "prompt": [', "1.5", "]}", "prompt"),
+    "input": ("/v1/responses", f'{{"model": "{MODEL}", "input": [', "{}", "]}", "input"),
+    "good input": (
+        "/v1/responses",
+        f'{{"model": "{MODEL}", "input": [',
+        '{"role":"user","content":"a"}',
+        "]}",
+        "input",
+    ),
+    "claude": ("/v1/messages", f'{{{NAME}, "messages": [', "{}", "]}", "messages"),
+    "batch": ("/v1/chat/completions/batch", f'{{{NAME}, "messages": [', "[{}]", "]}", "messages"),
+    "tokenize": ("/tokenize", f'{{"model": "{MODEL}", "messages": [', "{}", "]}", "messages"),
+    "detokenize": ("/detokenize", f'{{"model": "{MODEL}", "tokens": [', '"a"', "]}", "tokens"),
+    "invocations": ("/invocations", f'{{{NAME}, "messages": [', "{}", "]}", "messages"),
+    "speech": ("/v1/audio/speech", f'{{"model": "{MODEL}", "input": "a", "talker": {{"x": [', "1", "]}}", "talker"),
+}
+UNNAMED = {"messages": "context length", "input": "context length", "prompt": "prompt"}
+"""What is said where a field is named in other words: a prompt that is too long."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_body_costs(api: Api, shape: str, size: float) -> None:
+    path, before, item, after, parameter = SHAPES[shape]
+    answer, took, grown, gaps = api.cost(path, filled(before, item, after, size))
+    error: dict[str, Any] = answer.json()["error"]
+    figures = f"{took:.2f} s, {grown:.0f} MB, gap {gaps.longest:.2f} s: {answer.status_code} {error}"
+    print(f"{shape} of {size} MB: {figures}")
+    assert answer.status_code in (400, 413), figures
+    named = str(error.get("param") or "") + error["message"]
+    assert parameter in named or UNNAMED.get(parameter, parameter) in named, figures
+    assert len(answer.content) < 4096, figures
+    assert (took < ANSWER_S, grown < GROWTH_MB, gaps.longest < GAP_S) == (True, True, True), figures
+
+
+def test_large_bodies_that_are_meant(api: Api) -> None:
+    """Each has an answer of the model, or of a check behind the limits that knows what it was sent."""
+    noise = np.random.default_rng(0).integers(0, 256, (1500, 4500, 3), np.uint8)
+    url = media.image_url(Image.fromarray(noise))
+    assert len(url) > 20 * MB
+    prompt = ",".join(str(number % 100) for number in range(100_000))
+    image = f'{{"type": "image_url", "image_url": {{"url": "{url}"}}}}'
+    tool = '{"type": "function", "function": {"name": "f", "parameters": {"enum": [%s]}}}'
+    for path, body, status, said in (
+        ("/v1/completions", f'{{{NAME}, "prompt": [{prompt}]}}', 400, "100000 input tokens"),
+        (CHAT, f'{{{NAME}, "messages": [{{"role": "user", "content": [{image}]}}]}}', 400, "context length"),
+        (CHAT, f'{SAID}, "tool_choice": "none", "tools": [{tool % ",".join("1" * 50_000)}]}}', 200, "choices"),
+        (CHAT, f'{{{NAME}, "messages": [{{"role": "user", "content": "{"a " * 4 * MB}"}}]}}', 400, "context length"),
+    ):
+        answer = api.http.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == status and said in answer.text, (path, body[:200], answer.text[:500])
+
+
+@pytest.mark.parametrize("grammar", ["root ::= root", 'root ::= "a" b\nb ::= b "c"'])
+def test_grammars_that_nothing_follows(api: Api, grammar: str) -> None:
+    asked = {"model": MODEL, "max_tokens": 4, "structured_outputs": {"grammar": grammar}}
+    for path, fields in (
+        (CHAT, {"messages": [{"role": "user", "content": "hello"}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "hello"}], "modalities": ["text"]}),
+        ("/v1/completions", {"prompt": "hello"}),
+    ):
+        answer = api.http.post(path, json=asked | fields)
+        assert answer.status_code == 400, answer.text
+        assert "structured_outputs.grammar" in answer.json()["error"]["message"]
+    fine = {"structured_outputs": {"grammar": 'root ::= root "a" | "b"'}}
+    answer = api.http.post("/v1/completions", json=asked | fine | {"prompt": "hello"})
+    assert answer.json()["choices"][0]["text"].startswith("b")

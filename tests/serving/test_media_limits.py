@@ -1,0 +1,66 @@
+"""Media of few bytes that would cost much, and a sample rate that nothing has."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import struct
+import time
+import tracemalloc
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from tests.serving.scripted import ScriptedOmni
+from vllm_omni_ext.config.schema import OmniConfig
+
+
+def picture(side: int, kind: str) -> str:
+    buffer = io.BytesIO()
+    Image.new("1" if kind == "png" else "L", (side, side)).save(buffer, format=kind)
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def sound(rate: int) -> str:
+    data = bytes(2000)
+    head = struct.pack(
+        "<4sI8sIHHIIHH4sI", b"RIFF", 36 + len(data), b"WAVEfmt ", 16, 1, 1, rate, 0, 2, 16, b"data", 2000
+    )
+    return f"data:audio/wav;base64,{base64.b64encode(head + data).decode()}"
+
+
+async def ask(app: Any, kind: str, url: str) -> httpx.Response:
+    content = [{"type": kind, kind: {"url": url}}, {"type": "text", "text": "What is it?"}]
+    body = json.dumps({"messages": [{"role": "user", "content": content}], "modalities": ["text"]})
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as http:
+        return await http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize(("side", "kind"), [(13_000, "png"), (8_001, "png"), (13_000, "gif"), (13_000, "webp")])
+async def test_images_of_many_pixels(app: Any, engine: ScriptedOmni, side: int, kind: str) -> None:
+    assert OmniConfig().max_image_pixels == 8_000**2
+    url = picture(side, kind)
+    tracemalloc.start()
+    began = time.monotonic()
+    answer = await ask(app, "image_url", url)
+    took, (_, most) = time.monotonic() - began, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "messages")
+    assert "64000000 pixels" in error["message"] and f"{side}x{side}" in error["message"]
+    assert took < 1 and most < 64 << 20
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("rate", [7, 44_100, 2**31 - 1, 2**32 - 1])
+async def test_sample_rates(app: Any, engine: ScriptedOmni, rate: int) -> None:
+    engine.script = ["fine"]
+    answer = await ask(app, "audio_url", sound(rate))
+    assert "package metadata" not in answer.text
+    if answer.status_code != 200:  # PyAV changes rates, and cannot change every one
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "messages")
+        assert "medium could not be read" in error["message"]

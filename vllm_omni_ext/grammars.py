@@ -1,0 +1,78 @@
+"""Grammars without a single sentence, such as `root ::= root`.
+
+vLLM accepts them, because they can be read. A stage that has to follow one finds no token that is allowed, and its
+request fails in the middle as a failure of the server.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+FIELD = "structured_outputs.grammar"
+START = "root"
+
+_TERMINALS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]')
+_LOOK_AHEAD = re.compile(r" \(=.*$")
+_NEEDED = re.compile(r"[A-Za-z_][\w.-]*(?!\{0)(?![\w.({-])|[A-Za-z_][\w.-]*(?=\{[1-9])")
+_MACRO = re.compile(r"[A-Za-z_]\w*\(")
+
+
+def refuse_empty_grammar(params: SamplingParams) -> None:
+    """Look at the grammar of a request, if it has one.
+
+    Raises:
+        VLLMValidationError: no text fits it. Every handler of vLLM's knows this error.
+    """
+    given = getattr(params, "structured_outputs", None)
+    if given is None or not given.grammar:
+        return
+    if START in empty_rules(given.grammar):
+        raise VLLMValidationError(f"{FIELD}: no text can follow it: rule '{START}' never ends", parameter=FIELD)
+
+
+def empty_rules(grammar: str) -> list[str]:
+    """Rules from which no text can come; none if the grammar cannot be read, which vLLM says."""
+    import xgrammar
+    from vllm.v1.structured_output.utils import grammar_is_likely_lark
+
+    read = xgrammar.Grammar.from_lark if grammar_is_likely_lark(grammar) else xgrammar.Grammar.from_ebnf
+    try:
+        rules = dict(line.split(" ::= ", 1) for line in str(read(grammar)).splitlines() if " ::= " in line)
+    except Exception:  # of all kinds, from C++
+        return []
+    missing: dict[int, int] = {}
+    waiting: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    ended = []
+    for number, (rule, needed) in enumerate(_choices(rules)):
+        missing[number] = len(needed)
+        for each in needed:
+            waiting[each].append((number, rule))
+        if not needed:
+            ended.append(rule)
+    known: set[str] = set()
+    while ended:
+        rule = ended.pop()
+        if rule in known:
+            continue
+        known.add(rule)
+        for number, other in waiting[rule]:
+            missing[number] -= 1
+            if not missing[number]:
+                ended.append(other)
+    return [rule for rule in rules if rule not in known]
+
+
+def _choices(rules: dict[str, str]) -> Iterator[tuple[str, set[str]]]:
+    """Each choice of each rule, as xgrammar writes them, with the rules it needs."""
+    for rule, body in rules.items():
+        plain = _LOOK_AHEAD.sub("", _TERMINALS.sub("", body))
+        if _MACRO.search(plain):  # a form of its own
+            yield rule, set()
+            continue
+        for choice in plain.split("|"):
+            yield rule, {name for name in _NEEDED.findall(choice) if name in rules}
