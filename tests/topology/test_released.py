@@ -235,9 +235,19 @@ sizes = st.integers(20 * GIB, 200 * GIB)
     parallel=st.sampled_from([1, 2, 4]),
     length=st.integers(256, 65536),
     sequences=st.integers(1, 1024),
+    talkers=st.integers(1, 3),
+    cache=st.none() | st.integers(GIB, 40 * GIB),
 )
 def test_no_plan_hands_out_more_than_a_device_has(
-    config: str, size: int, count: int, quantization: str | None, parallel: int, length: int, sequences: int
+    config: str,
+    size: int,
+    count: int,
+    quantization: str | None,
+    parallel: int,
+    length: int,
+    sequences: int,
+    talkers: int,
+    cache: int | None,
 ) -> None:
     flags = {
         "quantization": quantization,
@@ -245,8 +255,9 @@ def test_no_plan_hands_out_more_than_a_device_has(
         "max_model_len": length,
         "max_num_seqs": sequences,
     }
+    talker = StageConfig(replicas=talkers, kv_cache_bytes=cache)
     try:
-        plan = plan_for(config, machine(size, count), flags)
+        plan = plan_for(config, machine(size, count), flags, talker=talker)
     except ConfigError:
         return
     check(plan)

@@ -195,7 +195,9 @@ def _utilization(ask: Ask, extra: int, users: _Users, device_bytes: Sequence[int
     mine = [(device, len(found)) for device, found in users.items() if any(other is ask for _, other in found)]
     take = ask.least(0) + extra * ask.need.kv_token
     sizes = {visible_bytes(device_bytes[device]) for device, _ in mine}
-    if all(count == 1 for _, count in mine) and take <= DEFAULT_UTILIZATION * min(sizes):
+    default = DEFAULT_UTILIZATION * min(sizes)
+    alone = all(count == 1 for _, count in mine)
+    if alone and take <= default and default + ask.need.context <= (1 - MARGIN) * min(sizes):
         return None
     if len(sizes) > 1:
         names = ", ".join(str(device) for device, _ in mine)
