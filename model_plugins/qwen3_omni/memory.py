@@ -160,19 +160,20 @@ def _step(text: Any) -> dict[str, Any]:
 def _encoder(vision: Any) -> EncoderMemory:
     """Activations of the vision encoder for one token, which is `spatial_merge_size` squared patches.
 
-    Every device holds each patch's pixels (float32 and again in 16 bits), and hidden state, residual and normed copy;
-    divided are both sides of the activation between the two matrices of a layer's MLP, which take more than its
-    attention.
+    Attention is where most is alive. Every device holds each patch's pixels (float32 and again in 16 bits), its
+    rotary cosines and sines, hidden state, normed copy, and the hidden states kept for `deepstack`; divided are
+    queries, keys and values together, queries and keys in one piece and again rotated, and the result in two layouts.
     """
     patches = vision.spatial_merge_size**2
     pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     side = vision.patch_size * vision.spatial_merge_size
+    hidden, kept = vision.hidden_size, len(vision.deepstack_visual_indexes)
     return EncoderMemory(
         image_tokens=LARGEST_IMAGE_PIXELS // side**2,
         most_images=MOST_VIDEO_FRAME_PAIRS,
-        token_bytes=patches * (6 * pixels + 2 * 3 * vision.hidden_size),
-        split_token_bytes=patches * 2 * 2 * vision.intermediate_size,
-        output_elements=vision.out_hidden_size * (1 + len(vision.deepstack_visual_indexes)),
+        token_bytes=patches * (6 * pixels + 2 * (hidden * (2 + kept) + hidden // vision.num_heads)),
+        split_token_bytes=patches * 2 * 9 * hidden,
+        output_elements=vision.out_hidden_size * (1 + kept),
     )
 
 

@@ -24,7 +24,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_machine_that_is_not_here(released: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([released, "--machine", f"{H100}x2"]) == 0
+    assert main([released, "--machine", f"{H100}x2", "--max-model-len", "32768"]) == 0
     told = capsys.readouterr().out
     assert "machine   cuda, 2 devices of 79.6 GiB, " in told
     lines = told.splitlines()
@@ -39,9 +39,9 @@ def test_what_does_not_fit_is_shown_and_refused(released: str, capsys: pytest.Ca
     assert main([released, "--machine", H100]) == 2
     told = capsys.readouterr()
     assert told.out.startswith("memory\n  device 0: 79.6 GiB, 77.3 of it to hand out\n")
-    assert told.out.splitlines()[-1].split() == ["free", "-10.2"]
+    assert told.out.splitlines()[-1].split() == ["free", "-12.1"]
     [line] = [line for line in told.err.splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: memory: device 0 has 77.3 GiB to hand out of 79.6, but 87.4 are needed: thinker/0")
+    assert line.startswith("error: memory: device 0 has 77.3 GiB to hand out of 79.6, but 89.4 are needed: thinker/0")
     assert "it fits with --quantization fp8, or with" in line
 
 
@@ -51,7 +51,7 @@ def test_with_the_flag_it_names_it_fits(released: str, capsys: pytest.CaptureFix
 
 
 def test_as_data(released: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([released, "--json", f"--machine={H100}x2"]) == 0
+    assert main([released, "--json", f"--machine={H100}x2", "--max-model-len=32768"]) == 0
     [first, second] = json.loads(capsys.readouterr().out)["memory"]
     assert [each["id"] for each in second["replicas"]] == ["talker/0", "code2wav/0"]
     assert first["bytes"] == 81559 << 20

@@ -19,7 +19,7 @@ from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
 from vllm_omni_ext.topology.shape import StagePlan
 
 CONFIGS = [name for name in packaged_names() if name.startswith("qwen3_omni")]
-H100 = CARDS["80 GB (H100)"]
+H100, H200 = CARDS["80 GB (H100)"], CARDS["141 GB (H200)"]
 
 
 def plan_for(
@@ -84,10 +84,12 @@ def test_one_h100_says_which_flag_it_wants_and_runs_with_it() -> None:
     with pytest.raises(DoesNotFit) as refused:
         plan_for("qwen3_omni", machine(H100, 1))
     assert str(refused.value).endswith(
-        "; it fits with --quantization fp8, or with --max-model-len 24576, or with 2 devices of this size"
+        "; it fits with --quantization fp8, or with --max-model-len 24576, or with 2 devices of this size and "
+        "--max-model-len 62464"
     )
-    assert "thinker/0 75.8 (weights 59.1, KV cache of 65536 tokens 6.0, " in str(refused.value)
-    for flags, count in (({"quantization": "fp8"}, 1), ({"max_model_len": 24576}, 1), ({}, 2)):
+    assert "thinker/0 77.7 (weights 59.1, KV cache of 65536 tokens 6.0, " in str(refused.value)
+    ways = (({"quantization": "fp8"}, 1), ({"max_model_len": 24576}, 1), ({"max_model_len": 62464}, 2))
+    for flags, count in ways:
         check(plan_for("qwen3_omni", machine(H100, count), flags))
     with pytest.raises(DoesNotFit):
         plan_for("qwen3_omni", machine(H100, 1), {"max_model_len": 24576 + 1024})
@@ -96,7 +98,8 @@ def test_one_h100_says_which_flag_it_wants_and_runs_with_it() -> None:
 @pytest.mark.parametrize(
     ("config", "size", "count", "helps"),
     [
-        ("qwen3_omni", 46_068, 3, "it fits with --tensor-parallel-size 2"),
+        ("qwen3_omni", 81_559, 2, "it fits with --max-model-len 62464, or with --tensor-parallel-size 2, or with --q"),
+        ("qwen3_omni", 46_068, 4, "it fits with --tensor-parallel-size 4"),
         (
             "qwen3_omni",
             46_068,
@@ -168,7 +171,7 @@ def test_what_the_user_sets_is_taken_as_it_is() -> None:
         (
             StageConfig(engine={"gpu_memory_utilization": 0.6}),
             "stages.thinker.engine.gpu_memory_utilization: 0.6 of device 0 is 47.3 GiB, but weights (59.1) and KV "
-            "cache (6.0 for 65536 tokens) are 65.1 GiB; write 0.96",
+            "cache (6.0 for 65536 tokens) are 65.1 GiB; write 0.98",
         ),
         (
             StageConfig(kv_cache_bytes=2 * GIB),
@@ -186,11 +189,11 @@ def test_sizes_in_which_nothing_has_room(stage: StageConfig, message: str) -> No
 
 def test_what_the_message_proposes_is_accepted() -> None:
     for stage in (
-        StageConfig(engine={"gpu_memory_utilization": 0.96}),
-        StageConfig(kv_cache_bytes=6444023808),
+        StageConfig(engine={"gpu_memory_utilization": 0.98}),
         StageConfig(kv_cache_bytes=2 * GIB, engine={"max_model_len": 21824}),
     ):
         plan_for("qwen3_omni", machine(H100, 2), thinker=stage)
+    plan_for("qwen3_omni", machine(H200, 2), thinker=StageConfig(kv_cache_bytes=6444023808))
 
 
 def test_written_parts_of_more_than_a_device() -> None:
@@ -212,7 +215,7 @@ def test_devices_of_different_size() -> None:
 
 
 def test_defaults_on_cuda() -> None:
-    stages = {stage.name: stage.engine_args for stage in plan_for("qwen3_omni", machine(H100, 2)).stages}
+    stages = {stage.name: stage.engine_args for stage in plan_for("qwen3_omni", machine(H200, 2)).stages}
     assert {name: args["max_num_seqs"] for name, args in stages.items()} == {
         "thinker": 128,
         "talker": 64,
@@ -220,7 +223,7 @@ def test_defaults_on_cuda() -> None:
     }
     assert stages["talker"]["additional_config"]["frames"] == 4096
     flags = {"max_num_seqs": 7, "max_num_batched_tokens": 4096}
-    thinker = plan_for("qwen3_omni", machine(H100, 2), flags).stage("thinker").engine_args
+    thinker = plan_for("qwen3_omni", machine(H200, 2), flags).stage("thinker").engine_args
     assert {name: thinker[name] for name in flags} == flags
 
 

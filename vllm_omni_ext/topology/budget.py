@@ -228,7 +228,8 @@ def _check_said(ask: Ask, device: int, visible: int) -> None:
 
 
 def _check_fits(sheets: Sequence[Sheet], users: _Users) -> None:
-    """Refuse a device that is too small; where the user set every share, their sum alone counts."""
+    """Refuse devices that are too small, by the worst; where the user set every share, their sum alone counts."""
+    short: list[tuple[int, Sheet]] = []
     for sheet in sheets:
         visible = visible_bytes(sheet.device_bytes)
         written = [ask.utilization for _, ask in users[sheet.device] if ask.utilization is not None]
@@ -241,7 +242,10 @@ def _check_fits(sheets: Sequence[Sheet], users: _Users) -> None:
             continue
         needed = sum(ask.least(visible) + ask.need.context for _, ask in users[sheet.device])
         if needed > sheet.usable:
-            raise DoesNotFit(_too_small(sheet, users[sheet.device], needed), sheets)
+            short.append((needed, sheet))
+    if short:
+        needed, worst = max(short, key=lambda found: found[0] - found[1].usable)
+        raise DoesNotFit(_too_small(worst, users[worst.device], needed), sheets)
 
 
 def _too_small(sheet: Sheet, users: Sequence[tuple[str, Ask]], needed: int) -> str:

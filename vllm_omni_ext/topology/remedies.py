@@ -16,6 +16,9 @@ FEWEST_TOKENS = 4096
 LENGTH_STEP = 1024
 """Proposed lengths are multiples of this."""
 
+SHORT_PART = 0.5
+"""A `max_model_len` of at least this part of the longest is the mildest of all proposals; a shorter one is the last."""
+
 MOST_DEVICES = 8
 """No larger machine is proposed."""
 
@@ -36,10 +39,15 @@ def flags_that_help(attempt: Attempt, args: Flags, machine: Machine, longest: in
         longest: longest sequence the text stage may have now, in tokens.
     """
     kinds = ("tensor_parallel_size", "quantization", "max_model_len")
+
+    def loss(flags: Flags) -> bool:
+        return int(flags.get("max_model_len", longest)) < longest * SHORT_PART
+
     for number in range(1, len(kinds) + 1):
         found = [flags for chosen in combinations(kinds, number) if (flags := _try(chosen, attempt, machine, longest))]
         if found := [flags for flags in found if not any(args.get(key) == value for key, value in flags.items())]:
-            return found
+            mild = [flags for flags in found if list(flags) == ["max_model_len"] and not loss(flags)]
+            return [*mild, *(flags for flags in found if flags not in mild)]
     return []
 
 
@@ -53,12 +61,11 @@ def advice(attempt: Attempt, args: Flags, machine: Machine, longest: int) -> str
     ways = [as_text(flags) for flags in flags_that_help(attempt, args, machine, longest)]
     if (count := devices_that_help(attempt, machine)) is not None:
         ways.append(f"{count} devices of this size")
-    if not ways:
-        ways = [
-            f"{larger.device_count} devices of this size and {as_text(found[0])}"
-            for larger in _larger(machine)
-            if (found := flags_that_help(attempt, args, larger, longest))
-        ][:1]
+    else:
+        found = ((larger, flags_that_help(attempt, args, larger, longest)) for larger in _larger(machine))
+        larger, flags = next(((each, helps[0]) for each, helps in found if helps), (machine, {}))
+        if flags and as_text(flags) not in ways:
+            ways.append(f"{larger.device_count} devices of this size and {as_text(flags)}")
     if not ways:
         return f"nothing is known to help with up to {MOST_DEVICES} devices of this size; use larger ones"
     return f"it fits with {', or with '.join(ways)}"
