@@ -9,6 +9,7 @@ import pytest
 
 from vllm_omni_ext.cli import model as model_module
 from vllm_omni_ext.cli.plan import main
+from vllm_omni_ext.cli.serve import main as serve_main
 from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
@@ -85,6 +86,18 @@ def test_the_python_api_refuses_before_anything_starts(released: str, monkeypatc
         from_kwargs(released)
     plan = from_kwargs(released, quantization="fp8")
     assert plan.stage("thinker").engine_args["gpu_memory_utilization"] > 0.7
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--headless", "--stage", "thinker", "-oma", "127.0.0.1", "-omp", "9100"]], ids=["head", "headless"]
+)
+def test_a_server_refuses_before_anything_starts(
+    words: list[str], released: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = Machine(platform="cuda", device_count=1, cpu_count=8, memory_bytes=1 << 37, device_bytes=(40 << 30,))
+    monkeypatch.setattr("vllm_omni_ext.cli.settings.detect_machine", lambda: card)
+    assert serve_main([released, *words]) == 2
+    assert "error: memory: device 0 has " in capsys.readouterr().err
 
 
 class FakeCuda:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,3 +127,17 @@ def test_the_largest_picture_is_vllms() -> None:
     assert encoder is not None
     assert encoder.image_tokens == 12544
     assert module.LARGEST_IMAGE_PIXELS == 12544 * 32 * 32
+
+
+@pytest.mark.engine
+def test_the_encoder_holds_what_is_counted(tmp_path: Path) -> None:
+    """By running vLLM's encoder on two pictures; what attention and rotation are on CUDA is told in the program."""
+    program = Path(__file__).with_name("encoder_peak.py")
+    command = [sys.executable, str(program), str(tmp_path / "group")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    small, large = map(int, done.stdout.split())
+    encoder = memory(config_of(RELEASED), SAMPLING)["thinker"].encoder
+    assert encoder is not None
+    counted = (encoder.token_bytes + encoder.split_token_bytes) / 4
+    assert small == large == pytest.approx(counted, rel=0.01)
