@@ -72,7 +72,8 @@ def make_plan(
     try:
         return attempt({}, machine)
     except DoesNotFit as err:
-        longest = text_args.get("max_model_len") or _text_length(pipeline, facts)
+        said = text_args.get("max_model_len")
+        longest = said if isinstance(said, int) else _text_length(pipeline, facts)
         helps = advice(attempt, text_args, machine, longest)
         raise DoesNotFit(f"{err}; {helps}", err.sheets) from None
 
