@@ -24,9 +24,11 @@ class StageSpec:
         engine: vLLM `EngineArgs` fields this stage needs whatever the user says (worker_cls, hf_overrides, ...).
             Values are plain data; a string of the form "pkg.mod:attr" under `hf_overrides` names a function.
         engine_defaults: `EngineArgs` fields the user may override.
+        cuda_defaults: `EngineArgs` fields of a replica on a CUDA machine that the user may override.
         cpu_kv_bytes: KV cache bytes given to a replica on a CPU machine when nothing else is said; 0 = no KV cache.
         sampling: default sampling parameters of the stage (fields of vLLM `SamplingParams`).
-        gpu_share: how much of a CUDA device's memory a replica gets, relative to others, when several share one.
+        gpu_share: how much of a CUDA device's memory a replica gets, relative to others, when several share one and the
+            sizes of the model or of the device are not known.
         part_of: the stage of the model it is a side of; "" if it is a whole one.
     """
 
@@ -34,6 +36,7 @@ class StageSpec:
     text_stage: bool = False
     engine: Mapping[str, Any] = field(default_factory=dict)
     engine_defaults: Mapping[str, Any] = field(default_factory=dict)
+    cuda_defaults: Mapping[str, Any] = field(default_factory=dict)
     cpu_kv_bytes: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
     gpu_share: float = 1.0
@@ -51,6 +54,77 @@ class StageSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightPart:
+    """Weights of a stage that are treated alike.
+
+    Attributes:
+        elements: how many numbers the engine holds in its own dtype, whatever dtype the checkpoint has.
+        stored_bytes: size of what keeps the type in which the checkpoint stores it, as quantized weights do.
+        split: tensor parallelism divides these weights; otherwise every device of a replica holds all of them.
+        quantizable: the engine argument `quantization` makes them smaller.
+    """
+
+    name: str
+    elements: int
+    stored_bytes: int = 0
+    split: bool = True
+    quantizable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderMemory:
+    """What vLLM's profile run with the largest picture or video takes.
+
+    Attributes:
+        image_tokens: tokens of the largest picture.
+        most_images: the largest video has as many tokens as so many pictures, if a sequence may be that long.
+        token_bytes: activations for each of these tokens that every device of a replica holds.
+        split_token_bytes: activations for each token that tensor parallelism divides.
+        output_elements: numbers in the rows that come out for one token.
+    """
+
+    image_tokens: int
+    most_images: int
+    token_bytes: int
+    split_token_bytes: int
+    output_elements: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """What one replica of a stage needs of a CUDA device, as sizes that do not depend on engine arguments.
+
+    Attributes:
+        kv_layers, kv_heads, kv_head_dim: shape of the KV cache of one token; 0 layers = no KV cache.
+        step_elements: activations for each token of a step that every device of a replica holds.
+        split_step_elements: activations for each token of a step that tensor parallelism divides.
+        pass_elements: activations of a step whatever the number of its tokens.
+        vocabulary: columns of the logits; 0 = no logits.
+        sequence_elements, sequence_bytes: buffers for each of `max_num_seqs` sequences.
+        graph_layers: layers that are captured in CUDA graphs.
+        additional_config: what the engine is told, so that its buffers have the size that is counted here.
+    """
+
+    weights: tuple[WeightPart, ...]
+    kv_layers: int = 0
+    kv_heads: int = 0
+    kv_head_dim: int = 0
+    step_elements: int = 0
+    split_step_elements: int = 0
+    pass_elements: int = 0
+    vocabulary: int = 0
+    sequence_elements: int = 0
+    sequence_bytes: int = 0
+    graph_layers: int = 0
+    encoder: EncoderMemory | None = None
+    additional_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+StoredTensors = Mapping[str, tuple[str, int, int]]
+"""Tensors of a checkpoint by name: dtype as safetensors writes it, number of elements, bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """What a checkpoint's config says about each stage, by stage name. A stage that is missing is not known.
 
@@ -58,10 +132,12 @@ class ModelFacts:
         max_model_len: longest sequence in tokens. For a stage with the pooling runner, which takes a sequence in one
             step, it also becomes the engine's `max_model_len` and `max_num_batched_tokens`.
         kv_bytes_per_token: KV cache of one token in float32.
+        memory: what a replica needs of a CUDA device.
     """
 
     max_model_len: Mapping[str, int] = field(default_factory=dict)
     kv_bytes_per_token: Mapping[str, int] = field(default_factory=dict)
+    memory: Mapping[str, StageMemory] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -94,6 +170,8 @@ class PipelineSpec:
         output_modalities: what the model can answer with, e.g. ("text", "audio").
         request_plugin: "pkg.mod:attr" of the class that plans requests (imported only where requests are served).
         facts: "pkg.mod:attr" of `(hf_config, sampling by stage) -> ModelFacts`; "" if there is none.
+        memory: "pkg.mod:attr" of `(hf_config, sampling by stage, StoredTensors or None) -> StageMemory by stage`; ""
+            if there is none.
     """
 
     name: str
@@ -103,6 +181,7 @@ class PipelineSpec:
     output_modalities: tuple[str, ...]
     request_plugin: str
     facts: str = ""
+    memory: str = ""
 
     def chunks(self) -> dict[str, tuple[int, ...]]:
         """Default chunk sizes by the name of the hand-over."""

@@ -29,6 +29,11 @@ def main(argv: Sequence[str]) -> int:
     if args.write_docs is not None:
         args.write_docs.write_text(markdown(ALL, SEAMS), encoding="utf-8")
         print(args.write_docs)
+        if args.write_docs == DOCS:
+            from vllm_omni_ext.cli import memory_page
+
+            memory_page.write()
+            print(memory_page.PAGE)
         return 0
     sections = diagnose(args.vllm_root)
     print(json.dumps(as_data(sections), indent=2) if args.json else as_text(sections))
@@ -105,6 +110,11 @@ def _parser() -> argparse.ArgumentParser:
         "--vllm-root", type=Path, metavar="PATH", help="look at the vLLM in this folder or wheel file instead"
     )
     parser.add_argument(
-        "--write-docs", type=Path, nargs="?", const=DOCS, metavar="FILE", help=f"write the table of patches ({DOCS})"
+        "--write-docs",
+        type=Path,
+        nargs="?",
+        const=DOCS,
+        metavar="FILE",
+        help=f"write the table of patches; without FILE to {DOCS}, and the tables of docs/memory.md",
     )
     return parser

@@ -6,6 +6,10 @@ from vllm_omni_ext.model_plugins.registry import EdgeSpec, PipelineSpec, StageSp
 
 _HERE = "vllm_omni_ext.model_plugins.qwen3_omni"
 
+_STEP_TOKENS = 8192
+"""Tokens of a step on a CUDA machine: vLLM's own default for a server on an H100. It is written down so that the plan
+knows the size of a step's activations on every device."""
+
 THINKER = StageSpec(
     name="thinker",
     text_stage=True,
@@ -13,6 +17,7 @@ THINKER = StageSpec(
         "worker_cls": "vllm_omni_ext.engine.worker.ExportWorker",
         "scheduler_cls": "vllm_omni_ext.engine.unheard.export_scheduler",
     },
+    cuda_defaults={"max_num_seqs": 128, "max_num_batched_tokens": _STEP_TOKENS},
     cpu_kv_bytes=256 << 20,
     gpu_share=0.6,
 )
@@ -28,6 +33,7 @@ TALKER = StageSpec(
         "enable_prompt_embeds": True,
         "async_scheduling": False,  # the code predictor needs the sampled token on the host
     },
+    cuda_defaults={"max_num_seqs": 64, "max_num_batched_tokens": _STEP_TOKENS},
     cpu_kv_bytes=128 << 20,
     sampling={
         "temperature": 0.9,
@@ -48,6 +54,7 @@ CODE2WAV = StageSpec(
         "enable_prefix_caching": False,
         "enforce_eager": True,
     },
+    cuda_defaults={"max_num_seqs": 64},
     gpu_share=0.1,
 )
 
@@ -63,4 +70,5 @@ QWEN3_OMNI = PipelineSpec(
     output_modalities=("text", "audio"),
     request_plugin=f"{_HERE}.requests:Qwen3OmniRequests",
     facts=f"{_HERE}.facts:facts",
+    memory=f"{_HERE}.memory:memory",
 )

@@ -92,10 +92,11 @@ def test_importing_it_is_cheap() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flag", ["--released", "--released-shape"])
+def test_command_line(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
-    arguments = parser.parse_args(["tiny", "qwen3-omni", str(tmp_path / "m"), "--seed", "3", "--released-shape"])
+    arguments = parser.parse_args(["tiny", "qwen3-omni", str(tmp_path / "m"), "--seed", "3", flag])
     assert arguments.run(arguments) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "m")
     assert read(tmp_path / "m", MARKER) == {"model": "qwen3-omni", "sizes": "released-shape", "seed": 3}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import psutil
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
 
+from vllm_omni_ext.cli.checkpoint import checkpoint_folder, stored_tensors
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec, resolve
@@ -41,12 +43,16 @@ def architecture(model: str, hf_config: Any) -> str:
     return str(names[0])
 
 
-def model_facts(pipeline: PipelineSpec, hf_config: Any, config: OmniConfig) -> ModelFacts:
+def model_facts(
+    model: str, pipeline: PipelineSpec, hf_config: Any, config: OmniConfig, text_args: Mapping[str, Any]
+) -> ModelFacts:
     """What the checkpoint says about its stages."""
-    if not pipeline.facts:
-        return ModelFacts()
-    facts: ModelFacts = resolve(pipeline.facts)(hf_config, resolved_sampling(pipeline, config))
-    return facts
+    sampling = resolved_sampling(pipeline, config)
+    facts: ModelFacts = resolve(pipeline.facts)(hf_config, sampling) if pipeline.facts else ModelFacts()
+    if not pipeline.memory:
+        return facts
+    stored = stored_tensors(checkpoint_folder(model, text_args.get("revision"), text_args.get("download_dir")))
+    return replace(facts, memory=resolve(pipeline.memory)(hf_config, sampling, stored))
 
 
 def detect_machine() -> Machine:
@@ -59,9 +65,29 @@ def detect_machine() -> Machine:
         devices = 0
     else:
         raise ConfigError(f"machine: platform '{current_platform.device_type}' is not supported; use CUDA or CPU")
+    return replace(
+        detect_host(), platform="cuda" if devices else "cpu", device_count=devices, device_bytes=_device_bytes(devices)
+    )
+
+
+def detect_host() -> Machine:
+    """The cores and the memory of this machine, without its devices."""
     return Machine(
-        platform="cuda" if devices else "cpu",
-        device_count=devices,
+        platform="cpu",
+        device_count=0,
         cpu_count=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
     )
+
+
+def _device_bytes(devices: int) -> tuple[int, ...]:
+    """Memory of each CUDA device; empty where asking would initialise CUDA in this process, as it does without NVML."""
+    if not devices or not current_platform.is_cuda() or not isinstance(current_platform, _nvml_platform()):
+        return ()
+    return tuple(current_platform.get_device_total_memory(device) for device in range(devices))
+
+
+def _nvml_platform() -> Any:
+    from vllm.platforms.cuda import NvmlCudaPlatform
+
+    return NvmlCudaPlatform

@@ -1,7 +1,8 @@
-"""`vllm-omni-ext plan MODEL [flags of serve] [--json]`: show what would be started, start nothing."""
+"""`vllm-omni-ext plan MODEL [flags of serve] [--json] [--machine M]`: show what would be started, start nothing."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Sequence
@@ -9,22 +10,38 @@ from collections.abc import Sequence
 from vllm_omni_ext.cli.members import headless_of
 from vllm_omni_ext.cli.serve import prepare, report
 from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.topology.budget import DoesNotFit
 from vllm_omni_ext.topology.explain import as_json, explain
-
-_JSON = "--json"
+from vllm_omni_ext.topology.memory_table import as_data, as_lines
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan. Returns 0, or 2 with one line on stderr if the configuration is wrong."""
+    """Print the plan. Returns 0, or 2 with one line on stderr if the configuration is wrong or the model does not fit.
+
+    What does not fit is shown too: the table of the devices, with the smallest KV caches.
+    """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is the plan's
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    own, words = _parser().parse_known_args(argv)
     try:
-        plan, args = prepare([word for word in argv if word != _JSON])
+        plan, args = prepare(words, machine=own.machine)
+    except DoesNotFit as err:
+        shown = {"fits": False, "memory": as_data(err.sheets)} if own.json else None
+        print(json.dumps(shown, indent=2) if shown else "\n".join(["memory", *as_lines(err.sheets)]))
+        return report(err)
     except ConfigError as err:
         return report(err)
     headless = headless_of(args, plan)
-    if _JSON in argv:
+    if own.json:
         print(json.dumps(as_json(plan, headless), indent=2))
     else:
         print(explain(plan, headless), end="")
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The flags that `serve` does not have; everything else, --help included, is for the parser of `serve`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--machine", metavar="cuda:SIZExCOUNT")
+    return parser

@@ -79,8 +79,12 @@ def _leave(status: int) -> None:
     os._exit(status)
 
 
-def prepare(argv: Sequence[str]) -> tuple[Plan, argparse.Namespace]:
-    """Parse, check and plan; starts nothing."""
+def prepare(argv: Sequence[str], *, machine: str | None = None) -> tuple[Plan, argparse.Namespace]:
+    """Parse, check and plan; starts nothing.
+
+    Args:
+        machine: plan for this one, in the words of `parse_machine`, instead of the one that this is.
+    """
     from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args
 
@@ -93,7 +97,7 @@ def prepare(argv: Sequence[str]) -> tuple[Plan, argparse.Namespace]:
         validate_parsed_serve_args(args)
     except (TypeError, ValueError) as err:
         raise ConfigError(str(err).removeprefix("Error: ")) from err
-    return from_cli(args)
+    return from_cli(args, machine=machine)
 
 
 def report(err: ConfigError) -> int:

@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni_ext.cli.args import EXPLICIT, SETTINGS
 from vllm_omni_ext.cli.members import check_reachable, for_this_process
-from vllm_omni_ext.cli.model import architecture, detect_machine, load_hf_config, model_facts
+from vllm_omni_ext.cli.model import architecture, detect_host, detect_machine, load_hf_config, model_facts
 from vllm_omni_ext.cli.refusals import check_flags
 from vllm_omni_ext.config.checks import unknown_key
 from vllm_omni_ext.config.load import load_config
@@ -23,7 +23,8 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.registry import PipelineSpec, pipeline_for
 from vllm_omni_ext.runtime.engine_args import stage_engine_args
 from vllm_omni_ext.topology.disaggregation import expand
-from vllm_omni_ext.topology.plan import Plan, make_plan
+from vllm_omni_ext.topology.machines import parse_machine
+from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
 
 __all__ = ["ENGINE_FIELDS", "SAMPLING_FIELDS", "from_cli", "from_kwargs", "stage_engine_args"]
 
@@ -40,8 +41,11 @@ class _Wishes:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def from_cli(args: argparse.Namespace) -> tuple[Plan, argparse.Namespace]:
+def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[Plan, argparse.Namespace]:
     """Make the plan for a command line parsed by `parse_serve`.
+
+    Args:
+        machine: plan for this one, in the words of `parse_machine`; None: the one that this is.
 
     Returns:
         The plan, and the arguments for the HTTP server (stock ones, with `model` set).
@@ -62,7 +66,8 @@ def from_cli(args: argparse.Namespace) -> tuple[Plan, argparse.Namespace]:
     )
     pipeline, config = expand(pipeline, _config(pipeline, wishes))
     config = for_this_process(args, pipeline, config)
-    return _plan(args.model, pipeline, hf_config, config, text_args, headless=args.headless), args
+    where = detect_machine() if machine is None else parse_machine(machine, detect_host())
+    return _plan(args.model, pipeline, hf_config, config, text_args, machine=where, headless=args.headless), args
 
 
 def from_kwargs(
@@ -101,7 +106,7 @@ def from_kwargs(
         raise ConfigError(
             f"api_servers: LLM(omni=True) is a program without API servers; leave it out, got {config.api_servers}"
         )
-    return _plan(model, pipeline, hf_config, config, text_args)
+    return _plan(model, pipeline, hf_config, config, text_args, machine=detect_machine())
 
 
 def _config(pipeline: PipelineSpec, wishes: _Wishes) -> OmniConfig:
@@ -117,6 +122,7 @@ def _plan(
     config: OmniConfig,
     text_args: Mapping[str, Any],
     *,
+    machine: Machine,
     headless: bool = False,
 ) -> Plan:
     if not headless:
@@ -126,8 +132,8 @@ def _plan(
         pipeline=pipeline,
         config=config,
         text_args=text_args,
-        machine=detect_machine(),
-        facts=model_facts(pipeline, hf_config, config),
+        machine=machine,
+        facts=model_facts(model, pipeline, hf_config, config, text_args),
         headless=headless,
     )
 

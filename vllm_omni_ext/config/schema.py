@@ -85,7 +85,7 @@ class ReplicasConfig:
     kv_cache_bytes: int | None = _key(
         None,
         integer(at_least=1).or_none(),
-        "KV cache of each replica. Null: vLLM measures it on CUDA; on CPU the pipeline's default.",
+        "KV cache of each replica. Null: what is left of its part of a CUDA device; on CPU the pipeline's default.",
         "bytes",
     )
     cpu_threads: int | None = _key(

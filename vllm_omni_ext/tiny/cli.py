@@ -24,7 +24,11 @@ def add_parser(subparsers: Subparsers) -> None:
         "--real-vocab", action="store_true", help="released token ids, 16 x 2048 codes, 24 kHz; 25 million parameters"
     )
     size.add_argument(
-        "--released-shape", action="store_true", help="configuration and tokenizer in released sizes, no weights"
+        "--released",
+        "--released-shape",
+        dest="released_shape",
+        action="store_true",
+        help="configuration and tokenizer of Qwen3-Omni-30B-A3B, no weights: for `plan` and `--load-format dummy`",
     )
     tiny.set_defaults(run=run)
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from vllm_omni_ext.model_plugins.registry import KV, EdgeSpec
 from vllm_omni_ext.topology.agreement import config_hash
-from vllm_omni_ext.topology.shape import Headless, Plan, ReplicaPlan, StagePlan
+from vllm_omni_ext.topology.budget import gib
+from vllm_omni_ext.topology.memory_table import as_data, as_lines
+from vllm_omni_ext.topology.shape import Headless, Machine, Plan, ReplicaPlan, StagePlan
 
 CACHE_TYPE, SHARED_CACHE = "mm_processor_cache_type", "shm"
 """vLLM's engine argument, and the value that puts the cache in memory an engine reads too."""
@@ -18,12 +20,14 @@ _SECRET_MARKS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
 
 
 def explain(plan: Plan, headless: Headless | None = None) -> str:
-    """The plan as text: process tree, hand-overs, then each stage with what differs from vLLM's defaults."""
+    """The plan as text: process tree, hand-overs, devices, then each stage with what differs from vLLM's defaults."""
     lines = [f"model     {plan.model}", f"pipeline  {plan.pipeline}", f"machine   {_machine(plan)}", "", "processes"]
     lines += [f"  {line}" for line in _processes(plan, headless)]
     lines += ["", "hand-overs"]
     lines += [f"  {_edge(plan, edge)}" for edge in plan.edges]
     lines += ["", "settings", *_settings(plan)]
+    if plan.sheets:
+        lines += ["", "memory", *as_lines(plan.sheets)]
     for stage in plan.stages:
         lines += ["", *_stage(plan, stage)]
     return "\n".join(lines) + "\n"
@@ -43,6 +47,7 @@ def as_json(plan: Plan, headless: Headless | None = None) -> dict[str, Any]:
         "chunks": _plain(plan.chunks),
         "connectors": _plain(plan.connectors),
         "edges": [asdict(edge) for edge in plan.edges],
+        "memory": as_data(plan.sheets),
         "stages": [
             {
                 "name": stage.name,
@@ -88,8 +93,13 @@ def unshared_caches(plan: Plan) -> list[str]:
 def _machine(plan: Plan) -> str:
     machine = plan.machine
     memory = f"{machine.memory_bytes / (1 << 30):.1f} GiB memory"
-    devices = "" if machine.platform == "cpu" else f"{machine.device_count} devices, "
+    devices = "" if machine.platform == "cpu" else f"{machine.device_count} devices{_sizes(machine)}, "
     return f"{machine.platform}, {devices}{machine.cpu_count} cores, {memory}"
+
+
+def _sizes(machine: Machine) -> str:
+    sizes = sorted({gib(size) for size in machine.device_bytes})
+    return f" of {' and '.join(sizes)} GiB" if sizes else ""
 
 
 def _processes(plan: Plan, headless: Headless | None) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_omni_ext.config.checks import ADAPTIVE, ALL_AT_ONCE, unknown_key
@@ -13,13 +13,25 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec, StageSpec
 from vllm_omni_ext.topology import cpu
+from vllm_omni_ext.topology.budget import Ask, DoesNotFit, Sheet, divide
 from vllm_omni_ext.topology.connections import Connections, connections, told
 from vllm_omni_ext.topology.disaggregation import check_pairs, expand
 from vllm_omni_ext.topology.layers import SHARED_FIELDS, parallel_size, said
+from vllm_omni_ext.topology.needs import GIB, need
 from vllm_omni_ext.topology.placement import Demand, Devices, memory_shares, place
+from vllm_omni_ext.topology.remedies import advice
 from vllm_omni_ext.topology.shape import Machine, Plan, ReplicaPlan, StagePlan
 
-__all__ = ["SHARED_FIELDS", "Machine", "Plan", "ReplicaPlan", "StagePlan", "make_plan", "resolved_sampling"]
+__all__ = [
+    "SHARED_FIELDS",
+    "Machine",
+    "Plan",
+    "ReplicaPlan",
+    "StagePlan",
+    "make_plan",
+    "plan_as_asked",
+    "resolved_sampling",
+]
 
 
 def make_plan(
@@ -41,8 +53,42 @@ def make_plan(
         headless: the text stage is on another host.
 
     Raises:
+        DoesNotFit: a CUDA device is too small; the message says for what, and what helps.
         ConfigError: the settings contradict each other, the pipeline or the machine.
     """
+    facts = facts or ModelFacts()
+
+    def attempt(flags: Mapping[str, Any], where: Machine) -> Plan:
+        return plan_as_asked(
+            model=model,
+            pipeline=pipeline,
+            config=config,
+            text_args={**text_args, **flags},
+            machine=where,
+            facts=facts,
+            headless=headless,
+        )
+
+    try:
+        return attempt({}, machine)
+    except DoesNotFit as err:
+        said = text_args.get("max_model_len")
+        longest = said if isinstance(said, int) else _text_length(pipeline, facts)
+        helps = advice(attempt, text_args, machine, longest)
+        raise DoesNotFit(f"{err}; {helps}", err.sheets) from None
+
+
+def plan_as_asked(
+    *,
+    model: str,
+    pipeline: PipelineSpec,
+    config: OmniConfig,
+    text_args: Mapping[str, Any],
+    machine: Machine,
+    facts: ModelFacts,
+    headless: bool = False,
+) -> Plan:
+    """As `make_plan`, without looking for what helps when a device is too small."""
     pipeline, config = expand(pipeline, config)
     if config.pipeline not in (None, pipeline.name):
         raise ConfigError(f"pipeline: the stage config is for '{config.pipeline}', but the model is '{pipeline.name}'")
@@ -53,23 +99,12 @@ def make_plan(
     _check_chunks(pipeline, config)
     user = {spec.name: said(spec, config.stage(spec.name), text_args) for spec in pipeline.stages}
     connected = connections(pipeline, config)
-    around = _Surroundings(
-        pipeline, config, machine, facts or ModelFacts(), _replica_count(pipeline, config), connected
-    )
-    demands = [_demand(spec, config, user[spec.name]) for spec in pipeline.stages]
-    if machine.platform == "cpu":
-        for spec in pipeline.stages:
-            if config.stage(spec.name).replicas:
-                cpu.check_devices(spec.name, config.stage(spec.name))
-        devices: dict[str, tuple[Devices, ...]] = {d.stage: ((),) * d.replicas for d in demands}
-        shares: dict[str, float] = {}
-    else:
-        devices = place(demands, machine.device_count)
-        shares = memory_shares(demands, devices)
-    stages = tuple(
-        _stage_plan(spec, user[spec.name], devices[spec.name], shares.get(spec.name), around)
-        for spec in pipeline.stages
-    )
+    around = _Surroundings(pipeline, config, machine, facts, _replica_count(pipeline, config), connected)
+    args = {spec.name: _engine_args(spec, user[spec.name], around) for spec in pipeline.stages}
+    devices, utilizations, sheets = _devices(args, user, around)
+    for name, value in utilizations.items():
+        args[name].setdefault("gpu_memory_utilization", value)
+    stages = tuple(_stage_plan(spec, args[spec.name], devices[spec.name], around) for spec in pipeline.stages)
     check_pairs(pipeline.edges, {stage.name: stage.engine_args for stage in stages}, config)
     return Plan(
         model=model,
@@ -81,7 +116,13 @@ def make_plan(
         chunks=_chunks(pipeline, config),
         connectors=connected,
         config=config,
+        sheets=sheets,
     )
+
+
+def _text_length(pipeline: PipelineSpec, facts: ModelFacts) -> int:
+    """The longest sequence of the stage that answers text, in tokens; 0 if it is not known."""
+    return next((facts.max_model_len.get(spec.model_stage, 0) for spec in pipeline.stages if spec.text_stage), 0)
 
 
 CORES_PER_API_SERVER, MOST_API_SERVERS = 2, 8
@@ -141,6 +182,43 @@ def _check_text_stage(pipeline: PipelineSpec, config: OmniConfig) -> None:
             )
 
 
+_Placement = tuple[dict[str, tuple[Devices, ...]], dict[str, float], tuple[Sheet, ...]]
+
+
+def _devices(args: Mapping[str, dict[str, Any]], user: Mapping[str, Mapping[str, Any]], a: _Surroundings) -> _Placement:
+    """Devices of all replicas, the `gpu_memory_utilization` of stages that need one, and the devices' sheets."""
+    if a.machine.platform == "cpu":
+        for spec in a.pipeline.stages:
+            if a.config.stage(spec.name).replicas:
+                cpu.check_devices(spec.name, a.config.stage(spec.name))
+        return {spec.name: ((),) * a.config.stage(spec.name).replicas for spec in a.pipeline.stages}, {}, ()
+    demands = [_demand(spec, a.config, user[spec.name]) for spec in a.pipeline.stages]
+    asks = _asks(args, a)
+    if not asks:
+        placed = place(demands, a.machine.device_count)
+        return placed, memory_shares(demands, placed), ()
+    sizes = {stage: ask.need.fixed + ask.kv for stage, ask in asks.items()}
+    placed = place([replace(demand, share=sizes[demand.stage] / GIB) for demand in demands], a.machine.device_count)
+    utilizations, sheets = divide(list(asks.values()), placed, a.machine.device_bytes)
+    return placed, utilizations, sheets
+
+
+def _asks(args: Mapping[str, dict[str, Any]], a: _Surroundings) -> dict[str, Ask]:
+    """What each stage needs of a device; empty unless the sizes of all stages and of the devices are known."""
+    memory, lengths = a.facts.memory, a.facts.max_model_len
+    if not a.machine.device_bytes or any(spec.model_stage not in memory for spec in a.pipeline.stages):
+        return {}
+    return {
+        spec.name: Ask(
+            stage=spec.name,
+            need=need(memory[spec.model_stage], args[spec.name], lengths.get(spec.model_stage, 0)),
+            utilization=args[spec.name].get("gpu_memory_utilization"),
+            kv_bytes=args[spec.name].get("kv_cache_memory_bytes"),
+        )
+        for spec in a.pipeline.stages
+    }
+
+
 def _demand(spec: StageSpec, config: OmniConfig, user: Mapping[str, Any]) -> Demand:
     stage, path = config.stage(spec.name), stage_path(spec.name)
     return Demand(
@@ -154,31 +232,32 @@ def _demand(spec: StageSpec, config: OmniConfig, user: Mapping[str, Any]) -> Dem
     )
 
 
-def _stage_plan(
-    spec: StageSpec,
-    user: Mapping[str, Any],
-    devices: tuple[Devices, ...],
-    share: float | None,
-    around: _Surroundings,
-) -> StagePlan:
-    stage = around.config.stage(spec.name)
-    defaults: dict[str, Any] = {}
-    env: dict[str, str] = {}
+def _engine_args(spec: StageSpec, user: Mapping[str, Any], around: _Surroundings) -> dict[str, Any]:
+    """What the engines of a stage are given, but for their part of a device's memory."""
+    defaults = dict(spec.cuda_defaults)
     if around.machine.platform == "cpu":
         defaults = cpu.engine_defaults(spec, around.facts, around.machine, around.replicas)
-        env = cpu.environment(stage, around.machine, around.replicas)
         if user.get("tensor_parallel_size", 1) == user.get("pipeline_parallel_size", 1) == 1:
             defaults["distributed_executor_backend"] = "uni"
-    elif share is not None:
-        defaults["gpu_memory_utilization"] = share
     args = {**defaults, **spec.engine_defaults, **user, **spec.engine}
-    if ends := told(around.pipeline, spec, around.connected):
-        args["additional_config"] = {**args.get("additional_config", {}), **ends}
+    told_more = told(around.pipeline, spec, around.connected)
+    if spec.model_stage in around.facts.memory:
+        told_more = {**around.facts.memory[spec.model_stage].additional_config, **told_more}
+    if told_more:
+        args["additional_config"] = {**args.get("additional_config", {}), **told_more}
+    return _one_step(spec, args, around)
+
+
+def _stage_plan(
+    spec: StageSpec, args: Mapping[str, Any], devices: tuple[Devices, ...], around: _Surroundings
+) -> StagePlan:
+    stage, on_cpu = around.config.stage(spec.name), around.machine.platform == "cpu"
+    env = cpu.environment(stage, around.machine, around.replicas) if on_cpu else {}
     return StagePlan(
         name=spec.name,
         text_stage=spec.text_stage,
         part_of=spec.part_of,
-        engine_args=_one_step(spec, args, around),
+        engine_args=args,
         env={**env, **stage.env},
         replicas=tuple(ReplicaPlan(id=ReplicaId(spec.name, i), devices=ids) for i, ids in enumerate(devices)),
         sampling={**spec.sampling, **stage.sampling},

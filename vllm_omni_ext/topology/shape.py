@@ -10,16 +10,22 @@ from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import UnknownMember
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.registry import KV, EdgeSpec
+from vllm_omni_ext.topology.budget import Sheet
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where the replicas will run. `memory_bytes` is the host's."""
+    """Where the replicas will run. `memory_bytes` is the host's.
+
+    Attributes:
+        device_bytes: memory of each CUDA device as NVML reports it; empty if not known.
+    """
 
     platform: Literal["cpu", "cuda"]
     device_count: int
     cpu_count: int
     memory_bytes: int
+    device_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +88,7 @@ class Plan:
         stages: in start order.
         chunks: sizes of successive chunks, or "all", by the name of the hand-over; "adaptive": whether they adapt.
         connectors: fields of `ConnectorConfig` by the name of the hand-over.
+        sheets: who has what of each CUDA device; empty on a CPU machine, and where sizes are not known.
     """
 
     model: str
@@ -93,6 +100,7 @@ class Plan:
     config: OmniConfig
     chunks: Mapping[str, Any] = field(default_factory=dict)
     connectors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sheets: tuple[Sheet, ...] = ()
 
     def stage(self, name: str) -> StagePlan:
         """Return the stage of that name; UnknownMember names the known ones."""

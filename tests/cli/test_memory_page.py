@@ -1,0 +1,41 @@
+"""docs/memory.md holds the tables that the planner makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vllm_omni_ext import doctor
+from vllm_omni_ext.cli import memory_page
+
+PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
+
+
+def test_the_page_is_in_step() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert f"{memory_page.BEGIN}{memory_page.tables()}{memory_page.END}" in text, "run: doctor --write-docs"
+
+
+def test_the_tables_are_written_between_the_marks(tmp_path: Path) -> None:
+    page = tmp_path / "memory.md"
+    page.write_text(f"before\n{memory_page.BEGIN}old\n{memory_page.END}after\n", encoding="utf-8")
+    memory_page.write(page)
+    assert page.read_text() == f"before\n{memory_page.BEGIN}{memory_page.tables()}{memory_page.END}after\n"
+
+
+def test_the_table_has_every_machine() -> None:
+    lines = memory_page.tables().splitlines()
+    for count in memory_page.COUNTS:
+        rows = [line for line in lines if line.startswith(f"| {count} |")]
+        assert len(rows) == len(memory_page.CONFIGS)
+        assert all(row.count("|") == len(memory_page.CARDS) + 2 for row in rows)
+    [one_card, _] = [line for line in lines if line.startswith("| 1 |")]
+    assert "| `--quantization fp8`: " in one_card
+
+
+def test_the_doctor_writes_both_pages(monkeypatch, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "memory.md").write_text(f"{memory_page.BEGIN}{memory_page.END}", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert doctor.main(["--write-docs"]) == 0
+    assert memory_page.tables() in (tmp_path / "docs" / "memory.md").read_text()
+    assert (tmp_path / "docs" / "patches.md").is_file()

@@ -1,0 +1,266 @@
+"""Qwen3-Omni-30B-A3B on machines of all sizes: what is planned fits, and a refusal says what helps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni_ext.cli.memory_page import CARDS, MIB, machine, released
+from vllm_omni_ext.config.load import packaged_names
+from vllm_omni_ext.config.schema import OmniConfig, StageConfig
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.model_plugins.qwen3_omni.pipeline import QWEN3_OMNI
+from vllm_omni_ext.topology.budget import DoesNotFit, Sheet, visible_bytes
+from vllm_omni_ext.topology.needs import GIB
+from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
+from vllm_omni_ext.topology.shape import StagePlan
+
+CONFIGS = [name for name in packaged_names() if name.startswith("qwen3_omni")]
+H100, H200 = CARDS["80 GB (H100)"], CARDS["141 GB (H200)"]
+
+
+def plan_for(
+    config: str, where: Machine, flags: dict[str, Any] | None = None, *, headless: bool = False, **stages: StageConfig
+) -> Plan:
+    settings, known = released(config)
+    if stages:
+        settings = OmniConfig(stages={**settings.stages, **stages})
+    return make_plan(
+        model="m",
+        pipeline=QWEN3_OMNI,
+        config=settings,
+        text_args=flags or {},
+        machine=where,
+        facts=known,
+        headless=headless,
+    )
+
+
+def check_sheet(sheet: Sheet, stages: dict[str, StagePlan], alone: bool) -> None:
+    """Nothing is handed out twice, and what vLLM will claim is what the sheet says."""
+    assert sheet.free >= 0
+    visible = visible_bytes(sheet.device_bytes)
+    claimed = 0
+    for share in sheet.shares:
+        args = stages[share.replica.split("/")[0]].engine_args
+        utilization = args.get("gpu_memory_utilization")
+        assert alone or utilization is not None
+        claim = 0.92 * visible if utilization is None else utilization * visible
+        assert claim >= share.need.fixed + share.kv_bytes - 1
+        assert share.kv_bytes >= share.need.least_kv
+        assert share.kv_tokens >= share.need.sequence_tokens or not share.need.kv_token
+        claimed += int(claim) + share.need.context
+    assert claimed <= visible
+
+
+def check(plan: Plan) -> None:
+    stages = {stage.name: stage for stage in plan.stages}
+    assert len(plan.sheets) == plan.machine.device_count
+    for sheet in plan.sheets:
+        check_sheet(sheet, stages, alone=len(sheet.shares) == 1)
+    placed = {(str(replica.id), device) for replica in plan.replicas() for device in replica.devices}
+    assert {(share.replica, sheet.device) for sheet in plan.sheets for share in sheet.shares} == placed
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", CARDS.values(), ids=list(CARDS))
+@pytest.mark.parametrize("flags", [{}, {"quantization": "fp8"}], ids=["bf16", "fp8"])
+def test_it_fits_or_says_what_is_missing(config: str, count: int, size: int, flags: dict[str, Any]) -> None:
+    try:
+        check(plan_for(config, machine(size, count), flags))
+    except DoesNotFit as err:
+        assert str(err).startswith("memory: device ")
+        assert "it fits with " in str(err)
+        short = [sheet for sheet in err.sheets if sheet.free < 0]
+        assert short, "a device that is too small"
+        assert all(f"{share.replica} " in str(err) for share in short[0].shares)
+
+
+def test_one_h100_says_which_flag_it_wants_and_runs_with_it() -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        plan_for("qwen3_omni", machine(H100, 1))
+    assert str(refused.value).endswith(
+        "; it fits with --quantization fp8, or with --max-model-len 24576, or with 2 devices of this size and "
+        "--max-model-len 62464"
+    )
+    assert "thinker/0 77.7 (weights 59.1, KV cache of 65536 tokens 6.0, " in str(refused.value)
+    ways = (({"quantization": "fp8"}, 1), ({"max_model_len": 24576}, 1), ({"max_model_len": 62464}, 2))
+    for flags, count in ways:
+        check(plan_for("qwen3_omni", machine(H100, count), flags))
+    with pytest.raises(DoesNotFit):
+        plan_for("qwen3_omni", machine(H100, 1), {"max_model_len": 24576 + 1024})
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "count", "helps"),
+    [
+        ("qwen3_omni", 81_559, 2, "it fits with --max-model-len 62464, or with --tensor-parallel-size 2, or with --q"),
+        ("qwen3_omni", 46_068, 4, "it fits with --tensor-parallel-size 4"),
+        (
+            "qwen3_omni",
+            46_068,
+            1,
+            "it fits with 2 devices of this size and --tensor-parallel-size 2 --quantization fp8",
+        ),
+        ("qwen3_omni_pd", 81_559, 2, "it fits with --quantization fp8, or with "),
+        ("qwen3_omni", 8_192, 1, "nothing is known to help with up to 8 devices of this size; use larger ones"),
+    ],
+)
+def test_what_helps_elsewhere(config: str, size: int, count: int, helps: str) -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        plan_for(config, machine(size * MIB, count))
+    assert helps in str(refused.value)
+
+
+def test_decode_shares_a_device_with_talker_and_code2wav_in_fp8_only() -> None:
+    """The documented layout on two devices."""
+    settings, _ = released("qwen3_omni_pd")
+    split = settings.stages["thinker"].prefill_decode
+    assert split is not None
+    stages = {
+        "thinker.prefill": StageConfig(devices="0", prefill_decode=split),
+        "thinker.decode": StageConfig(devices="1", prefill_decode=split),
+        "talker": StageConfig(devices="1"),
+        "code2wav": StageConfig(devices="1"),
+    }
+    known = released("qwen3_omni_pd")[1]
+    from vllm_omni_ext.topology.disaggregation import expand
+
+    pipeline, expanded = expand(QWEN3_OMNI, settings)
+    config = OmniConfig(stages={**expanded.stages, **stages})
+    common: dict[str, Any] = {"model": "m", "pipeline": pipeline, "config": config, "facts": known}
+    with pytest.raises(DoesNotFit, match=r"^memory: device 1 .*it fits with --quantization fp8"):
+        make_plan(**common, text_args={}, machine=machine(H100, 2))
+    check(make_plan(**common, text_args={"quantization": "fp8"}, machine=machine(H100, 2)))
+
+
+def test_headless_replicas_are_planned_too() -> None:
+    away = {name: StageConfig(replicas=0) for name in ("thinker", "code2wav")}
+    check(plan_for("qwen3_omni", machine(24_564 * MIB, 1), headless=True, talker=StageConfig(replicas=1), **away))
+    with pytest.raises(DoesNotFit, match="talker/1"):
+        plan_for(
+            "qwen3_omni", machine(12_288 * MIB, 1), headless=True, talker=StageConfig(replicas=2, devices="0,0"), **away
+        )
+
+
+def test_what_the_user_sets_is_taken_as_it_is() -> None:
+    sizes = {"thinker": 0.82, "talker": 0.11, "code2wav": 0.03}
+    caches = {"thinker": 2 * GIB, "talker": GIB}
+    stages = {
+        name: StageConfig(
+            kv_cache_bytes=caches.get(name), engine={"gpu_memory_utilization": part, "max_model_len": 2048}
+        )
+        for name, part in sizes.items()
+    }
+    plan = plan_for("qwen3_omni", machine(H100, 1), **stages)
+    assert {stage.name: stage.engine_args["gpu_memory_utilization"] for stage in plan.stages} == sizes
+    assert {share.replica: share.kv_bytes for share in plan.sheets[0].shares} == {
+        "thinker/0": 2 * GIB,
+        "talker/0": GIB,
+        "code2wav/0": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        (
+            StageConfig(engine={"gpu_memory_utilization": 0.6}),
+            "stages.thinker.engine.gpu_memory_utilization: 0.6 of device 0 is 47.3 GiB, but weights (59.1) and KV "
+            "cache (6.0 for 65536 tokens) are 65.1 GiB; write 0.98",
+        ),
+        (
+            StageConfig(kv_cache_bytes=2 * GIB),
+            "stages.thinker.kv_cache_bytes: 2147483648 hold 21824 tokens of 98304 bytes, but a sequence may have "
+            "65536; write at least 6444023808, or engine.max_model_len: 21824",
+        ),
+    ],
+)
+def test_sizes_in_which_nothing_has_room(stage: StageConfig, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan_for("qwen3_omni", machine(H100, 2), thinker=stage)
+    assert str(refused.value) == message
+    assert not isinstance(refused.value, DoesNotFit)
+
+
+def test_what_the_message_proposes_is_accepted() -> None:
+    for stage in (
+        StageConfig(engine={"gpu_memory_utilization": 0.98}),
+        StageConfig(kv_cache_bytes=2 * GIB, engine={"max_model_len": 21824}),
+    ):
+        plan_for("qwen3_omni", machine(H100, 2), thinker=stage)
+    plan_for("qwen3_omni", machine(H200, 2), thinker=StageConfig(kv_cache_bytes=6444023808))
+
+
+def test_written_parts_of_more_than_a_device() -> None:
+    stages = {name: StageConfig(engine={"gpu_memory_utilization": 0.4}) for name in ("thinker", "talker", "code2wav")}
+    with pytest.raises(ConfigError, match=r"^gpu_memory_utilization: the replicas on device 0 have 1\.2 together"):
+        plan_for("qwen3_omni", machine(200 * GIB, 1), **stages)
+
+
+def test_devices_of_different_size() -> None:
+    mixed = Machine(
+        platform="cuda", device_count=2, cpu_count=8, memory_bytes=1 << 36, device_bytes=(141 * GIB, 24 * GIB)
+    )
+    plan = plan_for("qwen3_omni", mixed)
+    assert [replica.devices for replica in plan.replicas()] == [(0,), (1,), (1,)]
+    check(plan)
+    talkers = StageConfig(replicas=2, devices="0,1")
+    with pytest.raises(ConfigError, match=r"^stages\.talker\.devices: devices 0, 1 differ in memory"):
+        plan_for("qwen3_omni", mixed, talker=talkers)
+
+
+def test_defaults_on_cuda() -> None:
+    stages = {stage.name: stage.engine_args for stage in plan_for("qwen3_omni", machine(H200, 2)).stages}
+    assert {name: args["max_num_seqs"] for name, args in stages.items()} == {
+        "thinker": 128,
+        "talker": 64,
+        "code2wav": 64,
+    }
+    assert stages["talker"]["additional_config"]["frames"] == 4096
+    flags = {"max_num_seqs": 7, "max_num_batched_tokens": 4096}
+    thinker = plan_for("qwen3_omni", machine(H200, 2), flags).stage("thinker").engine_args
+    assert {name: thinker[name] for name in flags} == flags
+
+
+sizes = st.integers(20 * GIB, 200 * GIB)
+
+
+@given(
+    config=st.sampled_from(CONFIGS),
+    size=sizes,
+    count=st.integers(1, 8),
+    quantization=st.sampled_from([None, "fp8"]),
+    parallel=st.sampled_from([1, 2, 4]),
+    length=st.integers(256, 65536),
+    sequences=st.integers(1, 1024),
+    talkers=st.integers(1, 3),
+    cache=st.none() | st.integers(GIB, 40 * GIB),
+)
+def test_no_plan_hands_out_more_than_a_device_has(
+    config: str,
+    size: int,
+    count: int,
+    quantization: str | None,
+    parallel: int,
+    length: int,
+    sequences: int,
+    talkers: int,
+    cache: int | None,
+) -> None:
+    flags = {
+        "quantization": quantization,
+        "tensor_parallel_size": parallel,
+        "max_model_len": length,
+        "max_num_seqs": sequences,
+    }
+    talker = StageConfig(replicas=talkers, kv_cache_bytes=cache)
+    try:
+        plan = plan_for(config, machine(size, count), flags, talker=talker)
+    except ConfigError:
+        return
+    check(plan)

@@ -1,0 +1,83 @@
+"""Sizes of a checkpoint's tensors, from the headers of its safetensors files; no tensor is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.model_plugins.registry import StoredTensors
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header, a JSON object, as an integer of so many bytes."""
+
+_LONGEST_HEADER = 100_000_000
+"""The format's own limit."""
+
+
+def checkpoint_folder(model: str, revision: str | None = None, download_dir: str | None = None) -> Path | None:
+    """Where the files of a model lie on this machine; None if they have not been downloaded."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    for name in (INDEX, SINGLE):
+        try:
+            found = try_to_load_from_cache(model, name, cache_dir=download_dir, revision=revision)
+        except HFValidationError:  # neither a directory nor the name of a repository
+            return None
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+def stored_tensors(folder: Path | None) -> StoredTensors | None:
+    """Dtype, elements and bytes of every tensor.
+
+    Returns:
+        None if the checkpoint has no safetensors files, or not all of those its index names are there.
+
+    Raises:
+        ConfigError: a file is not what its name says.
+    """
+    if folder is None:
+        return None
+    index = folder / INDEX
+    names = sorted(set(_read_json(index).get("weight_map", {}).values())) if index.is_file() else [SINGLE]
+    files = [folder / name for name in names]
+    if not files or not all(file.is_file() for file in files):
+        return None
+    found: dict[str, tuple[str, int, int]] = {}
+    for file in files:
+        for name, entry in _header(file).items():
+            begin, end = entry["data_offsets"]
+            found[name] = (entry["dtype"], math.prod(entry["shape"]), end - begin)
+    return found
+
+
+def _header(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            if not 0 < length <= _LONGEST_HEADER:
+                raise ValueError(f"a header of {length} bytes")
+            header: dict[str, Any] = json.loads(stream.read(length))
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"model: '{file}' is not a safetensors file: {err}") from err
+    header.pop("__metadata__", None)
+    return header
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(file.read_bytes())
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"model: '{file}' cannot be read: {err}") from err
+    return content

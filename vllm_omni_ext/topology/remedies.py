@@ -1,0 +1,124 @@
+"""What makes a model fit that does not fit as it was asked for. Pure; a proposal is planned before it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.topology.shape import Machine
+
+FEWEST_TOKENS = 4096
+"""No shorter `max_model_len` is proposed."""
+
+LENGTH_STEP = 1024
+"""Proposed lengths are multiples of this."""
+
+SHORT_PART = 0.5
+"""A `max_model_len` of at least this part of the longest is the mildest of all proposals; a shorter one is the last."""
+
+MOST_DEVICES = 8
+"""No larger machine is proposed."""
+
+_PARALLEL = (2, 4, 8)
+
+Attempt = Callable[[Mapping[str, Any], Machine], object]
+"""Plans with these stock flags on top of the user's, on this machine; ConfigError if that cannot be."""
+
+Flags = Mapping[str, Any]
+"""Stock flags by the name of their `EngineArgs` field."""
+
+
+def flags_that_help(attempt: Attempt, args: Flags, machine: Machine, longest: int) -> list[dict[str, Any]]:
+    """Stock flags with which the plan fits this machine: single ones, or pairs if no single one helps, and so on.
+
+    Args:
+        args: the stock flags that were given.
+        longest: longest sequence the text stage may have now, in tokens.
+    """
+    kinds = ("tensor_parallel_size", "quantization", "max_model_len")
+
+    def loss(flags: Flags) -> bool:
+        return int(flags.get("max_model_len", longest)) < longest * SHORT_PART
+
+    for number in range(1, len(kinds) + 1):
+        found = [flags for chosen in combinations(kinds, number) if (flags := _try(chosen, attempt, machine, longest))]
+        if found := [flags for flags in found if not any(args.get(key) == value for key, value in flags.items())]:
+            mild = [flags for flags in found if list(flags) == ["max_model_len"] and not loss(flags)]
+            return [*mild, *(flags for flags in found if flags not in mild)]
+    return []
+
+
+def devices_that_help(attempt: Attempt, machine: Machine) -> int | None:
+    """How many devices of the same size the plan needs as it is; None: more than `MOST_DEVICES` or a larger device."""
+    return next((larger.device_count for larger in _larger(machine) if _fits(attempt, {}, larger)), None)
+
+
+def advice(attempt: Attempt, args: Flags, machine: Machine, longest: int) -> str:
+    """Half a sentence that names what is known to help."""
+    ways = [as_text(flags) for flags in flags_that_help(attempt, args, machine, longest)]
+    if (count := devices_that_help(attempt, machine)) is not None:
+        ways.append(f"{count} devices of this size")
+    else:
+        found = ((larger, flags_that_help(attempt, args, larger, longest)) for larger in _larger(machine))
+        larger, flags = next(((each, helps[0]) for each, helps in found if helps), (machine, {}))
+        if flags and as_text(flags) not in ways:
+            ways.append(f"{larger.device_count} devices of this size and {as_text(flags)}")
+    if not ways:
+        return f"nothing is known to help with up to {MOST_DEVICES} devices of this size; use larger ones"
+    return f"it fits with {', or with '.join(ways)}"
+
+
+def _larger(machine: Machine) -> Iterator[Machine]:
+    """The same machine with more devices, up to `MOST_DEVICES`."""
+    for count in range(machine.device_count + 1, MOST_DEVICES + 1):
+        yield replace(machine, device_count=count, device_bytes=(min(machine.device_bytes),) * count)
+
+
+def as_text(flags: Flags) -> str:
+    """Stock flags as they are written on a command line."""
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
+
+
+def _try(kinds: tuple[str, ...], attempt: Attempt, machine: Machine, longest: int) -> dict[str, Any]:
+    """The mildest values of these flags that make it fit; empty if none do."""
+    fixed = [kind for kind in kinds if kind != "max_model_len"]
+    for flags in _values(fixed, machine.device_count):
+        if "max_model_len" not in kinds:
+            if _fits(attempt, flags, machine):
+                return flags
+        elif tokens := _longest_that_fits(attempt, flags, machine, longest):
+            return {**flags, "max_model_len": tokens}
+    return {}
+
+
+def _values(kinds: list[str], devices: int) -> Iterator[dict[str, Any]]:
+    rest: dict[str, Any] = {"quantization": "fp8"} if "quantization" in kinds else {}
+    if "tensor_parallel_size" not in kinds:
+        yield rest
+        return
+    for size in _PARALLEL:
+        if size <= devices:
+            yield {"tensor_parallel_size": size, **rest}
+
+
+def _longest_that_fits(attempt: Attempt, flags: Flags, machine: Machine, longest: int) -> int:
+    """The largest multiple of `LENGTH_STEP` below `longest` that fits; 0 if it is less than `FEWEST_TOKENS`."""
+    low, high = FEWEST_TOKENS // LENGTH_STEP - 1, (longest - 1) // LENGTH_STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _fits(attempt, {**flags, "max_model_len": middle * LENGTH_STEP}, machine):
+            low = middle
+        else:
+            high = middle - 1
+    return low * LENGTH_STEP if low * LENGTH_STEP >= FEWEST_TOKENS else 0
+
+
+def _fits(attempt: Attempt, flags: Flags, machine: Machine) -> bool:
+    try:
+        attempt(flags, machine)
+    except ConfigError:
+        return False
+    return True
