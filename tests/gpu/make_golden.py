@@ -25,11 +25,15 @@ TEXT, FRAMES = 24, 40
 
 SEEN = {"type": "image", "image": image(64, 64, seed=2)}
 HEARD = {"type": "audio", "audio": audio(0.5, seed=1)}
+SHORT = {"type": "audio", "audio": audio(0.2, seed=3)}
+"""Encoded in one call with a longer clip, its end sounds different."""
+
 CASES: dict[str, list[Message]] = {
     "text": [{"role": "user", "content": "hello world"}],
     "long_prompt": [{"role": "user", "content": "word " * 300}],
     "image": [{"role": "user", "content": [SEEN, {"type": "text", "text": "What is this?"}]}],
     "audio": [{"role": "user", "content": [HEARD, {"type": "text", "text": "What do you hear?"}]}],
+    "short_clip": [{"role": "user", "content": [SHORT, {"type": "text", "text": "Hm?"}]}],
     "both": [{"role": "user", "content": [SEEN, HEARD, {"type": "text", "text": "Compare them."}]}],
 }
 

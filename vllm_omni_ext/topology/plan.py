@@ -13,6 +13,7 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec, StageSpec
 from vllm_omni_ext.topology import cpu
+from vllm_omni_ext.topology.compilation import with_custom_ops
 from vllm_omni_ext.topology.connections import Connections, connections, told
 from vllm_omni_ext.topology.disaggregation import check_pairs, expand
 from vllm_omni_ext.topology.layers import SHARED_FIELDS, parallel_size, said
@@ -171,7 +172,7 @@ def _stage_plan(
             defaults["distributed_executor_backend"] = "uni"
     elif share is not None:
         defaults["gpu_memory_utilization"] = share
-    args = {**defaults, **spec.engine_defaults, **user, **spec.engine}
+    args = with_custom_ops({**defaults, **spec.engine_defaults, **user, **spec.engine}, spec.custom_ops)
     if ends := told(around.pipeline, spec, around.connected):
         args["additional_config"] = {**args.get("additional_config", {}), **ends}
     return StagePlan(
