@@ -26,7 +26,7 @@ from typing import Any
 from unittest import mock
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gpu_golden.json"
-INTERPRETED = Path(__file__).parents[1] / "v2" / "site"
+INTERPRETED = Path(__file__).parents[1] / "interpreted"
 """On PYTHONPATH, this folder lets Triton's interpreter run vLLM's kernels."""
 
 CACHE_BYTES = 256 << 20
@@ -161,7 +161,7 @@ def run(mode: Mode, model: str, *, cpu: bool) -> bool:
 
 
 def ask(llm: Any, mode: Mode) -> bool:
-    """Those with sound together, before anything of them is in a cache; then all, alone and together."""
+    """Clips of different length together, before they are in a cache; then all others, alone and together."""
     from vllm import SamplingParams
 
     golden = json.loads(GOLDEN.read_text())
@@ -170,9 +170,10 @@ def ask(llm: Any, mode: Mode) -> bool:
         "thinker": SamplingParams(temperature=0, max_tokens=limits["text"]),
         "talker": SamplingParams(temperature=0, repetition_penalty=1.05, max_tokens=limits["frames"]),
     }
-    turns = {"clips together": [name for name, case in cases.items() if case["audio"]]}
-    turns |= {f"{name} alone": [name] for name in cases}
-    turns |= {"together": list(cases), "together again": list(cases)}
+    clips = [name for name in cases if name.startswith("clip")]
+    others = [name for name in cases if name not in clips]
+    turns = {"clips together": clips, **{f"{name} alone": [name] for name in others}}
+    turns |= {"together": others, "together again": list(cases)}
     ok = True
     for turn, names in turns.items():
         began = time.perf_counter()

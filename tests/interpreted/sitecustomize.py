@@ -9,6 +9,7 @@ import os
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
     from triton.backends import Backend, backends
+    from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
 
     class Interpreted(DriverBase):
@@ -25,7 +26,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
             return ty
 
         def get_current_target(self):
-            return None
+            return GPUTarget("cpu", 0, 1)
 
         def get_active_torch_device(self):
             import torch
@@ -35,4 +36,11 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
         def get_benchmarker(self):
             return None
 
-    backends["cpu"] = Backend(compiler=None, driver=Interpreted)
+    class NoCompiler:
+        """PyTorch's compiler asks for one, and goes on without."""
+
+        @staticmethod
+        def supports_target(target):
+            return False
+
+    backends["cpu"] = Backend(compiler=NoCompiler, driver=Interpreted)
