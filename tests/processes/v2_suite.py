@@ -46,12 +46,11 @@ def runner_module(worker: Any) -> str:
 # -- too little memory for all requests at once -----------------------------------------------------------------------
 
 BLOCK = 32
-FEW_BLOCKS = 20
-"""One prompt of the longest kind fits, and half of what all requests need."""
-
 CRAMPED_LEN = 512
+FEW_BLOCKS = CRAMPED_LEN // BLOCK + 1
+"""One sequence of full length fits, beside the block that vLLM keeps; all requests need more."""
 
-LONG = ("long_prompt", "text", "two_images_and_audio", "audio", "image", "system", "long_answer", "turns")
+MANY = ("long_answer", "text", "system", "turns", "audio", "image", "two_images_and_audio", "media_in_an_earlier_turn")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +91,7 @@ def test_the_runner_is_the_one_of_cuda(cramped: Any) -> None:
 def test_preempted_requests(cramped: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
     for stage in ("thinker", "talker"):
         cramped.collective_rpc(count_repeats, targets=[stage])
-    for name, output in zip(LONG, answer(cramped, oracle, list(LONG)), strict=True):
+    for name, output in zip(MANY, answer(cramped, oracle, list(MANY)), strict=True):
         check(output, expected[name])
     assert values(cramped, repeats, "thinker")[0] > 0 and values(cramped, repeats, "talker")[0] > 0
     assert cramped._omni.orchestrator.held() == 0
