@@ -46,7 +46,7 @@ def test_engines() -> None:
 def test_prefill_and_decode_apart() -> None:
     if reason := unavailable():
         pytest.skip(reason)
-    some = "one_by_one or eight_at_once or encoder_runs_on_prefill_only"
+    some = "eight_at_once or encoder_runs_on_prefill_only"
     run(*ISOLATED, "--", "-k", some, str(HERE / "prefill_decode_suite.py"))
 
 

@@ -168,9 +168,12 @@ def made_frames(worker: Any) -> list[Any]:
 
 
 def test_ranks_draw_the_same_codes(parallel: Any) -> None:
-    """Each process has its own code predictor, and reads its own frames: without a seed too, they must be the same."""
+    """Each process has its own code predictor and reads its own frames: without a seed too, they must be the same.
+
+    The kernel for top-k is not made for an interpreter.
+    """
     values(parallel, frames_of_ranks, "talker")
-    talker = SamplingParams(temperature=0.9, top_k=50, min_tokens=12, max_tokens=13)
+    talker = SamplingParams(temperature=0.9, min_tokens=12, max_tokens=13)
     prompts = [{"prompt": f"<|im_start|>user\n{word}<|im_end|>\n<|im_start|>assistant\n"} for word in ("hello", "you")]
     outputs = parallel.generate(
         prompts, {"thinker": SamplingParams(temperature=0, max_tokens=6), "talker": talker}, use_tqdm=False
