@@ -23,8 +23,10 @@ class StageSpec:
             computes its prompts.
         engine: vLLM `EngineArgs` fields this stage needs whatever the user says (worker_cls, hf_overrides, ...).
             Values are plain data; a string of the form "pkg.mod:attr" under `hf_overrides` names a function.
-        engine_defaults: `EngineArgs` fields the user may override.
+        engine_defaults: `EngineArgs` fields the user may override, for this stage by name.
         cuda_defaults: `EngineArgs` fields of a replica on a CUDA machine that the user may override.
+        custom_ops: vLLM's names of operators that run as its own kernels in compiled code too, unless the user's
+            `compilation_config` says otherwise of them.
         cpu_kv_bytes: KV cache bytes given to a replica on a CPU machine when nothing else is said; 0 = no KV cache.
         sampling: default sampling parameters of the stage (fields of vLLM `SamplingParams`).
         gpu_share: how much of a CUDA device's memory a replica gets, relative to others, when several share one and the
@@ -37,6 +39,7 @@ class StageSpec:
     engine: Mapping[str, Any] = field(default_factory=dict)
     engine_defaults: Mapping[str, Any] = field(default_factory=dict)
     cuda_defaults: Mapping[str, Any] = field(default_factory=dict)
+    custom_ops: tuple[str, ...] = ()
     cpu_kv_bytes: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
     gpu_share: float = 1.0

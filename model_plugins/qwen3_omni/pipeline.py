@@ -16,8 +16,12 @@ THINKER = StageSpec(
     engine={
         "worker_cls": "vllm_omni_ext.engine.worker.ExportWorker",
         "scheduler_cls": "vllm_omni_ext.engine.unheard.export_scheduler",
+        "pipeline_parallel_size": 1,  # rows leave from one rank, and their layer may be on another
     },
     cuda_defaults={"max_num_seqs": 128, "max_num_batched_tokens": _STEP_TOKENS},
+    # Compiled from its operators, M-RoPE is fused with the norms of queries and keys, and rounds so differently that
+    # the sound changes. On a CPU both are the same code.
+    custom_ops=("rotary_embedding",),
     cpu_kv_bytes=256 << 20,
     gpu_share=0.6,
 )
@@ -32,6 +36,7 @@ TALKER = StageSpec(
         "enable_prefix_caching": False,
         "enable_prompt_embeds": True,
         "async_scheduling": False,  # the code predictor needs the sampled token on the host
+        "pipeline_parallel_size": 1,  # the last rank makes the frames, and the first one would have to read them
     },
     cuda_defaults={"max_num_seqs": 64, "max_num_batched_tokens": _STEP_TOKENS},
     cpu_kv_bytes=128 << 20,
@@ -55,6 +60,8 @@ CODE2WAV = StageSpec(
         "enforce_eager": True,
     },
     cuda_defaults={"max_num_seqs": 64},
+    # The waveform has 16 bits, bfloat16 8: half precision is audible as noise, and costs as much time.
+    engine_defaults={"dtype": "float32"},
     gpu_share=0.1,
 )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from vllm.config import CompilationConfig, CompilationMode
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.ids import ReplicaId
@@ -42,6 +44,18 @@ def test_every_stage(plan: Plan, stage: str, architecture: str, monkeypatch: pyt
         assert str(config.model_config.dtype) == "torch.float32"
     if stage == "code2wav":
         assert config.scheduler_config.max_num_batched_tokens >= config.model_config.max_model_len
+
+
+@pytest.mark.parametrize("said", [None, {"mode": 3}, CompilationConfig(mode=CompilationMode.VLLM_COMPILE)], ids=str)
+def test_the_thinkers_rotary_embedding_is_vllms_own_kernel(plan: Plan, said: object) -> None:
+    """In compiled code too: there vLLM names operators that are kernels, and one name stands for all rotary ones."""
+    given = {} if said is None else {"compilation_config": said, "enforce_eager": False}
+    args = stage_engine_args(from_kwargs(plan.model, **given), ReplicaId("thinker", 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        config = args.create_engine_config()
+    assert config.compilation_config.is_custom_op_enabled(MRotaryEmbedding.name)
+    assert f"+{MRotaryEmbedding.name}" in config.compilation_config.custom_ops
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_ext.engine.encoding import by_request
+from vllm_omni_ext.engine.encoding import encode_apart
 
 FEATURES = {
     "sound": ["audio"],
@@ -22,7 +22,7 @@ def feature(modality: str | None) -> Any:
     return SimpleNamespace(modality=modality or "audio", data=None if modality is None else "data")
 
 
-@pytest.mark.parametrize(
+CALLS = pytest.mark.parametrize(
     ("names", "calls"),
     [
         ([], [[]]),
@@ -34,6 +34,9 @@ def feature(modality: str | None) -> Any:
     ],
     ids=str,
 )
+
+
+@CALLS
 def test_requests_with_sound_are_apart(names: list[str], calls: list[list[str]]) -> None:
     seen: list[dict[str, list[int]]] = []
 
@@ -43,9 +46,23 @@ def test_requests_with_sound_are_apart(names: list[str], calls: list[list[str]])
 
     requests = {name: SimpleNamespace(mm_features=[feature(each) for each in FEATURES[name]]) for name in names}
     runner = SimpleNamespace(requests=requests, _execute_mm_encoder=execute)
+    encode_apart(runner)
     due = {name: list(range(len(FEATURES[name]))) for name in names}
     step = SimpleNamespace(scheduled_encoder_inputs=dict(due), other="kept")
-    made = by_request(runner)(step)
+    made = runner._execute_mm_encoder(step)
     assert [list(each) for each in seen] == calls
     assert all(each[name] == due[name] for each in seen for name in each)
     assert sorted(made) == sorted(names) and step.scheduled_encoder_inputs == due
+
+
+@CALLS
+def test_requests_with_sound_are_apart_on_v2(names: list[str], calls: list[list[str]]) -> None:
+    seen: list[dict[str, list[int]]] = []
+    features = {name: [feature(each) for each in FEATURES[name]] for name in names}
+    state = SimpleNamespace(execute_mm_encoder=lambda due: seen.append(dict(due)))
+    runner = SimpleNamespace(model_state=state, encoder_cache=SimpleNamespace(mm_features=features))
+    encode_apart(runner)
+    due = {name: list(range(len(FEATURES[name]))) for name in names}
+    runner.model_state.execute_mm_encoder(due)
+    assert [list(each) for each in seen] == calls
+    assert all(each[name] == due[name] for each in seen for name in each)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
-from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from vllm_omni_ext.connectors.base import ConnectorConfig
 from vllm_omni_ext.connectors.registry import connector
 from vllm_omni_ext.engine import worker
 from vllm_omni_ext.engine.edges import Taker
-from vllm_omni_ext.engine.worker import FeedWorker
+from vllm_omni_ext.engine.worker import ExportWorker, FeedWorker, LeanWorker
 
 
 class Model:
@@ -59,16 +57,41 @@ def test_a_step_of_our_scheduler_is_fed(feed: FeedWorker) -> None:
 
 
 @pytest.mark.parametrize("v2", [True, False])
-def test_without_cuda_graphs(v2: bool) -> None:
-    flag = "_graphs_captured" if v2 else "keys_initialized"
-    dispatcher = SimpleNamespace(**{flag: True})
-    runner = SimpleNamespace(**{"cudagraph_manager" if v2 else "cudagraph_dispatcher": dispatcher})
-    with pytest.raises(ZeroDivisionError), worker._without_cuda_graphs(runner):
-        assert vars(dispatcher) == {flag: False}
-        raise ZeroDivisionError
-    assert vars(dispatcher) == {flag: True}
+def test_only_the_v1_runner_has_generators_to_spare(
+    v2: bool, feed: FeedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model Runner V2 has no `input_batch`, and draws from seeds that nothing has to turn back."""
+    monkeypatch.setattr(worker.current_platform, "is_cpu", lambda: True)
+    if v2:
+        del feed.model_runner.input_batch
+    assert LeanWorker.sample_tokens(feed, None).req_ids == ["warm"]
 
 
-def test_the_flags_are_the_ones_dispatch_reads() -> None:
-    assert "self._graphs_captured and" in inspect.getsource(CudaGraphManager.dispatch)
-    assert "not self.keys_initialized" in inspect.getsource(CudagraphDispatcher.dispatch)
+@pytest.mark.parametrize("v2", [True, False])
+def test_a_model_is_loaded_under_a_name_of_its_own_and_prepared_before_it_runs(
+    v2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's cache of compiled code is keyed by its configuration: a stock engine must not find code with our layer."""
+    export = ExportWorker.__new__(ExportWorker)
+    export.vllm_config = SimpleNamespace(
+        additional_config={"of": "others"},
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(talker_config=SimpleNamespace(accept_hidden_layer=24))),
+        compilation_config=SimpleNamespace(mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=CUDAGraphMode.NONE),
+        speculative_config=None,
+    )
+    keyed: list[Any] = []
+    layers: list[Any] = []
+    model = SimpleNamespace(
+        get_language_model=lambda: SimpleNamespace(aux_hidden_state_layers=()),
+        set_aux_hidden_state_layers=layers.append,
+    )
+    encoder = {"model_state": SimpleNamespace(execute_mm_encoder="stock")} if v2 else {"_execute_mm_encoder": "stock"}
+    export.model_runner = SimpleNamespace(get_model=lambda: model, use_aux_hidden_state_outputs=False, **encoder)
+    monkeypatch.setattr(
+        worker._Worker, "load_model", lambda self, **_: keyed.append(self.vllm_config.additional_config)
+    )
+    export.load_model()
+    assert keyed == [{"of": "others", "exported_layer": 24}]
+    assert layers == [(24,)] and export.model_runner.use_aux_hidden_state_outputs
+    runner = export.model_runner
+    assert (runner.model_state.execute_mm_encoder if v2 else runner._execute_mm_encoder) != "stock"

@@ -25,6 +25,9 @@ TEXT, FRAMES = 24, 40
 
 SEEN = {"type": "image", "image": image(64, 64, seed=2)}
 HEARD = {"type": "audio", "audio": audio(0.5, seed=1)}
+CLIPS_S = (0.35, 0.95, 0.5, 0.2)
+"""Clips of different length: in one call of the encoder, the ends of the shorter ones sound different."""
+
 CASES: dict[str, list[Message]] = {
     "text": [{"role": "user", "content": "hello world"}],
     "long_prompt": [{"role": "user", "content": "word " * 300}],
@@ -32,6 +35,9 @@ CASES: dict[str, list[Message]] = {
     "audio": [{"role": "user", "content": [HEARD, {"type": "text", "text": "What do you hear?"}]}],
     "both": [{"role": "user", "content": [SEEN, HEARD, {"type": "text", "text": "Compare them."}]}],
 }
+for number, seconds in enumerate(CLIPS_S):
+    clip = {"type": "audio", "audio": audio(seconds, seed=30 + number)}
+    CASES[f"clip_{number}"] = [{"role": "user", "content": [clip, {"type": "text", "text": "Hm?"}]}]
 
 
 def media_of(messages: Sequence[Message]) -> dict[str, list[str]]:

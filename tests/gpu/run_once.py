@@ -4,7 +4,8 @@
 
 Each mode runs in a process of its own, one after the other. In float32 every token and frame must be the stored one;
 in bfloat16 it is only counted how many are, and the answer has to be complete. On a machine without CUDA the modes
-are "cpu" and "cpu-compiled". Exit status 1 if a mode failed.
+are "cpu" and "cpu-compiled" with the V1 model runner, and "cpu-v2", "cpu-v2-async" and "cpu-v2-compiled" with Model
+Runner V2, whose kernels Triton interprets. Exit status 1 if a mode failed.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gpu_golden.json"
+INTERPRETED = Path(__file__).parents[1] / "interpreted"
+"""On PYTHONPATH, this folder lets Triton's interpreter run vLLM's kernels."""
+
 CACHE_BYTES = 256 << 20
 MAX_LEN, MAX_SEQS = 2048, 8
 STEP_TOKENS = 128  # longer prompts are prefilled in chunks
@@ -33,11 +38,19 @@ TIMEOUT_S = 400
 
 @dataclass(frozen=True)
 class Mode:
-    """How the engines are configured."""
+    """How the engines are configured.
+
+    Attributes:
+        asynchronous: the thinker's scheduler is ahead of it, as always on CUDA.
+        native_rotary: the thinker's rotary embedding is compiled from its operators. Whether that changes answers shows
+            in how many tokens and frames are as stored, here and in the mode without it.
+    """
 
     dtype: str
     eager: bool
     v2: bool
+    asynchronous: bool = False
+    native_rotary: bool = False
 
 
 MODES = {
@@ -45,12 +58,16 @@ MODES = {
     "fp32-graphs-v2": Mode("float32", eager=False, v2=True),
     "bf16-eager-v2": Mode("bfloat16", eager=True, v2=True),
     "bf16-graphs-v2": Mode("bfloat16", eager=False, v2=True),
+    "bf16-graphs-v2-native-rotary": Mode("bfloat16", eager=False, v2=True, native_rotary=True),
     "fp32-eager-v1": Mode("float32", eager=True, v2=False),
     "bf16-graphs-v1": Mode("bfloat16", eager=False, v2=False),
 }
 CPU_MODES = {
     "cpu": Mode("float32", eager=True, v2=False),
     "cpu-compiled": Mode("float32", eager=False, v2=False),
+    "cpu-v2": Mode("float32", eager=True, v2=True),
+    "cpu-v2-async": Mode("float32", eager=True, v2=True, asynchronous=True),
+    "cpu-v2-compiled": Mode("float32", eager=False, v2=True, asynchronous=True),
 }
 COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}}
 """Graphs are traced and split as on a GPU, and run by PyTorch: seconds to compile, every wrong shape is seen."""
@@ -105,6 +122,26 @@ def one_by_one() -> Any:
     return mock.patch.object(launcher, "Deployment", OneByOne)
 
 
+def asynchronous_thinker() -> Any:
+    """Let the thinker schedule ahead on a CPU too, where vLLM switches that off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def keep(cls: type, config: Any) -> None:
+        update(cls, config)
+        if config.model_config is not None and config.model_config.architecture.startswith("Qwen3OmniMoe"):
+            config.scheduler_config.async_scheduling = True
+
+    return mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(keep))
+
+
+def v2_on_a_cpu() -> dict[str, str]:
+    """Environment in which vLLM for CPUs uses Model Runner V2, in this process's children and theirs."""
+    path = os.pathsep.join(filter(None, (str(INTERPRETED), os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+
 def run(mode: Mode, model: str, *, cpu: bool) -> bool:
     """Start, ask each case alone and then all together, compare and time."""
     from vllm import LLM
@@ -112,6 +149,7 @@ def run(mode: Mode, model: str, *, cpu: bool) -> bool:
     started = time.perf_counter()
     small = {"max_model_len": MAX_LEN, "max_num_seqs": MAX_SEQS}
     compiled = COMPILED if cpu and not mode.eager else {}
+    native = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if mode.native_rotary else {}
     llm = LLM(
         model,
         omni=True,
@@ -120,7 +158,7 @@ def run(mode: Mode, model: str, *, cpu: bool) -> bool:
         **small,
         max_num_batched_tokens=STEP_TOKENS,
         stage_overrides={
-            "thinker": {"kv_cache_bytes": CACHE_BYTES, "engine": compiled},
+            "thinker": {"kv_cache_bytes": CACHE_BYTES, "engine": compiled | native},
             "talker": {"kv_cache_bytes": CACHE_BYTES, "engine": small | compiled},
         },
     )
@@ -132,7 +170,7 @@ def run(mode: Mode, model: str, *, cpu: bool) -> bool:
 
 
 def ask(llm: Any, mode: Mode) -> bool:
-    """All cases, alone and together."""
+    """Clips of different length together, before they are in a cache; then all others, alone and together."""
     from vllm import SamplingParams
 
     golden = json.loads(GOLDEN.read_text())
@@ -141,18 +179,18 @@ def ask(llm: Any, mode: Mode) -> bool:
         "thinker": SamplingParams(temperature=0, max_tokens=limits["text"]),
         "talker": SamplingParams(temperature=0, repetition_penalty=1.05, max_tokens=limits["frames"]),
     }
-    exact, ok = mode.dtype == "float32", True
-    for name, case in cases.items():
+    clips = [name for name in cases if name.startswith("clip")]
+    others = [name for name in cases if name not in clips]
+    turns = {"clips together": clips, **{f"{name} alone": [name] for name in others}}
+    turns |= {"together": others, "together again": list(cases)}
+    ok = True
+    for turn, names in turns.items():
         began = time.perf_counter()
-        (output,) = llm.generate(prompt_of(case), sampling, voice="ethan", use_tqdm=False)
-        print(f"  {name}: {time.perf_counter() - began:.3f} s")
-        ok = judge(name, output, case, exact=exact) and ok
-    for turn in ("together", "together again"):
-        began = time.perf_counter()
-        outputs = llm.generate([prompt_of(c) for c in cases.values()], sampling, voice="ethan", use_tqdm=False)
+        prompts = [prompt_of(cases[name]) for name in names]
+        outputs = llm.generate(prompts, sampling, voice="ethan", use_tqdm=False)
         print(f"  {turn}: {time.perf_counter() - began:.3f} s")
-        for (name, case), output in zip(cases.items(), outputs, strict=True):
-            ok = judge(name, output, case, exact=exact) and ok
+        for name, output in zip(names, outputs, strict=True):
+            ok = judge(name, output, cases[name], exact=mode.dtype == "float32") and ok
     return ok
 
 
@@ -163,6 +201,7 @@ def in_a_process(name: str, model: str, *, all_at_once: bool) -> bool:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(MODES[name].v2))
     else:
         environment["VLLM_DISABLE_COMPILE_CACHE"] = "1"
+        environment |= v2_on_a_cpu() if CPU_MODES[name].v2 else {}
     command = [sys.executable, __file__, "--mode", name, "--model", model]
     command += ["--all-at-once"] if all_at_once else []
     print(f"== {name}", flush=True)
@@ -190,8 +229,11 @@ def main() -> int:
         print("\n".join(MODES))
         return 0
     if args.mode is not None:
-        with mock.MagicMock() if args.all_at_once else one_by_one():
-            mode = (MODES | CPU_MODES)[args.mode]
+        mode = (MODES | CPU_MODES)[args.mode]
+        with (
+            nullcontext() if args.all_at_once else one_by_one(),
+            asynchronous_thinker() if mode.asynchronous else nullcontext(),
+        ):
             return 0 if run(mode, args.model, cpu=args.mode in CPU_MODES) else 1
     import torch
 

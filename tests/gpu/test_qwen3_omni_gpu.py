@@ -16,6 +16,7 @@ MODES = (
     "fp32-graphs-v2",
     "bf16-eager-v2",
     "bf16-graphs-v2",
+    "bf16-graphs-v2-native-rotary",
     "fp32-eager-v1",
     "bf16-graphs-v1",
 )
@@ -41,8 +42,11 @@ def test_the_script_knows_these_modes() -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("mode", ["cpu", "cpu-compiled"])
+@pytest.mark.parametrize("mode", ["cpu", "cpu-compiled", "cpu-v2", "cpu-v2-async", "cpu-v2-compiled"])
 def test_without_a_gpu(mode: str) -> None:
-    """The script works; thinker and talker can be compiled, and rows are exported from a compiled thinker."""
+    """The script works; thinker and talker can be compiled, and rows are exported from a compiled thinker.
+
+    With "v2", the model runner is the one that CUDA has, on kernels that Triton interprets.
+    """
     done = run_once("--modes", mode)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,17 +5,23 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from vllm_omni_ext.config.load import load_config
 from vllm_omni_ext.config.parse import Names
+from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, StageConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen3_omni.facts import facts
 from vllm_omni_ext.model_plugins.qwen3_omni.pipeline import QWEN3_OMNI
 from vllm_omni_ext.model_plugins.registry import ModelFacts
-from vllm_omni_ext.topology.plan import Machine, make_plan, resolved_sampling
+from vllm_omni_ext.topology.plan import Machine, Plan, make_plan, resolved_sampling
 
+MACHINES = (
+    Machine(platform="cpu", device_count=0, cpu_count=8, memory_bytes=1 << 36),
+    Machine(platform="cuda", device_count=4, cpu_count=8, memory_bytes=1 << 36),
+)
 NAMES = Names(stages=tuple(stage.name for stage in QWEN3_OMNI.stages))
 
 
@@ -40,6 +46,57 @@ def test_what_the_packaged_file_says_of_devices(tmp_path: Path, written: str, ta
     plan = make_plan(model="m", pipeline=QWEN3_OMNI, config=load_config(file, NAMES), text_args={}, machine=machine)
     assert [replica.devices for replica in plan.stage("talker").replicas] == talkers
     assert [len(stage.replicas) for stage in plan.stages] == [1, 2, 2]
+
+
+def planned(machine: Machine, config: OmniConfig | None = None, **text_args: Any) -> Plan:
+    return make_plan(
+        model="m", pipeline=QWEN3_OMNI, config=config or OmniConfig(), text_args=text_args, machine=machine
+    )
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.platform)
+@pytest.mark.parametrize("asked", [None, "bfloat16", "auto"])
+def test_the_vocoder_is_exact_whatever_the_others_are(machine: Machine, asked: str | None) -> None:
+    plan = planned(machine, **({} if asked is None else {"dtype": asked}))
+    assert plan.stage("code2wav").engine_args["dtype"] == "float32"
+    if asked is not None:
+        assert [plan.stage(name).engine_args["dtype"] for name in ("thinker", "talker")] == [asked, asked]
+
+
+@pytest.mark.parametrize("layer", ["engine", "engine_overrides"])
+def test_who_names_the_vocoder_decides(layer: str) -> None:
+    config = OmniConfig(stages={"code2wav": StageConfig(**{layer: {"dtype": "bfloat16"}})})
+    assert planned(MACHINES[1], config).stage("code2wav").engine_args["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("stage", "where"),
+    [
+        ("thinker", ""),
+        ("thinker", "stages.thinker.engine."),
+        ("talker", "stages.talker.engine."),
+    ],
+)
+def test_layers_of_a_stage_are_not_spread_over_ranks(stage: str, where: str) -> None:
+    """The rows that the talker reads leave from one rank, whatever layers it has."""
+    two = {"pipeline_parallel_size": 2}
+    config = OmniConfig(stages={stage: StageConfig(engine=two)} if where else {})
+    with pytest.raises(ConfigError) as caught:
+        planned(MACHINES[1], config, **({} if where else two))
+    assert str(caught.value) == (
+        f"{where}pipeline_parallel_size: the pipeline sets it to 1 for '{stage}'; write tensor_parallel_size instead"
+    )
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.platform)
+def test_rotary_embeddings_are_never_compiled_into_other_kernels(machine: Machine) -> None:
+    """For the thinker, in one piece or in two; what the user says of other operators stays."""
+    split = OmniConfig(stages={"thinker": StageConfig(prefill_decode=PrefillDecode())})
+    for config, sides in ((OmniConfig(), ["thinker"]), (split, ["thinker.prefill", "thinker.decode"])):
+        plan = planned(machine, config, compilation_config={"custom_ops": ["+rms_norm"]})
+        for side in sides:
+            said = plan.stage(side).engine_args["compilation_config"]
+            assert said == {"custom_ops": ["+rms_norm", "+rotary_embedding"]}
 
 
 def checkpoint(*, sound: bool) -> SimpleNamespace:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_omni_ext.engine.alone import alone
 from vllm_omni_ext.engine.edges import Lost, sender_of, taker_of
-from vllm_omni_ext.engine.encoding import by_request
+from vllm_omni_ext.engine.encoding import encode_apart
+from vllm_omni_ext.engine.exported_layer import EXPORTED_LAYER, ExportedLayer
 from vllm_omni_ext.engine.exporter import Exporter
 from vllm_omni_ext.engine.feeder import Feeder, Span
 from vllm_omni_ext.memory import trim
@@ -102,8 +102,8 @@ class LeanWorker(_Worker):  # type: ignore[misc]
         return get_kv_transfer_group().totals()
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample; on CPU a seeded request whose prompt goes on draws nothing."""
-        if not current_platform.is_cpu():
+        """Sample; with the V1 runner on a CPU, a seeded request whose prompt goes on draws nothing."""
+        if not current_platform.is_cpu() or not hasattr(self.model_runner, "input_batch"):
             return super().sample_tokens(grammar_output)
         with _without_draws(self.model_runner):
             return super().sample_tokens(grammar_output)
@@ -138,12 +138,13 @@ class ExportWorker(LeanWorker):
         self._sender = sender_of(self.vllm_config.additional_config)
         self._exported: dict[str, torch.Tensor] = {}
 
-    def init_device(self) -> Any:
-        """First step of the start-up."""
-        done = super().init_device()
-        if hasattr(self.model_runner, "_execute_mm_encoder"):  # V1
-            self.model_runner._execute_mm_encoder = by_request(self.model_runner)
-        return done
+    def load_model(self, **kwargs: Any) -> None:
+        """Load the model, and prepare what steps are going to need before any of them is compiled or captured."""
+        layer = model_accept_layer(self.vllm_config)
+        self.vllm_config.additional_config = {**self.vllm_config.additional_config, EXPORTED_LAYER: layer}
+        super().load_model(**kwargs)
+        encode_apart(self.model_runner)
+        self._layer = ExportedLayer(self.model_runner, self.vllm_config, layer)
 
     def handoff_steps(self) -> int:
         """Steps in which this worker did more than the stock one (read through `collective_rpc`)."""
@@ -172,21 +173,12 @@ class ExportWorker(LeanWorker):
         return self._execute_exporting(scheduler_output)
 
     def _execute_exporting(self, step: SchedulerOutput) -> Any:
-        runner, model = self.model_runner, self.model_runner.get_model()
-        # This one step runs uncompiled and outside CUDA graphs: what they hold has no output for the layer.
-        hook = model.register_forward_pre_hook(_skip_compiled)
-        model.set_aux_hidden_state_layers((model_accept_layer(self.vllm_config),))
-        runner.use_aux_hidden_state_outputs = True
-        try:
-            with _without_cuda_graphs(runner):
-                out = super().execute_model(step)
-        finally:
-            runner.use_aux_hidden_state_outputs = False
-            model.set_aux_hidden_state_layers(())
-            hook.remove()
-        state = runner.execute_model_state
-        spans = spans_of(_executed_order(runner, state), step)
-        cuts = self._exporter.cut(spans, state.aux_hidden_states[0])
+        runner = self.model_runner
+        with self._layer.exposed():
+            out = super().execute_model(step)
+        hidden = self._layer.take()
+        spans = spans_of(_executed_order(runner, runner.execute_model_state), step)
+        cuts = self._exporter.cut(spans, hidden)
         if _answers():
             notices = ((req_id, self._sender.send(req_id, cut)) for req_id, cut in cuts.items())
             self._exported = {req_id: notice.tensor() for req_id, notice in notices if notice is not None}
@@ -201,28 +193,6 @@ class ExportWorker(LeanWorker):
 def _answers() -> bool:
     """Whether this is the worker whose results the engine reads; the others of the replica have the same rows."""
     return get_pp_group().is_last_rank and get_tp_group().is_first_rank
-
-
-def _skip_compiled(module: torch.nn.Module, args: Any) -> None:
-    get_forward_context().skip_compiled = True
-
-
-@contextmanager
-def _without_cuda_graphs(runner: Any) -> Iterator[None]:
-    """Steps inside the block are dispatched as if no CUDA graph had been captured.
-
-    A prompt's last chunk of one token counts as a decode step, which replays a full graph otherwise.
-    """
-    if hasattr(runner, "cudagraph_manager"):  # V2
-        dispatcher, flag = runner.cudagraph_manager, "_graphs_captured"
-    else:
-        dispatcher, flag = runner.cudagraph_dispatcher, "keys_initialized"
-    before = getattr(dispatcher, flag)
-    setattr(dispatcher, flag, False)
-    try:
-        yield
-    finally:
-        setattr(dispatcher, flag, before)
 
 
 def model_accept_layer(vllm_config: Any) -> int:

@@ -254,16 +254,30 @@ WORKER = (
         "vllm.v1.worker.gpu.model_states.default",
         ("DefaultModelState.prepare_inputs_embeds", "6f40a8e76273", "overridden: the rows of a step are the model's"),
     ),
+    *_in(
+        "vllm.v1.worker.gpu.model_states.interface",
+        ("ModelState.execute_mm_encoder", "c6be6d6d2c87", "called once for each request with sound"),
+    ),
 )
 
 MODELS = (
     *_in(
         "vllm.model_executor.models.interfaces",
-        ("SupportsEagle3.set_aux_hidden_state_layers", "e071d46e1c02", "called: switches the export on for a step"),
+        (
+            "SupportsEagle3.set_aux_hidden_state_layers",
+            "e071d46e1c02",
+            "called: the exported layer, before compilation or for a step",
+        ),
+        ("EagleModelMixin._maybe_add_hidden_state", "dd7962670a1d", "outputs come in the order of their layers"),
     ),
     *_in(
         "vllm.model_executor.models.qwen3_omni_moe_thinker",
         ("Qwen3MoeLLMForCausalLM", "df9eefbcc6b2", "the talker's decoder"),
+        (
+            "Qwen3OmniMoeThinkerForConditionalGeneration._clear_deepstack_input_embeds",
+            "bd332670c07e",
+            "called after steps that export: a replayed CUDA graph does not",
+        ),
         (
             "Qwen3OmniMoeThinkerForConditionalGeneration.get_mrope_input_positions",
             "ba71ba89d280",

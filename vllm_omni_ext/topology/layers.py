@@ -65,6 +65,9 @@ _RESERVED: Mapping[str, tuple[str, object]] = {
 }
 """Engine fields that the plan decides: what to write instead, and the one value that changes nothing."""
 
+_INSTEAD: Mapping[str, str] = {"pipeline_parallel_size": "write tensor_parallel_size instead"}
+"""What to write instead of a field that a pipeline has settled."""
+
 
 def said(spec: StageSpec, stage: ReplicasConfig, text_args: Mapping[str, Any]) -> dict[str, Any]:
     """What the user said about a stage's engine: `--stage-overrides` over stock flags over the file.
@@ -76,8 +79,9 @@ def said(spec: StageSpec, stage: ReplicasConfig, text_args: Mapping[str, Any]) -
     flags = {
         key: value
         for key, value in text_args.items()
-        # A shared flag does not reach a stage whose pipeline has settled the field.
-        if key != "model" and (spec.stock_flags or (key in SHARED_FIELDS and key not in spec.engine))
+        # A shared flag does not reach a stage whose pipeline says something else about the field.
+        if key != "model"
+        and (spec.stock_flags or (key in SHARED_FIELDS and key not in {**spec.engine, **spec.engine_defaults}))
     }
     for layer, prefix in ((flags, ""), (stage.engine, f"{path}."), (stage.engine_overrides, f"{path}.")):
         for key, value in layer.items():
@@ -97,7 +101,8 @@ def parallel_size(path: str, field: str, args: Mapping[str, Any]) -> int:
 
 def _check_free(where: str, key: str, value: Any, spec: StageSpec) -> None:
     if key in spec.engine and value != spec.engine[key]:
-        raise ConfigError(f"{where}: the pipeline sets it to {spec.engine[key]!r} for '{spec.name}'; remove it")
+        advice = _INSTEAD.get(key, "remove it")
+        raise ConfigError(f"{where}: the pipeline sets it to {spec.engine[key]!r} for '{spec.name}'; {advice}")
     if key in _RESERVED:
         advice, harmless = _RESERVED[key]
         if value != harmless:

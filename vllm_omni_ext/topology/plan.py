@@ -14,6 +14,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec, StageSpec
 from vllm_omni_ext.topology import cpu
 from vllm_omni_ext.topology.budget import Ask, DoesNotFit, Sheet, divide
+from vllm_omni_ext.topology.compilation import with_custom_ops
 from vllm_omni_ext.topology.connections import Connections, connections, told
 from vllm_omni_ext.topology.disaggregation import check_pairs, expand
 from vllm_omni_ext.topology.layers import SHARED_FIELDS, parallel_size, said
@@ -239,7 +240,7 @@ def _engine_args(spec: StageSpec, user: Mapping[str, Any], around: _Surroundings
         defaults = cpu.engine_defaults(spec, around.facts, around.machine, around.replicas)
         if user.get("tensor_parallel_size", 1) == user.get("pipeline_parallel_size", 1) == 1:
             defaults["distributed_executor_backend"] = "uni"
-    args = {**defaults, **spec.engine_defaults, **user, **spec.engine}
+    args = with_custom_ops({**defaults, **spec.engine_defaults, **user, **spec.engine}, spec.custom_ops)
     told_more = told(around.pipeline, spec, around.connected)
     if spec.model_stage in around.facts.memory:
         told_more = {**around.facts.memory[spec.model_stage].additional_config, **told_more}

@@ -1,0 +1,189 @@
+"""Engines with Model Runner V2, as on CUDA, on a CPU; `test_v2.py` runs it where Triton's kernels are interpreted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.oracle import Oracle
+from tests.processes.conftest import MAX_LEN, STEP_TOKENS
+from tests.processes.test_parity import CASES, answer, check, golden, prompt, sampling
+from vllm_omni_ext.tiny import sizes
+from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+
+SIZE = {"max_model_len": MAX_LEN, "max_num_batched_tokens": STEP_TOKENS}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environment() -> Iterator[None]:
+    """Functions may be sent to workers, to look into them. Nothing is compiled: it would take longer than the tests."""
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        patch.setattr(torch._dynamo.config, "disable", True)
+        yield
+
+
+def values(omni: Any, ask: Any, stage: str) -> list[Any]:
+    """What each worker process of a stage with one replica answers."""
+    (reply,) = omni.collective_rpc(ask, targets=[stage]).values()
+    assert reply.error is None
+    return list(reply.value)
+
+
+def runner_module(worker: Any) -> str:
+    return type(worker.model_runner).__module__
+
+
+# -- too little memory for all requests at once -----------------------------------------------------------------------
+
+BLOCK = 32
+CRAMPED_LEN = 512
+FEW_BLOCKS = CRAMPED_LEN // BLOCK + 1
+"""One sequence of full length fits, beside the block that vLLM keeps; all requests need more."""
+
+MANY = [
+    replace(CASES[name], text=96, frames=150)
+    for name in ("text", "system", "turns", "audio", "image", "two_images_and_audio")
+]
+
+
+@pytest.fixture(scope="module")
+def cramped(tiny: Path) -> Iterator[Any]:
+    """Thinker and talker with a cache for a few requests."""
+    from vllm import LLM
+
+    few = {"engine": {"num_gpu_blocks_override": FEW_BLOCKS, "block_size": BLOCK, "max_model_len": CRAMPED_LEN}}
+    size = SIZE | {"max_model_len": CRAMPED_LEN}
+    with LLM(str(tiny), omni=True, stage_overrides={"thinker": few, "talker": few}, **size) as omni:
+        yield omni
+
+
+def count_repeats(worker: Any) -> None:
+    """Count the requests that begin again in a step, because they were preempted."""
+    step, seen = worker.execute_model, set()
+    worker.repeats = 0
+
+    def counted(scheduled: Any) -> Any:
+        resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
+        new = {each.req_id for each in scheduled.scheduled_new_reqs}
+        worker.repeats += len(resumed | (new & seen))
+        seen.update(new)
+        return step(scheduled)
+
+    worker.execute_model = counted
+
+
+def repeats(worker: Any) -> int:
+    return worker.repeats
+
+
+def test_the_runner_is_the_one_of_cuda(cramped: Any) -> None:
+    for stage in ("thinker", "talker", "code2wav"):
+        assert values(cramped, runner_module, stage) == ["vllm.v1.worker.cpu.model_runner"]
+
+
+def test_preempted_requests(cramped: Any, oracle: Oracle) -> None:
+    for stage in ("thinker", "talker"):
+        cramped.collective_rpc(count_repeats, targets=[stage])
+    outputs = cramped.generate(
+        [prompt(oracle, case) for case in MANY], [sampling(case) for case in MANY], voice="ethan", use_tqdm=False
+    )
+    for case, output in zip(MANY, outputs, strict=True):
+        check(output, golden(oracle, case))
+    assert all(values(cramped, repeats, stage)[0] > 0 for stage in ("thinker", "talker"))
+    assert cramped._omni.orchestrator.held() == 0
+
+
+# -- engines of several processes -------------------------------------------------------------------------------------
+
+RANKS = 2
+PARALLEL = ("text", "audio", "image", "long_prompt")
+
+
+@pytest.fixture(scope="module")
+def divisible(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint whose heads and experts can be divided by two."""
+    small = sizes.SMALL
+    even = replace(
+        small,
+        audio=replace(small.audio, encoder_attention_heads=2),
+        vision=replace(small.vision, num_heads=2),
+        thinker=replace(small.thinker, moe_intermediate_size=64),
+        talker=replace(small.talker, moe_intermediate_size=64),
+    )
+    with mock.patch.object(sizes, "SMALL", even):
+        return write_qwen3_omni(tmp_path_factory.mktemp("divisible") / "model", seed=0)
+
+
+@pytest.fixture(scope="module")
+def parallel(divisible: Path) -> Iterator[Any]:
+    """Thinker and talker as two processes each."""
+    from vllm import LLM
+
+    two = {"engine": {"tensor_parallel_size": RANKS}}
+    with LLM(str(divisible), omni=True, stage_overrides={"thinker": two, "talker": two}, **SIZE) as omni:
+        yield omni
+
+
+def process(worker: Any) -> int:
+    return os.getpid()
+
+
+def open_rows(worker: Any) -> Any:
+    return worker.rows_open()
+
+
+def test_tensor_parallel(parallel: Any, divisible: Path) -> None:
+    oracle = Oracle(divisible)
+    for stage in ("thinker", "talker"):
+        assert len(set(values(parallel, process, stage))) == RANKS
+    wanted = {name: golden(oracle, CASES[name]) for name in PARALLEL}
+    for name, output in zip(PARALLEL, answer(parallel, oracle, list(PARALLEL)), strict=True):
+        check(output, wanted[name])
+    for name in ("text", "audio"):
+        (output,) = answer(parallel, oracle, [name])
+        check(output, wanted[name])
+    assert parallel._omni.orchestrator.held() == 0
+
+
+def frames_of_ranks(worker: Any) -> list[Any]:
+    """Note every frame this process makes."""
+    feeder, made = worker._feeder, []
+    sampled = feeder.sampled
+
+    def noted(*arguments: Any) -> Any:
+        outputs = sampled(*arguments)
+        made.extend(output.tolist() for output in outputs if output is not None)
+        return outputs
+
+    feeder.sampled, worker.made = noted, made
+    return made
+
+
+def made_frames(worker: Any) -> list[Any]:
+    return worker.made
+
+
+def test_ranks_draw_the_same_codes(parallel: Any) -> None:
+    """Each process has its own code predictor and reads its own frames: without a seed too, they must be the same.
+
+    The kernel for top-k is not made for an interpreter.
+    """
+    values(parallel, frames_of_ranks, "talker")
+    talker = SamplingParams(temperature=0.9, min_tokens=12, max_tokens=13)
+    prompts = [{"prompt": f"<|im_start|>user\n{word}<|im_end|>\n<|im_start|>assistant\n"} for word in ("hello", "you")]
+    outputs = parallel.generate(
+        prompts, {"thinker": SamplingParams(temperature=0, max_tokens=6), "talker": talker}, use_tqdm=False
+    )
+    assert [output.error for output in outputs] == [None, None]
+    one, other = values(parallel, made_frames, "talker")
+    assert len(one) >= 24 and one == other
