@@ -30,18 +30,24 @@ def refusal(model: str, flags: list[str]) -> str | None:
     return done.stderr.strip().splitlines()[-1] if done.returncode else None
 
 
+def split(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words before and after `--`; argparse takes none that begin with a hyphen after an option."""
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
 def main() -> int:
     """Measure and print; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--json", type=Path, help="file that takes the figures")
-    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of vllm serve, after --")
-    args = parser.parse_args()
-    reason = refusal(args.model, args.flags)
+    ours, flags = split(sys.argv[1:])
+    args = parser.parse_args(ours)
+    reason = refusal(args.model, flags)
     if reason is not None:
         print(reason)
         return REFUSED_STATUS
-    with served(args.model, args.flags) as server, over_http(server, LENGTHS) as (ask, runner):
+    with served(args.model, flags) as server, over_http(server, LENGTHS) as (ask, runner):
         answers = [runner.run(ask(seed)) for seed in range(ANSWERS)]
         print(server.log.read_text(errors="replace"))
     firsts = [answer.first_s for answer in answers]

@@ -83,6 +83,15 @@ def test_what_a_machine_lacks(table: ModuleType) -> None:
     assert by_name["prefill-decode-nixl"].missing(1, ["nixl"]) is None
 
 
+def test_flags_of_the_server_come_after_two_hyphens(benchmark: Callable[[str], ModuleType]) -> None:
+    split = benchmark("gpu_start").split
+    assert split(["m", "--json", "f", "--", "--load-format", "dummy"]) == (
+        ["m", "--json", "f"],
+        ["--load-format", "dummy"],
+    )
+    assert split(["m"]) == (["m"], [])
+
+
 # -- going on -------------------------------------------------------------------------------------------------------
 
 
