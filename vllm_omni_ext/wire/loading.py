@@ -12,6 +12,9 @@ import msgspec
 VARIABLE = "OMNI_LOADING"
 """The environment variable with the socket's path and the replica's name, in this order, with a blank between."""
 
+PATIENCE_S = 0.2
+"""How long a report waits for room: the system queues few datagrams."""
+
 Phase = Literal["downloading", "loading", "warming up"]
 """Fetching the checkpoint; reading its weights; everything between the weights and being ready."""
 
@@ -43,12 +46,12 @@ def decode(data: bytes) -> Loading:
 
 
 class Teller:
-    """Says how far this process's replica is. Never waits and never fails: nobody may be there any more."""
+    """Says how far this process's replica is. Never fails: nobody may be there any more."""
 
     def __init__(self, path: str, replica: str) -> None:
         self._path, self._replica = path, replica
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
+        self._socket.settimeout(PATIENCE_S)
 
     @classmethod
     def of_this_process(cls) -> Teller | None:
@@ -57,7 +60,7 @@ class Teller:
         return cls(path, replica) if path else None
 
     def say(self, phase: Phase, *, loaded: int = 0, total: int = 0, folder: str = "") -> None:
-        """Send one report; it is dropped if it cannot be sent at once."""
+        """Send one report; it is dropped if nobody takes it in time."""
         report = Loading(replica=self._replica, phase=phase, loaded=loaded, total=total, folder=folder)
         with contextlib.suppress(OSError):
             self._socket.sendto(msgspec.msgpack.encode(report), self._path)
