@@ -62,16 +62,28 @@ async def answers(url: str, count: int, at_once: int, tokens: int) -> float:
         return time.perf_counter() - began
 
 
+def server_of(model: str, words: Sequence[str], given: Sequence[str], log: Path) -> Server:
+    """A server that is not started yet; `words` take the place of the command and of --omni."""
+    server = Server(model, log, given)
+    if words:
+        server.words = [*words, *(word for word in server.words[len(command()) :] if word != "--omni")]
+    return server
+
+
+def words_of(model: str, words: Sequence[str], given: Sequence[str]) -> list[str]:
+    """The command line of such a server."""
+    return server_of(model, words, given, Path("log")).words
+
+
 def measure(words: Sequence[str], model: str, given: Sequence[str], args: argparse.Namespace) -> float:
-    """Answers a second of a server; `words` take the place of the command and of --omni."""
-    with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
-        server = Server(model, Path(folder, "server.log"), given)
-        if words:
-            server.words = [*words, *(word for word in server.words[len(command()) :] if word != "--omni")]
-        with server:
-            asyncio.run(answers(server.base_url, args.at_once, args.at_once, args.tokens))
-            count = args.at_once * args.rounds
-            return count / asyncio.run(answers(server.base_url, count, args.at_once, args.tokens))
+    """Answers a second of a server."""
+    with (
+        tempfile.TemporaryDirectory(prefix="omni-bench-") as folder,
+        server_of(model, words, given, Path(folder, "server.log")) as server,
+    ):
+        asyncio.run(answers(server.base_url, args.at_once, args.at_once, args.tokens))
+        count = args.at_once * args.rounds
+        return count / asyncio.run(answers(server.base_url, count, args.at_once, args.tokens))
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,9 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 ROOT = Path(__file__).parents[2]
 MODES = ("fp32-eager-v2", "bf16-graphs-v2")
@@ -203,6 +207,42 @@ def test_the_page_has_a_report_at_its_top(table: ModuleType, report: ModuleType)
         assert top + report.END + "\n" == report.render(table.Results(), (), devices=0)
     else:
         assert top.startswith("# On a GPU: ") and "| driver |" in top
+
+
+# -- text beside stock vLLM -----------------------------------------------------------------------------------------
+
+
+async def test_text_is_asked_for_so_many_at_once(benchmark: Callable[[str], ModuleType]) -> None:
+    text, bodies, together = benchmark("gpu_text"), [], [0, 0]
+
+    async def answer(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        together[0] += 1
+        together[1] = max(together[:2])
+        await asyncio.sleep(0)
+        together[0] -= 1
+        return web.json_response({"usage": {"completion_tokens": bodies[-1]["max_completion_tokens"]}})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    async with TestServer(app) as server:
+        url = str(server.make_url("/v1"))
+        assert await text.answers(url, 9, 3, 5) > 0
+        assert len(bodies) == 9 and together[1] <= 3
+        assert {(tuple(body["modalities"]), body["max_completion_tokens"]) for body in bodies} == {(("text",), 5)}
+    with pytest.raises(aiohttp.ClientError):
+        await text.answers(url, 1, 1, 5)
+
+
+def test_both_servers_get_the_same_flags(benchmark: Callable[[str], ModuleType]) -> None:
+    text = benchmark("gpu_text")
+    assert "--load-format" in text.flags(tiny=False) and "--load-format" not in text.flags(tiny=True)
+    ours, stock = text.words_of("m", (), ["--a"]), text.words_of("m", ("python", "stock.py"), ["--a"])
+    assert "--omni" in ours and stock[:3] == ["python", "stock.py", "serve"]
+    start = ours.index("serve")
+    assert [word for word in ours[start:] if word not in ("--omni", ours[ours.index("--port") + 1])] == [
+        word for word in stock[2:] if word != stock[stock.index("--port") + 1]
+    ]
 
 
 # -- a machine on which the package is not installed ----------------------------------------------------------------
