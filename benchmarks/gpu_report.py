@@ -160,8 +160,8 @@ def _starts(results: Results) -> Iterator[str]:
         found = _figures(results, part)
         if isinstance(found, dict) and "ready_s" in found:
             first, *_, tenth = (1e3 * seconds for seconds in found["first_sound_s"])
-            yield f"- `{part}`: ready after {found['ready_s']:.0f} s; first sound {first:.0f} ms, of the tenth answer "
-            yield f"  {tenth:.0f} ms."
+            ready = f"ready after {found['ready_s']:.0f} s"
+            yield f"- `{part}`: {ready}; first sound {first:.0f} ms, of the tenth answer {tenth:.0f} ms."
         elif isinstance(found, dict) and "ratio" in found:
             ours, stock = found["ours_per_s"], found["stock_per_s"]
             beside = f"stock vLLM {stock:.2f}, ratio {found['ratio']:.3f}"

@@ -1,7 +1,7 @@
 """Start a server as the README says, ask it for ten spoken answers, one after the other, and end it.
 
 The first answer should be as fast as the tenth: whatever is compiled or chosen at the first use was forgotten at the
-start. A configuration that the plan refuses is exit status 3, with the reason.
+start. A configuration that the server refuses is exit status 3, with the reason.
 
     python benchmarks/gpu_start.py MODEL [--json FILE] [-- flags of vllm serve]
 """
@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from gpu_parts import REFUSED_STATUS
 from spoken import Lengths
-from spoken_http import over_http, served
+from spoken_http import MODEL, over_http
+
+from examples.server import Server, ServerFailed
 
 ANSWERS = 10
 LENGTHS = Lengths(text=8, frames=12)
 
-
-def refusal(model: str, flags: list[str]) -> str | None:
-    """Why the configuration is refused; None if it is not. Starts nothing."""
-    command = [sys.executable, "-m", "vllm_omni_ext", "plan", model, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    print(done.stdout, flush=True)
-    return done.stderr.strip().splitlines()[-1] if done.returncode else None
+WRONG_CONFIGURATION = 2
+"""Exit status of `vllm serve --omni` when it has refused what it was told, in one line, and started nothing."""
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -43,13 +40,17 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file that takes the figures")
     ours, flags = split(sys.argv[1:])
     args = parser.parse_args(ours)
-    reason = refusal(args.model, flags)
-    if reason is not None:
-        print(reason)
-        return REFUSED_STATUS
-    with served(args.model, flags) as server, over_http(server, LENGTHS) as (ask, runner):
-        answers = [runner.run(ask(seed)) for seed in range(ANSWERS)]
-        print(server.log.read_text(errors="replace"))
+    with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
+        server = Server(args.model, Path(folder, "server.log"), ["--served-model-name", MODEL, *flags])
+        try:
+            with server, over_http(server, LENGTHS) as (ask, runner):
+                answers = [runner.run(ask(seed)) for seed in range(ANSWERS)]
+        except ServerFailed:
+            if server.status() != WRONG_CONFIGURATION:
+                raise
+            return REFUSED_STATUS
+        finally:
+            print(server.log.read_text(errors="replace"), flush=True)
     firsts = [answer.first_s for answer in answers]
     figures = {"ready_s": server.startup_s, "first_sound_s": firsts, "answer_s": [each.whole_s for each in answers]}
     print(

@@ -22,6 +22,8 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+
 ROOT = Path(__file__).parents[2]
 MODES = ("fp32-eager-v2", "bf16-graphs-v2")
 PAGE = ROOT / "docs" / "gpu.md"
@@ -298,6 +300,18 @@ def test_without_vllm_one_line_says_so(
 def test_a_wrong_part_is_refused(tmp_path: Path) -> None:
     done = call("--folder", str(tmp_path), "--device", "cpu", "--tiny", "--parts", "strat")
     assert done.returncode == 2 and "no part strat; there are right-cpu, start" in done.stdout
+
+
+@pytest.mark.engine
+def test_a_start_that_is_refused(table: ModuleType, program: ModuleType, tmp_path: Path) -> None:
+    """What the server refuses before it starts anything is no failure; the report has the reason."""
+    write_qwen3_omni(tmp_path / "tiny", seed=0)
+    flags = ("--stage-overrides", '{"talker": {"devices": "7"}}')
+    part = table.Part("start", "refused", ("benchmarks/gpu_start.py", "{tiny}", "--json", "{json}", "--", *flags))
+    state, seconds = program.run(part, tmp_path, dict(os.environ))
+    result = program.result_of(part, tmp_path, state, seconds, "abc")
+    assert state == table.REFUSED, result.said
+    assert result.said.splitlines()[-1].startswith("error: stages.talker.devices")
 
 
 @pytest.mark.engine
