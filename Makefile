@@ -1,7 +1,10 @@
-# Nothing to set first: every target makes .venv if it is missing or out of date.
+# Nothing to set first: every target but `gpu` makes .venv if it is missing or out of date.
 PYTHON := .venv/bin/python
 
-.PHONY: help setup test lint types format demo docs clean
+# The Python that has vLLM for CUDA; nothing is installed there, and nothing of .venv is used.
+GPU_PYTHON ?= python3
+
+.PHONY: help setup test gpu lint types format demo docs clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
@@ -11,6 +14,9 @@ setup: ## create or update .venv
 
 test: setup ## run all tests that need no GPU
 	$(PYTHON) -m pytest
+
+gpu: ## run all that needs a GPU and write docs/gpu.md; PART="NAME ..." for some, FRESH=1 from the beginning
+	$(GPU_PYTHON) benchmarks/gpu.py $(if $(PART),--parts $(PART)) $(if $(FRESH),--fresh)
 
 lint: setup ## check style and formatting
 	$(PYTHON) -m ruff check .

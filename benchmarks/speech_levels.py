@@ -1,8 +1,8 @@
 """Spoken answers at rising concurrency: first sound, whole answer, real-time factor and requests a second.
 
-On a CUDA device: Qwen3-Omni in its released shape (30B), random weights (`load_format: dummy`), bfloat16, CUDA graphs
-on; all stages share device 0. With `--tiny`, anywhere: the tiny checkpoint with the released vocabulary, which shows
-that this program works, and nothing about a GPU.
+On CUDA devices: Qwen3-Omni in its released shape (30B), random weights (`load_format: dummy`), bfloat16, CUDA graphs
+on; the stages are placed as a server places them. With `--tiny`, anywhere: the tiny checkpoint with the released
+vocabulary, which shows that this program works, and nothing about a GPU.
 
 At each level so many answers of fixed lengths (`spoken.py`) are asked for all the time; `--rounds` times the level
 are measured, after as many as the level that warm up. Printed below are the figures others have published, for answers
@@ -13,26 +13,28 @@ of lengths of their own.
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file, from anywhere
+sys.path.append(str(Path(__file__).parents[1]))  # run as a file, from anywhere
+if find_spec("flashinfer") is None:
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # else the sampler imports it and the stages end
 
-import torch
 from checkpoint import parser
 from spoken import Answer, Ask, Lengths, inside, several
 from spoken_http import over_http, served
 from vllm import LLM
+from vllm.platforms import current_platform
 
-from tests.gpu.run_once import one_by_one
 from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
 
 LEVELS = (1, 4, 8, 16, 32)
@@ -124,7 +126,7 @@ def subject(model: str, settings: Mapping[str, Any], lengths: Lengths, args: Any
         with served(model, as_flags(settings)) as server, over_http(server, lengths) as (ask, runner):
             yield ask, runner.run
         return
-    with one_by_one() if args.one_by_one else contextlib.nullcontext(), LLM(model, omni=True, **settings) as omni:
+    with LLM(model, omni=True, **settings) as omni:
         yield inside(omni, lengths), omni._run
 
 
@@ -154,14 +156,18 @@ def table(levels: Sequence[Level]) -> Iterator[str]:
 
 
 def device_bytes(args: Any, flags: Any) -> int | None:
-    """Memory of the CUDA device, None for the tiny checkpoint; ends the program if the device will not do."""
+    """Memory of a CUDA device, None for the tiny checkpoint; ends the program if the devices will not do.
+
+    Asked of the driver: PyTorch would make a CUDA context here, in memory that the stages count on.
+    """
     if args.tiny:
         return None
-    if not torch.cuda.is_available():
+    if not current_platform.is_cuda():
         flags.error("no CUDA device: the released shape has nowhere to run; --tiny tries the program out on a CPU")
-    total = torch.cuda.get_device_properties(0).total_memory
-    if total < sum(NEEDED_GIB.values()) * GIB:
-        flags.error(f"{total / GIB:.0f} GiB on the CUDA device, about {sum(NEEDED_GIB.values())} GiB are needed")
+    total, alone = current_platform.get_device_total_memory(0), current_platform.device_count() == 1
+    needed = sum(NEEDED_GIB.values()) if alone else max(NEEDED_GIB.values())
+    if total < needed * GIB:
+        flags.error(f"{total / GIB:.0f} GiB on a CUDA device, about {needed} GiB are needed")
     return total
 
 
@@ -170,7 +176,6 @@ def main() -> None:
     flags = parser(__doc__ or "")
     flags.add_argument("--tiny", action="store_true", help="the tiny checkpoint on whatever this machine has")
     flags.add_argument("--http", action="store_true", help="ask a server over HTTP")
-    flags.add_argument("--one-by-one", action="store_true", help="start the stages one after the other (not --http)")
     flags.add_argument("--levels", nargs="+", type=int, default=list(LEVELS), help="answers at once")
     flags.add_argument("--rounds", type=int, default=4, help="measured answers at each level, divided by the level")
     flags.add_argument("--text", type=int, default=Lengths.text, help="text tokens of an answer")
@@ -184,7 +189,7 @@ def main() -> None:
         )
         with subject(model, settings, Lengths(args.text, args.frames), args) as (ask, run):
             levels = [measure(ask, run, level, args.rounds) for level in args.levels]
-    where = "tiny checkpoint" if args.tiny else f"{torch.cuda.get_device_name(0)}, released shape"
+    where = "tiny checkpoint" if args.tiny else f"{current_platform.get_device_name(0)}, released shape"
     print(f"{where}, random weights; {args.text} text tokens and {args.frames} frames an answer")
     print(*table(levels), sep="\n")
     if args.json is not None:

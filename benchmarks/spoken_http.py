@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file, from anywhere
+sys.path.append(str(Path(__file__).parents[1]))  # run as a file, from anywhere
 
 import aiohttp
 from spoken import QUESTION, Answer, Ask, Lengths, Listener, check_frames

@@ -190,6 +190,19 @@ def test_an_entry_point_that_is_missing_is_found(monkeypatch):
     assert not environment.hooks({}).ok
 
 
+@pytest.mark.parametrize(("missing", "extra"), [("12", "[mooncake]"), ("13", "[mooncake-cuda12]")])
+def test_mooncake_for_another_cuda_says_which_one_fits(missing, extra, tmp_path, monkeypatch):
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake/__init__.py").touch()
+    (tmp_path / "mooncake/engine.py").write_text(f"raise ImportError('libcudart.so.{missing}: cannot open')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
+        monkeypatch.delitem(sys.modules, name)
+    ok, state = states(environment.connectors())["mooncake"]
+    assert not ok and f"for CUDA {missing}" in state and extra in state
+    sys.modules.pop("mooncake", None)
+
+
 def test_mooncake_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake/__init__.py").touch()

@@ -117,8 +117,20 @@ def _mooncake() -> Line:
     try:
         importlib.import_module("mooncake.engine")
     except (ImportError, OSError) as err:  # a shared library it needs is not there
-        return Line("mooncake", False, f"installed but cannot be imported: {err}")
+        return Line("mooncake", False, f"installed but cannot be imported: {err}{_other_cuda(str(err))}")
     return Line("mooncake", True, "ready")
+
+
+def _other_cuda(error: str) -> str:
+    """What to do if Mooncake's package is the one for another CUDA than there is here."""
+    missing = re.search(r"libcudart\.so\.(\d+)", error)
+    if missing is None:
+        return ""
+    fitting = {"12": "mooncake", "13": "mooncake-cuda12"}.get(missing[1], "mooncake")
+    return (
+        f"; that package is for CUDA {missing[1]}: pip uninstall it and pip install 'vllm-omni-ext[{fitting}]' "
+        "(docs/gpu.md, Which Mooncake fits which CUDA)"
+    )
 
 
 def _version_file(package: str) -> str | None:

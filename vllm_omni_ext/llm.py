@@ -78,6 +78,7 @@ class OmniLLM(TargetedOfflineLLM):
         from vllm_omni_ext.cli.settings import from_kwargs
         from vllm_omni_ext.runtime.keeper import Keeper
         from vllm_omni_ext.runtime.launcher import Deployment
+        from vllm_omni_ext.runtime.progress import spinner
         from vllm_omni_ext.runtime.supervisor import Supervisor
 
         kwargs.setdefault("disable_log_stats", True)
@@ -88,7 +89,8 @@ class OmniLLM(TargetedOfflineLLM):
         self._keeper: Keeper | None = None
         self._deployment.__enter__()
         try:
-            self._deployment.wait()
+            with spinner("loading") as show, self._deployment.progress.shown(show):
+                self._deployment.wait()
             self._loop, self._thread = _start_loop()
             self._omni = self._run(self._connect(log_stats=not kwargs["disable_log_stats"]))
             self._supervisor = Supervisor(self._deployment.processes(), self._ended)

@@ -47,7 +47,7 @@ def test_the_released_shape(module: ModuleType, tmp_path: Path) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     if total < sum(module.NEEDED_GIB.values()) * GIB:
         pytest.skip("the released shape does not fit onto this device")
-    reported = figures(tmp_path, "--one-by-one", "--levels", *map(str, LEVELS))
+    reported = figures(tmp_path, "--levels", *map(str, LEVELS))
     assert [level["concurrency"] for level in reported] == list(LEVELS)
     for level in reported:
         assert level["answers"] == 4 * level["concurrency"] and level["sound_per_s"] > 1, "slower than it is heard"

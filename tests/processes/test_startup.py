@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+from openai import OpenAI
+from vllm import LLM
 
 from examples.server import Server, command, free_port
+from vllm_omni_ext.runtime.progress import Progress
+from vllm_omni_ext.wire.loading import Loading
 
 pytestmark = pytest.mark.engine
 
@@ -18,9 +25,9 @@ FAIL_S = 120
 
 
 def said(log: Path) -> list[str]:
-    """Our own lines of a terminal: no log prefix, no library's notice."""
+    """Our own lines of a terminal: no log prefix, no library's notice, not how far a replica (`talker/0`) is."""
     lines = log.read_text().splitlines()
-    return [line for line in lines if re.match(r"(starting|thinker|talker|code2wav|ready|error)\b", line)]
+    return [line for line in lines if re.match(r"(starting|thinker|talker|code2wav|ready|error)\b(?!/)", line)]
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -45,6 +52,25 @@ def test_one_line_a_stage(tiny: Path, tmp_path: Path, kept: bool) -> None:
         assert all("EngineCore" in text for text in files.values())
 
 
+def test_loading_is_reported_and_ends_at_100_percent(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With real engines: every replica says how much of the checkpoint it has read, and that it has read all of it."""
+    reports: list[Loading] = []
+    take = Progress.loading
+
+    def noted(self: Progress, report: Loading | None = None) -> None:
+        reports.extend([report] if report is not None else [])
+        take(self, report)
+
+    monkeypatch.setattr(Progress, "loading", noted)
+    with LLM(str(tiny), omni=True, max_model_len=2048) as omni:
+        assert omni._deployment.progress.look_s is None, "nobody is starting any more"
+    for stage in ("thinker", "talker", "code2wav"):
+        counts = [(r.loaded, r.total) for r in reports if r.replica == f"{stage}/0" and r.phase == "loading"]
+        assert counts == sorted(counts)
+        assert counts[-1][0] == counts[-1][1] > 0, f"{stage} ends at 100 %"
+        assert len({total for _, total in counts}) == 1
+
+
 def run(words: Sequence[str], output: Path) -> int:
     with output.open("wb") as log:
         return subprocess.run(
@@ -66,3 +92,28 @@ def test_a_replica_that_does_not_start(tiny: Path, tmp_path: Path) -> None:
     assert mine == []
     folder = Path(said(output)[0].partition("; logs in ")[2]).parent
     assert folder.name.startswith("omni-") and not folder.exists()
+
+
+def test_one_after_the_other_and_all_are_known(tiny: Path, tmp_path: Path) -> None:
+    """API servers are started before most replicas have a process, and learn of these."""
+    terminal = tmp_path / "terminal"
+    server = Server(tiny, terminal, ["--max-model-len", "2048", "--api-server-count", "2"])
+    server.words[: len(command())] = [sys.executable, str(Path(__file__).with_name("one_device.py"))]
+    with server:
+        with urllib.request.urlopen(f"{server.base_url}/omni/status") as answer:
+            status = json.load(answer)
+        replicas = [replica for stage in status["stages"] for replica in stage["replicas"]]
+        running = {process.pid for process in server.processes()}
+        assert len({each["pid"] for each in replicas}) == 3 and {each["pid"] for each in replicas} <= running
+        assert {each["state"] for each in replicas} == {"UP"}
+        client = OpenAI(base_url=server.base_url, api_key="none")
+        reply = client.chat.completions.create(
+            model=str(tiny),
+            messages=[{"role": "user", "content": "Tell me about"}],
+            modalities=["text", "audio"],
+            max_completion_tokens=8,
+            extra_body={"talker": {"max_tokens": 8}, "ignore_eos": True},
+        )
+        assert reply.choices[0].message.audio.data
+    stages = [line.split()[0] for line in said(terminal)]
+    assert stages == ["starting", "thinker", "talker", "code2wav", "ready:"]

@@ -24,6 +24,7 @@ from vllm_omni_ext.wire.control import (
     ReplicaConnected,
     ReplicaEnded,
     ReplicaReady,
+    ReplicaStarted,
     ReplicaStarting,
     ServerLost,
     ServerReady,
@@ -241,3 +242,15 @@ def test_the_limit_of_restarts() -> None:
         made.servers.start_again(0)
         kill(made, 0)
         assert made.servers.lost(0) is None
+
+
+def test_a_process_that_is_made_later_is_told_and_known_to_a_server_that_follows() -> None:
+    bench = Bench()
+    with bench.servers as servers:
+        assert servers.wait()
+        bench.deployment.launched(TALKER, 77)
+        assert bench.heard(ReplicaStarted, 2) == dict.fromkeys((0, 1), ReplicaStarted("talker/0", 77))
+        servers.lost(1)
+        servers.start_again(1)
+        client, said = bench.deployment.made[-1]
+        assert client == 1 and said["about"] == {TALKER: About(host="here", pid=77, restarts=1)}

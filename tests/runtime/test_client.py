@@ -166,3 +166,19 @@ def test_stock_client_before_any_engine_has_said_anything(tmp_path: Path) -> Non
         client = AsyncMPClient(made, object, False, client_addresses=where)
     assert made.model_config.max_model_len == 128
     client.shutdown(timeout=0)
+
+
+def test_our_limit_holds_and_not_vllms(context: Any, listeners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.v1.engine.core_client.VLLM_ENGINE_READY_TIMEOUT_S", LATE_S / 3)
+    engine = Engine(context, listeners)
+    late = threading.Timer(LATE_S, engine.input.send, [SAID])
+    late.start()
+    client = Client(config(), object, False, client_addresses=copies(listeners), ready_within_s=ANSWER_MS / 1000)
+    late.join()
+    assert client.said == SAID
+    client.shutdown(timeout=0)
+
+
+def test_an_engine_that_is_not_ready_in_time_is_given_up(listeners: Any) -> None:
+    with pytest.raises(TimeoutError, match=r"not ready within 0\.3 s \(startup_timeout_s\)"):
+        Client(config(), object, False, client_addresses=copies(listeners), ready_within_s=LATE_S)

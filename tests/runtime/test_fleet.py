@@ -244,6 +244,12 @@ async def test_a_replica_that_ends_and_is_started_again(bench: Bench) -> None:
     assert bench.where("c") == A and bench.of(A).sent == ["c"]
 
 
+async def test_the_process_of_one_that_began_later_is_shown(bench: Bench) -> None:
+    bench.fleet.about[A] = About(host="here", pid=0)
+    bench.fleet.started(A, 4711)
+    assert bench.fleet.about[A] == About(host="here", pid=4711)
+
+
 async def test_requests_wait_while_nobody_is_there(bench: Bench) -> None:
     for replica in (A, B):
         bench.fleet.ended(replica, "gone", again=replica == A)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from vllm_omni_ext.runtime.fleet import About
 from vllm_omni_ext.runtime.keeper import Final, Keeper
 
 A, B, C = (ReplicaId("talker", i) for i in range(3))
+ALL = (A, B, C)
 DEADLINE_S = 5.0
 BACKOFF_S = 0.01
 ADDRESSES = [("in", "out")]
@@ -26,10 +27,10 @@ ADDRESSES = [("in", "out")]
 class Deployment:
     """Starts nothing: `started` has every start, and a start is over when the test says how."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, devices: Mapping[ReplicaId, tuple[int, ...]] | None = None, **config: Any) -> None:
         self.plan = SimpleNamespace(
             config=OmniConfig(**{"restart_backoff_s": BACKOFF_S, **config}),
-            replicas=lambda: [SimpleNamespace(id=replica) for replica in (A, B, C)],
+            replicas=lambda: [SimpleNamespace(id=replica, devices=(devices or {}).get(replica, ())) for replica in ALL],
         )
         self.logs = SimpleNamespace(tail=lambda replica: f"log of {replica}")
         self.started: queue.Queue[tuple[ReplicaId, Any]] = queue.Queue()
@@ -226,6 +227,37 @@ def test_nobody_listening_to_what_is_told_stops_nothing() -> None:
     bench.deployment.settle(A)
     assert bench.told()[0] == "ready"
     assert bench.watched.get(timeout=DEADLINE_S)[0] == A
+    bench.close()
+
+
+def test_those_that_share_a_device_start_one_after_the_other() -> None:
+    bench = Bench(devices={A: (0,), B: (0, 1), C: (2,)})
+    for replica in ALL:
+        bench.keeper.start(replica)
+    assert [bench.started()[0] for _ in range(2)] == [A, C], "B measures the memory that A is about to take"
+    bench.idle()
+    assert bench.deployment.started.empty()
+    bench.deployment.settle(A)
+    assert bench.started()[0] == B
+    assert bench.told()[:2] == ("ready", A)
+    bench.close()
+
+
+def test_a_start_that_fails_makes_room_for_the_next_one() -> None:
+    bench = Bench(devices=dict.fromkeys(ALL, (0,)), restart_limit=1)
+    bench.users.refusals = [Final("the model is another one")]
+    for replica in ALL:
+        bench.keeper.start(replica)
+    assert bench.told() == ("ended", A, "the model is another one", False)
+    assert bench.started()[0] == B
+    bench.deployment.settle(B, OmniError("no memory"))
+    assert bench.told() == ("ended", B, "no memory", True)
+    assert bench.started()[0] == C, "B comes again after those that wait"
+    bench.idle()
+    assert bench.deployment.started.empty()
+    bench.deployment.settle(C)
+    assert bench.told()[:2] == ("ready", C)
+    assert bench.started()[0] == B
     bench.close()
 
 

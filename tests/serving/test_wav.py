@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import subprocess
+import sys
 import wave
 
 import numpy as np
@@ -28,6 +30,27 @@ def test_loud_samples_are_clipped() -> None:
     assert (values.min(), values.max()) == (-(2**15), 2**15 - 1)
     inside = np.abs(LOUD) < 1
     assert np.abs(values[inside] / 2**15 - LOUD[inside]).max() < 1 / 2**14
+
+
+def as_libsndfile(samples: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, 1, format="RAW", subtype="PCM_16", endian="LITTLE")
+    return file.getvalue()
+
+
+def test_every_sample_is_as_libsndfile_makes_it() -> None:
+    rng = np.random.default_rng(0)
+    steps = np.arange(-(2**15), 2**15, dtype=np.float64) / 2**15
+    near = np.concatenate([steps, np.nextafter(steps, -2), np.nextafter(steps, 2), steps + 0.5 / 2**15])
+    for samples in (near, rng.uniform(-1.5, 1.5, 200_000), rng.normal(0, 1e-5, 100_000), np.array([1e30, -1e30, -0.0])):
+        floats = samples.astype(np.float32)
+        assert pcm16(floats) == as_libsndfile(floats)
+
+
+def test_bare_samples_need_no_libsndfile() -> None:
+    look = "import vllm_omni_ext.serving.encoding as e, sys; print('soundfile' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "False"
 
 
 def test_nothing() -> None:

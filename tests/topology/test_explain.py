@@ -36,7 +36,7 @@ settings
   logs              terminal
   request deadline  30 s
   shutdown timeout  5 s
-  startup timeout   600 s
+  startup timeout   1800 s
 
 stage thinker: 1 replica, answers text
   engine

@@ -172,7 +172,13 @@ class OmniConfig:
         "How many API server processes are started. `auto`: one for every two cores, at most 8.",
         "processes",
     )
-    startup_timeout_s: float = _key(600.0, seconds(), "All replicas must be ready within this time.", "seconds")
+    startup_timeout_s: float = _key(
+        1800.0,
+        seconds(),
+        "A replica must be ready within this time of its own start: download, loading, compilation. Replicas that "
+        "share a CUDA device start one after the other, each with its own time.",
+        "seconds",
+    )
     shutdown_timeout_s: float = _key(5.0, seconds(), "A process that has not ended by then is killed.", "seconds")
     request_deadline_s: float | None = _key(
         None, seconds().or_none(), "A request that takes longer fails. Null: no limit.", "seconds"

@@ -9,7 +9,7 @@ batch order (`_executed_order`) and in where the input rows are asked for (V1: `
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from vllm_omni_ext.engine.encoding import encode_apart
 from vllm_omni_ext.engine.exported_layer import EXPORTED_LAYER, ExportedLayer
 from vllm_omni_ext.engine.exporter import Exporter
 from vllm_omni_ext.engine.feeder import Feeder, Span
+from vllm_omni_ext.engine.loading import told
 from vllm_omni_ext.memory import trim
 from vllm_omni_ext.wire.handoff import PROMPT, export_ranges
 from vllm_omni_ext.wire.parts import refusal
@@ -88,6 +89,11 @@ class LeanWorker(_Worker):  # type: ignore[misc]
         """First step of the start-up."""
         with alone():
             return super().init_device()
+
+    def load_model(self, **given: Any) -> None:
+        """Second step of the start-up; the first worker of a replica says how far it is."""
+        with told(self.vllm_config.load_config) if self.rank == 0 else nullcontext():
+            super().load_model(**given)
 
     def compile_or_warm_up_model(self) -> Any:
         """Last step of the start-up."""

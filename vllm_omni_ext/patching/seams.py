@@ -319,6 +319,24 @@ MODELS = (
 
 STAGE_CALLS = (
     *_in(
+        "vllm.model_executor.model_loader",
+        (
+            "register_model_loader",
+            "1d27e57d3acd",
+            "called: a loader that counts, while a replica loads",
+        ),
+        ("get_model_loader", "ea6efbfde0a3", "called: makes the loader that is subclassed; looks load_format up"),
+    ),
+    *_in(
+        "vllm.model_executor.model_loader.default_loader",
+        ("DefaultModelLoader._prepare_weights", "3150e133ac64", "overridden, calls the original: notes the files"),
+        (
+            "DefaultModelLoader.load_weights",
+            "416174ba796f",
+            "overridden, calls the original: counts what it hands over",
+        ),
+    ),
+    *_in(
         "vllm.v1.engine.core_client",
         (
             "AsyncMPClient._call_utility_async",

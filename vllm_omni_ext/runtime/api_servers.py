@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,13 +17,15 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.board import Board
 from vllm_omni_ext.runtime.descriptors import send_descriptors
 from vllm_omni_ext.runtime.fleet import About, Connections
-from vllm_omni_ext.runtime.launcher import START_METHOD, Deployment, environment
+from vllm_omni_ext.runtime.inherit import environment
+from vllm_omni_ext.runtime.launcher import START_METHOD, Deployment
 from vllm_omni_ext.runtime.restarts import Restarts
 from vllm_omni_ext.wire.control import (
     Message,
     ReplicaConnected,
     ReplicaEnded,
     ReplicaReady,
+    ReplicaStarted,
     ReplicaStarting,
     Server,
     ServerLost,
@@ -83,6 +85,7 @@ class ApiServers:
         self._about = self._deployment.about()
         for client in range(self._deployment.clients):
             self._launch(client, self._deployment.connections(client, views=self._views, board=self._board))
+        self._deployment.launched = self._replica_started
         return self
 
     def _launch(self, client: int, connections: Connections) -> None:
@@ -104,6 +107,11 @@ class ApiServers:
             self._reader.join()
         for pipe in (*(server.pipe for server in self._servers.values()), self._wake, self._waker):
             pipe.close()
+
+    def _replica_started(self, replica: ReplicaId, pid: int) -> None:
+        """A replica has its process, which did not exist when the API servers were started."""
+        self._about[replica] = replace(self._about[replica], pid=pid)
+        self._tell(ReplicaStarted(str(replica), pid))
 
     def wait(self) -> bool:
         """Wait until all answer requests; False if one has ended instead."""

@@ -32,16 +32,31 @@ class Client(AsyncMPClient):
 
     An engine says once that it is ready. A client that follows takes that as said, and waits for the connection only.
 
+    The wait for a starting engine has a limit of our own. vLLM's (`VLLM_ENGINE_READY_TIMEOUT_S`) is read when its
+    module is imported, which is before this process was forked, and 600 s by default: less than a download takes.
+
     Args:
         said: what the engine said when it was ready; None: it is waited for.
         keys: what the engine must know; None: whoever connects is taken for the engine.
+        ready_within_s: how long it is waited for, in seconds; None: as long as vLLM does.
+
+    Raises:
+        TimeoutError: the engine was not ready in time.
     """
 
     said: bytes = b""
 
-    def __init__(self, *args: Any, said: bytes | None = None, keys: Keys | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        said: bytes | None = None,
+        keys: Keys | None = None,
+        ready_within_s: float | None = None,
+        **kwargs: Any,
+    ) -> None:
         self._keys = keys
         self._follows = said is not None
+        self._ready_within_s = ready_within_s
         self._engines: list[bytes] = []
         super().__init__(*args, **kwargs)
         self._engines = self._engines[:]
@@ -82,7 +97,16 @@ class Client(AsyncMPClient):
 
     @core_engines.setter
     def core_engines(self, engines: list[bytes]) -> None:
+        """vLLM's constructor sets it, and then waits for the engines to say that they are ready."""
         self._engines = _Ready(engines) if self._follows else engines
+        if not self._follows and self._ready_within_s is not None:
+            self._await_ready(self._ready_within_s)
+
+    def _await_ready(self, limit_s: float) -> None:
+        """Wait until the engine has said that it is ready, and leave what it has said for vLLM to read."""
+        socket: zmq.Socket[bytes] = zmq.Socket.shadow(self.input_socket)
+        if not socket.poll(int(limit_s * 1000), zmq.POLLIN):
+            raise TimeoutError(f"an engine was not ready within {limit_s:g} s (startup_timeout_s)")
 
     def _apply_ready_response(self, payload: bytes) -> None:
         self.said = payload

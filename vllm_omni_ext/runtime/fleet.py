@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -34,9 +34,19 @@ from vllm_omni_ext.runtime.board import Board
 from vllm_omni_ext.runtime.client import Client, Listeners, addresses
 from vllm_omni_ext.runtime.replica import StockReplica, forget_request
 from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.topology.turns import devices_of, longest_sequence
 from vllm_omni_ext.wire.control import Server
 
 log = logging.getLogger(__name__)
+
+
+AFTER_THE_LAUNCHER_S = 30.0
+"""An API server waits so much longer than the head, which can say why a replica is not ready."""
+
+
+def connect_limit_s(plan: Plan) -> float:
+    """How long an API server waits for a replica, in seconds: as long as all starts take that may come before it."""
+    return plan.config.startup_timeout_s * longest_sequence(devices_of(plan)) + AFTER_THE_LAUNCHER_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +109,7 @@ class Connections:
             client_index=self.client_index,
             said=said,
             keys=self._keys(listeners),
+            ready_within_s=connect_limit_s(self.plan),
         )
         return StockReplica(replica, client)
 
@@ -228,6 +239,10 @@ class Fleet:
     def starting(self, replica: ReplicaId) -> None:
         """A replica is going to start: there is something to wait for."""
         self._orchestrator.waiting.announce(replica)
+
+    def started(self, replica: ReplicaId, pid: int) -> None:
+        """A replica that is connected from the start on has this process, which did not exist when this one began."""
+        self.about[replica] = replace(self.about[replica], pid=pid)
 
     def ready(self, replica: ReplicaId, about: About, listeners: Listeners) -> None:
         """A replica is ready: connect, and send it requests. Returns at once."""

@@ -1,7 +1,7 @@
 """Keeps replicas running: one that has ended is started again, after a pause and within limits.
 
 Everything is decided in one thread, to which others hand what happened. Waiting for a replica to be ready takes a
-thread of its own, so that several can start at once.
+thread of its own, so that several can start at once; those that share a CUDA device take turns.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from vllm_omni_ext.errors import OmniError
@@ -20,6 +21,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.fleet import About
 from vllm_omni_ext.runtime.launcher import Deployment
 from vllm_omni_ext.runtime.restarts import Restarts
+from vllm_omni_ext.topology.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class Keeper:
             )
             for replica in (each.id for each in deployment.plan.replicas())
         }
+        self._turns = Turns({each.id: each.devices for each in deployment.plan.replicas()})
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -146,6 +149,7 @@ class Keeper:
         self._leave(replica)
         tail = self._deployment.logs.tail(replica)
         self._deployment.discard(replica)
+        self._start_others(replica)
         if pause is None:
             self._given_up(replica)
             why = "" if final else " (restart_limit)"
@@ -155,6 +159,16 @@ class Keeper:
         self._tell(f"error: replica {replica} is gone: {reason}; it is started again in {pause:g} s; {tail}")
 
     def _start(self, replica: ReplicaId) -> None:
+        """Start a replica now, or once those that share a device with it are ready or have failed."""
+        for each in self._turns.enter(replica):
+            self._begin(each)
+
+    def _start_others(self, replica: ReplicaId) -> None:
+        """The start of a replica is over: those that have waited for it have their turn."""
+        for each in self._turns.leave(replica):
+            self.do(partial(self._begin, each))
+
+    def _begin(self, replica: ReplicaId) -> None:
         if self._closing.is_set():
             return
         try:
@@ -187,6 +201,7 @@ class Keeper:
     def _ready(self, replica: ReplicaId) -> None:
         if self._closing.is_set():
             return
+        self._start_others(replica)
         process = self._deployment.processes()[replica]
         restarts = self._restarts[replica].count
         self._users.ready(replica, About(host=self._host, pid=process.pid, restarts=restarts))

@@ -1,26 +1,25 @@
-"""Starts and ends the processes of a plan: replicas first (all at once), API servers beside them.
+"""Starts and ends the processes of a plan: replicas first, API servers beside them.
 
-A replica is one stock `EngineCoreProc` with its own listeners, config and process manager, so that its end concerns
-nobody else.
+Replicas that share a CUDA device start one after the other, all others at once (`topology.turns`). A replica is one
+stock `EngineCoreProc` with its own listeners, config and process manager, so that its end concerns nobody else.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_any
+from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
 from typing import Any
 
 import psutil
-import torch
 import zmq
 from vllm.config import VllmConfig
 from vllm.model_executor.models import ModelRegistry
@@ -41,7 +40,6 @@ from vllm.v1.executor import Executor
 from vllm_omni_ext.disaggregation.parameters import HOST, LOOPBACK
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.memory import trim
 from vllm_omni_ext.model_plugins.registry import resolve
 from vllm_omni_ext.plugin import MODELS
 from vllm_omni_ext.runtime.addresses import endpoint
@@ -49,13 +47,19 @@ from vllm_omni_ext.runtime.board import Board
 from vllm_omni_ext.runtime.engine_args import any_replica_args, as_asked, stage_engine_args
 from vllm_omni_ext.runtime.fleet import About, Connections
 from vllm_omni_ext.runtime.folders import PrivateFolder
+from vllm_omni_ext.runtime.inherit import compute_threads, environment, frozen_heap, temporary_files_in
 from vllm_omni_ext.runtime.logs import FileLogs, Logs, TerminalLogs
-from vllm_omni_ext.runtime.progress import Progress
+from vllm_omni_ext.runtime.progress import Listener, Progress
 from vllm_omni_ext.topology.cpu import THREADS
 from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.topology.turns import Turns, devices_of
+from vllm_omni_ext.wire import loading
 from vllm_omni_ext.wire.enrollment import Enrollment
 
 ANY_PORT = 0
+
+NOT_STARTED = 0
+"""Process id of a replica that has no process yet."""
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
@@ -65,6 +69,15 @@ REPORTING = "vllm_omni_ext.engine.report.report_scheduler"
 
 class StartFailed(OmniError):
     """A replica did not come up."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A replica that can be started: its config, its folder, and where it connects to."""
+
+    config: VllmConfig
+    place: str
+    addresses: EngineZmqAddresses
 
 
 class Deployment:
@@ -102,34 +115,56 @@ class Deployment:
         self._listeners: dict[ReplicaId, EngineZmqListeners] = {}
         self._launches: dict[ReplicaId, CoreEngineLaunch] = {}
         self._barriers: dict[ReplicaId, contextlib.ExitStack] = {}
+        self._prepared: dict[ReplicaId, _Prepared] = {}
+        self._deadlines: dict[ReplicaId, float] = {}
+        self._turns = Turns({})
+        self.launched: Callable[[ReplicaId, int], None] = lambda replica, pid: None
+        """Told of the process of every replica of the plan when it is made."""
         self._usage = usage
         self.fork = may_fork(plan, usage)
         self._private = folder or PrivateFolder()
         self.folder = self._private.path
         self.logs: Logs = TerminalLogs()
         self.began = psutil.Process().create_time()
-        self._progress = Progress(plan, tell, self.seconds)
+        self.progress = Progress(plan, tell, self.seconds)
+        self._listener: Listener | None = None
 
     def __enter__(self) -> Deployment:
         if not self.plan.config.verbose:
             self.logs = FileLogs(Path(self.plan.config.log_dir or Path(self.folder, "logs")))
         if self.fork:
             register_classes()
+        self._listener = Listener(self.folder, self.progress)
         try:
             if self.clients:
                 self.start_all()
         except BaseException:
             self.close()
             raise
-        self._progress.starting(self.logs.where)
+        self.progress.starting(self.logs.where)
         return self
 
     def start_all(self) -> None:
-        """Start every replica of the plan."""
-        for replica in self.plan.replicas():
-            with self._surroundings(replica.id.stage, self._place(replica.id)):
-                addresses = self.listen(replica.id)
-                self._launch(replica.id, self._config(replica.id), _as_vllm(addresses))
+        """Start every replica of the plan whose turn it is; `wait` starts the others."""
+        devices = devices_of(self.plan)
+        self._turns = Turns(devices)
+        for replica in devices:
+            self._prepare(replica)
+            self._start(self._turns.enter(replica))
+
+    def _prepare(self, replica: ReplicaId) -> None:
+        """Do all that needs no turn: API servers are told where to listen before the replica is started."""
+        place = self._place(replica)
+        with self._surroundings(replica.stage, place):
+            addresses = _as_vllm(self.listen(replica))
+            self._prepared[replica] = _Prepared(self._config(replica), place, addresses)
+
+    def _start(self, replicas: Sequence[ReplicaId]) -> None:
+        for replica in replicas:
+            prepared = self._prepared[replica]
+            with self._surroundings(replica.stage, prepared.place):
+                self._launch(replica, prepared.config, prepared.addresses)
+            self.launched(replica, self.processes()[replica].pid)
 
     def listen(self, replica: ReplicaId, host: str | None = None) -> Sequence[tuple[str, str]]:
         """Listen for a replica that is going to start, on behalf of the API servers.
@@ -208,8 +243,12 @@ class Deployment:
         launch = launch_core_engines(config, Executor.get_class(config), True, addresses)
         threads = int(self.plan.stage(replica.stage).env.get(THREADS, 1))
         told = {} if self._enroll is None else self._enroll(replica).variable()
+        if self._listener is not None:
+            told |= loading.variable(self._listener.path, str(replica))
+        self.progress.begun(replica)
         with self.forking(threads), self.logs.of(replica), environment(told, defaults={}):
             barrier = contextlib.ExitStack()
+            self._deadlines[replica] = time.monotonic() + self.plan.config.startup_timeout_s
             self._launches[replica] = barrier.enter_context(launch)
             self._barriers[replica] = barrier
 
@@ -248,6 +287,7 @@ class Deployment:
             raise StartFailed(f"its process ended with exit code {process.exitcode} while starting") from error
         finally:
             timer.cancel()
+            self.progress.over(replica)
 
     def discard(self, replica: ReplicaId) -> None:
         """Forget a replica whose process has ended."""
@@ -258,36 +298,56 @@ class Deployment:
 
     @contextlib.contextmanager
     def forking(self, threads: int = 1) -> Iterator[None]:
-        """Where processes of this deployment are started, each with that many compute threads if it is forked."""
-        if not self.fork:
-            yield
-            return
-        # The server's head has no work left for the garbage collector.
-        with frozen_heap(keep=self._usage is UsageContext.OPENAI_API_SERVER), compute_threads(threads):
+        """Where processes of this deployment are started, each with that many compute threads if it is forked.
+
+        No line is told meanwhile: it would come into a replica's log, and a forked process would find a locked output.
+        """
+        with contextlib.ExitStack() as inside:
+            inside.enter_context(self.progress.speaking)
+            if self.fork:  # the server's head has no work left for the garbage collector
+                inside.enter_context(frozen_heap(keep=self._usage is UsageContext.OPENAI_API_SERVER))
+                inside.enter_context(compute_threads(threads))
             yield
 
     def wait(self) -> None:
-        """Wait until every replica is ready.
+        """Wait until every replica is ready; start those that share a device once their turn has come.
 
-        Serves the start-up handshakes of all at once: a replica loads nothing before its own is answered.
+        Serves the start-up handshakes of all at once: a replica loads nothing before its own is answered. Must be
+        called by the thread that has entered the block: replicas end with the thread that has started them.
 
         Raises:
             StartFailed: a replica ended while starting, or took too long; it has the end of its log.
         """
-        with ThreadPoolExecutor(max_workers=len(self._barriers)) as threads:
-            waits = {threads.submit(barrier.close): replica for replica, barrier in self._barriers.items()}
-            self._barriers.clear()
+        with ThreadPoolExecutor(max_workers=max(1, len(self._prepared))) as threads:
+            waits: dict[Future[None], ReplicaId] = {}
             try:
-                for wait in as_completed(waits, self.plan.config.startup_timeout_s):
-                    wait.result()
-                    self._progress.ready(waits[wait])
-            except RuntimeError as error:
-                raise self._failed(waits[wait]) from error
-            except TimeoutError as error:
-                raise self._late(waits) from error
+                while self._follow(threads, waits):
+                    self._take_ready(waits)
             finally:
-                if not all(wait.done() for wait in waits):  # the start was cut short: the others need not be waited for
+                if waits:  # the start was cut short: the others need not be waited for
                     self.end()
+
+    def _follow(self, threads: ThreadPoolExecutor, waits: dict[Future[None], ReplicaId]) -> bool:
+        """Wait for the replicas that have been started since; whether there are any to wait for."""
+        waits.update({threads.submit(barrier.close): replica for replica, barrier in self._barriers.items()})
+        self._barriers.clear()
+        return bool(waits)
+
+    def _take_ready(self, waits: dict[Future[None], ReplicaId]) -> None:
+        """Wait until one is ready, and start those whose turn it is then."""
+        next_deadline = min(self._deadlines[replica] for replica in waits.values())
+        done, _ = wait_for_any(waits, max(0.0, next_deadline - time.monotonic()), FIRST_COMPLETED)
+        if not done:
+            raise self._late(waits)
+        for wait in done:
+            replica = waits[wait]
+            try:
+                wait.result()
+            except RuntimeError as error:
+                raise self._failed(replica) from error
+            del waits[wait]
+            self.progress.ready(replica)
+            self._start(self._turns.leave(replica))
 
     def _failed(self, replica: ReplicaId) -> StartFailed:
         process = self.processes()[replica]
@@ -297,7 +357,7 @@ class Deployment:
         )
 
     def _late(self, waits: Mapping[Future[None], ReplicaId]) -> StartFailed:
-        late = next(replica for wait, replica in waits.items() if not wait.done())
+        late = min(waits.values(), key=self._deadlines.__getitem__)
         limit = self.plan.config.startup_timeout_s
         return StartFailed(f"{late} was not ready after {limit:g} s (startup_timeout_s); {self.logs.tail(late)}")
 
@@ -361,8 +421,10 @@ class Deployment:
             process.join()
 
     def about(self) -> dict[ReplicaId, About]:
-        """The replicas started here, for people."""
-        return {replica: About(host=gethostname(), pid=each.pid) for replica, each in self.processes().items()}
+        """The replicas started here, for people; the process id of one whose turn has not come yet is 0."""
+        running = self.processes()
+        pids = dict.fromkeys(self._prepared, NOT_STARTED) | {replica: each.pid for replica, each in running.items()}
+        return {replica: About(host=gethostname(), pid=pid) for replica, pid in pids.items()}
 
     def close(self) -> None:
         """End everything and remove every trace; a second call does nothing."""
@@ -375,7 +437,10 @@ class Deployment:
         self._barriers.clear()
         for listeners in self._listeners.values():
             listeners.cleanup()
+        if self._listener is not None:
+            self._listener.close()
         self._launches.clear()
+        self._prepared.clear()
         self._listeners.clear()
         self._private.remove()
 
@@ -424,60 +489,3 @@ def preload(config: VllmConfig) -> None:
     cached_tokenizer_from_config(model)
     if model.is_multimodal_model:
         MULTIMODAL_REGISTRY.create_processor(model).info.get_hf_processor()
-
-
-@contextlib.contextmanager
-def compute_threads(count: int) -> Iterator[None]:
-    """Let processes forked inside the block compute with `count` threads.
-
-    Set in the parent: a child reads OMP_NUM_THREADS too late. With 1, OpenMP starts no team; where the parent has had
-    one, a child that wants one waits for threads that it does not have, for ever.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def frozen_heap(*, keep: bool) -> Iterator[None]:
-    """Keep the garbage collector of processes forked inside the block off what they share with this one.
-
-    It writes into every object it looks at, and each page written to is copied: hundreds of MB in every process.
-
-    Args:
-        keep: keep it off in this process too, for good.
-    """
-    gc.collect()
-    trim()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        if not keep:
-            gc.unfreeze()
-
-
-@contextlib.contextmanager
-def temporary_files_in(folder: str) -> Iterator[None]:
-    """Let replicas started inside the block put their temporary files into `folder`."""
-    before, tempfile.tempdir = tempfile.tempdir, folder
-    try:
-        with environment({"TMPDIR": folder}, defaults={}):
-            yield
-    finally:
-        tempfile.tempdir = before
-
-
-@contextlib.contextmanager
-def environment(values: Mapping[str, str], *, defaults: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for what is started inside the block; `defaults` give way to what is set already."""
-    before = dict(os.environ)
-    os.environ.update({**defaults, **before, **values})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

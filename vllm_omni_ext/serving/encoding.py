@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import soundfile
 
 from vllm_omni_ext.serving.wav import Samples, pcm16
 
@@ -57,6 +56,8 @@ def encode(samples: Samples, rate: int, encoding: Encoding) -> bytes:
     data = pcm16(samples)
     if not encoding.container:
         return data
+    import soundfile
+
     file = io.BytesIO()
     soundfile.write(file, np.frombuffer(data, "<i2"), rate, format=encoding.container, subtype=encoding.subtype)
     return file.getvalue()

@@ -48,6 +48,7 @@ from vllm_omni_ext.wire.control import (
     ReplicaConnected,
     ReplicaEnded,
     ReplicaReady,
+    ReplicaStarted,
     ReplicaStarting,
     ServerLost,
     ServerReady,
@@ -180,7 +181,7 @@ class Head:
             return run_api_server, (connections, control, listen_address, sock, args)
 
         servers = self._open.enter_context(ApiServers(deployment, self._coordination.views, server))
-        with spinner("loading"):
+        with spinner("loading") as show, deployment.progress.shown(show):
             deployment.wait()
         trim()
         self._servers = servers
@@ -380,6 +381,8 @@ class ControlEnd:
         match message:
             case ReplicaStarting(replica):
                 self._fleet.starting(ReplicaId.parse(replica))
+            case ReplicaStarted(replica, pid):
+                self._fleet.started(ReplicaId.parse(replica), pid)
             case ReplicaReady(replica, host, pid, restarts, given, taken):
                 sockets = (socket.socket(fileno=number) for number in receive_descriptors(self._control, 2))
                 listeners = ZmqListener(given, next(sockets)), ZmqListener(taken, next(sockets))

@@ -8,7 +8,6 @@ import struct
 from typing import Any
 
 import numpy as np
-import soundfile
 
 CHANNELS = 1
 SAMPLE_BYTES = 2
@@ -22,13 +21,23 @@ Samples = np.ndarray[Any, Any]
 
 
 def pcm16(samples: Samples) -> bytes:
-    """float32 in [-1, 1] to little-endian 16 bit samples; louder ones are clipped."""
-    return _encode(samples, rate=1, container="RAW")
+    """float32 [samples] in [-1, 1] to little-endian 16 bit samples, as libsndfile makes them; louder ones are clipped.
+
+    Needs no libsndfile: bare samples are streamed also where only vLLM is installed.
+    """
+    scaled = np.clip(np.asarray(samples, np.float32), -1, 1)
+    np.rint(np.multiply(scaled, np.float32(2**31), out=scaled), out=scaled)  # libsndfile rounds to 32 bits, and cuts
+    np.floor(np.divide(scaled, np.float32(2**16), out=scaled), out=scaled)
+    return np.minimum(scaled, 2**15 - 1, out=scaled).astype("<i2").tobytes()
 
 
 def wav(samples: Samples, rate: int) -> bytes:
     """A complete WAV file, mono, 16 bit."""
-    return _encode(samples, rate=rate, container="WAV")
+    import soundfile
+
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format="WAV", subtype="PCM_16", endian="LITTLE")
+    return file.getvalue()
 
 
 def wav_stream_header(rate: int) -> bytes:
@@ -55,9 +64,3 @@ class Base64Pieces:
         due = len(data) if last else len(data) // BASE64_GROUP * BASE64_GROUP
         self._rest = data[due:]
         return base64.b64encode(data[:due]).decode("ascii")
-
-
-def _encode(samples: Samples, *, rate: int, container: str) -> bytes:
-    file = io.BytesIO()
-    soundfile.write(file, samples, rate, format=container, subtype="PCM_16", endian="LITTLE")
-    return file.getvalue()

@@ -11,6 +11,13 @@ class ReplicaStarting(msgspec.Struct, frozen=True, tag=True):
     replica: str
 
 
+class ReplicaStarted(msgspec.Struct, frozen=True, tag=True):
+    """Head to API server: a replica that was announced before it had a process has this one (process id)."""
+
+    replica: str
+    pid: int
+
+
 class ReplicaReady(msgspec.Struct, frozen=True, tag=True):
     """Head to API server: a replica can be used. Two file descriptors follow: of the listeners it has connected to."""
 
@@ -63,7 +70,16 @@ class ServerReady(msgspec.Struct, frozen=True, tag=True):
     """API server to head: it answers requests."""
 
 
-Message = ReplicaStarting | ReplicaReady | ReplicaConnected | ReplicaEnded | ServerReady | Servers | ServerLost
+Message = (
+    ReplicaStarting
+    | ReplicaStarted
+    | ReplicaReady
+    | ReplicaConnected
+    | ReplicaEnded
+    | ServerReady
+    | Servers
+    | ServerLost
+)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 

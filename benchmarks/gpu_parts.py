@@ -1,0 +1,173 @@
+"""What `make gpu` runs, as data: parts of at most ten minutes, each a program of its own, and what is kept of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 600
+"""A part that takes longer is ended: machines are often lent for little more."""
+
+OK, FAILED, LATE, REFUSED, LEFT_OUT = "ok", "failed", "too late", "refused", "left out"
+"""What became of a part. Refused: it does not fit onto this machine, and was told so before anything started."""
+
+REFUSED_STATUS = 3
+"""Exit status with which a part says that it was refused."""
+
+TINY_LEVELS = ("--tiny", "--rounds", "1", "--text", "8", "--frames", "12")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One program.
+
+    Attributes:
+        words: a file below the repository's root, and its arguments. "{model}" is a checkpoint's folder, "{tiny}" that
+            of a tiny one, "{json}" the file that takes the figures.
+        devices: fewest CUDA devices.
+        one_of: Python modules of which one must be there.
+    """
+
+    name: str
+    what: str
+    words: tuple[str, ...]
+    devices: int = 1
+    one_of: tuple[str, ...] = ()
+
+    def command(self, python: str, folder: Path) -> list[str]:
+        """The command line; `folder` is where the figures and the checkpoints are."""
+        places = {"model": folder / "model", "tiny": folder / "tiny", "json": self.figures(folder)}
+        program, *words = self.words
+        return [python, str(ROOT / program), *(re.sub(r"^\{(\w+)\}$", lambda m: str(places[m[1]]), w) for w in words)]
+
+    def figures(self, folder: Path) -> Path:
+        """The file that takes the figures."""
+        return folder / f"{self.name}.json"
+
+    def log(self, folder: Path) -> Path:
+        """The file that takes what it prints."""
+        return folder / f"{self.name}.log"
+
+    def missing(self, devices: int, modules: Sequence[str]) -> str | None:
+        """Why it cannot be run on such a machine; None if it can."""
+        if devices < self.devices:
+            return f"needs {self.devices} CUDA devices, here is {devices}"
+        if self.one_of and not set(self.one_of) & set(modules):
+            return f"needs {' or '.join(self.one_of)}"
+        return None
+
+
+def parts(modes: Sequence[str], *, tiny: bool) -> tuple[Part, ...]:
+    """All parts in the order in which they are run: first whether the answers are right, then whether it starts.
+
+    Args:
+        modes: of `tests/gpu/run_once.py`.
+        tiny: with the tiny checkpoint instead of the released shape: what can be tried out on a CPU.
+    """
+    right = (
+        Part(f"right-{mode}", f"answers as stored on a CPU, {mode}", ("tests/gpu/run_once.py", "--modes", mode))
+        for mode in modes
+    )
+    return (*right, *(_tiny_parts() if tiny else _released_parts()))
+
+
+def _released_parts() -> tuple[Part, ...]:
+    start = ("benchmarks/gpu_start.py", "{model}", "--json", "{json}", "--", "--load-format", "dummy")
+    levels = ("benchmarks/speech_levels.py", "{model}", "--json", "{json}", "--levels")
+    text = ("benchmarks/gpu_text.py", "{model}", "--json", "{json}")
+    disaggregated = ("benchmarks/gpu_start.py", "{tiny}", "--json", "{json}", "--", "--stage-config", "qwen3_omni_pd")
+    connector = '{"thinker": {"prefill_decode": {"connector": "nixl"}}}'
+    return (
+        Part("start", "the README's command, released shape, random weights; ten answers after it", start),
+        Part("start-fp8", "the same with a thinker in FP8", (*start, "--quantization", "fp8")),
+        Part("levels-few", "spoken answers, 1 and 4 at once", (*levels, "1", "4")),
+        Part("levels-many", "spoken answers, 8, 16 and 32 at once", (*levels, "8", "16", "32")),
+        Part("levels-http", "spoken answers over HTTP, 1 and 32 at once", (*levels, "1", "32", "--http")),
+        Part("text", "text only, beside stock vLLM", text, devices=2),
+        Part("text-fp8", "the same with a thinker in FP8, on both sides", (*text, "--fp8")),
+        Part(
+            "prefill-decode", "prompts computed apart (Mooncake), tiny checkpoint", disaggregated, one_of=("mooncake",)
+        ),
+        Part(
+            "prefill-decode-nixl",
+            "prompts computed apart (NIXL), tiny checkpoint",
+            (*disaggregated, "--stage-overrides", connector),
+            one_of=("nixl",),
+        ),
+    )
+
+
+def _tiny_parts() -> tuple[Part, ...]:
+    start = ("benchmarks/gpu_start.py", "{tiny}", "--json", "{json}", "--", "--max-model-len", "2048")
+    levels = ("benchmarks/speech_levels.py", "--json", "{json}", *TINY_LEVELS, "--levels")
+    text = ("benchmarks/gpu_text.py", "{tiny}", "--tiny", "--json", "{json}")
+    return (
+        Part("start", "a server with the tiny checkpoint; ten answers after it", start),
+        Part("levels-few", "spoken answers, 1 and 2 at once, tiny checkpoint", (*levels, "1", "2")),
+        Part("text", "text only, beside stock vLLM, tiny checkpoint", text),
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a part.
+
+    Attributes:
+        seconds: how long it took.
+        figures: what it has written as JSON; None: nothing.
+        said: the last lines of what it printed, or why it was left out.
+        commit: of the repository it was run from.
+    """
+
+    state: str
+    seconds: float = 0.0
+    figures: Any = None
+    said: str = ""
+    commit: str = ""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What is kept between two calls. `machine`: device, driver and versions, by name."""
+
+    machine: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, Result] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, file: Path) -> Results:
+        """Of a file; nothing if there is none."""
+        if not file.exists():
+            return cls()
+        told = json.loads(file.read_text())
+        return cls(told["machine"], {name: Result(**result) for name, result in told["parts"].items()})
+
+    def write(self, file: Path) -> None:
+        """To a file, which is replaced as a whole: a machine may be taken back at any moment."""
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps(asdict(self), indent=1))
+        new.replace(file)
+
+    def on(self, machine: Mapping[str, str]) -> Results:
+        """For that machine: what another one has answered is dropped."""
+        return self if self.machine == machine else Results(machine)
+
+    def having(self, name: str, result: Result) -> Results:
+        """With one more result."""
+        return replace(self, parts={**self.parts, name: result})
+
+    def left(self, known: Sequence[Part], wanted: Sequence[str], commit: str) -> list[Part]:
+        """What is to be run: the parts asked for, or all that have not ended well with this commit.
+
+        Raises:
+            KeyError: a part that is asked for does not exist.
+        """
+        by_name = {part.name: part for part in known}
+        if wanted:
+            return [by_name[name] for name in wanted]
+        done = {name for name, r in self.parts.items() if r.commit == commit and r.state in (OK, REFUSED, LEFT_OUT)}
+        return [part for part in known if part.name not in done]

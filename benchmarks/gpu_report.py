@@ -1,0 +1,188 @@
+"""The top of `docs/gpu.md`, from the results of `make gpu`: device, versions, every figure, what failed, the goals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_parts import FAILED, LATE, OK, Part, Result, Results
+
+END = "<!-- The report ends here; what follows is written by hand. -->"
+NOT_YET = "# On a GPU: nothing has run on a GPU yet"
+TAIL_LINES = 12
+
+MET, MISSED, UNKNOWN = "met", "**missed**", "not measured"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure that was promised.
+
+    Attributes:
+        figure: finds it in what the parts have written; LookupError if it is not there.
+        limit: it must not be larger, or smaller if `at_least`.
+        devices: fewest CUDA devices with which it is promised.
+    """
+
+    what: str
+    figure: Callable[[Results], float]
+    limit: float
+    at_least: bool = False
+    devices: int = 1
+
+    def verdict(self, results: Results, devices: int) -> tuple[str, str]:
+        """The figure and whether the goal is met, as text."""
+        if devices < self.devices:
+            return "", f"needs {self.devices} devices"
+        try:
+            figure = self.figure(results)
+        except LookupError:
+            return "", UNKNOWN
+        good = figure >= self.limit if self.at_least else figure <= self.limit
+        return f"{figure:.3g}", MET if good else MISSED
+
+
+def level(name: str, at_once: int) -> Callable[[Results], float]:
+    """A figure of `speech_levels.py` in Python, with so many answers at once."""
+
+    def figure(results: Results) -> float:
+        for part in ("levels-few", "levels-many"):
+            for found in _figures(results, part) or ():
+                if found["concurrency"] == at_once:
+                    return float(found[name])
+        raise LookupError(name)
+
+    return figure
+
+
+def milliseconds(figure: Callable[[Results], float]) -> Callable[[Results], float]:
+    """A figure in seconds as milliseconds."""
+    return lambda results: 1e3 * figure(results)
+
+
+def text_ratio(results: Results) -> float:
+    """Text-only answers a second beside stock vLLM's."""
+    for part in ("text", "text-fp8"):
+        if (found := _figures(results, part)) is not None:
+            return float(found["ratio"])
+    raise LookupError("text")
+
+
+GOALS = (
+    Goal("first sound, 1 answer, ms", milliseconds(level("first_p50_s", 1)), 100),
+    Goal("first sound, 32 answers at once, ms", milliseconds(level("first_p50_s", 32)), 400),
+    Goal("real-time factor, 1 answer", level("real_time_factor_p50", 1), 0.11),
+    Goal("spoken answers a second, 32 at once", level("requests_per_s", 32), 7.5, at_least=True, devices=2),
+    Goal("text-only answers a second, ours / stock vLLM", text_ratio, 0.98, at_least=True),
+)
+
+
+def _figures(results: Results, part: str) -> Any:
+    result = results.parts.get(part)
+    return result.figures if result is not None and result.state == OK else None
+
+
+def render(results: Results, known: Sequence[Part], *, devices: int, released: bool = True) -> str:
+    """The top of the page, up to and with the line that ends it.
+
+    Args:
+        known: all parts, in their order.
+        devices: CUDA devices of the machine; 0: it has none, and nothing of what was measured is about a GPU.
+        released: whether it was measured with the released shape, for which the goals are.
+    """
+    if not results.parts or not devices:
+        lines = [
+            NOT_YET,
+            "",
+            "`make gpu` on a machine with a CUDA device runs all that is below and writes its results here.",
+        ]
+        if not results.parts:
+            return "\n".join([*lines, "", *_goals(results, 0), "", END, ""])
+    else:
+        failed = sum(r.state in (FAILED, LATE) for r in results.parts.values())
+        lines = [f"# On a GPU: {len(results.parts)} of {len(known)} parts have run, {failed} failed"]
+    lines += [
+        "",
+        "| machine | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in results.machine.items()),
+        "",
+    ]
+    lines += [
+        *_goals(results, devices if released else 0),
+        "",
+        *_parts(results, known),
+        "",
+        *_levels(results),
+        *_starts(results),
+    ]
+    return "\n".join([*lines, *_failures(results), END, ""])
+
+
+def _goals(results: Results, devices: int) -> Iterator[str]:
+    yield from ("| goal (released shape, random weights) | wanted | measured | |", "|---|---|---|---|")
+    for goal in GOALS:
+        measured, verdict = goal.verdict(results, devices) if devices else ("", UNKNOWN)
+        yield f"| {goal.what} | {'at least' if goal.at_least else 'at most'} {goal.limit:g} | {measured} | {verdict} |"
+
+
+def _parts(results: Results, known: Sequence[Part]) -> Iterator[str]:
+    yield from ("| part | what | result | seconds | commit |", "|---|---|---|---|---|")
+    for part in known:
+        result = results.parts.get(part.name, Result("not run"))
+        why = f": {_last(result.said)}" if result.state not in (OK, "not run", FAILED, LATE) else ""
+        yield f"| `{part.name}` | {part.what} | {result.state}{why} | {result.seconds:.0f} | {result.commit} |"
+
+
+def _levels(results: Results) -> Iterator[str]:
+    rows = [
+        (part, found)
+        for part in ("levels-few", "levels-many", "levels-http")
+        for found in _figures(results, part) or ()
+    ]
+    if not rows:
+        return
+    yield "| spoken answers at once | first sound p50 / longest, ms | answer p50, s | real-time factor | answers/s |"
+    yield "|---|---|---|---|---|"
+    for part, f in rows:
+        where = " over HTTP" if part == "levels-http" else ""
+        yield (
+            f"| {f['concurrency']}{where} | {f['first_p50_s'] * 1e3:.0f} / {f['first_max_s'] * 1e3:.0f} "
+            f"| {f['whole_p50_s']:.2f} | {f['real_time_factor_p50']:.3f} | {f['requests_per_s']:.2f} |"
+        )
+    yield ""
+
+
+def _starts(results: Results) -> Iterator[str]:
+    for part in results.parts:
+        found = _figures(results, part)
+        if isinstance(found, dict) and "ready_s" in found:
+            first, *_, tenth = (1e3 * seconds for seconds in found["first_sound_s"])
+            ready = f"ready after {found['ready_s']:.0f} s"
+            yield f"- `{part}`: {ready}; first sound {first:.0f} ms, of the tenth answer {tenth:.0f} ms."
+        elif isinstance(found, dict) and "ratio" in found:
+            ours, stock = found["ours_per_s"], found["stock_per_s"]
+            beside = f"stock vLLM {stock:.2f}, ratio {found['ratio']:.3f}"
+            yield f"- `{part}`: {ours:.2f} text-only answers a second, {beside}."
+    yield ""
+
+
+def _failures(results: Results) -> Iterator[str]:
+    for name, result in results.parts.items():
+        if result.state in (FAILED, LATE):
+            yield from (f"`{name}`, {result.state}; the end of what it printed:", "", "```")
+            yield from (*result.said.splitlines()[-TAIL_LINES:], "```", "")
+
+
+def _last(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def write(page: Path, top: str) -> None:
+    """Put the report at the top of the page, in the place of the one before; what is below stays."""
+    text = page.read_text() if page.exists() else END
+    below = text.partition(END)[2].lstrip("\n")
+    page.write_text(f"{top}\n{below}" if below else top)

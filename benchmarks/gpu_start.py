@@ -1,0 +1,65 @@
+"""Start a server as the README says, ask it for ten spoken answers, one after the other, and end it.
+
+The first answer should be as fast as the tenth: whatever is compiled or chosen at the first use was forgotten at the
+start. A configuration that the server refuses is exit status 3, with the reason.
+
+    python benchmarks/gpu_start.py MODEL [--json FILE] [-- flags of vllm serve]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from gpu_parts import REFUSED_STATUS
+from spoken import Lengths
+from spoken_http import MODEL, over_http
+
+from examples.server import Server, ServerFailed
+
+ANSWERS = 10
+LENGTHS = Lengths(text=8, frames=12)
+
+WRONG_CONFIGURATION = 2
+"""Exit status of `vllm serve --omni` when it has refused what it was told, in one line, and started nothing."""
+
+
+def split(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words before and after `--`; argparse takes none that begin with a hyphen after an option."""
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def main() -> int:
+    """Measure and print; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="directory or hub id")
+    parser.add_argument("--json", type=Path, help="file that takes the figures")
+    ours, flags = split(sys.argv[1:])
+    args = parser.parse_args(ours)
+    with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
+        server = Server(args.model, Path(folder, "server.log"), ["--served-model-name", MODEL, *flags])
+        try:
+            with server, over_http(server, LENGTHS) as (ask, runner):
+                answers = [runner.run(ask(seed)) for seed in range(ANSWERS)]
+        except ServerFailed:
+            if server.status() != WRONG_CONFIGURATION:
+                raise
+            return REFUSED_STATUS
+        finally:
+            print(server.log.read_text(errors="replace"), flush=True)
+    firsts = [answer.first_s for answer in answers]
+    figures = {"ready_s": server.startup_s, "first_sound_s": firsts, "answer_s": [each.whole_s for each in answers]}
+    print(
+        f"ready after {server.startup_s:.1f} s; first sound {firsts[0] * 1e3:.0f} ms, tenth {firsts[-1] * 1e3:.0f} ms"
+    )
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""How far the weights of a replica are, as vLLM's own loader passes them on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader import get_model_loader
+
+from vllm_omni_ext.engine import loading
+from vllm_omni_ext.wire.loading import VARIABLE, Loading
+
+REPLICA = "talker/0"
+ROWS = {"a.one": 4, "a.two": 8, "b.other": 16}
+
+
+class Model(torch.nn.Module):
+    """Takes what begins with "a."."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[str] = []
+
+    def is_unused_checkpoint_weight(self, name: str) -> bool:
+        return name.startswith("b.")
+
+    def load_weights(self, weights: Any) -> None:
+        self.taken = [name for name, _ in weights]
+
+
+@pytest.fixture
+def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Loading]:
+    """What this process says of its loading."""
+    taken: list[Loading] = []
+
+    class Kept:
+        def __init__(self, path: str, replica: str) -> None:
+            assert (path, replica) == ("/somewhere", REPLICA)
+
+        def say(self, phase: Any, **fields: Any) -> None:
+            taken.append(Loading(replica=REPLICA, phase=phase, **fields))
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setenv(VARIABLE, f"/somewhere {REPLICA}")
+    monkeypatch.setattr(loading.Teller, "__new__", lambda cls, *args: Kept(*args))
+    monkeypatch.setattr(loading, "EVERY_S", 0.0)
+    return taken
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of two files, one of which the model does not want."""
+    tensors = {name: torch.zeros(rows, 1024) for name, rows in ROWS.items()}
+    save_file({name: tensors[name] for name in ("a.one", "a.two")}, tmp_path / "model-1.safetensors")
+    save_file({"b.other": tensors["b.other"]}, tmp_path / "model-2.safetensors")
+    return tmp_path
+
+
+def load(folder: Path, config: LoadConfig) -> Model:
+    """As vLLM's runner loads a model."""
+    model, about = Model(), SimpleNamespace(model=str(folder), revision=None, quantization=None, multimodal_config=None)
+    about.is_moe = False
+    with set_current_vllm_config(VllmConfig()):
+        get_model_loader(config).load_weights(model, about)
+    return model
+
+
+@pytest.mark.parametrize("name", ["auto", "safetensors"])
+def test_bytes_are_counted_up_to_all_of_them(folder: Path, reports: list[Loading], name: str) -> None:
+    config = LoadConfig(load_format=name, use_tqdm_on_load=False)
+    with loading.told(config):
+        model = load(folder, config)
+    assert sorted(model.taken) == ["a.one", "a.two"], "the file with what is not wanted is not read"
+    assert "load_weights" not in vars(model)
+    total = 12 * 1024 * 4
+    *counts, last = [(report.loaded, report.total) for report in reports if report.phase == "loading"]
+    assert counts[0] == (0, total) and last == (total, total)
+    assert reports[-1].phase == "warming up"
+    assert config.load_format == name
+
+
+def test_a_tensor_that_is_not_wanted_does_not_count(reports: list[Loading]) -> None:
+    weights = [(name, torch.zeros(rows)) for name, rows in ROWS.items()]
+    teller: Any = loading.Teller("/somewhere", REPLICA)
+    passed = loading.counting(weights, teller, lambda: 48, Model().is_unused_checkpoint_weight)
+    assert [name for name, _ in passed] == list(ROWS)
+    assert [report.loaded for report in reports] == [0, 16, 48, 48]
+
+
+def test_a_download_says_where_it_comes_to(reports: list[Loading], tmp_path: Path, monkeypatch: Any) -> None:
+    module = "vllm.model_executor.model_loader.default_loader"
+    monkeypatch.setattr(f"{module}.list_filtered_repo_files", lambda **_: [])
+    monkeypatch.setattr(f"{module}.download_weights_from_hf", lambda *_, **__: pytest.fail("cut short"))
+    config = LoadConfig(download_dir=str(tmp_path))
+    with pytest.raises(pytest.fail.Exception), loading.told(config):
+        load(Path("some/model"), config)
+    assert [(each.phase, each.folder) for each in reports] == [("downloading", f"{tmp_path}/models--some--model")]
+    assert config.load_format == "auto"
+
+
+def test_other_formats_are_left_alone(reports: list[Loading]) -> None:
+    config = LoadConfig(load_format="dummy")
+    with loading.told(config):
+        assert config.load_format == "dummy"
+    assert [report.phase for report in reports] == ["warming up"]
+
+
+def test_without_a_listener_nothing_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    config = LoadConfig()
+    with loading.told(config):
+        assert config.load_format == "auto"
+
+
+def test_weights_of_other_files_count_whole(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(bytes(100))
+    assert loading.wanted_bytes([str(tmp_path / "model.bin")], lambda name: False) == 100

@@ -1,0 +1,132 @@
+"""Reports on how many bytes of its weights a replica has read, made inside vLLM's own loader.
+
+The seam is vLLM's registry of loaders: while a model is loaded, the load format's name stands for a loader that counts
+what it passes on and otherwise is the one that the format had. It is registered in this replica's process only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from vllm.model_executor.model_loader import get_model_loader, register_model_loader
+
+from vllm_omni_ext.wire.loading import Teller
+
+FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt")
+"""Load formats of vLLM's default loader, which hands tensors to the model one by one; others are not counted."""
+
+EVERY_S = 0.25
+"""At most so often it is said how far the weights are."""
+
+SAFETENSORS = ".safetensors"
+_LENGTH_BYTES = 8
+
+Tensors = Iterable[tuple[str, Any]]
+
+
+@contextmanager
+def told(load_config: Any) -> Iterator[None]:
+    """Inside the block, loading a model with that vLLM `LoadConfig` is reported; the block's end is, in any case."""
+    teller = Teller.of_this_process()
+    if teller is None:
+        yield
+        return
+    name = load_config.load_format
+    try:
+        if name in FORMATS:
+            load_config.load_format = _register(type(get_model_loader(load_config)), name, teller)
+        yield
+        teller.say("warming up")
+    finally:
+        load_config.load_format = name
+        teller.close()
+
+
+def _register(base: type, name: str, teller: Teller) -> str:
+    """Register a loader that counts; the name under which vLLM finds it."""
+
+    class Counting(base):  # type: ignore[misc, valid-type]
+        def __init__(self, load_config: Any) -> None:
+            load_config = copy(load_config)
+            load_config.load_format = name
+            super().__init__(load_config)
+            self._files: list[str] = []
+
+        def _prepare_weights(self, model: str, *args: Any, **kwargs: Any) -> Any:
+            if not os.path.isdir(model):
+                teller.say("downloading", folder=str(hub_folder(model, self.load_config.download_dir)))
+            found = super()._prepare_weights(model, *args, **kwargs)
+            self._files += found[1]
+            return found
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            load = model.load_weights
+            unused = getattr(model, "is_unused_checkpoint_weight", lambda name: False)
+
+            def counted(weights: Tensors) -> Any:
+                return load(counting(weights, teller, lambda: wanted_bytes(self._files, unused), unused))
+
+            model.load_weights = counted
+            try:
+                super().load_weights(model, model_config)
+            finally:
+                del model.load_weights
+
+    return _named(Counting, f"omni-{name}")
+
+
+def _named(loader: type, name: str) -> str:
+    register_model_loader(name)(loader)
+    return name
+
+
+def counting(
+    weights: Tensors, teller: Teller, total: Callable[[], int], unused: Callable[[str], bool]
+) -> Iterator[tuple[str, Any]]:
+    """Pass weights on, and say how many bytes they were.
+
+    Args:
+        weights: name and tensor of each; downloading happens before the first one.
+        total: bytes of all that are wanted; asked when the first one is there.
+        unused: whether the model does not want a tensor of that name: it does not count.
+    """
+    loaded, size, said = 0, 0, float("-inf")
+    for name, tensor in weights:
+        size = size or total()
+        if time.monotonic() - said >= EVERY_S:
+            said = time.monotonic()
+            teller.say("loading", loaded=loaded, total=size)
+        yield name, tensor
+        loaded += 0 if unused(name) else tensor.nbytes
+    teller.say("loading", loaded=size or loaded, total=size or loaded)
+
+
+def wanted_bytes(files: Iterable[str], unused: Callable[[str], bool]) -> int:
+    """Bytes of the tensors that a model reads from checkpoint files; files without a safetensors header count whole."""
+    total = 0
+    for path in map(Path, files):
+        if path.suffix != SAFETENSORS:
+            total += path.stat().st_size
+            continue
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little")))
+        places = (
+            about["data_offsets"] for name, about in header.items() if name != "__metadata__" and not unused(name)
+        )
+        total += sum(end - start for start, end in places)
+    return total
+
+
+def hub_folder(model: str, download_dir: str | None) -> Path:
+    """Where the Hugging Face hub's client puts a model's files."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(download_dir or HF_HUB_CACHE, repo_folder_name(repo_id=model, repo_type="model"))
