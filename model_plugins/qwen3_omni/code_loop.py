@@ -71,6 +71,11 @@ class CodeLoop:
         self._table = weights.embeddings.flatten(0, 1)
         self._starts = torch.arange(0, steps * codes, codes, device=self._table.device)
 
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the dtype and on the device of all activations."""
+        return self._weights.norm
+
     def embedded(self, codes: Tensor) -> Tensor:
         """Sum of the embeddings of codes [frames, steps]: [frames, hidden]."""
         return F.embedding_bag(codes + self._starts, self._table, mode="sum")
