@@ -79,17 +79,17 @@ class _Layer(nn.Module):
         return Layer(
             norm_in=self.input_layernorm.weight.data,
             norm_out=self.post_attention_layernorm.weight.data,
-            qkv=_merge([part.weight for part in qkv]).t(),
-            qkv_bias=_merge([part.bias for part in qkv]) if config.attention_bias else None,
+            qkv=merge([part.weight for part in qkv]).t(),
+            qkv_bias=merge([part.bias for part in qkv]) if config.attention_bias else None,
             head_scale=torch.cat(head_scale).data,
             out=attention.o_proj.weight.data.t(),
             out_bias=attention.o_proj.bias.data if config.attention_bias else None,
-            gate_up=_merge([mlp.gate_proj.weight, mlp.up_proj.weight]).t(),
+            gate_up=merge([mlp.gate_proj.weight, mlp.up_proj.weight]).t(),
             down=mlp.down_proj.weight.data.t(),
         )
 
 
-def _merge(parts: Sequence[nn.Parameter]) -> Tensor:
+def merge(parts: Sequence[nn.Parameter]) -> Tensor:
     """All parts in one tensor, which they live in from now on: no weight is held twice."""
     merged = torch.cat([part.data for part in parts])
     for part, piece in zip(parts, merged.split([len(part) for part in parts]), strict=True):
@@ -138,7 +138,7 @@ class CodePredictor(nn.Module):
                 layers=[layer.merged(c) for layer in self.model.layers],
                 norm=self.model.norm.weight.data,
                 heads=[head.weight.data.t() for head in self.lm_head],
-                embeddings=_merge([embedding.weight for embedding in self.model.codec_embedding]).view(
+                embeddings=merge([embedding.weight for embedding in self.model.codec_embedding]).view(
                     self.groups - 1, c.vocab_size, c.hidden_size
                 ),
                 rope=torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=like.device, dtype=like.dtype),

@@ -22,6 +22,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_layers import (
     CausalUpsample,
     ConvNeXtBlock,
     DecoderBlock,
+    PreparedLayer,
     SnakeBeta,
     StatefulLayer,
     WindowTransformer,
@@ -87,11 +88,20 @@ class Vocoder(nn.Module):
         tail = [SnakeBeta(channels[-1]), CausalConv(channels[-1], 1, 7)]
         self.decoder = nn.ModuleList([CausalConv(dim, channels[0], 7), *blocks, *tail])
 
+        self._prepared = False
         self._upsamplers = [layer for layer in self.modules() if isinstance(layer, CausalUpsample)]
         self._state_numel = self._lay_out_states()
         self.total_upsample = math.prod((*config.upsampling_ratios, *config.upsample_rates))
         steady = 1 + sum(layer.overlap for layer in self._upsamplers)
         self.lookahead_samples = steady * self.total_upsample - self.samples_after(steady)
+
+    def prepare(self) -> None:
+        """Work out what depends on the weights alone; once, when they are loaded and on their device."""
+        if not self._prepared:
+            for layer in self.modules():
+                if isinstance(layer, PreparedLayer):
+                    layer.prepare()
+            self._prepared = True
 
     def new_state(self) -> VocoderState:
         """The state of a stream that has not begun: zeros, which is also the padding before the first input."""
@@ -121,6 +131,7 @@ class Vocoder(nn.Module):
             ValueError: a chunk of the wrong shape, or a stream that has already ended. No state was changed then.
         """
         self._check(chunks, states, last)
+        self.prepare()
         device = self.code_embedding.weight.device
         codes = [chunk.to(device, non_blocking=True) for chunk in chunks]
         done = [0] * len(chunks)
