@@ -26,7 +26,7 @@ REFUSED = {
     "equal",
     "masked_select",
     "unique",
-    "repeat_interleave",
+    "repeat_interleave.Tensor",
 }
 RANDOM = {"uniform_", "rand", "normal_", "randn", "bernoulli_", "multinomial", "random_", "randint", "exponential_"}
 RUBBISH = 77
@@ -64,7 +64,7 @@ class _Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[-1]
-        if name in REFUSED | RANDOM:
+        if {name, f"{name}.{func._overloadname}"} & (REFUSED | RANDOM):
             raise RuntimeError(f"{name} cannot be captured")
         known = {_where(each) for each in _tensors((args, kwargs))}
         written = tree_map_only(Tensor, lambda tensor: self._note(tensor, name), (args, kwargs or {}))

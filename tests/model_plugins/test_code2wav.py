@@ -25,7 +25,10 @@ OTHERS = {"thinker.model.norm.weight": torch.zeros(3), "talker.model.norm.weight
 
 def empty_model() -> Qwen3OmniCode2Wav:
     model_config = SimpleNamespace(hf_config=small_config())
-    return Qwen3OmniCode2Wav(vllm_config=SimpleNamespace(model_config=model_config, additional_config={}))
+    scheduler_config = SimpleNamespace(max_num_seqs=4)
+    return Qwen3OmniCode2Wav(
+        vllm_config=SimpleNamespace(model_config=model_config, scheduler_config=scheduler_config, additional_config={})
+    )
 
 
 @pytest.fixture(scope="module")
