@@ -22,7 +22,7 @@ def test_a_frame(module: ModuleType) -> None:
 
 
 def test_an_input_row(module: ModuleType) -> None:
-    assert module.of_a_row().beside <= 10
+    assert module.of_a_row().beside <= 9
 
 
 def test_a_pass_of_the_vocoder(module: ModuleType) -> None:
