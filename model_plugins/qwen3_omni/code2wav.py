@@ -27,6 +27,7 @@ from vllm.tasks import PoolingTask
 from vllm.v1.pool.metadata import PoolingMetadata
 
 from vllm_omni_ext.config.schema import STREAM_IDLE_S, OmniConfig
+from vllm_omni_ext.engine.graphs import recorder_for
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_streams import VocoderStreams
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import POOLING_TASK
@@ -111,6 +112,15 @@ class Qwen3OmniCode2Wav(nn.Module, IsAttentionFree):
         super().__init__()
         idle_s = vllm_config.additional_config.get(STREAM_IDLE_S, OmniConfig.stream_idle_s)
         self.pooler = WaveformPooler(Vocoder(vllm_config.model_config.hf_config), idle_s=idle_s)
+        self._streams: int = vllm_config.scheduler_config.max_num_seqs
+
+    def warm_up(self) -> None:
+        """Last step of the start-up: no kernel and no graph is left for the first request to make."""
+        vocoder = self.pooler.vocoder
+        recorder = recorder_for(vocoder.code_embedding.weight.device, eager=False)
+        if recorder is not None:
+            vocoder.record(recorder, streams=self._streams)
+        vocoder.warm_up()
 
     @staticmethod
     def is_unused_checkpoint_weight(name: str) -> bool:

@@ -71,6 +71,11 @@ class CodeLoop:
         self._table = weights.embeddings.flatten(0, 1)
         self._starts = torch.arange(0, steps * codes, codes, device=self._table.device)
 
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the dtype and on the device of all activations."""
+        return self._weights.norm
+
     def embedded(self, codes: Tensor) -> Tensor:
         """Sum of the embeddings of codes [frames, steps]: [frames, hidden]."""
         return F.embedding_bag(codes + self._starts, self._table, mode="sum")
@@ -82,8 +87,8 @@ class CodeLoop:
         memory = self._memory[batch] = _Memory(self._weights, self._store, batch)
         return memory
 
-    def run(self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Codes int64 [batch, steps] of one frame a row.
+    def run(self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
+        """Codes of one frame a row: for each step int64 [batch].
 
         Args:
             hidden: input of position 0, [batch, hidden].
@@ -102,30 +107,76 @@ class CodeLoop:
             codes.append(choose(memory.logits, step))
             if step + 1 < len(w.heads):
                 torch.index_select(embedding, 0, codes[-1], out=memory.stream)
-        return torch.stack(codes, dim=1)
+        return codes
 
 
 class _Store:
-    """Activations, keys and values of up to `rows` rows, shared by all batch sizes."""
+    """Activations, keys and values of up to `rows` rows, shared by all batch sizes.
+
+    Projections and normed heads of every position have a place of their own, and the attention reads keys and values
+    there: nothing is copied into a cache.
+    """
 
     def __init__(self, weights: Weights, rows: int) -> None:
         layer, like = weights.layers[0], weights.norm
         self.rows = rows
 
         def room(*shape: int) -> Tensor:
-            return torch.zeros((rows, *shape), dtype=like.dtype, device=like.device)
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
-        normed_heads, head_dim = layer.head_scale.shape
-        positions = weights.rope.shape[0]
-        self.stream, self.x = room(len(like)), room(len(like))
-        self.logits = room(weights.heads[0].shape[1])
-        self.qkv, self.qk = room(layer.qkv.shape[1]), room(normed_heads + weights.kv_heads, head_dim)
-        self.gate_up, self.act = room(layer.gate_up.shape[1]), room(layer.down.shape[0])
-        self.cache = [
-            (room(weights.kv_heads, positions, head_dim), room(weights.kv_heads, positions, head_dim))
-            for _ in weights.layers
-        ]
+        width, positions = layer.qkv.shape[1], weights.rope.shape[0]
+        self.stream, self.x = room(rows, len(like)), room(rows, len(like))
+        self.logits = room(rows, weights.heads[0].shape[1])
+        self.gate_up, self.act = room(rows, layer.gate_up.shape[1]), room(rows, layer.down.shape[0])
+        self.projected = [room(positions, rows, width) for _ in weights.layers]
+        self.normed = [room(positions, rows, width) for _ in weights.layers]
         self.positions = [torch.full((rows,), p, device=like.device) for p in range(positions)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One layer's memory at one position, for `batch` rows.
+
+    Attributes:
+        qkv: what the projection writes, [batch, width].
+        by_head: the same, [batch, heads + 2 * kv heads, head_dim].
+        normed: the same, after the norm.
+        scaled: the part of it that has a scale: queries and keys.
+        q, k: the parts of it that are rotated, [batch, heads * head_dim].
+        query: [batch, kv heads, heads / kv heads, head_dim].
+        keys, values: those of this position and all before it, [batch, kv heads, position + 1, head_dim].
+    """
+
+    qkv: Tensor
+    by_head: Tensor
+    normed: Tensor
+    scaled: Tensor
+    q: Tensor
+    k: Tensor
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, weights: Weights, projected: Tensor, normed: Tensor, position: int) -> _Place:
+        """`projected` and `normed` are [positions, batch, width]."""
+        normed_heads, head_dim = weights.layers[0].head_scale.shape
+        kv_heads, heads = weights.kv_heads, normed_heads - weights.kv_heads
+        qkv, flat, batch = projected[position], normed[position], projected.shape[1]
+        by_head = flat.view(batch, -1, head_dim)
+        seen = (each[: position + 1].view(position + 1, batch, -1, head_dim) for each in (normed, projected))
+        keys, values = (each.permute(1, 2, 0, 3) for each in seen)
+        return cls(
+            qkv=qkv,
+            by_head=qkv.view(batch, -1, head_dim),
+            normed=by_head,
+            scaled=by_head[:, :normed_heads],
+            q=flat[:, : heads * head_dim],
+            k=flat[:, heads * head_dim : normed_heads * head_dim],
+            query=by_head[:, :heads].view(batch, kv_heads, heads // kv_heads, head_dim),
+            keys=keys[:, heads:normed_heads],
+            values=values[:, normed_heads:],
+        )
 
 
 class _Memory:
@@ -136,51 +187,38 @@ class _Memory:
 
     def __init__(self, weights: Weights, store: _Store, batch: int) -> None:
         self._weights = weights
-        normed_heads, head_dim = weights.layers[0].head_scale.shape
-        kv_heads, heads = weights.kv_heads, normed_heads - weights.kv_heads
-        self._batch, self._q_width, self._head_dim = batch, heads * head_dim, head_dim
+        self._batch = batch
         self.stream, self.x, self.logits = store.stream[:batch], store.x[:batch], store.logits[:batch]
-        self._qkv, self._qk = store.qkv[:batch], store.qk[:batch]
         self._gate_up, self._act = store.gate_up[:batch], store.act[:batch]
-        self._by_head = self._qkv.view(batch, -1, head_dim)
-        self._scaled = self._qk[:, :normed_heads]
-        self._query = self._qk[:, :heads].view(batch, kv_heads, heads // kv_heads, head_dim)
-        rotated = self._qk.view(batch, -1)
-        self._q, self._k = rotated[:, : self._q_width], rotated[:, self._q_width : normed_heads * head_dim]
-        self._key, self._value = self._qk[:, heads:normed_heads], self._by_head[:, normed_heads:]
-        cache = [(k[:batch], v[:batch]) for k, v in store.cache]
-        self._new = [[(k[:, :, p], v[:, :, p]) for k, v in cache] for p in range(len(weights.rope))]
-        self._seen = [[(k[:, :, : p + 1], v[:, :, : p + 1]) for k, v in cache] for p in range(len(weights.rope))]
+        layers = [(a[:, :batch], b[:, :batch]) for a, b in zip(store.projected, store.normed, strict=True)]
+        self._places = [[_Place.of(weights, *layer, p) for layer in layers] for p in range(len(weights.rope))]
         self._positions = [positions[:batch] for positions in store.positions]
 
     def advance(self, position: int) -> None:
         """Run all layers at `position`, whose input is in `stream`."""
         w, x, stream = self._weights, self.x, self.stream
-        places = zip(w.layers, self._new[position], self._seen[position], strict=True)
-        for index, (layer, new, seen) in enumerate(places):
+        for index, (layer, place) in enumerate(zip(w.layers, self._places[position], strict=True)):
             if index == 0:
                 kernels.rms_norm(x, stream, layer.norm_in, w.eps)
             else:
                 kernels.fused_add_rms_norm(x, stream, layer.norm_in, w.eps)
-            self._attend(layer, position, new, seen)
+            self._attend(layer, position, place)
             kernels.fused_add_rms_norm(x, stream, layer.norm_out, w.eps)
             torch.mm(x, layer.gate_up, out=self._gate_up)
             torch.ops._C.silu_and_mul(self._act, self._gate_up)
             torch.mm(self._act, layer.down, out=x)
         kernels.fused_add_rms_norm(x, stream, w.norm, w.eps)
 
-    def _attend(self, layer: Layer, position: int, new: tuple[Tensor, Tensor], seen: tuple[Tensor, Tensor]) -> None:
+    def _attend(self, layer: Layer, position: int, place: _Place) -> None:
         w = self._weights
-        _project(self.x, layer.qkv, layer.qkv_bias, self._qkv)
+        _project(self.x, layer.qkv, layer.qkv_bias, place.qkv)
         # The kernel reads rows without a gap only, so the values are normed too; nobody looks at those.
-        kernels.rms_norm(self._qk, self._by_head, None, w.eps)
-        self._scaled.mul_(layer.head_scale)
-        kernels.rotary_embedding(self._positions[position], self._q, self._k, self._head_dim, w.rope, True)
-        new[0].copy_(self._key)
-        new[1].copy_(self._value)
+        kernels.rms_norm(place.normed, place.by_head, None, w.eps)
+        place.scaled.mul_(layer.head_scale)
+        kernels.rotary_embedding(self._positions[position], place.q, place.k, w.head_dim, w.rope, True)
         # Query heads that share a key head are its queries, so that keys and values are not repeated.
-        y = F.scaled_dot_product_attention(self._query, *seen)
-        _project(y.reshape(self._batch, self._q_width), layer.out, layer.out_bias, self.x)
+        y = F.scaled_dot_product_attention(place.query, place.keys, place.values)
+        _project(y.reshape(self._batch, -1), layer.out, layer.out_bias, self.x)
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -79,17 +79,17 @@ class _Layer(nn.Module):
         return Layer(
             norm_in=self.input_layernorm.weight.data,
             norm_out=self.post_attention_layernorm.weight.data,
-            qkv=_merge([part.weight for part in qkv]).t(),
-            qkv_bias=_merge([part.bias for part in qkv]) if config.attention_bias else None,
+            qkv=merge([part.weight for part in qkv]).t(),
+            qkv_bias=merge([part.bias for part in qkv]) if config.attention_bias else None,
             head_scale=torch.cat(head_scale).data,
             out=attention.o_proj.weight.data.t(),
             out_bias=attention.o_proj.bias.data if config.attention_bias else None,
-            gate_up=_merge([mlp.gate_proj.weight, mlp.up_proj.weight]).t(),
+            gate_up=merge([mlp.gate_proj.weight, mlp.up_proj.weight]).t(),
             down=mlp.down_proj.weight.data.t(),
         )
 
 
-def _merge(parts: Sequence[nn.Parameter]) -> Tensor:
+def merge(parts: Sequence[nn.Parameter]) -> Tensor:
     """All parts in one tensor, which they live in from now on: no weight is held twice."""
     merged = torch.cat([part.data for part in parts])
     for part, piece in zip(parts, merged.split([len(part) for part in parts]), strict=True):
@@ -138,7 +138,7 @@ class CodePredictor(nn.Module):
                 layers=[layer.merged(c) for layer in self.model.layers],
                 norm=self.model.norm.weight.data,
                 heads=[head.weight.data.t() for head in self.lm_head],
-                embeddings=_merge([embedding.weight for embedding in self.model.codec_embedding]).view(
+                embeddings=merge([embedding.weight for embedding in self.model.codec_embedding]).view(
                     self.groups - 1, c.vocab_size, c.hidden_size
                 ),
                 rope=torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=like.device, dtype=like.dtype),
@@ -166,7 +166,20 @@ class CodePredictor(nn.Module):
             int64 [batch, num_code_groups - 1].
         """
         chosen = Choice.of(draws, self.groups - 1, hidden.device)
-        return self.loop.run(hidden, first, chosen.choose)
+        return torch.stack(self.loop.run(hidden, first, chosen.choose), dim=1)
+
+
+def draw_noise(draws: Sequence[Draw], noise: Tensor) -> None:
+    """Draw the randomness of whole frames, [rows, steps] float32 uniform in [0, 1), into the first rows of `noise`.
+
+    A row with a generator takes its numbers from there, so they do not depend on its neighbours; all others are drawn
+    in one call.
+    """
+    if any(draw.generator is None and not draw.greedy for draw in draws):
+        noise[: len(draws)].uniform_()
+    for row, draw in enumerate(draws):
+        if draw.generator is not None and not draw.greedy:
+            noise[row].uniform_(generator=draw.generator)
 
 
 @dataclass(frozen=True)
@@ -174,45 +187,46 @@ class Choice:
     """How a batch chooses its codes: pure tensors, fixed before the first of them.
 
     Attributes:
-        noise: uniform in [0, 1), [steps, batch, 1]; None: every row is greedy.
+        noise: uniform in [0, 1), [batch, steps]; None: every row is greedy.
         greedy: which rows are, [batch]; None: none is.
+        nucleus: `TOP_P` for each row, [batch, 1].
+        recorded: the operators will be repeated by a graph, so all of them have to be torch's.
     """
 
     noise: Tensor | None
     greedy: Tensor | None
+    nucleus: Tensor | None
+    recorded: bool = False
 
     @classmethod
     def of(cls, draws: Sequence[Draw], steps: int, device: torch.device) -> Choice:
-        """Draw all the randomness of `steps` codes a row, each row's from its own generator in one call."""
+        """Draw all the randomness of `steps` codes a row into memory of its own."""
         greedy = [draw.greedy for draw in draws]
         if all(greedy):
-            return cls(None, None)
-        rows = [
-            torch.zeros(steps, device=device)
-            if draw.greedy
-            else torch.rand(steps, generator=draw.generator, device=device)
-            for draw in draws
-        ]
-        return cls(torch.stack(rows, dim=1)[..., None], torch.tensor(greedy, device=device) if any(greedy) else None)
+            return cls(None, None, None)
+        noise = torch.zeros(len(draws), steps, device=device)
+        draw_noise(draws, noise)
+        nucleus = noise.new_full((len(draws), 1), TOP_P)
+        return cls(noise, torch.tensor(greedy, device=device) if any(greedy) else None, nucleus)
 
     def choose(self, logits: Tensor, step: int) -> Tensor:
         """One code per row of logits [batch, codes]; int64 [batch]."""
-        if self.noise is None:
+        if self.noise is None or self.nucleus is None:
             return logits.argmax(dim=-1)
-        scores, ids = _most_likely(logits.float(), min(TOP_K, logits.shape[-1]))
+        scores, ids = self._most_likely(logits.float(), min(TOP_K, logits.shape[-1]))
         mass = scores.softmax(dim=-1).cumsum(dim=-1)
         # nucleus: the smallest prefix whose mass reaches TOP_P (the most likely code always stays)
-        last = torch.searchsorted(mass, mass.new_full((len(mass), 1), TOP_P)).clamp_(max=scores.shape[-1] - 1)
-        place = torch.searchsorted(mass, self.noise[step] * mass.gather(1, last), right=True)
+        last = torch.searchsorted(mass, self.nucleus).clamp_(max=scores.shape[-1] - 1)
+        drawn = self.noise[:, step : step + 1] * mass.gather(1, last)
+        place = torch.searchsorted(mass, drawn, right=True)
         codes = ids.gather(1, torch.minimum(place, last))[:, 0]
         return codes if self.greedy is None else torch.where(self.greedy, logits.argmax(dim=-1), codes)
 
-
-def _most_likely(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Scores and codes [batch, count] of the `count` most likely codes of each row, best first."""
-    if logits.device.type != "cpu":
-        return logits.topk(count, dim=-1)
-    # NumPy selects with vector instructions, which takes half the time of torch's selection.
-    ids = torch.from_numpy(np.argpartition(logits.numpy(), -count, axis=-1)[:, -count:])
-    scores, order = logits.gather(1, ids).sort(dim=-1, descending=True)
-    return scores, ids.gather(1, order)
+    def _most_likely(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Scores and codes [batch, count] of the `count` most likely codes of each row, best first."""
+        if self.recorded or logits.device.type != "cpu":
+            return logits.topk(count, dim=-1)
+        # NumPy selects with vector instructions, which takes half the time of torch's selection.
+        ids = torch.from_numpy(np.argpartition(logits.numpy(), -count, axis=-1)[:, -count:])
+        scores, order = logits.gather(1, ids).sort(dim=-1, descending=True)
+        return scores, ids.gather(1, order)

@@ -8,18 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3MoeLLMForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
+from vllm_omni_ext.engine.graphs import recorder_for
 from vllm_omni_ext.model_plugins.qwen3_omni import eager_layers
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor
+from vllm_omni_ext.model_plugins.qwen3_omni.frames import FrameMaker
 from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerFeeder
 
 SPECIAL_CODES = 1024  # the last ids of the talker's vocabulary are specials; only the end may be sampled
 EMBED = "thinker.model.embed_tokens.weight"
-FIRST_SLOTS = 16  # requests whose frames have room at once; the feeder makes more when they are needed
 PROJECT_ROWS = 8192  # rows of the text table projected at once, so that loading needs little extra memory
 
 RowSource = Callable[[Sequence[str] | None], Tensor]
@@ -73,10 +75,12 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
         blocked[self.codec_eos] = False
         self.register_buffer("blocked", blocked, persistent=False)
         self.make_empty_intermediate_tensors = self.language_model.make_empty_intermediate_tensors
-        self._limits = (vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len)
+        self._rows_at_once = vllm_config.scheduler_config.max_num_seqs
+        self._no_graphs: bool = vllm_config.model_config.enforce_eager
         self._eager = eager_layers.possible(self.language_model, vllm_config)
         self._layers: eager_layers.EagerLayers | None = None
         self._feeder: TalkerFeeder | None = None
+        self._frames: FrameMaker | None = None
         self._rows: RowSource | None = None
         self._opened: list[str] = []
         self.sampled_hidden: Tensor | None = None
@@ -97,15 +101,37 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
     def feeder(self) -> TalkerFeeder:
         """Per-request inputs, made on first use (the device is known only after loading)."""
         if self._feeder is None:
-            slots, capacity = self._limits
-            self._feeder = TalkerFeeder(
-                self,
-                groups=self.config.code_predictor_config.num_code_groups,
-                slots=min(slots, FIRST_SLOTS),
-                capacity=capacity,
-                device=self.text_table.device,
-            )
+            self._feeder = TalkerFeeder(self, device=self.text_table.device)
         return self._feeder
+
+    @property
+    def frames(self) -> FrameMaker:
+        """Completes the frames of a step, for as many requests as run at once; made on first use."""
+        if self._frames is None:
+            device = self.text_table.device
+            recorder = recorder_for(device, eager=self._no_graphs)
+            self._frames = FrameMaker(
+                self.code_predictor, self._codec_table(), rows=self._rows_at_once, recorder=recorder
+            )
+        return self._frames
+
+    def _codec_table(self) -> Tensor:
+        """Embeddings of all codes [codes, hidden]; with tensor parallelism a copy, since each rank has a part."""
+        embed = self.language_model.model.embed_tokens
+        if get_tensor_model_parallel_world_size() == 1:
+            return embed.weight.data
+        return self.codec_rows(torch.arange(self.config.text_config.vocab_size, device=embed.weight.device))
+
+    @torch.inference_mode()
+    def after_load(self) -> None:
+        """Make what lasts as long as the engine, so that vLLM counts it when it measures memory for the KV cache."""
+        frames = self.frames
+        if self.text_table.device.type != "cpu":
+            frames.try_out()
+
+    def warm_up(self) -> None:
+        """Last step of the start-up: no kernel and no graph is left for the first request to make."""
+        self.frames.warm_up()
 
     def begin_step(self, *, rows: RowSource, opened: list[str]) -> None:
         """Set where this step's rows come from and which requests the runner is about to add, in order."""

@@ -15,20 +15,46 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_omni_ext.engine.feeder import Span
-from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor, Draw
+from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import Draw
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import NO_CODEC
+
+FIRST_FRAMES = 64  # frames that a request has room for at once; the room doubles when it is full
+
+
+class Predictor(Protocol):
+    """What the feeder needs of the code predictor."""
+
+    groups: int
+
+    def frame_rows(self, codes: Tensor) -> Tensor:
+        """Sum of the embeddings of residual codes [n, groups - 1]: [n, hidden]."""
+
+
+class Frames(Protocol):
+    """What completes frames: see `frames.FrameMaker.make`."""
+
+    def make(self, hidden: Tensor, live: Sequence[int], first: Sequence[int], draws: Sequence[Draw]) -> Tensor:
+        """Frames int32 [n, groups] on the host."""
 
 
 class TalkerWeights(Protocol):
     """What the feeder needs of the model."""
 
     text_table: Tensor  # [thinker vocabulary, hidden]
-    code_predictor: CodePredictor
     codec_eos: int
+
+    @property
+    def code_predictor(self) -> Predictor:
+        """Its tables of residual codes are read here."""
+
+    @property
+    def frames(self) -> Frames:
+        """Completes the frames of a step."""
 
     def codec_rows(self, ids: Tensor) -> Tensor:
         """Codec embeddings of first-group codes."""
@@ -44,7 +70,7 @@ class _Request:
     fill: int
     track: list[int]
     draw: Draw
-    slot: int
+    history: np.ndarray  # frames int32 [room, groups], of which the first `frames` are there
     positions: Tensor | None
     rows: Tensor | None = None
     row_of: dict[int, int] = field(default_factory=dict)
@@ -53,17 +79,28 @@ class _Request:
     def text_at(self, step: int) -> int:
         return self.track[step] if step < len(self.track) else self.fill
 
+    def keep(self, frames: np.ndarray) -> None:
+        """Append frames int32 [n, groups]."""
+        stop = self.frames + len(frames)
+        if stop > len(self.history):
+            grown = np.zeros((max(stop, 2 * len(self.history)), self.history.shape[1]), np.int32)
+            grown[: self.frames] = self.history[: self.frames]
+            self.history = grown
+        self.history[self.frames : stop] = frames
+        self.frames = stop
+
 
 class TalkerFeeder:
-    """Implements `engine.feeder.Feeder` for the talker."""
+    """Implements `engine.feeder.Feeder` for the talker.
 
-    def __init__(self, model: TalkerWeights, *, groups: int, slots: int, capacity: int, device: torch.device) -> None:
+    Frames leave the device as results of their steps anyway, so a request's history is kept on the host, as long as it
+    is, and a step takes the frames it reads along with its text ids.
+    """
+
+    def __init__(self, model: TalkerWeights, *, device: torch.device) -> None:
         self._model = model
-        self._groups = groups
-        self._capacity = capacity
+        self._groups = model.code_predictor.groups
         self._device = device
-        self._frames = torch.zeros((slots, capacity, groups), dtype=torch.int32, device=device)
-        self._free = list(range(slots - 1, -1, -1))
         self._requests: dict[str, _Request] = {}
 
     def __len__(self) -> int:
@@ -88,27 +125,12 @@ class TalkerFeeder:
             fill=int(prompt["fill"]),
             track=list(prompt["track"]),
             draw=Draw(greedy=sampling.temperature < 1e-5, generator=generator),
-            slot=self._take_slot(),
+            history=np.zeros((FIRST_FRAMES, self._groups), np.int32),
             positions=None if positions is None else _positions_from(positions),
             row_of={p: i for i, p in enumerate(chain.from_iterable(range(*span) for span in prompt["rows"]))},
         )
         if frames := prompt.get("frames"):
-            request = self._requests[req_id]
-            self._keep(request, torch.tensor(frames, dtype=torch.int32, device=self._device))
-
-    def _keep(self, request: _Request, frames: Tensor) -> None:
-        """Append frames int32 [n, groups] to the request's history; what is past its capacity is never looked at."""
-        stop = min(request.frames + frames.shape[0], self._capacity)
-        if stop > request.frames:
-            self._frames[request.slot, request.frames : stop] = frames[: stop - request.frames]
-        request.frames += frames.shape[0]
-
-    def _take_slot(self) -> int:
-        if not self._free:  # more requests alive than run at once (preempted ones keep their history)
-            slots = self._frames.shape[0]
-            self._frames = torch.cat([self._frames, torch.zeros_like(self._frames)])
-            self._free = list(range(2 * slots - 1, slots - 1, -1))
-        return self._free.pop()
+            self._requests[req_id].keep(np.array(frames, np.int32))
 
     def extend(self, req_id: str, chunk: Mapping[str, Any], rows: Tensor | None) -> None:
         """Append text ids of the prompt, track ids and/or multimodal rows [n, thinker hidden]."""
@@ -126,9 +148,7 @@ class TalkerFeeder:
 
     def close(self, req_id: str) -> None:
         """Forget a request."""
-        request = self._requests.pop(req_id, None)
-        if request is not None:
-            self._free.append(request.slot)
+        self._requests.pop(req_id, None)
 
     def positions(self, req_id: str, length: int) -> tuple[Tensor, int]:
         """M-RoPE positions of the first `length` positions and the delta of the following ones."""
@@ -143,7 +163,7 @@ class TalkerFeeder:
     def rows(self, spans: Sequence[Span]) -> Tensor:
         """Input rows of all spans, [sum of counts, hidden]."""
         prompts: list[tuple[_Request, int, int, int]] = []  # request, first position, row, count
-        decode: list[tuple[int, int, int, int]] = []  # row, slot, frame, text id
+        decode: list[tuple[int, int, np.ndarray]] = []  # row, text id, frame
         base = 0
         for span in spans:
             request = self._requests[span.req_id]
@@ -153,25 +173,28 @@ class TalkerFeeder:
                 prompts.append((request, span.start, base, cut))
             for i in range(cut, span.count):
                 step = span.start + i - prompt
-                decode.append((base + i, request.slot, step, request.text_at(step)))
+                decode.append((base + i, request.text_at(step), request.history[step]))
             base += span.count
         if not prompts:
-            return self._step_rows(decode)[1]
+            return self._step_rows(decode)
         table = self._model.text_table
         rows = table.new_empty((base, table.shape[1]))
         for request, start, row, count in prompts:
             self._prompt_rows(request, start, rows[row : row + count])
         if decode:
-            at, made = self._step_rows(decode)
-            rows[at] = made
+            rows[torch.tensor([row for row, *_ in decode], device=self._device)] = self._step_rows(decode)
         return rows
 
-    def _step_rows(self, decode: list[tuple[int, int, int, int]]) -> tuple[Tensor, Tensor]:
-        """Row numbers and rows [n, hidden] of (row, slot, frame, text id)."""
-        at, slot, frame, text = torch.tensor(decode, device=self._device).unbind(dim=1)
-        codes = self._frames[slot, frame]
+    def _step_rows(self, decode: list[tuple[int, int, np.ndarray]]) -> Tensor:
+        """Rows [n, hidden] of (row, text id, frame)."""
+        numbers = np.empty((len(decode), 1 + self._groups), np.int64)
+        for line, (_, text_id, frame) in zip(numbers, decode, strict=True):
+            line[0] = text_id
+            line[1:] = frame
+        sent = torch.from_numpy(numbers).to(self._device)
+        text, codes = sent[:, 0], sent[:, 1:]
         spoken = self._model.codec_rows(codes[:, 0]) + self._model.code_predictor.frame_rows(codes[:, 1:])
-        return at, spoken + torch.nn.functional.embedding(text, self._model.text_table)
+        return spoken + torch.nn.functional.embedding(text, self._model.text_table)
 
     def _prompt_rows(self, request: _Request, start: int, out: Tensor) -> None:
         stop = start + out.shape[0]
@@ -195,16 +218,14 @@ class TalkerFeeder:
         live = [i for i, got in enumerate(tokens) if got and got[0] != self._model.codec_eos]
         if not live:
             return made
-        first = torch.tensor([tokens[i][0] for i in live], device=self._device)
         requests = [self._requests[req_ids[i]] for i in live]
-        rest = self._model.code_predictor.predict(
-            hidden[live], self._model.codec_rows(first), [request.draw for request in requests]
+        frames = self._model.frames.make(
+            hidden, live, [tokens[i][0] for i in live], [request.draw for request in requests]
         )
-        frames = torch.cat([first[:, None], rest], dim=1).to(torch.int32)
-        host = frames.cpu()
+        kept = frames.numpy()
         for row, (i, request) in enumerate(zip(live, requests, strict=True)):
-            self._keep(request, frames[row : row + 1])
-            made[i] = host[row : row + 1]
+            request.keep(kept[row : row + 1])
+            made[i] = frames[row : row + 1]
         return made
 
 

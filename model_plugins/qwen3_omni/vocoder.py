@@ -16,12 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from vllm_omni_ext.engine.graphs import Recorder
+from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_graphs import Filled, VocoderGraphs
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_layers import (
     Carry,
     CausalConv,
     CausalUpsample,
     ConvNeXtBlock,
     DecoderBlock,
+    PreparedLayer,
     SnakeBeta,
     StatefulLayer,
     WindowTransformer,
@@ -87,11 +90,21 @@ class Vocoder(nn.Module):
         tail = [SnakeBeta(channels[-1]), CausalConv(channels[-1], 1, 7)]
         self.decoder = nn.ModuleList([CausalConv(dim, channels[0], 7), *blocks, *tail])
 
+        self._prepared = False
+        self._graphs: VocoderGraphs | None = None
         self._upsamplers = [layer for layer in self.modules() if isinstance(layer, CausalUpsample)]
         self._state_numel = self._lay_out_states()
         self.total_upsample = math.prod((*config.upsampling_ratios, *config.upsample_rates))
         steady = 1 + sum(layer.overlap for layer in self._upsamplers)
         self.lookahead_samples = steady * self.total_upsample - self.samples_after(steady)
+
+    def prepare(self) -> None:
+        """Work out what depends on the weights alone; once, when they are loaded and on their device."""
+        if not self._prepared:
+            for layer in self.modules():
+                if isinstance(layer, PreparedLayer):
+                    layer.prepare()
+            self._prepared = True
 
     def new_state(self) -> VocoderState:
         """The state of a stream that has not begun: zeros, which is also the padding before the first input."""
@@ -121,8 +134,10 @@ class Vocoder(nn.Module):
             ValueError: a chunk of the wrong shape, or a stream that has already ended. No state was changed then.
         """
         self._check(chunks, states, last)
+        self.prepare()
         device = self.code_embedding.weight.device
-        codes = [chunk.to(device, non_blocking=True) for chunk in chunks]
+        home = device if self._graphs is None else "cpu"
+        codes = [chunk.to(home, non_blocking=True) for chunk in chunks]
         done = [0] * len(chunks)
         pieces: list[list[Tensor]] = [[] for _ in chunks]
         while batches := self._batches([len(c) - d for c, d in zip(codes, done, strict=True)], states):
@@ -134,7 +149,25 @@ class Vocoder(nn.Module):
         for state, ends in zip(states, last, strict=True):
             state.closed = ends
         nothing = torch.empty(0, dtype=torch.float32, device=device)
-        return [torch.cat(waves) if waves else nothing.clone() for waves in pieces]
+        return [waves[0] if len(waves) == 1 else torch.cat([nothing, *waves]) for waves in pieces]
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Decode the first frames of a stream that nobody hears."""
+        state, code = self.new_state(), torch.zeros(1, self.groups, dtype=torch.int64)
+        for frames in (1, 2):
+            self.decode([code.expand(frames, -1)], [state], [False])
+
+    @torch.inference_mode()
+    def record(self, recorder: Recorder, *, streams: int) -> None:
+        """Record the passes of up to `streams` streams; from then on they are repeated."""
+        self.prepare()
+        like, long = self.code_embedding.weight, 1 + sum(layer.overlap for layer in self._upsamplers)
+        graphs = VocoderGraphs(
+            self._pass, recorder, like=like, numel=self._state_numel, groups=self.groups, streams=streams
+        )
+        graphs.record(self._filled(0), self._filled(long))
+        self._graphs = graphs
 
     def _lay_out_states(self) -> int:
         offset = 0
@@ -155,7 +188,7 @@ class Vocoder(nn.Module):
             if state.closed:
                 raise ValueError("the stream has ended; start a new one with new_state()")
 
-    def _filled(self, frames: int) -> tuple[int, ...]:
+    def _filled(self, frames: int) -> Filled:
         """Per upsampler, how many of the inputs it keeps are real after `frames` frames."""
         filled = []
         for layer in self._upsamplers:
@@ -165,28 +198,43 @@ class Vocoder(nn.Module):
 
     def _batches(self, remaining: list[int], states: Sequence[VocoderState]) -> list[tuple[int, list[int]]]:
         """Split one round of work into batches `(frames, stream indices)` of at most `max_frames_per_pass` frames."""
-        alike: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+        alike: dict[tuple[int, Filled], list[int]] = defaultdict(list)
         for i, left in enumerate(remaining):
             if left > 0:
-                alike[min(left, self.max_frames_per_pass), self._filled(states[i].frames)].append(i)
+                filled = self._filled(states[i].frames)
+                alike[self._frames_now(left, filled), filled].append(i)
         batches = []
-        for (frames, _), members in alike.items():
+        for (frames, filled), members in alike.items():
             width = max(1, self.max_frames_per_pass // frames)
+            if self._graphs is not None:
+                width = self._graphs.most_streams(frames, filled) or width
             batches += [(frames, members[i : i + width]) for i in range(0, len(members), width)]
         return batches
 
+    def _frames_now(self, left: int, filled: Filled) -> int:
+        """Frames of the next pass of a stream that has so many left."""
+        recorded = None if self._graphs is None else self._graphs.frames(left, filled)
+        return recorded or min(left, self.max_frames_per_pass)
+
     def _advance(self, codes: Tensor, states: list[VocoderState]) -> list[Tensor]:
         """Run the next `[B, T, groups]` codes of B streams that are `_filled` alike; update their states."""
-        flat = torch.stack([s.flat for s in states]) if len(states) > 1 else states[0].flat[None]
-        positions = torch.tensor([s.frames for s in states], device=flat.device)
         filled = self._filled(states[0].frames)
-        waves = self._run(codes, Carry(flat, positions, dict(zip(self._upsamplers, filled, strict=True))))
-        for row, state in zip(flat, states, strict=True):
-            if len(states) > 1:
-                state.flat.copy_(row)
+        positions, flats = [s.frames for s in states], [s.flat for s in states]
+        waves = None if self._graphs is None else self._graphs.run(codes, flats, positions, filled)
+        if waves is None:
+            flat = torch.stack(flats) if len(flats) > 1 else flats[0][None]
+            codes = codes.to(flat.device)
+            waves = self._pass(codes, flat, torch.tensor(positions, device=flat.device), filled)
+            if len(flats) > 1:
+                torch._foreach_copy_(flats, list(flat.unbind()))
+        for state in states:
             state.frames += codes.shape[1]
             state.samples += waves.shape[1]
         return list(waves.unbind(0))
+
+    def _pass(self, codes: Tensor, flat: Tensor, positions: Tensor, filled: Filled) -> Tensor:
+        """One pass in the sense of `vocoder_graphs.Pass`."""
+        return self._run(codes, Carry(flat, positions, dict(zip(self._upsamplers, filled, strict=True))))
 
     def _run(self, codes: Tensor, carry: Carry) -> Tensor:
         """`[B, T, groups]` codes -> `[B, samples]` float32."""

@@ -18,6 +18,16 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
+from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import merge
+
+
+class PreparedLayer(nn.Module):
+    """A layer that works something out from its weights alone, once."""
+
+    def prepare(self) -> None:
+        """Called by the owner of all layers when the weights are loaded and will stay where they are."""
+        raise NotImplementedError
+
 
 class StatefulLayer(nn.Module):
     """A layer that keeps `state_shape` numbers of each stream; the owner of all layers sets `state_offset`."""
@@ -121,11 +131,11 @@ class ConvNeXtBlock(nn.Module):
     def forward(self, x: Tensor, carry: Carry) -> Tensor:
         """`[B, dim, T]` -> the same shape."""
         y = self.norm(self.dwconv(x, carry).transpose(1, 2))
-        y = self.gamma * self.pwconv2(F.gelu(self.pwconv1(y)))
-        return x + y.transpose(1, 2)
+        y = self.pwconv2(F.gelu(self.pwconv1(y)))
+        return torch.addcmul(x, self.gamma[:, None], y.transpose(1, 2))
 
 
-class SnakeBeta(nn.Module):
+class SnakeBeta(PreparedLayer):
     """`x + sin(x * e^alpha)^2 / e^beta`, per channel (https://huggingface.co/papers/2006.08195)."""
 
     EPSILON = 1e-9
@@ -135,11 +145,14 @@ class SnakeBeta(nn.Module):
         self.alpha = nn.Parameter(torch.zeros(channels))
         self.beta = nn.Parameter(torch.zeros(channels))
 
+    def prepare(self) -> None:
+        """Frequencies and weights `[channels, 1]`."""
+        self._frequency = self.alpha.detach().exp()[:, None]
+        self._weight = (1.0 / (self.beta.detach().exp() + self.EPSILON))[:, None]
+
     def forward(self, x: Tensor) -> Tensor:
         """`[B, channels, T]` -> the same shape."""
-        alpha = self.alpha.exp()[:, None]
-        beta = self.beta.exp()[:, None]
-        return x + (1.0 / (beta + self.EPSILON)) * torch.sin(x * alpha).square()
+        return torch.addcmul(x, self._weight, (x * self._frequency).sin_().square_())
 
 
 class ResidualUnit(nn.Module):
@@ -187,9 +200,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., dim]` -> the same shape and dtype."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class LayerScale(nn.Module):
@@ -199,23 +210,25 @@ class LayerScale(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., dim]` -> the same shape."""
-        return self.scale * x
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        """`x` plus the scaled branch, `[..., dim]` each."""
+        return torch.addcmul(x, self.scale, branch)
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, `[B, 1, T, head_dim]` each, for `positions` `[B, T]`."""
+    """Cosines and sines of the rotary embedding, `[B, 1, T, head_dim]` each, for `positions` `[B, T]`.
+
+    The first half of the sines is negative, as `rotate` wants them.
+    """
     steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
-    angles = positions[..., None].float() * (1.0 / (theta ** (steps / head_dim)))
-    angles = torch.cat((angles, angles), dim=-1)[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    angles = (positions[..., None].float() * (1.0 / (theta ** (steps / head_dim))))[:, None]
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply a rotary embedding to `[B, heads, T, head_dim]`."""
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def window_mask(positions: Tensor, new: int, window: int) -> Tensor:
@@ -233,7 +246,7 @@ def window_mask(positions: Tensor, new: int, window: int) -> Tensor:
     return (band[None] & exists[:, None])[:, None]
 
 
-class WindowAttention(StatefulLayer):
+class WindowAttention(StatefulLayer, PreparedLayer):
     """Causal sliding-window attention; keeps the rotated keys and the values of the last `window - 1` positions."""
 
     def __init__(self, config: PretrainedConfig):
@@ -249,11 +262,17 @@ class WindowAttention(StatefulLayer):
         self.o_proj = nn.Linear(self.heads * self.head_dim, dim, bias=bias)
         self.state_shape = (2, self.kv_heads, self.kept, self.head_dim)
 
+    def prepare(self) -> None:
+        """One projection for queries, keys and values."""
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        self._qkv = merge([part.weight for part in parts])
+        self._qkv_bias = None if self.q_proj.bias is None else merge([part.bias for part in parts])
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, carry: Carry) -> Tensor:
         """`[B, T, dim]` -> the same shape."""
-        query = rotate(self._split(self.q_proj(x), self.heads), cos, sin)
-        key = rotate(self._split(self.k_proj(x), self.kv_heads), cos, sin)
-        value = self._split(self.v_proj(x), self.kv_heads)
+        merged = F.linear(x, self._qkv, self._qkv_bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query, key, value = merged.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         both = torch.cat((carry.read(self), torch.stack((key, value), dim=1)), dim=3)
         if self.kept:
             carry.write(self, both[..., both.shape[3] - self.kept :, :])
@@ -263,11 +282,8 @@ class WindowAttention(StatefulLayer):
         out = F.scaled_dot_product_attention(query, both[:, 0], both[:, 1], attn_mask=mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def _split(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
 
-
-class GatedMlp(nn.Module):
+class GatedMlp(PreparedLayer):
     """`down(act(gate(x)) * up(x))`."""
 
     def __init__(self, config: PretrainedConfig):
@@ -277,9 +293,14 @@ class GatedMlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act = ACT2FN[config.hidden_act]
 
+    def prepare(self) -> None:
+        """One projection for both."""
+        self._gate_up = merge([self.gate_proj.weight, self.up_proj.weight])
+
     def forward(self, x: Tensor) -> Tensor:
         """`[..., dim]` -> the same shape."""
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = F.linear(x, self._gate_up).chunk(2, dim=-1)
+        return self.down_proj(self.act(gate) * up)
 
 
 class TransformerLayer(nn.Module):
@@ -296,8 +317,8 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, carry: Carry) -> Tensor:
         """`[B, T, dim]` -> the same shape."""
-        x = x + self.self_attn_layer_scale(self.self_attn(self.input_layernorm(x), cos, sin, mask, carry))
-        return x + self.mlp_layer_scale(self.mlp(self.post_attention_layernorm(x)))
+        x = self.self_attn_layer_scale(x, self.self_attn(self.input_layernorm(x), cos, sin, mask, carry))
+        return self.mlp_layer_scale(x, self.mlp(self.post_attention_layernorm(x)))
 
 
 class WindowTransformer(nn.Module):

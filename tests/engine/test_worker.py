@@ -95,3 +95,27 @@ def test_a_model_is_loaded_under_a_name_of_its_own_and_prepared_before_it_runs(
     assert layers == [(24,)] and export.model_runner.use_aux_hidden_state_outputs
     runner = export.model_runner
     assert (runner.model_state.execute_mm_encoder if v2 else runner._execute_mm_encoder) != "stock"
+@pytest.fixture
+def calls(feed: FeedWorker, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is called while the worker starts, in order."""
+    noted: list[str] = []
+    monkeypatch.setattr(worker._Worker, "load_model", lambda self, **given: noted.append("vLLM loads"))
+    monkeypatch.setattr(worker._Worker, "compile_or_warm_up_model", lambda self: noted.append("vLLM warms up"))
+    model = feed.model_runner.get_model()
+    model.after_load = lambda: noted.append("memory")
+    model.warm_up = lambda: noted.append("graphs")
+    return noted
+
+
+def test_memory_is_made_with_the_weights_and_graphs_come_last(feed: FeedWorker, calls: list[str]) -> None:
+    """vLLM measures the memory for the KV cache between the two."""
+    feed.load_model(load_dummy_weights=False)
+    assert calls == ["vLLM loads", "memory"]
+    feed.compile_or_warm_up_model()
+    assert calls == ["vLLM loads", "memory", "vLLM warms up", "graphs"]
+
+
+def test_a_model_without_a_warm_up_is_left_alone(feed: FeedWorker, calls: list[str]) -> None:
+    del feed.model_runner.get_model().warm_up
+    feed.compile_or_warm_up_model()
+    assert calls == ["vLLM warms up"]

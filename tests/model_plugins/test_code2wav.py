@@ -25,7 +25,10 @@ OTHERS = {"thinker.model.norm.weight": torch.zeros(3), "talker.model.norm.weight
 
 def empty_model() -> Qwen3OmniCode2Wav:
     model_config = SimpleNamespace(hf_config=small_config())
-    return Qwen3OmniCode2Wav(vllm_config=SimpleNamespace(model_config=model_config, additional_config={}))
+    scheduler_config = SimpleNamespace(max_num_seqs=4)
+    return Qwen3OmniCode2Wav(
+        vllm_config=SimpleNamespace(model_config=model_config, scheduler_config=scheduler_config, additional_config={})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +167,17 @@ def test_tasks_of_both_runner_generations() -> None:
     assert pooler.get_supported_tasks() == {POOLING_TASK}
     assert pooler.get_supported_tasks() <= _SUPPORTED_TASKS
     assert pooler.get_pooling_updates(POOLING_TASK).requires_token_ids
+
+
+def test_warming_up_leaves_nothing_behind() -> None:
+    """The first part of a stream and one of a stream under way have been decoded; there are no graphs on a CPU."""
+    model = empty_model()
+    model.load_weights(CHECKPOINT.items())
+    shapes: list[tuple[int, ...]] = []
+    vocoder = model.pooler.vocoder
+    run = vocoder._run
+    vocoder._run = lambda codes, carry: shapes.append(tuple(codes.shape)) or run(codes, carry)
+    model.warm_up()
+    assert shapes == [(1, 1, 4), (1, 2, 4)]
+    assert (len(model.pooler.streams), model.pooler.streams.frames) == (0, 0)
+    assert vocoder._graphs is None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_omni_ext.engine.feeder import Span
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import MULTIMODAL, NO_CODEC
-from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerFeeder
+from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import FIRST_FRAMES, TalkerFeeder
 
 HIDDEN, VOCAB, CODES, GROUPS, EOS, FILL = 3, 20, 10, 4, 9, 19
 PROMPT = [1, 2, MULTIMODAL, 3, MULTIMODAL, MULTIMODAL, 4]
@@ -32,7 +32,8 @@ class Weights:
         self.codec_table = torch.randn(CODES, HIDDEN, generator=generator)
         self.codec_eos = EOS
         self.tables = [torch.randn(CODES, HIDDEN, generator=generator) for _ in range(GROUPS - 1)]
-        self.code_predictor: Any = SimpleNamespace(predict=self.predict, frame_rows=self.frame_rows)
+        self.code_predictor: Any = SimpleNamespace(groups=GROUPS, frame_rows=self.frame_rows)
+        self.frames: Any = SimpleNamespace(make=self.make)
         self.draws: list[Any] = []
 
     def codec_rows(self, ids: Tensor) -> Tensor:
@@ -44,16 +45,17 @@ class Weights:
     def frame_rows(self, codes: Tensor) -> Tensor:
         return torch.stack([table[codes[:, i].long()] for i, table in enumerate(self.tables)]).sum(dim=0)
 
-    def predict(self, hidden: Tensor, first: Tensor, draws: Any) -> Tensor:
+    def make(self, hidden: Tensor, live: list[int], first: list[int], draws: Any) -> Tensor:
         self.draws = list(draws)
-        return (hidden.sum(dim=1).long()[:, None] + torch.arange(GROUPS - 1)) % CODES
+        rest = (hidden[live].sum(dim=1).long()[:, None] + torch.arange(GROUPS - 1)) % CODES
+        return torch.cat([torch.tensor(first)[:, None], rest], dim=1).int()
 
 
 WEIGHTS = Weights()
 
 
-def make(slots: int = 2, capacity: int = 30) -> TalkerFeeder:
-    return TalkerFeeder(WEIGHTS, groups=GROUPS, slots=slots, capacity=capacity, device=torch.device("cpu"))
+def make() -> TalkerFeeder:
+    return TalkerFeeder(WEIGHTS, device=torch.device("cpu"))
 
 
 def handoff(track: list[int], text: list[int] = PROMPT, codec: list[int] = CODEC, **more: Any) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def test_any_split_gives_the_rows_of_one_go(track: list[int], frames: list[tuple
 @settings(deadline=None)
 @given(st.permutations(["a", "b", "c"]), st.data())
 def test_requests_of_a_batch_do_not_mix(order: list[str], data: Any) -> None:
-    feeder = make(slots=1)
+    feeder = make()
     given_ = {name: (data.draw(tracks), data.draw(codes)) for name in ("a", "b", "c")}
     for name, (track, frames) in given_.items():
         spoken(track, frames, feeder, name)
@@ -147,20 +149,18 @@ def test_opening_again_after_a_preemption_keeps_the_history() -> None:
     torch.testing.assert_close(feeder.rows([Span("a", 0, 9)]), by_hand([5, 6], frames))
 
 
-def test_slots_grow_keep_what_is_in_them_and_are_used_again() -> None:
-    feeder = make(slots=1)
-    names = [str(i) for i in range(5)]
-    for i, name in enumerate(names):
-        spoken([i], [(i, i)], feeder, name)
-    for i, name in enumerate(names):
-        torch.testing.assert_close(feeder.rows([Span(name, 0, 8)]), by_hand([i], [(i, i)]))
-    size = feeder._frames.shape[0]
-    for turn in range(20):
-        feeder.close(names.pop(0))
-        names.append(f"later {turn}")
-        spoken([turn % 7], [(2, turn)], feeder, names[-1])
-    assert feeder._frames.shape[0] == size
-    torch.testing.assert_close(feeder.rows([Span(names[-1], 0, 8)]), by_hand([5], [(2, 19)]))
+def test_a_history_grows_with_its_reply() -> None:
+    """Room is made for the frames that there are, however many were asked for."""
+    feeder = make()
+    feeder.open("a", handoff([], text=[1], codec=[NO_CODEC]), GREEDY)
+    frames = [(step % EOS, step % 40) for step in range(3 * FIRST_FRAMES)]
+    for code, hidden in frames:
+        sample(feeder, "a", code, hidden)
+    assert feeder._requests["a"].history.shape == (4 * FIRST_FRAMES, GROUPS)
+    expected = torch.stack(
+        [_row(code, [(2 * hidden + i) % CODES for i in range(GROUPS - 1)]) for code, hidden in frames]
+    )
+    torch.testing.assert_close(feeder.rows([Span("a", 1, len(frames))]), expected)
 
 
 def test_a_closed_request_is_forgotten() -> None:
@@ -173,7 +173,6 @@ def test_a_closed_request_is_forgotten() -> None:
         feeder.rows([Span("a", 0, 1)])
     spoken([6], [(3, 4)], feeder)  # the same id starts anew
     torch.testing.assert_close(feeder.rows([Span("a", 0, 8)]), by_hand([6], [(3, 4)]))
-    assert len(feeder._free) == 1
 
 
 def test_frames_are_complete_and_the_end_has_none() -> None:
@@ -242,7 +241,7 @@ def test_a_request_taken_over_has_the_rows_of_the_one_that_was_lost(made: int, m
     track, frames = list(range(8)), [(code % EOS, code + 2) for code in range(made + more)]
     lost, other = make(), make()
     spoken(track, frames, lost)
-    history = lost._frames[lost._requests["a"].slot, :made].tolist()
+    history = lost._requests["a"].history[:made].tolist()
     other.open("b", handoff(track, frames=history), GREEDY)
     other.extend("b", {}, hidden_rows(3))
     for code, hidden in frames[made:]:

@@ -17,6 +17,7 @@ from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.engine.feeder import Span
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import Speech, SpeechFlow
+from vllm_omni_ext.model_plugins.qwen3_omni.frames import FrameMaker
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import SpecialIds, find_parts
 from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerFeeder
 from vllm_omni_ext.orchestrator.flow import Extend, Open, Produced
@@ -68,6 +69,7 @@ class Weights:
         self.code_predictor = CodePredictor(talker.code_predictor.config)
         self.code_predictor.load_state_dict(talker.code_predictor.state_dict())
         self.codec_rows = talker.get_input_embeddings()
+        self.frames = FrameMaker(self.code_predictor, self.codec_rows.weight.data, rows=1)
         self.project_hidden = talker.hidden_projection
 
 
@@ -133,9 +135,7 @@ def test_the_talker_is_fed_what_transformers_feeds_it(oracle: Oracle, name: str,
         text=text,
         frames=ChunkSchedule(),
     )
-    feeder = TalkerFeeder(
-        Weights(oracle.model), groups=config.num_code_groups, slots=1, capacity=99, device=torch.device("cpu")
-    )
+    feeder = TalkerFeeder(Weights(oracle.model), device=torch.device("cpu"))
     mixed = [p for a, b in parts.rows for p in range(a, b)]
     rows = heard.rows(config.accept_hidden_layer, mixed) if mixed else None
     notice = Notice(source="tcp://a", name="0/r", first=0, count=len(mixed)) if mixed else None

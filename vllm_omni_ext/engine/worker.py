@@ -98,6 +98,8 @@ class LeanWorker(_Worker):  # type: ignore[misc]
     def compile_or_warm_up_model(self) -> Any:
         """Last step of the start-up."""
         times = super().compile_or_warm_up_model()
+        if (warm_up := getattr(self.model_runner.get_model(), "warm_up", None)) is not None:
+            warm_up()
         trim()
         return times
 
@@ -222,6 +224,11 @@ class FeedWorker(LeanWorker):
     @property
     def _feeder(self) -> Feeder:
         return self.model_runner.get_model().feeder
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load; what the model keeps besides its weights is made before vLLM measures the memory."""
+        super().load_model(*args, **kwargs)
+        self.model_runner.get_model().after_load()
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:

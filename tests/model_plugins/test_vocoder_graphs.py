@@ -1,0 +1,123 @@
+"""Recorded passes of the vocoder: whatever they are put together from, the sound is Transformers'."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.model_plugins.vocoder_reference import (
+    check_equal,
+    expected,
+    random_codes,
+    reference,
+    small_config,
+    vocoder_like,
+)
+from tests.tape import TapeRecorder
+from vllm_omni_ext.model_plugins.qwen3_omni import vocoder_graphs
+from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder
+
+SMALL = reference(small_config(), seed=3)
+STREAMS = 3
+
+
+@pytest.fixture(scope="module")
+def recorded() -> tuple[Vocoder, TapeRecorder]:
+    tape, vocoder = TapeRecorder(), vocoder_like(SMALL)
+    vocoder.record(tape, streams=STREAMS)
+    vocoder.warm_up()
+    return vocoder, tape
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5).filter(sum), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_streams_that_come_and_go(recorded, cuts: list[list[int]], random) -> None:
+    """Any sizes of parts, any streams in a call, more streams than one pass takes."""
+    vocoder, tape = recorded
+    whole = [random_codes(SMALL.config, sum(cut), seed=i) for i, cut in enumerate(cuts)]
+    waiting = {i: list(zip(range(len(cut)), whole[i].split(cut), strict=True)) for i, cut in enumerate(cuts)}
+    states, heard = {}, {i: [] for i in waiting}
+    before = tape.repeated
+    while live := [i for i, parts in waiting.items() if parts]:
+        chosen = [i for i in live if random.random() < 0.7] or live[:1]
+        parts = [waiting[i].pop(0) for i in chosen]
+        for i, (number, _) in zip(chosen, parts, strict=True):
+            if number == 0:
+                states[i] = vocoder.new_state()
+        last = [number == len(cuts[i]) - 1 for i, (number, _) in zip(chosen, parts, strict=True)]
+        waves = vocoder.decode([chunk for _, chunk in parts], [states[i] for i in chosen], last)
+        for i, wave in zip(chosen, waves, strict=True):
+            heard[i].append(wave)
+    assert tape.repeated > before
+    for i, frames in enumerate(whole):
+        check_equal(torch.cat(heard[i]), expected(SMALL, frames))
+
+
+def test_nothing_is_computed_outside_of_the_graphs(recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocoder, tape = recorded
+    monkeypatch.setattr(vocoder, "_run", None)
+    before = tape.repeated
+    codes = [random_codes(SMALL.config, frames, seed=frames) for frames in (1 + 25 + 8 + 2, 1 + 25 + 8 + 2)]
+    states = [vocoder.new_state() for _ in codes]
+    waves = vocoder.decode(codes, states, [True, True])
+    assert tape.repeated - before == 4  # 1, 25, 8 and 2 frames, both streams at once
+    for wave, frames in zip(waves, codes, strict=True):
+        check_equal(wave, expected(SMALL, frames))
+
+
+def test_what_was_given_out_does_not_change(recorded) -> None:
+    vocoder, _ = recorded
+    first, second = vocoder.new_state(), vocoder.new_state()
+    codes = random_codes(SMALL.config, 8, seed=0)
+    (wave,) = vocoder.decode([codes[:4]], [first], [False])
+    copied = wave.clone()
+    vocoder.decode([codes[4:]], [second], [False])
+    assert torch.equal(wave, copied)
+
+
+def test_every_size_of_a_part_has_its_graphs(recorded) -> None:
+    vocoder, tape = recorded
+    streams = (4, 2, 1)
+    assert len(vocoder._graphs) == len(streams) * (len(vocoder_graphs.FRAMES) + len(vocoder_graphs.FIRST_FRAMES))
+    assert len(tape.calls) == len(vocoder._graphs)
+
+
+def test_no_pass_exceeds_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocoder_graphs, "MOST_FRAMES", 8)
+    monkeypatch.setattr(vocoder_graphs, "FRAMES", (4, 1))
+    vocoder, tape = vocoder_like(SMALL), TapeRecorder()
+    vocoder.record(tape, streams=100)
+    sizes = {(key.frames, key.streams) for key in vocoder._graphs._replays}
+    assert sizes == {(4, 2), (4, 1), (1, 8), (1, 4), (1, 2), (1, 1)}
+    codes = [random_codes(SMALL.config, 5, seed=seed) for seed in range(5)]
+    for wave, frames in zip(
+        vocoder.decode(codes, [vocoder.new_state() for _ in codes], [True] * 5), codes, strict=True
+    ):
+        check_equal(wave, expected(SMALL, frames))
+
+
+class Broken:
+    """Cannot record anything."""
+
+    def record(self, body: object) -> object:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_without_graphs_it_computes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocoder_graphs.logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm_omni_ext"), "propagate", True)
+    vocoder = vocoder_like(SMALL)
+    vocoder.record(Broken(), streams=2)  # type: ignore[arg-type]
+    assert "no CUDA graph for" in caplog.text
+    codes = random_codes(SMALL.config, 40, seed=0)
+    state = vocoder.new_state()
+    waves: list[Tensor] = [vocoder.decode([part], [state], [False])[0] for part in codes.split(7)]
+    check_equal(torch.cat(waves), expected(SMALL, codes))

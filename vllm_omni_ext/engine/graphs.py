@@ -1,0 +1,70 @@
+"""CUDA graphs of functions that work on memory that stays where it is.
+
+A graph repeats the kernels of one call with the addresses of that call, and no Python. A function can be recorded if
+everything it reads and writes is memory that its owner allocated before and keeps (weights and buffers), if no shape
+and no branch depends on a value, and if nothing is drawn from a generator inside. Tests check this without a GPU with
+a recorder of their own, which repeats operators instead of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+WARM_UPS = 2
+"""Calls before the recorded one: libraries choose their kernels and allocate their workspaces in them."""
+
+
+class Recorder(Protocol):
+    """Records a function and returns what repeats it."""
+
+    def record(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Call `body` at least once and return a function that does again what it did."""
+
+
+class CudaGraphs:
+    """Records on one device. All graphs share one memory pool, so they must be repeated one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    @torch.inference_mode()
+    def record(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Warm `body` up and capture it; `RuntimeError` if it does something that a graph cannot hold."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                body()
+            torch.cuda.synchronize(self._device)
+            # Not torch.cuda.graph(): it collects garbage before each of dozens of graphs.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                body()
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
+        return graph.replay  # type: ignore[no-any-return]
+
+
+def recorder_for(device: torch.device, *, eager: bool) -> CudaGraphs | None:
+    """The recorder of a device; None where functions are to be called as they are."""
+    return None if eager or device.type != "cuda" else CudaGraphs(device)
+
+
+def buckets(most: int) -> list[int]:
+    """Batch sizes to record, largest first: powers of two, the first of which holds `most` rows."""
+    return [1 << power for power in range((most - 1).bit_length(), -1, -1)]
+
+
+def bucket_of(rows: int, sizes: Iterable[int]) -> int | None:
+    """The smallest of `sizes` that holds so many rows; None if none does."""
+    return min((size for size in sizes if size >= rows), default=None)
