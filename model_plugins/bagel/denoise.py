@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vllm_omni_ext.model_plugins.bagel import images
 from vllm_omni_ext.model_plugins.bagel.context import Context
-from vllm_omni_ext.model_plugins.bagel.guidance import guide, guided_steps, schedule
+from vllm_omni_ext.model_plugins.bagel.guidance import branch_names, guide, guided_steps, schedule
 from vllm_omni_ext.model_plugins.bagel.llm import Layout
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters
@@ -128,11 +128,7 @@ def begin(
     prefill = prefill or Prefill(model, generator)
     times, steps = schedule(parameters)
     guided = guided_steps(parameters, times)
-    branches = {"cond": prefill.context(plan.cond)}
-    if any(guided):
-        branches["text"] = prefill.context(plan.text)
-        if parameters.guided_by_pictures:
-            branches["img"] = prefill.context(plan.img)
+    branches = {name: prefill.context(plan.branch(name)) for name in branch_names(parameters)}
     rows, columns = height // model.sizes.token_pixels, width // model.sizes.token_pixels
     noise = torch.randn(rows * columns, model.sizes.token_channels, generator=generator)
     places = images.places(rows, columns, model.sizes.latent_side)

@@ -20,7 +20,14 @@ def schedule(parameters: ImageParameters) -> tuple[Tensor, Tensor]:
 def guided_steps(parameters: ImageParameters, times: Tensor) -> list[bool]:
     """For each evaluation whether guidance is on. Compared as float32, as the times are."""
     after, until = parameters.cfg_interval
-    return ((times > after) & (times <= until) & parameters.guided).tolist()
+    return ((times > after) & (times <= until) & (parameters.cfg_text_scale > 1.0)).tolist()
+
+
+def branch_names(parameters: ImageParameters) -> tuple[str, ...]:
+    """The branches that a request computes at any time, as `ImagePlan` names them."""
+    if not any(guided_steps(parameters, schedule(parameters)[0])):
+        return ("cond",)
+    return ("cond", "text", "img") if parameters.cfg_img_scale > 1.0 else ("cond", "text")
 
 
 def guide(parameters: ImageParameters, cond: Tensor, text: Tensor, img: Tensor | None) -> Tensor:

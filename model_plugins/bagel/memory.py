@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from vllm_omni_ext.model_plugins.bagel import images
+from vllm_omni_ext.model_plugins.bagel.guidance import branch_names
 from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters
 from vllm_omni_ext.model_plugins.bagel.prompts import MARKERS, ImagePlan, Segments
 from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes, LlmSizes
@@ -41,12 +42,7 @@ def picture_tokens(sizes: BagelSizes, height: int, width: int, *, latents: bool)
 
 def branches_of(plan: ImagePlan, parameters: ImageParameters) -> list[Segments]:
     """What is prefilled for a request."""
-    found = [plan.cond]
-    if parameters.guided:
-        found.append(plan.text)
-    if parameters.guided_by_pictures:
-        found.append(plan.img)
-    return found
+    return [plan.branch(name) for name in branch_names(parameters)]
 
 
 def context_tokens(branches: Iterable[Segments]) -> int:
@@ -62,7 +58,7 @@ def context_bytes(sizes: LlmSizes, branches: Iterable[Segments], element_bytes: 
 
 def row_tokens(sizes: BagelSizes, parameters: ImageParameters, size: tuple[int, int]) -> int:
     """Tokens that a request adds to a step with guidance, for an image of that height and width in pixels."""
-    return (1 + parameters.guided + parameters.guided_by_pictures) * image_tokens(sizes, *size)
+    return len(branch_names(parameters)) * image_tokens(sizes, *size)
 
 
 def latent_bytes(sizes: BagelSizes, size: tuple[int, int]) -> int:

@@ -32,7 +32,7 @@ class ImageParameters:
         timestep_shift: above 1 spends more of the steps near the noise.
         seed: of everything that is drawn.
         cfg_text_scale: guidance by the last text; 1 or less is without any guidance.
-        cfg_img_scale: guidance by pictures, on top of it; 1 or less is without.
+        cfg_img_scale: guidance by pictures, on top of that by text; 1 or less is without.
         cfg_interval: guidance is for times above the first and up to the second; time goes from 1, noise, to 0.
         cfg_renorm_type: what the length of a guided velocity is limited by: "global", that of the whole image,
             "channel", that of each token, "text_channel", that of each token before guidance by pictures.
@@ -78,16 +78,6 @@ class ImageParameters:
     def evaluations(self) -> int:
         """Denoise steps."""
         return self.num_timesteps - 1
-
-    @property
-    def guided(self) -> bool:
-        """Whether there is guidance at any time."""
-        return self.cfg_text_scale > 1.0
-
-    @property
-    def guided_by_pictures(self) -> bool:
-        """Whether there is guidance by pictures too: never without guidance by text."""
-        return self.guided and self.cfg_img_scale > 1.0
 
     def image_size(self, sizes: BagelSizes, picture: tuple[int, int] | None) -> tuple[int, int]:
         """Height and width of the image in pixels.

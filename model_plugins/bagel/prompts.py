@@ -104,6 +104,10 @@ class ImagePlan:
     img: Segments
     size: tuple[int, int] | None = None
 
+    def branch(self, name: str) -> Segments:
+        """What the branch of that name sees: "cond", "text" or "img"."""
+        return {"cond": self.cond, "text": self.text, "img": self.img}[name]
+
     def with_thought(self, thought: TextSegment) -> ImagePlan:
         """The same after the model has thought; guidance leads away from the thought too."""
         return replace(self, cond=(*self.cond, thought))

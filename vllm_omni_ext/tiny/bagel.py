@@ -63,7 +63,7 @@ _MERGES = (
 """Frequent pairs of English, by priority. A pair whose parts are no tokens yet is left out."""
 
 
-def write_bagel(directory: str | Path, *, seed: int = 0) -> Path:
+def write_bagel(directory: str | Path, *, seed: int = 0, size: BagelSizes | None = None) -> Path:
     """Write a complete checkpoint of about a million parameters and return its directory.
 
     The same seed gives the same tensors on every machine and with every version of torch.
@@ -71,13 +71,15 @@ def write_bagel(directory: str | Path, *, seed: int = 0) -> Path:
     Args:
         directory: created if needed; a checkpoint written here before is replaced.
         seed: all weights come from it.
+        size: other sizes than the tiny ones, for measurements.
 
     Raises:
         ConfigError: the path is a file, or a directory with other files in it.
     """
-    path, size, words = Path(directory), BagelSizes(), bagel_vocabulary()
+    path, words, tiny = Path(directory), bagel_vocabulary(), size is None
+    size = size or BagelSizes()
     make_room(path, FILES)
-    write_json(path / MARKER, {"model": "bagel", "sizes": "small", "seed": seed})
+    write_json(path / MARKER, {"model": "bagel", "sizes": "small" if tiny else "other", "seed": seed})
     write_json(path / "config.json", _config(size, words))
     write_json(path / "llm_config.json", _llm_config(size, words))
     write_json(path / "vit_config.json", _vit_config(size, size.vit_layers + 1))
