@@ -23,7 +23,7 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class RmsNorm(nn.Module):
-    """Root mean square norm over the last dimension, computed in float32."""
+    """Root mean square norm over the last dimension; computed in float32, rounded, then weighted, as in Qwen2."""
 
     def __init__(self, channels: int, epsilon: float) -> None:
         super().__init__()
@@ -32,7 +32,9 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The shape and dtype stay."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        return F.rms_norm(x, self.weight.shape, None, self.epsilon) * self.weight
 
 
 class ExpertLayer(nn.Module):

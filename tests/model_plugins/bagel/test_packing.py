@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.model_plugins.bagel.runs import difference, picture, run
 from vllm_omni_ext.model_plugins.bagel.attention import Rows, sdpa
-from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser, RunningImage, decode, finish
+from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser, RunningImage, begin, decode, finish, seeded
 from vllm_omni_ext.model_plugins.bagel.generate import prepare_image
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import image_parameters
@@ -119,6 +119,35 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_another_image(model: 
         images.append(finish(model, running).image)
     assert torch.equal(images[0], images[1])
     assert not torch.equal(images[0], images[2])
+
+
+def test_images_of_one_prompt_share_its_contexts(model: Bagel, prompts: Prompts) -> None:
+    plan = prompts.image(["a cat"])
+    given = [{"height": 48, "width": 48, "num_timesteps": 4, "seed": seed} for seed in (7, 8)]
+    parameters = [image_parameters(each, edit=False) for each in given]
+    prefill = Prefill(model, seeded(parameters[0]))
+    together = [begin(model, plan, each, generator=seeded(each), prefill=prefill) for each in parameters]
+    assert together[0].branches["cond"] is together[1].branches["cond"]
+    step_all(model, together)
+    for image, each in zip(together, parameters, strict=True):
+        alone = begin(model, plan, each)
+        run(model, alone)
+        assert difference(image.latent, alone.latent) < CLOSE
+
+
+def test_contexts_can_be_computed_one_segment_at_a_time(model: Bagel) -> None:
+    parameters = image_parameters(REQUESTS[4], edit=True)
+    plan = Prompts(model.tokens, model.sizes).image(PROMPTS[4])
+    generator = seeded(parameters)
+    prefill = Prefill(model, generator)
+    for end in range(1, len(plan.cond) + 1):
+        prefill.context(plan.cond[:end])
+    by_segment = begin(model, plan, parameters, generator=generator, prefill=prefill)
+    at_once = begin(model, plan, parameters)
+    assert torch.equal(by_segment.latent, at_once.latent)
+    for layer in range(model.sizes.llm.layers):
+        pairs = zip(by_segment.branches["cond"].joined(layer), at_once.branches["cond"].joined(layer), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_the_random_state_of_the_process_is_left_alone(model: Bagel) -> None:
