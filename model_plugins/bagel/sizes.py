@@ -117,6 +117,35 @@ class BagelSizes:
         return self.latent_side * self.token_pixels
 
 
+RELEASED = BagelSizes(
+    llm=LlmSizes(
+        hidden=3584,
+        feed_forward=18944,
+        layers=28,
+        heads=28,
+        kv_heads=4,
+        head_dim=128,
+        vocabulary=152064,
+        rope_theta=1e6,
+        epsilon=1e-6,
+    ),
+    vit=VitSizes(hidden=1152, feed_forward=4304, layers=26, heads=16, patch=14, side=70, epsilon=1e-6),
+    vae=VaeSizes(
+        width=128,
+        widths=(128, 256, 512, 512),
+        blocks=2,
+        channels=16,
+        scale=RELEASED_SCALE,
+        shift=RELEASED_SHIFT,
+    ),
+    latent_side=64,
+    latent_patch=2,
+    vae_resize=ResizeRule(1024, 512, 16),
+    vit_resize=ResizeRule(980, 224, 14),
+)
+"""BAGEL-7B-MoT as published, for measurements and plans without its files. A checkpoint says its own sizes."""
+
+
 def read_sizes(
     ema: Shapes, ae: Shapes, config: Mapping[str, Any], llm: Mapping[str, Any], vit: Mapping[str, Any]
 ) -> BagelSizes:

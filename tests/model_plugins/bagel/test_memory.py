@@ -13,9 +13,7 @@ from vllm_omni_ext.model_plugins.bagel.denoise import begin
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import image_parameters
 from vllm_omni_ext.model_plugins.bagel.prompts import Part, Prompts
-from vllm_omni_ext.model_plugins.bagel.sizes import LlmSizes
-
-RELEASED = LlmSizes(3584, 18944, 28, 28, 4, 128, 152064, 1e6, 1e-6)
+from vllm_omni_ext.model_plugins.bagel.sizes import RELEASED
 
 REQUESTS: list[tuple[list[Part], dict[str, Any]]] = [
     (["a red cat"], {"height": 48, "width": 64}),
@@ -38,7 +36,12 @@ def held(contexts: list[Context]) -> int:
 
 
 def test_the_released_model_has_56_kib_a_token() -> None:
-    assert memory.kv_bytes_per_token(RELEASED, 2) == 56 * 1024
+    assert memory.kv_bytes_per_token(RELEASED.llm, 2) == 56 * 1024
+
+
+def test_the_released_model_editing_a_square_picture() -> None:
+    assert memory.picture_tokens(RELEASED, 1024, 1024, latents=True) == 4098 + 4902
+    assert memory.image_tokens(RELEASED, 1024, 1024) == 4098
 
 
 @pytest.mark.parametrize(("parts", "given"), REQUESTS)
