@@ -3,10 +3,10 @@
     python benchmarks/bagel_steps.py [MODEL] [--wide] [--height 64] [--width 96] [--rounds 5]
     python benchmarks/bagel_steps.py --released-shape --device cuda --dtype bfloat16 --height 512 --width 512
 
-Without a model, a tiny random one is written; `--wide` makes it 7 million parameters in place of one, so that more of the
-time is arithmetic, `--released-shape` is BAGEL-7B-MoT with random weights (30 GB in bfloat16). The ways take turns in
-every round; a number is the median of the rounds, with the smallest and largest. The plain loop is left out where there
-is no checkpoint, and on other devices than the CPU. No engine and no server: this is the model's computation alone.
+Without a model, a tiny random one is written; `--wide` makes it 7 million parameters in place of one, so that more of
+the time is arithmetic, `--released-shape` is BAGEL-7B-MoT with random weights (30 GB in bfloat16). The ways take turns
+in every round; a number is the median of the rounds, with the smallest and largest. The plain loop is for a checkpoint
+in float32 on a CPU. No engine and no server: this is the model's computation alone.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def made(args: argparse.Namespace, folder: str) -> Bench:
     if args.released_shape:
         return Bench(random_weights(args.device, dtype, Tokens.from_directory(directory)), None, args)
     model = load_bagel(directory, dtype=dtype, device=args.device)
-    return Bench(model, Plain(directory, model) if args.device == "cpu" else None, args)
+    plain = args.device == "cpu" and dtype == torch.float32
+    return Bench(model, Plain(directory, model) if plain else None, args)
 
 
 def measure(bench: Bench) -> tuple[Times, Times]:
