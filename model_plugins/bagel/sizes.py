@@ -224,7 +224,10 @@ def _vae(shapes: Shapes, config: Mapping[str, Any]) -> VaeSizes:
 
 def _rule(written: Any, released: ResizeRule, largest: int) -> ResizeRule:
     """The checkpoint's own rule, else the released one; no side may leave the table of positions."""
-    rule = released if written is None else ResizeRule(*(int(number) for number in written))
+    try:
+        rule = released if written is None else ResizeRule(*(int(number) for number in written))
+    except (TypeError, ValueError):
+        raise CheckpointError(f"config.json: {written!r} is no resize; write [largest, smallest, step]") from None
     return ResizeRule(min(rule.longest, largest), min(rule.shortest, largest), rule.stride)
 
 

@@ -69,6 +69,13 @@ def test_without_a_config_the_released_limits_hold(copy: Path) -> None:
     assert sizes.vit_resize == ResizeRule(112, 112, 14)
 
 
+@pytest.mark.parametrize("written", [[96, 48], 5, ["a", 1, 2]])
+def test_a_resize_that_is_none(copy: Path, written: object) -> None:
+    edit_json(copy / "config.json", vit_transform=written)
+    with pytest.raises(CheckpointError, match=r"is no resize; write \[largest, smallest, step\]"):
+        load_bagel(copy)
+
+
 @pytest.mark.parametrize("file", ["ema.safetensors", "ae.safetensors"])
 def test_a_missing_tensor(copy: Path, file: str) -> None:
     name = {"ema": "time_embedder.mlp.2.bias", "ae": "decoder.mid.attn_1.q.bias"}[file.split(".")[0]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from vllm_omni_ext.model_plugins.bagel import images
@@ -31,6 +33,13 @@ VAE, VIT = ResizeRule(1024, 512, 16), ResizeRule(980, 224, 14)
 def test_sizes(size: tuple[int, int], rule: ResizeRule, expected: tuple[int, int]) -> None:
     assert images.resized_size(*size, rule) == expected
     assert images.resize(Image.new("RGB", size), rule).size == expected
+
+
+@given(st.integers(1, 30_000), st.integers(1, 30_000), st.sampled_from([VAE, VIT, ResizeRule(96, 48, 16)]))
+def test_no_picture_leaves_the_tables_of_positions(width: int, height: int, rule: ResizeRule) -> None:
+    size = images.resized_size(width, height, rule)
+    assert max(size) <= rule.longest
+    assert all(side >= rule.stride and side % rule.stride == 0 for side in size)
 
 
 def test_a_picture_that_has_its_size_is_not_touched() -> None:
