@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.tiny import config, sizes, texts, vocabulary, weights
-
-MARKER = "tiny_checkpoint.json"
-"""Says what was written, before anything else is: only a directory with this file is overwritten."""
+from vllm_omni_ext.tiny.directory import MARKER, make_room, write_json
 
 FILES = (
     "config.json",
@@ -46,34 +42,20 @@ def write_qwen3_omni(
     path = Path(directory)
     size = sizes.RELEASED if released_shape else sizes.REAL_VOCAB if real_vocab else sizes.SMALL
     words = vocabulary.small_vocabulary() if size is sizes.SMALL else vocabulary.real_vocabulary()
-    _make_room(path)
-    _write_json(path / MARKER, {"model": "qwen3-omni", "sizes": size.name, "seed": seed})
+    make_room(path, FILES)
+    write_json(path / MARKER, {"model": "qwen3-omni", "sizes": size.name, "seed": seed})
     _write_texts(path, size, words)
     if not released_shape:
         _write_weights(path, size, words, seed)
     return path
 
 
-def _make_room(path: Path) -> None:
-    """Create the directory, or remove the files of an earlier checkpoint from it."""
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"{path}: is a file; name a directory")
-    path.mkdir(parents=True, exist_ok=True)
-    entries = {entry.name for entry in path.iterdir()}
-    if not entries:
-        return
-    if MARKER not in entries:
-        raise ConfigError(f"{path}: is not empty and was not written by this command; name an empty or new directory")
-    for name in entries & {*FILES, MARKER}:
-        (path / name).unlink()
-
-
 def _write_texts(path: Path, size: sizes.Sizes, words: vocabulary.Vocabulary) -> None:
-    _write_json(path / "config.json", config.model_config(size, words))
-    _write_json(path / "generation_config.json", texts.generation_config(size, words))
-    _write_json(path / "preprocessor_config.json", texts.preprocessor_config(size))
-    _write_json(path / "tokenizer.json", texts.tokenizer_json(words))
-    _write_json(path / "tokenizer_config.json", texts.tokenizer_config(words))
+    write_json(path / "config.json", config.model_config(size, words))
+    write_json(path / "generation_config.json", texts.generation_config(size, words))
+    write_json(path / "preprocessor_config.json", texts.preprocessor_config(size))
+    write_json(path / "tokenizer.json", texts.tokenizer_json(words))
+    write_json(path / "tokenizer_config.json", texts.tokenizer_config(words))
     (path / "chat_template.jinja").write_text(texts.CHAT_TEMPLATE)
 
 
@@ -90,7 +72,3 @@ def _write_weights(path: Path, size: sizes.Sizes, words: vocabulary.Vocabulary, 
     model.save_pretrained(path)
     for name, content in texts_before.items():
         (path / name).write_bytes(content)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

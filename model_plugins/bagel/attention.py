@@ -1,0 +1,84 @@
+"""Attention over rows of different lengths, behind an interface that a kernel of a device can take the place of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that lie one behind the other in packed tensors; a row attends to its own keys only.
+
+    Attributes:
+        queries: number of queries of each row.
+        keys: number of keys of each row: those of its context, then its own, one for each query.
+        causal: whether a query sees the keys up to its own only. Else it sees all keys of its row.
+        device: where the packed tensors are.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    causal: bool
+    device: torch.device
+
+    @cached_property
+    def query_starts(self) -> Tensor:
+        """Where each row's queries begin, and the end: `[rows + 1]` int32, as variable-length kernels take it."""
+        return self._starts(self.queries)
+
+    @cached_property
+    def key_starts(self) -> Tensor:
+        """Where each row's keys begin, and the end: `[rows + 1]` int32."""
+        return self._starts(self.keys)
+
+    def _starts(self, lengths: Sequence[int]) -> Tensor:
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
+
+
+class Attention(Protocol):
+    """What computes attention."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
+        """Attend within rows.
+
+        Args:
+            query: `[sum(rows.queries), heads, head_dim]`.
+            key, value: `[sum(rows.keys), kv_heads, head_dim]`; a key head serves `heads // kv_heads` query heads.
+
+        Returns:
+            `[sum(rows.queries), heads, head_dim]`, the dtype of `query`.
+        """
+        ...
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
+    """Attention by PyTorch's own kernel, one call for each row: an `Attention` for every device and dtype."""
+    pieces = [
+        _attend(q, k, v, rows.causal)
+        for q, k, v in zip(query.split(rows.queries), key.split(rows.keys), value.split(rows.keys), strict=True)
+    ]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    length, before = query.shape[0], key.shape[0] - query.shape[0]
+    mask = None
+    if causal and before and length > 1:
+        mask = torch.ones(length, key.shape[0], dtype=torch.bool, device=query.device).tril(before)
+    out = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=causal and not before and length > 1,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    return out[0].transpose(0, 1)

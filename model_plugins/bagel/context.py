@@ -1,0 +1,121 @@
+"""What a row of the language model has seen before: keys and values of every layer, and the position that follows.
+
+A context never changes. A longer one refers to the shorter one that it continues, so the branches of a request share
+what they have in common, and a context that nothing refers to any more is freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Seen(Protocol):
+    """What a row attends to besides itself.
+
+    Attributes:
+        length: tokens.
+        position: RoPE position of the next token.
+    """
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def position(self) -> int: ...
+
+    def pieces(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of a layer in order, each `[tokens, kv_heads, head_dim]`; RoPE has been applied."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """Keys and values of a sequence.
+
+    Attributes:
+        length: tokens.
+        position: RoPE position of the next token. An image takes one position, whatever its tokens.
+        before: the context that this one continues; None for the empty one.
+        layers: keys and values of the tokens that this one adds, `[tokens, kv_heads, head_dim]` each, by layer.
+    """
+
+    length: int = 0
+    position: int = 0
+    before: Context | None = None
+    layers: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    def extended(self, layers: Sequence[tuple[Tensor, Tensor]], positions: int) -> Context:
+        """This context and the tokens with these keys and values, which take so many RoPE positions."""
+        added = layers[0][0].shape[0]
+        return Context(self.length + added, self.position + positions, self, tuple(layers))
+
+    def pieces(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of a layer, in order."""
+        if self.before is not None:
+            yield from self.before.pieces(layer)
+            yield self.layers[layer]
+
+    def joined(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer as one tensor each, `[length, kv_heads, head_dim]`; not for the empty context."""
+        keys, values = zip(*self.pieces(layer), strict=True)
+        return torch.cat(keys), torch.cat(values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values, also of those that it shares."""
+        own = sum(key.nbytes + value.nbytes for key, value in self.layers)
+        return own + (self.before.nbytes if self.before is not None else 0)
+
+
+EMPTY = Context()
+"""The context of a row that has seen nothing."""
+
+
+class GrowingContext:
+    """A context that tokens are appended to one at a time; the memory of what it adds is doubled when it is full."""
+
+    def __init__(self, before: Context, capacity: int = 64) -> None:
+        self._before = before
+        self._capacity = capacity
+        self._added = 0
+        self._layers: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def length(self) -> int:
+        return self._before.length + self._added
+
+    @property
+    def position(self) -> int:
+        return self._before.position + self._added
+
+    def pieces(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of a layer, in order."""
+        yield from self._before.pieces(layer)
+        if self._added:
+            keys, values = self._layers[layer]
+            yield keys[: self._added], values[: self._added]
+
+    def append(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Add one token with these keys and values, `[1, kv_heads, head_dim]` each, by layer."""
+        if not self._layers:
+            self._layers = [(self._room(key), self._room(value)) for key, value in layers]
+        elif self._added == self._capacity:
+            self._capacity *= 2
+            self._layers = [(self._grown(key), self._grown(value)) for key, value in self._layers]
+        for (keys, values), (key, value) in zip(self._layers, layers, strict=True):
+            keys[self._added] = key[0]
+            values[self._added] = value[0]
+        self._added += 1
+
+    def _room(self, like: Tensor) -> Tensor:
+        return like.new_empty(self._capacity, *like.shape[1:])
+
+    def _grown(self, old: Tensor) -> Tensor:
+        new = self._room(old)
+        new[: self._added] = old[: self._added]
+        return new

@@ -1,0 +1,20 @@
+"""What callers of this package may have to tell their users."""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """The files of a checkpoint are not a BAGEL checkpoint that this package can compute; says which and why."""
+
+
+class ParameterError(ValueError):
+    """A request that can never succeed as written.
+
+    Args:
+        message: what is wrong and what is allowed.
+        parameter: name of the parameter, as in `ImageParameters`, or "prompt".
+    """
+
+    def __init__(self, message: str, *, parameter: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter

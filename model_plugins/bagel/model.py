@@ -1,0 +1,84 @@
+"""The whole model: language model, ViT, autoencoder, and what connects latents with the language model."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm_omni_ext.model_plugins.bagel.llm import LanguageModel
+from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes
+from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
+from vllm_omni_ext.model_plugins.bagel.vae import Autoencoder
+from vllm_omni_ext.model_plugins.bagel.vision import VisionModel
+
+TIME_CHANNELS = 256
+_LONGEST_PERIOD = 10000.0
+
+
+class LatentProjections(nn.Module):
+    """Latent tokens into and out of the language model."""
+
+    def __init__(self, sizes: BagelSizes) -> None:
+        super().__init__()
+        hidden = sizes.llm.hidden
+        self.enter = nn.Linear(sizes.token_channels, hidden)
+        self.leave = nn.Linear(hidden, sizes.token_channels)
+        self.time_up = nn.Linear(TIME_CHANNELS, hidden)
+        self.time_down = nn.Linear(hidden, hidden)
+        self.table = nn.Parameter(torch.empty(sizes.latent_side**2, hidden), requires_grad=False)
+
+    def times(self, times: Tensor) -> Tensor:
+        """Embed times from 0 (data) to 1 (noise): `[n]` float32 -> `[n, hidden]`."""
+        half = torch.arange(TIME_CHANNELS // 2, dtype=torch.float32, device=times.device)
+        angles = times[:, None] * torch.exp(-math.log(_LONGEST_PERIOD) / (TIME_CHANNELS // 2) * half)
+        waves = torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.time_up.weight.dtype)
+        return self.time_down(F.silu(self.time_up(waves)))
+
+    def embed(self, tokens: Tensor, times: Tensor, places: Tensor) -> Tensor:
+        """What stands between an image's markers.
+
+        Args:
+            tokens: `[n, token_channels]` float32.
+            times: `[n, hidden]`, embedded, or `[1, hidden]` for all.
+            places: `[n]` int64, in the table of latent positions.
+        """
+        return self.enter(tokens.to(self.enter.weight.dtype)) + times + self.table[places]
+
+
+class Bagel(nn.Module):
+    """All parts, without any state of a request. The autoencoder is float32, the rest has one dtype.
+
+    Attributes:
+        tokens: the tokenizer; set by whatever loads the weights.
+    """
+
+    tokens: Tokens
+
+    def __init__(self, sizes: BagelSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.llm = LanguageModel(sizes.llm)
+        self.vision = VisionModel(sizes.vit, sizes.llm.hidden)
+        self.latents = LatentProjections(sizes)
+        self.vae = Autoencoder(sizes.vae)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.llm.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all parts but the autoencoder."""
+        return self.llm.embed.weight.dtype
+
+    def text_embeddings(self, ids: list[int] | tuple[int, ...]) -> Tensor:
+        """Embeddings of ids, `[n, hidden]`."""
+        return self.llm.embed(torch.tensor(ids, device=self.device))
+
+    def markers(self) -> Tensor:
+        """Embeddings of the two markers around an image, `[2, hidden]`."""
+        return self.text_embeddings((self.tokens.image_start, self.tokens.image_end))

@@ -1,0 +1,139 @@
+"""Parameters of an image request, by their names in the reference implementation, and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from vllm_omni_ext.model_plugins.bagel.errors import ParameterError
+from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes
+
+RenormType = Literal["global", "channel", "text_channel"]
+
+DEFAULT_SIDE = 1024
+MOST_TIMESTEPS = 1000
+_EDIT_DEFAULTS: Mapping[str, Any] = {
+    "cfg_img_scale": 2.0,
+    "cfg_interval": (0.0, 1.0),
+    "cfg_renorm_type": "text_channel",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageParameters:
+    """How an image is made; the defaults are those of text to image.
+
+    Attributes:
+        height, width: of the image in pixels, multiples of the size of a latent token. None: 1024, or the most that
+            the model has positions for. An edit has its picture's size after the resize, whatever is written here.
+        num_timesteps: points in time, the last of which is the image: one evaluation less than that.
+        timestep_shift: above 1 spends more of the steps near the noise.
+        seed: of everything that is drawn.
+        cfg_text_scale: guidance by the last text; 1 or less is without any guidance.
+        cfg_img_scale: guidance by pictures, on top of that by text; 1 or less is without.
+        cfg_interval: guidance is for times above the first and up to the second; time goes from 1, noise, to 0.
+        cfg_renorm_type: what the length of a guided velocity is limited by: "global", that of the whole image,
+            "channel", that of each token, "text_channel", that of each token before guidance by pictures.
+        cfg_renorm_min: smallest factor of that limit.
+        think: whether the model writes a plan first.
+        max_think_token_n: longest plan in tokens, its start included.
+    """
+
+    height: int | None = None
+    width: int | None = None
+    num_timesteps: int = 50
+    timestep_shift: float = 3.0
+    seed: int = 0
+    cfg_text_scale: float = 4.0
+    cfg_img_scale: float = 1.0
+    cfg_interval: tuple[float, float] = (0.4, 1.0)
+    cfg_renorm_type: RenormType = "global"
+    cfg_renorm_min: float = 0.0
+    think: bool = False
+    max_think_token_n: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("height", "width"):
+            if (side := getattr(self, name)) is not None:
+                _integer(name, side, 1, 1 << 20)
+        _integer("num_timesteps", self.num_timesteps, 2, MOST_TIMESTEPS)
+        _integer("seed", self.seed, 0, (1 << 63) - 1)
+        _integer("max_think_token_n", self.max_think_token_n, 1, 1 << 20)
+        _number("timestep_shift", self.timestep_shift, above=0.0)
+        _number("cfg_text_scale", self.cfg_text_scale)
+        _number("cfg_img_scale", self.cfg_img_scale)
+        _number("cfg_renorm_min", self.cfg_renorm_min)
+        if not 0.0 <= self.cfg_renorm_min <= 1.0:
+            raise _wrong("cfg_renorm_min", self.cfg_renorm_min, "must be between 0 and 1")
+        if self.cfg_renorm_type not in get_args(RenormType):
+            allowed = ", ".join(get_args(RenormType))
+            raise _wrong("cfg_renorm_type", self.cfg_renorm_type, f"must be one of {allowed}")
+        if not isinstance(self.think, bool):
+            raise _wrong("think", self.think, "must be true or false")
+        _interval(self.cfg_interval)
+
+    @property
+    def evaluations(self) -> int:
+        """Denoise steps."""
+        return self.num_timesteps - 1
+
+    def image_size(self, sizes: BagelSizes, picture: tuple[int, int] | None) -> tuple[int, int]:
+        """Height and width of the image in pixels.
+
+        Args:
+            sizes: of the model.
+            picture: size of the last picture of the prompt after its resize; None if there is none.
+
+        Raises:
+            ParameterError: the model cannot make an image of that size.
+        """
+        if picture is not None:
+            return picture
+        step, largest = sizes.token_pixels, sizes.largest_side
+        default = min(DEFAULT_SIDE, largest)
+        size = (default if self.height is None else self.height, default if self.width is None else self.width)
+        for name, side in zip(("height", "width"), size, strict=True):
+            if side % step or side > largest:
+                raise _wrong(name, side, f"must be a multiple of {step}, at most {largest}")
+        return size
+
+
+def image_parameters(given: Mapping[str, Any], *, edit: bool) -> ImageParameters:
+    """Parameters from a mapping of names; what is missing has the default of the task.
+
+    Raises:
+        ParameterError: an unknown name, or a value that is not allowed.
+    """
+    known = {each.name for each in fields(ImageParameters)}
+    for name in given:
+        if name not in known:
+            raise ParameterError(f"{name}: is not known; use one of {', '.join(sorted(known))}", parameter=name)
+    values = {**(_EDIT_DEFAULTS if edit else {}), **given}
+    if isinstance(values.get("cfg_interval"), list):
+        values["cfg_interval"] = tuple(values["cfg_interval"])
+    return ImageParameters(**values)
+
+
+def _integer(name: str, value: Any, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise _wrong(name, value, f"must be an integer from {least} to {most}")
+
+
+def _number(name: str, value: Any, above: float = -math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= above:
+        raise _wrong(name, value, "must be a number" + (f" above {above:g}" if math.isfinite(above) else ""))
+
+
+def _interval(value: Any) -> None:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise _wrong("cfg_interval", value, "must be two numbers")
+    for bound in value:
+        _number("cfg_interval", bound)
+    if value[0] > value[1]:
+        raise _wrong("cfg_interval", value, "must not end before it begins")
+
+
+def _wrong(name: str, value: Any, what: str) -> ParameterError:
+    return ParameterError(f"{name}: {what}, not {value!r}", parameter=name)

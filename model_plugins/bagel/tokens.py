@@ -1,0 +1,54 @@
+"""Text to ids and back, as BAGEL writes prompts: no role names, no line ends between turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from vllm_omni_ext.model_plugins.bagel.errors import CheckpointError, ParameterError
+
+_START, _END = "<|im_start|>", "<|im_end|>"
+
+
+class Tokens:
+    """The checkpoint's tokenizer.
+
+    Attributes:
+        start, end: ids around every text; a reply begins after a lone `start` and stops before `end`.
+        image_start, image_end: ids of the markers around every image.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.start = self._id(_START)
+        self.end = self._id(_END)
+        self.image_start = self._id("<|vision_start|>")
+        self.image_end = self._id("<|vision_end|>")
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> Tokens:
+        """Read `tokenizer.json`; CheckpointError if there is none or a token is missing in it."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{path}: is missing")
+        return cls(Tokenizer.from_file(str(path)))
+
+    def text(self, text: str) -> tuple[int, ...]:
+        """Ids of a text between its start and its end. ParameterError if it is no valid Unicode."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ParameterError("prompt: is not valid Unicode text", parameter="prompt") from None
+        return (self.start, *self._tokenizer.encode(text, add_special_tokens=False).ids, self.end)
+
+    def reply(self, ids: list[int]) -> str:
+        """The text of generated ids, which begin with `start`: up to the first end, or another start."""
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text.split(_END)[0].split(_START)[1]
+
+    def _id(self, token: str) -> int:
+        id_ = self._tokenizer.token_to_id(token)
+        if id_ is None:
+            raise CheckpointError(f"tokenizer.json: has no token {token}")
+        return id_

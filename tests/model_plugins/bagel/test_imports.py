@@ -1,0 +1,33 @@
+"""The model's computation needs nothing of this package but itself, and no vLLM: whatever serves it can change."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[3] / "model_plugins" / "bagel"
+OWN = "vllm_omni_ext.model_plugins.bagel."
+
+
+def imported(file: Path) -> set[str]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    names = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    return names | {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+
+
+def test_it_imports_nothing_of_the_core() -> None:
+    found = {name for file in FOLDER.glob("*.py") for name in imported(file)}
+    allowed = {"torch", "numpy", "PIL", "safetensors", "tokenizers", *sys.stdlib_module_names}
+    strange = {name for name in found if not (name + ".").startswith(OWN) and name.partition(".")[0] not in allowed}
+    assert strange == set()
+
+
+def test_parameters_and_errors_are_light() -> None:
+    code = (
+        "import sys, vllm_omni_ext.model_plugins.bagel.parameters\n"
+        "print([name for name in ('torch', 'vllm', 'PIL', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
