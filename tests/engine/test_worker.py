@@ -95,6 +95,8 @@ def test_a_model_is_loaded_under_a_name_of_its_own_and_prepared_before_it_runs(
     assert layers == [(24,)] and export.model_runner.use_aux_hidden_state_outputs
     runner = export.model_runner
     assert (runner.model_state.execute_mm_encoder if v2 else runner._execute_mm_encoder) != "stock"
+
+
 @pytest.fixture
 def calls(feed: FeedWorker, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is called while the worker starts, in order."""
