@@ -103,9 +103,9 @@ class StageMemory:
         split_step_elements: activations for each token of a step that tensor parallelism divides.
         pass_elements: activations of a step whatever the number of its tokens.
         vocabulary: columns of the logits; 0 = no logits.
-        sequence_elements, sequence_bytes: buffers for each of `max_num_seqs` sequences.
-        graph_layers: layers that are captured in CUDA graphs.
-        additional_config: what the engine is told, so that its buffers have the size that is counted here.
+        sequence_elements: buffers for each of `max_num_seqs` sequences.
+        graph_layers: layers that vLLM captures in CUDA graphs.
+        recorded_bytes: CUDA graphs that the model records itself.
     """
 
     weights: tuple[WeightPart, ...]
@@ -117,10 +117,9 @@ class StageMemory:
     pass_elements: int = 0
     vocabulary: int = 0
     sequence_elements: int = 0
-    sequence_bytes: int = 0
     graph_layers: int = 0
+    recorded_bytes: int = 0
     encoder: EncoderMemory | None = None
-    additional_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 StoredTensors = Mapping[str, tuple[str, int, int]]
@@ -173,8 +172,7 @@ class PipelineSpec:
         output_modalities: what the model can answer with, e.g. ("text", "audio").
         request_plugin: "pkg.mod:attr" of the class that plans requests (imported only where requests are served).
         facts: "pkg.mod:attr" of `(hf_config, sampling by stage) -> ModelFacts`; "" if there is none.
-        memory: "pkg.mod:attr" of `(hf_config, sampling by stage, StoredTensors or None) -> StageMemory by stage`; ""
-            if there is none.
+        memory: "pkg.mod:attr" of `(hf_config, StoredTensors or None) -> StageMemory by stage`; "" if there is none.
     """
 
     name: str

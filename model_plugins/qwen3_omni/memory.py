@@ -28,8 +28,21 @@ WAVES_ALIVE = 6
 """Tensors of the size of the vocoder's last block that are alive at the same time. 4.5 were counted on a CPU; the rest
 is for the workspaces of cuDNN's convolutions."""
 
-HISTORY_CODE_BYTES = 4
-"""A code in the talker's frame history is an int32."""
+FRAME_STATE = 4
+"""Memory of a frame that is being made, relative to the keys and values of the code predictor alone (`frames.py`):
+these twice, logits, draws and the rows of a position. 1.3 MB for the released shape in bfloat16."""
+
+GRAPH_NODE_BYTES = 32 << 10
+"""An operator in a CUDA graph. An estimate from vLLM's graphs, whose layers have about 16 operators."""
+
+PREDICTOR_GRAPH_NODES = 7 * 1100
+"""Operators in the graphs of a frame, for 1 to 64 requests (`frames.py`)."""
+
+VOCODER_GRAPH_NODES = 36 * 520
+"""Operators in the graphs of the vocoder (`vocoder_graphs.py`)."""
+
+RECORDED_FRAMES = 128
+"""Frames of the largest recorded pass of the vocoder (`vocoder_graphs.MOST_FRAMES`): its memory is the graphs' own."""
 
 STATE_OVERHEAD = 1.25
 """A stream's state of all vocoder layers, relative to the keys and values of its transformer alone."""
@@ -38,19 +51,16 @@ _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """Types that vLLM turns into the engine's dtype when it loads; everything else stays as it is stored."""
 
 
-def memory(
-    hf_config: Any, sampling: Mapping[str, Mapping[str, Any]], stored: StoredTensors | None = None
-) -> dict[str, StageMemory]:
+def memory(hf_config: Any, stored: StoredTensors | None = None) -> dict[str, StageMemory]:
     """What a replica of each stage needs.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
-        sampling: resolved sampling defaults by stage; the talker's `max_tokens` is the most frames a reply has.
         stored: all tensors of the checkpoint, if its files could be read; None: sizes come from the config.
     """
     found = {
         "thinker": _thinker(hf_config.thinker_config),
-        "talker": _talker(hf_config, int(sampling["talker"]["max_tokens"])),
+        "talker": _talker(hf_config),
         "code2wav": _code2wav(hf_config.code2wav_config),
     }
     if stored is None:
@@ -101,10 +111,11 @@ def _thinker(config: Any) -> StageMemory:
     )
 
 
-def _talker(hf_config: Any, frames: int) -> StageMemory:
+def _talker(hf_config: Any) -> StageMemory:
     config = hf_config.talker_config
     text, predictor = config.text_config, config.code_predictor_config
-    groups, hidden, wide = config.num_code_groups, text.hidden_size, config.thinker_hidden_size
+    hidden, wide = text.hidden_size, config.thinker_hidden_size
+    kept = 2 * predictor.num_hidden_layers * predictor.num_key_value_heads * predictor.head_dim * config.num_code_groups
     resize = wide * text.intermediate_size + text.intermediate_size * (hidden + 1) + hidden
     tables = 2 * (predictor.num_code_groups - 1) * predictor.vocab_size * predictor.hidden_size
     dense = sum(part.elements for part in _decoder("predictor", predictor, experts=0, embeddings=False))
@@ -119,9 +130,9 @@ def _talker(hf_config: Any, frames: int) -> StageMemory:
         **_kv(text),
         **_step(text),
         vocabulary=text.vocab_size,
-        graph_layers=text.num_hidden_layers + predictor.num_hidden_layers,
-        sequence_bytes=frames * groups * HISTORY_CODE_BYTES,
-        additional_config={"frames": frames},
+        graph_layers=text.num_hidden_layers,
+        sequence_elements=FRAME_STATE * kept,
+        recorded_bytes=PREDICTOR_GRAPH_NODES * GRAPH_NODE_BYTES,
     )
 
 
@@ -131,7 +142,8 @@ def _code2wav(config: Any) -> StageMemory:
     kept = 2 * config.num_hidden_layers * config.sliding_window * config.hidden_size
     return StageMemory(
         weights=(WeightPart(name="vocoder", elements=_vocoder_elements(config), split=False),),
-        pass_elements=FRAMES_IN_FLIGHT * samples * channels * WAVES_ALIVE,
+        pass_elements=(FRAMES_IN_FLIGHT + RECORDED_FRAMES) * samples * channels * WAVES_ALIVE,
+        recorded_bytes=VOCODER_GRAPH_NODES * GRAPH_NODE_BYTES,
         sequence_elements=int(kept * STATE_OVERHEAD),
     )
 

@@ -35,6 +35,7 @@ def feed(monkeypatch: pytest.MonkeyPatch) -> FeedWorker:
     monkeypatch.setattr(worker._Worker, "execute_model", lambda self, step: "executed")
     monkeypatch.setattr(worker._Worker, "sample_tokens", lambda self, grammar: SimpleNamespace(req_ids=["warm"]))
     made = FeedWorker.__new__(FeedWorker)
+    made.rank, made.vllm_config = 1, SimpleNamespace(load_config=None)  # the first rank's worker reports on loading
     made._taker, made._refused = Taker("rows", connector(ConnectorConfig(name="in_process")), 0.1), {}
     model = Model()
     made.model_runner = SimpleNamespace(get_model=lambda: model, input_batch=SimpleNamespace(generators={}))
@@ -73,7 +74,9 @@ def test_a_model_is_loaded_under_a_name_of_its_own_and_prepared_before_it_runs(
 ) -> None:
     """vLLM's cache of compiled code is keyed by its configuration: a stock engine must not find code with our layer."""
     export = ExportWorker.__new__(ExportWorker)
+    export.rank = 1  # the first rank's worker reports on loading
     export.vllm_config = SimpleNamespace(
+        load_config=None,
         additional_config={"of": "others"},
         model_config=SimpleNamespace(hf_config=SimpleNamespace(talker_config=SimpleNamespace(accept_hidden_layer=24))),
         compilation_config=SimpleNamespace(mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=CUDAGraphMode.NONE),

@@ -15,14 +15,14 @@ import torch
 from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
 from vllm_omni_ext.model_plugins.qwen3_omni import memory as module
-from vllm_omni_ext.model_plugins.qwen3_omni.memory import FRAMES_IN_FLIGHT, memory, part_of
+from vllm_omni_ext.model_plugins.qwen3_omni.memory import FRAMES_IN_FLIGHT, RECORDED_FRAMES, memory, part_of
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import DEFAULT_MAX_FRAMES_PER_PASS, Vocoder
+from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_graphs import MOST_FRAMES
 from vllm_omni_ext.model_plugins.registry import StageMemory, StoredTensors
 from vllm_omni_ext.tiny.config import model_config
 from vllm_omni_ext.tiny.sizes import REAL_VOCAB, RELEASED, SMALL, Sizes
 from vllm_omni_ext.tiny.vocabulary import real_vocabulary, small_vocabulary
 
-SAMPLING = {"talker": {"max_tokens": 4096}}
 RELEASED_PARAMETERS = 35_259_818_545
 """Of Qwen3-Omni-30B-A3B-Instruct, 70.5 GB in bfloat16."""
 
@@ -44,7 +44,7 @@ def test_computed_sizes_are_those_of_the_model(sizes: Sizes) -> None:
     real = Counter[str]()
     for name, parameter in model.named_parameters():
         real[part_of(name)] += parameter.numel()
-    computed = elements(memory(config, SAMPLING))
+    computed = elements(memory(config))
     text = config.thinker_config.text_config
     assert computed.pop("text table") == text.vocab_size * config.talker_config.text_config.hidden_size
     assert computed == real
@@ -57,7 +57,7 @@ def test_the_state_of_a_stream(sizes: Sizes) -> None:
     config = config_of(sizes)
     with torch.device("meta"):
         real = Vocoder(config.code2wav_config)._state_numel
-    counted = memory(config, SAMPLING)["code2wav"].sequence_elements
+    counted = memory(config)["code2wav"].sequence_elements
     assert counted >= real or sizes is SMALL
     assert counted <= 1.3 * real
 
@@ -66,10 +66,13 @@ def test_frames_in_flight() -> None:
     assert FRAMES_IN_FLIGHT == DEFAULT_MAX_FRAMES_PER_PASS
 
 
-def test_the_history_follows_the_frames_of_a_reply() -> None:
-    talker = memory(config_of(RELEASED), {"talker": {"max_tokens": 1000}})["talker"]
-    assert talker.sequence_bytes == 1000 * 16 * 4
-    assert talker.additional_config == {"frames": 1000}
+def test_a_frame_in_the_making_costs_what_the_makers_memory_has() -> None:
+    talker = memory(config_of(RELEASED))["talker"]
+    assert 1.3e6 <= 2 * talker.sequence_elements < 1.4e6
+
+
+def test_recorded_passes() -> None:
+    assert RECORDED_FRAMES == MOST_FRAMES
 
 
 def stored(sizes: Sizes, expert: tuple[str, float]) -> StoredTensors:
@@ -86,13 +89,13 @@ def stored(sizes: Sizes, expert: tuple[str, float]) -> StoredTensors:
 
 def test_files_in_the_models_own_type_say_the_same_as_the_config() -> None:
     config = config_of(SMALL)
-    assert memory(config, SAMPLING, stored(SMALL, ("BF16", 2.0))) == memory(config, SAMPLING)
+    assert memory(config, stored(SMALL, ("BF16", 2.0))) == memory(config)
 
 
 def test_quantized_files_have_the_size_they_have() -> None:
     config = config_of(SMALL)
-    plain = {part.name: part for part in memory(config, SAMPLING)["thinker"].weights}
-    packed = {part.name: part for part in memory(config, SAMPLING, stored(SMALL, ("U8", 0.5)))["thinker"].weights}
+    plain = {part.name: part for part in memory(config)["thinker"].weights}
+    packed = {part.name: part for part in memory(config, stored(SMALL, ("U8", 0.5)))["thinker"].weights}
     experts = packed.pop("thinker experts")
     assert (experts.elements, experts.stored_bytes) == (0, math.ceil(plain.pop("thinker experts").elements / 2))
     assert packed == plain
@@ -112,18 +115,18 @@ def test_quantized_files_have_the_size_they_have() -> None:
 def test_a_quantized_checkpoint_that_is_not_here(said: Any, width: float) -> None:
     config = config_of(SMALL)
     config.quantization_config = said
-    [part] = [part for part in memory(config, SAMPLING)["thinker"].weights if part.name == "thinker experts"]
-    whole = elements(memory(config_of(SMALL), SAMPLING))["thinker experts"]
+    [part] = [part for part in memory(config)["thinker"].weights if part.name == "thinker experts"]
+    whole = elements(memory(config_of(SMALL)))["thinker experts"]
     found = part.elements * 2 + part.stored_bytes
     assert found == pytest.approx(whole * width, rel=0.06)
     assert part.quantizable is (width == 2)
-    talker = memory(config, SAMPLING)["talker"]
-    assert talker == memory(config_of(SMALL), SAMPLING)["talker"]
+    talker = memory(config)["talker"]
+    assert talker == memory(config_of(SMALL))["talker"]
 
 
 def test_the_largest_picture_is_vllms() -> None:
     """12,544 tokens for the released `preprocessor_config.json`, which vLLM's `encoder_budget` says too."""
-    encoder = memory(config_of(RELEASED), SAMPLING)["thinker"].encoder
+    encoder = memory(config_of(RELEASED))["thinker"].encoder
     assert encoder is not None
     assert encoder.image_tokens == 12544
     assert module.LARGEST_IMAGE_PIXELS == 12544 * 32 * 32
@@ -137,7 +140,7 @@ def test_the_encoder_holds_what_is_counted(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     small, large = map(int, done.stdout.split())
-    encoder = memory(config_of(RELEASED), SAMPLING)["thinker"].encoder
+    encoder = memory(config_of(RELEASED))["thinker"].encoder
     assert encoder is not None
     counted = (encoder.token_bytes + encoder.split_token_bytes) / 4
     assert small == large == pytest.approx(counted, rel=0.01)

@@ -30,8 +30,8 @@ MEMORY = StageMemory(
     split_step_elements=6,
     vocabulary=80,
     sequence_elements=3,
-    sequence_bytes=5,
     graph_layers=4,
+    recorded_bytes=5,
 )
 
 
@@ -81,7 +81,7 @@ def test_least_kv_cache_is_a_sequence_in_whole_blocks_and_one_block_for_vllm(arg
 def test_activations_and_buffers_follow_steps_and_sequences() -> None:
     found = of(max_num_batched_tokens=100, max_num_seqs=7)
     assert found.activations - LIBRARY_BYTES == 100 * 16 * 2 + 7 * 80 * 18
-    assert found.buffers == 7 * (5 + 3 * 2 + 80 * 33 // 8)
+    assert found.buffers == 7 * (3 * 2 + 80 * 33 // 8)
     assert of(max_num_batched_tokens=100, tensor_parallel_size=2).activations - LIBRARY_BYTES == 100 * 13 * 2
 
 
@@ -116,7 +116,7 @@ def test_the_encoder_is_profiled_with_the_largest_video(args: dict[str, Any], to
     ],
 )
 def test_graphs_follow_the_captured_sizes(args: dict[str, Any], sizes: int) -> None:
-    assert of(**args).graphs == 4 * sizes * GRAPH_LAYER_BYTES
+    assert of(**args).graphs == 4 * sizes * GRAPH_LAYER_BYTES + 5
 
 
 def test_context() -> None:

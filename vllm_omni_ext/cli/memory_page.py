@@ -55,7 +55,7 @@ def released(config: str) -> tuple[OmniConfig, ModelFacts]:
     settings = load_config(config, Names(stages=tuple(stage.name for stage in QWEN3_OMNI.stages)))
     sampling = resolved_sampling(QWEN3_OMNI, settings)
     shape = _as_attributes(model_config(RELEASED, real_vocabulary()))
-    return settings, replace(facts(shape, sampling), memory=memory(shape, sampling))
+    return settings, replace(facts(shape, sampling), memory=memory(shape))
 
 
 def plan_released(config: str, flags: Mapping[str, Any], where: Machine) -> Plan:

@@ -52,7 +52,7 @@ def model_facts(
     if not pipeline.memory:
         return facts
     stored = stored_tensors(checkpoint_folder(model, text_args.get("revision"), text_args.get("download_dir")))
-    return replace(facts, memory=resolve(pipeline.memory)(hf_config, sampling, stored))
+    return replace(facts, memory=resolve(pipeline.memory)(hf_config, stored))
 
 
 def detect_machine() -> Machine:

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 from vllm_omni_ext.patching.check import allowed_drift, check
 from vllm_omni_ext.patching.source import VllmSource
-from vllm_omni_ext.patching.spec import Seam
-
-
-def _in(module: str, *rows: tuple[str, str, str]) -> tuple[Seam, ...]:
-    """Rows are (qualified name, fingerprint, how we depend on it)."""
-    return tuple(Seam(target=f"{module}:{name}", seen=frozenset({seen}), use=use) for name, seen, use in rows)
-
+from vllm_omni_ext.patching.spec import Seam, seams_in
+from vllm_omni_ext.patching.transfer_seams import TRANSFER
 
 COMMAND_LINE = (
-    *_in(
+    *seams_in(
         "vllm.entrypoints.cli.main",
         (
             "maybe_run_omni",
@@ -26,56 +21,56 @@ COMMAND_LINE = (
         ),
         ("main", "299ed1660ae8", "imitated: our own main parses the same arguments"),
     ),
-    *_in(
+    *seams_in(
         "vllm.entrypoints.cli.benchmark.main",
         ("BenchmarkSubcommand.subparser_init", "ed19e8622948", "called: `vllm-omni-ext bench`"),
     ),
-    *_in(
+    *seams_in(
         "vllm.entrypoints.cli.serve",
         ("ServeSubcommand.subparser_init", "05920630e74d", "called: every flag of `vllm serve`"),
         ("run_multi_api_server", "eee6900edf0a", "imitated: order of sockets, engines and API servers"),
         ("run_headless", "1a530c3617b2", "imitated: replicas on another host"),
     ),
-    *_in(
+    *seams_in(
         "vllm.entrypoints.launchers.cli_args",
         ("make_arg_parser", "ef213c8c38b3", "called: every flag of `vllm serve`"),
         ("validate_parsed_serve_args", "0003979b1b50", "called"),
     ),
-    *_in("vllm.entrypoints.serve.utils.api_utils", ("cli_env_setup", "234d83be5f29", "called: spawn method")),
+    *seams_in("vllm.entrypoints.serve.utils.api_utils", ("cli_env_setup", "234d83be5f29", "called: spawn method")),
 )
 
 API_SERVER = (
-    *_in(
+    *seams_in(
         "vllm.entrypoints.launchers.launcher",
         ("setup_server", "bf3413c14b9a", "called: the listening socket"),
         ("serve_http", "082cd5068db6", "called with peer_loads: which API server takes a connection"),
         ("NoSignalServer", "37a448e37839", "one with the load 2**31 - 1 takes no connections"),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.engine.admission_control",
         ("SharedAdmissionStats", "164223dc73f8", "called: one limit of queued requests for all API servers"),
     ),
-    *_in(
+    *seams_in(
         "vllm.entrypoints.launchers.api_server.entry",
         ("build_and_serve", "c7c6cfb5350f", "imitated: one statement is inserted after the state is built"),
         ("run_server_worker", "bf7a4b0b1c31", "imitated: start of one API server process"),
     ),
-    *_in("vllm.entrypoints.launchers.api_server.app_state", ("init_app_state", "e97221e1d7d0", "called")),
-    *_in(
+    *seams_in("vllm.entrypoints.launchers.api_server.app_state", ("init_app_state", "e97221e1d7d0", "called")),
+    *seams_in(
         "vllm.entrypoints.generate.api_router",
         ("init_generate_state", "2ca2ad6ac661", "imitated: arguments of the chat handler"),
     ),
-    *_in(
+    *seams_in(
         "vllm.entrypoints.openai.chat_completion.serving",
         ("OpenAIServingChat.__init__", "ed198736dd98", "subclassed"),
         ("OpenAIServingChat.chat_completion_full_generator", "1ffad7651a9f", "overridden, calls the original"),
         ("OpenAIServingChat.chat_completion_stream_generator", "f69a8434f95e", "overridden, calls the original"),
     ),
-    *_in(
+    *seams_in(
         "vllm.entrypoints.serve.middleware.authenticate",
         ("AuthenticationMiddleware", "eb3918b9e651", "subclassed: compares keys; ours stands in its place"),
     ),
-    *_in(
+    *seams_in(
         "vllm.renderers.base",
         ("BaseRenderer._tokenize_prompt", "ad1066b4d594", "called: ours looks at the length of a text before it"),
         (
@@ -84,27 +79,31 @@ API_SERVER = (
             "calls _tokenize_prompt_async, in whose place ours stands",
         ),
     ),
-    *_in("vllm.renderers.params", ("TokenizeParams._text_len_check", "99d8cf8b1420", "refuses by characters before")),
-    *_in(
+    *seams_in(
+        "vllm.renderers.params", ("TokenizeParams._text_len_check", "99d8cf8b1420", "refuses by characters before")
+    ),
+    *seams_in(
         "vllm.entrypoints.serve.tokenize.serving",
         ("ServingTokenization.create_tokenize", "70d47371b96b", "overridden, calls the original with a limit"),
         ("ServingTokenization.create_detokenize", "f813f27126f4", "overridden, calls the original"),
     ),
-    *_in(
+    *seams_in(
         "vllm.multimodal.media.connector",
         ("MediaConnector", "7a7abf8b48ab", "subclassed: fetches through its connection; ours stands in the registry"),
     ),
-    *_in("vllm.multimodal.video", ("VideoLoaderRegistry", "8e135d594bab", "every loader in it is replaced by ours")),
-    *_in(
+    *seams_in(
+        "vllm.multimodal.video", ("VideoLoaderRegistry", "8e135d594bab", "every loader in it is replaced by ours")
+    ),
+    *seams_in(
         "vllm.multimodal.media.video",
         ("VideoMediaIO.__init__", "269f89b795d8", "takes the loader that was chosen from the registry"),
         ("VideoMediaIO.load_bytes", "f7c9934aa7a3", "calls it with bytes and keywords that msgpack can hold"),
     ),
-    *_in("vllm.v1.utils", ("APIServerProcessManager.__init__", "8cd615022d91", "called with target_server_fn")),
+    *seams_in("vllm.v1.utils", ("APIServerProcessManager.__init__", "8cd615022d91", "called with target_server_fn")),
 )
 
 ENGINE_PROCESS = (
-    *_in(
+    *seams_in(
         "vllm.v1.engine.utils",
         ("bind_engine_zmq_listeners", "308a3a5d5c52", "imitated: one pair of listeners a replica and API server"),
         ("EngineZmqListeners", "2d345ab9596f", "built by hand: the listeners of one replica"),
@@ -114,7 +113,7 @@ ENGINE_PROCESS = (
         ("EngineZmqAddresses", "50f5402833a7", "sent in the handshake"),
         ("EngineHandshakeMetadata", "44fda8209ce2", "sent in the handshake"),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.engine.core",
         ("EngineCoreProc.startup_handshake", "fac0f9c9ef6a", "answered: HELLO, addresses, READY"),
         ("EngineCoreProc.run_engine_core", "6043bcf10fa8", "process target of a replica"),
@@ -123,12 +122,12 @@ ENGINE_PROCESS = (
         ("EngineCoreProc.process_output_sockets", "17bdcc1213d7", "patched; wire protocol: outputs by client index"),
         ("EngineCore.preprocess_add_request", "588865cb2174", "a chunk arrives as a second ADD"),
     ),
-    *_in(
+    *seams_in(
         "vllm.utils.network_utils",
         ("make_zmq_listener", "394695639a3e", "called: the listeners of a replica, which stay open in the head"),
         ("make_zmq_socket", "72a4b4a55c25", "takes a listener over, and leaves its path alone when it is closed"),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.engine.core_client",
         (
             "MPClient.__init__",
@@ -144,16 +143,16 @@ ENGINE_PROCESS = (
         ("AsyncMPClient._ensure_output_queue_task", "65165cb30868", "an EngineDeadError in outputs_queue ends it"),
         ("AsyncMPClient.add_request_async", "dcce67ed9fbf", "called: sets client_index"),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.engine.async_llm",
         ("AsyncLLM.__init__", "447bcac7f8b3", "imitated: the attributes that generate() uses"),
         ("AsyncLLM._run_output_handler", "e75658908cfe", "inherited: pulls outputs from the pool"),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.engine.output_processor",
         ("OutputProcessor.process_outputs", "baad8206c476", "never sees pooling_output of a generation request"),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.engine",
         ("EngineCoreRequest", "cdbc7cfef874", "built by hand; the order of its fields is the wire format"),
         ("EngineCoreOutput", "9a93bc7b7c79", "read; pooling_output carries tensors"),
@@ -162,11 +161,11 @@ ENGINE_PROCESS = (
 )
 
 SCHEDULER = (
-    *_in(
+    *seams_in(
         "vllm.v1.core.sched.interface",
         ("SchedulerInterface", "ff0ef002cf47", "implemented by the one-step-a-denoise scheduler"),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.core.sched.scheduler",
         ("Scheduler.__init__", "74c31cd5056b", "subclassed"),
         ("Scheduler.schedule", "272db55b70fe", "overridden: holds starved requests by next_decode_eligible_step"),
@@ -182,23 +181,23 @@ SCHEDULER = (
         ("Scheduler.shutdown", "f6cb569970b7", "overridden, calls the original: a replica takes leave"),
         ("Scheduler.has_requests", "e6c08f9e9cf7", "overridden: False when everything left is starved"),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.core.sched.async_scheduler",
         ("AsyncScheduler._update_after_schedule", "ff4ab5e68eab", "subclassed: placeholders count as output tokens"),
     ),
-    *_in("vllm.v1.core.sched.output", ("SchedulerOutput", "d0962f5659b5", "carries our payload to the worker")),
-    *_in("vllm.v1.request", ("Request.__init__", "7e19a5e2ee07", "read by the schedulers")),
+    *seams_in("vllm.v1.core.sched.output", ("SchedulerOutput", "d0962f5659b5", "carries our payload to the worker")),
+    *seams_in("vllm.v1.request", ("Request.__init__", "7e19a5e2ee07", "read by the schedulers")),
 )
 
 WORKER = (
-    *_in("vllm.v1.outputs", ("ModelRunnerOutput", "ed91bef27164", "pooler_output is set by our worker")),
-    *_in(
+    *seams_in("vllm.v1.outputs", ("ModelRunnerOutput", "ed91bef27164", "pooler_output is set by our worker")),
+    *seams_in(
         "vllm.v1.worker.gpu_worker",
         ("Worker.execute_model", "25bae4b9012c", "overridden, calls the original"),
         ("Worker.sample_tokens", "bd121c3baba8", "overridden, calls the original"),
         ("Worker.compile_or_warm_up_model", "bb41a0d4a1b8", "overridden, calls the original"),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.worker.gpu_model_runner",
         ("GPUModelRunner._preprocess", "7b2ec35f04f0", "asks the model's embed_input_ids for the rows of a step"),
         (
@@ -220,11 +219,11 @@ WORKER = (
             "turns generators back, which CPU generators cannot: our workers keep them away from it",
         ),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.worker.cpu_worker",
         ("CPUWorker.init_device", "7d1057108cfe", "overridden, calls the original with one process group for all"),
     ),
-    *_in(
+    *seams_in(
         "vllm.distributed.parallel_state",
         (
             "GroupCoordinator.__init__",
@@ -232,36 +231,36 @@ WORKER = (
             "makes groups by torch.distributed.new_group",
         ),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.cudagraph_dispatcher",
         ("CudagraphDispatcher.dispatch", "7284b6eb83df", "dispatches without graphs while keys_initialized is false"),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.worker.gpu.model_runner",
         ("GPUModelRunner.execute_model", "a167d8a363b7", "keeps auxiliary hidden states for sample_tokens"),
         ("ExecuteModelState", "78d1ace8d0ef", "read between execute_model and sample_tokens"),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.worker.gpu.cudagraph_utils",
         ("CudaGraphManager.dispatch", "db695ef419d6", "dispatches without graphs while _graphs_captured is false"),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.worker.gpu.model_states",
         ("resolve_model_state_cls", "731582eef8c4", "asks the model class for get_model_state_cls()"),
     ),
-    *_in("vllm.v1.worker.gpu.model_states.interface", ("ModelState", "20eef17e3c98", "subclassed")),
-    *_in(
+    *seams_in("vllm.v1.worker.gpu.model_states.interface", ("ModelState", "20eef17e3c98", "subclassed")),
+    *seams_in(
         "vllm.v1.worker.gpu.model_states.default",
         ("DefaultModelState.prepare_inputs_embeds", "6f40a8e76273", "overridden: the rows of a step are the model's"),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.worker.gpu.model_states.interface",
         ("ModelState.execute_mm_encoder", "c6be6d6d2c87", "called once for each request with sound"),
     ),
 )
 
 MODELS = (
-    *_in(
+    *seams_in(
         "vllm.model_executor.models.interfaces",
         (
             "SupportsEagle3.set_aux_hidden_state_layers",
@@ -270,7 +269,7 @@ MODELS = (
         ),
         ("EagleModelMixin._maybe_add_hidden_state", "dd7962670a1d", "outputs come in the order of their layers"),
     ),
-    *_in(
+    *seams_in(
         "vllm.model_executor.models.qwen3_omni_moe_thinker",
         ("Qwen3MoeLLMForCausalLM", "df9eefbcc6b2", "the talker's decoder"),
         (
@@ -284,33 +283,33 @@ MODELS = (
             "called without the model's layers: reads its config only",
         ),
     ),
-    *_in(
+    *seams_in(
         "vllm._custom_ops",
         ("rms_norm", "373e9525f24d", "called by the code predictor and the talker's layers; reads rows without a gap"),
         ("fused_add_rms_norm", "410d1ef85b47", "called: writes the sum into the residual and the norm into the input"),
         ("rotary_embedding", "127c1ee8a4b1", "called: rotates in place; rows may have gaps"),
         ("cpu_fused_moe", "f28f4e083396", "called by the talker's layers on a CPU"),
     ),
-    *_in(
+    *seams_in(
         "vllm.model_executor.layers.utils",
         ("cpu_unquantized_gemm", "c66dfe9047d0", "imitated: a layer's cpu_linear is called"),
     ),
-    *_in(
+    *seams_in(
         "vllm.model_executor.models.qwen3_moe",
         ("Qwen3MoeMLP.forward", "319f1d73f1d9", "imitated on a CPU without compilation"),
         ("Qwen3MoeAttention.forward", "a3ac9b284cee", "imitated on a CPU without compilation"),
         ("Qwen3MoeDecoderLayer.forward", "78d5dccaf6cb", "imitated on a CPU without compilation"),
         ("Qwen3MoeSparseMoeBlock.forward", "d7fc67a68479", "imitated on a CPU without compilation"),
     ),
-    *_in(
+    *seams_in(
         "vllm.model_executor.layers.fused_moe.router.cpu_router",
         ("_softmax_topk", "b7f1b9428dbc", "imitated on a CPU without compilation"),
     ),
-    *_in(
+    *seams_in(
         "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
         ("CPUUnquantizedExperts.apply", "15f731d44241", "imitated on a CPU without compilation"),
     ),
-    *_in(
+    *seams_in(
         "vllm.model_executor.layers.rotary_embedding.mrope",
         ("apply_interleaved_rope", "962c89e6d0ed", "imitated on a CPU without compilation"),
         ("MRotaryEmbedding.forward_native", "cdea1d22a786", "imitated on a CPU without compilation"),
@@ -318,7 +317,7 @@ MODELS = (
 )
 
 STAGE_CALLS = (
-    *_in(
+    *seams_in(
         "vllm.model_executor.model_loader",
         (
             "register_model_loader",
@@ -327,7 +326,7 @@ STAGE_CALLS = (
         ),
         ("get_model_loader", "ea6efbfde0a3", "called: makes the loader that is subclassed; looks load_format up"),
     ),
-    *_in(
+    *seams_in(
         "vllm.model_executor.model_loader.default_loader",
         ("DefaultModelLoader._prepare_weights", "3150e133ac64", "overridden, calls the original: notes the files"),
         (
@@ -336,7 +335,7 @@ STAGE_CALLS = (
             "overridden, calls the original: counts what it hands over",
         ),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.engine.core_client",
         (
             "AsyncMPClient._call_utility_async",
@@ -344,7 +343,7 @@ STAGE_CALLS = (
             "called; its future never ends when the engine dies, so ours does",
         ),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.engine.core",
         ("EngineCore.sleep", "f0e6cc2895ae", "called as a utility: pauses the scheduler before anything can fail"),
         (
@@ -353,145 +352,29 @@ STAGE_CALLS = (
             "tells clients of what our scheduler's finish_requests returns",
         ),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.engine.async_llm",
         ("AsyncLLM.sleep", "bcc1ce524bfc", "overridden, calls the original; imitated for single replicas"),
         ("AsyncLLM.wake_up", "577dee82937f", "overridden, calls the original; imitated for single replicas"),
         ("AsyncLLM.reset_mm_cache", "b8974291bbf1", "overridden, calls the original; imitated for single replicas"),
         ("AsyncLLM.start_profile", "b8eb4fff3c3b", "overridden, calls the original"),
     ),
-    *_in(
+    *seams_in(
         "vllm.v1.metrics.loggers",
         ("PrometheusStatLogger.record_sleep_state", "d887d927be7d", "imitated for single engines"),
     ),
-    *_in(
+    *seams_in(
         "vllm.entrypoints.serve.dev.rpc.api_router",
         ("collective_rpc", "6478c9d9dff7", "called when there are no targets; imitated"),
     ),
-    *_in(
+    *seams_in(
         "vllm.entrypoints.serve.lora.api_router",
         ("_attach_router", "18071d49a560", "imitated: the two routes"),
     ),
-    *_in(
+    *seams_in(
         "vllm.entrypoints.openai.models.serving",
         ("OpenAIServingModels.load_lora_adapter", "b0d32c22feb4", "called on a copy with an engine client of ours"),
         ("OpenAIServingModels.unload_lora_adapter", "50c8b686bc7c", "called on a copy"),
-    ),
-)
-
-_MOONCAKE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake"
-_NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
-_HALVES = "subclassed: our own halves of the connector are built"
-
-TRANSFER = (
-    *_in(
-        f"{_MOONCAKE}.mooncake_connector",
-        ("MooncakeConnector.__init__", "ab502102bb10", "imitated: builds the two halves"),
-        ("MooncakeConnector.start_load_kv", "ce6b77e2e93b", "overridden, calls the original"),
-        ("MooncakeConnectorScheduler.__init__", "64a5c9f0f62c", _HALVES),
-        ("MooncakeConnectorScheduler.on_new_request", "838b3929527a", "overridden, calls the original"),
-        (
-            "MooncakeConnectorScheduler.get_num_new_matched_tokens",
-            "42cf83949396",
-            "trusts what we have checked",
-        ),
-        ("MooncakeConnectorScheduler.update_state_after_alloc", "8503f664515a", "overridden, calls the original"),
-        (
-            "MooncakeConnectorScheduler.build_connector_meta",
-            "55bba5181b2a",
-            "overridden, says whether the step computes",
-        ),
-        (
-            "MooncakeConnectorScheduler.request_finished",
-            "5e0de52bff5c",
-            "overridden, adds an answer",
-        ),
-        (
-            "MooncakeConnectorWorker.__init__",
-            "0c7b9271996f",
-            "overridden, as if there were a device",
-        ),
-        (
-            "MooncakeConnectorWorker.shutdown",
-            "887b246f4f7a",
-            "overridden, its tasks end first",
-        ),
-        ("MooncakeConnectorWorker.register_worker_with_bootstrap", "d99cde60ed47", "registers with our server"),
-        (
-            "MooncakeConnectorWorker._mooncake_sender_listener",
-            "e5060e1bae5d",
-            "cancelled at the end, closes its socket",
-        ),
-        ("MooncakeConnectorWorker._sender_worker", "e132d80ac833", "calls our send_kv_to_decode"),
-        (
-            "MooncakeConnectorWorker.send_kv_to_decode",
-            "555d1b499eb9",
-            "overridden, its answers are read",
-        ),
-        ("MooncakeConnectorWorker._send_blocks", "75f2f522bebe", "replaced"),
-        ("MooncakeConnectorWorker.record_send_reqs", "c1011a7f1b6d", "replaced"),
-        ("MooncakeConnectorWorker.fetch_finished_sending_reqs", "9c3615340666", "frees what has expired"),
-        ("MooncakeConnectorWorker.get_transfer_results", "5ba820b4f7e3", "overridden, calls the original"),
-        (
-            "MooncakeConnectorWorker.receive_kv_from_single_worker",
-            "2e444da1ce55",
-            "overridden, a task of ours",
-        ),
-        ("MooncakeConnectorWorker._handle_failed_recv", "e277d7e06ac4", "overridden, calls the original"),
-        ("MooncakeConnectorWorker.process_pulling_result", "33bf42a782b4", "overridden, calls the original"),
-        ("MooncakeConnectorWorker.handle_new_engine_id", "7a2774b0c00b", "overridden, calls the original"),
-        ("MooncakeConnectorWorker.receive_kv", "fcb489c63969", "overridden, calls the original"),
-        ("MooncakeConnectorWorker._start_load_kv", "3d6d20f5c0cf", "overridden, calls the original"),
-        ("get_mooncake_bootstrap_addr", "ec7716ee7993", "reads the address that we put into the extra config"),
-        ("should_launch_bootstrap_server", "db26610fe165", "starts none if that address is set"),
-        ("SendBlockMeta", "3adbf3552717", "constructed"),
-        ("PullReqMeta", "6d9802ebf6de", "read"),
-    ),
-    *_in(f"{_MOONCAKE}.mooncake_utils", ("MooncakeBootstrapServer", "aed2ac5ee172", "called, in the first worker")),
-    *_in(f"{_MOONCAKE}.stats", ("MooncakeKVConnectorStats", "f4241fc95841", "subclassed: one column, and sums")),
-    *_in(
-        f"{_NIXL}.connector",
-        ("NixlBaseConnector.__init__", "0e9fb16a0b66", "subclassed: reads the engine id that we have made"),
-        ("NixlPullConnector.__init__", "460ca28886b4", "subclassed"),
-        ("NixlBaseConnector.on_new_request", "c18760a8c3e3", "overridden, calls the original"),
-    ),
-    *_in(
-        f"{_NIXL}.base_scheduler",
-        ("NixlBaseConnectorScheduler.__init__", "1d7747fb2b8d", "reads the port that we have put into the environment"),
-    ),
-    *_in(
-        f"{_NIXL}.pull_scheduler",
-        ("NixlPullConnectorScheduler.get_num_new_matched_tokens", "63bb75abd1ad", "trusts what we have checked"),
-        ("NixlPullConnectorScheduler.update_state_after_alloc", "b54eaa78dc96", "trusts what we have checked"),
-        ("NixlPullConnectorScheduler.request_finished", "e078aca10ca4", "makes the answer of a prefill request"),
-    ),
-    *_in(
-        "vllm.distributed.kv_transfer.kv_connector.factory",
-        ("KVConnectorFactory.get_connector_class", "0146491734f7", "finds our connectors by kv_connector_module_path"),
-    ),
-    *_in(
-        "vllm.distributed.kv_transfer.kv_connector.v1.base",
-        ("KVConnectorBase_V1.bind_kv_cache_manager", "0bebcf24637f", "gives us the block pool"),
-    ),
-    *_in(
-        "vllm.v1.core.block_pool",
-        ("BlockPool.touch", "68da897d0950", "called: holds blocks that may still be written to"),
-        ("BlockPool.free_blocks", "918fbe26cb77", "called: lets go of them"),
-    ),
-    *_in(
-        "vllm.v1.core.sched.scheduler",
-        ("Scheduler._handle_failed_recving", "e37c61332da4", "computes again, in other blocks"),
-        ("Scheduler._update_waiting_for_remote_kv", "c0c4856a6362", "gives the blocks of a failed transfer back"),
-        ("Scheduler._update_from_kv_xfer_finished", "5cae746d845c", "brings what workers say to the connector"),
-        ("Scheduler._connector_finished", "6e978f0d4028", "brings our answer into the output"),
-    ),
-    *_in(
-        "vllm.v1.worker.kv_connector_model_runner_mixin",
-        ("KVConnectorModelRunnerMixin._get_kv_connector_output", "a2fed64c3162", "order of our calls in a step"),
-    ),
-    *_in(
-        "vllm.v1.worker.gpu_worker",
-        ("Worker.get_kv_connector_handshake_metadata", "f4a3ea598a16", "brings the bootstrap address to the scheduler"),
     ),
 )
 

@@ -93,3 +93,8 @@ def split_target(target: str) -> tuple[str, str]:
     """ "pkg.mod:Class.method" -> ("pkg.mod", "Class.method")."""
     module, _, qualname = target.partition(":")
     return module, qualname
+
+
+def seams_in(module: str, *rows: tuple[str, str, str]) -> tuple[Seam, ...]:
+    """Seams of one module; rows are (qualified name, fingerprint, how we depend on it)."""
+    return tuple(Seam(target=f"{module}:{name}", seen=frozenset({seen}), use=use) for name, seen, use in rows)

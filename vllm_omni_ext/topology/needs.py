@@ -108,9 +108,9 @@ def need(memory: StageMemory, args: Mapping[str, Any], longest: int) -> Need:
     return Need(
         weights=_weights(memory, args, width, tensor * pipeline),
         activations=_activations(memory, args, width, tensor, length) + LIBRARY_BYTES,
-        graphs=0 if args.get("enforce_eager") else _graphs(memory.graph_layers, sequences) // pipeline,
-        buffers=sequences
-        * (memory.sequence_bytes + memory.sequence_elements * width + memory.vocabulary * COUNT_BITS // 8),
+        graphs=memory.recorded_bytes
+        + (0 if args.get("enforce_eager") else _graphs(memory.graph_layers, sequences) // pipeline),
+        buffers=sequences * (memory.sequence_elements * width + memory.vocabulary * COUNT_BITS // 8),
         context=CONTEXT_BYTES + (COMMUNICATION_BYTES if tensor * pipeline > 1 else 0),
         kv_token=math.ceil(memory.kv_layers / pipeline) * heads * memory.kv_head_dim * 2 * kv_width,
         sequence_tokens=length,

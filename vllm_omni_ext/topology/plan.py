@@ -241,11 +241,8 @@ def _engine_args(spec: StageSpec, user: Mapping[str, Any], around: _Surroundings
         if user.get("tensor_parallel_size", 1) == user.get("pipeline_parallel_size", 1) == 1:
             defaults["distributed_executor_backend"] = "uni"
     args = with_custom_ops({**defaults, **spec.engine_defaults, **user, **spec.engine}, spec.custom_ops)
-    told_more = told(around.pipeline, spec, around.connected)
-    if spec.model_stage in around.facts.memory:
-        told_more = {**around.facts.memory[spec.model_stage].additional_config, **told_more}
-    if told_more:
-        args["additional_config"] = {**args.get("additional_config", {}), **told_more}
+    if ends := told(around.pipeline, spec, around.connected):
+        args["additional_config"] = {**args.get("additional_config", {}), **ends}
     return _one_step(spec, args, around)
 
 
