@@ -62,7 +62,8 @@ def cramped(tiny: Path) -> Iterator[Any]:
         stage: {"num_gpu_blocks_override": length // BLOCK + 1, "block_size": BLOCK, "max_model_len": length}
         for stage, length in LENGTHS.items()
     }
-    with LLM(str(tiny), omni=True, stage_overrides={s: {"engine": few[s]} for s in few}, max_num_batched_tokens=STEP_TOKENS) as omni:
+    overrides = {stage: {"engine": engine} for stage, engine in few.items()}
+    with LLM(str(tiny), omni=True, stage_overrides=overrides, max_num_batched_tokens=STEP_TOKENS) as omni:
         yield omni
 
 
