@@ -196,6 +196,7 @@ WORKER = (
         ("Worker.execute_model", "25bae4b9012c", "overridden, calls the original"),
         ("Worker.sample_tokens", "bd121c3baba8", "overridden, calls the original"),
         ("Worker.compile_or_warm_up_model", "bb41a0d4a1b8", "overridden, calls the original"),
+        ("Worker.load_model", "e09c4b7d0a2d", "overridden, calls the original"),
     ),
     *seams_in(
         "vllm.v1.worker.gpu_model_runner",
