@@ -43,14 +43,17 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Loading]:
         def __init__(self, path: str, replica: str) -> None:
             assert (path, replica) == ("/somewhere", REPLICA)
 
+        @classmethod
+        def of_this_process(cls) -> Any:
+            return cls("/somewhere", REPLICA)
+
         def say(self, phase: Any, **fields: Any) -> None:
             taken.append(Loading(replica=REPLICA, phase=phase, **fields))
 
         def close(self) -> None:
             pass
 
-    monkeypatch.setenv(VARIABLE, f"/somewhere {REPLICA}")
-    monkeypatch.setattr(loading.Teller, "__new__", lambda cls, *args: Kept(*args))
+    monkeypatch.setattr(loading, "Teller", Kept)
     monkeypatch.setattr(loading, "EVERY_S", 0.0)
     return taken
 

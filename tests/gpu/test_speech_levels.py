@@ -94,7 +94,8 @@ def test_a_plan_comes_out_of_it(module: ModuleType, tmp_path: Path, monkeypatch:
     plan = settings_module.from_kwargs(str(model), **module.engine_settings(LEVELS, device_bytes=79 * GIB))
     for stage in plan.stages:
         args = stage_engine_args(plan, stage.replicas[0].id)
-        assert (args.load_format, args.dtype, args.max_num_seqs) == ("dummy", "bfloat16", 32)
+        dtype = "float32" if stage.name == "code2wav" else "bfloat16"
+        assert (args.load_format, args.dtype, args.max_num_seqs) == ("dummy", dtype, 32)
         assert args.gpu_memory_utilization == pytest.approx(module.NEEDED_GIB[stage.name] / 79, abs=1e-3)
         assert args.kv_cache_memory_bytes == module.CACHE_BYTES.get(stage.name)
         assert args.enforce_eager is (stage.name == "code2wav")

@@ -33,6 +33,9 @@ from vllm_omni_ext.wire.coordination import Malformed
 SLICE_BYTES = 4 * 1024 * 1024
 """Tensors are sent in frames of this size: it bounds what a reader must take before it can look at it."""
 
+ENVELOPE_BYTES = 64
+"""What encryption adds to a frame (CURVE: 33 bytes); libzmq's limits are for frames as they travel."""
+
 QUEUED_SLICES = 16
 """High-water mark of a consumer: frames that wait for its thread; then the sender's TCP connection stalls."""
 
@@ -145,7 +148,7 @@ class LinkedProducer(StoringProducer, _Thread):
         self._peers: set[bytes] = set()
         self._probe = math.inf
         self._router: zmq.Socket[Any] = self._context.socket(zmq.ROUTER)
-        self._router.maxmsgsize = wire.MAX_MESSAGE_BYTES
+        self._router.maxmsgsize = _as_sent(wire.MAX_MESSAGE_BYTES, config.listening)
         self._router.router_mandatory = True  # an unreachable consumer is an error, not silence
         self._router.sndhwm = 0  # what may be on the way is limited by bytes, by the windows
         _watch_peer(self._router, bind, config.listening)
@@ -284,7 +287,7 @@ class _Source:
         self.address = address
         self.dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
         self.dealer.linger = 0
-        self.dealer.maxmsgsize = SLICE_BYTES
+        self.dealer.maxmsgsize = _as_sent(SLICE_BYTES, options)
         self.dealer.rcvhwm = QUEUED_SLICES
         self.dealer.sndhwm = 0
         _watch_peer(self.dealer, endpoint, options)
@@ -414,6 +417,11 @@ def parse(address: str) -> tuple[str, str]:
     if found is None:
         raise ValueError(f"'{address.partition('#')[0]}' is no address of a producer")
     return found[1], found[2]
+
+
+def _as_sent(size: int, keys: Mapping[int, Any]) -> int:
+    """The longest frame as it travels, if what is in it has at most `size` bytes."""
+    return size + ENVELOPE_BYTES if keys else size
 
 
 def _watch_peer(socket: zmq.Socket[Any], endpoint: str, options: Mapping[int, Any]) -> None:
