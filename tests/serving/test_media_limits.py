@@ -16,6 +16,8 @@ from PIL import Image
 
 from tests.serving.scripted import ScriptedOmni
 from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.serving import gate, media
+from vllm_omni_ext.serving.pixels import PixelBudget
 
 
 def picture(side: int, kind: str) -> str:
@@ -32,8 +34,8 @@ def sound(rate: int) -> str:
     return f"data:audio/wav;base64,{base64.b64encode(head + data).decode()}"
 
 
-async def ask(app: Any, kind: str, url: str) -> httpx.Response:
-    content = [{"type": kind, kind: {"url": url}}, {"type": "text", "text": "What is it?"}]
+async def ask(app: Any, kind: str, *urls: str) -> httpx.Response:
+    content = [*({"type": kind, kind: {"url": url}} for url in urls), {"type": "text", "text": "What is it?"}]
     body = json.dumps({"messages": [{"role": "user", "content": content}], "modalities": ["text"]})
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as http:
         return await http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
@@ -53,6 +55,18 @@ async def test_images_of_many_pixels(app: Any, engine: ScriptedOmni, side: int, 
     assert "64000000 pixels" in error["message"] and f"{side}x{side}" in error["message"]
     assert took < 1 and most < 64 << 20
     assert engine.calls == []
+
+
+async def test_images_of_many_pixels_together(app: Any, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the images is small enough by itself, and each request has a budget of its own."""
+    assert OmniConfig().max_request_pixels == 4 * OmniConfig().max_image_pixels
+    monkeypatch.setattr(gate, "PixelBudget", lambda most: PixelBudget(most // 1000))
+    engine.script = ["fine"]
+    with media.install(None):
+        answers = [await ask(app, "image_url", *[picture(252, "png")] * count) for count in (4, 5, 4)]
+    assert [answer.status_code for answer in answers] == [200, 400, 200]
+    error = answers[1].json()["error"]
+    assert "max_request_pixels" in error["message"] and error["param"] in ("messages", "image_url")
 
 
 @pytest.mark.parametrize("rate", [7, 44_100, 2**31 - 1, 2**32 - 1])

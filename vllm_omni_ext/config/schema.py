@@ -300,6 +300,12 @@ class OmniConfig:
         "comes before it.",
         "pixels",
     )
+    max_request_pixels: int = _key(
+        256_000_000,
+        integer(at_least=1),
+        "A request whose images have more pixels together is refused; decoded they take three bytes each.",
+        "pixels",
+    )
     log_dir: str | None = _key(
         None,
         TEXT.or_none(),

@@ -137,7 +137,8 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     app.user_middleware.insert(0, Middleware(ShortErrors))
     app.user_middleware.insert(0, Middleware(BodyGate, limits=limits_of(omni.plan.config)))
     which = omni.connections.client_index if omni.connections.client_count > 1 else None
-    app.user_middleware.insert(0, Middleware(Gate, max_body_mib=omni.plan.config.max_body_mib, server=which))
+    limits = {"max_body_mib": omni.plan.config.max_body_mib, "max_request_pixels": omni.plan.config.max_request_pixels}
+    app.user_middleware.insert(0, Middleware(Gate, server=which, **limits))
     app.middleware_stack = app.build_middleware_stack()  # vLLM has built one already
     return app
 

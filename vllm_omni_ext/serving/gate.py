@@ -8,6 +8,8 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_omni_ext.serving.pixels import BUDGET, PixelBudget
+
 RETRY_AFTER_S = 1
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 MIB = 1 << 20
@@ -20,12 +22,16 @@ class Gate:
     Args:
         server: number of this API server, said in every answer; None: there is only one.
         max_body_mib: longest body of a request; a longer one is answered with 413, before it has been read.
+        max_request_pixels: of all images of a request together; None: no limit.
     """
 
-    def __init__(self, app: ASGIApp, *, max_body_mib: int, server: int | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, *, max_body_mib: int, max_request_pixels: int | None = None, server: int | None = None
+    ) -> None:
         self._app = app
         self._server = server
         self._most = max_body_mib * MIB
+        self._pixels = max_request_pixels
         self._too_large = f"the body of a request may have {max_body_mib} MiB (max_body_mib of the stage config)"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,6 +39,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._pixels is not None:
+            BUDGET.set(PixelBudget(self._pixels))
         declared = Headers(scope=scope).get("content-length", "")
         due = int(declared) if declared.isdecimal() else 0
         received = 0

@@ -12,10 +12,13 @@ from urllib3.util import parse_url
 from vllm.logger import init_logger
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.multimodal.media.audio import AudioMediaIO
+from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 
-from vllm_omni_ext.serving.failures import BadRequest
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.serving.failures import BadRequest, as_vllm_error
 from vllm_omni_ext.serving.fetching import Budget, Fetcher, Rules
+from vllm_omni_ext.serving.pixels import BUDGET
 
 logger = init_logger(__name__)
 
@@ -62,7 +65,9 @@ class CarefulConnector(MediaConnector):
         Raises:
             MediaNotFetched: it was not fetched, or what was fetched could not be read.
             ValueError: the host is not one of `--allowed-media-domains`.
+            BadRequest: the images of the request have too many pixels together.
         """
+        _count_pixels(media_io)
         if not _is_http(url):
             return await super().load_from_url_async(url, media_io, fetch_timeout=fetch_timeout)
         self._assert_url_in_allowed_media_domains(parse_url(url))
@@ -70,11 +75,30 @@ class CarefulConnector(MediaConnector):
         try:
             with self.budget.lease():
                 return await super().load_from_url_async(url, media_io, fetch_timeout=fetch_timeout)
+        except BadRequest:
+            raise
         except Exception as error:
             logger.warning("A medium of %r was not fetched: %r", parse_url(url).host, error)
             await asyncio.sleep(EARLIEST_FAILURE_S - (time.monotonic() - since))
             field = _field(media_io)
             raise MediaNotFetched(f"{field} {FAILED}", parameter=field) from None
+
+
+def _count_pixels(media_io: Any) -> None:
+    """Have an image counted before it is decoded, which happens in a thread that knows nothing of the request."""
+    budget = BUDGET.get()
+    if budget is None or not isinstance(media_io, ImageMediaIO):
+        return
+    decode = media_io.load_bytes
+
+    def load_bytes(data: bytes) -> Any:
+        try:
+            budget.take(data)
+        except RequestError as error:
+            raise as_vllm_error(error) from error
+        return decode(data)
+
+    media_io.load_bytes = load_bytes  # type: ignore[method-assign]
 
 
 @contextmanager
