@@ -4,6 +4,9 @@ PYTHON := .venv/bin/python
 # The Python that has vLLM for CUDA; nothing is installed there, and nothing of .venv is used.
 GPU_PYTHON ?= python3
 
+# Processes that share the tests: one for each core, as long as each has 8 GiB of memory.
+JOBS ?= 2
+
 .PHONY: help setup test gpu lint types format demo docs clean
 
 help:
@@ -12,8 +15,8 @@ help:
 setup: ## create or update .venv
 	@scripts/setup_env.sh
 
-test: setup ## run all tests that need no GPU
-	$(PYTHON) -m pytest
+test: setup ## run all tests that need no GPU, in JOBS processes (2); DEEP=1 with more examples
+	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -n $(JOBS) $(if $(DEEP),--hypothesis-profile=deep)
 
 gpu: ## run all that needs a GPU and write docs/gpu.md; PART="NAME ..." for some, FRESH=1 from the beginning
 	$(GPU_PYTHON) benchmarks/gpu.py $(if $(PART),--parts $(PART)) $(if $(FRESH),--fresh)
@@ -34,6 +37,7 @@ demo: setup ## start a tiny pipeline on this machine, talk to it and stop it
 
 docs: setup ## write the generated pages
 	$(PYTHON) -m vllm_omni_ext doctor --write-docs
+	$(PYTHON) benchmarks/memory_page.py
 
 clean: ## remove .venv and everything that was built
 	rm -rf .venv build dist demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,38 +1,46 @@
-"""Denoise steps of BAGEL: several images in one forward pass, one by one, as a plain loop; and the parts of an image.
+"""BAGEL's images: denoise steps of several in one forward pass, one by one and as a plain loop; time by part.
 
-    python benchmarks/bagel_steps.py [MODEL] [--wide] [--height 64] [--width 96] [--rounds 5]
+    python benchmarks/bagel_steps.py [MODEL] [--wide] [--height 64] [--width 96] [--rounds 5] [--json FILE]
     python benchmarks/bagel_steps.py --released-shape --device cuda --dtype bfloat16 --height 512 --width 512
+    python benchmarks/bagel_steps.py --http [MODEL] [--height 64] [--width 96] [-- flags of vllm serve]
 
 Without a model, a tiny random one is written; `--wide` makes it 7 million parameters in place of one, so that more of
 the time is arithmetic, `--released-shape` is BAGEL-7B-MoT with random weights (30 GB in bfloat16). The ways take turns
-in every round; a number is the median of the rounds, with the smallest and largest. The plain loop is for a checkpoint
-in float32 on a CPU. No engine and no server: this is the model's computation alone.
+in every round; a number is the median of the rounds, with the smallest and largest. The plain loop is the reference's
+own order of work without this package's layers; it is for a checkpoint in float32 on a CPU.
+
+Without `--http` there is no engine and no server: this is the model's computation alone. With it, a server is started
+(`--load-format dummy` is added with `--released-shape`), and 1, 2 and 4 clients ask for images and for edits at the
+same time. A configuration that the server refuses is exit status 3.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import bagel_http
 import torch
+from bagel_http import PROMPT, REFUSED_STATUS, Asked
 from bagel_plain import Plain, Trace
 
-from vllm_omni_ext.model_plugins.bagel.checkpoint import load_bagel
+from vllm_omni_ext.model_plugins.bagel.checkpoint import empty_bagel, load_bagel
 from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser, RunningImage, finish
 from vllm_omni_ext.model_plugins.bagel.generate import prepare_image
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters
-from vllm_omni_ext.model_plugins.bagel.sizes import RELEASED
-from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
-from vllm_omni_ext.tiny.bagel import write_bagel
-from vllm_omni_ext.tiny.bagel_sizes import BagelSizes
+from vllm_omni_ext.model_plugins.bagel.stages.cuda_attention import attention_for
+from vllm_omni_ext.model_plugins.bagel.tiny.bagel import write_bagel
+from vllm_omni_ext.model_plugins.bagel.tiny.sizes import BagelSizes
 
-PROMPT = "a small red fox in the snow, watercolor"
 TOGETHER = (1, 2, 4)
 MS = 1e3
 WIDE = BagelSizes(hidden=256, feed_forward=768, layers=6, heads=8, kv_heads=2)
@@ -52,7 +60,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="denoise steps of an image")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
-    return parser.parse_args()
+    parser.add_argument("--http", action="store_true", help="images and edits from a server")
+    parser.add_argument("--json", type=Path, help="file that takes the figures")
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args = parser.parse_args(sys.argv[1:at])
+    args.flags = sys.argv[at + 1 :]
+    return args
 
 
 class Bench:
@@ -115,29 +128,30 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def random_weights(device: str, dtype: torch.dtype, tokens: Tokens) -> Bagel:
-    """The released shape with weights that keep numbers finite."""
-    with torch.device("meta"):
-        model = Bagel(RELEASED).eval().requires_grad_(False)
-    for part in (model.llm, model.vision, model.latents):
-        part.to(dtype)
-    model.to_empty(device=device)
+def fill(model: Bagel) -> None:
+    """Fill a model with random weights that keep numbers finite."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=parameter[0].numel() ** -0.5)
         else:
             parameter.fill_(1.0)
-    model.tokens = tokens
-    return model
+
+
+def directory_of(args: argparse.Namespace, folder: str) -> Path:
+    """Return the directory of the checkpoint that was asked for; it is written if none was named."""
+    size = WIDE if args.wide else None
+    return args.model or write_bagel(f"{folder}/model", size=size, released_shape=args.released_shape)
 
 
 def made(args: argparse.Namespace, folder: str) -> Bench:
-    """The benchmark with the model that was asked for."""
-    directory = args.model or write_bagel(f"{folder}/model", size=WIDE if args.wide else None)
-    dtype = getattr(torch, args.dtype)
+    """Return the benchmark with the model that was asked for."""
+    directory, dtype = directory_of(args, folder), getattr(torch, args.dtype)
+    read = empty_bagel if args.released_shape else load_bagel
+    model = read(directory, dtype=dtype, device=args.device)
+    model.llm.attention = attention_for(model.device, dtype, model.sizes.llm.head_dim)
     if args.released_shape:
-        return Bench(random_weights(args.device, dtype, Tokens.from_directory(directory)), None, args)
-    model = load_bagel(directory, dtype=dtype, device=args.device)
+        fill(model)
+        return Bench(model, None, args)
     plain = args.device == "cpu" and dtype == torch.float32
     return Bench(model, Plain(directory, model) if plain else None, args)
 
@@ -157,32 +171,80 @@ def measure(bench: Bench) -> tuple[Times, Times]:
     return ways, parts
 
 
-def spread(values: list[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
+def beside(ways: Times, count: int) -> dict[str, float]:
+    """Return the time of the packed steps of so many images divided by that of each other way, median of the rounds."""
+    names = dict.fromkeys(key.rpartition(" ")[0] for key in ways)
+    found = {}
+    for name in list(names)[1:]:
+        pairs = zip(ways[f"packed {count}"], ways[f"{name} {count}"], strict=True)
+        found[name] = statistics.median(packed / other for packed, other in pairs)
+    return found
+
+
 def table(ways: Times, parts: Times, steps: int) -> list[str]:
-    """The results as lines of a table."""
+    """Return the results as lines of a table."""
     names = list(dict.fromkeys(key.rpartition(" ")[0] for key in ways))
-    lines = [f"| images | {', image-steps/s | '.join(names)}, image-steps/s | packed / one by one, time |"]
-    lines.append("|---" * (len(names) + 2) + "|")
+    ratios = [f"packed / {name}, time" for name in names[1:]]
+    lines = [f"| images | {', image-steps/s | '.join(names)}, image-steps/s | {' | '.join(ratios)} |"]
+    lines.append("|---" * (len(names) + len(ratios) + 1) + "|")
     for count in TOGETHER:
         rates = [spread([count * steps / seconds for seconds in ways[f"{name} {count}"]]) for name in names]
-        pairs = zip(ways[f"packed {count}"], ways[f"one by one {count}"], strict=True)
-        ratio = statistics.median(packed / single for packed, single in pairs)
-        lines.append(f"| {count} | {' | '.join(rates)} | {ratio:.2f} |")
+        compared = [f"{ratio:.2f}" for ratio in beside(ways, count).values()]
+        lines.append(f"| {count} | {' | '.join(rates)} | {' | '.join(compared)} |")
     lines += ["", "| part of an image | ms |", "|---|---|"]
     lines += [f"| {name} | {spread([MS * seconds for seconds in values])} |" for name, values in parts.items()]
     return lines
 
 
-def main() -> None:
-    args = arguments()
+def figures(ways: Times, parts: Times, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the medians for a file: one entry for each number of images."""
+    size = {"height": args.height, "width": args.width, "steps": args.steps}
+    spent = {name: statistics.median(values) for name, values in parts.items()}
+    return [
+        {
+            "images": count,
+            **size,
+            "seconds": {
+                key.rpartition(" ")[0]: statistics.median(ways[key]) for key in ways if key.endswith(f" {count}")
+            },
+            "packed_beside": beside(ways, count),
+            "parts": spent,
+        }
+        for count in TOGETHER
+    ]
+
+
+def over_http(args: argparse.Namespace, folder: str) -> tuple[list[str], list[dict[str, Any]]] | None:
+    """Return the table and the figures of a server; None if it has refused its configuration."""
+    flags = [*(["--load-format", "dummy"] if args.released_shape else []), *args.flags]
+    asked = Asked(args.height, args.width, args.steps)
+    rows = bagel_http.measure(directory_of(args, folder), flags, asked, TOGETHER, args.rounds)
+    return None if rows is None else (list(bagel_http.table(rows)), bagel_http.as_json(rows))
+
+
+def computed(args: argparse.Namespace, folder: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the table and the figures of the computation alone."""
     torch.set_num_threads(args.threads)
+    ways, parts = measure(made(args, folder))
+    return table(ways, parts, args.steps), figures(ways, parts, args)
+
+
+def main() -> int:
+    args = arguments()
     with tempfile.TemporaryDirectory(prefix="bagel-bench-") as folder:
-        ways, parts = measure(made(args, folder))
-    print("\n".join(table(ways, parts, args.steps)))
+        found = over_http(args, folder) if args.http else computed(args, folder)
+    if found is None:
+        return REFUSED_STATUS
+    lines, told = found
+    print("\n".join(lines))
+    if args.json is not None:
+        args.json.write_text(json.dumps(told, indent=1))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

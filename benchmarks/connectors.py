@@ -7,7 +7,7 @@ construction (see the modules).
 The second table has the system calls of both processes, counted by strace, for chunks that come one by one to a reader
 that waits; `naming` are those that make, open or remove something in a file system, or make memory that is a file.
 
-    python benchmarks/connectors.py [--connectors in_process shared_memory tcp mooncake] [--seconds 2]
+    python benchmarks/connectors.py [--connectors shared_memory tcp mooncake] [--seconds 2]
 
 Mooncake's engine listens on all interfaces; run it alone, where nothing else can be reached:
 
@@ -35,13 +35,12 @@ from vllm_omni_ext.connectors.base import MIB, ChunkKey, Connector, ConnectorCon
 from vllm_omni_ext.connectors.registry import connector
 
 SIZES = (4096, MIB, 64 * MIB)
-EDGE = "rows"
+EDGE = "hidden_states"
 FEWEST = 5
 COUNTED, APART_S = 200, 0.01
 """Chunks whose system calls are counted, and how far they are apart, so that each wakes its reader."""
 
 COPIES = {
-    "in_process": "0 + 0",
     "shared_memory": "1 + 1",
     "tcp": "0 + 1, kernel 1 + 1",
     "mooncake": "1 + 1, and the engine's",
@@ -118,8 +117,8 @@ def measure(name: str, size: int, seconds: float) -> str:
         ours.send(None)
         other.join()
         rounds = len(puts)
-        busy = (cpu[-1][0] - cpu[0][0]) / rounds * 1e6 / (2 if name == "in_process" else 1)
-        switches = (cpu[-1][1] - cpu[0][1]) / rounds / (2 if name == "in_process" else 1)
+        busy = (cpu[-1][0] - cpu[0][0]) / rounds * 1e6
+        switches = (cpu[-1][1] - cpu[0][1]) / rounds
     there = statistics.median(theres)
     return (
         f"{name:<15}{size:>10}{statistics.median(puts) * 1e6:>11.0f}{there * 1e6:>11.0f}{max(theres) * 1e6:>11.0f}"
@@ -149,7 +148,7 @@ def calls(name: str, size: int) -> str:
         ours.recv()
         producer.put(ChunkKey("r", EDGE, 0), [torch.ones(size, dtype=torch.uint8)])
         ours.recv()
-        pids = {"producer": os.getpid()} | ({} if name == "in_process" else {"consumer": other.pid})
+        pids = {"producer": os.getpid()} | {"consumer": other.pid}
         with syscalls.counted(pids) as counts:
             for index in range(1, COUNTED + 1):
                 producer.put(ChunkKey("r", EDGE, index), [torch.ones(size, dtype=torch.uint8)])
@@ -180,7 +179,7 @@ def copy(size: int, seconds: float) -> str:
 def main() -> None:
     """Measure everything and print a table."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--connectors", nargs="+", default=["in_process", "shared_memory", "tcp"])
+    flags.add_argument("--connectors", nargs="+", default=["shared_memory", "tcp"])
     flags.add_argument("--seconds", type=float, default=2.0, help="for each line")
     args = flags.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; medians, microseconds a chunk")

@@ -35,8 +35,8 @@ from spoken import QUESTION, STAGES
 from step_times import EXTENSION
 from vllm import LLM, SamplingParams
 
-from vllm_omni_ext.orchestrator.requests import OmniOptions
-from vllm_omni_ext.outputs import AudioOutput
+from vllm_omni_ext.modalities.chunks import AudioChunk
+from vllm_omni_ext.plugins.runtime import RequestOptions
 
 MAX_LEN, STEP_TOKENS = 8192, 1024
 SOUND_S, SOUND_HZ = 3.0, 16_000
@@ -102,10 +102,10 @@ async def answer(omni: Any, prompt: Any, case: Case, chunks: dict[str, Any]) -> 
     await rpc(omni, "take_step_log")
     talker = SamplingParams(temperature=0, max_tokens=case.frames + 1, min_tokens=case.frames + 1)
     text = SamplingParams(temperature=0, max_tokens=case.text, ignore_eos=True)
-    options = OmniOptions(modalities=("text", "audio"), sampling={"talker": talker}, chunks=chunks)
+    options = RequestOptions(modalities=("text", "audio"), params={"talker": talker}, chunks=chunks)
     began, first, frames = time.monotonic(), None, 0
     async for item in omni._omni.generate(prompt, text, f"first-{next(_numbers)}", options=options):
-        if isinstance(item, AudioOutput):
+        if isinstance(item, AudioChunk):
             if len(item.samples) and first is None:
                 first = time.monotonic()
             frames = len(item.frames)

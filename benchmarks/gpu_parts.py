@@ -21,6 +21,10 @@ REFUSED_STATUS = 3
 
 TINY_LEVELS = ("--tiny", "--rounds", "1", "--text", "8", "--frames", "12")
 
+PICTURES = "benchmarks/bagel_steps.py"
+STEP_TOKENS = 49_664
+"""Tokens of a denoise step that hold four edits of 1024x1024: 4 x 3 branches x (4,096 latent tokens + 2 markers)."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -99,6 +103,40 @@ def _released_parts() -> tuple[Part, ...]:
             (*disaggregated, "--stage-overrides", connector),
             one_of=("nixl",),
         ),
+        *_pictures(),
+    )
+
+
+def _pictures() -> tuple[Part, ...]:
+    """Return the parts that make pictures, in the released shape."""
+    alone = (
+        PICTURES,
+        "--released-shape",
+        "--json",
+        "{json}",
+        "--rounds",
+        "3",
+        "--device",
+        "cuda",
+        "--dtype",
+        "bfloat16",
+    )
+    served = (PICTURES, "--http", "--released-shape", "--json", "{json}", "--rounds", "3")
+    room = json.dumps({"dit": {"engine": {"max_num_batched_tokens": STEP_TOKENS}}})
+    flags = ("--", "--dtype", "bfloat16", "--stage-config", "bagel_single", "--stage-overrides", room)
+
+    def size(side: int) -> tuple[str, ...]:
+        return "--height", str(side), "--width", str(side)
+
+    return (
+        Part("picture-steps-512", "denoise steps packed and one by one, 512x512, no server", (*alone, *size(512))),
+        Part("picture-steps-1024", "the same, 1024x1024", (*alone, *size(1024))),
+        Part(
+            "pictures-512",
+            "images and edits over HTTP, 512x512, 20 steps, 1, 2, 4 at once",
+            (*served, *size(512), *flags),
+        ),
+        Part("pictures-1024", "the same, 1024x1024", (*served, *size(1024), *flags)),
     )
 
 
@@ -106,10 +144,13 @@ def _tiny_parts() -> tuple[Part, ...]:
     start = ("benchmarks/gpu_start.py", "{tiny}", "--json", "{json}", "--", "--max-model-len", "2048")
     levels = ("benchmarks/speech_levels.py", "--json", "{json}", *TINY_LEVELS, "--levels")
     text = ("benchmarks/gpu_text.py", "{tiny}", "--tiny", "--json", "{json}")
+    steps = (PICTURES, "--json", "{json}", "--rounds", "1", "--height", "48", "--width", "64")
     return (
         Part("start", "a server with the tiny checkpoint; ten answers after it", start),
         Part("levels-few", "spoken answers, 1 and 2 at once, tiny checkpoint", (*levels, "1", "2")),
         Part("text", "text only, beside stock vLLM, tiny checkpoint", text),
+        Part("picture-steps-512", "denoise steps packed and one by one, tiny checkpoint", (*steps, "--steps", "3")),
+        Part("pictures-512", "images and edits over HTTP, tiny checkpoint", (*steps, "--http", "--steps", "3")),
     )
 
 

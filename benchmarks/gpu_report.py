@@ -12,6 +12,7 @@ from gpu_parts import FAILED, LATE, OK, Part, Result, Results
 END = "<!-- The report ends here; what follows is written by hand. -->"
 NOT_YET = "# On a GPU: nothing has run on a GPU yet"
 TAIL_LINES = 12
+PICTURE_PARTS = ("queue", "prefill", "steps", "vae", "transfer")
 
 MET, MISSED, UNKNOWN = "met", "**missed**", "not measured"
 
@@ -70,12 +71,35 @@ def text_ratio(results: Results) -> float:
     raise LookupError("text")
 
 
+def picture(task: str) -> Callable[[Results], float]:
+    """Return the figure of a part that asks a server: seconds of one image or edit of 512x512, alone."""
+
+    def figure(results: Results) -> float:
+        for found in _figures(results, "pictures-512") or ():
+            if (found["task"], found["at_once"]) == (task, 1):
+                return float(found["image_s"])
+        raise LookupError(task)
+
+    return figure
+
+
+def packed(results: Results) -> float:
+    """Return the time of the steps of four packed images divided by that of four in a row, 512x512."""
+    for found in _figures(results, "picture-steps-512") or ():
+        if found["images"] == 4:
+            return float(found["packed_beside"]["one by one"])
+    raise LookupError("picture-steps-512")
+
+
 GOALS = (
     Goal("first sound, 1 answer, ms", milliseconds(level("first_p50_s", 1)), 100),
     Goal("first sound, 32 answers at once, ms", milliseconds(level("first_p50_s", 32)), 400),
     Goal("real-time factor, 1 answer", level("real_time_factor_p50", 1), 0.11),
     Goal("spoken answers a second, 32 at once", level("requests_per_s", 32), 7.5, at_least=True, devices=2),
     Goal("text-only answers a second, ours / stock vLLM", text_ratio, 0.98, at_least=True),
+    Goal("an image of 512x512, 20 steps, s", picture("image"), 2.2),
+    Goal("an edit of 512x512, 20 steps, s", picture("edit"), 2.6),
+    Goal("denoise steps of 4 images of 512x512, packed / one by one", packed, 0.6),
 )
 
 
@@ -117,6 +141,8 @@ def render(results: Results, known: Sequence[Part], *, devices: int, released: b
         "",
         *_levels(results),
         *_starts(results),
+        *_pictures(results),
+        *_steps(results),
     ]
     return "\n".join([*lines, *_failures(results), END, ""])
 
@@ -166,6 +192,32 @@ def _starts(results: Results) -> Iterator[str]:
             ours, stock = found["ours_per_s"], found["stock_per_s"]
             beside = f"stock vLLM {stock:.2f}, ratio {found['ratio']:.3f}"
             yield f"- `{part}`: {ours:.2f} text-only answers a second, {beside}."
+    yield ""
+
+
+def _pictures(results: Results) -> Iterator[str]:
+    rows = [found for part in ("pictures-512", "pictures-1024") for found in _figures(results, part) or ()]
+    if not rows:
+        return
+    yield f"| pictures over HTTP | at once | s/picture | answer p50, s | {', '.join(PICTURE_PARTS)}, s |"
+    yield "|---|---|---|---|---|"
+    for f in rows:
+        parts = ", ".join(f"{f['parts'].get(name, 0.0):.3f}" for name in PICTURE_PARTS)
+        what = f"{f['task']}, {f['width']}x{f['height']}, {f['steps']} steps"
+        yield f"| {what} | {f['at_once']} | {f['image_s']:.3f} | {f['answer_p50_s']:.3f} | {parts} |"
+    yield ""
+
+
+def _steps(results: Results) -> Iterator[str]:
+    rows = [found for part in ("picture-steps-512", "picture-steps-1024") for found in _figures(results, part) or ()]
+    if not rows:
+        return
+    yield "| denoise steps, no server | images | packed, image-steps/s | one by one | packed / one by one, time |"
+    yield "|---|---|---|---|---|"
+    for f in rows:
+        rates = (f["images"] * f["steps"] / f["seconds"][name] for name in ("packed", "one by one"))
+        ratio = f"{f['packed_beside']['one by one']:.2f}"
+        yield f"| {f['width']}x{f['height']} | {f['images']} | {' | '.join(f'{r:.1f}' for r in rates)} | {ratio} |"
     yield ""
 
 

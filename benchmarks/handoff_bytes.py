@@ -21,7 +21,8 @@ from vllm import LLM, SamplingParams
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.wire.rows import Notice
+from vllm_omni_ext.orchestrator import orchestrator
+from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, unpack
 
 TALKER = ReplicaId("talker", 0)
 QUESTION = [{"role": "user", "content": "Tell me about the blue cat in the moon"}]
@@ -32,11 +33,11 @@ PLACEHOLDERS = "<|audio_start|><|audio_pad|><|audio_end|>"
 
 @dataclass
 class Passed:
-    """Through the API server: bytes of messages to the talker, bytes of notices from the thinker, rows told of."""
+    """Through the API server: bytes to the talker, bytes of notices from the thinker, hidden states announced."""
 
     messages: list[int] = field(default_factory=list)
     notices: list[int] = field(default_factory=list)
-    rows: int = 0
+    hidden_states: int = 0
 
 
 @contextmanager
@@ -59,22 +60,21 @@ def sent_to(omni: Any, target: ReplicaId) -> Iterator[list[int]]:
 @contextmanager
 def passed(omni: Any) -> Iterator[Passed]:
     """What passes inside the block."""
-    plugin, found = omni._omni.orchestrator.plugin, Passed()
-    decode = plugin.decode
+    found = Passed()
 
-    def looking(stage: str, tensor: Any) -> Any:
-        made = decode(stage, tensor)
-        if isinstance(made, Notice):
+    def looking(tensor: Any) -> Any:
+        message = unpack(tensor)
+        if isinstance(message, HiddenStatesChunkReady):
             found.notices.append(tensor.nbytes)
-            found.rows += made.count
-        return made
+            found.hidden_states += message.count
+        return message
 
-    plugin.decode = looking
+    orchestrator.unpack = looking
     try:
         with sent_to(omni, TALKER) as found.messages:
             yield found
     finally:
-        del plugin.decode
+        orchestrator.unpack = unpack
 
 
 def sampling(tokens: int) -> dict[str, SamplingParams]:
@@ -114,10 +114,10 @@ def main() -> None:
     flags.add_argument("--seconds", type=float, default=10.0, help="of sound in a prompt")
     flags.add_argument("--connector", default="shared_memory")
     args = flags.parse_args()
-    rows = {"rows": {"name": args.connector}}
+    connectors = {"hidden_states": {"name": args.connector}}
     with (
         checkpoint(args.model) as model,
-        LLM(model, omni=True, max_model_len=args.tokens + 2048, connectors=rows) as omni,
+        LLM(model, omni=True, max_model_len=args.tokens + 2048, connectors=connectors) as omni,
     ):
         least, most = measure(omni, SHORTEST), measure(omni, args.tokens)
         width = omni.model_config.hf_config.thinker_config.text_config.hidden_size
@@ -130,8 +130,9 @@ def main() -> None:
     print(f"{args.tokens} tokens: {sum(most)} bytes in {len(most)} messages")
     print(f"{each:.1f} bytes a token; one hidden row of this model would be {width * itemsize}")
     found, took = runs[-1][0], statistics.median(seconds for _, seconds in runs)
-    beside = found.rows * width * itemsize
-    print(f"{args.seconds:g} s of sound: {found.rows} rows, in {took:.3f} s from prompt to the end of a short answer")
+    beside = found.hidden_states * width * itemsize
+    print(f"{args.seconds:g} s of sound: {found.hidden_states} hidden states,")
+    print(f"  in {took:.3f} s from the prompt to the end of a short answer")
     print(f"  through the API server: {sum(found.notices)} bytes in {len(found.notices)} notices from the thinker,")
     print(f"    {sum(found.messages)} bytes in {len(found.messages)} messages to the talker")
     print(f"  over the connector: {beside} bytes; as many would pass through the API server twice without it")

@@ -37,7 +37,7 @@ from spoken import QUESTION
 from vllm import LLM, SamplingParams
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.requests import OmniOptions
+from vllm_omni_ext.plugins.runtime import RequestOptions
 
 ALL = "all"
 EDGES = {"text": ReplicaId("talker", 0), "frames": ReplicaId("code2wav", 0)}
@@ -85,7 +85,7 @@ async def answer(omni: Any, prompt: Any, length: int, sizes: Mapping[str, Any]) 
     """One answer of as many tokens as frames, greedy."""
     talker = SamplingParams(temperature=0, max_tokens=length + 1, min_tokens=length + 1)
     text = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-    options = OmniOptions(modalities=("text", "audio"), sampling={"talker": talker}, chunks=sizes)
+    options = RequestOptions(modalities=("text", "audio"), params={"talker": talker}, chunks=sizes)
     async for _ in omni._omni.generate(prompt, text, f"cost-{next(_numbers)}", options=options):
         pass
 

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor, Draw
 from vllm_omni_ext.model_plugins.qwen3_omni.frames import FrameMaker
-from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerFeeder
+from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerPrompt
+from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerInputProvider
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder
 
 VIEWS = frozenset(
@@ -154,14 +155,14 @@ class _Weights:
 @torch.inference_mode()
 def of_a_row() -> Calls:
     """The talker's input row after a frame."""
-    from vllm_omni_ext.engine.feeder import Span
+    from vllm_omni_ext.engine.input_provider import Span
 
-    feeder = TalkerFeeder(_Weights(), device=torch.device("cpu"))
-    prompt = {"text": [1], "codec": [-1], "fill": 0, "track": [], "rows": [], "frames": [[0] * GROUPS] * 2}
-    feeder.open("a", prompt, SimpleNamespace(seed=None, temperature=1.0))
-    feeder.rows([Span("a", 1, 1)])
+    provider = TalkerInputProvider(_Weights(), device=torch.device("cpu"))
+    prompt = TalkerPrompt(text=[1], codec=[-1], fill=0, frames=[[0] * GROUPS] * 2)
+    provider.open("a", prompt, (), SimpleNamespace(seed=None, temperature=1.0))
+    provider.rows([Span("a", 1, 1)])
     with Count() as count:
-        feeder.rows([Span("a", 2, 1)])
+        provider.rows([Span("a", 2, 1)])
     return Calls("talker: input row", Counter(), count.calls)
 
 

@@ -30,8 +30,8 @@ from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.compat import activate
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.omni import AsyncOmni
-from vllm_omni_ext.runtime.client import addresses
-from vllm_omni_ext.runtime.fleet import Connections
+from vllm_omni_ext.runtime.client.client import addresses
+from vllm_omni_ext.runtime.client.replica_connections import Connections
 
 SLOTS = 4
 """Requests a replica runs at once."""
@@ -95,7 +95,11 @@ async def measure(deployment: Any, stage: str, args: Any) -> tuple[Throughput | 
     bare = bare_client(deployment.connections(1), first)
     try:
         work = Work(omni, stage, args.length)
-        steps = {replica.id: watch(replica) for replica in omni.fleet.replicas.values() if replica.id.stage == stage}
+        steps = {
+            replica.id: watch(replica)
+            for replica in omni.replica_connections.replicas.values()
+            if replica.id.stage == stage
+        }
         await work()
         speeds = await throughput(work, steps, args) if args.seconds else None
         costs = [await overhead(work, bare, steps[first], c, args.turns) for c in args.concurrency if args.turns]

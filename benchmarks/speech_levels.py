@@ -35,7 +35,7 @@ from spoken_http import over_http, served
 from vllm import LLM
 from vllm.platforms import current_platform
 
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
 LEVELS = (1, 4, 8, 16, 32)
 MAX_LEN = 2048

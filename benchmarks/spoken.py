@@ -15,8 +15,8 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from vllm_omni_ext.orchestrator.requests import OmniOptions
-from vllm_omni_ext.outputs import AudioOutput
+from vllm_omni_ext.modalities.chunks import AudioChunk
+from vllm_omni_ext.plugins.runtime import RequestOptions
 
 QUESTION = [{"role": "user", "content": "Tell me about"}]  # 19 tokens with the chat template
 STAGES = ("thinker", "talker", "code2wav")
@@ -86,13 +86,13 @@ class Listener:
         return Answer(self._first - self._began, self._clock() - self._began, self._sound, self._late)
 
 
-def sampling(omni: Any, lengths: Lengths, seed: int) -> tuple[SamplingParams, OmniOptions]:
+def sampling(omni: Any, lengths: Lengths, seed: int) -> tuple[SamplingParams, RequestOptions]:
     """The stages' own sampling, seeded, with fixed lengths."""
     text = SamplingParams(temperature=0, max_tokens=lengths.text, ignore_eos=True)
     (talker,) = (stage for stage in omni.plan.stages if stage.name == "talker")
     exactly = {"max_tokens": lengths.talker_tokens, "min_tokens": lengths.talker_tokens, "seed": seed}
-    speech = SamplingParams(**{**talker.sampling, **exactly})
-    return text, OmniOptions(modalities=("text", "audio"), sampling={"talker": speech})
+    speech = SamplingParams(**{**talker.params, **exactly})
+    return text, RequestOptions(modalities=("text", "audio"), params={"talker": speech})
 
 
 def inside(omni: Any, lengths: Lengths) -> Ask:
@@ -103,7 +103,7 @@ def inside(omni: Any, lengths: Lengths) -> Ask:
         text, options = sampling(omni, lengths, seed)
         listener, frames = Listener(), 0
         async for item in omni._omni.generate(prompt, text, f"spoken-{next(_numbers)}", options=options):
-            if isinstance(item, AudioOutput):
+            if isinstance(item, AudioChunk):
                 listener.hear(len(item.samples) / item.sample_rate)
                 frames = len(item.frames)
         check_frames(frames, lengths)

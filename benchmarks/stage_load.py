@@ -13,10 +13,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreOutputs
 
+from vllm_omni_ext.model_plugins.qwen3_omni.read_aloud import rendered
 from vllm_omni_ext.omni import AsyncOmni
-from vllm_omni_ext.orchestrator.requests import OmniOptions
-from vllm_omni_ext.runtime.launcher import Deployment
-from vllm_omni_ext.runtime.replica import StockReplica
+from vllm_omni_ext.plugins.runtime import RequestOptions
+from vllm_omni_ext.runtime.client.replica import StockReplica
+from vllm_omni_ext.runtime.launch.launcher import Deployment
+from vllm_omni_ext.serving.served import Server
 from vllm_omni_ext.topology.shape import Plan
 
 TEXT = "Tell me about the blue cat in the moon"
@@ -105,17 +107,18 @@ class Work:
         number = str(next(_numbers))
         exactly = SamplingParams(temperature=0, min_tokens=self.length, max_tokens=self.length, ignore_eos=True)
         if self.stage == "thinker":
-            text = OmniOptions(modalities=("text",))
-            async for _ in self.omni.generate({"prompt_token_ids": PROMPT}, exactly, number, options=text):
+            options = RequestOptions(modalities=("text",))
+            async for _ in self.omni.generate({"prompt_token_ids": PROMPT}, exactly, number, options=options):
                 pass
             return
-        sound = OmniOptions(modalities=("audio",), sampling={"talker": exactly})
-        async for _ in (await self.omni.speak(TEXT, sound, number)).pieces():
+        sound = RequestOptions(modalities=("audio",), params={"talker": exactly})
+        text = await rendered(TEXT, Server(self.omni))
+        async for _ in self.omni.start(text, sound, number):
             pass
 
     async def over(self) -> None:
         """Wait until nothing of any request is left, in the engines neither."""
-        for replica in self.omni.fleet.replicas.values():
+        for replica in self.omni.replica_connections.replicas.values():
             await replica.client.get_supported_tasks_async()
 
 

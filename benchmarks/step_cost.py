@@ -21,7 +21,7 @@ import numpy as np
 from stage_load import Step, Work, open_only, step_of
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime.replica import StockReplica
+from vllm_omni_ext.runtime.client.replica import StockReplica
 
 MS = 1e3
 """Milliseconds of a second."""
@@ -115,7 +115,7 @@ async def overhead(work: Work, client: Any, steps: list[Step], concurrency: int,
     """Rounds of ours, of the bare client and of the bare client once more, in changing order; the first warms up."""
     open_only(work, 1)
     ours = Ours(work, steps)
-    replica = work.omni.fleet.replicas[ReplicaId(work.stage, 0)]
+    replica = work.omni.replica_connections.replicas[ReplicaId(work.stage, 0)]
     messages = await recorded(replica, lambda: ours.turn(concurrency))
     await work.over()
     runs: dict[str, tuple[Any, list[Round]]] = {"ours": (ours, [])}

@@ -64,8 +64,8 @@ class StepTimes:
         parts += [(self, "sample_tokens")] if hasattr(self, "sample_tokens") else []
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         parts += [(model, "forward")]
-        if (feeder := getattr(model, "feeder", None)) is not None:
-            parts += [(feeder, "rows"), (feeder, "sampled")]
+        if (input_provider := getattr(model, "input_provider", None)) is not None:
+            parts += [(input_provider, "rows"), (input_provider, "sampled")]
         for owner, name in parts:
             setattr(owner, name, self._timed(name, getattr(owner, name)))
 

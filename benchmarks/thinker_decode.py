@@ -19,8 +19,8 @@ from checkpoint import checkpoint, parser
 from vllm import LLM, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_omni_ext.runtime.engine_args import stage_engine_args
-from vllm_omni_ext.runtime.launcher import environment
+from vllm_omni_ext.runtime.launch.engine_args import stage_engine_args
+from vllm_omni_ext.runtime.launch.launcher import environment
 
 QUESTION = [{"role": "user", "content": "Tell me about the blue cat in the moon"}]
 _numbers = itertools.count()
@@ -28,7 +28,7 @@ _numbers = itertools.count()
 
 async def stock_engine(plan: Any) -> AsyncLLM:
     """Stock vLLM, started like the first replica of our text stage."""
-    stage = plan.text_stage()
+    stage = plan.frontend()
     args = stage_engine_args(plan, stage.replicas[0].id)
     with environment({}, defaults=stage.env):
         return AsyncLLM.from_engine_args(replace(args, worker_cls="auto", disable_log_stats=True))

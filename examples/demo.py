@@ -18,7 +18,7 @@ import openai
 import soundfile
 from server import Server, ServerFailed
 
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
 REPLY = Path("demo/reply.wav")
 RATE_HZ = 24_000

@@ -1,4 +1,4 @@
-"""Keys for the connections that carry outputs of a replica's engine, see `patching.sockets`."""
+"""CURVE keys for the connections that carry outputs of a replica's engine, see `patching.sockets`."""
 
 from __future__ import annotations
 

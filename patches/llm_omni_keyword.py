@@ -1,8 +1,8 @@
 """`LLM(model, omni=True)`: the keyword of vLLM's offline class.
 
 The constructor is wrapped, not the class: `isinstance(x, LLM)`, subclasses, pickling and `inspect.signature` stay as
-they are, and without the keyword the original is called with exactly the arguments that came in. With it, the instance
-becomes an `OmniLLM` (a subclass of `LLM`) before anything of vLLM's constructor has run.
+they are, and without the keyword the original receives exactly the given arguments. With the keyword, the instance
+becomes an `OmniLLM` (a subclass of `LLM`) before vLLM's constructor runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def wrap(original: Any) -> Any:
 
 
 def _become_omni(self: Any, *args: Any, **kwargs: Any) -> None:
-    # Imported here: a plain LLM(model) must not load anything of ours.
+    # Imported here, because a plain LLM(model) must not load this package.
     from vllm.entrypoints.llm import LLM
 
     from vllm_omni_ext.compat import activate

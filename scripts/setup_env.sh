@@ -2,7 +2,7 @@
 # Create or update .venv: Python 3.11, the pinned packages of requirements/cpu.txt, and this package, editable.
 # Does nothing, and needs no network, if that was done before for the same requirements and pyproject.toml.
 # Also installs libibverbs1, which Mooncake needs: with apt-get as root, otherwise into .venv; without it, tests that use
-# Mooncake are skipped.
+# Mooncake are skipped, and fail where CI is set.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

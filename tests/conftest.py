@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
-from collections.abc import Callable
+import logging
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
-from hypothesis import settings
 
-settings.register_profile("any machine", deadline=None)  # how long an example takes says how busy the machine is
-settings.load_profile("any machine")
+from tests.support import examples, goldens, workers
+from tests.support.capabilities import needs
 
+examples.register()
+gc.disable()  # until all is imported
+
+GOLDENS = pytest.StashKey[str | None]()
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -23,8 +30,78 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     return importlib.import_module
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what fails with real processes once more: a busy machine can break any limit. The summary says which did."""
-    for item in items:
-        if item.get_closest_marker("engine") or item.path.stem.endswith("_suite"):
-            item.add_marker(pytest.mark.flaky(reruns=1))
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """pytest's fixture, with levels as in a new process: imports of some libraries set that of the root logger."""
+    root, package = logging.getLogger(), logging.getLogger("vllm_omni_ext")
+    level, propagate = root.level, package.propagate
+    root.setLevel(logging.WARNING)
+    package.propagate = True
+    yield caplog
+    package.propagate = propagate
+    root.setLevel(level)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_folders(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test finds or leaves outside of its own folder is not that of the test process beside this one."""
+    if hasattr(request.config, "workerinput"):
+        with workers.own_folders():
+            yield
+    else:
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A tiny checkpoint; not to be changed."""
+    from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
+
+    folder = tmp_path_factory.mktemp("tiny")
+    yield write_qwen3_omni(folder / "model", seed=0)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny: Path) -> Any:
+    """Transformers on the tiny checkpoint: an `Oracle`."""
+    from tests.support.oracle import Oracle
+
+    return Oracle(tiny)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep tests together that use the same engines."""
+    return workers.Groups(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with what takes longest where several processes share the tests."""
+    if hasattr(config, "workerinput"):
+        workers.longest_first(items)
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage again, but never among what the imports have made: that takes longer than most tests."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have a folder for what all test processes of this run compute once."""
+    config.stash[GOLDENS] = goldens.begin()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the folder, and let extension modules have their objects back, or nanobind reports them as leaks."""
+    goldens.end(config.stash.get(GOLDENS, None))
+    gc.unfreeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Heed the marker `needs`."""
+    for mark in item.iter_markers("needs"):
+        needs(*mark.args)

@@ -24,22 +24,27 @@ HEAVY = {"vllm", "torch", "zmq", "transformers", "mooncake"}
 
 MEMBERSHIP = (
     "coordinator.members",
+    "wire.coordination",
     "coordinator.timing",
     "coordinator.membership",
     "coordinator.follower",
 )
 """The part of the coordinator that does no I/O."""
 
+_DECIDING = ("messages", "state", "placement", "router", "kv_releases", "machine")
+MACHINE = tuple(f"orchestrator.{name}" for name in _DECIDING)
+"""The part of the orchestrator that decides."""
+
 LAYERS = (
-    {"errors", "ids", "lifeline", "memory", "plugin", "report", "outputs", "titles"},
+    {"errors", "ids", "lifeline", "memory", "report", "titles", "tiny.directory"},
     {"patching", "patches"},
-    {"config", "compat", "environment", "metrics", "model_plugins.registry", "model_plugins.*.pipeline"}
+    {"config", "compat", "environment", "metrics", "modalities", "plugin", "plugins", "model_plugins.*.family"}
     | {"connectors.base", "connectors.registry"},
-    {"topology", "pool", "orchestrator.flow", "disaggregation.parameters", *MEMBERSHIP},
-    {"wire", "connectors", "runtime.replica", "observability"},
+    {"topology", "pool", *MACHINE, "disaggregation.parameters", *MEMBERSHIP},
+    {"wire", "connectors", "runtime.client.replica", "observability"},
     {"coordinator", "disaggregation", "orchestrator", "engine", "model_plugins"},
     {"runtime", "omni", "grammars"},
-    {"serving", "cli", "doctor", "llm", "llm_calls", "boot", "tiny", "stage_configs", "__main__", "__init__"},
+    {"serving", "cli", "doctor", "llm", "llm_calls", "boot", "tiny", "testing", "__main__", "__init__"},
 )
 """Lowest first; a module may import its own layer and those below. The longest matching name counts."""
 
@@ -50,9 +55,9 @@ PURE = (
     "config",
     "topology",
     "pool",
-    "orchestrator.flow",
+    *MACHINE,
     "disaggregation.parameters",
-    "disaggregation.pulls",
+    "disaggregation.pending_transfers",
     *MEMBERSHIP,
     "patching",
 )
@@ -66,14 +71,14 @@ LIGHT_AT_THE_TOP = (
     "boot",
     "plugin",
     "patches",
-    "model_plugins.registry",
+    "plugins.spec",
+    "plugins.registry",
     "connectors.arena",
     "connectors.base",
     "connectors.chunks",
-    "connectors.ends",
-    "connectors.in_process",
-    "connectors.ledger",
-    "connectors.mailbox",
+    "connectors.base_impl",
+    "connectors.producer_state",
+    "connectors.consumer_state",
     "connectors.registry",
     "connectors.tensors",
     "cli.main",
@@ -100,7 +105,7 @@ FORBIDDEN = {
 }
 """On top of the layers."""
 
-PROTOCOLS = {"runtime.replica", "pool.load"}
+PROTOCOLS = {"runtime.client.replica", "pool.load"}
 """What the orchestrator knows of a replica, and what a replica says of itself."""
 
 LAZY = {("patches.llm_omni_keyword", "compat"), ("patches.llm_omni_keyword", "llm"), ("boot", "cli.main")}
@@ -305,5 +310,5 @@ def test_the_rules_see_through_the_tree():
     assert imports(module) == (Import("torch", False), Import("vllm_omni_ext.cli.main", True))
     assert list(ours(module)) == [("cli.main", True)]
     assert layer("cli.main") > layer("config.x")
-    assert layer("orchestrator.flow") < layer("orchestrator.orchestrator")
-    assert layer("model_plugins.bagel.pipeline") < layer("model_plugins.bagel.dit")
+    assert layer("orchestrator.machine") < layer("orchestrator.orchestrator")
+    assert layer("model_plugins.bagel.family") < layer("model_plugins.bagel.dit")

@@ -115,7 +115,7 @@ def test_a_plain_vllm_is_as_without_us():
         "vllm_omni_ext.patches",
         "vllm_omni_ext.patches.llm_omni_keyword",
         "vllm_omni_ext.patching",
-        "vllm_omni_ext.patching.slot",
+        "vllm_omni_ext.patching.patch_target",
         "vllm_omni_ext.patching.spec",
     ]
 

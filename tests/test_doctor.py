@@ -14,11 +14,15 @@ from unittest import mock
 import pytest
 
 from vllm_omni_ext import environment, patches
+from vllm_omni_ext.compat import seams_of
 from vllm_omni_ext.doctor import main, vllm_sections
 from vllm_omni_ext.patching import check, source
-from vllm_omni_ext.patching.seams import SEAMS
+from vllm_omni_ext.patching.seams import SEAMS as CORE
 from vllm_omni_ext.patching.source import VllmSource
 from vllm_omni_ext.patching.spec import split_target
+from vllm_omni_ext.plugins.registry import families
+
+SEAMS = (*CORE, *(seam for family in families() for seam in seams_of(family)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,6 +75,7 @@ def test_this_environment_is_fine():
     assert {line["name"]: line["state"] for line in report["sections"]["patches"]} == {
         patch.name: "fits" for patch in patches.ALL
     }
+    assert {line["name"] for line in report["sections"]["model plugins"]} == {"bagel", "qwen3_omni"}
     assert report["sections"]["seams"][0]["state"] == f"{len(SEAMS)} of {len(SEAMS)} are as tested"
 
 
@@ -91,7 +96,7 @@ def test_it_imports_neither_vllm_nor_torch():
 
 
 def test_a_copy_of_vllm_fits(copy):
-    assert lines(copy) == {"vLLM": {}, "patches": {}, "seams": {}}
+    assert lines(copy) == {"vLLM": {}, "patches": {}, "seams": {}, "overrides at run time": {}}
 
 
 def test_a_drifted_patch_fails(copy, capsys):

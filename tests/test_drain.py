@@ -14,19 +14,20 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from vllm_omni_ext.errors import StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.observability.observer import REST, TEXT, Observer
+from vllm_omni_ext.modalities.base import AUDIO, TEXT
+from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.omni import AsyncOmni
-from vllm_omni_ext.orchestrator.requests import OmniOptions
-from vllm_omni_ext.runtime.text_client import TextClient
+from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
+from vllm_omni_ext.runtime.client.text_client import TextClient
 
 LONG_S = 20.0
-SPEAK = OmniOptions(modalities=("text", "audio"))
+SPEAK = RequestOptions(modalities=("text", "audio"))
 
 
 def client() -> TextClient:
-    orchestrator: Any = SimpleNamespace(replicas={}, pools={}, text_stage="thinker")
+    orchestrator: Any = SimpleNamespace(replicas={}, pools={}, frontend="thinker")
     config: Any = None
-    return TextClient(config, {}, orchestrator)
+    return TextClient(config, {}, orchestrator, admission=orchestrator)
 
 
 def outputs() -> EngineCoreOutputs:
@@ -58,10 +59,10 @@ async def test_nothing_in_flight_takes_no_time(omni: Any) -> None:
 
 
 async def test_every_part_of_every_request_may_end(omni: Any) -> None:
-    opened(omni, "a", TEXT, REST)
-    opened(omni, "b", REST)
+    opened(omni, "a", TEXT, AUDIO)
+    opened(omni, "b", AUDIO)
     draining = await drained(omni)
-    for request_id, part in (("a", TEXT), ("b", REST)):
+    for request_id, part in (("a", TEXT), ("b", AUDIO)):
         omni.observer.finished(request_id, part)
         await asyncio.sleep(0.05)
         assert not draining.done()
@@ -98,7 +99,7 @@ async def test_new_requests_are_refused_meanwhile(omni: Any) -> None:
     with pytest.raises(StageUnavailable, match="shutting down"):
         omni.generate("hello", SamplingParams(), "new")
     with pytest.raises(StageUnavailable, match="shutting down"):
-        await omni.speak("hello", SPEAK, "new")
+        omni.start(Rendered(), SPEAK, "new")
     omni.observer.finished("r", TEXT)
     await asyncio.wait_for(draining, 5)
 
@@ -107,7 +108,7 @@ async def test_shutdown_from_another_thread_waits_and_then_fails_the_rest(
     omni: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As vLLM's server calls it."""
-    from vllm_omni_ext.runtime.targeted import TargetedLLM
+    from vllm_omni_ext.runtime.client.targeted import TargetedLLM
 
     happened: list[str] = []
     monkeypatch.setattr(TargetedLLM, "shutdown", lambda self, timeout: happened.append("closed"))
@@ -124,7 +125,7 @@ async def test_shutdown_from_another_thread_waits_and_then_fails_the_rest(
     assert sorted(happened) == ["closed", "stopped"]
 
 
-def test_quiet_is_said_whenever_the_last_one_ends() -> None:
+def test_idle_is_announced_whenever_the_last_request_ends() -> None:
     observer, said = Observer.unseen("thinker", [ReplicaId("thinker", 0)]), []
     for request_id in ("a", "b"):
         observer.opened(request_id, request_id, ("text",), parts=(TEXT,), arrival=time.time())

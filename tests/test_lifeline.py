@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_omni_ext.lifeline import end_with
+from vllm_omni_ext.lifeline import die_with_parent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
 NOBODY = 2**22 + 1
@@ -33,7 +33,7 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
         mine = os.getpid()
 
         def child() -> None:
-            end_with(mine)
+            die_with_parent(mine)
             os.write(writable, b"ready")
             signal.pause()
 
@@ -58,11 +58,11 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_parent_that_has_ended_already_is_noticed(number: signal.Signals) -> None:
-    pid = forked(lambda: end_with(NOBODY, number))
+    pid = forked(lambda: die_with_parent(NOBODY, number))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -number
 
 
 def test_a_parent_that_lives_changes_nothing() -> None:
     parent = os.getpid()
-    pid = forked(lambda: end_with(parent))
+    pid = forked(lambda: die_with_parent(parent))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

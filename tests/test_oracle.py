@@ -7,20 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from tests import media
-from tests.oracle import Golden, Oracle
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from tests.support import media
+from tests.support.oracle import Golden, Oracle
 
 pytestmark = pytest.mark.engine
 
 QUESTIONS = ("hello", "say the red cat", "What is the moon?", "Why?", "1 2 3", "A much longer question, really.")
 THINKER_TOKENS = 40
 TALKER_TOKENS = 60
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    return Oracle(write_qwen3_omni(tmp_path_factory.mktemp("tiny"), seed=0))
 
 
 def ask(oracle: Oracle, content: object, **limits: int) -> Golden:

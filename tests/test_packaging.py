@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAPPED = ("patches", "model_plugins", "stage_configs")
+MAPPED = ("patches", "model_plugins")
 """Top-level folders that are imported as vllm_omni_ext.<name>."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -100,6 +100,8 @@ def test_the_wheel_declares_the_entry_points(wheel):
         "vllm-omni-ext = vllm_omni_ext.cli.main:main",
         "vllm_omni_ext = vllm_omni_ext.boot:autoload",
         "omni_ext = vllm_omni_ext.plugin:register",
+        "bagel = vllm_omni_ext.model_plugins.bagel.family:FAMILY",
+        "qwen3_omni = vllm_omni_ext.model_plugins.qwen3_omni.family:FAMILY",
     ]
 
 

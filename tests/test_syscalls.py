@@ -23,10 +23,9 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.needs("strace")
 def test_calls_of_a_process_are_counted(benchmark: Import) -> None:
     syscalls: ModuleType = benchmark("syscalls")
-    if not syscalls.available():
-        pytest.skip("no strace here")
     words = [sys.executable, "-c", OPENS]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
@@ -35,8 +34,6 @@ def test_calls_of_a_process_are_counted(benchmark: Import) -> None:
             with syscalls.counted({"it/0": process.pid}) as counts:
                 print(file=process.stdin, flush=True)
                 assert process.stdout.readline() == "done\n"
-        except RuntimeError as error:
-            pytest.skip(str(error))
         finally:
             process.kill()
     assert counts["it/0"]["openat"] == 7

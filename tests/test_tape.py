@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tape import TapeRecorder
+from tests.support.tape import TapeRecorder
 
 KEPT, OUT = torch.arange(4.0), torch.zeros(4)
 

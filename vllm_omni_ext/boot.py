@@ -1,11 +1,11 @@
 """Start-up hook, run inside every `import torch` (entry point group `torch.backends`).
 
-It must never raise (torch would not import) and must cost nothing, so it only leaves import hooks behind:
+It must never raise (torch would not import) and must cost nothing, so it only installs import hooks:
 
     torchvision.extension    CPU torch with a torchvision whose own operators cannot load: declare the two operators
                              that torchvision needs to be importable
     vllm.entrypoints.llm     `LLM(model, omni=True)`
-    vllm_omni...             `vllm ... --omni` looks for this package; answered only if nobody else does
+    vllm_omni...             `vllm ... --omni` looks for this package; found only if no other package provides it
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def asks_for_omni(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
 
 
 class AfterImport:
-    """Finder that lets the others find a module, and acts on it right after it was executed."""
+    """Finder that lets the other finders find a module, and runs an action right after the module was executed."""
 
     def __init__(self, actions: dict[str, Action]) -> None:
         self._actions = actions
@@ -61,12 +61,12 @@ class AfterImport:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of one of our modules as found by the other finders, its loader followed by the action."""
+        """The spec of a watched module, found by the other finders, with a loader that also runs the action."""
         action = self._actions.get(name)
         if action is None:
             return None
         for finder in sys.meta_path:
-            find: Any = getattr(finder, "find_spec", None)  # finders of other packages may be of the old kind
+            find: Any = getattr(finder, "find_spec", None)  # finders of other packages may lack the method
             if finder is not self and find is not None and (spec := find(name, path, target)) is not None:
                 if spec.loader is not None:
                     _follow(spec.loader, action)
@@ -82,25 +82,25 @@ def _follow(loader: Loader, action: Action) -> None:
         original(module)
         try:
             action(module)
-        except Exception:  # a plain run goes on without us, whatever is wrong here
+        except Exception:  # a plain run must go on without this package, whatever fails here
             _log.exception("vllm-omni-ext: start-up hook of %s failed; run `vllm-omni-ext doctor`", module.__name__)
 
     loader.exec_module = exec_module  # type: ignore[method-assign]
 
 
 class OmniAlias(Loader):
-    """Finder and loader of `vllm_omni.entrypoints.cli.main`, whose `main` is ours. Appended, so a real one wins."""
+    """Finder and loader of `vllm_omni.entrypoints.cli.main` with our `main`. Appended, so that a real one wins."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Answer the four names, but none inside a package that somebody else provides."""
+        """Find the four names, except inside a `vllm_omni` that another package provides."""
         if name not in ALIASES or (name != ALIASES[0] and vars(sys.modules[ALIASES[0]]).get("__file__")):
             return None
         return ModuleSpec(name, self, is_package=name != ALIASES[-1])
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the last module its `main`."""
+        """Set `main` of the last module."""
         if module.__name__ == ALIASES[-1]:
             from vllm_omni_ext.cli.main import vllm_main
 
@@ -109,7 +109,7 @@ class OmniAlias(Loader):
 
 def _add_llm_keyword(module: ModuleType) -> None:
     from vllm_omni_ext.patches.llm_omni_keyword import PATCH
-    from vllm_omni_ext.patching.slot import apply_on_import
+    from vllm_omni_ext.patching.patch_target import apply_on_import
 
     apply_on_import(PATCH, module)
 
@@ -117,7 +117,7 @@ def _add_llm_keyword(module: ModuleType) -> None:
 def _declare_torchvision_operators(extension: ModuleType) -> None:
     if extension._has_ops():
         return
-    from torch.library import Library  # torch is importing us at this module's top
+    from torch.library import Library  # torch imports this module at the top of its own
 
     library: Any = Library("torchvision", "FRAGMENT")
     for schema in TORCHVISION_SCHEMAS:

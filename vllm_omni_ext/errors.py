@@ -1,4 +1,4 @@
-"""Every error a caller may meet.
+"""All errors that this package raises to callers.
 
 OmniError
  |- ConfigError            the configuration is wrong; says where and what to write instead
@@ -6,8 +6,8 @@ OmniError
  |- UnknownMember          a stage or replica name that does not exist
  |- StageUnavailable       a stage has no live replica (HTTP 503); try again later
  |- RequestFailed          the request was accepted and could not be finished (HTTP 500)
- |- CallFailed             some replicas failed in a call to several; has what each answered
- |- IncompatibleVllm       the installed vLLM is not one this package was tested with
+ |- CallFailed             some replicas failed in a call to several; has all answers
+ |- IncompatibleVllm       the installed vLLM is not one of the tested versions
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CallFailed(OmniError):
     """Some replicas failed in a call to several.
 
     Args:
-        replies: what each replica answered, by id; those that failed have `error` set.
+        replies: each replica's answer, by id; those that failed have `error` set.
     """
 
     def __init__(self, replies: Mapping[Any, Any]) -> None:
@@ -62,4 +62,4 @@ class CallFailed(OmniError):
 
 
 class IncompatibleVllm(OmniError):
-    """The installed vLLM is outside the tested range, or its code differs from what was tested."""
+    """The installed vLLM is outside the tested range, or its code differs from the tested code."""

@@ -1,7 +1,7 @@
-"""Grammars without a single sentence, such as `root ::= root`.
+"""Refuses grammars that match no text, such as `root ::= root`.
 
-vLLM accepts them, because they can be read. A stage that has to follow one finds no token that is allowed, and its
-request fails in the middle as a failure of the server.
+vLLM accepts them, because they parse. A stage constrained by one finds no allowed token, and its request fails midway
+as a server error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MACRO = re.compile(r"[A-Za-z_]\w*\(")
 
 
 def refuse_empty_grammar(params: SamplingParams) -> None:
-    """Look at the grammar of a request, if it has one.
+    """Check the grammar of a request, if it has one.
 
     Raises:
-        VLLMValidationError: no text fits it. Every handler of vLLM's knows this error.
+        VLLMValidationError: the grammar matches no text. Every handler of vLLM answers HTTP 400 to this error.
     """
     given = getattr(params, "structured_outputs", None)
     if given is None or not given.grammar:
@@ -36,14 +36,14 @@ def refuse_empty_grammar(params: SamplingParams) -> None:
 
 
 def empty_rules(grammar: str) -> list[str]:
-    """Rules from which no text can come; none if the grammar cannot be read, which vLLM says."""
+    """Rules that match no text; none if the grammar does not parse, which vLLM reports itself."""
     import xgrammar
     from vllm.v1.structured_output.utils import grammar_is_likely_lark
 
     read = xgrammar.Grammar.from_lark if grammar_is_likely_lark(grammar) else xgrammar.Grammar.from_ebnf
     try:
         rules = dict(line.split(" ::= ", 1) for line in str(read(grammar)).splitlines() if " ::= " in line)
-    except Exception:  # of all kinds, from C++
+    except Exception:  # xgrammar raises errors of all kinds, from C++
         return []
     missing: dict[int, int] = {}
     waiting: dict[str, list[tuple[int, str]]] = defaultdict(list)
@@ -71,7 +71,7 @@ def _choices(rules: dict[str, str]) -> Iterator[tuple[str, set[str]]]:
     """Each choice of each rule, as xgrammar writes them, with the rules it needs."""
     for rule, body in rules.items():
         plain = _LOOK_AHEAD.sub("", _TERMINALS.sub("", body))
-        if _MACRO.search(plain):  # a form of its own
+        if _MACRO.search(plain):  # a macro is assumed to match some text
             yield rule, set()
             continue
         for choice in plain.split("|"):

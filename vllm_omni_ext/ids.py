@@ -1,8 +1,11 @@
-"""Names of things. An index never crosses a function boundary on its own."""
+"""Names of stages and replicas. An index never crosses a function boundary on its own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+PREFILL, DECODE = SIDES = ("prefill", "decode")
+"""The two kinds of replicas of a stage with `prefill_decode`."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -17,8 +20,8 @@ class ReplicaId:
 
     @classmethod
     def parse(cls, text: str) -> ReplicaId:
-        """Read `talker/1`. Raises ValueError on anything else."""
+        """Parse `talker/1`. Raises ValueError on anything else."""
         stage, slash, index = text.rpartition("/")
         if not (slash and stage and index.isdecimal()):
-            raise ValueError(f"'{text}' is not a replica id; write it as stage/index, e.g. talker/0")
+            raise ValueError(f"'{text}' is not a replica id; write it as STAGE/INDEX")
         return cls(stage, int(index))

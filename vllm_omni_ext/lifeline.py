@@ -1,4 +1,4 @@
-"""A process that ends with its parent, however that ends."""
+"""Makes a process end with its parent, however the parent ends."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
 
-def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Ask the system to send this process a signal when the thread that started it has ended (Linux only).
 
     Args:
-        parent: process id of the parent: if it has ended already, the signal is sent now.
+        parent: process id of the parent; if the parent has ended already, the signal is sent now.
     """
     if sys.platform != "linux":
         return

@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from socket import gethostname
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 from tqdm import tqdm
 from vllm.exceptions import VLLMError
 from vllm.inputs import PromptType
@@ -27,34 +27,55 @@ from vllm.usage.usage_lib import UsageContext
 from vllm_omni_ext.compat import activate
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed
 from vllm_omni_ext.llm_calls import TargetedOfflineLLM
-from vllm_omni_ext.orchestrator.requests import OmniOptions
-from vllm_omni_ext.outputs import AudioOutput
+from vllm_omni_ext.modalities.base import OutputChunk
+from vllm_omni_ext.modalities.chunks import TextChunk
+from vllm_omni_ext.modalities.registry import CORE, modalities_of
+from vllm_omni_ext.plugins.registry import family_chat_template, family_of
+from vllm_omni_ext.plugins.runtime import RequestOptions
+from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
+from vllm_omni_ext.serving.options import RequestFields, from_keywords
+from vllm_omni_ext.serving.stage_params import stage_params
+from vllm_omni_ext.serving.text_outputs import TextOutputs
 
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from vllm_omni_ext.ids import ReplicaId
-    from vllm_omni_ext.runtime.fleet import About, Fleet
-    from vllm_omni_ext.runtime.launcher import Deployment
+    import numpy as np
+    from PIL.Image import Image
 
-Sampling: TypeAlias = SamplingParams | Mapping[str, SamplingParams]
+    from vllm_omni_ext.ids import ReplicaId
+    from vllm_omni_ext.runtime.client.replica_connections import ReplicaConnections, ReplicaInfo
+    from vllm_omni_ext.runtime.launch.launcher import Deployment
+    from vllm_omni_ext.topology.shape import StagePlan
+
+MEDIA = ("image", "audio", "video")
+"""Keys of a prompt that are short for entries of `multi_modal_data`."""
+
+Sampling: TypeAlias = SamplingParams | Mapping[str, Any]
 
 
 class OmniRequestOutput(RequestOutput):
-    """A vLLM `RequestOutput` with the sound of the answer.
+    """A vLLM `RequestOutput` with all outputs of the request. All attributes but the first are views of its chunks.
 
     Attributes:
-        audio: float32 [samples] in [-1, 1], mono; None if no sound was asked for or made.
+        outputs_by_modality: all chunks by modality (`modalities.base.OutputChunk`), in order; text of the frontend is
+            in `outputs`.
+        audio: float32 [samples] in [-1, 1], mono; None if no sound was requested or produced.
         sample_rate: Hz; None without sound.
-        frames: codec frames, int64 [frames, code groups]; None without sound.
-        note: why there is no sound although it was asked for.
+        frames: codec frames, int64 [frames, code groups]; None without sound, or if the model has none.
+        note: why there is no sound although it was requested.
+        images: PIL images.
+        latents: float32 arrays, the model's latents of the pictures, if the request asked for them.
         error: why this prompt failed; its `outputs` is then one empty completion with finish_reason "error".
     """
 
+    outputs_by_modality: Mapping[str, Sequence[OutputChunk]] = MappingProxyType({})
     audio: np.ndarray[Any, Any] | None = None
     sample_rate: int | None = None
     frames: np.ndarray[Any, Any] | None = None
     note: str | None = None
+    images: Sequence[Image] = ()
+    latents: Sequence[np.ndarray[Any, Any]] = ()
     error: OmniError | None = None
 
 
@@ -63,54 +84,54 @@ class OmniLLM(TargetedOfflineLLM):
 
     Args:
         model: directory or hub id.
+        chat_template: as `--chat-template`; None: the family's, else the checkpoint's.
         stage_config: as `--stage-config`.
         stage_overrides: as `--stage-overrides`, e.g. {"talker": {"replicas": 2}}.
         async_chunk: as `--async-chunk`.
-        kwargs: `EngineArgs` fields for the text stage, as for `LLM`.
+        kwargs: `EngineArgs` fields for the frontend, as for `LLM`.
 
     Raises:
-        ConfigError: something in the arguments or the model's config is wrong; nothing was started.
-        StartFailed: a stage did not come up.
+        ConfigError: the arguments or the model's config are wrong; nothing was started.
+        StartFailed: a stage failed to start.
     """
 
     def __init__(self, model: str, *, chat_template: str | None = None, **kwargs: Any) -> None:
         activate()
         from vllm_omni_ext.cli.settings import from_kwargs
-        from vllm_omni_ext.runtime.keeper import Keeper
-        from vllm_omni_ext.runtime.launcher import Deployment
-        from vllm_omni_ext.runtime.progress import spinner
-        from vllm_omni_ext.runtime.supervisor import Supervisor
+        from vllm_omni_ext.runtime.launch.launcher import Deployment
+        from vllm_omni_ext.runtime.launch.progress import spinner
+        from vllm_omni_ext.runtime.supervise.replica_supervisor import ReplicaSupervisor
 
         kwargs.setdefault("disable_log_stats", True)
         plan = from_kwargs(model, **kwargs)
         self._deployment = Deployment(plan, clients=1, usage=UsageContext.LLM_CLASS)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._supervisor: Supervisor[Any] | None = None
-        self._keeper: Keeper | None = None
+        self._replica_supervisor: ReplicaSupervisor | None = None
         self._deployment.__enter__()
         try:
             with spinner("loading") as show, self._deployment.progress.shown(show):
                 self._deployment.wait()
             self._loop, self._thread = _start_loop()
             self._omni = self._run(self._connect(log_stats=not kwargs["disable_log_stats"]))
-            self._supervisor = Supervisor(self._deployment.processes(), self._ended)
-            self._keeper = Keeper(
+            self._replica_supervisor = ReplicaSupervisor(
                 self._deployment,
-                OneUser(self._deployment, self._omni.fleet),
+                LocalListener(self._deployment, self._omni.replica_connections),
                 host=gethostname(),
                 tell=log.warning,
-                watch=self._supervisor.watch,
             )
+            self._replica_supervisor.watch_replicas()
         except BaseException:
             self.close()
             raise
         self._finalizer = weakref.finalize(self, _end, self._deployment)
         self.plan = plan
+        family = family_of(plan.family)
+        self._modalities = modalities_of(family)
         self.model_config = self._omni.model_config
         self.renderer = self._omni.renderer
         self.input_processor = self._omni.input_processor
         self.runner_type = self.model_config.runner_type
-        self.chat_template = load_chat_template(chat_template)
+        self.chat_template = load_chat_template(chat_template or family_chat_template(family))
         self.default_sampling_params: dict[str, Any] | None = None
         self._numbers = itertools.count()
 
@@ -118,10 +139,6 @@ class OmniLLM(TargetedOfflineLLM):
         from vllm_omni_ext.omni import AsyncOmni
 
         return AsyncOmni(self._deployment.connections(0), log_stats=log_stats)
-
-    def _ended(self, replica: Any, exitcode: int | None) -> None:
-        if self._keeper is not None:
-            self._keeper.ended(replica, exitcode)
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         assert self._loop is not None
@@ -135,31 +152,31 @@ class OmniLLM(TargetedOfflineLLM):
         sampling_params: Sampling | Sequence[Sampling] | None = None,
         *,
         modalities: Sequence[str] | None = None,
-        voice: str | None = None,
         chunks: Mapping[str, Any] | None = None,
         use_tqdm: bool | Callable[..., tqdm[Any]] = True,
-        **rendering: Any,
+        **more: Any,
     ) -> list[OmniRequestOutput]:
         """Answer prompts; one output each, in order. A prompt that fails has `error` set, the others are unaffected.
 
         Args:
-            sampling_params: for the text stage, or by stage name, e.g. {"thinker": ..., "talker": ...}; one for
-                all prompts or a list with one each.
-            modalities: what to answer with, e.g. ["text", "audio"]; None: all the model can do.
-            voice: speaker name; None: the checkpoint's default.
-            chunks: what to change in the stage config's `chunks` for these prompts.
-            rendering: `tokenization_kwargs`, `mm_processor_kwargs` as for `LLM.generate`.
+            prompts: as for `LLM.generate`. In a dict, `image`, `audio` and `video` are short for entries of
+                `multi_modal_data`.
+            sampling_params: for the frontend, or by stage name, e.g. {"thinker": ..., "talker": ...}; one for all
+                prompts or a list with one each. A stage's parameters are an object of their type, or a dict of the
+                values that differ from the configured ones.
+            modalities: modalities of the answer, e.g. ["text", "audio"]; None: the model's default.
+            chunks: changes to the stage config's `chunks` for these prompts.
+            more: request fields of the model (e.g. `voice`), and `tokenization_kwargs`, `mm_processor_kwargs` as for
+                `LLM.generate`.
 
         Raises:
-            RequestError: the modalities, the voice or the chunks do not exist.
+            RequestError: the modalities, a field, a stage's parameters or the chunks are wrong.
         """
-        items = prompt_to_seq(prompts)
-        return self._answer(
-            [partial(self._preprocess_cmpl_one, prompt, **rendering) for prompt in items],
-            sampling_params,
-            OmniOptions(modalities=self._modalities(modalities), voice=voice, chunks=chunks or {}),
-            use_tqdm,
-        )
+        options, rendering = self._options(modalities, chunks, more)
+        renders = [
+            partial(self._preprocess_cmpl_one, _with_media(prompt), **rendering) for prompt in prompt_to_seq(prompts)
+        ]
+        return self._answer(renders, sampling_params, options, use_tqdm)
 
     def chat(  # type: ignore[override]
         self,
@@ -168,34 +185,36 @@ class OmniLLM(TargetedOfflineLLM):
         use_tqdm: bool | Callable[..., tqdm[Any]] = True,
         *,
         modalities: Sequence[str] | None = None,
-        voice: str | None = None,
         chunks: Mapping[str, Any] | None = None,
-        **rendering: Any,
+        **more: Any,
     ) -> list[OmniRequestOutput]:
         """Answer conversations (one, or a list of them); otherwise as `generate`.
 
         Args:
-            rendering: `chat_template`, `add_generation_prompt`, `tools`, `mm_processor_kwargs`, ... as for `LLM.chat`.
+            more: request fields of the model, and `chat_template`, `add_generation_prompt`, `tools`,
+                `mm_processor_kwargs`, ... as for `LLM.chat`.
         """
-        items = conversation_to_seq(messages)
-        return self._answer(
-            [partial(self._preprocess_chat_one, conversation, **rendering) for conversation in items],
-            sampling_params,
-            OmniOptions(modalities=self._modalities(modalities), voice=voice, chunks=chunks or {}),
-            use_tqdm,
-        )
+        options, rendering = self._options(modalities, chunks, more)
+        renders = [partial(self._preprocess_chat_one, each, **rendering) for each in conversation_to_seq(messages)]
+        return self._answer(renders, sampling_params, options, use_tqdm)
 
-    def _modalities(self, given: Sequence[str] | None) -> tuple[str, ...]:
-        return self._omni.plugin.output_modalities if given is None else tuple(given)
+    def _options(
+        self, modalities: Sequence[str] | None, chunks: Mapping[str, Any] | None, more: dict[str, Any]
+    ) -> tuple[RequestOptions, dict[str, Any]]:
+        """The options of a call, and the remaining arguments in `more`, which are for vLLM's renderer."""
+        runtime = self._omni.runtime
+        names = RequestFields(runtime.fields).names
+        fields = {name: more[name] for name in more if name in names}
+        options = from_keywords(runtime, self._omni.capabilities, modalities=modalities, chunks=chunks, fields=fields)
+        return options, {name: value for name, value in more.items() if name not in fields}
 
     def _answer(
         self,
-        renders: list[Callable[[], Any]],
+        renders: Sequence[Callable[[], Any]],
         sampling: Sampling | Sequence[Sampling] | None,
-        options: OmniOptions,
+        options: RequestOptions,
         use_tqdm: bool | Callable[..., tqdm[Any]],
     ) -> list[OmniRequestOutput]:
-        self._omni.plugin.check(options)
         given = sampling if sampling is not None else self.get_default_sampling_params()
         each: Sequence[Any] = self._params_to_seq(given, len(renders))  # type: ignore[type-var, arg-type]
         bar_type: Any = use_tqdm if callable(use_tqdm) else tqdm
@@ -209,79 +228,101 @@ class OmniLLM(TargetedOfflineLLM):
             bar.close()
         return outputs
 
-    def _submit(self, render: Callable[[], Any], params: Any, options: OmniOptions) -> Future[OmniRequestOutput]:
+    def _submit(self, render: Callable[[], Any], params: Any, options: RequestOptions) -> Future[OmniRequestOutput]:
         number = str(next(self._numbers))
         text, chosen = self._split(params, options)
         try:
             prompt = render()
         except (VLLMError, ValueError, TypeError, OSError) as error:  # this prompt cannot be rendered; the others can
             failed: Future[OmniRequestOutput] = Future()
-            failed.set_result(_failed(number, RequestError(str(error), parameter="prompt")))
+            failed.set_result(self._complete(_failed(number, RequestError(str(error), parameter="prompt")), {}))
             return failed
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self._one(number, prompt, text, chosen), self._loop)
 
-    def _split(self, params: Any, options: OmniOptions) -> tuple[SamplingParams, OmniOptions]:
+    def _split(self, params: Any, options: RequestOptions) -> tuple[SamplingParams, RequestOptions]:
         if isinstance(params, SamplingParams):
             return params, options
-        text_stage = self.plan.text_stage().model_stage
-        for stage in params:
-            self.plan.model_stage(stage)
-        text = params.get(text_stage) or self.get_default_sampling_params()
-        others = {stage: value for stage, value in params.items() if stage != text_stage}
-        return text, replace(options, sampling=others)
+        given = {stage: each for stage, each in params.items() if each is not None}
+        by_stage = {name: self._of_stage(self.plan.model_stage(name), each) for name, each in given.items()}
+        text = by_stage.get(self.plan.frontend().model_stage)
+        if not isinstance(text, SamplingParams):
+            return self.get_default_sampling_params(), replace(options, params=by_stage)
+        others = {stage: each for stage, each in by_stage.items() if each is not text}
+        return text, replace(options, params=others)
 
-    async def _one(self, number: str, prompt: Any, params: SamplingParams, options: OmniOptions) -> OmniRequestOutput:
+    def _of_stage(self, stage: StagePlan, given: Any) -> Any:
+        """The parameters of a stage, of their type."""
+        sampled_text = stage.model_stage == self.plan.frontend().model_stage and stage.params_type == SAMPLING_PARAMS
+        return stage_params(stage, given, self._text_defaults() if sampled_text else stage.params)
+
+    async def _one(
+        self, number: str, prompt: Any, params: SamplingParams, options: RequestOptions
+    ) -> OmniRequestOutput:
         params = params.clone()
         params.output_kind = RequestOutputKind.FINAL_ONLY
         text: RequestOutput | None = None
-        pieces: list[AudioOutput] = []
+        outputs = TextOutputs(number, delta=False)
+        ids = prompt.get("prompt_token_ids", ()) if isinstance(prompt, Mapping) else ()
+        chunks: dict[str, list[OutputChunk]] = {}
         try:
             async for item in self._omni.generate(prompt, params, number, options=options):
-                if isinstance(item, AudioOutput):
-                    pieces.append(item)
-                else:
+                if isinstance(item, OutputChunk):
+                    chunks.setdefault(item.modality, []).append(item)
+                if isinstance(item, TextChunk):
+                    text = outputs.of(item, ids)
+                elif not isinstance(item, OutputChunk):
                     text = item
         except OmniError as error:
-            return _failed(number, error)
+            return self._complete(_failed(number, error), {})
         except Exception as error:  # vLLM's own errors (bad parameters, engine gone) fail this prompt only
-            return _failed(number, RequestFailed(str(error) or type(error).__name__))
-        assert text is not None
-        return _with_sound(text, pieces)
+            return self._complete(_failed(number, RequestFailed(str(error) or type(error).__name__)), {})
+        return self._complete(text or outputs.empty(ids), chunks)
+
+    def _complete(self, text: RequestOutput, chunks: dict[str, list[OutputChunk]]) -> OmniRequestOutput:
+        """Turn the frontend's output, in place, into one with all outputs of the request."""
+        text.__class__ = OmniRequestOutput
+        assert isinstance(text, OmniRequestOutput)
+        text.outputs_by_modality = chunks
+        for name, modality in self._modalities.items():
+            if name in chunks or name not in CORE:  # attributes of the core have defaults
+                for attribute, value in modality.offline(chunks.get(name, ())).items():
+                    setattr(text, attribute, value)
+        return text
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The text stage's defaults: the model's generation config under those of the stage config."""
-        base = self.model_config.get_diff_sampling_param()
-        return SamplingParams.from_optional(**{**base, **self.plan.text_stage().sampling})
+        """The frontend's defaults: the stage config's over the model's generation config."""
+        return SamplingParams.from_optional(**self._text_defaults())
+
+    def _text_defaults(self) -> dict[str, Any]:
+        return {**self.model_config.get_diff_sampling_param(), **self.plan.frontend().sampling}
 
     def get_tokenizer(self) -> Any:
-        """The text stage's tokenizer."""
+        """The frontend's tokenizer."""
         return self.renderer.get_tokenizer()
 
     @property
     def llm_engine(self) -> Any:
-        """What only a single engine can do (`beam_search`, `enqueue`, `get_metrics`, ...) is not available here."""
+        """Not available, like all that needs a single engine (`beam_search`, `enqueue`, `get_metrics`, ...)."""
         raise NotImplementedError("this method is not available with omni=True; use generate() or chat()")
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End everything this object started; a second call does nothing."""
-        if self._supervisor is not None:
-            self._supervisor.stop()
-            self._supervisor = None
-        if self._keeper is not None:
-            self._keeper.close()
+        """End all processes and threads of this object; a second call does nothing."""
+        if self._replica_supervisor is not None:
+            self._replica_supervisor.close()
         if self._loop is not None:
             loop, self._loop = self._loop, None
             asyncio.run_coroutine_threadsafe(self._disconnect(), loop).result()
-            # Closed, not only stopped: vLLM's finalizers would leave sockets to a loop that never runs again.
+            # The loop is closed, not only stopped: vLLM's finalizers would leave sockets to a loop that never runs
+            # again.
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join()
         self._deployment.close()
-        if self._keeper is not None:
-            self._keeper.join()
-            self._keeper = None
+        if self._replica_supervisor is not None:
+            self._replica_supervisor.join()
+            self._replica_supervisor = None
 
     async def _disconnect(self) -> None:
         if "_omni" in vars(self):
@@ -297,27 +338,38 @@ class OmniLLM(TargetedOfflineLLM):
         return f"OmniLLM(model={self.plan.model!r}, stages={[stage.name for stage in self.plan.stages]})"
 
 
-class OneUser:
-    """What the keeper tells those who send requests: here it is this program's loop alone."""
+class LocalListener:
+    """The `ReplicaListener` of this program, whose event loop is the only user of the replicas."""
 
-    def __init__(self, deployment: Deployment, fleet: Fleet) -> None:
+    def __init__(self, deployment: Deployment, replica_connections: ReplicaConnections) -> None:
         self._deployment = deployment
-        self._fleet = fleet
+        self._replica_connections = replica_connections
 
     def listen(self, replica: ReplicaId) -> Sequence[tuple[str, str]]:
-        """Where a replica that is going to start connects to."""
+        """Listen for a replica that is going to start. Returns the addresses it connects to."""
         addresses = self._deployment.listen(replica)
-        self._fleet.loop.call_soon_threadsafe(self._fleet.starting, replica)
+        self._replica_connections.loop.call_soon_threadsafe(self._replica_connections.starting, replica)
         return addresses
 
-    def ready(self, replica: ReplicaId, about: About) -> None:
-        """A replica that was listened for can be used."""
+    def ready(self, replica: ReplicaId, about: ReplicaInfo) -> None:
+        """A replica is ready, and can be used."""
         listeners = self._deployment.listeners(replica, 0)
-        self._fleet.loop.call_soon_threadsafe(self._fleet.ready, replica, about, listeners)
+        self._replica_connections.loop.call_soon_threadsafe(self._replica_connections.ready, replica, about, listeners)
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
         """A replica is gone."""
-        self._fleet.loop.call_soon_threadsafe(partial(self._fleet.ended, replica, reason, again=again))
+        self._replica_connections.loop.call_soon_threadsafe(
+            partial(self._replica_connections.ended, replica, reason, again=again)
+        )
+
+
+def _with_media(prompt: Any) -> Any:
+    """Return a prompt whose media are in `multi_modal_data`, as vLLM reads them."""
+    if not isinstance(prompt, Mapping) or not any(name in prompt for name in MEDIA):
+        return prompt
+    media = {name: prompt[name] for name in MEDIA if prompt.get(name) is not None}
+    rest = {name: value for name, value in prompt.items() if name not in MEDIA}
+    return {**rest, "multi_modal_data": {**(prompt.get("multi_modal_data") or {}), **media}}
 
 
 def _start_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
@@ -336,18 +388,6 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 def _end(deployment: Any) -> None:
     deployment.close()
-
-
-def _with_sound(text: RequestOutput, pieces: list[AudioOutput]) -> OmniRequestOutput:
-    text.__class__ = OmniRequestOutput
-    assert isinstance(text, OmniRequestOutput)
-    if pieces:
-        last = pieces[-1]
-        text.note = last.note
-        text.sample_rate, text.frames = last.sample_rate, last.frames
-        samples = np.concatenate([piece.samples for piece in pieces])
-        text.audio = samples if len(samples) else None
-    return text
 
 
 def _failed(request_id: str, error: OmniError) -> OmniRequestOutput:

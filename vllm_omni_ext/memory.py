@@ -1,4 +1,4 @@
-"""Giving memory back to the system after start-up."""
+"""Returns memory to the system after start-up."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import ctypes
 import ctypes.util
 
 
-def trim() -> None:
+def malloc_trim() -> None:
     """Return free heap pages to the system: loading leaves hundreds of MB behind that glibc would keep for ever.
 
-    Does nothing where the C library is not glibc. Garbage is not collected here: that would write into every object,
-    and in a forked process each page written to is copied.
+    Does nothing without glibc. It does not collect garbage: that would write into every object, and in a forked process
+    each page written to is copied.
     """
     library = ctypes.util.find_library("c")
     release = getattr(ctypes.CDLL(library), "malloc_trim", None) if library else None

@@ -1,12 +1,13 @@
-"""Every metric of this package as data: name, labels, unit and meaning. vLLM's own `vllm:` metrics come on top.
+"""The metrics of this package as data: name, labels, unit and meaning. vLLM's own `vllm:` metrics are separate.
 
-They are Prometheus metrics of the process's default registry, always on. Each also has the label `model_name`.
+Metrics of audio and images are defined beside their modalities; a model plugin may add more. All are Prometheus metrics
+of the process's default registry, always on, and also have the label `model_name`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -15,24 +16,23 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 PREFIX = "vllm_omni_ext:"
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
-"""Environment variable of prometheus_client: where several processes put their values together."""
+"""Environment variable of prometheus_client: the directory in which several processes share their values."""
 
 MODEL = "model_name"
 
-_LATENCY_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.35, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_GAP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1, 1.5, 2, 3, 5, 10)
-_FACTOR = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 5, 10, 25)
+LATENCY_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.35, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+GAP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1, 1.5, 2, 3, 5, 10)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Metric:
     """One metric.
 
     Attributes:
-        name: without the prefix.
-        labels: besides `model_name`.
-        unit: of its value.
-        mode: how a gauge's values of several API servers become one (prometheus_client's `multiprocess_mode`).
+        name: name without the prefix.
+        labels: labels besides `model_name`.
+        unit: unit of its value.
+        mode: how a gauge's values of several API servers are combined (prometheus_client's `multiprocess_mode`).
         buckets: upper bounds of a histogram, in its unit.
     """
 
@@ -46,11 +46,11 @@ class Metric:
 
     @property
     def full_name(self) -> str:
-        """As it is scraped (a histogram's series have suffixes)."""
+        """Name in the scraped output (a histogram's series have suffixes)."""
         return PREFIX + self.name
 
     def make(self, registry: CollectorRegistry) -> Any:
-        """Create it in a registry."""
+        """Create the metric in a registry."""
         labels = (MODEL, *self.labels)
         match self.kind:
             case "counter":
@@ -67,37 +67,7 @@ TIME_TO_FIRST_TEXT = Metric(
     labels=("modalities",),
     unit="seconds",
     text="Time from a request's arrival to its first text token.",
-    buckets=_LATENCY_S,
-)
-TIME_TO_FIRST_AUDIO = Metric(
-    name="time_to_first_audio_seconds",
-    kind="histogram",
-    unit="seconds",
-    text="Time from a request's arrival to its first piece of sound.",
-    buckets=_LATENCY_S,
-)
-AUDIO_CHUNK_GAP = Metric(
-    name="audio_chunk_gap_seconds",
-    kind="histogram",
-    unit="seconds",
-    text="Time between two pieces of sound of a request.",
-    buckets=_GAP_S,
-)
-AUDIO_SECONDS = Metric(
-    name="audio_seconds_total", kind="counter", unit="seconds", text="Sound made, counted in seconds of playing time."
-)
-AUDIO_UNDERRUN = Metric(
-    name="audio_underrun_seconds_total",
-    kind="counter",
-    unit="seconds",
-    text="Time for which somebody who plays sound as it comes had none left while more was to come.",
-)
-REAL_TIME_FACTOR = Metric(
-    name="real_time_factor",
-    kind="histogram",
-    unit="ratio",
-    text="Time from arrival to the last piece of sound, divided by the sound's playing time; below 1 keeps up.",
-    buckets=_FACTOR,
+    buckets=LATENCY_S,
 )
 STAGE_QUEUE = Metric(
     name="stage_queue_seconds",
@@ -105,15 +75,15 @@ STAGE_QUEUE = Metric(
     labels=("stage",),
     unit="seconds",
     text="Time a request waited in a stage's engine before it was first scheduled.",
-    buckets=_LATENCY_S,
+    buckets=LATENCY_S,
 )
-STAGE_TIME = Metric(
-    name="stage_seconds",
+STAGE_REQUEST_DURATION = Metric(
+    name="stage_request_duration_seconds",
     kind="histogram",
     labels=("stage",),
     unit="seconds",
     text="Time from sending a request to a stage to that stage's last output for it.",
-    buckets=_LATENCY_S,
+    buckets=LATENCY_S,
 )
 REPLICA_RUNNING = Metric(
     name="replica_requests_running",
@@ -145,8 +115,8 @@ REPLICA_UP = Metric(
     text="1 while a replica takes requests, 0 when it is gone.",
 )
 REPLICA_RESTARTS = Metric(
-    name="replica_restarts",
-    kind="gauge",
+    name="replica_restarts_total",
+    kind="counter",
     labels=("stage", "replica"),
     unit="restarts",
     text="How often a replica was started again.",
@@ -164,12 +134,12 @@ COORDINATOR_VIEW = Metric(
     unit="seconds",
     text="Unix time at which the coordinator was last heard of; the age of what it said is time() minus this.",
 )
-BALANCING = Metric(
-    name="balancing_decisions_total",
+ROUTING_DECISIONS = Metric(
+    name="routing_decisions_total",
     kind="counter",
-    labels=("stage", "replica", "why"),
+    labels=("stage", "replica", "reason"),
     unit="requests",
-    text="Requests given to a replica; `why` is affinity, policy or only (there was no other).",
+    text="Requests given to a replica; `reason` is affinity, policy or only (there was no other).",
 )
 REQUESTS_WAITING = Metric(
     name="requests_waiting_for_replica",
@@ -179,8 +149,8 @@ REQUESTS_WAITING = Metric(
     text="Requests that wait for a stage none of whose replicas is up.",
     mode="livesum",
 )
-TAKEN_OVER = Metric(
-    name="requests_taken_over_total",
+REQUEST_FAILOVERS = Metric(
+    name="request_failovers_total",
     kind="counter",
     labels=("stage",),
     unit="requests",
@@ -193,15 +163,30 @@ REPLICA_INFO = Metric(
     unit="1",
     text="Always 1; says which replica the label `engine` of the `vllm:` metrics means.",
 )
-HANDOVER_BYTES = Metric(
-    name="handover_bytes_total",
+STAGE_STEPS = Metric(
+    name="stage_steps_total",
+    kind="counter",
+    labels=("stage",),
+    unit="steps",
+    text="Steps of requests that a stage reported as done (e.g. of denoising).",
+)
+STAGE_PARTS = Metric(
+    name="stage_part_seconds",
+    kind="histogram",
+    labels=("stage", "part"),
+    unit="seconds",
+    text="Time that a stage spent on one output, by part of the work; the model names the parts.",
+    buckets=LATENCY_S,
+)
+STAGE_TRANSFER_BYTES = Metric(
+    name="stage_transfer_bytes_total",
     kind="counter",
     labels=("source", "target"),
     unit="bytes",
     text="Payload handed from stage to stage; a token or codec id counts 4 bytes.",
 )
-HANDOVER_CHUNKS = Metric(
-    name="handover_chunks_total",
+STAGE_TRANSFER_CHUNKS = Metric(
+    name="stage_transfer_chunks_total",
     kind="counter",
     labels=("source", "target"),
     unit="chunks",
@@ -213,7 +198,7 @@ KV_WAIT = Metric(
     labels=("source", "target"),
     unit="seconds",
     text="Time from telling a decode stage where a prompt's KV cache is to its first token: waiting, transfer, a step.",
-    buckets=_LATENCY_S,
+    buckets=LATENCY_S,
 )
 KV_BYTES = Metric(
     name="kv_transfer_bytes_total",
@@ -228,7 +213,7 @@ KV_TRANSFER = Metric(
     labels=("stage",),
     unit="seconds",
     text="Time of a transfer of KV cache, as the connector measures it.",
-    buckets=(0.001, 0.0025, 0.005, *_LATENCY_S),
+    buckets=(0.001, 0.0025, 0.005, *LATENCY_S),
 )
 KV_FAILURES = Metric(
     name="kv_transfer_failures_total",
@@ -237,8 +222,8 @@ KV_FAILURES = Metric(
     unit="transfers",
     text="KV caches that were not sent, not received (the decode replica computes these prompts), or never asked for.",
 )
-KV_ALONE = Metric(
-    name="kv_not_handed_over_total",
+KV_LOCAL_PREFILLS = Metric(
+    name="kv_local_prefills_total",
     kind="counter",
     labels=("stage",),
     unit="requests",
@@ -261,13 +246,10 @@ ERRORS = Metric(
 
 ALL = (
     TIME_TO_FIRST_TEXT,
-    TIME_TO_FIRST_AUDIO,
-    AUDIO_CHUNK_GAP,
-    AUDIO_SECONDS,
-    AUDIO_UNDERRUN,
-    REAL_TIME_FACTOR,
     STAGE_QUEUE,
-    STAGE_TIME,
+    STAGE_REQUEST_DURATION,
+    STAGE_STEPS,
+    STAGE_PARTS,
     REPLICA_RUNNING,
     REPLICA_WAITING,
     REPLICA_IN_FLIGHT,
@@ -275,65 +257,85 @@ ALL = (
     REPLICA_RESTARTS,
     REPLICA_HEARTBEAT,
     COORDINATOR_VIEW,
-    BALANCING,
+    ROUTING_DECISIONS,
     REQUESTS_WAITING,
-    TAKEN_OVER,
+    REQUEST_FAILOVERS,
     REPLICA_INFO,
-    HANDOVER_BYTES,
-    HANDOVER_CHUNKS,
+    STAGE_TRANSFER_BYTES,
+    STAGE_TRANSFER_CHUNKS,
     KV_WAIT,
     KV_BYTES,
     KV_TRANSFER,
     KV_FAILURES,
-    KV_ALONE,
+    KV_LOCAL_PREFILLS,
     REQUESTS,
     ERRORS,
 )
 
 
 class Metrics:
-    """The metrics of a registry, ready to be written for one model.
+    """The metrics of a registry, for writing with the labels of one model.
 
     Args:
         model: value of `model_name`, as in vLLM's own metrics.
-        registry: None takes the process's default one, in which each metric is made once.
+        registry: None: the process's default one, in which each metric is made once.
     """
 
     def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
         self._model = model
         self._made = in_default_registry() if registry is None else make_all(registry)
+        self._series: dict[tuple[Metric, tuple[str, ...]], Any] = {}
 
     def of(self, metric: Metric, *labels: str) -> Any:
-        """The series of a metric with these labels; hold on to it where it is written often."""
-        return self._made[metric].labels(self._model, *labels)
+        """Return the series of a metric with these labels."""
+        series = self._series.get((metric, labels))
+        if series is None:
+            series = self._series[metric, labels] = self._made[metric].labels(self._model, *labels)
+        return series
 
     def remove(self, metric: Metric, *labels: str) -> None:
-        """Show the series no more, if it is there. Where several processes share their values, it stays as it is."""
+        """Remove the series, if it exists. Does nothing if several processes share their values."""
         if DIRECTORY not in os.environ:
+            self._series.pop((metric, labels), None)
             self._made[metric].remove(self._model, *labels)
 
 
-def make_all(registry: CollectorRegistry) -> dict[Metric, Any]:
-    """Create every metric in a registry."""
-    return {metric: metric.make(registry) for metric in ALL}
+class Registered(dict[Metric, Any]):
+    """The metrics of a registry, each made on first access."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self._registry = registry
+
+    def __missing__(self, metric: Metric) -> Any:
+        made = self[metric] = metric.make(self._registry)
+        return made
+
+
+def make_all(registry: CollectorRegistry, metrics: Iterable[Metric] = ALL) -> Registered:
+    """Create metrics in a registry."""
+    made = Registered(registry)
+    for metric in metrics:
+        made[metric]
+    return made
 
 
 @cache
-def in_default_registry() -> dict[Metric, Any]:
-    """Every metric, in the registry that `/metrics` shows."""
+def in_default_registry() -> Registered:
+    """Return the metrics in the registry that `/metrics` shows."""
     return make_all(REGISTRY)
 
 
 def share(directory: str) -> None:
-    """Let this process and those it forks put their metrics together in a directory; before any is made.
+    """Make this process and its forks share their metrics in a directory; called before any metric is made.
 
-    prometheus_client decides how values are kept when it is imported, which vLLM may have done already.
+    prometheus_client chooses how to keep values when it is imported, which vLLM may have done already.
     """
     os.environ[DIRECTORY] = directory
     values.ValueClass = values.get_value_class()
 
 
 def mark_dead(pid: int) -> None:
-    """What a process counted stays; what it had at the moment (gauges of living processes) is gone."""
+    """Remove a dead process's gauges of living processes; its counters stay."""
     if DIRECTORY in os.environ:
         multiprocess.mark_process_dead(pid)

@@ -1,66 +1,76 @@
-"""`AsyncOmni`: vLLM's `AsyncLLM` whose answers may also be heard."""
+"""`AsyncOmni`: vLLM's `AsyncLLM` over a pipeline of stages, whose answers may hold more than text."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextvars import ContextVar
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.config import get_config
 from vllm.utils.collection_utils import as_list
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from vllm_omni_ext.disaggregation.parameters import KEY
-from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
+from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
 from vllm_omni_ext.grammars import refuse_empty_grammar
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metrics
-from vllm_omni_ext.model_plugins.registry import pipeline_for, resolve
+from vllm_omni_ext.modalities.registry import modalities_of
 from vllm_omni_ext.observability.engine_stats import engine_order, name_engines, stats_of_all, tokens_of
 from vllm_omni_ext.observability.observer import Observer
-from vllm_omni_ext.observability.record import Record
+from vllm_omni_ext.observability.request_trace import RequestTrace
 from vllm_omni_ext.observability.spans import emit_spans
 from vllm_omni_ext.observability.trace_files import TraceFiles
-from vllm_omni_ext.orchestrator.naming import in_model_terms
+from vllm_omni_ext.orchestrator.admission import Admission, Admitted
+from vllm_omni_ext.orchestrator.answers import chunks, merged, until
+from vllm_omni_ext.orchestrator.engine_requests import EngineRequests
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
-from vllm_omni_ext.orchestrator.recital import Recital, make_recital
-from vllm_omni_ext.orchestrator.requests import OmniOptions
-from vllm_omni_ext.outputs import AudioOutput
+from vllm_omni_ext.orchestrator.placement import Settings
+from vllm_omni_ext.plugins.params import make_params
+from vllm_omni_ext.plugins.registry import family_of
+from vllm_omni_ext.plugins.runtime import Capabilities, ModelRuntime, Rendered, RequestOptions, RuntimeContext
+from vllm_omni_ext.plugins.spec import resolve
 from vllm_omni_ext.pool.policies import policy
 from vllm_omni_ext.pool.stage_pool import StagePool
-from vllm_omni_ext.runtime.client import stand_in
-from vllm_omni_ext.runtime.fleet import Connections, Fleet
-from vllm_omni_ext.runtime.replica import StockReplica
-from vllm_omni_ext.runtime.targeted import TargetedLLM
-from vllm_omni_ext.runtime.text_client import TextClient
+from vllm_omni_ext.runtime.client.client import bootstrap_client_addresses
+from vllm_omni_ext.runtime.client.replica import StockReplica
+from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaConnections
+from vllm_omni_ext.runtime.client.targeted import TargetedLLM
+from vllm_omni_ext.runtime.client.text_client import TextClient
 from vllm_omni_ext.topology.shape import StagePlan
-from vllm_omni_ext.wire.handoff import RESERVED, TICKET
-
-REQUEST_OPTIONS: ContextVar[OmniOptions | None] = ContextVar("omni_request_options", default=None)
-"""Options for requests made by stock handlers, which know nothing of them; read when `generate` is called."""
 
 MOST_BAD_CHARACTERS = 100_000
-"""In `bad_words`; tokenizing so many takes a few hundredths of a second."""
+"""Limit for `bad_words`; tokenizing that many takes a few hundredths of a second."""
 
-_TEXT_END = object()
+_TASKS: tuple[Any, ...] = ("generate",)
+"""The tasks of the frontend, for vLLM's input processor."""
+
+_TO_RENDER = frozenset(
+    ("lora_request", "tokenization_kwargs", "trace_headers", "priority", "data_parallel_rank", "session_id", "kv_hints")
+)
+"""Arguments of `generate` for making the engine request; all others are for processing its outputs."""
 
 
 class AsyncOmni(TargetedLLM):
     """Serves a pipeline. Must be made inside a running event loop.
 
-    Text requests run exactly as in `AsyncLLM`; requests with other modalities also pass through the stages behind.
+    Requests that the frontend alone answers run exactly as in `AsyncLLM`; all others use the stages of their flow.
     """
 
     _draining = False
-    _fleet_open: Fleet | None = None
-    """None after `shutdown`, and before `__init__` is through: `__del__` may come first."""
+    _fleet_open: ReplicaConnections | None = None
+    """None after `shutdown`, and until `__init__` has finished: `__del__` may run before."""
 
     def __init__(self, connections: Connections, *, log_stats: bool = True, log_requests: bool = False) -> None:
         plan = connections.plan
@@ -68,11 +78,15 @@ class AsyncOmni(TargetedLLM):
         self.connections = connections
         self._connected = False
         replicas = connections.connect_all()
-        text = plan.text_stage().name
-        config = deepcopy(connections.configs[text])
+        frontend = plan.frontend().name
+        config = deepcopy(connections.configs[frontend])
         config.shutdown_timeout = connections.drain_s
-        said = next((each.client.said for replica, each in replicas.items() if replica.stage == text), b"")
-        with stand_in(connections.folder, said) as addresses:
+        # vLLM's handlers take the defaults of a request from there, but `max_tokens`.
+        config.model_config.override_generation_config |= plan.frontend().sampling
+        said = next(
+            (each.client.ready_response for replica, each in replicas.items() if replica.stage == frontend), b""
+        )
+        with bootstrap_client_addresses(connections.folder, said) as addresses:
             if connections.board is not None and connections.client_count > 1:
                 addresses["mp_admission_counters"] = connections.board.admitted
             super().__init__(
@@ -88,34 +102,62 @@ class AsyncOmni(TargetedLLM):
         self._start(config, replicas)
 
     def _start(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica]) -> None:
-        pipeline = pipeline_for(config.model_config.architectures[0])
-        plugin = resolve(pipeline.request_plugin)(config.model_config.hf_config, self.plan.chunks)
-        self.plugin = in_model_terms(plugin, {each.name: each.part_of for each in self.plan.stages if each.part_of})
-        text_stage = self.plan.text_stage().name
+        frontend = self.plan.frontend()
+        self.runtime = self._runtime(config)
         self._observe(config, replicas)
+        limits = self.plan.config
+        own_types = {each.name: partial(_make_params, each.params_type) for each in self.plan.stages}
         self.orchestrator = Orchestrator(
-            plugin=self.plugin,
-            text_stage=text_stage,
-            prefill_stage=self.plan.source_of(text_stage),
+            Settings(
+                frontend=frontend.name,
+                model_frontend=frontend.model_stage,
+                prefill=self.plan.source_of(frontend.name),
+                wait_s=limits.replica_wait_timeout_s,
+                joinable=limits.master_address is not None,
+                input_deadline_s=limits.chunk_timeout_s,
+            ),
+            runtime=self.runtime,
             pools={stage.name: self._pool(stage, replicas) for stage in self.plan.stages},
             replicas=replicas,
-            sampling={stage.name: stage.sampling for stage in self.plan.stages},
-            limits={stage: each.model_config.max_model_len for stage, each in self.connections.configs.items()},
+            requests=EngineRequests({each.name: each.params for each in self.plan.stages}, own_types),
             observer=self.observer,
-            wait_s=self.plan.config.replica_wait_s,
-            joinable=self.plan.config.master_address is not None,
             failed=self._tell_caller,
-            chunk_deadline_s=self.plan.config.chunk_deadline_s,
         )
-        text = {replica: each for replica, each in replicas.items() if self._is_text(replica)}
-        self.engine_core = TextClient(config, text, self.orchestrator, self.plan.sides())
-        self.fleet = Fleet(
+        self._admission = Admission(self.runtime, self.orchestrator, frontend.model_stage)
+        logging.getLogger("vllm.v1.engine.async_llm").addFilter(_not_about_engine_requests)
+        text = {replica: each for replica, each in replicas.items() if self._is_frontend(replica)}
+        self.engine_core = TextClient(config, text, self.orchestrator, self.plan.sides(), admission=self._admission)
+        self.replica_connections = ReplicaConnections(
             self.connections, self.orchestrator, replicas, take=self._take, joined=self._joined, lost=self._lost
         )
-        self._fleet_open = self.fleet
+        self._fleet_open = self.replica_connections
         self._connected = True
-        self.fleet.start()
+        self.replica_connections.start()
         self._run_output_handler()
+
+    def _runtime(self, config: VllmConfig) -> ModelRuntime:
+        """The model plugin's runtime for this API server."""
+        family, model, stages = family_of(self.plan.family), config.model_config, self.plan.stages
+        own = (
+            get_config(model.model, model.trust_remote_code, model.revision) if model.hf_overrides else model.hf_config
+        )
+        lengths = {name: each.model_config.max_model_len for name, each in self.connections.configs.items()}
+        context = RuntimeContext(
+            hf_config=own,
+            pipeline=self.plan.pipeline,
+            frontend=self.plan.frontend().model_stage,
+            chunks=self.plan.chunks,
+            limits={each.model_stage: lengths[each.name] for each in stages if each.name in lengths},
+            defaults={each.model_stage: each.params for each in stages},
+            model_config=model,
+        )
+        runtime: ModelRuntime = resolve(family.runtime)(context)
+        return runtime
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Modalities and options that the checkpoint supports."""
+        return self._admission.capabilities
 
     def _pool(self, stage: StagePlan, replicas: Iterable[ReplicaId]) -> StagePool:
         chosen = self.plan.config.stage(stage.name).lb_policy or self.plan.config.lb_policy
@@ -128,20 +170,21 @@ class AsyncOmni(TargetedLLM):
             clients=self.connections.client_count,
         )
 
-    def _is_text(self, replica: ReplicaId) -> bool:
-        return replica.stage == self.plan.text_stage().name
+    def _is_frontend(self, replica: ReplicaId) -> bool:
+        return replica.stage == self.plan.frontend().name
 
     def _observe(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica]) -> None:
-        """Set up what is noted about requests and replicas, and vLLM's statistics for all of them."""
-        text = self.plan.text_stage().name
+        """Set up the observer of requests and replicas, and vLLM's statistics for all replicas."""
+        text = self.plan.frontend().name
         metrics = Metrics(str(config.model_config.served_model_name))
         self._tracing = config.observability_config.otlp_traces_endpoint is not None
-        which, keep = self.connections.client_index, self.plan.config.kept_traces
+        which, keep = self.connections.client_index, self.plan.config.max_traces
         several = self.connections.client_count > 1
         self.trace_files = TraceFiles(self.connections.folder, which, keep) if several else None
         self.observer = Observer(
             metrics,
-            text_stage=text,
+            frontend=text,
+            modalities=modalities_of(family_of(self.plan.family)),
             replicas=replicas,
             keep=keep,
             ended=self._ended,
@@ -150,24 +193,25 @@ class AsyncOmni(TargetedLLM):
         name_engines(metrics, order)
         self._engine_numbers = {replica: number for number, replica in enumerate(order)}
         self._first_numbers = {replica.stage: number for replica, number in reversed(self._engine_numbers.items())}
-        if self.log_stats:  # vLLM's constructor knew of the first replica only
+        if self.log_stats:  # vLLM's constructor received only the first replica
             configs = [replicas[replica].client.vllm_config for replica in order]
             self.logger_manager = stats_of_all(config, configs, client_count=self._client_count)
 
-    def _ended(self, record: Record) -> None:
+    def _ended(self, record: RequestTrace) -> None:
         if self._tracing:
-            emit_spans(record, self.plan.text_stage().name)
-        if self.trace_files is not None and self.observer.course(record.request_id) is record:
+            emit_spans(record, self.plan.frontend().name)
+        if self.trace_files is not None and self.observer.trace(record.request_id) is record:
             self.trace_files.write(record)
 
     def _loaded(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
-        if outputs.scheduler_stats is not None:  # else it went to another API server
+        if outputs.scheduler_stats is not None:  # otherwise another API server got them
             self.observer.loaded(replica, outputs.scheduler_stats)
         if replica not in self._engine_numbers:
-            # vLLM's loggers know the engines of the start: what has joined since counts as the stage's first one.
+            # vLLM's loggers have only the engines of the start: replicas that joined later count as the stage's first
+            # one.
             outputs.scheduler_stats = None
         outputs.engine_index = self._engine_numbers.get(replica, self._first_numbers.get(replica.stage, 0))
-        if self.logger_manager is not None and not self._is_text(replica):
+        if self.logger_manager is not None and not self._is_frontend(replica):
             made = tokens_of(outputs)
             self.logger_manager.record(outputs.scheduler_stats, made, engine_idx=outputs.engine_index)
 
@@ -177,18 +221,18 @@ class AsyncOmni(TargetedLLM):
 
     async def _take(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
         current = [output for output in outputs.outputs if await self.orchestrator.produced(replica, output)]
-        self._loaded(replica, outputs)  # what was made goes on first
-        if self._is_text(replica):
-            # An output that carried nothing but exported rows is no news for the client.
+        self._loaded(replica, outputs)  # after the outputs were passed on
+        if self._is_frontend(replica):
+            # The client gets no output that carries only exported hidden states.
             outputs.outputs = [o for o in current if o.new_token_ids or o.finish_reason is not None]
             self.engine_core.deliver(outputs)
 
     def _joined(self, replica: StockReplica) -> None:
-        if self._is_text(replica.id):
+        if self._is_frontend(replica.id):
             self.engine_core.joined(replica)
 
     def _lost(self, replica: ReplicaId) -> None:
-        if self._is_text(replica):
+        if self._is_frontend(replica):
             self.engine_core.lost(replica)
 
     def _tell_caller(self, request_id: str, error: OmniError) -> None:
@@ -197,7 +241,7 @@ class AsyncOmni(TargetedLLM):
             state.queue.put(error)
 
     async def _drain(self, timeout: float) -> None:
-        """Take no new requests, and give those in flight some seconds."""
+        """Refuse new requests, and give those in flight `timeout` seconds."""
         self._draining = True
         quiet = asyncio.Event()
         self.observer.watch_quiet(quiet.set)
@@ -207,11 +251,23 @@ class AsyncOmni(TargetedLLM):
                 await self.engine_core.delivered()
 
     def _stop(self) -> None:
-        self.fleet.close()
+        self.replica_connections.close()
         self.orchestrator.fail_all(StageUnavailable("the server is shutting down"))
         self.output_processor.propagate_error(EngineDeadError())
 
     # -- requests -----------------------------------------------------------------------------------------------
+
+    def expect(self, options: RequestOptions) -> str:
+        """Announce a request of a stock handler; the ticket goes into its `extra_args` under `TICKET`.
+
+        Raises:
+            RequestError: the options cannot be met.
+        """
+        return self._admission.expect(options)
+
+    def withdraw(self, ticket: str) -> None:
+        """Withdraw an announced request, or its ticket after use; unknown tickets are ignored."""
+        self._admission.withdraw(ticket)
 
     def generate(  # type: ignore[override]
         self,
@@ -219,90 +275,139 @@ class AsyncOmni(TargetedLLM):
         sampling_params: SamplingParams,
         request_id: str,
         *,
-        options: OmniOptions | None = None,
+        options: RequestOptions | None = None,
         **stock: Any,
     ) -> AsyncGenerator[Any, None]:
-        """As `AsyncLLM.generate`; with options that ask for sound, `AudioOutput`s come between the `RequestOutput`s.
+        """As `AsyncLLM.generate`, but also yields `OutputChunk`s of outputs other than the frontend's.
+
+        A rendered prompt is admitted or refused before the generator is returned.
 
         Args:
-            options: what to answer with; None takes `REQUEST_OPTIONS`, and text alone if that is not set.
+            options: options of the answer; None: those of the ticket in `extra_args`, or text alone without a ticket.
 
         Raises:
             RequestError: the options or the prompt cannot be served.
-            StageUnavailable: a stage that is needed has no live replica.
+            StageUnavailable: a needed stage has no live replica.
             RequestFailed: a stage could not finish the request.
         """
-        if self._draining:
-            raise StageUnavailable("the server is shutting down")
-        _check_reserved(sampling_params)
+        self._refuse_if_draining()
+        chosen = self._admission.options_of(sampling_params, options)
+        _check_kv_transfer(sampling_params)
         _check_bad_words(sampling_params)
         refuse_empty_grammar(sampling_params)
-        chosen = options or REQUEST_OPTIONS.get()
-        if chosen is None or chosen.text_only:
+        if isinstance(prompt, AsyncGenerator):  # vLLM's streamed input, for the frontend alone
             return self._in_time(super().generate(prompt, sampling_params, request_id, **stock))
-        if isinstance(prompt, dict) and "prompt_token_ids" in prompt:  # rendered: what is wrong with it shows now
-            self.orchestrator.room(prompt["prompt_token_ids"], chosen)
-        return self._in_time(self._generate_more(prompt, sampling_params, request_id, chosen, stock))
+        if isinstance(prompt, dict) and "type" in prompt:
+            request = self.input_processor.process_inputs(
+                request_id, prompt, sampling_params, _TASKS, **self._for_renderer(stock)
+            )
+            return self._in_time(self._answer(request, self._admit(request, chosen), self._prompt_text(prompt, stock)))
+        return self._in_time(self._render_and_answer(prompt, sampling_params, request_id, chosen, stock))
 
-    def _in_time(self, source: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        limit = self.plan.config.request_deadline_s
-        return source if limit is None else _until(limit, source)
-
-    async def _generate_more(
-        self, prompt: Any, params: SamplingParams, request_id: str, options: OmniOptions, stock: dict[str, Any]
+    async def _render_and_answer(
+        self, prompt: Any, params: SamplingParams, request_id: str, options: RequestOptions, stock: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        if params.n != 1:
-            raise RequestError("n: must be 1 when sound is asked for", parameter="n")
-        sink: asyncio.Queue[Any] = asyncio.Queue()
-        ticket = self.orchestrator.expect(options, sink)
-        params = params.clone()
-        params.extra_args = {**(params.extra_args or {}), TICKET: ticket}
-        text = asyncio.create_task(self._text_into(sink, super().generate(prompt, params, request_id, **stock)))
-        try:
-            waiting = {_TEXT_END, AudioOutput}
-            while waiting:
-                item = await sink.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item is _TEXT_END:
-                    waiting.discard(_TEXT_END)
-                    continue
-                if isinstance(item, AudioOutput) and item.finished:
-                    waiting.discard(AudioOutput)
+        if isinstance(prompt, EngineCoreRequest):
+            request = prompt
+        else:
+            request = await self.input_processor.process_inputs_async(
+                request_id, prompt, params, _TASKS, **self._for_renderer(stock)
+            )
+            stock = self._prompt_text(prompt, stock)
+        async with contextlib.aclosing(self._answer(request, self._admit(request, options), stock)) as answer:
+            async for item in answer:
                 yield item
-        finally:
-            text.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await text
-            await self.orchestrator.withdraw(ticket)
 
-    async def speak(self, text: str, options: OmniOptions, request_id: str) -> Recital:
-        """Read a text out, word for word; the text stage is not used. Iterate over the result for the sound.
+    def _for_renderer(self, stock: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments for vLLM's input processor; without tracing it accepts no trace headers."""
+        given = {name: stock[name] for name in _TO_RENDER if name in stock}
+        if self.observability_config.otlp_traces_endpoint is None:
+            given.pop("trace_headers", None)
+        return given
+
+    def _prompt_text(self, prompt: Any, stock: dict[str, Any]) -> dict[str, Any]:
+        """Arguments for processing the outputs, after rendering."""
+        rest = {name: value for name, value in stock.items() if name not in _TO_RENDER}
+        return rest | {"prompt_text": extract_prompt_components(self.model_config, prompt)[0]}
+
+    def _admit(self, request: EngineCoreRequest, options: RequestOptions) -> Admitted:
+        rendered = Rendered(prompt=request.prompt_token_ids or (), features=request.mm_features or ())
+        params = request.sampling_params
+        return self._admission.admit(rendered, options, answers=1 if params is None else params.n)
+
+    async def _answer(
+        self, request: EngineCoreRequest, admitted: Admitted, stock: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        """Yield the outputs of an admitted request."""
+        if not admitted.forwarded:
+            async with contextlib.aclosing(self._chunks(admitted, request.request_id)) as answer:
+                async for chunk in answer:
+                    yield chunk
+            return
+        ticket = self._admission.attach(admitted, request)
+        try:
+            assert request.sampling_params is not None
+            frontend = super().generate(request, request.sampling_params, request.request_id, **stock)
+            answer = frontend if admitted.sink is None else merged(frontend, admitted.sink)
+            async with contextlib.aclosing(answer):
+                async for item in answer:
+                    yield item
+        finally:
+            self._admission.detach(ticket)
+            # vLLM has given it an id of its own, and still knows a request that was cancelled while it was sent.
+            left = self.output_processor.abort_requests([request.request_id], internal=True)
+            if left or admitted.sink is not None:
+                await self.orchestrator.abort({*left, request.request_id})
+
+    def start(self, rendered: Rendered, options: RequestOptions, request_id: str) -> AsyncGenerator[Any, None]:
+        """Start a request that does not use the frontend; yields its `OutputChunk`s. Closing the generator aborts it.
 
         Raises:
-            RequestError: there is nothing to read, or more than the stages can take.
-            StageUnavailable: a stage has no live replica.
+            RequestError: the request cannot be served.
+            StageUnavailable: a needed stage has no live replica.
+            RequestFailed: a stage could not finish the request.
         """
+        self._refuse_if_draining()
+        options = self._admission.options_of(None, options)
+        return self._in_time(self._chunks(self._admission.admit(rendered, options), request_id))
+
+    async def _chunks(self, admitted: Admitted, external_id: str) -> AsyncGenerator[Any, None]:
+        request_id, sink = f"{external_id}-{uuid.uuid4().hex[:8]}", admitted.sink
+        if sink is None or admitted.forwarded:
+            raise RequestFailed("the request needs the frontend, which has been given no prompt")
+        try:
+            await self._admission.start(admitted, request_id, external_id)
+            async for item in chunks(sink):
+                yield item
+        finally:
+            await self.orchestrator.abort([request_id])
+
+    async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        """Tokenize a text in the only thread that uses the tokenizer, which is not thread-safe.
+
+        Args:
+            special: markers of the chat format become special tokens; otherwise they are tokenized as plain text.
+        """
+        encode = partial(self.renderer.get_tokenizer().encode, text, add_special_tokens=False)
+        if not special:
+            encode = partial(encode, split_special_tokens=True)
+        ids: list[int] = await asyncio.get_running_loop().run_in_executor(self.renderer._executor, encode)
+        return ids
+
+    def _refuse_if_draining(self) -> None:
         if self._draining:
             raise StageUnavailable("the server is shutting down")
-        return await make_recital(self.orchestrator, self.renderer, text, options, request_id)
+
+    def _in_time(self, source: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        limit = self.plan.config.request_timeout_s
+        return source if limit is None else until(limit, source)
 
     def get_num_unfinished_requests(self) -> int:
-        """As vLLM counts them, and those without a text stage."""
-        return super().get_num_unfinished_requests() + self.orchestrator.recitals
-
-    async def _text_into(self, sink: asyncio.Queue[Any], source: AsyncGenerator[Any, None]) -> None:
-        try:
-            async with contextlib.aclosing(source):
-                async for output in source:
-                    sink.put_nowait(output)
-            sink.put_nowait(_TEXT_END)
-        except Exception as error:  # handed to the caller, who waits on the sink
-            cause = error.__cause__
-            sink.put_nowait(cause if isinstance(cause, OmniError) else error)
+        """vLLM's count, plus the requests that do not use the frontend."""
+        return super().get_num_unfinished_requests() + self.orchestrator.count(frontend=False)
 
     async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
-        """Nothing: vLLM's server would tell an engine of a KV cache that a client has named in a refused request."""
+        """Does nothing. vLLM's server calls it with a KV cache that a client named in a refused request."""
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort requests in every stage."""
@@ -310,34 +415,34 @@ class AsyncOmni(TargetedLLM):
         await self.orchestrator.abort(self.output_processor.abort_requests(given, internal))
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Fail what is in flight and close the connections; processes belong to the launcher.
+        """Fail the requests in flight and close the connections. The launcher owns the processes.
 
         vLLM's server calls it from another thread; a second call does nothing.
 
         Args:
-            timeout: what is in flight is given so long to end, in seconds; nothing new is taken meanwhile.
+            timeout: how long requests in flight may take to end, in seconds; new requests are refused meanwhile.
         """
-        fleet, self._fleet_open = self._fleet_open, None
-        if fleet is None:
+        replica_connections, self._fleet_open = self._fleet_open, None
+        if replica_connections is None:
             return
-        if timeout and not fleet.loop.is_closed() and not _is_running(fleet.loop):
-            asyncio.run_coroutine_threadsafe(self._drain(timeout), fleet.loop).result()
-        if not fleet.loop.is_closed():
-            if _is_running(fleet.loop):
+        if timeout and not replica_connections.loop.is_closed() and not _is_running(replica_connections.loop):
+            asyncio.run_coroutine_threadsafe(self._drain(timeout), replica_connections.loop).result()
+        if not replica_connections.loop.is_closed():
+            if _is_running(replica_connections.loop):
                 self._stop()
             else:
-                fleet.loop.call_soon_threadsafe(self._stop)
-        for replica in fleet.replicas.values():
-            if not self._is_text(replica.id):
+                replica_connections.loop.call_soon_threadsafe(self._stop)
+        for replica in replica_connections.replicas.values():
+            if not self._is_frontend(replica.id):
                 replica.close(timeout)
         super().shutdown(timeout)
 
 
 def _check_bad_words(params: Any) -> None:
-    """Words to avoid are tokenized in the event loop.
+    """Limit the length of `bad_words`, which are tokenized in the event loop.
 
     Raises:
-        VLLMValidationError: they would take it for too long.
+        VLLMValidationError: they are too long, so that the loop would block.
     """
     given = sum(map(len, getattr(params, "bad_words", None) or ()))
     if given > MOST_BAD_CHARACTERS:
@@ -345,34 +450,26 @@ def _check_bad_words(params: Any) -> None:
         raise VLLMValidationError(message, parameter="bad_words")
 
 
-def _check_reserved(params: Any) -> None:
-    """Keys that our stages read are not a client's to set, through whichever endpoint it came.
+def _check_kv_transfer(params: Any) -> None:
+    """Refuse `kv_transfer_params` of a client, through any endpoint.
 
     Raises:
-        VLLMValidationError: it names a KV cache; an engine would believe it, or die of it. Every handler of vLLM's
-            knows this error.
+        VLLMValidationError: the field is set. A wrong value would crash an engine. Every handler of vLLM answers HTTP
+            400 to this error.
     """
     given = getattr(params, "extra_args", None)
     if given and given.get(KEY) is not None:
         message = f"{KEY}: replicas settle among themselves what they transfer; remove it"
         raise VLLMValidationError(message, parameter=KEY)
-    if given and RESERVED & given.keys():
-        params.extra_args = {key: value for key, value in given.items() if key not in RESERVED} or None
 
 
-async def _until(limit_s: float, source: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Pass items on for `limit_s` seconds; then end the source and raise RequestFailed."""
-    end = asyncio.get_running_loop().time() + limit_s
-    async with contextlib.aclosing(source):
-        while True:
-            try:
-                async with asyncio.timeout_at(end):
-                    item = await anext(source)
-            except StopAsyncIteration:
-                return
-            except TimeoutError as error:
-                raise RequestFailed(f"the request took longer than {limit_s:g} s (request_deadline_s)") from error
-            yield item
+def _make_params(type_name: str, **values: Any) -> Any:
+    return make_params(type_name, values)
+
+
+def _not_about_engine_requests(record: logging.LogRecord) -> bool:
+    """Suppress vLLM's warning about a passed EngineCoreRequest: vLLM's own input processor made it."""
+    return not record.getMessage().startswith("Passing EngineCoreRequest to")
 
 
 def _is_running(loop: asyncio.AbstractEventLoop) -> bool:

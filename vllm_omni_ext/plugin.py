@@ -1,16 +1,18 @@
-"""vLLM general plugin: makes our model classes known in every vLLM process. Imports nothing at its top."""
-
-_QWEN3_OMNI = "vllm_omni_ext.model_plugins.qwen3_omni"
-MODELS = {
-    "Qwen3OmniTalker": f"{_QWEN3_OMNI}.talker:Qwen3OmniTalker",
-    "Qwen3OmniCode2Wav": f"{_QWEN3_OMNI}.code2wav:Qwen3OmniCode2Wav",
-}
-"""Architecture -> "module:class"; a module is imported only where a stage of that architecture runs."""
+"""vLLM general plugin: registers the stages' model classes in every vLLM process. Imports nothing at its top."""
 
 
 def register() -> None:
-    """Register the stage models (idempotent; runs in API, EngineCore, Worker and inspection processes)."""
+    """Register the model classes of all families (idempotent).
+
+    vLLM calls this in API, EngineCore, Worker and inspection processes. A module is imported only where a stage of that
+    architecture runs. vLLM's own classes are never replaced.
+    """
     from vllm.model_executor.models import ModelRegistry
 
-    for architecture, target in MODELS.items():
-        ModelRegistry.register_model(architecture, target)
+    from vllm_omni_ext.plugins.registry import families, model_classes
+
+    known = ModelRegistry.get_supported_archs()
+    for family in families():
+        for architecture, target in model_classes(family).items():
+            if architecture not in known:
+                ModelRegistry.register_model(architecture, target)

@@ -1,4 +1,4 @@
-"""What `vllm-omni-ext doctor` found, as data and as text."""
+"""The findings of `vllm-omni-ext doctor`, as data and as text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _INDENT = 2
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that was looked at.
+    """One finding.
 
     Attributes:
-        name: what it is.
+        name: the checked thing.
         ok: False makes `doctor` fail.
-        state: what was found, in a few words, and what to do if it is not ok.
+        state: the result, in a few words, and the remedy if it is not ok.
         details: more about it, by heading.
     """
 
@@ -27,7 +27,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Section:
-    """Lines that belong together."""
+    """A group of findings."""
 
     title: str
     lines: tuple[Line, ...]
@@ -39,12 +39,12 @@ class Section:
 
 
 def as_text(sections: Sequence[Section]) -> str:
-    """For a terminal: one line a thing, details indented below it."""
+    """Text for a terminal: one line per finding, details indented below it."""
     return "\n".join(row for section in sections for row in _rows(section))
 
 
 def as_data(sections: Sequence[Section]) -> dict[str, object]:
-    """For `--json`."""
+    """Data for `--json`."""
     return {
         "ok": all(section.ok for section in sections),
         "sections": {

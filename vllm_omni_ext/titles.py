@@ -1,4 +1,4 @@
-"""Process titles: what `ps` and /proc/*/cmdline show, which every user of the machine can read."""
+"""Process titles, which every user of the machine can read with `ps` and in /proc/*/cmdline."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def name_process(name: str, words: Sequence[str] = ()) -> None:
     """Overwrite this process's command line, which processes that are forked from it inherit.
 
     Args:
-        name: what it is, e.g. `head` or `talker/0`.
+        name: role of the process, e.g. `head` or `talker/0`.
         words: its arguments, shown without secrets.
     """
-    with contextlib.suppress(ImportError):  # which vLLM requires, and does without too
+    with contextlib.suppress(ImportError):  # vLLM requires setproctitle, but also works without
         import setproctitle
 
         setproctitle.setproctitle(" ".join([PROGRAM, name, *without_secrets(words)]))

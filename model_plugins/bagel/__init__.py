@@ -1,1 +1,1 @@
-"""BAGEL: text and images from one sequence. Only the model's own computation so far; nothing here serves requests."""
+"""BAGEL: text and images from one sequence. The computation, its stages and, in `requests`, its part in API servers."""

@@ -1,4 +1,4 @@
-"""Attention over rows of different lengths, behind an interface that a kernel of a device can take the place of."""
+"""Attention over rows of different lengths, behind an interface that device kernels can implement."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that lie one behind the other in packed tensors; a row attends to its own keys only.
+    """Concatenated rows in packed tensors; a row attends only to its own keys.
 
     Attributes:
         queries: number of queries of each row.
-        keys: number of keys of each row: those of its context, then its own, one for each query.
-        causal: whether a query sees the keys up to its own only. Else it sees all keys of its row.
-        device: where the packed tensors are.
+        keys: number of keys of each row: those of its context, then one for each query.
+        causal: whether a query attends only to keys up to its own. Otherwise it attends to all keys of its row.
+        device: device of the packed tensors.
     """
 
     queries: tuple[int, ...]
@@ -31,12 +31,12 @@ class Rows:
 
     @cached_property
     def query_starts(self) -> Tensor:
-        """Where each row's queries begin, and the end: `[rows + 1]` int32, as variable-length kernels take it."""
+        """First query of each row, and the end: `[rows + 1]` int32, as variable-length kernels need it."""
         return self._starts(self.queries)
 
     @cached_property
     def key_starts(self) -> Tensor:
-        """Where each row's keys begin, and the end: `[rows + 1]` int32."""
+        """First key of each row, and the end: `[rows + 1]` int32."""
         return self._starts(self.keys)
 
     def _starts(self, lengths: Sequence[int]) -> Tensor:
@@ -44,7 +44,7 @@ class Rows:
 
 
 class Attention(Protocol):
-    """What computes attention."""
+    """An implementation of attention."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
         """Attend within rows.
@@ -60,7 +60,7 @@ class Attention(Protocol):
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
-    """Attention by PyTorch's own kernel, one call for each row: an `Attention` for every device and dtype."""
+    """PyTorch's own attention, one call per row: an `Attention` for every device and dtype."""
     pieces = [
         _attend(q, k, v, rows.causal)
         for q, k, v in zip(query.split(rows.queries), key.split(rows.keys), value.split(rows.keys), strict=True)

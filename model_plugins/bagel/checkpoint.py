@@ -1,10 +1,11 @@
-"""Read a checkpoint as it is released: `ema.safetensors`, `ae.safetensors`, configs and tokenizer."""
+"""Reads a checkpoint with the released files: `ema.safetensors`, `ae.safetensors`, configs and tokenizer."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
 MODEL, AUTOENCODER = "ema.safetensors", "ae.safetensors"
 
 Sources = dict[str, tuple[str, ...]]
-"""Names of ours -> the names in the file whose tensors, one below the other, are that parameter."""
+"""Parameter names -> names of the tensors in the file that are concatenated along dimension 0 for the parameter."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SHOWN = 5
+_LENGTH_BYTES, _LARGEST_HEADER = 8, 100 << 20
 
 _EXPERT = {
     "input_norm.weight": ("input_layernorm{e}.weight",),
@@ -72,10 +74,10 @@ def load_bagel(
     """Load a checkpoint.
 
     Args:
-        directory: with `ema.safetensors`, `ae.safetensors`, `llm_config.json`, `vit_config.json`, `tokenizer.json`
-            and perhaps `config.json`.
-        dtype: float32, bfloat16 or float16, of all parts but the autoencoder, which is float32.
-        device: where the weights go, one tensor after the other.
+        directory: folder with `ema.safetensors`, `ae.safetensors`, `llm_config.json`, `vit_config.json`,
+            `tokenizer.json` and optionally `config.json`.
+        dtype: float32, bfloat16 or float16, of all parts except the autoencoder, which is float32.
+        device: device of the weights, which are copied one tensor at a time.
 
     Raises:
         CheckpointError: a file is missing or damaged, a tensor is missing, unknown or has the wrong shape.
@@ -87,8 +89,7 @@ def load_bagel(
     with ExitStack() as stack:
         ema, ae = (stack.enter_context(_open(path / name, device)) for name in (MODEL, AUTOENCODER))
         sizes = checkpoint_sizes(path)
-        with torch.device("meta"):
-            model = Bagel(sizes).eval().requires_grad_(False)
+        model = _without_memory(sizes)
         vae_sources: Sources = {f"vae.{name}": (name,) for name, _ in model.vae.named_parameters()}
         _fill(model, model_sources(sizes), ema, path / MODEL, dtype)
         _fill(model, vae_sources, ae, path / AUTOENCODER, torch.float32)
@@ -96,17 +97,40 @@ def load_bagel(
     return model
 
 
-def checkpoint_sizes(directory: str | Path) -> BagelSizes:
-    """Sizes of a checkpoint, from the heads of its files; no weights are read. Raises CheckpointError."""
+def empty_bagel(
+    directory: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Bagel:
+    """Return a model with the sizes and the tokenizer of a checkpoint, and with weights that are not initialized.
+
+    For measurements: the files of the weights are opened for their headers only. Arguments and errors are those of
+    `load_bagel`.
+    """
     path = Path(directory)
-    with _open(path / MODEL, "cpu") as ema, _open(path / AUTOENCODER, "cpu") as ae:
-        config = _json(path / "config.json") if (path / "config.json").is_file() else {}
-        llm, vit = _json(path / "llm_config.json"), _json(path / "vit_config.json")
-        return read_sizes(_shapes(ema), _shapes(ae), config, llm, vit)
+    tokens, model = Tokens.from_directory(path), _without_memory(checkpoint_sizes(path))
+    for part in (model.llm, model.vision, model.latents):
+        part.to(dtype)
+    model.to_empty(device=device)
+    model.tokens = tokens
+    return model
+
+
+def _without_memory(sizes: BagelSizes) -> Bagel:
+    """Return a model on the meta device."""
+    with torch.device("meta"):
+        return Bagel(sizes).eval().requires_grad_(False)
+
+
+def checkpoint_sizes(directory: str | Path) -> BagelSizes:
+    """Return a checkpoint's sizes from the headers of its files, without reading weights. Raises CheckpointError."""
+    path = Path(directory)
+    ema, ae = (_read(file, partial(_shapes, file)) for file in (path / MODEL, path / AUTOENCODER))
+    config = _json(path / "config.json") if (path / "config.json").is_file() else {}
+    llm, vit = _json(path / "llm_config.json"), _json(path / "vit_config.json")
+    return read_sizes(ema, ae, config, llm, vit)
 
 
 def model_sources(sizes: BagelSizes) -> Sources:
-    """Where each parameter of ours comes from in `ema.safetensors`."""
+    """Return the source of each of our parameters in `ema.safetensors`."""
     sources: Sources = {ours: (theirs,) for ours, theirs in _SINGLE.items()}
     for ours, theirs in _WITH_BIAS.items():
         for kind in ("weight", "bias"):
@@ -125,7 +149,7 @@ def model_sources(sizes: BagelSizes) -> Sources:
 
 
 def _fill(model: nn.Module, sources: Sources, file: Any, path: Path, dtype: torch.dtype) -> None:
-    """Give the model's parameters on the meta device their values; every tensor of the file must be used."""
+    """Fill the model's parameters, which are on the meta device; every tensor of the file must be used."""
     wanted, present = {name for names in sources.values() for name in names}, set(file.keys())
     if wanted != present:
         raise CheckpointError(f"{path}: {'; '.join(_differences(wanted - present, present - wanted))}")
@@ -169,5 +193,11 @@ def _read(path: Path, read: Callable[[], Any]) -> Any:
         raise CheckpointError(f"{path}: is damaged: {error}") from error
 
 
-def _shapes(file: Any) -> Shapes:
-    return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+def _shapes(path: Path) -> Shapes:
+    """Return the shapes in a file's header. `safe_open` would map the whole file, which may be larger than memory."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if length > _LARGEST_HEADER:
+            raise ValueError(f"a header of {length} bytes")
+        header = json.loads(file.read(length))
+    return {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}

@@ -1,7 +1,7 @@
-"""What a row of the language model has seen before: keys and values of every layer, and the position that follows.
+"""Contexts of rows of the language model: keys and values of every layer, and the next position.
 
-A context never changes. A longer one refers to the shorter one that it continues, so the branches of a request share
-what they have in common, and a context that nothing refers to any more is freed.
+A context never changes. A longer context refers to the shorter one that it continues, so the branches of a request
+share their common prefix, and a context without references is freed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Seen(Protocol):
-    """What a row attends to besides itself.
+    """A context that a row can attend to.
 
     Attributes:
         length: tokens.
@@ -29,7 +29,7 @@ class Seen(Protocol):
     def position(self) -> int: ...
 
     def pieces(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of a layer in order, each `[tokens, kv_heads, head_dim]`; RoPE has been applied."""
+        """Yield keys and values of a layer in order, each `[tokens, kv_heads, head_dim]`, after RoPE."""
         ...
 
 
@@ -39,9 +39,9 @@ class Context:
 
     Attributes:
         length: tokens.
-        position: RoPE position of the next token. An image takes one position, whatever its tokens.
+        position: RoPE position of the next token. An image takes one position for all its tokens.
         before: the context that this one continues; None for the empty one.
-        layers: keys and values of the tokens that this one adds, `[tokens, kv_heads, head_dim]` each, by layer.
+        layers: keys and values of the added tokens, `[tokens, kv_heads, head_dim]` each, by layer.
     """
 
     length: int = 0
@@ -50,34 +50,34 @@ class Context:
     layers: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def extended(self, layers: Sequence[tuple[Tensor, Tensor]], positions: int) -> Context:
-        """This context and the tokens with these keys and values, which take so many RoPE positions."""
+        """Return this context plus the tokens with these keys and values, which take `positions` RoPE positions."""
         added = layers[0][0].shape[0]
         return Context(self.length + added, self.position + positions, self, tuple(layers))
 
     def pieces(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of a layer, in order."""
+        """Yield keys and values of a layer, in order."""
         if self.before is not None:
             yield from self.before.pieces(layer)
             yield self.layers[layer]
 
     def joined(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer as one tensor each, `[length, kv_heads, head_dim]`; not for the empty context."""
+        """Return a layer's keys and values as one tensor each, `[length, kv_heads, head_dim]`; not if empty."""
         keys, values = zip(*self.pieces(layer), strict=True)
         return torch.cat(keys), torch.cat(values)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values, also of those that it shares."""
+        """Bytes of all keys and values, including shared ones."""
         own = sum(key.nbytes + value.nbytes for key, value in self.layers)
         return own + (self.before.nbytes if self.before is not None else 0)
 
 
 EMPTY = Context()
-"""The context of a row that has seen nothing."""
+"""The context of a row without any previous token."""
 
 
 class GrowingContext:
-    """A context that tokens are appended to one at a time; the memory of what it adds is doubled when it is full."""
+    """A context to which single tokens are appended; its own memory is doubled when it is full."""
 
     def __init__(self, before: Context, capacity: int = 64) -> None:
         self._before = before
@@ -94,7 +94,7 @@ class GrowingContext:
         return self._before.position + self._added
 
     def pieces(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of a layer, in order."""
+        """Yield keys and values of a layer, in order."""
         yield from self._before.pieces(layer)
         if self._added:
             keys, values = self._layers[layer]

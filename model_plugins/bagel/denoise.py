@@ -1,11 +1,11 @@
-"""Images in the making, and one step of any number of them in one forward pass.
+"""Running images, and one denoise step of any number of them in one forward pass.
 
     running = begin(model, plan, parameters, generator)    # prefill, first noise
     while not running.done:
-        denoiser.step([running, ...])                       # whoever is running
+        denoiser.step([running, ...])                       # all running images
     finished = finish(model, running)                       # the autoencoder
 
-An image is dropped, at any time, by not stepping it again: nothing else refers to what it holds.
+To drop an image, stop passing it to `step`: no other object refers to its memory.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class RunningImage:
     """An image between its first noise and its last step.
 
     Attributes:
-        parameters: of the request.
+        parameters: parameters of the request.
         branches: contexts; they do not change.
         size: height and width in pixels.
         rows, columns: of latent tokens.
         places: `[tokens]` int64, places of the latent tokens in the table of positions.
-        latent: `[tokens, token_channels]` float32, what has become of the noise so far.
+        latent: `[tokens, token_channels]` float32, the current latent.
         times, steps: `schedule` of the request, on the CPU.
-        guided: for each evaluation whether the branches beside "cond" are computed.
-        index: evaluations done.
+        guided: for each evaluation whether branches other than "cond" are computed.
+        index: number of evaluations done.
     """
 
     parameters: ImageParameters
@@ -59,7 +59,7 @@ class RunningImage:
 
     @property
     def done(self) -> bool:
-        """Whether all evaluations were made."""
+        """Whether all evaluations are done."""
         return self.index == len(self.times)
 
     def active(self) -> Branches:
@@ -69,13 +69,13 @@ class RunningImage:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a step did to one image.
+    """The result of a step for one image.
 
     Attributes:
         before: the latent that was evaluated, `[tokens, token_channels]` float32.
-        time: of the evaluation, from 1 to 0.
-        branches: velocity of each branch that was computed, the shape of `before`.
-        velocity: what was made of them.
+        time: time of the evaluation, from 1 to 0.
+        branches: velocity of each computed branch, in the shape of `before`.
+        velocity: the combination of these velocities.
     """
 
     before: Tensor
@@ -84,17 +84,17 @@ class Evaluation:
     velocity: Tensor
 
     def preview(self) -> Tensor:
-        """The latent that this step alone would end in, for a look at what is coming."""
+        """Return the final latent that this velocity predicts, for a preview."""
         return self.before - self.time * self.velocity
 
 
 @dataclass(frozen=True)
 class FinishedImage:
-    """An image.
+    """A finished image.
 
     Attributes:
         image: `[height, width, 3]` uint8.
-        pixels: `[3, height, width]` float32 as the autoencoder gave them, about -1 to 1.
+        pixels: `[3, height, width]` float32 as the autoencoder returned them, about -1 to 1.
         latent: `[tokens, token_channels]` float32.
     """
 
@@ -111,13 +111,13 @@ def begin(
     generator: torch.Generator | None = None,
     prefill: Prefill | None = None,
 ) -> RunningImage:
-    """Compute the contexts that guidance needs, and draw the first noise.
+    """Compute the contexts of all branches, and draw the first noise.
 
     Args:
         model: the model.
-        plan: what the branches see; with the thought in it if the request thinks.
-        parameters: of the request.
-        generator: of the request, on the CPU; a new one with the request's seed if missing.
+        plan: contents of the branches, including the thought if the request thinks.
+        parameters: parameters of the request.
+        generator: generator of the request, on the CPU; None: a new one with the request's seed.
         prefill: contexts of the request that were computed before, with the same generator.
 
     Raises:
@@ -147,12 +147,12 @@ def begin(
 
 
 def seeded(parameters: ImageParameters) -> torch.Generator:
-    """A new generator of a request: on the CPU, so that a seed gives the same image on every device."""
+    """Return a new generator for a request: on the CPU, so that a seed gives the same image on every device."""
     return torch.Generator("cpu").manual_seed(parameters.seed)
 
 
 class Denoiser:
-    """Steps images together. What is the same as in the step before is kept: where tokens belong, and the markers."""
+    """Steps images together. Caches what the next step can use again: token positions, and marker embeddings."""
 
     def __init__(self, model: Bagel) -> None:
         self._model = model
@@ -161,10 +161,10 @@ class Denoiser:
 
     @torch.inference_mode()
     def step(self, running: Sequence[RunningImage]) -> list[Evaluation]:
-        """One evaluation of each image, in one forward pass.
+        """Evaluate each image once, in one forward pass.
 
-        Sizes, times, contexts and guidance may differ; each branch of an image is a row. An image that is done must
-        not be among them.
+        Sizes, times, contexts and guidance may differ; each branch of an image is a row. Finished images are not
+        allowed. After an exception, all images are as before.
         """
         active = [image.active() for image in running]
         velocities = iter(self._forward(running, active))
@@ -175,12 +175,17 @@ class Denoiser:
             if "text" in found:
                 velocity = guide(image.parameters, velocity, found["text"], found.get("img"))
             out.append(Evaluation(image.latent, float(image.times[image.index]), found, velocity))
-            image.latent = image.latent - velocity * image.steps[image.index].item()
+        latents = [
+            image.latent - evaluation.velocity * image.steps[image.index].item()
+            for image, evaluation in zip(running, out, strict=True)
+        ]
+        for image, latent in zip(running, latents, strict=True):  # nothing fails from here on
+            image.latent = latent
             image.index += 1
         return out
 
     def _forward(self, running: Sequence[RunningImage], active: Sequence[Branches]) -> Sequence[Tensor]:
-        """Velocity of each row, `[tokens, token_channels]` float32."""
+        """Return the velocity of each row, `[tokens, token_channels]` float32."""
         projections, llm = self._model.latents, self._model.llm
         tokens = [image.places.shape[0] for image in running]
         times = torch.stack([image.times[image.index] for image in running]).to(self._model.device)
@@ -198,7 +203,7 @@ class Denoiser:
         return projections.leave(out.hidden).float().split(lengths)
 
     def _places(self, contexts: tuple[Context, ...], lengths: tuple[int, ...]) -> tuple[Layout, Tensor]:
-        """Where the rows' tokens belong, and the embeddings of the rows' markers."""
+        """Return the layout of the rows' tokens, and the embeddings of the rows' markers."""
         rows = zip(contexts, lengths, strict=True)
         key = tuple((context.length, context.position, length) for context, length in rows)
         if self._kept is None or key != self._key:
@@ -210,13 +215,13 @@ class Denoiser:
 
 @torch.inference_mode()
 def finish(model: Bagel, running: RunningImage) -> FinishedImage:
-    """Decode an image that is done. The autoencoder takes one image at a time, in float32."""
+    """Decode a finished image. The autoencoder processes one image at a time, in float32."""
     return decode(model, running.latent, running.rows)
 
 
 @torch.inference_mode()
 def decode(model: Bagel, latent: Tensor, rows: int) -> FinishedImage:
-    """Decode a latent `[tokens, token_channels]` of so many rows of tokens; also a preview's."""
+    """Decode a latent `[tokens, token_channels]` with `rows` rows of tokens; also used for previews."""
     grid = images.to_latents(latent, rows, model.sizes.latent_patch)
     pixels = model.vae.decode(grid[None])[0]
     return FinishedImage(images.to_bytes(pixels), pixels, latent)

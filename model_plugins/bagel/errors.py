@@ -1,4 +1,4 @@
-"""What callers of this package may have to tell their users."""
+"""Errors of this package for its callers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ class CheckpointError(Exception):
 
 
 class ParameterError(ValueError):
-    """A request that can never succeed as written.
+    """A request that cannot succeed in this form.
 
     Args:
-        message: what is wrong and what is allowed.
+        message: the problem, and the allowed values.
         parameter: name of the parameter, as in `ImageParameters`, or "prompt".
     """
 

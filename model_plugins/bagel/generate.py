@@ -1,4 +1,4 @@
-"""One request from beginning to end, for a program without a scheduler."""
+"""Runs one request from beginning to end, for programs without a scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_omni_ext.model_plugins.bagel.text import write_text
 
 @dataclass(frozen=True)
 class Generated:
-    """An image, and the plan that the model wrote for it; None if the request did not think."""
+    """An image, and the plan that the model wrote for it; the plan is None if the request did not think."""
 
     image: FinishedImage
     think_text: str | None
@@ -24,16 +24,16 @@ class Generated:
 def prepare_image(
     model: Bagel, parts: Sequence[Part], parameters: ImageParameters, *, thought: str | None = None
 ) -> tuple[RunningImage, str | None]:
-    """Make an image request ready for its first step, and return its plan with it.
+    """Prepare an image request for its first step; return it with its plan.
 
     Args:
         model: the model.
         parts: texts and pictures, in their order.
-        parameters: of the request; with `think` in it the plan is `thought`, or is written here.
-        thought: a plan from elsewhere, which is read as the model reads its own.
+        parameters: of the request; with `think`, the plan is `thought`, or is generated here.
+        thought: a given plan, which is prefilled like a generated one.
 
     Raises:
-        ParameterError: the request can never succeed.
+        ParameterError: the request cannot succeed in this form.
     """
     prompts = Prompts(model.tokens, model.sizes)
     plan = prompts.image(parts, think=parameters.think)
@@ -61,7 +61,7 @@ def generate_image(
 
 
 def generate_text(model: Bagel, parts: Sequence[Part], *, max_tokens: int = 1000, think: bool = False) -> str:
-    """Reply to texts and pictures, greedily, with at most `max_tokens` ids, the reply's start included."""
+    """Reply to texts and pictures greedily, with at most `max_tokens` ids, including the reply's start."""
     segments = Prompts(model.tokens, model.sizes).reply(parts, think=think)
     context = Prefill(model, seeded(ImageParameters())).context(segments)
     return write_text(model, context, max_tokens)

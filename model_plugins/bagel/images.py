@@ -1,4 +1,4 @@
-"""Pictures in and out: colours, the two resizes, patches, and numbers to bytes."""
+"""Input and output of pictures: colours, the two resizes, patches, and the conversion to bytes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from vllm_omni_ext.model_plugins.bagel.sizes import ResizeRule
 
 MAX_PIXELS = 14 * 14 * 9 * 1024
-"""Most pixels of a resized picture, about."""
+"""Approximate limit for the pixels of a resized picture."""
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:
-    """The picture in RGB; what is transparent in RGBA, or by a transparent colour, is laid over white."""
+    """Return the picture in RGB; transparent areas (alpha channel, or a transparent colour) become white."""
     if picture.mode == "RGBA" or picture.info.get("transparency") is not None:
         picture = picture.convert("RGBA")
         white = Image.new("RGB", picture.size, (255, 255, 255))
@@ -24,10 +24,10 @@ def to_rgb(picture: Image.Image) -> Image.Image:
 
 
 def resized_size(width: int, height: int, rule: ResizeRule) -> tuple[int, int]:
-    """Width and height that a picture of this size gets, in pixels.
+    """Return width and height of a resized picture in pixels.
 
-    The longest side is brought below the limit, then the shortest one above it (which wins); both are rounded to
-    multiples of the stride. A picture that has too many pixels, or is too long, after that is made smaller again.
+    The longest side is reduced to its limit, then the shortest side is raised to its own limit (which has priority);
+    both are rounded to multiples of the stride. A picture that is still too large or too long is reduced again.
     """
     scale = min(rule.longest / max(width, height), 1.0)
     scale = max(scale, rule.shortest / min(width, height))
@@ -48,15 +48,19 @@ def _rounded(value: int, stride: int) -> int:
 
 
 def resize(picture: Image.Image, rule: ResizeRule) -> Image.Image:
-    """The picture at `resized_size`; bicubic."""
+    """Resize a picture to `resized_size`; bicubic."""
     size = resized_size(*picture.size, rule)
     return picture if size == picture.size else picture.resize(size, Image.Resampling.BICUBIC)
 
 
 def to_pixels(picture: Image.Image) -> Tensor:
-    """An RGB picture as `[3, height, width]` float32 from -1 to 1."""
-    numbers = torch.from_numpy(np.array(picture, dtype=np.uint8)).permute(2, 0, 1)
-    return (numbers.float() / 255 - 0.5) / 0.5
+    """Convert an RGB picture to `[3, height, width]` float32 from -1 to 1."""
+    return bytes_to_pixels(torch.from_numpy(np.array(picture, dtype=np.uint8)))
+
+
+def bytes_to_pixels(numbers: Tensor) -> Tensor:
+    """Convert `[height, width, 3]` uint8 to `[3, height, width]` float32 from -1 to 1, on the same device."""
+    return (numbers.permute(2, 0, 1).float() / 255 - 0.5) / 0.5
 
 
 def to_patches(pixels: Tensor, patch: int) -> Tensor:
@@ -66,7 +70,7 @@ def to_patches(pixels: Tensor, patch: int) -> Tensor:
 
 
 def places(rows: int, columns: int, side: int) -> Tensor:
-    """Places of a grid in a table with `side` columns: `[rows * columns]` int64."""
+    """Return the places of a grid in a table with `side` columns: `[rows * columns]` int64."""
     return (torch.arange(rows)[:, None] * side + torch.arange(columns)).flatten()
 
 
@@ -76,11 +80,11 @@ def to_tokens(latents: Tensor, patch: int) -> Tensor:
 
 
 def to_latents(tokens: Tensor, rows: int, patch: int) -> Tensor:
-    """The inverse of `to_tokens`, for a grid of so many rows."""
+    """The inverse of `to_tokens`, for a grid with `rows` rows."""
     grid = tokens.unflatten(1, (patch, patch, -1)).unflatten(0, (rows, -1))
     return grid.permute(4, 0, 2, 1, 3).flatten(3).flatten(1, 2)
 
 
 def to_bytes(pixels: Tensor) -> Tensor:
-    """`[3, height, width]` about -1 to 1 -> `[height, width, 3]` uint8: clamped, and cut off rather than rounded."""
+    """Convert `[3, height, width]` about -1 to 1 -> `[height, width, 3]` uint8: clamped, and truncated, not rounded."""
     return ((pixels * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0) * 255).to(torch.uint8)

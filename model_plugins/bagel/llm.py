@@ -1,8 +1,8 @@
 """The language model: a Qwen2 decoder in which every layer has two sets of weights and one attention.
 
-"und" weights are for text, for what the ViT sees and for the two markers around any image; "gen" weights are for the
-tokens of latents. Tokens are computed set by set and put in the order of their rows only for attention, so that each
-matrix is read once however many rows there are.
+"und" weights are for text, for the ViT's output and for the two markers around any image; "gen" weights are for latent
+tokens. Each set's tokens are computed together and brought into the order of the rows only for attention, so that each
+matrix is read once for any number of rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class RmsNorm(nn.Module):
-    """Root mean square norm over the last dimension; computed in float32, rounded, then weighted, as in Qwen2."""
+    """Root mean square norm over the last dimension: computed in float32, rounded, then weighted, as in Qwen2."""
 
     def __init__(self, channels: int, epsilon: float) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class RmsNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """The shape and dtype stay."""
+        """Normalize `x`; shape and dtype stay the same."""
         if x.dtype == torch.float32:
             return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
         return F.rms_norm(x, self.weight.shape, None, self.epsilon) * self.weight
 
 
 class ExpertLayer(nn.Module):
-    """One set of a layer's weights. Q, K and V are one matrix, and so are the two halves of the gated MLP."""
+    """One set of a layer's weights. Q, K and V share one matrix, and so do gate and up projection of the MLP."""
 
     def __init__(self, sizes: LlmSizes) -> None:
         super().__init__()
@@ -60,14 +60,14 @@ class ExpertLayer(nn.Module):
         return self.q_norm(query), self.k_norm(key), value
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer: `[n, hidden]` and `[n, heads, head_dim]` -> `[n, hidden]`."""
+        """Compute the rest of the layer: `[n, hidden]` and `[n, heads, head_dim]` -> `[n, hidden]`."""
         x = x + self.output(attended.flatten(1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
 
 class MotLayer(nn.Module):
-    """Both sets of a layer."""
+    """Both sets of a layer's weights."""
 
     def __init__(self, sizes: LlmSizes) -> None:
         super().__init__()
@@ -77,13 +77,14 @@ class MotLayer(nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a forward pass belong. Lengths and positions alone make it, no context is held.
+    """Positions and order of the tokens of a forward pass. It depends only on lengths and positions and holds no
+    context.
 
     Attributes:
         rows: lengths, in the order of rows.
         angles: cosine and sine of RoPE, each `[tokens, 1, head_dim]` float32, in the order of rows.
-        order: `[tokens]` int64, for each token in the order of rows its place among und tokens followed by gen
-            tokens; None if there are only und tokens, which then are in the order of rows.
+        order: `[tokens]` int64, for each token in the order of rows its index among und tokens followed by gen tokens;
+            None if there are only und tokens, which then are in the order of rows.
         back: the inverse of `order`.
     """
 
@@ -95,11 +96,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Output:
-    """What a forward pass gives.
+    """The result of a forward pass.
 
     Attributes:
-        hidden: `[n, hidden]`, the final hidden states of the tokens that were asked for; None if none were.
-        layers: keys and values of all tokens by layer, in the order of rows; empty unless they were asked for.
+        hidden: `[n, hidden]`, final hidden states of the requested tokens; None if none were requested.
+        layers: keys and values of all tokens by layer, in the order of rows; empty unless requested.
     """
 
     hidden: Tensor | None
@@ -119,18 +120,19 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
 
     def text_layout(self, seen: Sequence[Seen], lengths: Sequence[int]) -> Layout:
-        """Rows of text: so many tokens each, at successive positions, causal."""
+        """Return the layout of text rows of these lengths, at successive positions, causal."""
         positions = [row.position + at for row, length in zip(seen, lengths, strict=True) for at in range(length)]
         return self._layout(seen, lengths, torch.tensor(positions), causal=True)
 
     def block_layout(self, seen: Sequence[Seen], lengths: Sequence[int], *, latents: bool) -> Layout:
-        """Rows of one image block each: all tokens at one position, and each sees all of its block.
+        """Return the layout of rows of one image block each: all tokens of a block share one position and attend to
+        each other.
 
         Args:
-            seen: what each row has seen.
-            lengths: tokens of each block, its two markers included.
-            latents: the markers of all rows are the und tokens, start and end by turns, and what is between them
-                the gen tokens. Else all are und tokens, markers first and last.
+            seen: what each row attends to in addition to its block.
+            lengths: tokens of each block, including its two markers.
+            latents: the und tokens are the markers of all rows, start and end alternating, and the gen tokens are the
+                latent tokens between them. Otherwise all tokens are und tokens, with a marker at each end.
         """
         positions = torch.tensor([row.position for row in seen]).repeat_interleave(torch.tensor(lengths))
         layout = self._layout(seen, lengths, positions, causal=False)
@@ -171,11 +173,11 @@ class LanguageModel(nn.Module):
         Args:
             und: `[n, hidden]`, embeddings of the und tokens.
             gen: `[m, hidden]`, embeddings of the gen tokens; None if there are none.
-            layout: where they belong.
-            seen: what each row has seen, as the layout was made for.
-            hidden: of which tokens the final hidden states are wanted. What is not needed for them, nor for keys and
-                values, is not computed.
-            keep: whether keys and values are wanted.
+            layout: their layout.
+            seen: what each row attends to in addition to its own tokens, as in the layout.
+            hidden: the set of tokens whose final hidden states are returned. Results that neither these nor the keys
+                and values need are not computed.
+            keep: whether keys and values are returned.
         """
         tokens = {"und": und} if gen is None else {"und": und, "gen": gen}
         sizes = [part.shape[0] for part in tokens.values()]
@@ -197,7 +199,7 @@ class LanguageModel(nn.Module):
         return Output(self.norm[hidden](tokens[hidden]), tuple(kept))
 
     def _project(self, layer: nn.Module, tokens: dict[str, Tensor], layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, K and V in the order of rows, with RoPE."""
+        """Return Q, K and V in the order of rows, with RoPE."""
         each = [layer.get_submodule(name).project(x) for name, x in tokens.items()]
         query, key, value = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*each, strict=True))
         if layout.order is not None:
@@ -206,7 +208,7 @@ class LanguageModel(nn.Module):
 
 
 def _rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """RoPE on `[tokens, heads, head_dim]`, computed in float32; the dtype stays."""
+    """Apply RoPE to `[tokens, heads, head_dim]` in float32; the dtype stays the same."""
     cos, sin = angles
     wide = x.float()
     left, right = wide.chunk(2, dim=-1)
@@ -214,7 +216,7 @@ def _rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _with_seen(key: Tensor, value: Tensor, lengths: Sequence[int], seen: Sequence[Seen], layer: int) -> KeysValues:
-    """Keys and values of all rows, each with what the row has seen in front."""
+    """Return keys and values of all rows, each row's context first."""
     if not any(row.length for row in seen):
         return key, value
     keys, values = [], []

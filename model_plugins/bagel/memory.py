@@ -1,4 +1,4 @@
-"""How much a request needs, before anything of it is computed: what a scheduler admits requests by. Pure numbers."""
+"""The memory of a request, known before any computation, so that a scheduler can admit requests. Pure numbers."""
 
 from __future__ import annotations
 
@@ -14,53 +14,61 @@ FLOAT32_BYTES = 4
 
 
 def kv_bytes_per_token(sizes: LlmSizes, element_bytes: int) -> int:
-    """Bytes of one token's keys and values in all layers; `element_bytes` is 2 for bfloat16, 4 for float32."""
+    """Return the bytes of one token's keys and values in all layers; `element_bytes`: 2 for bfloat16, 4 for float32."""
     return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * element_bytes
 
 
 def image_tokens(sizes: BagelSizes, height: int, width: int) -> int:
-    """Tokens of the block that is denoised for an image of that size in pixels, its markers included."""
+    """Return the tokens of the denoised block of an image of that size in pixels, including its markers."""
     return (height // sizes.token_pixels) * (width // sizes.token_pixels) + MARKERS
 
 
 def picture_tokens(sizes: BagelSizes, height: int, width: int, *, latents: bool) -> int:
-    """Tokens that a picture adds to a context, markers included; the size is that before any resize.
+    """Return the tokens that a picture adds to a context, including markers; the size is that before any resize.
 
     Args:
-        sizes: of the model.
+        sizes: sizes of the model.
         height, width: of the picture in pixels.
-        latents: whether it is edited (autoencoder and ViT), not only looked at (ViT).
+        latents: whether the picture is edited (autoencoder and ViT) or only looked at (ViT).
     """
-    size = images.resized_size(width, height, sizes.vae_resize)
-    columns, rows = (side // sizes.vit.patch for side in images.resized_size(*size, sizes.vit_resize))
-    tokens = rows * columns + MARKERS
-    if latents:
-        columns, rows = (side // sizes.token_pixels for side in images.resized_size(*size, sizes.vae_resize))
-        tokens += rows * columns + MARKERS
-    return tokens
+    width, height = images.resized_size(width, height, sizes.vae_resize)
+    tokens = patch_tokens(sizes, height, width)
+    return tokens + latent_tokens(sizes, height, width) if latents else tokens
+
+
+def patch_tokens(sizes: BagelSizes, height: int, width: int) -> int:
+    """Return the ViT's tokens of a picture, including markers; the size is that after the resize by `vae_resize`."""
+    columns, rows = (side // sizes.vit.patch for side in images.resized_size(width, height, sizes.vit_resize))
+    return rows * columns + MARKERS
+
+
+def latent_tokens(sizes: BagelSizes, height: int, width: int) -> int:
+    """Return the latent tokens of such a picture, including markers; the rule is applied again."""
+    columns, rows = (side // sizes.token_pixels for side in images.resized_size(width, height, sizes.vae_resize))
+    return rows * columns + MARKERS
 
 
 def branches_of(plan: ImagePlan, parameters: ImageParameters) -> list[Segments]:
-    """What is prefilled for a request."""
+    """Return the prompts that are prefilled for a request."""
     return [plan.branch(name) for name in branch_names(parameters)]
 
 
 def context_tokens(branches: Iterable[Segments]) -> int:
-    """Tokens whose keys and values are kept for these branches; what they begin with in common is kept once."""
+    """Return the tokens whose keys and values these branches keep; common prefixes are kept once."""
     prefixes = {branch[:end] for branch in branches for end in range(1, len(branch) + 1)}
     return sum(prefix[-1].length for prefix in prefixes)
 
 
 def context_bytes(sizes: LlmSizes, branches: Iterable[Segments], element_bytes: int) -> int:
-    """Bytes of keys and values that are kept for these branches while the image is made."""
+    """Return the bytes of keys and values that these branches keep while the image is made."""
     return context_tokens(branches) * kv_bytes_per_token(sizes, element_bytes)
 
 
 def row_tokens(sizes: BagelSizes, parameters: ImageParameters, size: tuple[int, int]) -> int:
-    """Tokens that a request adds to a step with guidance, for an image of that height and width in pixels."""
+    """Return the tokens that a request adds to a step with guidance; `size`: height and width in pixels."""
     return len(branch_names(parameters)) * image_tokens(sizes, *size)
 
 
 def latent_bytes(sizes: BagelSizes, size: tuple[int, int]) -> int:
-    """Bytes of the latent of an image of that height and width in pixels."""
+    """Return the bytes of the latent of an image of that height and width in pixels."""
     return (image_tokens(sizes, *size) - MARKERS) * sizes.token_channels * FLOAT32_BYTES

@@ -1,4 +1,4 @@
-"""The whole model: language model, ViT, autoencoder, and what connects latents with the language model."""
+"""The whole model: language model, ViT, autoencoder, and the projections between latents and the language model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST_PERIOD = 10000.0
 
 
 class LatentProjections(nn.Module):
-    """Latent tokens into and out of the language model."""
+    """Projections of latent tokens into and out of the language model."""
 
     def __init__(self, sizes: BagelSizes) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class LatentProjections(nn.Module):
         return self.time_down(F.silu(self.time_up(waves)))
 
     def embed(self, tokens: Tensor, times: Tensor, places: Tensor) -> Tensor:
-        """What stands between an image's markers.
+        """Return the embeddings between an image's two markers.
 
         Args:
             tokens: `[n, token_channels]` float32.
@@ -49,10 +49,10 @@ class LatentProjections(nn.Module):
 
 
 class Bagel(nn.Module):
-    """All parts, without any state of a request. The autoencoder is float32, the rest has one dtype.
+    """All parts, without any request state. The autoencoder is float32, all other parts share one dtype.
 
     Attributes:
-        tokens: the tokenizer; set by whatever loads the weights.
+        tokens: the tokenizer; set by the loader of the weights.
     """
 
     tokens: Tokens
@@ -67,18 +67,18 @@ class Bagel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.llm.embed.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all parts but the autoencoder."""
+        """Dtype of all parts except the autoencoder."""
         return self.llm.embed.weight.dtype
 
     def text_embeddings(self, ids: list[int] | tuple[int, ...]) -> Tensor:
-        """Embeddings of ids, `[n, hidden]`."""
+        """Return the embeddings of ids, `[n, hidden]`."""
         return self.llm.embed(torch.tensor(ids, device=self.device))
 
     def markers(self) -> Tensor:
-        """Embeddings of the two markers around an image, `[2, hidden]`."""
+        """Return the embeddings of the two markers around an image, `[2, hidden]`."""
         return self.text_embeddings((self.tokens.image_start, self.tokens.image_end))

@@ -1,4 +1,4 @@
-"""Parameters of an image request, by their names in the reference implementation, and what is allowed."""
+"""Parameters of an image request, with their names in the reference implementation, and their allowed values."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ _EDIT_DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageParameters:
-    """How an image is made; the defaults are those of text to image.
+    """Parameters of an image; the defaults are those of text to image.
 
     Attributes:
-        height, width: of the image in pixels, multiples of the size of a latent token. None: 1024, or the most that
-            the model has positions for. An edit has its picture's size after the resize, whatever is written here.
-        num_timesteps: points in time, the last of which is the image: one evaluation less than that.
+        height, width: of the image in pixels, multiples of the size of a latent token. None: 1024, or the largest size
+            for which the model has positions. An edit has the size of its resized picture instead.
+        num_timesteps: number of points in time including the image itself: one more than evaluations.
         timestep_shift: above 1 spends more of the steps near the noise.
-        seed: of everything that is drawn.
-        cfg_text_scale: guidance by the last text; 1 or less is without any guidance.
-        cfg_img_scale: guidance by pictures, on top of that by text; 1 or less is without.
-        cfg_interval: guidance is for times above the first and up to the second; time goes from 1, noise, to 0.
-        cfg_renorm_type: what the length of a guided velocity is limited by: "global", that of the whole image,
-            "channel", that of each token, "text_channel", that of each token before guidance by pictures.
+        seed: seed of all random numbers.
+        cfg_text_scale: guidance by the last text; 1 or less turns all guidance off.
+        cfg_img_scale: guidance by pictures, in addition to guidance by text; 1 or less turns it off.
+        cfg_interval: guidance applies to times above the first value and up to the second; time runs from 1 (noise) to
+            0.
+        cfg_renorm_type: scope of the limit for the length of a guided velocity: "global", the whole image; "channel",
+            each token; "text_channel", each token before guidance by pictures.
         cfg_renorm_min: smallest factor of that limit.
         think: whether the model writes a plan first.
-        max_think_token_n: longest plan in tokens, its start included.
+        max_think_token_n: longest plan in tokens, including its start.
     """
 
     height: int | None = None
@@ -76,15 +77,15 @@ class ImageParameters:
 
     @property
     def evaluations(self) -> int:
-        """Denoise steps."""
+        """Number of denoise steps."""
         return self.num_timesteps - 1
 
     def image_size(self, sizes: BagelSizes, picture: tuple[int, int] | None) -> tuple[int, int]:
-        """Height and width of the image in pixels.
+        """Return height and width of the image in pixels.
 
         Args:
-            sizes: of the model.
-            picture: size of the last picture of the prompt after its resize; None if there is none.
+            sizes: sizes of the model.
+            picture: size of the prompt's last picture after its resize; None if there is no picture.
 
         Raises:
             ParameterError: the model cannot make an image of that size.
@@ -101,10 +102,10 @@ class ImageParameters:
 
 
 def image_parameters(given: Mapping[str, Any], *, edit: bool) -> ImageParameters:
-    """Parameters from a mapping of names; what is missing has the default of the task.
+    """Return parameters from a mapping of names; missing ones have the default of the task.
 
     Raises:
-        ParameterError: an unknown name, or a value that is not allowed.
+        ParameterError: a name is unknown, or a value is not allowed.
     """
     known = {each.name for each in fields(ImageParameters)}
     for name in given:

@@ -1,4 +1,4 @@
-"""Compute contexts from segments. Branches of a request share what they have in common."""
+"""Computes contexts from segments. Branches of a request share their common prefix."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from vllm_omni_ext.model_plugins.bagel.prompts import Segment, Segments, TextSeg
 class Prefill:
     """Contexts of one request.
 
-    Latents of a picture are drawn: their noise comes from the request's generator, in the order of first use.
+    The latents of a picture are sampled: their noise comes from the request's generator, in the order of first use.
+
+    Attributes:
+        generator: the request's generator.
     """
 
     def __init__(self, model: Bagel, generator: torch.Generator) -> None:
-        self._model, self._generator = model, generator
+        self._model, self.generator = model, generator
         self._contexts: dict[Segments, Context] = {(): EMPTY}
 
     def context(self, segments: Segments) -> Context:
-        """The context after these segments; what an earlier call has computed is used again."""
+        """Return the context after these segments; uses the results of earlier calls again."""
         found = self._contexts.get(segments)
         if found is None:
             found = self._extended(self.context(segments[:-1]), segments[-1])
@@ -64,9 +67,9 @@ class Prefill:
 
     @torch.inference_mode()
     def draw_latents(self, pixels: Tensor) -> Tensor:
-        """Latents of a picture `[3, height, width]`: `[channels, height / downsample, width / downsample]` float32."""
+        """Sample latents of `[3, height, width]`: `[channels, height / downsample, width / downsample]` float32."""
         vae = self._model.vae
         shape = (1, vae.sizes.channels, *(side // vae.sizes.downsample for side in pixels.shape[1:]))
-        noise = torch.randn(shape, generator=self._generator)
+        noise = torch.randn(shape, generator=self.generator)
         device = self._model.device
         return vae.encode(pixels[None].to(device), noise.to(device))[0]

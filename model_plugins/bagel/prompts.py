@@ -1,6 +1,6 @@
-"""What a request's rows see before the image or the reply begins, as segments of three kinds.
+"""Prompts of a request's rows before the image or the reply, as segments of three kinds.
 
-Pure data up to the ids and pixels: nothing here computes with weights.
+Pure data (ids and pixels): nothing here computes with weights.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes
 from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
 
 Part = str | Image.Image
-"""What a prompt consists of."""
+"""An element of a prompt."""
 
 MARKERS = 2
-"""Tokens around an image."""
+"""Number of tokens around an image."""
 
 THINK_THEN_ANSWER = (
     "You should first think about the reasoning process in the mind and then provide the user with the answer. \n"
@@ -32,24 +32,24 @@ THINK_THEN_DRAW = (
     "The planning process is enclosed within <think> </think> tags, i.e. <think> planning process here </think> "
     "image here"
 )
-"""The system prompts that the model was trained with; every character counts."""
+"""The system prompts that the model was trained with, which must match exactly."""
 
 
 @dataclass(frozen=True, eq=False)
 class TextSegment:
-    """A text between its start and its end; causal, one position for each token."""
+    """A text, mostly between its start and end tokens; causal, one position per token."""
 
     ids: tuple[int, ...]
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return len(self.ids)
 
 
 @dataclass(frozen=True, eq=False)
 class VitSegment:
-    """A picture as the ViT sees it; one position in all.
+    """A picture as input of the ViT; the whole picture has one position.
 
     Attributes:
         patches: `[n, patch * patch * 3]` float32.
@@ -61,13 +61,13 @@ class VitSegment:
 
     @property
     def length(self) -> int:
-        """Tokens, the markers included."""
+        """Number of tokens, including the markers."""
         return self.patches.shape[0] + MARKERS
 
 
 @dataclass(frozen=True, eq=False)
 class VaeSegment:
-    """A picture as latents without noise; one position in all.
+    """A picture as latents without noise; the whole picture has one position.
 
     Attributes:
         pixels: `[3, height, width]` float32 from -1 to 1.
@@ -80,7 +80,7 @@ class VaeSegment:
 
     @property
     def length(self) -> int:
-        """Tokens, the markers included."""
+        """Number of tokens, including the markers."""
         return self.rows * self.columns + MARKERS
 
 
@@ -90,12 +90,12 @@ Segments = tuple[Segment, ...]
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """What the branches of an image request see.
+    """Prompts of the branches of an image request.
 
     Attributes:
-        cond: everything.
-        text: everything but the last text; guidance leads away from what it predicts.
-        img: everything but the pictures; as `text`, for guidance by pictures.
+        cond: the whole prompt.
+        text: the prompt without its last text; guidance leads away from this branch's prediction.
+        img: the prompt without its pictures, for guidance by pictures in the same way.
         size: height and width of the last picture after its resize, in pixels; None if there was no picture.
     """
 
@@ -105,16 +105,43 @@ class ImagePlan:
     size: tuple[int, int] | None = None
 
     def branch(self, name: str) -> Segments:
-        """What the branch of that name sees: "cond", "text" or "img"."""
+        """Return the prompt of a branch: "cond", "text" or "img"."""
         return {"cond": self.cond, "text": self.text, "img": self.img}[name]
 
     def with_thought(self, thought: TextSegment) -> ImagePlan:
-        """The same after the model has thought; guidance leads away from the thought too."""
+        """Return the plan after the model has thought; guidance leads away from the thought too."""
         return replace(self, cond=(*self.cond, thought))
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A text or a picture of an image request, as segments.
+
+    Attributes:
+        segments: one of a text; the latents and the patches of a picture.
+        size: height and width of a picture after its resize, in pixels; None for a text.
+    """
+
+    segments: Segments
+    size: tuple[int, int] | None = None
+
+
+def image_plan(pieces: Sequence[Piece], system: TextSegment | None = None) -> ImagePlan:
+    """Plan an image from its pieces in their order; `system` precedes all prompts of a request that thinks."""
+    cond: Segments = () if system is None else (system,)
+    text: Segments = ()
+    img, size = cond, None
+    for piece in pieces:
+        before, cond = cond, (*cond, *piece.segments)
+        if piece.size is None:
+            text, img = before, (*img, *piece.segments)
+        else:
+            text, size = cond, piece.size
+    return ImagePlan(cond, text, img, size)
+
+
 class Prompts:
-    """Makes segments of what users send."""
+    """Turns user input into segments."""
 
     def __init__(self, tokens: Tokens, sizes: BagelSizes) -> None:
         self._tokens, self._sizes = tokens, sizes
@@ -122,42 +149,41 @@ class Prompts:
     def image(self, parts: Sequence[Part], *, think: bool = False) -> ImagePlan:
         """Plan an image from texts and pictures in their order.
 
-        Without pictures this is text to image, with them an edit. ParameterError if there is nothing in it.
+        Without pictures this is text to image, with pictures an edit. ParameterError if there are no parts.
         """
-        cond: Segments = (self.text(THINK_THEN_DRAW),) if think else ()
-        text: Segments = ()
-        img, size = cond, None
-        for part in _checked(parts):
-            if isinstance(part, str):
-                segment = self.text(part)
-                text, cond, img = cond, (*cond, segment), (*img, segment)
-            else:
-                picture = self._resized(part)
-                size = picture.height, picture.width
-                cond = (*cond, self.latents(picture), self.patches(picture))
-                text = cond
-        return ImagePlan(cond, text, img, size)
+        pieces = [
+            Piece((self.text(part),)) if isinstance(part, str) else self.picture(self._resized(part))
+            for part in _checked(parts)
+        ]
+        return image_plan(pieces, self.text(THINK_THEN_DRAW) if think else None)
 
     def reply(self, parts: Sequence[Part], *, think: bool = False) -> Segments:
-        """Plan a text reply to texts and pictures in their order; pictures are seen by the ViT only."""
+        """Plan a text reply to texts and pictures in their order; only the ViT reads the pictures."""
         found: Segments = (self.text(THINK_THEN_ANSWER),) if think else ()
         for part in _checked(parts):
             found = (*found, self.text(part) if isinstance(part, str) else self.patches(self._resized(part)))
         return found
 
     def text(self, text: str) -> TextSegment:
-        """A text."""
+        """Return the segment of a text."""
         return TextSegment(self._tokens.text(text))
 
+    def picture(self, resized: Image.Image) -> Piece:
+        """Return the piece of a picture that is edited, in RGB and resized for the autoencoder."""
+        return Piece((self.latents(resized), self.patches(resized)), (resized.height, resized.width))
+
     def patches(self, picture: Image.Image) -> VitSegment:
-        """The ViT's view of a picture that has been resized for the autoencoder, which it is resized from."""
-        vit = self._sizes.vit
-        pixels = images.to_pixels(images.resize(picture, self._sizes.vit_resize))
+        """Return the ViT's input for a picture that has been resized for the autoencoder."""
+        return self.seen(images.resize(picture, self._sizes.vit_resize))
+
+    def seen(self, picture: Image.Image) -> VitSegment:
+        """Return the ViT's input for a picture that has been resized for the ViT."""
+        vit, pixels = self._sizes.vit, images.to_pixels(picture)
         grid = pixels.shape[1] // vit.patch, pixels.shape[2] // vit.patch
         return VitSegment(images.to_patches(pixels, vit.patch), images.places(*grid, vit.side))
 
     def latents(self, picture: Image.Image) -> VaeSegment:
-        """The autoencoder's view of a resized picture. The rule is applied again: it need not give the same size."""
+        """Return the autoencoder's input for a resized picture. The rule is applied again and may change the size."""
         pixels = images.to_pixels(images.resize(picture, self._sizes.vae_resize))
         of = self._sizes.token_pixels
         return VaeSegment(pixels, pixels.shape[1] // of, pixels.shape[2] // of)

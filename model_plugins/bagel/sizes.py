@@ -1,7 +1,7 @@
-"""Sizes of a checkpoint. What the weights say is read from the weights: the configs of the release are stale in places.
+"""Sizes of a checkpoint, read from the shapes of its weights where possible: some released configs are outdated.
 
-Only what no shape shows is read from the configs: the number of ViT heads, epsilons, RoPE's base, the autoencoder's
-scale and shift, and the limits of pictures.
+Only sizes that no shape shows are read from the configs: the number of ViT heads, epsilons, RoPE's base, the
+autoencoder's scale and shift, and the limits of pictures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 LLM = "language_model.model"
 VIT = "vit_model.vision_model"
 RELEASED_SCALE, RELEASED_SHIFT = 0.3611, 0.1159
-"""Of the released autoencoder, whose files do not say them."""
+"""Scale and shift of the released autoencoder, whose files do not contain them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ class VaeSizes:
 
     @property
     def downsample(self) -> int:
-        """Pixels of a side for each latent of that side."""
+        """Pixels per latent along a side."""
         return 2 ** (len(self.widths) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ResizeRule:
-    """How a picture is brought to a size: all in pixels, `stride` is what both sides are multiples of."""
+    """The resize rule of a picture: limits in pixels; both sides are multiples of `stride`."""
 
     longest: int
     shortest: int
@@ -84,13 +84,13 @@ class ResizeRule:
 
 @dataclass(frozen=True, slots=True)
 class BagelSizes:
-    """All of it.
+    """All sizes.
 
     Attributes:
         latent_side: rows and columns of the table of latent positions, in latent tokens.
-        latent_patch: latents of a side in one latent token.
-        vae_resize: rule for every picture that comes in.
-        vit_resize: rule for the ViT's view of a picture that `vae_resize` was applied to.
+        latent_patch: latents per side of one latent token.
+        vae_resize: rule for every input picture.
+        vit_resize: rule for the ViT's input, which is a picture after `vae_resize`.
     """
 
     llm: LlmSizes
@@ -103,12 +103,12 @@ class BagelSizes:
 
     @property
     def token_pixels(self) -> int:
-        """Pixels of a side of one latent token."""
+        """Pixels per latent token along a side."""
         return self.vae.downsample * self.latent_patch
 
     @property
     def token_channels(self) -> int:
-        """Numbers in one latent token."""
+        """Number of elements of one latent token."""
         return self.latent_patch**2 * self.vae.channels
 
     @property
@@ -143,13 +143,13 @@ RELEASED = BagelSizes(
     vae_resize=ResizeRule(1024, 512, 16),
     vit_resize=ResizeRule(980, 224, 14),
 )
-"""BAGEL-7B-MoT as published, for measurements and plans without its files. A checkpoint says its own sizes."""
+"""BAGEL-7B-MoT as published, for measurements and plans without its files. A checkpoint's files have its own sizes."""
 
 
 def read_sizes(
     ema: Shapes, ae: Shapes, config: Mapping[str, Any], llm: Mapping[str, Any], vit: Mapping[str, Any]
 ) -> BagelSizes:
-    """Sizes of the checkpoint with these tensor shapes and configs, as `BagelSizes`.
+    """Return the sizes of the checkpoint with these tensor shapes and configs.
 
     Raises:
         CheckpointError: a tensor that the sizes are read from is missing, or has an impossible shape.
@@ -223,7 +223,7 @@ def _vae(shapes: Shapes, config: Mapping[str, Any]) -> VaeSizes:
 
 
 def _rule(written: Any, released: ResizeRule, largest: int) -> ResizeRule:
-    """The checkpoint's own rule, else the released one; no side may leave the table of positions."""
+    """Return the checkpoint's own rule, else the released one; no side may exceed the table of positions."""
     try:
         rule = released if written is None else ResizeRule(*(int(number) for number in written))
     except (TypeError, ValueError):
@@ -232,7 +232,7 @@ def _rule(written: Any, released: ResizeRule, largest: int) -> ResizeRule:
 
 
 def _count(shapes: Shapes, prefix: str) -> int:
-    """How many numbers follow the prefix in names: layers are numbered from 0."""
+    """Return how many numbers follow the prefix in tensor names: layers are numbered from 0."""
     found = {name.removeprefix(prefix).split(".", 1)[0] for name in shapes if name.startswith(prefix)}
     numbers = {int(text) for text in found if text.isdigit()}
     if not numbers or numbers != set(range(len(numbers))):

@@ -1,4 +1,4 @@
-"""Greedy text: one token of each running reply in one forward pass."""
+"""Greedy text generation: one token of each running reply per forward pass."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from vllm_omni_ext.model_plugins.bagel.model import Bagel
 
 
 class RunningText:
-    """A reply in the making.
+    """A running reply.
 
     Attributes:
-        ids: what was generated, the lone start first; the end is not among them.
-        context: what it has seen, the ids up to the last computed one included.
-        done: whether the end came, or the limit.
+        ids: generated ids, beginning with a single start, or with `first`; the end is not included.
+        context: the context, up to and including the last computed id.
+        done: whether the end or the limit was reached.
     """
 
-    def __init__(self, model: Bagel, context: Context, max_tokens: int) -> None:
-        """Begin a reply of at most `max_tokens` ids, the start included, to what `context` holds."""
+    def __init__(self, model: Bagel, context: Context, max_tokens: int, first: int | None = None) -> None:
+        """Begin a reply of at most `max_tokens` ids after `context`, including the id `first`; None: the start."""
         self.context = GrowingContext(context)
-        self.ids: list[int] = [model.tokens.start]
+        self.ids: list[int] = [model.tokens.start if first is None else first]
         self.done = max_tokens <= 1
         self._max_tokens, self._end = max_tokens, model.tokens.end
 
     def add(self, id_: int) -> None:
-        """The next id has been chosen."""
+        """Add the id that was chosen."""
         if id_ == self._end:
             self.done = True
         else:
@@ -37,26 +37,33 @@ class RunningText:
 
 
 @torch.inference_mode()
-def step_text(model: Bagel, running: Sequence[RunningText]) -> Tensor:
-    """Compute the last id of each reply and choose the next one.
+def next_logits(model: Bagel, running: Sequence[RunningText]) -> Tensor:
+    """Compute the last id of each reply, in one forward pass; after an exception, all replies are as before.
 
     Returns:
-        Logits, `[replies, vocabulary]` float32, of which the largest was taken.
+        Logits of the next ids, `[replies, vocabulary]` float32.
     """
     contexts = [reply.context for reply in running]
     layout = model.llm.text_layout(contexts, [1] * len(running))
     und = model.text_embeddings([reply.ids[-1] for reply in running])
     out = model.llm(und, None, layout, contexts, hidden="und", keep=True)
+    logits = model.llm.head(out.hidden).float()
     for at, context in enumerate(contexts):
         context.append([(key[at : at + 1], value[at : at + 1]) for key, value in out.layers])
-    logits = model.llm.head(out.hidden).float()
+    return logits
+
+
+@torch.inference_mode()
+def step_text(model: Bagel, running: Sequence[RunningText]) -> Tensor:
+    """Compute the last id of each reply and choose the next one, greedily; return `next_logits`."""
+    logits = next_logits(model, running)
     for reply, id_ in zip(running, logits.argmax(-1).tolist(), strict=True):
         reply.add(id_)
     return logits
 
 
 def write_text(model: Bagel, context: Context, max_tokens: int) -> str:
-    """Generate one reply to what the context holds."""
+    """Generate one reply after the context."""
     running = RunningText(model, context, max_tokens)
     while not running.done:
         step_text(model, [running])

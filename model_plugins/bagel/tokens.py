@@ -1,4 +1,4 @@
-"""Text to ids and back, as BAGEL writes prompts: no role names, no line ends between turns."""
+"""Converts text to ids and back in BAGEL's prompt format: no role names, no line breaks between turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Tokens:
     """The checkpoint's tokenizer.
 
     Attributes:
-        start, end: ids around every text; a reply begins after a lone `start` and stops before `end`.
+        start, end: ids around every text; a reply begins after a single `start` and stops before `end`.
         image_start, image_end: ids of the markers around every image.
     """
 
@@ -28,14 +28,14 @@ class Tokens:
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokens:
-        """Read `tokenizer.json`; CheckpointError if there is none or a token is missing in it."""
+        """Read `tokenizer.json`; CheckpointError if the file or one of its tokens is missing."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"{path}: is missing")
         return cls(Tokenizer.from_file(str(path)))
 
     def text(self, text: str) -> tuple[int, ...]:
-        """Ids of a text between its start and its end. ParameterError if it is no valid Unicode."""
+        """Return the ids of a text between its start and its end. ParameterError if the text is not valid Unicode."""
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -43,7 +43,7 @@ class Tokens:
         return (self.start, *self._tokenizer.encode(text, add_special_tokens=False).ids, self.end)
 
     def reply(self, ids: list[int]) -> str:
-        """The text of generated ids, which begin with `start`: up to the first end, or another start."""
+        """Return the text of generated ids, which begin with `start`, up to the first end or second start."""
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text.split(_END)[0].split(_START)[1]
 

@@ -1,4 +1,4 @@
-"""The autoencoder of FLUX, between pixels and latents. The names of its parts are those of the checkpoint."""
+"""FLUX's autoencoder between pixels and latents. Its submodules have the names of the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _norm(channels: int) -> nn.GroupNorm:
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Residual(nn.Module):
 
 
 class PixelAttention(nn.Module):
-    """Attention of every place to every place, with one head."""
+    """Single-head attention between all positions."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Middle(nn.Module):
 
 
 class Downsample(nn.Module):
-    """Half of each side; a row and a column of zeros are added below and to the right only."""
+    """Halves each side; zero padding only at the bottom and on the right."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Twice each side."""
+    """Doubles each side."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Upsample(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks of one resolution, then the change to the next."""
+    """Residual blocks of one resolution, then the resampling to the next."""
 
     def __init__(self, inputs: int, outputs: int, blocks: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Level(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Pixels to the mean and log variance of latents."""
+    """Maps pixels to the mean and log variance of latents."""
 
     def __init__(self, sizes: VaeSizes) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Latents to pixels."""
+    """Maps latents to pixels."""
 
     def __init__(self, sizes: VaeSizes) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Decoder(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Both halves; float32 whatever the rest of the model is."""
+    """Encoder and decoder, always in float32."""
 
     def __init__(self, sizes: VaeSizes) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Autoencoder(nn.Module):
         self.decoder = Decoder(sizes)
 
     def encode(self, pixels: Tensor, noise: Tensor) -> Tensor:
-        """Draw latents of pictures.
+        """Sample the latents of pictures.
 
         Args:
             pixels: `[pictures, 3, height, width]` from -1 to 1.

@@ -10,7 +10,7 @@ from vllm_omni_ext.model_plugins.bagel.sizes import VitSizes
 
 
 class VitLayer(nn.Module):
-    """One encoder layer; every patch sees every patch of its picture."""
+    """One encoder layer; every patch attends to every patch of its picture."""
 
     def __init__(self, sizes: VitSizes) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class VitLayer(nn.Module):
         self.down = nn.Linear(sizes.feed_forward, sizes.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[patches, hidden]` of one picture; the shape stays."""
+        """Encode `[patches, hidden]` of one picture; the shape stays the same."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
         query, key, value = qkv.permute(1, 2, 0, 3)[None].unbind(1)
         attended = F.scaled_dot_product_attention(query, key, value)[0]
@@ -32,7 +32,7 @@ class VitLayer(nn.Module):
 
 
 class VisionModel(nn.Module):
-    """Patches of a picture to tokens of the language model."""
+    """Turns the patches of a picture into tokens of the language model."""
 
     def __init__(self, sizes: VitSizes, hidden: int) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class VisionModel(nn.Module):
         self.table = nn.Parameter(torch.empty(sizes.side**2, hidden), requires_grad=False)
 
     def connect(self, patches: Tensor, places: Tensor) -> Tensor:
-        """ViT and connector.
+        """Apply ViT and connector.
 
         Args:
             patches: `[n, patch * patch * 3]` in (row, column, channel) order, from -1 to 1.
             places: `[n]` int64, row * side + column of each patch.
 
         Returns:
-            `[n, hidden of the language model]`, before its own positions are added.
+            `[n, hidden of the language model]`, without the connector's position embeddings.
         """
         x = self.patches(patches.to(self.patches.weight.dtype)) + self.positions(places)
         for layer in self.layers:
@@ -61,5 +61,5 @@ class VisionModel(nn.Module):
         return self.connector_down(F.gelu(self.connector_up(self.norm(x)), approximate="tanh"))
 
     def forward(self, patches: Tensor, places: Tensor) -> Tensor:
-        """`connect`, with the stored table of positions added: what stands between an image's markers."""
+        """Return the result of `connect` plus position embeddings: the embeddings between an image's markers."""
         return self.connect(patches, places) + self.table[places]

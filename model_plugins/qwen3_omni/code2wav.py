@@ -3,11 +3,12 @@
 An utterance is a stream of requests, its parts, which follow each other in the engine's queue; each takes one step. A
 part's prompt is its frames, flattened frame by frame: `[frame 0 group 0, frame 0 group 1, ..., frame 1 group 0, ...]`,
 plain codes in `0 .. codebook_size - 1`. Its `PoolingParams` are `task=POOLING_TASK` and the `extra_kwargs` of a
-`wire.parts.PartMark`; its output is the samples that became final with it, `[samples]` float32, or a refusal.
+`wire.stage_input.PartHeader`; its output is the samples that became final with it, `[samples]` float32, or a
+`wire.envelope.StageError`.
 
-The work is done in the pooler, which sees whole requests and keeps what a stream needs for its next part; `forward` has
-nothing to compute. Order is safe: the queue is first come, first served, a prompt is never split (vLLM turns chunked
-prefill off for models without attention), and without a KV cache nothing is preempted.
+The pooler does the work: it receives whole requests and keeps the state of streams between parts; `forward` computes
+nothing. The order is safe: the queue is first come, first served, a prompt is never split (vLLM turns chunked prefill
+off for models without attention), and without a KV cache no request is preempted.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from vllm.pooling_params import PoolingParams
 from vllm.tasks import PoolingTask
 from vllm.v1.pool.metadata import PoolingMetadata
 
-from vllm_omni_ext.config.schema import STREAM_IDLE_S, OmniConfig
+from vllm_omni_ext.config.schema import STREAM_IDLE_TIMEOUT_S, OmniConfig
 from vllm_omni_ext.engine.graphs import recorder_for
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_streams import VocoderStreams
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import POOLING_TASK
-from vllm_omni_ext.wire.parts import PartMark, refusal
+from vllm_omni_ext.wire.envelope import StageError, pack
+from vllm_omni_ext.wire.stage_input import PartHeader
 
 logger = init_logger(__name__)
 
@@ -45,7 +47,7 @@ class WaveformPooler(Pooler):
     """Decodes all requests of a step in one call of the vocoder.
 
     Args:
-        idle_s: a stream for which nothing has come for so long is forgotten.
+        idle_s: the state of a stream is freed when no part has arrived for this many seconds.
     """
 
     def __init__(self, vocoder: Vocoder, *, idle_s: float):
@@ -54,7 +56,7 @@ class WaveformPooler(Pooler):
         self.streams = VocoderStreams(vocoder, idle_s=idle_s)
 
     def get_supported_tasks(self) -> set[PoolingTask]:
-        """The one task of this stage."""
+        """Return the only task of this stage."""
         return {POOLING_TASK}
 
     def get_pooling_updates(self, task: PoolingTask) -> PoolingParamsUpdate:
@@ -62,31 +64,31 @@ class WaveformPooler(Pooler):
         return PoolingParamsUpdate(requires_token_ids=True)
 
     def forward(self, hidden_states: Tensor, pooling_metadata: PoolingMetadata) -> list[Tensor]:
-        """Return for each request its samples, `[samples]` float32; a refusal for what cannot be decoded.
+        """Return for each request its samples, `[samples]` float32, or a packed error if it cannot be decoded.
 
-        An exception here would end the engine with every other request in it, and an unknown code would do the same
-        on a GPU. `hidden_states` is not used.
+        An exception here would end the engine with all its requests, and an unknown code would do the same on a GPU.
+        `hidden_states` is not used.
         """
         params = pooling_metadata.pooling_params
         if all(_is_warm_up(each) for each in params):
             return self._warm_up(len(params))
         answers: list[Tensor | str] = []
-        marks, chunks, places = [], [], []
+        headers, chunks, places = [], [], []
         for ids, each in zip(pooling_metadata.get_prompt_token_ids_cpu(), params, strict=True):
             try:
-                marks.append(PartMark.of(each.extra_kwargs))
+                headers.append(PartHeader.of(each.extra_kwargs))
             except msgspec.ValidationError as error:
                 answers.append(f"extra_kwargs: {error}")
                 continue
-            chunks.append(self._frames(ids[:0] if marks[-1].empty else ids))
+            chunks.append(self._frames(ids[:0] if headers[-1].empty else ids))
             places.append(len(answers))
             answers.append("")
-        for place, answer in zip(places, self.streams.decode(marks, chunks), strict=True):
+        for place, answer in zip(places, self.streams.decode(headers, chunks), strict=True):
             answers[place] = answer
         return [_said(answer) for answer in answers]
 
     def _frames(self, token_ids: Tensor) -> Tensor | str:
-        """A prompt as `[frames, groups]` int64, or why it cannot be decoded."""
+        """Return a prompt as `[frames, groups]` int64, or why it cannot be decoded."""
         groups, size = self.vocoder.groups, self.vocoder.codebook_size
         codes = token_ids.long()
         if len(codes) % groups:
@@ -96,8 +98,8 @@ class WaveformPooler(Pooler):
         return codes.unflatten(0, (-1, groups))
 
     def _warm_up(self, requests: int) -> list[Tensor]:
-        """Run every kernel once. The runner's dummy batch is as long as `max_num_batched_tokens`, which would take
-        minutes on a slow device and tell nothing more: memory is bounded by the vocoder's own passes."""
+        """Run every kernel once, on few frames. The runner's dummy batch is as long as `max_num_batched_tokens`, which
+        would take minutes on a slow device without measuring more: the vocoder's own passes limit the memory."""
         codes = torch.zeros(WARM_UP_FRAMES, self.vocoder.groups, dtype=torch.int64)
         (wave,) = self.vocoder.decode([codes], [self.vocoder.new_state()], [True])
         return [wave.new_empty(0) for _ in range(requests)]
@@ -110,12 +112,12 @@ class Qwen3OmniCode2Wav(nn.Module, IsAttentionFree):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        idle_s = vllm_config.additional_config.get(STREAM_IDLE_S, OmniConfig.stream_idle_s)
+        idle_s = vllm_config.additional_config.get(STREAM_IDLE_TIMEOUT_S, OmniConfig.stream_idle_timeout_s)
         self.pooler = WaveformPooler(Vocoder(vllm_config.model_config.hf_config), idle_s=idle_s)
         self._streams: int = vllm_config.scheduler_config.max_num_seqs
 
     def warm_up(self) -> None:
-        """Last step of the start-up: no kernel and no graph is left for the first request to make."""
+        """Last step of the start-up: build kernels and graphs that the first request would otherwise wait for."""
         vocoder = self.pooler.vocoder
         recorder = recorder_for(vocoder.code_embedding.weight.device, eager=False)
         if recorder is not None:
@@ -124,12 +126,12 @@ class Qwen3OmniCode2Wav(nn.Module, IsAttentionFree):
 
     @staticmethod
     def is_unused_checkpoint_weight(name: str) -> bool:
-        """Lets vLLM's loader leave out the checkpoint files that hold no tensor of this stage."""
+        """Return whether vLLM's loader may skip checkpoint files that contain only tensors of this name."""
         return not name.startswith(CHECKPOINT_PREFIX)
 
     @staticmethod
     def get_model_state_cls() -> type:
-        """Keep vLLM's V2 model runner from taking a model without attention for a Mamba model."""
+        """Keep Model Runner V2 from treating a model without attention as a Mamba model."""
         from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
         return DefaultModelState
@@ -146,11 +148,11 @@ class Qwen3OmniCode2Wav(nn.Module, IsAttentionFree):
         inputs_embeds: Tensor | None = None,
         **kwargs: object,
     ) -> Tensor:
-        """One number per scheduled token, `[tokens, 1]`, for the runner to slice; the pooler does the work."""
+        """Return one number per scheduled token, `[tokens, 1]`, which the runner slices; the pooler does the work."""
         return self._nothing(positions.shape[-1], positions.device)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take the `code2wav.*` tensors of the whole checkpoint.
+        """Load the `code2wav.*` tensors of the whole checkpoint.
 
         Raises:
             ValueError: a tensor has the wrong shape or no place in the model, or a parameter has no tensor.
@@ -166,7 +168,7 @@ class Qwen3OmniCode2Wav(nn.Module, IsAttentionFree):
                 raise ValueError(f"the checkpoint's {name} has no place in the vocoder")
             if parameters[inner].shape != tensor.shape:
                 wanted, given = tuple(parameters[inner].shape), tuple(tensor.shape)
-                raise ValueError(f"the checkpoint's {name} has shape {given}; the configuration says {wanted}")
+                raise ValueError(f"the checkpoint's {name} has shape {given}; the configuration expects {wanted}")
             parameters[inner].data.copy_(tensor)
             loaded.add(inner)
         if missing := sorted(parameters.keys() - loaded):
@@ -179,7 +181,7 @@ class Qwen3OmniCode2Wav(nn.Module, IsAttentionFree):
 
 
 def _is_warm_up(params: PoolingParams) -> bool:
-    """Whether vLLM itself made this request, to measure memory or to compile: ours are always marked."""
+    """Return whether vLLM itself made this request, to measure memory or to compile: ours always have a header."""
     return params.extra_kwargs is None
 
 
@@ -187,4 +189,4 @@ def _said(answer: Tensor | str) -> Tensor:
     if isinstance(answer, Tensor):
         return answer
     logger.error("code2wav: a request is answered without sound: %s", answer)
-    return refusal(answer)
+    return pack(StageError(answer))

@@ -1,8 +1,8 @@
 """The code predictor's steps: one position after the other, in memory that is allocated once.
 
-The tensors are tiny, so the number of calls is what a frame costs. Hence merged weights, vLLM's fused kernels, results
-written in place, views made in advance, and no mask: position p only ever sees positions 0 to p. No step looks at a
-value on the host, and no shape depends on one, so that a whole frame can be captured in a CUDA graph.
+The tensors are tiny, so the number of calls determines the cost of a frame. Hence merged weights, vLLM's fused kernels,
+results written in place, views made in advance, and no mask: position p only attends to positions 0 to p. No step reads
+a value on the host, and no shape depends on a value, so that a whole frame can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from vllm import _custom_ops as kernels
 
-KERNEL_WIDTH = 16  # vLLM's CPU kernels take that many values at once and refuse, or overrun, any other size
-FIRST_ROWS = 16  # requests there is room for at once; more is made when it is needed
+KERNEL_WIDTH = 16  # vLLM's CPU kernels process this many values at once and refuse, or overrun, other sizes
+FIRST_ROWS = 16  # initial capacity in requests; grows on demand
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Layer:
     """One layer; matrices are [in, out].
 
     Attributes:
-        qkv: queries, keys and values beside each other.
+        qkv: queries, keys and values, concatenated.
         head_scale: weight of the norm of each query head, then of each key head, [heads + kv heads, head_dim].
-        gate_up: gate and up projection beside each other.
+        gate_up: gate and up projection, concatenated.
     """
 
     norm_in: Tensor
@@ -42,10 +42,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """All of it; step s reads out code s + 1.
+    """All weights; step s predicts code s + 1.
 
     Attributes:
-        heads: one [hidden, codes] a step.
+        heads: one [hidden, codes] per step.
         embeddings: [steps, codes, hidden].
         rope: cosines, then sines, [positions, head_dim].
     """
@@ -61,7 +61,7 @@ class Weights:
 
 
 class CodeLoop:
-    """Runs frames; `run` may be called with any batch size."""
+    """Computes frames; `run` accepts any batch size."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -77,7 +77,7 @@ class CodeLoop:
         return self._weights.norm
 
     def embedded(self, codes: Tensor) -> Tensor:
-        """Sum of the embeddings of codes [frames, steps]: [frames, hidden]."""
+        """Return the sum of the embeddings of codes [frames, steps]: [frames, hidden]."""
         return F.embedding_bag(codes + self._starts, self._table, mode="sum")
 
     def _memory_for(self, batch: int) -> _Memory:
@@ -88,12 +88,12 @@ class CodeLoop:
         return memory
 
     def run(self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
-        """Codes of one frame a row: for each step int64 [batch].
+        """Compute one frame per row; return its codes int64 [batch] for each step.
 
         Args:
             hidden: input of position 0, [batch, hidden].
             first: input of position 1, [batch, hidden].
-            choose: codes [batch] from logits [batch, codes] and the step.
+            choose: returns codes [batch] for logits [batch, codes] and the step.
         """
         w, batch = self._weights, hidden.shape[0]
         memory = self._memory.get(batch) or self._memory_for(batch)
@@ -113,7 +113,7 @@ class CodeLoop:
 class _Store:
     """Activations, keys and values of up to `rows` rows, shared by all batch sizes.
 
-    Projections and normed heads of every position have a place of their own, and the attention reads keys and values
+    The projections and normed heads of every position have their own memory, and the attention reads keys and values
     there: nothing is copied into a cache.
     """
 
@@ -138,11 +138,11 @@ class _Place:
     """One layer's memory at one position, for `batch` rows.
 
     Attributes:
-        qkv: what the projection writes, [batch, width].
-        by_head: the same, [batch, heads + 2 * kv heads, head_dim].
+        qkv: output of the projection, [batch, width].
+        by_head: the same memory, [batch, heads + 2 * kv heads, head_dim].
         normed: the same, after the norm.
-        scaled: the part of it that has a scale: queries and keys.
-        q, k: the parts of it that are rotated, [batch, heads * head_dim].
+        scaled: its queries and keys, which have a scale.
+        q, k: its rotated parts, [batch, heads * head_dim].
         query: [batch, kv heads, heads / kv heads, head_dim].
         keys, values: those of this position and all before it, [batch, kv heads, position + 1, head_dim].
     """
@@ -180,9 +180,9 @@ class _Place:
 
 
 class _Memory:
-    """The first rows of a store, as the loop needs them for one batch size.
+    """The first rows of a store, as views for one batch size.
 
-    `stream` is the residual stream; `x` is what the last projection wrote, and after `advance` the normed output.
+    `stream` is the residual stream; `x` is the output of the last projection, and after `advance` the normed output.
     """
 
     def __init__(self, weights: Weights, store: _Store, batch: int) -> None:
@@ -195,7 +195,7 @@ class _Memory:
         self._positions = [positions[:batch] for positions in store.positions]
 
     def advance(self, position: int) -> None:
-        """Run all layers at `position`, whose input is in `stream`."""
+        """Run all layers at `position`; `stream` holds the input."""
         w, x, stream = self._weights, self.x, self.stream
         for index, (layer, place) in enumerate(zip(w.layers, self._places[position], strict=True)):
             if index == 0:
@@ -212,11 +212,11 @@ class _Memory:
     def _attend(self, layer: Layer, position: int, place: _Place) -> None:
         w = self._weights
         _project(self.x, layer.qkv, layer.qkv_bias, place.qkv)
-        # The kernel reads rows without a gap only, so the values are normed too; nobody looks at those.
+        # The kernel only reads contiguous rows, so it normalizes the values too; their result is not used.
         kernels.rms_norm(place.normed, place.by_head, None, w.eps)
         place.scaled.mul_(layer.head_scale)
         kernels.rotary_embedding(self._positions[position], place.q, place.k, w.head_dim, w.rope, True)
-        # Query heads that share a key head are its queries, so that keys and values are not repeated.
+        # The query heads of a key head are treated as its queries, so that keys and values are not repeated.
         y = F.scaled_dot_product_attention(place.query, place.keys, place.values)
         _project(y.reshape(self._batch, -1), layer.out, layer.out_bias, self.x)
 

@@ -1,7 +1,7 @@
 """Code predictor of the talker: the residual codes of one frame from the talker's hidden state and its first code.
 
-A small autoregressive transformer that runs `num_code_groups - 1` steps for every frame. Here are its weights, under
-the checkpoint's names, and how codes are drawn; the steps are in `code_loop.py`.
+A small autoregressive transformer that runs `num_code_groups - 1` steps for every frame. This module has its weights,
+under the checkpoint's names, and the sampling of codes; `code_loop.py` has the steps.
 Source: `Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration` in Transformers.
 """
 
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from vllm_omni_ext.model_plugins.qwen3_omni.code_loop import KERNEL_WIDTH, CodeLoop, Layer, Weights
 
-TOP_K = 50  # Transformers samples the residual codes with these two whatever the talker uses
+TOP_K = 50  # Transformers samples the residual codes with these two, independent of the talker's parameters
 TOP_P = 0.8
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How one request's residual codes are chosen.
+    """The sampling of one request's residual codes.
 
     Attributes:
         greedy: take the most likely code; else sample with top_k 50 and top_p 0.8.
@@ -69,7 +69,7 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = _Norm(config.hidden_size)
 
     def merged(self, config: Any) -> Layer:
-        """The layer as the loop runs it; the parameters become parts of the merged tensors."""
+        """Return the layer for the loop; the parameters become views of the merged tensors."""
         attention, mlp = self.self_attn, self.mlp
         qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
         head_scale = (
@@ -90,7 +90,7 @@ class _Layer(nn.Module):
 
 
 def merge(parts: Sequence[nn.Parameter]) -> Tensor:
-    """All parts in one tensor, which they live in from now on: no weight is held twice."""
+    """Merge all parts into one tensor; the parameters become views of it, so that no weight exists twice."""
     merged = torch.cat([part.data for part in parts])
     for part, piece in zip(parts, merged.split([len(part) for part in parts]), strict=True):
         part.data = piece
@@ -111,7 +111,7 @@ class CodePredictor(nn.Module):
     """Predicts codes 1..num_code_groups-1 of frames; parameter names are those of the checkpoint.
 
     Raises:
-        ValueError: a size is no multiple of what vLLM's kernels take at once.
+        ValueError: a size is not a multiple of the width of vLLM's kernels.
     """
 
     def __init__(self, config: Any) -> None:
@@ -129,7 +129,7 @@ class CodePredictor(nn.Module):
 
     @property
     def loop(self) -> CodeLoop:
-        """Made on first use: the weights are loaded by then and stay where they are."""
+        """The loop, created on first use, when the weights are loaded and will not move."""
         if self._loop is None:
             c, like = self.config, self.model.norm.weight
             theta = float(c.rope_parameters["rope_theta"])
@@ -150,15 +150,15 @@ class CodePredictor(nn.Module):
         return self._loop
 
     def frame_rows(self, codes: Tensor) -> Tensor:
-        """Sum of the embeddings of each frame's residual codes [frames, num_code_groups - 1]: [frames, hidden]."""
+        """Sum the embeddings of each frame's residual codes [frames, num_code_groups - 1]: [frames, hidden]."""
         return self.loop.embedded(codes)
 
     @torch.inference_mode()
     def predict(self, hidden: Tensor, first: Tensor, draws: Sequence[Draw]) -> Tensor:
-        """Residual codes of one frame per row.
+        """Return the residual codes of one frame per row.
 
         Args:
-            hidden: talker hidden states that the first codes were sampled from, [batch, hidden].
+            hidden: talker hidden states from which the first codes were sampled, [batch, hidden].
             first: codec embeddings of those first codes, [batch, hidden].
             draws: one per row.
 
@@ -172,8 +172,8 @@ class CodePredictor(nn.Module):
 def draw_noise(draws: Sequence[Draw], noise: Tensor) -> None:
     """Draw the randomness of whole frames, [rows, steps] float32 uniform in [0, 1), into the first rows of `noise`.
 
-    A row with a generator takes its numbers from there, so they do not depend on its neighbours; all others are drawn
-    in one call.
+    A row with a generator draws from that generator, so its numbers do not depend on the other rows; all other rows are
+    drawn in one call.
     """
     if any(draw.generator is None and not draw.greedy for draw in draws):
         noise[: len(draws)].uniform_()
@@ -184,13 +184,13 @@ def draw_noise(draws: Sequence[Draw], noise: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """How a batch chooses its codes: pure tensors, fixed before the first of them.
+    """The sampling of a batch: tensors that are fixed before the first code.
 
     Attributes:
         noise: uniform in [0, 1), [batch, steps]; None: every row is greedy.
-        greedy: which rows are, [batch]; None: none is.
+        greedy: mask of the greedy rows, [batch]; None: no row is greedy.
         nucleus: `TOP_P` for each row, [batch, 1].
-        recorded: the operators will be repeated by a graph, so all of them have to be torch's.
+        recorded: a graph will repeat the operators, so all of them must be torch's.
     """
 
     noise: Tensor | None
@@ -200,7 +200,7 @@ class Choice:
 
     @classmethod
     def of(cls, draws: Sequence[Draw], steps: int, device: torch.device) -> Choice:
-        """Draw all the randomness of `steps` codes a row into memory of its own."""
+        """Draw all the randomness of `steps` codes per row into new memory."""
         greedy = [draw.greedy for draw in draws]
         if all(greedy):
             return cls(None, None, None)
@@ -210,7 +210,7 @@ class Choice:
         return cls(noise, torch.tensor(greedy, device=device) if any(greedy) else None, nucleus)
 
     def choose(self, logits: Tensor, step: int) -> Tensor:
-        """One code per row of logits [batch, codes]; int64 [batch]."""
+        """Choose one code per row of logits [batch, codes]; return int64 [batch]."""
         if self.noise is None or self.nucleus is None:
             return logits.argmax(dim=-1)
         scores, ids = self._most_likely(logits.float(), min(TOP_K, logits.shape[-1]))
@@ -223,10 +223,10 @@ class Choice:
         return codes if self.greedy is None else torch.where(self.greedy, logits.argmax(dim=-1), codes)
 
     def _most_likely(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Scores and codes [batch, count] of the `count` most likely codes of each row, best first."""
+        """Return scores and codes [batch, count] of the `count` most likely codes of each row, best first."""
         if self.recorded or logits.device.type != "cpu":
             return logits.topk(count, dim=-1)
-        # NumPy selects with vector instructions, which takes half the time of torch's selection.
+        # NumPy selects with vector instructions, in half the time of torch's selection.
         ids = torch.from_numpy(np.argpartition(logits.numpy(), -count, axis=-1)[:, -count:])
         scores, order = logits.gather(1, ids).sort(dim=-1, descending=True)
         return scores, ids.gather(1, order)

@@ -1,8 +1,8 @@
 """The talker's layers on a CPU without compilation: vLLM's weights and kernels, with fewer calls around them.
 
-vLLM expects its Python layers to be compiled. Where they are not, a step of a small model is spent in them: norms and
-rotary positions of several operations each, positions worked out anew in every layer, and a mixture of experts that
-passes through a dozen functions. Attention and its cache are vLLM's own layer here too.
+vLLM expects its Python layers to be compiled. Without compilation, a step of a small model spends most of its time in
+these layers: norms and rotary embeddings of several operations each, positions computed again in every layer, and a
+mixture of experts that passes through a dozen functions. Attention and its cache are vLLM's own layer here too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vllm_omni_ext.model_plugins.qwen3_omni.code_loop import KERNEL_WIDTH
 
 
 def possible(model: Any, vllm_config: VllmConfig) -> bool:
-    """Whether this module can run a `Qwen3MoeForCausalLM`: one CPU process, not compiled, nothing quantized."""
+    """Return whether this module can run a `Qwen3MoeForCausalLM`: one CPU process, not compiled, not quantized."""
     text = vllm_config.model_config.hf_text_config
     return (
         current_platform.is_cpu()
-        and not current_platform.is_zen_cpu()  # has kernels of its own
+        and not current_platform.is_zen_cpu()  # Zen CPUs have different kernels
         and vllm_config.compilation_config.mode == CompilationMode.NONE
         and vllm_config.parallel_config.world_size == 1
         and vllm_config.quant_config is None
@@ -53,7 +53,7 @@ def _expected(layer: Any) -> bool:
 
 
 class EagerLayers:
-    """Runs the layers of a `Qwen3MoeModel` whose weights have been loaded and packed by vLLM."""
+    """Runs the layers of a `Qwen3MoeModel` whose weights vLLM has loaded and packed."""
 
     def __init__(self, model: Any) -> None:
         first = model.layers[0].self_attn
@@ -64,11 +64,11 @@ class EagerLayers:
         self._normed_heads = (first.q_size + first.kv_size) // first.head_dim
 
     def __call__(self, positions: Tensor, rows: Tensor) -> Tensor:
-        """Hidden states [tokens, hidden] after the final norm.
+        """Return hidden states [tokens, hidden] after the final norm.
 
         Args:
             positions: [tokens], or [3, tokens] for M-RoPE.
-            rows: input embeddings [tokens, hidden]; left as they are.
+            rows: input embeddings [tokens, hidden]; not modified.
         """
         stream, x, count = rows.clone(), torch.empty_like(rows), rows.shape[0]
         rope, order = self._rope.at(positions), torch.arange(count)
@@ -86,7 +86,7 @@ class EagerLayers:
     def _attend(self, block: _Block, x: Tensor, rope: Tensor, order: Tensor) -> Tensor:
         by_head = block.qkv(x).view(len(x), -1, self._head_dim)
         normed = torch.empty_like(by_head)
-        # The kernel reads rows without a gap only, so the values are normed too; nobody looks at those.
+        # The kernel only reads contiguous rows, so it normalizes the values too; their result is not used.
         kernels.rms_norm(normed, by_head, None, self._eps)
         normed[:, : self._normed_heads].mul_(block.head_scale)
         q, k, _ = normed.view(len(x), -1).split((self._q_width, self._k_width, self._k_width), dim=1)
@@ -95,13 +95,13 @@ class EagerLayers:
 
 
 class _Rope:
-    """Cosines and sines of a step's positions, for all layers at once."""
+    """Cosines and sines of a step's positions, computed once for all layers."""
 
     def __init__(self, embedding: Any) -> None:
         self._cache, self.neox = embedding.cos_sin_cache, embedding.is_neox_style
         half = torch.arange(embedding.rotary_dim // 2)
         section = embedding.mrope_section
-        if embedding.mrope_interleaved:  # time, height, width, time, ... and time to the end
+        if embedding.mrope_interleaved:  # time, height, width, time, ..., then time to the end
             rows = [(half % 3 == part) & (half < 3 * section[part]) for part in (1, 2)]
         else:
             time, height, _ = section
@@ -109,7 +109,7 @@ class _Rope:
         self._height, self._width = (row.repeat(2) for row in rows)
 
     def at(self, positions: Tensor) -> Tensor:
-        """Cosines, then sines [tokens, head_dim]."""
+        """Return cosines, then sines [tokens, head_dim]."""
         found = self._cache[positions]
         if positions.dim() == 1:
             return found
@@ -118,7 +118,7 @@ class _Rope:
 
 @dataclass(frozen=True)
 class _Experts:
-    """A mixture of experts with a shared one: x [tokens, hidden] to [tokens, hidden]."""
+    """A mixture of experts with a shared expert: x [tokens, hidden] to [tokens, hidden]."""
 
     gate: _Linear
     top: int
@@ -162,7 +162,7 @@ class _Experts:
 
 
 class _Linear:
-    """A linear layer without its module: vLLM has packed the weight for its kernel."""
+    """A linear layer without its module, on the weight that vLLM has packed for its kernel."""
 
     def __init__(self, layer: Any) -> None:
         self._call, self._weight, self._bias = layer.cpu_linear, layer.weight, layer.bias

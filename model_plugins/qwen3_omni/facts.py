@@ -1,4 +1,4 @@
-"""What a Qwen3-Omni config says about sequence lengths and cache sizes. Reads plain attributes: no vLLM, no torch."""
+"""Sequence lengths and cache sizes of a Qwen3-Omni config. Reads plain attributes: no vLLM, no torch."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.model_plugins.registry import ModelFacts
+from vllm_omni_ext.plugins.memory import ModelFacts
 
 _FLOAT32_BYTES = 4
 _KEY_AND_VALUE = 2
 
 
-def facts(hf_config: Any, sampling: Mapping[str, Mapping[str, Any]]) -> ModelFacts:
+def facts(hf_config: Any, params: Mapping[str, Mapping[str, Any]]) -> ModelFacts:
     """Read the facts of a checkpoint.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
-        sampling: resolved sampling defaults by stage; the talker's `max_tokens` is the most frames a reply has.
+        params: default parameters by stage; the talker's `max_tokens` is the largest number of frames of a reply.
 
     Raises:
-        ConfigError: the checkpoint is the thinker alone.
+        ConfigError: the checkpoint has only the thinker.
     """
     if not hf_config.enable_audio_output:
         raise ConfigError("model: this checkpoint has no sound output (enable_audio_output is false); leave --omni out")
     thinker = hf_config.thinker_config.text_config
     talker = hf_config.talker_config.text_config
-    frames = int(sampling["talker"]["max_tokens"])
+    frames = int(params["talker"]["max_tokens"])
     return ModelFacts(
         max_model_len={
             "thinker": thinker.max_position_embeddings,

@@ -1,28 +1,32 @@
-"""How a spoken request passes through Qwen3-Omni's stages. Pure."""
+"""Flow of a spoken request through Qwen3-Omni's stages. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+import numpy as np
 
 from vllm_omni_ext.connectors.chunks import ALL, Chunk, ChunkSchedule, ChunkWriter
-from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, SpecialIds, Spoken, talker_prompt
-from vllm_omni_ext.model_plugins.qwen3_omni.voice import Voice, VoiceError
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Finished, Open, Produced, Repeat
-from vllm_omni_ext.wire.handoff import GIVEN
-from vllm_omni_ext.wire.rows import Given, Notice
+from vllm_omni_ext.modalities.base import AUDIO, TEXT
+from vllm_omni_ext.modalities.chunks import AudioChunk
+from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerChunk, TalkerPrompt
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, PromptSegments, SpecialIds, talker_prompt
+from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV, VocoderStream, VoiceError
+from vllm_omni_ext.plugins.flow import Action, Emit, Extend, Fail, Finished, Forward, Open, Produced, Recompute
+from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError
+from vllm_omni_ext.wire.stage_input import HiddenStatesRef
 
 THINKER, TALKER = "thinker", "talker"
-MOST_REPEATS = 3
-"""How often the thinker reads a prompt again, because the talker could not take what it had made of it."""
+MOST_RECOMPUTATIONS = 3
+"""Limit for repeated prefills in the thinker after the talker could not get its hidden states."""
 
 TOO_SHORT = "the reply has fewer than two tokens, so there is nothing to speak"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speech:
-    """What is fixed when the request is opened.
+class SpeechPlan:
+    """Facts that are fixed when the request is opened.
 
     Attributes:
         prompt: the thinker's prompt ids.
@@ -30,212 +34,266 @@ class Speech:
     """
 
     prompt: Sequence[int]
-    parts: Spoken
+    parts: PromptSegments
     voice: str
     ids: SpecialIds
     sample_rate: int
     positions: bytes | None = None
 
 
-class SpeechFlow:
-    """Implements `orchestrator.flow.Flow`: thinker tokens -> talker frames -> sound.
+class ReadAloudFlow:
+    """Implements `plugins.flow.Flow` for a given text: talker frames -> sound.
 
-    The talker is opened with the request and computes its prompt as far as that is known: text at once, multimodal
-    positions as their rows come, and the last position when the thinker's first token is there. If the text is handed
-    over in one piece (`text: all`), the talker gets its prompt together with it.
+    Args:
+        reply: ids of the text; at least one.
+        frames: number of frames per part for code2wav.
     """
 
-    def __init__(self, speech: Speech, *, text: ChunkSchedule, frames: ChunkSchedule) -> None:
+    stages = frozenset({TALKER, CODE2WAV})
+    outputs = frozenset({AUDIO})
+
+    def __init__(self, speech: SpeechPlan, reply: Sequence[int] = (), *, frames: ChunkSchedule) -> None:
         self._speech = speech
-        self._rows = Rows(speech.parts.row_count)
-        self._text = ChunkWriter[int](text)
-        self._voice = Voice(frames)
-        self._talk: _Talk | None = None
-        self._repeated = 0
-        self._ahead = text.size(0) != ALL
-        # An assistant turn that the prompt has begun already is spoken too.
-        self._begun: tuple[int, ...] = tuple(speech.prompt[speech.parts.header + HEADER :])
+        self._voice = VocoderStream(frames)
+        self._hidden = HiddenStates(speech.parts.multimodal_count)
+        self._talk: TalkerInput | None = None
+        self._reply = tuple(reply)
 
     def begin(self) -> list[Action]:
-        """Open the talker with what is known of its prompt."""
-        if not self._ahead:
-            return []
+        """Open the talker with the whole text."""
         self._talk = self._new_talk()
+        self._talk.begin((*self._reply, self._speech.ids.tts_eos), last=True)
         return [self._open_talker()]
 
     def handle(self, event: Produced) -> list[Action]:
-        """Decide what follows from an event."""
-        if event.stage == TALKER and isinstance(event.payload, str):
-            return self._without_rows(event.payload)
+        """Return the actions that follow an event."""
+        if event.stage == TALKER and isinstance(event.payload, StageError):
+            return self._without_hidden_states(event.payload.reason)
         if event.finish in ("abort", "error"):
             return [Fail(f"the {event.stage} stage ended the request: {event.finish}")]
-        match event.stage:
-            case "thinker":
-                return self._thought(event)
-            case "talker":
-                return self._said(event)
-            case _:
-                return self._sounded(event)
-
-    def _thought(self, event: Produced) -> list[Action]:
-        if event.payload is not None:
-            self._rows.add(event.payload)
-        if not event.tokens and event.finish is None:  # rows of a prefill that goes on
-            return self._more_rows()
-        tokens, self._begun = (*self._begun, *event.tokens), ()
-        if event.finish is not None:
-            # The last token is never fed to the thinker, so it has no row: the end mark takes its place.
-            tokens = (*(tokens[:-1] if event.tokens else tokens), self._speech.ids.tts_eos)
-        chunk = self._text.write(tokens, last=event.finish is not None)
-        return [*self._more_rows(), *([] if chunk is None else self._speak(chunk))]
+        return self._on_talker(event) if event.stage == TALKER else self._on_code2wav(event)
 
     def replay(self, stage: str) -> list[Action]:
-        """What opens the request again in a stage that lost it: everything known so far, frames made included."""
+        """Return the actions that open the request again in a stage that lost it, with all frames made so far."""
         return [self._open_talker() if stage == TALKER else self._voice.again()]
 
-    def _speak(self, chunk: Chunk[int]) -> list[Action]:
-        talk = self._talk or self._new_talk()
-        if talk.begun:
-            talk.take(chunk.items, chunk.last)
-            return [Extend(TALKER, chunk.items, chunk.last)]
-        if chunk.items == (self._speech.ids.tts_eos,) and chunk.last:
-            return [self._silence(TOO_SHORT), Finished()]
-        if not (self._rows.complete or self._repeated):
-            return [Fail(f"the thinker handed over {self._rows.count} of {self._rows.due} multimodal rows")]
-        first, track = chunk.items[:1], chunk.items[1:]
-        talk.text += first
-        talk.take(track, chunk.last)
-        if self._talk is not None:
-            return [Extend(TALKER, track, chunk.last, first)]
-        self._talk = talk
-        return [self._open_talker()]
+    def _without_hidden_states(self, reason: str) -> list[Action]:
+        return [Fail(f"the talker could not take the thinker's hidden states: {reason}")]
 
-    def _more_rows(self) -> list[Action]:
-        """Tell the talker of rows that it has not been told of."""
-        given, talk = self._rows.given, self._talk
-        if given is None or talk is None or (talk.given is not None and given.count <= talk.given.count):
-            return []
-        talk.given = given
-        return [Extend(TALKER, (), talk.closed, more={GIVEN: given.plain()})]
-
-    def _without_rows(self, reason: str) -> list[Action]:
-        """The talker could not take its rows and has ended: it begins anew with those of another place, or new ones."""
-        assert self._talk is not None and self._talk.given is not None
-        self._rows.lose(self._talk.given)
-        if self._rows.complete:
-            return [self._open_talker()]
-        self._repeated += 1
-        if self._repeated > MOST_REPEATS:
-            return [Fail(f"the talker could not take the thinker's rows: {reason}")]
-        return [self._open_talker(), Repeat(THINKER)]
-
-    def _new_talk(self) -> _Talk:
-        return _Talk(*talker_prompt(self._speech.prompt, self._speech.parts, self._speech.voice, self._speech.ids))
+    def _new_talk(self) -> TalkerInput:
+        return TalkerInput(
+            *talker_prompt(self._speech.prompt, self._speech.parts, self._speech.voice, self._speech.ids)
+        )
 
     def _open_talker(self) -> Open:
         talk, ids = self._talk, self._speech.ids
-        assert talk is not None, "a stage can only lose what it was given"
-        handoff: dict[str, Any] = {
-            "text": talk.text,
-            "codec": talk.codec,
-            "fill": ids.tts_pad,
-            "track": list(talk.track),
-            "last": talk.closed,
-            "rows": self._speech.parts.talker_rows,
-        }
-        talk.given = self._rows.given
-        if talk.given is not None:
-            handoff[GIVEN] = talk.given.plain()
-        if self._speech.positions is not None:
-            handoff["positions"] = self._speech.positions
+        assert talk is not None, "a stage can only lose a request that was opened there"
+        talk.hidden = self._hidden.ref
         made = self._voice.frames.between(0, self._voice.frames.count).tolist()
-        if made:
-            handoff["frames"] = made
-        # The engine counts the prompt in ids that no penalty and no sampling can touch.
-        prompt = [ids.codec_pad] * len(talk.codec) + [frame[0] for frame in made]
-        return Open(TALKER, prompt, handoff, stop=(ids.codec_eos,), done=len(made))
+        payload = TalkerPrompt(
+            text=list(talk.text),
+            codec=talk.codec,
+            fill=ids.tts_pad,
+            track=list(talk.track),
+            positions=self._speech.positions,
+            frames=made,
+        )
+        return Open(
+            stage=TALKER,
+            # The engine counts the prompt in padding ids, so that no penalty applies to it.
+            prompt=[ids.codec_pad] * len(talk.codec) + [frame[0] for frame in made],
+            payload=payload,
+            last=talk.closed,
+            prompt_positions=len(talk.text),
+            step_inputs=len(talk.track),
+            hidden_spans=self._speech.parts.talker_spans,
+            hidden_states=talk.hidden,
+            done=len(made),
+            stop=(ids.codec_eos,),
+        )
 
-    def _said(self, event: Produced) -> list[Action]:
-        # The frame of the step that ends the talker (end of speech, or the length limit) is not part of the sound.
+    def _on_talker(self, event: Produced) -> list[Action]:
+        # The frame of the talker's last step (end of speech, or the length limit) is not part of the sound.
         done = event.finish is not None
         part = self._voice.take(None if done else event.payload, last=done, at=event.at)
         if done and not self._voice.frames.count:
             return [self._silence("the talker ended before its first frame"), Finished()]
         return [] if part is None else [part]
 
-    def _sounded(self, event: Produced) -> list[Action]:
+    def _on_code2wav(self, event: Produced) -> list[Action]:
         try:
-            piece = self._voice.heard(event)
+            piece = self._voice.receive(event)
         except VoiceError as error:
             return [Fail(f"code2wav could not decode the frames: {error}")]
         if piece is None:
             return []
-        emit = Emit("audio", piece.samples, self._facts(piece.frames), piece.last)
+        emit = self._sound(piece.samples.float().reshape(-1).numpy(), piece.frames, last=piece.last)
         return [emit, Finished()] if piece.last else [emit]
 
     def _silence(self, note: str) -> Emit:
-        return Emit("audio", None, self._facts(0, note))
+        return self._sound(np.zeros(0, np.float32), 0, note=note)
 
-    def _facts(self, frames: int, note: str | None = None) -> dict[str, Any]:
+    def _sound(
+        self,
+        samples: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
+        frames: int,
+        *,
+        last: bool = True,
+        note: str | None = None,
+    ) -> Emit:
         spoken = self._voice.frames.between(0, frames)
-        return {"sample_rate": self._speech.sample_rate, "frames": spoken, "note": note}
+        rate = self._speech.sample_rate
+        return Emit(AudioChunk(samples=samples, sample_rate=rate, frames=spoken, note=note, last=last))
+
+
+class SpeechFlow(ReadAloudFlow):
+    """Implements `plugins.flow.Flow`: thinker tokens -> talker frames -> sound.
+
+    The talker is opened with the request and computes its prompt as far as that is known: text at once, multimodal
+    positions when their hidden states arrive, and the last position after the thinker's first token. If the text is
+    sent in one piece (`text: all`), the talker gets its prompt together with the text.
+
+    Args:
+        text: number of tokens per chunk for the talker.
+        text_too: the answer includes the text.
+    """
+
+    stages = frozenset({THINKER, TALKER, CODE2WAV})
+
+    def __init__(
+        self, speech: SpeechPlan, *, text: ChunkSchedule, frames: ChunkSchedule, text_too: bool = True
+    ) -> None:
+        super().__init__(speech, frames=frames)
+        self.outputs = frozenset({TEXT, AUDIO}) if text_too else frozenset({AUDIO})
+        self._text = ChunkWriter[int](text)
+        self._recomputations = 0
+        self._ahead = text.size(0) != ALL
+        # The start of an assistant turn that is part of the prompt is spoken too.
+        self._begun: tuple[int, ...] = tuple(speech.prompt[speech.parts.header + HEADER :])
+
+    def begin(self) -> list[Action]:
+        """Forward the client's request, and open the talker with the known part of its prompt."""
+        if not self._ahead:
+            return [Forward(THINKER)]
+        self._talk = self._new_talk()
+        return [Forward(THINKER), self._open_talker()]
+
+    def handle(self, event: Produced) -> list[Action]:
+        """Return the actions that follow an event."""
+        if event.stage != THINKER or event.finish in ("abort", "error"):
+            return super().handle(event)
+        if isinstance(event.payload, HiddenStatesChunkReady):
+            self._hidden.add(event.payload)
+        if not event.tokens and event.finish is None:  # hidden states of an unfinished prefill
+            return self._more_hidden_states()
+        tokens, self._begun = (*self._begun, *event.tokens), ()
+        if event.finish is not None:
+            # The last token is never an input of the thinker, so it has no hidden state: the end mark replaces it.
+            tokens = (*(tokens[:-1] if event.tokens else tokens), self._speech.ids.tts_eos)
+        chunk = self._text.write(tokens, last=event.finish is not None)
+        return [*self._more_hidden_states(), *([] if chunk is None else self._speak(chunk))]
+
+    def _speak(self, chunk: Chunk[int]) -> list[Action]:
+        talk = self._talk or self._new_talk()
+        if talk.begun:
+            talk.take(chunk.items, chunk.last)
+            return [_extend(track=chunk.items, last=chunk.last)]
+        if chunk.items == (self._speech.ids.tts_eos,) and chunk.last:
+            return [self._silence(TOO_SHORT), Finished()]
+        if not (self._hidden.complete or self._recomputations):
+            received = f"{self._hidden.count} of {self._hidden.expected}"
+            return [Fail(f"the thinker handed over {received} hidden states of multimodal positions")]
+        talk.begin(chunk.items, last=chunk.last)
+        if self._talk is not None:
+            return [_extend(text=chunk.items[:1], track=chunk.items[1:], last=chunk.last)]
+        self._talk = talk
+        return [self._open_talker()]
+
+    def _more_hidden_states(self) -> list[Action]:
+        """Send the talker the location of new hidden states."""
+        ref, talk = self._hidden.ref, self._talk
+        if ref is None or talk is None or (talk.hidden is not None and ref.count <= talk.hidden.count):
+            return []
+        talk.hidden = ref
+        return [Extend(stage=TALKER, last=talk.closed, hidden_states=ref)]
+
+    def _without_hidden_states(self, reason: str) -> list[Action]:
+        """Handle a talker that ended because it could not get hidden states: restart it with another or a new copy."""
+        assert self._talk is not None and self._talk.hidden is not None
+        self._hidden.lose(self._talk.hidden)
+        if self._hidden.complete:
+            return [self._open_talker()]
+        self._recomputations += 1
+        if self._recomputations > MOST_RECOMPUTATIONS:
+            return super()._without_hidden_states(reason)
+        return [self._open_talker(), Recompute(THINKER)]
+
+
+def _extend(*, text: tuple[int, ...] = (), track: tuple[int, ...], last: bool) -> Extend:
+    payload = TalkerChunk(text=text, track=track)
+    return Extend(stage=TALKER, payload=payload, last=last, prompt_positions=len(text), step_inputs=len(track))
 
 
 @dataclass
-class _Talk:
-    """What the talker has been given: its prompt, the text track so far, and rows."""
+class TalkerInput:
+    """The talker's input so far: its prompt, the text track, and hidden states."""
 
     text: list[int]
     codec: list[int]
     track: list[int] = field(default_factory=list)
     closed: bool = False
-    given: Given | None = None
+    hidden: HiddenStatesRef | None = None
 
     @property
     def begun(self) -> bool:
         """Whether the prompt has its last position, the first spoken text token."""
         return len(self.text) == len(self.codec)
 
+    def begin(self, items: Sequence[int], *, last: bool) -> None:
+        """Add the first spoken tokens."""
+        self.text += items[:1]
+        self.take(items[1:], last)
+
     def take(self, items: Sequence[int], last: bool) -> None:
         self.track.extend(items)
         self.closed = last
 
 
-class Rows:
-    """Where exported rows are. A thinker that takes a request over exports them anew: then there are two places."""
+class HiddenStates:
+    """Locations of exported hidden states. After a failover, the new thinker replica exports a second copy."""
 
-    def __init__(self, due: int) -> None:
-        self.due = due
-        self._places: dict[tuple[str, str], Given] = {}
+    def __init__(self, expected: int) -> None:
+        self.expected = expected
+        self._places: dict[tuple[str, str], HiddenStatesRef] = {}
         self._lost: set[tuple[str, str]] = set()
 
     @property
-    def given(self) -> Given | None:
-        """The place with the most rows, of equal ones the latest; None if there is none."""
-        return max(reversed(self._places.values()), key=lambda given: given.count, default=None)
+    def ref(self) -> HiddenStatesRef | None:
+        """The location with the most hidden states, the latest of equal ones; None if there is none."""
+        return max(reversed(self._places.values()), key=lambda ref: ref.count, default=None)
 
     @property
     def count(self) -> int:
-        return 0 if self.given is None else self.given.count
+        return 0 if self.ref is None else self.ref.count
 
     @property
     def complete(self) -> bool:
-        return self.count >= self.due
+        return self.count >= self.expected
 
-    def add(self, notice: Notice) -> None:
-        """More rows lie somewhere; ValueError if there is a gap before them, or if they could not be put there."""
-        if notice.failed:
-            raise ValueError(f"the thinker could not hand its rows over: {notice.failed}")
-        place = notice.source, notice.name
+    def add(self, ready: HiddenStatesChunkReady) -> None:
+        """Note more hidden states at a location. ValueError: there is a gap before them, or their export failed."""
+        if ready.failed:
+            raise ValueError(f"the thinker could not hand its hidden states over: {ready.failed}")
+        place = ready.source, ready.name
         if place in self._lost:
             return
         known = self._places[place].count if place in self._places else 0
-        if notice.first != known:
-            raise ValueError(f"multimodal rows {known} to {notice.first} are missing")
-        self._places[place] = Given(source=notice.source, name=notice.name, count=known + notice.count)
+        if ready.first != known:
+            raise ValueError(f"multimodal hidden states {known} to {ready.first} are missing")
+        self._places[place] = HiddenStatesRef(source=ready.source, name=ready.name, count=known + ready.count)
 
-    def lose(self, given: Given) -> None:
-        """Rows cannot be taken from where these are."""
-        place = given.source, given.name
+    def lose(self, ref: HiddenStatesRef) -> None:
+        """Drop a location whose hidden states cannot be fetched."""
+        place = ref.source, ref.name
         self._lost.add(place)
         self._places.pop(place, None)

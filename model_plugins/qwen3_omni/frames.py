@@ -1,9 +1,9 @@
-"""What follows the talker's sampling: from hidden rows and first codes to whole frames, as one function.
+"""Completes the talker's frames after sampling: one function from hidden states and first codes to whole frames.
 
-The function reads and writes memory that is made once, for up to as many requests as run at once. Where graphs can be
-recorded, it is recorded for each bucket of requests when the engine starts, and a frame costs a handful of launches:
-the numbers of its rows, the hidden rows, the noise, the graph, and the frames on their way back. Elsewhere the same
-function is called with as many rows as there are.
+The function works in buffers that are allocated once, for the largest number of requests that run at once. With a
+recorder, it is recorded for each bucket of requests when the engine starts. A frame then costs a handful of launches:
+copies of the row numbers, hidden states and noise to the device, the graph, and the copy of the frames back. Without a
+recorder, the same function is called with the actual number of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import TOP_P, Choice,
 logger = init_logger(__name__)
 
 NUMBERS = 3
-"""Whole numbers a row has: its place among the hidden rows, its first code, and whether it is greedy."""
+"""Integers per row: its index among the hidden states, its first code, and whether it is greedy."""
 
 
 class FrameMaker:
@@ -29,8 +29,8 @@ class FrameMaker:
 
     Args:
         codec_table: embeddings of the first codes, [codes, hidden], whole on every rank.
-        rows: requests that can be given at once.
-        recorder: where graphs are recorded in `warm_up`; None: the function is called as it is.
+        rows: largest number of requests per call.
+        recorder: records graphs in `warm_up`; None: the function is called without graphs.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class FrameMaker:
 
     @torch.inference_mode()
     def try_out(self) -> None:
-        """Make one frame of the most rows: all memory that the function takes is allocated then."""
+        """Make one frame of the largest number of rows, which allocates all memory of the function."""
         self._frame(self._sizes[0], self._choice(self._sizes[0], greedy=True, sampling=True, recorded=True))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Record every bucket, the largest first; without a recorder, make one frame. Nothing is drawn."""
+        """Record every bucket, the largest first; without a recorder, make one frame. No random number is drawn."""
         if self._recorder is None:
             self._frame(1, self._choice(1, greedy=False, sampling=True))
             return
@@ -78,13 +78,13 @@ class FrameMaker:
 
     @torch.inference_mode()
     def make(self, hidden: Tensor, live: Sequence[int], first: Sequence[int], draws: Sequence[Draw]) -> Tensor:
-        """Frames int32 [n, groups] on the host, one for each of the n >= 1 rows that are live.
+        """Return frames int32 [n, groups] on the host, one for each of the n >= 1 live rows.
 
         Args:
-            hidden: the rows that the first codes were sampled from, [requests, hidden].
-            live: which of them have a frame.
+            hidden: hidden states from which the first codes were sampled, [requests, hidden].
+            live: indices of the rows that have a frame.
             first: their first codes.
-            draws: how their other codes are chosen.
+            draws: the sampling of their other codes.
         """
         count = len(live)
         if count > self._sizes[0]:
@@ -103,22 +103,22 @@ class FrameMaker:
         return self._frames[:count].cpu().to(torch.int32)
 
     def _send(self, rows: int, live: Sequence[int], first: Sequence[int], draws: Sequence[Draw]) -> None:
-        """Write the numbers of `rows` rows; those that are not live are row 0 with code 0."""
+        """Copy the numbers of `rows` rows to the device; rows that are not live are row 0 with code 0."""
         count, numbers = len(live), self._written[: NUMBERS * rows].reshape(NUMBERS, rows)
         numbers[:, :count] = np.array((live, first, [draw.greedy for draw in draws]))
         numbers[:, count:] = 0
-        if self._numbers is not self._host:  # the last frame has been waited for: nothing reads the host's memory
+        if self._numbers is not self._host:  # the last frame has been awaited: no copy reads the host memory any more
             self._numbers[: NUMBERS * rows].copy_(self._host[: NUMBERS * rows], non_blocking=True)
 
     def _choice(self, rows: int, *, greedy: bool, sampling: bool, recorded: bool = False) -> Choice:
-        """How `rows` rows choose: whether some of them may be greedy, and whether some may not."""
+        """Return the sampling of `rows` rows; `greedy` and `sampling`: some rows may be greedy, some may not."""
         if not sampling:
             return Choice(None, None, None)
         mask = self._numbers[2 * rows : 3 * rows].bool() if greedy else None
         return Choice(self._noise[:rows], mask, self._nucleus[:rows], recorded)
 
     def _frame(self, rows: int, choice: Choice) -> None:
-        """The function: reads what `make` wrote, writes `_frames`."""
+        """The function: reads the inputs that `make` wrote, writes `_frames`."""
         first = self._numbers[rows : 2 * rows]
         torch.index_select(self._table, 0, first, out=self._spoken[:rows])
         codes = self._predictor.loop.run(self._hidden[:rows], self._spoken[:rows], choice.choose)

@@ -1,7 +1,7 @@
-"""`hf_overrides` of the stages: the part of a Qwen3-Omni configuration that a stage's engine sees as its model.
+"""`hf_overrides` of the stages: the part of a Qwen3-Omni config that a stage's engine uses as its model config.
 
-vLLM first calls each of them with a dummy configuration, which they return as it is. They are sent to other processes
-by name, so they stay at module level.
+vLLM first calls each function with a dummy config, which the function returns unchanged. The functions are sent to
+other processes by name, so they stay at module level.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ TALKER_ARCHITECTURE = "Qwen3OmniTalker"
 CODE2WAV_ARCHITECTURE = "Qwen3OmniCode2Wav"
 
 CODE2WAV_POSITION_LIMIT = 1 << 24
-"""Upper bound for `max_model_len` of the vocoder stage, in codes. The network itself has no limit (its attention
-window slides), so this only keeps vLLM from refusing the launcher's `max_model_len`."""
+"""Upper bound for `max_model_len` of the vocoder stage, in codes. The network itself has no limit (its attention window
+slides); the bound only keeps vLLM from refusing the launcher's `max_model_len`."""
 
 
 def talker(config: PretrainedConfig) -> PretrainedConfig:
-    """Return `talker_config`, with what the talker needs to know of the thinker.
+    """Return `talker_config` with the facts about the thinker that the talker needs.
 
     Added: `thinker_vocab_size` (rows of the thinker's embedding table) and the ids of the text-to-speech marks
     `tts_bos_token_id`, `tts_eos_token_id`, `tts_pad_token_id`; M-RoPE sections are interleaved.
-    vLLM takes its sizes from the nested `text_config`.
+    vLLM takes the sizes from the nested `text_config`.
     """
     part = _part(config, "talker_config")
     if part is None:
@@ -31,7 +31,7 @@ def talker(config: PretrainedConfig) -> PretrainedConfig:
     part.architectures = [TALKER_ARCHITECTURE]
     part.model_type = "qwen3_omni_talker"
     part.thinker_vocab_size = config.thinker_config.text_config.vocab_size
-    # Transformers always interleaves the talker's M-RoPE sections; the released config does not say so.
+    # Transformers always interleaves the talker's M-RoPE sections; the released config has no field for this.
     part.text_config.rope_parameters = {**part.text_config.rope_parameters, "mrope_interleaved": True}
     part.tts_bos_token_id = config.tts_bos_token_id
     part.tts_eos_token_id = config.tts_eos_token_id
@@ -40,7 +40,7 @@ def talker(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def code2wav(config: PretrainedConfig) -> PretrainedConfig:
-    """Return `code2wav_config`, with the fields vLLM expects of any model: codes are its tokens."""
+    """Return `code2wav_config` with the fields that vLLM expects of any model: codes are its tokens."""
     part = _part(config, "code2wav_config")
     if part is None:
         return config
@@ -52,7 +52,7 @@ def code2wav(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _part(config: PretrainedConfig, name: str) -> PretrainedConfig | None:
-    """The named part of a Qwen3-Omni configuration; None for any other configuration."""
+    """Return the named part of a Qwen3-Omni config; None for any other config."""
     if not hasattr(config, name):
         return None
     if not config.enable_audio_output:

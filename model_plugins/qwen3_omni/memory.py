@@ -1,9 +1,9 @@
-"""What each stage of a Qwen3-Omni checkpoint needs of a CUDA device. Reads plain attributes: no vLLM, no torch.
+"""Memory of each stage of a Qwen3-Omni checkpoint on a CUDA device. Reads plain attributes: no vLLM, no torch.
 
-The sizes of the weights are computed from the config, or added up from the headers of the checkpoint's files where
-those can be read. Activations are the tensors that are alive at the same time in the largest layer, counted by hand
-from vLLM's and this package's code; none has been measured on a GPU. Those of the vision encoder and of the vocoder
-were compared with what is alive when they run on a CPU.
+The sizes of the weights are computed from the config, or summed from the headers of the checkpoint's files if those can
+be read. Activations are the tensors that are alive at the same time in the largest layer, counted by hand from vLLM's
+and this package's code and not measured on a GPU. The counts of the vision encoder and of the vocoder were compared
+with the live tensors of a run on a CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from vllm_omni_ext.model_plugins.registry import EncoderMemory, StageMemory, StoredTensors, WeightPart
+from vllm_omni_ext.plugins.memory import EncoderMemory, StageMemory, StoredTensors, WeightPart
 
 LARGEST_IMAGE_PIXELS = 12_845_056
 """`max_pixels` of the released `preprocessor_config.json`."""
@@ -22,18 +22,18 @@ MOST_VIDEO_FRAME_PAIRS = 7
 """vLLM profiles a video of at most 14 frames (`qwen2_vl._MAX_FRAMES_PER_VIDEO`), two frames in one row of patches."""
 
 FRAMES_IN_FLIGHT = 256
-"""Frames that the vocoder takes in one pass (`vocoder.DEFAULT_MAX_FRAMES_PER_PASS`)."""
+"""Frames that the vocoder decodes in one pass (`vocoder.DEFAULT_MAX_FRAMES_PER_PASS`)."""
 
 WAVES_ALIVE = 6
-"""Tensors of the size of the vocoder's last block that are alive at the same time. 4.5 were counted on a CPU; the rest
-is for the workspaces of cuDNN's convolutions."""
+"""Tensors of the size of the vocoder's last block that are alive at the same time. 4.5 were counted on a CPU; the
+remainder is for the workspaces of cuDNN's convolutions."""
 
 FRAME_STATE = 4
-"""Memory of a frame that is being made, relative to the keys and values of the code predictor alone (`frames.py`):
-these twice, logits, draws and the rows of a position. 1.3 MB for the released shape in bfloat16."""
+"""Memory of a frame in progress, relative to the keys and values of the code predictor alone (`frames.py`): these
+twice, logits, draws and the activations of a position. 1.3 MB for the released shape in bfloat16."""
 
 GRAPH_NODE_BYTES = 32 << 10
-"""An operator in a CUDA graph. An estimate from vLLM's graphs, whose layers have about 16 operators."""
+"""Memory of an operator in a CUDA graph: an estimate from vLLM's graphs, whose layers have about 16 operators."""
 
 PREDICTOR_GRAPH_NODES = 7 * 1100
 """Operators in the graphs of a frame, for 1 to 64 requests (`frames.py`)."""
@@ -42,17 +42,17 @@ VOCODER_GRAPH_NODES = 36 * 520
 """Operators in the graphs of the vocoder (`vocoder_graphs.py`)."""
 
 RECORDED_FRAMES = 128
-"""Frames of the largest recorded pass of the vocoder (`vocoder_graphs.MOST_FRAMES`): its memory is the graphs' own."""
+"""Frames of the vocoder's largest recorded pass (`vocoder_graphs.MOST_FRAMES`), whose memory belongs to its graph."""
 
 STATE_OVERHEAD = 1.25
 """A stream's state of all vocoder layers, relative to the keys and values of its transformer alone."""
 
 _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-"""Types that vLLM turns into the engine's dtype when it loads; everything else stays as it is stored."""
+"""Types that vLLM converts to the engine's dtype when it loads; tensors of other types keep theirs."""
 
 
 def memory(hf_config: Any, stored: StoredTensors | None = None) -> dict[str, StageMemory]:
-    """What a replica of each stage needs.
+    """Return the memory of a replica of each stage.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
@@ -70,7 +70,7 @@ def memory(hf_config: Any, stored: StoredTensors | None = None) -> dict[str, Sta
 
 
 def part_of(tensor: str) -> str:
-    """The name of the weight part a tensor of the checkpoint belongs to; "" if no stage loads it."""
+    """Return the weight part to which a tensor of the checkpoint belongs; "" if no stage loads the tensor."""
     stage, _, rest = tensor.partition(".")
     if stage == "code2wav":
         return "vocoder"
@@ -157,10 +157,11 @@ def _kv(text: Any) -> dict[str, Any]:
 
 
 def _step(text: Any) -> dict[str, Any]:
-    """Activations of a mixture-of-experts layer for one token.
+    """Return the activations of a mixture-of-experts layer for one token.
 
     Every device holds the hidden state, the residual, their normed copies, the embeddings of the step and the output
-    of each chosen expert; divided are queries, keys, values, the attention's output and the experts' inner rows.
+    of each chosen expert; tensor parallelism divides queries, keys, values, the attention's output and the experts'
+    inner activations.
     """
     heads = text.num_attention_heads + text.num_key_value_heads
     experts = text.num_experts_per_tok
@@ -171,10 +172,10 @@ def _step(text: Any) -> dict[str, Any]:
 
 
 def _encoder(vision: Any) -> EncoderMemory:
-    """Activations of the vision encoder for one token, which is `spatial_merge_size` squared patches.
+    """Return the activations of the vision encoder for one token, which is `spatial_merge_size` squared patches.
 
-    Attention is where most is alive. Every device holds each patch's pixels (float32 and again in 16 bits), its
-    rotary cosines and sines, hidden state, normed copy, and the hidden states kept for `deepstack`; divided are
+    The peak is in attention. Every device holds each patch's pixels (float32 and again in 16 bits), its rotary cosines
+    and sines, hidden state, normed copy, and the hidden states kept for `deepstack`; tensor parallelism divides
     queries, keys and values together, queries and keys in one piece and again rotated, and the result in two layouts.
     """
     patches = vision.spatial_merge_size**2
@@ -191,7 +192,7 @@ def _encoder(vision: Any) -> EncoderMemory:
 
 
 def _decoder(stage: str, text: Any, *, experts: int, embeddings: bool = True) -> tuple[WeightPart, ...]:
-    """A Qwen3 decoder with `experts` experts in each layer, or a dense MLP if there are none."""
+    """Return a Qwen3 decoder with `experts` experts in each layer, or with a dense MLP if there are none."""
     hidden, layers, dim = text.hidden_size, text.num_hidden_layers, text.head_dim
     queries, keys = text.num_attention_heads * dim, text.num_key_value_heads * dim
     shared = getattr(text, "shared_expert_intermediate_size", None) or 0 if stage == "talker" else 0
@@ -249,25 +250,25 @@ def _vocoder_elements(c: Any) -> int:
 
 
 def _linear(inputs: int, outputs: int) -> int:
-    """Weights and biases."""
+    """Return the number of weights and biases."""
     return outputs * (inputs + 1)
 
 
 def _stored_width(quantization: Any) -> float | None:
-    """Bytes of a quantized weight as the checkpoint's config says; None: it is not quantized, or nobody can tell."""
+    """Return the bytes of a quantized weight by the checkpoint's config; None: not quantized, or unknown."""
     if quantization is None:
         return None
-    said: Mapping[str, Any] = quantization if isinstance(quantization, Mapping) else vars(quantization)
-    groups = said.get("config_groups") or {}
-    bits = said.get("bits") or next((group["weights"]["num_bits"] for group in groups.values()), None)
-    if bits is None and "fp8" in str(said.get("quant_method")):
+    fields: Mapping[str, Any] = quantization if isinstance(quantization, Mapping) else vars(quantization)
+    groups = fields.get("config_groups") or {}
+    bits = fields.get("bits") or next((group["weights"]["num_bits"] for group in groups.values()), None)
+    if bits is None and "fp8" in str(fields.get("quant_method")):
         bits = 8
     # One 16-bit scale and one zero point for every 128 weights, as usual.
     return None if bits is None else bits / 8 + 3 / 128
 
 
 def _shrunk(parts: Iterable[WeightPart], width: float | None) -> Iterable[WeightPart]:
-    """The same parts for a checkpoint whose thinker is stored quantized."""
+    """Return the same parts for a checkpoint whose thinker is stored quantized."""
     for part in parts:
         if width is None or not part.quantizable or not part.name.startswith("thinker"):
             yield part
@@ -276,13 +277,13 @@ def _shrunk(parts: Iterable[WeightPart], width: float | None) -> Iterable[Weight
 
 
 def _as_stored(parts: Iterable[WeightPart], stored: StoredTensors) -> Iterable[WeightPart]:
-    """The same parts with the sizes that the checkpoint's files have; what is in none of them keeps its own."""
+    """Return the same parts with the sizes of the checkpoint's files; parts that are in no file keep their sizes."""
     plain: dict[str, int] = {}
     fixed: dict[str, int] = {}
     for name, (dtype, elements, size) in stored.items():
         into, count = (plain, elements) if dtype in _PLAIN_DTYPES else (fixed, size)
-        part = part_of(name)
-        into[part] = into.get(part, 0) + count
+        where = part_of(name)
+        into[where] = into.get(where, 0) + count
     for part in parts:
         if part.name in plain or part.name in fixed:
             yield replace(part, elements=plain.get(part.name, 0), stored_bytes=fixed.get(part.name, 0))

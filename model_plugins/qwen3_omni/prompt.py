@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MULTIMODAL = -1  # text id of a position whose row is handed over
-NO_CODEC = -1  # codec id of a position that has none
+MULTIMODAL = -1  # text id of a position whose input is a hidden state
+NO_CODEC = -1  # codec id of a position without one
 HEADER = 3  # <|im_start|> assistant \n
 PADS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialIds:
-    """Ids of a checkpoint's config; nothing here is a constant of the code."""
+    """Special ids from a checkpoint's config; the code has no such constants."""
 
     im_start: int
     user: int
@@ -38,7 +38,7 @@ class SpecialIds:
 
     @classmethod
     def of(cls, config: Any) -> SpecialIds:
-        """Read them from a `Qwen3OmniMoeConfig`."""
+        """Read the ids from a `Qwen3OmniMoeConfig`."""
         talker, thinker = config.talker_config, config.thinker_config
         return cls(
             im_start=config.im_start_token_id,
@@ -59,35 +59,36 @@ class SpecialIds:
 
 
 @dataclass(frozen=True)
-class Spoken:
-    """Where things are in a thinker prompt.
+class PromptSegments:
+    """Segments of a thinker prompt.
 
     Attributes:
         user: ranges [start, stop) of the user segments.
         header: position of the last assistant header.
-        rows: ranges of multimodal positions inside the user segments, ascending.
+        multimodal: ranges of multimodal positions inside the user segments, ascending.
     """
 
     user: tuple[tuple[int, int], ...]
     header: int
-    rows: tuple[tuple[int, int], ...]
+    multimodal: tuple[tuple[int, int], ...]
 
     @property
-    def row_count(self) -> int:
-        return sum(stop - start for start, stop in self.rows)
+    def multimodal_count(self) -> int:
+        return sum(stop - start for start, stop in self.multimodal)
 
     @property
-    def talker_rows(self) -> list[list[int]]:
-        """The same ranges as positions of the talker's prompt, where the user segments are moved together."""
-        found, before = [], 0
+    def talker_spans(self) -> list[tuple[int, int]]:
+        """The same ranges as positions of the talker's prompt, which joins the user segments."""
+        found: list[tuple[int, int]] = []
+        before = 0
         for start, stop in self.user:
-            inside = [(a, b) for a, b in self.rows if start <= a < stop]
-            found += [[before + a - start, before + b - start] for a, b in inside]
+            inside = [(a, b) for a, b in self.multimodal if start <= a < stop]
+            found += [(before + a - start, before + b - start) for a, b in inside]
             before += stop - start
         return found
 
 
-def find_parts(prompt: Sequence[int], ids: SpecialIds) -> Spoken | None:
+def find_parts(prompt: Sequence[int], ids: SpecialIds) -> PromptSegments | None:
     """Find the segments of a chat prompt; None if it does not end in an assistant turn."""
     starts = [p for p, token in enumerate(prompt) if token == ids.im_start]
     stops = [*starts, len(prompt)][1:]
@@ -96,7 +97,7 @@ def find_parts(prompt: Sequence[int], ids: SpecialIds) -> Spoken | None:
     if not headers or headers[-1] != starts[-1] or len(prompt) - headers[-1] < HEADER:
         return None
     user = tuple((a, b) for a, b, role in roles if role == ids.user)
-    return Spoken(user=user, header=headers[-1], rows=_runs(prompt, user, ids.multimodal))
+    return PromptSegments(user=user, header=headers[-1], multimodal=_runs(prompt, user, ids.multimodal))
 
 
 def _runs(
@@ -114,10 +115,12 @@ def _runs(
     return tuple(runs)
 
 
-def talker_prompt(prompt: Sequence[int], parts: Spoken, voice: str, ids: SpecialIds) -> tuple[list[int], list[int]]:
-    """Text ids and codec ids of the talker's prompt positions (MULTIMODAL and NO_CODEC where there is none).
+def talker_prompt(
+    prompt: Sequence[int], parts: PromptSegments, voice: str, ids: SpecialIds
+) -> tuple[list[int], list[int]]:
+    """Return text ids and codec ids of the talker's prompt positions (MULTIMODAL and NO_CODEC where there is none).
 
-    The text lacks its last id, that of the first spoken text token: all else is known before anything is spoken.
+    The text lacks its last id, the first spoken text token: all other ids are known before the thinker's first token.
 
     Args:
         voice: a key of `ids.speakers`.

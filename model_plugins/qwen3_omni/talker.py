@@ -1,4 +1,4 @@
-"""The talker as a vLLM model: Qwen3-MoE over codec tokens, fed with rows built by `TalkerFeeder`."""
+"""The talker as a vLLM model: Qwen3-MoE over codec tokens; `TalkerInputProvider` makes its input embeddings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from vllm_omni_ext.engine.graphs import recorder_for
 from vllm_omni_ext.model_plugins.qwen3_omni import eager_layers
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor
 from vllm_omni_ext.model_plugins.qwen3_omni.frames import FrameMaker
-from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerFeeder
+from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerInputProvider
 
 SPECIAL_CODES = 1024  # the last ids of the talker's vocabulary are specials; only the end may be sampled
 EMBED = "thinker.model.embed_tokens.weight"
-PROJECT_ROWS = 8192  # rows of the text table projected at once, so that loading needs little extra memory
+PROJECT_ROWS = 8192  # rows of the text table projected at once, to limit the extra memory of loading
 
 RowSource = Callable[[Sequence[str] | None], Tensor]
 
@@ -40,7 +40,7 @@ class _Resize(nn.Module):
 
 
 class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
-    """Talker of Qwen3-Omni. The worker brackets every step with `begin_step` / `end_step`."""
+    """Talker of Qwen3-Omni. The worker calls `begin_step` before and `end_step` after every step."""
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
@@ -61,7 +61,7 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
             raise ValueError(f"talker hidden_act '{text.hidden_act}' is not supported; only silu is")
         self.config = config
         self.codec_eos: int = config.codec_eos_token_id
-        # The class compiled for M-RoPE, where the second dimension of the positions is the one that varies.
+        # The compiled class for M-RoPE, whose positions have a second dimension of variable size.
         self.language_model = Qwen3MoeLLMForCausalLM(
             vllm_config=vllm_config.with_hf_config(text, architectures=["Qwen3MoeForCausalLM"]),
             prefix=maybe_prefix(prefix, "language_model"),
@@ -79,7 +79,7 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
         self._no_graphs: bool = vllm_config.model_config.enforce_eager
         self._eager = eager_layers.possible(self.language_model, vllm_config)
         self._layers: eager_layers.EagerLayers | None = None
-        self._feeder: TalkerFeeder | None = None
+        self._input_provider: TalkerInputProvider | None = None
         self._frames: FrameMaker | None = None
         self._rows: RowSource | None = None
         self._opened: list[str] = []
@@ -87,26 +87,26 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
 
     @staticmethod
     def is_unused_checkpoint_weight(name: str) -> bool:
-        """Lets vLLM's loader leave out the checkpoint files that hold no tensor of this stage."""
+        """Return whether vLLM's loader may skip checkpoint files that contain only tensors of this name."""
         return name != EMBED and not name.startswith("talker.")
 
     @staticmethod
     def get_model_state_cls() -> type:
-        """Model Runner V2 asks the returned state for the input rows of a step."""
-        from vllm_omni_ext.engine.model_state import FeedModelState
+        """Return the model state with which Model Runner V2 gets a step's input embeddings."""
+        from vllm_omni_ext.engine.model_state import StreamingInputModelState
 
-        return FeedModelState
+        return StreamingInputModelState
 
     @property
-    def feeder(self) -> TalkerFeeder:
-        """Per-request inputs, made on first use (the device is known only after loading)."""
-        if self._feeder is None:
-            self._feeder = TalkerFeeder(self, device=self.text_table.device)
-        return self._feeder
+    def input_provider(self) -> TalkerInputProvider:
+        """Inputs by request, created on first use (the device is only known after loading)."""
+        if self._input_provider is None:
+            self._input_provider = TalkerInputProvider(self, device=self.text_table.device)
+        return self._input_provider
 
     @property
     def frames(self) -> FrameMaker:
-        """Completes the frames of a step, for as many requests as run at once; made on first use."""
+        """Completes the frames of a step, for up to `max_num_seqs` requests; created on first use."""
         if self._frames is None:
             device = self.text_table.device
             recorder = recorder_for(device, eager=self._no_graphs)
@@ -124,52 +124,52 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
 
     @torch.inference_mode()
     def after_load(self) -> None:
-        """Make what lasts as long as the engine, so that vLLM counts it when it measures memory for the KV cache."""
+        """Allocate all lasting buffers, so that vLLM counts them when it measures memory for the KV cache."""
         frames = self.frames
         if self.text_table.device.type != "cpu":
             frames.try_out()
 
     def warm_up(self) -> None:
-        """Last step of the start-up: no kernel and no graph is left for the first request to make."""
+        """Last step of the start-up: build kernels and graphs that the first request would otherwise wait for."""
         self.frames.warm_up()
 
     def begin_step(self, *, rows: RowSource, opened: list[str]) -> None:
-        """Set where this step's rows come from and which requests the runner is about to add, in order."""
+        """Set the source of this step's input embeddings and the requests that the runner is about to add, in order."""
         self._rows, self._opened = rows, list(opened)
 
     def end_step(self) -> None:
-        """Forget the step."""
+        """Drop the references to the step."""
         self._rows, self._opened = None, []
 
     @property
     def in_step(self) -> bool:
-        """Whether a step of our scheduler is running, as opposed to vLLM's profiling and warm-up."""
+        """Whether a step of our scheduler is running, as opposed to vLLM's profiling and warm-up steps."""
         return self._rows is not None
 
     def input_rows(self, order: Sequence[str] | None) -> Tensor:
-        """Rows of the running step in batch order (None: the V1 runner's own order)."""
-        assert self._rows is not None, "rows are asked for inside a step only"
+        """Return the running step's input embeddings in batch order (None: the V1 runner's own order)."""
+        assert self._rows is not None, "input embeddings exist inside a step only"
         return self._rows(order)
 
     def codec_rows(self, ids: Tensor) -> Tensor:
-        """Codec embeddings [n, hidden] of first-group codes [n]."""
+        """Return codec embeddings [n, hidden] of first-group codes [n]."""
         return self.language_model.model.embed_tokens(ids)
 
     def project_hidden(self, rows: Tensor) -> Tensor:
-        """Project thinker rows [n, thinker hidden] to [n, hidden]."""
+        """Project thinker hidden states [n, thinker hidden] to [n, hidden]."""
         return self.hidden_projection(rows.to(self.text_table.dtype))
 
     def embed_input_ids(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Called by the V1 runner before each step; outside a step (profiling) the ids are embedded as codes."""
+        """Return input embeddings for the V1 runner; outside a step (profiling), ids are embedded as codes."""
         if not self.in_step:
             return self.codec_rows(input_ids.clamp(max=self.config.text_config.vocab_size - 1))
         return self.input_rows(None)
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
-        """Positions [3, n] and delta of the next request the runner adds in this step."""
+        """Return positions [3, n] and delta of the next request that the runner adds in this step."""
         if not self._opened:
             return torch.arange(len(input_tokens)).expand(3, -1), 0
-        return self.feeder.positions(self._opened.pop(0), len(input_tokens))
+        return self.input_provider.positions(self._opened.pop(0), len(input_tokens))
 
     def forward(
         self,
@@ -179,21 +179,21 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor | IntermediateTensors:
-        """Hidden states [tokens, hidden] after the final norm."""
+        """Return hidden states [tokens, hidden] after the final norm."""
         if not self._eager or inputs_embeds is None:
             return self.language_model.model(input_ids, positions, intermediate_tensors, inputs_embeds)
-        if self._layers is None:  # now the weights are where the kernels want them
+        if self._layers is None:  # the kernels have packed the weights by now
             self._layers = eager_layers.EagerLayers(self.language_model.model)
         return self._layers(positions, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Logits [requests, codes] with the special codes out of reach; keeps the hidden rows for the predictor."""
+        """Return logits [requests, codes] without the special codes; keep the hidden states for the code predictor."""
         self.sampled_hidden = hidden_states
         logits = self.language_model.compute_logits(hidden_states)
         return None if logits is None else logits.masked_fill(self.blocked, float("-inf"))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load `talker.*` and project the thinker's embedding table; returns the names loaded."""
+        """Load `talker.*` and project the thinker's embedding table; return the names of the loaded tensors."""
         table: list[Tensor] = []
 
         def talker_only() -> Iterable[tuple[str, Tensor]]:

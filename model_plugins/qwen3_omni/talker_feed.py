@@ -1,16 +1,17 @@
-"""Input rows of the talker from ids: text track, codec frames and projected multimodal rows.
+"""Input embeddings of the talker from ids: text track, codec frames and projected multimodal hidden states.
 
 Position p of a request is
-    p < prompt length:  text(id_p) [+ codec(c_p)], or the projected hidden row of a multimodal position;
+    p < prompt length:  text(id_p) [+ codec(c_p)], or the projected hidden state of a multimodal position;
     p = prompt + t:     sum of the codec embeddings of frame t + text(track[t]),
-with text(id) = text_projection(thinker embedding of id), a row of a table made once at load. After the track has
-ended, `fill` (tts_pad) is fed. Source: Transformers' `_get_talker_user_parts`, `_get_talker_assistant_parts` and
-`prepare_inputs_for_generation` of Qwen3-Omni; there the same rows come from hidden states of every token.
+with text(id) = text_projection(thinker embedding of id), a row of a table that is computed at load. After the end of
+the track, the input is `fill` (tts_pad). Source: Transformers' `_get_talker_user_parts`,
+`_get_talker_assistant_parts` and `prepare_inputs_for_generation` of Qwen3-Omni, where the same embeddings are computed
+from the hidden states of every token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
@@ -19,58 +20,59 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_omni_ext.engine.feeder import Span
+from vllm_omni_ext.engine.input_provider import Span
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import Draw
+from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerChunk, TalkerPayload, TalkerPrompt
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import NO_CODEC
 
-FIRST_FRAMES = 64  # frames that a request has room for at once; the room doubles when it is full
+FIRST_FRAMES = 64  # initial capacity of a request in frames; the capacity doubles when it is full
 
 
 class Predictor(Protocol):
-    """What the feeder needs of the code predictor."""
+    """The code predictor as the input provider uses it."""
 
     groups: int
 
     def frame_rows(self, codes: Tensor) -> Tensor:
-        """Sum of the embeddings of residual codes [n, groups - 1]: [n, hidden]."""
+        """Return the sum of the embeddings of residual codes [n, groups - 1]: [n, hidden]."""
 
 
 class Frames(Protocol):
-    """What completes frames: see `frames.FrameMaker.make`."""
+    """Completes frames: see `frames.FrameMaker.make`."""
 
     def make(self, hidden: Tensor, live: Sequence[int], first: Sequence[int], draws: Sequence[Draw]) -> Tensor:
-        """Frames int32 [n, groups] on the host."""
+        """Return frames int32 [n, groups] on the host."""
 
 
 class TalkerWeights(Protocol):
-    """What the feeder needs of the model."""
+    """The model as the input provider uses it."""
 
     text_table: Tensor  # [thinker vocabulary, hidden]
     codec_eos: int
 
     @property
     def code_predictor(self) -> Predictor:
-        """Its tables of residual codes are read here."""
+        """The code predictor, with the tables of residual codes."""
 
     @property
     def frames(self) -> Frames:
         """Completes the frames of a step."""
 
     def codec_rows(self, ids: Tensor) -> Tensor:
-        """Codec embeddings of first-group codes."""
+        """Return codec embeddings of first-group codes."""
 
     def project_hidden(self, rows: Tensor) -> Tensor:
-        """hidden_projection of thinker rows [n, thinker hidden]."""
+        """Return the hidden_projection of thinker hidden states [n, thinker hidden]."""
 
 
 @dataclass
 class _Request:
-    text: list[int]  # shorter than `codec` as long as the end of the prompt is not known
+    text: list[int]  # shorter than `codec` until the end of the prompt is known
     codec: list[int]
     fill: int
     track: list[int]
     draw: Draw
-    history: np.ndarray  # frames int32 [room, groups], of which the first `frames` are there
+    history: np.ndarray  # frames int32 [capacity, groups], of which the first `frames` are valid
     positions: Tensor | None
     rows: Tensor | None = None
     row_of: dict[int, int] = field(default_factory=dict)
@@ -90,12 +92,14 @@ class _Request:
         self.frames = stop
 
 
-class TalkerFeeder:
-    """Implements `engine.feeder.Feeder` for the talker.
+class TalkerInputProvider:
+    """Implements `engine.input_provider.InputProvider` for the talker.
 
-    Frames leave the device as results of their steps anyway, so a request's history is kept on the host, as long as it
-    is, and a step takes the frames it reads along with its text ids.
+    Frames are copied to the host as results of their steps anyway, so a request's whole history is kept on the host,
+    and a step copies the frames that it reads together with its text ids.
     """
+
+    payloads = TalkerPayload
 
     def __init__(self, model: TalkerWeights, *, device: torch.device) -> None:
         self._model = model
@@ -106,43 +110,39 @@ class TalkerFeeder:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def open(self, req_id: str, prompt: Mapping[str, Any], sampling: Any) -> None:
-        """Start a request.
-
-        Args:
-            prompt: text, codec, track, fill; rows, ranges of positions whose rows are handed over; positions of a
-                multimodal prompt; frames made before it came here.
-        """
-        if req_id in self._requests:  # preempted and added again: its history stays
+    def open(self, req_id: str, payload: TalkerPrompt, hidden_spans: Sequence[tuple[int, int]], params: Any) -> None:
+        """Start a request; `hidden_spans` are its multimodal positions."""
+        if req_id in self._requests:  # preempted and added again: keep its history
             return
-        text = list(prompt["text"])
-        seed = sampling.seed
+        seed = params.seed
         generator = None if seed is None else torch.Generator(self._device).manual_seed(seed)
-        positions = prompt.get("positions")
-        self._requests[req_id] = _Request(
-            text=text,
-            codec=list(prompt["codec"]),
-            fill=int(prompt["fill"]),
-            track=list(prompt["track"]),
-            draw=Draw(greedy=sampling.temperature < 1e-5, generator=generator),
+        request = self._requests[req_id] = _Request(
+            text=list(payload.text),
+            codec=payload.codec,
+            fill=payload.fill,
+            track=list(payload.track),
+            draw=Draw(greedy=params.temperature < 1e-5, generator=generator),
             history=np.zeros((FIRST_FRAMES, self._groups), np.int32),
-            positions=None if positions is None else _positions_from(positions),
-            row_of={p: i for i, p in enumerate(chain.from_iterable(range(*span) for span in prompt["rows"]))},
+            positions=None if payload.positions is None else _positions_from(payload.positions),
+            row_of={p: i for i, p in enumerate(chain.from_iterable(range(*span) for span in hidden_spans))},
         )
-        if frames := prompt.get("frames"):
-            self._requests[req_id].keep(np.array(frames, np.int32))
+        if payload.frames:
+            request.keep(np.array(payload.frames, np.int32))
 
-    def extend(self, req_id: str, chunk: Mapping[str, Any], rows: Tensor | None) -> None:
-        """Append text ids of the prompt, track ids and/or multimodal rows [n, thinker hidden]."""
+    def extend(self, req_id: str, payload: TalkerChunk) -> None:
+        """Append text ids of the prompt, and track ids."""
         request = self._requests[req_id]
-        request.text.extend(chunk.get("text", ()))
-        request.track.extend(chunk.get("track", ()))
-        if rows is not None:
-            new = self._model.project_hidden(rows.to(self._device))
-            request.rows = new if request.rows is None else torch.cat([request.rows, new])
+        request.text.extend(payload.text)
+        request.track.extend(payload.track)
+
+    def add_hidden_states(self, req_id: str, hidden: Tensor) -> None:
+        """Append hidden states [n, thinker hidden] of multimodal positions."""
+        request = self._requests[req_id]
+        new = self._model.project_hidden(hidden.to(self._device))
+        request.rows = new if request.rows is None else torch.cat([request.rows, new])
 
     def blank(self, req_id: str) -> None:
-        """Zeros in place of all multimodal rows."""
+        """Use zeros for all multimodal positions."""
         request = self._requests[req_id]
         request.rows = self._model.text_table.new_zeros((len(request.row_of), self._model.text_table.shape[1]))
 
@@ -151,7 +151,7 @@ class TalkerFeeder:
         self._requests.pop(req_id, None)
 
     def positions(self, req_id: str, length: int) -> tuple[Tensor, int]:
-        """M-RoPE positions of the first `length` positions and the delta of the following ones."""
+        """Return M-RoPE positions of the first `length` positions and the delta of the following ones."""
         prompt = self._requests[req_id].positions
         if prompt is None:
             return torch.arange(length).expand(3, -1), 0
@@ -161,7 +161,7 @@ class TalkerFeeder:
         return torch.cat([prompt, tail], dim=1)[:, :length], delta
 
     def rows(self, spans: Sequence[Span]) -> Tensor:
-        """Input rows of all spans, [sum of counts, hidden]."""
+        """Return the input embeddings of all spans, [sum of counts, hidden]."""
         prompts: list[tuple[_Request, int, int, int]] = []  # request, first position, row, count
         decode: list[tuple[int, int, np.ndarray]] = []  # row, text id, frame
         base = 0
@@ -186,7 +186,7 @@ class TalkerFeeder:
         return rows
 
     def _step_rows(self, decode: list[tuple[int, int, np.ndarray]]) -> Tensor:
-        """Rows [n, hidden] of (row, text id, frame)."""
+        """Return input embeddings [n, hidden] of (row, text id, frame)."""
         numbers = np.empty((len(decode), 1 + self._groups), np.int64)
         for line, (_, text_id, frame) in zip(numbers, decode, strict=True):
             line[0] = text_id
@@ -213,7 +213,7 @@ class TalkerFeeder:
             out[at] += self._model.codec_rows(codes)
 
     def sampled(self, req_ids: Sequence[str], tokens: Sequence[Sequence[int]], hidden: Tensor) -> list[Tensor | None]:
-        """Complete the frames of the sampled first codes; int32 [1, groups] per request that has one."""
+        """Complete the frames of the sampled first codes; return int32 [1, groups] for each request that has one."""
         made: list[Tensor | None] = [None] * len(req_ids)
         live = [i for i, got in enumerate(tokens) if got and got[0] != self._model.codec_eos]
         if not live:

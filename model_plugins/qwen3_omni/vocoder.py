@@ -1,8 +1,8 @@
 """Streaming code-to-waveform decoder of Qwen3-Omni: codec frames in, final audio samples out, nothing recomputed.
 
-Computes exactly what Transformers' `Qwen3OmniMoeCode2Wav` computes over a whole utterance, for any way of cutting the
-utterance into chunks: the joined pieces equal the unchunked decode, with the same number of samples. (Transformers'
-`chunked_decode` differs from that: it drops `lookahead_samples` at every chunk border.)
+The result equals Transformers' `Qwen3OmniMoeCode2Wav` over a whole utterance, for any division of the utterance into
+chunks: the joined pieces equal the unchunked decode, with the same number of samples. (Transformers' `chunked_decode`
+differs: it drops `lookahead_samples` at every chunk border.)
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_layers import (
 )
 
 DEFAULT_MAX_FRAMES_PER_PASS = 256
-"""Frames in flight at once, over all streams: bounds the activation memory (about 0.75 MB a frame and activation in
-float32 with the released configuration, a handful of activations alive at a time)."""
+"""Frames in flight at once, over all streams, which limits the activation memory (about 0.75 MB per frame and
+activation in float32 with the released configuration, a handful of activations alive at a time)."""
 
 
 @dataclass
 class VocoderState:
-    """What one stream needs to go on: about 5 MB in float32 with the released configuration.
+    """The state of one stream: about 5 MB in float32 with the released configuration.
 
     Attributes:
         flat: `[numel]`, the states of all layers one after another, in the model's dtype and on its device.
@@ -99,7 +99,7 @@ class Vocoder(nn.Module):
         self.lookahead_samples = steady * self.total_upsample - self.samples_after(steady)
 
     def prepare(self) -> None:
-        """Work out what depends on the weights alone; once, when they are loaded and on their device."""
+        """Precompute what depends only on the weights; called once, when they are loaded and on their device."""
         if not self._prepared:
             for layer in self.modules():
                 if isinstance(layer, PreparedLayer):
@@ -107,12 +107,12 @@ class Vocoder(nn.Module):
             self._prepared = True
 
     def new_state(self) -> VocoderState:
-        """The state of a stream that has not begun: zeros, which is also the padding before the first input."""
+        """Return the state of a new stream: zeros, which are also the padding before the first input."""
         weight = self.code_embedding.weight
         return VocoderState(flat=torch.zeros(self._state_numel, dtype=weight.dtype, device=weight.device))
 
     def samples_after(self, frames: int) -> int:
-        """Final samples once `frames` frames have been consumed; also the length of a whole utterance."""
+        """Return the number of final samples after `frames` frames; also the length of a whole utterance."""
         count = frames
         for layer in self._upsamplers:
             count = layer.outputs_after(count)
@@ -120,18 +120,18 @@ class Vocoder(nn.Module):
 
     @torch.inference_mode()
     def decode(self, chunks: Sequence[Tensor], states: Sequence[VocoderState], last: Sequence[bool]) -> list[Tensor]:
-        """Consume the next frames of several streams; streams that advance equally run as one batch.
+        """Consume the next frames of several streams; streams with equal progress run as one batch.
 
         Args:
             chunks: for each stream `[frames, groups]` int64 codes, on any device; `frames` may differ and may be 0.
             states: the streams' states, updated in place; all different objects.
-            last: whether the chunk ends its stream. The end releases nothing more (see `lookahead_samples`).
+            last: whether the chunk ends its stream. The end releases no further samples (see `lookahead_samples`).
 
         Returns:
             for each stream `[samples]` float32 in [-1, 1] on the model's device: all samples that became final.
 
         Raises:
-            ValueError: a chunk of the wrong shape, or a stream that has already ended. No state was changed then.
+            ValueError: a chunk has the wrong shape, or a stream has already ended. No state was changed then.
         """
         self._check(chunks, states, last)
         self.prepare()
@@ -153,14 +153,14 @@ class Vocoder(nn.Module):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Decode the first frames of a stream that nobody hears."""
+        """Decode the first frames of a dummy stream."""
         state, code = self.new_state(), torch.zeros(1, self.groups, dtype=torch.int64)
         for frames in (1, 2):
             self.decode([code.expand(frames, -1)], [state], [False])
 
     @torch.inference_mode()
     def record(self, recorder: Recorder, *, streams: int) -> None:
-        """Record the passes of up to `streams` streams; from then on they are repeated."""
+        """Record the passes of up to `streams` streams; from then on these passes run as graphs."""
         self.prepare()
         like, long = self.code_embedding.weight, 1 + sum(layer.overlap for layer in self._upsamplers)
         graphs = VocoderGraphs(
@@ -189,7 +189,7 @@ class Vocoder(nn.Module):
                 raise ValueError("the stream has ended; start a new one with new_state()")
 
     def _filled(self, frames: int) -> Filled:
-        """Per upsampler, how many of the inputs it keeps are real after `frames` frames."""
+        """Return, for each upsampler, how many of its kept inputs are real after `frames` frames."""
         filled = []
         for layer in self._upsamplers:
             filled.append(min(frames, layer.overlap))
@@ -212,12 +212,12 @@ class Vocoder(nn.Module):
         return batches
 
     def _frames_now(self, left: int, filled: Filled) -> int:
-        """Frames of the next pass of a stream that has so many left."""
+        """Return the number of frames of the next pass of a stream with `left` frames left."""
         recorded = None if self._graphs is None else self._graphs.frames(left, filled)
         return recorded or min(left, self.max_frames_per_pass)
 
     def _advance(self, codes: Tensor, states: list[VocoderState]) -> list[Tensor]:
-        """Run the next `[B, T, groups]` codes of B streams that are `_filled` alike; update their states."""
+        """Run the next `[B, T, groups]` codes of B streams with equal `_filled`; update their states."""
         filled = self._filled(states[0].frames)
         positions, flats = [s.frames for s in states], [s.flat for s in states]
         waves = None if self._graphs is None else self._graphs.run(codes, flats, positions, filled)

@@ -1,8 +1,8 @@
-"""Passes of the vocoder as CUDA graphs: fixed numbers of frames and streams, in memory that stays.
+"""Passes of the vocoder as CUDA graphs: fixed numbers of frames and streams, in buffers with fixed addresses.
 
-A stream's state is its own tensor, made with the stream and freed with it. A pass copies the states of its streams into
-memory of the graph and back, a few MB each, so that any streams can share any graph. Numbers of frames that are not
-recorded are put together from those that are.
+A stream's state is a separate tensor, created with the stream and freed with it. A pass copies the states of its
+streams into the graph's buffer and back, a few MB each, so that any streams can share any graph. Other numbers of
+frames are composed of recorded ones.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from vllm_omni_ext.engine.graphs import Recorder, bucket_of, buckets
 logger = init_logger(__name__)
 
 FRAMES = (25, 16, 8, 4, 2, 1)
-"""Numbers of frames that are recorded for streams under way: the sizes in which parts come."""
+"""Numbers of frames that are recorded for running streams: the usual sizes of parts."""
 
 FIRST_FRAMES = (1,)
-"""The same for streams that begin."""
+"""Numbers of frames that are recorded for new streams."""
 
 MOST_STREAMS = 32
 MOST_FRAMES = 128
-"""Bounds of one recorded pass, and so of its memory (released shape, float32: 0.5 GB, and 5 MB a stream)."""
+"""Limits of one recorded pass, and so of its memory (released shape, float32: 0.5 GB, and 5 MB a stream)."""
 
 Filled: TypeAlias = tuple[int, ...]
-"""How many kept inputs of each upsampling layer are real: the shapes of a pass depend on it."""
+"""Number of real kept inputs of each upsampling layer, on which the shapes of a pass depend."""
 
 Pass: TypeAlias = Callable[[Tensor, Tensor, Tensor, Filled], Tensor]
-"""Samples `[B, samples]` float32 of codes `[B, T, groups]`, states `[B, numel]`, which it updates, and positions."""
+"""Maps codes `[B, T, groups]`, states `[B, numel]` (updated in place), positions to samples `[B, samples]` float32."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class _Key:
 
 
 class VocoderGraphs:
-    """Records passes and repeats them.
+    """Records passes and replays them.
 
     Args:
-        compute: the pass that is recorded.
-        like: has the dtype and device of the states.
-        numel: numbers of a stream's state.
-        streams: streams that may share a pass, at most `MOST_STREAMS`.
+        compute: the pass to record.
+        like: a tensor with the dtype and device of the states.
+        numel: number of elements of a stream's state.
+        streams: number of streams that may share a pass, at most `MOST_STREAMS`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class VocoderGraphs:
 
     @torch.inference_mode()
     def record(self, begins: Filled, goes_on: Filled) -> None:
-        """Record all passes, the largest first, for streams that begin and streams under way."""
+        """Record all passes, the largest first, for new streams and for running streams."""
         keys = [_Key(frames, size, goes_on) for frames in FRAMES for size in self._sizes]
         keys += [_Key(frames, size, begins) for frames in FIRST_FRAMES for size in self._sizes if begins != goes_on]
         for key in sorted(keys, key=lambda key: key.frames * key.streams, reverse=True):
@@ -91,19 +91,19 @@ class VocoderGraphs:
         return self._recorder.record(body), waves
 
     def frames(self, left: int, filled: Filled) -> int | None:
-        """The most frames, up to `left`, of a recorded pass for streams of this kind; None if there is none."""
+        """Return the largest number of frames, up to `left`, of a recorded pass for such streams, or None."""
         return max((key.frames for key in self._replays if key.filled == filled and key.frames <= left), default=None)
 
     def most_streams(self, frames: int, filled: Filled) -> int:
-        """The most streams of a recorded pass of so many frames; 0 if there is none."""
+        """Return the largest number of streams of a recorded pass of this many frames; 0 if there is none."""
         return max((k.streams for k in self._replays if (k.frames, k.filled) == (frames, filled)), default=0)
 
     def run(self, codes: Tensor, states: Sequence[Tensor], positions: Sequence[int], filled: Filled) -> Tensor | None:
-        """Samples `[B, samples]` of `codes` `[B, T, groups]` on the host; None if there is no graph for them.
+        """Return samples `[B, samples]` of `codes` `[B, T, groups]` on the host; None if no recorded pass fits.
 
         Args:
-            states: of each stream, `[numel]`; updated.
-            positions: frames that each stream had consumed before.
+            states: of each stream, `[numel]`; updated in place.
+            positions: number of frames that each stream had consumed before.
         """
         count, frames, _ = codes.shape
         size = bucket_of(count, [k.streams for k in self._replays if (k.frames, k.filled) == (frames, filled)])
@@ -114,7 +114,7 @@ class VocoderGraphs:
         sent = torch.zeros(most + size * frames * self._groups, dtype=torch.int64)
         sent[:count] = torch.tensor(positions)
         sent[most : most + codes.numel()] = codes.flatten()
-        self._numbers[: len(sent)].copy_(sent, non_blocking=True)  # read at once: the memory is not pinned
+        self._numbers[: len(sent)].copy_(sent, non_blocking=True)  # unpinned memory: copied on return
         torch.stack(list(states), out=self._states[:count])
         replay()
         torch._foreach_copy_(list(states), list(self._states[:count].unbind()))

@@ -1,10 +1,10 @@
-"""Layers of the streaming vocoder: each consumes the next inputs of a stream and keeps what the following inputs need.
+"""Layers of the streaming vocoder: each consumes a stream's next inputs and keeps the state for the following inputs.
 
-Every layer computes what its counterpart in Transformers' `modeling_qwen3_omni_moe.py` computes over a whole
+Every layer computes the same as its counterpart in Transformers' `modeling_qwen3_omni_moe.py` does over a whole
 utterance, and has the same parameter names. Notation in shapes: B streams, C channels, T new positions of this call.
 
 All state of a stream is one flat vector (`Vocoder.new_state`); a stateful layer owns a slice of it. A batch of streams
-is therefore one `[B, numel]` tensor, whatever the number of layers.
+is therefore one `[B, numel]` tensor, for any number of layers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import merge
 
 
 class PreparedLayer(nn.Module):
-    """A layer that works something out from its weights alone, once."""
+    """A layer that precomputes tensors from its weights, once."""
 
     def prepare(self) -> None:
-        """Called by the owner of all layers when the weights are loaded and will stay where they are."""
+        """Called by the owner of all layers when the weights are loaded and will not move."""
         raise NotImplementedError
 
 
 class StatefulLayer(nn.Module):
-    """A layer that keeps `state_shape` numbers of each stream; the owner of all layers sets `state_offset`."""
+    """A layer that keeps `state_shape` numbers for each stream; the owner of all layers sets `state_offset`."""
 
     state_shape: tuple[int, ...]
     state_offset: int = 0
@@ -47,7 +47,7 @@ class Carry:
 
     Attributes:
         flat: `[B, numel]`, the streams' states in the model's dtype.
-        positions: `[B]` int64, frames every stream had consumed before this call.
+        positions: `[B]` int64, number of frames that each stream had consumed before this call.
         filled: for each upsampling layer with overlap, how many of its kept inputs are real (the same for all B).
     """
 
@@ -56,7 +56,7 @@ class Carry:
     filled: dict[nn.Module, int] = field(default_factory=dict)
 
     def read(self, layer: StatefulLayer) -> Tensor:
-        """The state of `layer`, `[B, *state_shape]`: a view, to be copied before `write`."""
+        """Return the state of `layer`, `[B, *state_shape]`: a view, to be copied before `write`."""
         piece = self.flat[:, layer.state_offset : layer.state_offset + layer.state_numel]
         return piece.unflatten(1, layer.state_shape)
 
@@ -66,7 +66,7 @@ class Carry:
 
 
 class CausalConv(StatefulLayer):
-    """Convolution that sees the last `(kernel - 1) * dilation` earlier inputs, zeros before the stream's start."""
+    """Convolution over an input and the `(kernel - 1) * dilation` inputs before it, zeros before the start."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, *, dilation: int = 1, groups: int = 1):
         super().__init__()
@@ -102,7 +102,7 @@ class CausalUpsample(StatefulLayer):
         self.state_shape = (in_channels, self.overlap)
 
     def outputs_after(self, inputs: int) -> int:
-        """Outputs released once `inputs` inputs have arrived in total."""
+        """Return the number of outputs after `inputs` inputs in total."""
         return max(0, inputs - self.overlap) * self.stride
 
     def forward(self, x: Tensor, carry: Carry) -> Tensor:
@@ -146,7 +146,7 @@ class SnakeBeta(PreparedLayer):
         self.beta = nn.Parameter(torch.zeros(channels))
 
     def prepare(self) -> None:
-        """Frequencies and weights `[channels, 1]`."""
+        """Precompute frequencies and weights `[channels, 1]`."""
         self._frequency = self.alpha.detach().exp()[:, None]
         self._weight = (1.0 / (self.beta.detach().exp() + self.EPSILON))[:, None]
 
@@ -211,14 +211,14 @@ class LayerScale(nn.Module):
         self.scale = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor, branch: Tensor) -> Tensor:
-        """`x` plus the scaled branch, `[..., dim]` each."""
+        """Return `x` plus the scaled branch, `[..., dim]` each."""
         return torch.addcmul(x, self.scale, branch)
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, `[B, 1, T, head_dim]` each, for `positions` `[B, T]`.
+    """Return cosines and sines of the rotary embedding, `[B, 1, T, head_dim]` each, for `positions` `[B, T]`.
 
-    The first half of the sines is negative, as `rotate` wants them.
+    The first half of the sines is negated, as `rotate` needs it.
     """
     steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     angles = (positions[..., None].float() * (1.0 / (theta ** (steps / head_dim))))[:, None]
@@ -232,11 +232,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def window_mask(positions: Tensor, new: int, window: int) -> Tensor:
-    """Which keys a query may see, bool `[B, 1, new, window - 1 + new]`.
+    """Return which keys a query may attend to, bool `[B, 1, new, window - 1 + new]`.
 
-    The keys are the `window - 1` kept positions followed by the `new` ones. A query sees itself and the `window - 1`
-    positions before it (Transformers: `kv > query - window`), as far as the stream, which had consumed `positions`
-    `[B]` frames, has them.
+    The keys are the `window - 1` kept positions followed by the `new` ones. A query attends to itself and the `window -
+    1` positions before it (Transformers: `kv > query - window`), as far as they exist: each stream had consumed
+    `positions` `[B]` frames before.
     """
     device = positions.device
     query = torch.arange(new, device=device)[:, None]
@@ -263,7 +263,7 @@ class WindowAttention(StatefulLayer, PreparedLayer):
         self.state_shape = (2, self.kv_heads, self.kept, self.head_dim)
 
     def prepare(self) -> None:
-        """One projection for queries, keys and values."""
+        """Merge the projections of queries, keys and values."""
         parts = (self.q_proj, self.k_proj, self.v_proj)
         self._qkv = merge([part.weight for part in parts])
         self._qkv_bias = None if self.q_proj.bias is None else merge([part.bias for part in parts])
@@ -294,7 +294,7 @@ class GatedMlp(PreparedLayer):
         self.act = ACT2FN[config.hidden_act]
 
     def prepare(self) -> None:
-        """One projection for both."""
+        """Merge both projections."""
         self._gate_up = merge([self.gate_proj.weight, self.up_proj.weight])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -344,13 +344,13 @@ class WindowTransformer(nn.Module):
 
 
 def attention_head_dim(config: PretrainedConfig) -> int:
-    """Head size: the configuration's own field if a checkpoint has one, else hidden size over heads."""
+    """Return the head size: the config's own field if it has one, else hidden size over heads."""
     explicit = config.to_dict().get("head_dim")
     return explicit or config.hidden_size // config.num_attention_heads
 
 
 def rope_theta(config: PretrainedConfig) -> float:
-    """Base of the rotary embedding; scaled kinds of RoPE are refused."""
+    """Return the base of the rotary embedding; scaled kinds of RoPE are refused."""
     rope = config.rope_parameters
     if rope["rope_type"] != "default":
         raise ValueError(f"code2wav_config.rope_parameters.rope_type: {rope['rope_type']!r} is not supported")

@@ -1,4 +1,4 @@
-"""The streams a vocoder works on: which are open, what they have got, and when they are forgotten."""
+"""The open streams of a vocoder, their progress, and when their state is freed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder, VocoderState
-from vllm_omni_ext.wire.parts import END, PartMark
+from vllm_omni_ext.wire.stage_input import END, PartHeader
 
 Answer: TypeAlias = Tensor | str
-"""Samples, or why there are none."""
+"""Samples, or the reason why there are none."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class _Stream:
 
 @dataclass
 class _Job:
-    """What one stream does in a call: the parts that fit, joined."""
+    """One stream's work in a call: the parts that fit, joined."""
 
     stream: _Stream
     members: list[int]
@@ -37,8 +37,8 @@ class _Job:
 class VocoderStreams:
     """Decodes parts of streams, several streams and several parts of a stream in one call.
 
-    A stream is forgotten with its last part, with an END mark, with a part that does not fit, and when nothing has come
-    for `idle_s` seconds (looked at in every call).
+    A stream's state is freed after its last part, after an END header, after a part out of order, and when no part has
+    arrived for `idle_s` seconds (checked in every call).
 
     Args:
         clock: seconds, monotonic.
@@ -55,24 +55,24 @@ class VocoderStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def decode(self, marks: Sequence[PartMark], chunks: Sequence[Tensor | str]) -> list[Answer]:
-        """Decode one step's parts, whatever their order in it.
+    def decode(self, headers: Sequence[PartHeader], chunks: Sequence[Tensor | str]) -> list[Answer]:
+        """Decode the parts of one step, in any order.
 
         Args:
-            chunks: for each part its codes, int64 `[frames, groups]`, or why it has none that can be decoded.
+            chunks: for each part its codes, int64 `[frames, groups]`, or why the codes cannot be decoded.
 
         Returns:
             for each part the samples that became final with it, `[samples]` float32, or why there are none.
         """
         now = self._clock()
         self._drop_idle(now)
-        answers: list[Answer] = [""] * len(marks)
+        answers: list[Answer] = [""] * len(headers)
         jobs: dict[str, _Job] = {}
-        for i in sorted(range(len(marks)), key=lambda i: (marks[i].part == END, marks[i].part)):
-            if marks[i].part == END:
-                self._streams.pop(marks[i].stream, None)
+        for i in sorted(range(len(headers)), key=lambda i: (headers[i].part == END, headers[i].part)):
+            if headers[i].part == END:
+                self._streams.pop(headers[i].stream, None)
                 answers[i] = torch.empty(0)
-            elif (problem := self._enlist(i, marks[i], chunks[i], jobs, now)) is not None:
+            elif (problem := self._enlist(i, headers[i], chunks[i], jobs, now)) is not None:
                 answers[i] = problem
         self._run(list(jobs.values()), answers)
         for name in [name for name, job in jobs.items() if job.last]:
@@ -83,21 +83,21 @@ class VocoderStreams:
         for name in [name for name, stream in self._streams.items() if now - stream.used > self._idle_s]:
             del self._streams[name]
 
-    def _enlist(self, i: int, mark: PartMark, chunk: Tensor | str, jobs: dict[str, _Job], now: float) -> str | None:
-        """Add a part to its stream's job; else forget the stream and say why."""
-        if mark.part == 0:
-            self._streams[mark.stream] = _Stream(self._vocoder.new_state(), now)
-        stream, job = self._streams.get(mark.stream), jobs.get(mark.stream)
+    def _enlist(self, i: int, header: PartHeader, chunk: Tensor | str, jobs: dict[str, _Job], now: float) -> str | None:
+        """Add a part to its stream's job; if it does not fit, free the stream and return the reason."""
+        if header.part == 0:
+            self._streams[header.stream] = _Stream(self._vocoder.new_state(), now)
+        stream, job = self._streams.get(header.stream), jobs.get(header.stream)
         if stream is None or (job is not None and job.last):
-            return f"part {mark.part} came for a stream that is not open"
-        if isinstance(chunk, str) or mark.part != stream.parts:
-            del self._streams[mark.stream]
-            return chunk if isinstance(chunk, str) else f"part {mark.part} came where {stream.parts} was due"
-        stream.parts, stream.used = mark.part + 1, now
-        job = job or jobs.setdefault(mark.stream, _Job(stream, [], []))
+            return f"part {header.part} came for a stream that is not open"
+        if isinstance(chunk, str) or header.part != stream.parts:
+            del self._streams[header.stream]
+            return chunk if isinstance(chunk, str) else f"part {header.part} came where {stream.parts} was due"
+        stream.parts, stream.used = header.part + 1, now
+        job = job or jobs.setdefault(header.stream, _Job(stream, [], []))
         job.members.append(i)
         job.chunks.append(chunk)
-        job.last = mark.last
+        job.last = header.last
         return None
 
     def _run(self, jobs: Sequence[_Job], answers: list[Answer]) -> None:

@@ -1,4 +1,4 @@
-"""What code2wav was given of a reply, and what came back. Pure."""
+"""Input and output of code2wav for one reply. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any, Literal
 import numpy as np
 
 from vllm_omni_ext.connectors.chunks import ChunkSchedule, ChunkWriter
-from vllm_omni_ext.orchestrator.flow import Feed, Produced
+from vllm_omni_ext.plugins.flow import Produced, Submit
+from vllm_omni_ext.wire.envelope import StageError
 
 CODE2WAV = "code2wav"
 POOLING_TASK: Literal["token_embed"] = "token_embed"
-"""The task every request names. vLLM's V2 model runner, its default on GPUs, accepts only its own tasks (not "plugin");
-this one reads no prefix cache and leaves the output as the pooler returns it, on both runners."""
+"""The task of every request. vLLM's V2 model runner, its default on GPUs, accepts only its own tasks (not "plugin");
+this task reads no prefix cache and leaves the output as the pooler returns it, on both runners."""
 
 Frames = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class FrameLog:
-    """The frames of a reply, in an array that grows."""
+    """The frames of a reply, in a growing array."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -39,18 +40,18 @@ class FrameLog:
         self.count = stop
 
     def between(self, start: int, stop: int) -> Frames:
-        """Frames `start` to `stop`, [stop - start, groups]: a view of rows that never change again."""
+        """Return frames `start` to `stop`, [stop - start, groups]: a view of rows that never change again."""
         return self._rows[start:stop]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Sound that may go to the client.
+    """Sound for the client.
 
     Attributes:
-        samples: those that it has not got yet.
-        frames: how many frames are spoken with it.
-        last: nothing follows.
+        samples: samples that the client does not have yet.
+        frames: number of frames spoken up to the end of this piece.
+        last: no sound follows.
     """
 
     samples: Any
@@ -59,7 +60,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Pending:
     part: int
     start: int
     stop: int
@@ -67,25 +68,25 @@ class _Asked:
 
 
 class VoiceError(ValueError):
-    """An answer of code2wav that is none."""
+    """An invalid answer of code2wav."""
 
 
-class Voice:
-    """Cuts a reply's frames into parts for code2wav and puts the samples together again."""
+class VocoderStream:
+    """Divides a reply's frames into parts for code2wav and joins the samples of the answers."""
 
     def __init__(self, schedule: ChunkSchedule) -> None:
         self.frames = FrameLog()
         self._writer = ChunkWriter[int](schedule)
-        self._asked: deque[_Asked] = deque()
+        self._pending: deque[_Pending] = deque()
         self._next = 0
-        self._given = 0
+        self._submitted = 0
         self._closed = False
         self._samples = 0
-        self._again = 0  # samples still to come that the client has got already
+        self._again = 0  # samples of a replay that the client has already
         self._playing_since: float | None = None
 
-    def take(self, frames: Any, *, last: bool, at: float) -> Feed | None:
-        """Take what the talker made in one step at time `at`; return the next part if it is due."""
+    def take(self, frames: Any, *, last: bool, at: float) -> Submit | None:
+        """Add the talker's frames of one step at time `at`; return the next part if it is due."""
         before = self.frames.count
         if frames is not None:
             self.frames.add(frames)
@@ -93,40 +94,40 @@ class Voice:
         chunk = self._writer.write(range(before, self.frames.count), last=last, elapsed=elapsed)
         if chunk is None:
             return None
-        start, self._given, self._closed = self._given, self._given + len(chunk.items), last
-        return self._feed(start)
+        start, self._submitted, self._closed = self._submitted, self._submitted + len(chunk.items), last
+        return self._submit(start)
 
-    def again(self) -> Feed:
-        """Everything given so far, for a replica that knows nothing of it."""
-        self._asked.clear()
+    def again(self) -> Submit:
+        """Return all frames submitted so far as one part, for another replica."""
+        self._pending.clear()
         self._next, self._again = 0, self._samples
-        return self._feed(0)
+        return self._submit(0)
 
-    def _feed(self, start: int) -> Feed:
+    def _submit(self, start: int) -> Submit:
         part, self._next = self._next, self._next + 1
-        self._asked.append(_Asked(part, start, self._given, self._closed))
-        prompt = self.frames.between(start, self._given).ravel().tolist()
-        return Feed(CODE2WAV, part, prompt, {"task": POOLING_TASK}, self._closed)
+        self._pending.append(_Pending(part, start, self._submitted, self._closed))
+        prompt = self.frames.between(start, self._submitted).ravel().tolist()
+        return Submit(stage=CODE2WAV, part=part, prompt=prompt, pooling_task=POOLING_TASK, last=self._closed)
 
-    def heard(self, event: Produced) -> Piece | None:
-        """Take an answer; None if all of it is known to the client.
+    def receive(self, event: Produced) -> Piece | None:
+        """Handle an answer; return new sound, or None if the client has all of it already.
 
         Raises:
-            VoiceError: a refusal, an answer without samples, or one that is not the next.
+            VoiceError: a refusal, an answer without samples, or an answer out of order.
         """
-        if isinstance(event.payload, str):
-            raise VoiceError(event.payload)
-        if not self._asked or event.part != self._asked[0].part:
-            due = self._asked[0].part if self._asked else "nothing"
-            raise VoiceError(f"part {event.part} was answered where {due} was due")
-        asked = self._asked.popleft()
-        if event.payload is None or (asked.stop > asked.start and not len(event.payload)):
+        if isinstance(event.payload, StageError):
+            raise VoiceError(event.payload.reason)
+        if not self._pending or event.part != self._pending[0].part:
+            expected = self._pending[0].part if self._pending else "nothing"
+            raise VoiceError(f"part {event.part} was answered where {expected} was expected")
+        pending = self._pending.popleft()
+        if event.payload is None or (pending.stop > pending.start and not len(event.payload)):
             raise VoiceError("there are no samples for the frames")
         new = event.payload[self._again :]
         self._again = max(0, self._again - len(event.payload))
         self._samples += len(new)
-        if not len(new) and not asked.last:
+        if not len(new) and not pending.last:
             return None
         if self._playing_since is None:
             self._playing_since = event.at
-        return Piece(new, asked.stop, asked.last)
+        return Piece(new, pending.stop, pending.last)

@@ -14,9 +14,10 @@ from vllm_omni_ext.cli import serve as serve_command
 from vllm_omni_ext.cli import settings
 from vllm_omni_ext.cli.args import EXPLICIT, parse_serve
 from vllm_omni_ext.cli.refusals import REFUSED
-from vllm_omni_ext.cli.settings import ENGINE_FIELDS, SAMPLING_FIELDS, from_cli
+from vllm_omni_ext.cli.settings import ENGINE_FIELDS, from_cli
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.model_plugins.registry import pipelines
+from vllm_omni_ext.plugins.params import param_names
+from vllm_omni_ext.plugins.registry import families
 from vllm_omni_ext.topology.layers import _RESERVED, SHARED_FIELDS
 from vllm_omni_ext.topology.plan import Plan
 
@@ -43,7 +44,7 @@ def test_the_word_serve_may_be_left_out(model: str) -> None:
     assert (args.subparser, args.model, args.max_num_seqs, args.omni) == ("serve", model, 3, True)
 
 
-def test_stock_flags_apply_to_the_text_stage(model: str) -> None:
+def test_stock_flags_apply_to_the_frontend(model: str) -> None:
     plan = plan_of(model, "--omni", "--max-num-seqs", "3", "--seed", "0", "--max-model-len", "1k")
     thinker, talker = plan.stage("thinker").engine_args, plan.stage("talker").engine_args
     assert (thinker["max_num_seqs"], thinker["seed"], thinker["max_model_len"]) == (3, 0, 1000)
@@ -76,9 +77,9 @@ def test_precedence(model: str, tmp_path: Path) -> None:
 
 
 def test_our_flags(model: str) -> None:
-    words = ["--omni-startup-timeout", "9", "--omni-shutdown-timeout", "2", "--omni-request-deadline", "4"]
+    words = ["--omni-startup-timeout", "9", "--omni-shutdown-timeout", "2", "--omni-request-timeout", "4"]
     config = plan_of(model, *words, "--omni-log-dir", "logs", "--api-server-count", "1").config
-    assert (config.startup_timeout_s, config.shutdown_timeout_s, config.request_deadline_s) == (9.0, 2.0, 4.0)
+    assert (config.startup_timeout_s, config.shutdown_timeout_s, config.request_timeout_s) == (9.0, 2.0, 4.0)
     assert (config.log_dir, config.api_servers) == ("logs", 1)
 
 
@@ -122,8 +123,8 @@ def test_dotted_overrides(model: str) -> None:
             "--stage-overrides: stages.talker.max_num_seq: unknown key; did you mean 'max_num_seqs'?",
         ),
         (
-            ["--stage-overrides", '{"talker": {"sampling": {"temprature": 2}}}'],
-            "--stage-overrides: stages.talker.sampling.temprature: unknown key; did you mean 'temperature'?",
+            ["--stage-overrides", '{"talker": {"params": {"temprature": 2}}}'],
+            "--stage-overrides: stages.talker.params.temprature: unknown key; did you mean 'temperature'?",
         ),
         (["--stage-config", "nothing"], "nothing: no such stage config; give the path of a .yaml file or one of "),
         (["--omni-startup-timeout", "0"], "startup_timeout_s: must be a number of seconds > 0, got 0.0"),
@@ -133,7 +134,7 @@ def test_refusals(model: str, words: list[str], message: str) -> None:
     assert error_of(model, "--omni", *words).startswith(message)
 
 
-def test_advice_names_the_text_stage(model: str) -> None:
+def test_advice_names_the_frontend(model: str) -> None:
     assert '\'{"thinker": {"replicas": 2}}\'' in error_of(model, "--data-parallel-size", "2")
 
 
@@ -152,10 +153,10 @@ def test_tables_name_real_fields() -> None:
     defaults = vars(parse_serve(["m"]))
     for name, (harmless, _) in REFUSED.items():
         assert defaults[name] in harmless, name
-    for pipeline in pipelines():
+    for pipeline in (pipeline for family in families() for pipeline in family.pipelines):
         for stage in pipeline.stages:
             assert {*stage.engine, *stage.engine_defaults} <= ENGINE_FIELDS
-            assert stage.sampling.keys() <= SAMPLING_FIELDS
+            assert stage.defaults.keys() <= set(param_names(stage.params))
 
 
 @pytest.mark.parametrize(("word", "cores", "expected"), [("3", 2, 3), ("auto", 2, 1), ("auto", 7, 3), ("auto", 99, 8)])

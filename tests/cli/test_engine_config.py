@@ -10,17 +10,14 @@ from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime.engine_args import any_replica_args, as_asked, stage_engine_args
-from vllm_omni_ext.runtime.launcher import register_classes
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from vllm_omni_ext.runtime.launch.engine_args import any_replica_args, as_asked, stage_engine_args
+from vllm_omni_ext.runtime.launch.launcher import register_classes
 from vllm_omni_ext.topology.plan import Plan
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    path: Path = tmp_path_factory.mktemp("tiny") / "model"
-    write_qwen3_omni(path, seed=0)
-    return from_kwargs(str(path))
+def plan(tiny: Path) -> Plan:
+    return from_kwargs(str(tiny))
 
 
 @pytest.mark.parametrize(
@@ -32,7 +29,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     ],
 )
 def test_every_stage(plan: Plan, stage: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    register_classes()  # as the server does: else vLLM imports itself once more in a process, just to look at each
+    register_classes(
+        "qwen3_omni"
+    )  # as the server does: else vLLM imports itself once more in a process, just to look at each
     for name, value in plan.stage(stage).env.items():
         monkeypatch.setenv(name, value)
     config = stage_engine_args(plan, ReplicaId(stage, 0)).create_engine_config()

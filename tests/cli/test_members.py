@@ -22,7 +22,7 @@ from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.topology.shape import Headless
 
 HEAD = ["-oma", "10.0.0.1", "-omp", "9100"]
-MASTER = ("10.0.0.1", 9100)
+HEAD_AT = ("10.0.0.1", 9100)
 
 
 def planned(*words: str) -> tuple[Plan, argparse.Namespace]:
@@ -46,11 +46,11 @@ def error_of(*words: str) -> str:
 
 def test_flags_set_their_keys(model: str) -> None:
     words = ["--omni-lb-policy", "random", "--omni-heartbeat-timeout", "1", "--omni-drain-timeout", "2"]
-    words += ["--omni-replica-wait", "3", "--omni-restart-limit", "0", "--omni-cluster-secret-file", "secret"]
+    words += ["--omni-replica-wait-timeout", "3", "--omni-restart-limit", "0", "--omni-cluster-secret-file", "secret"]
     words += ["--omni-master-address", "::1", "--omni-master-port", "1"]
     config = planned(model, *words)[0].config
     assert (config.lb_policy, config.heartbeat_timeout_s, config.drain_timeout_s) == ("random", 1.0, 2.0)
-    assert (config.replica_wait_s, config.restart_limit, config.cluster_secret_file) == (3.0, 0, "secret")
+    assert (config.replica_wait_timeout_s, config.restart_limit, config.cluster_secret_file) == (3.0, 0, "secret")
     assert (config.master_address, config.master_port) == ("::1", 1)
 
 
@@ -60,7 +60,7 @@ def test_flags_set_their_keys(model: str) -> None:
 )
 def test_short_flags(model: str, words: list[str]) -> None:
     config = planned(model, *words)[0].config
-    assert (config.master_address, config.master_port) == MASTER
+    assert (config.master_address, config.master_port) == HEAD_AT
 
 
 def test_our_flags_leave_vllms_own_alone() -> None:
@@ -77,7 +77,7 @@ def test_our_flags_leave_vllms_own_alone() -> None:
 @pytest.mark.parametrize(("which", "stage"), [(["--stage", "talker"], "talker"), (["--stage-id", "1"], "talker")])
 def test_a_headless_process_runs_its_stage_alone(model: str, which: list[str], stage: str) -> None:
     plan, args = planned(model, "--headless", *which, *HEAD)
-    assert headless_of(args, plan) == Headless(stage=stage, replicas=1, master=MASTER, replica_address=None)
+    assert headless_of(args, plan) == Headless(stage=stage, replicas=1, head=HEAD_AT, replica_address=None)
     assert replicas(plan) == [0, 1, 0]
     assert [str(replica.id) for replica in plan.replicas()] == ["talker/0"]
 
@@ -85,7 +85,7 @@ def test_a_headless_process_runs_its_stage_alone(model: str, which: list[str], s
 @pytest.mark.parametrize(("number", "stage"), [(0, "thinker"), (1, "talker"), (2, "code2wav")])
 def test_any_stage_may_be_headless(model: str, number: int, stage: str) -> None:
     words = ["--headless", "--stage-id", str(number), "--omni-dp-size-local", "3", "-ora", "10.0.0.2"]
-    expected = Headless(stage=stage, replicas=3, master=MASTER, replica_address="10.0.0.2")
+    expected = Headless(stage=stage, replicas=3, head=HEAD_AT, replica_address="10.0.0.2")
     assert headless(model, *words, *HEAD) == expected
     assert headless(model, *words, *HEAD, "--stage-config", "qwen3_omni_replicas") == expected
 
@@ -94,7 +94,7 @@ def test_the_head_may_be_named_in_the_file(model: str, tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("{master_address: 10.0.0.1, master_port: 9100, stages: {talker: {replicas: 0}}}")
     found = headless(model, "--headless", "--stage", "talker", "--stage-config", str(file))
-    assert found == Headless(stage="talker", replicas=1, master=MASTER, replica_address=None)
+    assert found == Headless(stage="talker", replicas=1, head=HEAD_AT, replica_address=None)
 
 
 def test_a_headless_process_has_the_settings_of_its_stage(model: str) -> None:
@@ -125,11 +125,13 @@ def test_head_and_headless_agree(model: str, words: list[str]) -> None:
     assert config_hash(other, "talker") != config_hash(head, "talker")
 
 
-def test_the_head_may_run_the_text_stage_alone(model: str) -> None:
+def test_the_head_may_run_one_stage_alone(model: str) -> None:
     for which in (["--stage", "thinker"], ["--stage-id", "0"]):
         plan, args = planned(model, *which, "--omni-dp-size-local", "2", *HEAD)
         assert replicas(plan) == [2, 0, 0]
         assert headless_of(args, plan) is None
+    plan, args = planned(model, "--stage", "talker", *HEAD)
+    assert (replicas(plan), plan.frontend().name, headless_of(args, plan)) == ([0, 1, 0], "thinker", None)
     assert replicas(planned(model, "--stage", "thinker", *HEAD, "--stage-config", "qwen3_omni_replicas")[0]) == [
         1,
         0,
@@ -182,9 +184,13 @@ MISSING = "--headless: the stage it runs and its head must be named; write "
             "--stage-id: --stage names the stage too; keep one of the two",
         ),
         (
-            ["--stage", "talker", *HEAD],
-            "--stage talker: without --headless this process is the head, which runs 'thinker', the stage that answers "
-            "text; write --stage thinker, or --headless for replicas of 'talker' that join a head",
+            ["--stage-overrides", '{"thinker": {"prefill_decode": {"decode": {"replicas": 0}}}}'],
+            "stages.thinker.prefill_decode.decode.replicas: 0 here, so all of them join from elsewhere; write ",
+        ),
+        (
+            ["--stage", "talker"],
+            "stages.thinker.replicas: 0 here, so all of them join from elsewhere; write --omni-master-port PORT too, "
+            "and --omni-master-address HOST for other hosts",
         ),
         (["--omni-dp-size-local", "2"], "--omni-dp-size-local 2: of one stage; write --stage NAME too"),
         (
@@ -207,7 +213,7 @@ MISSING = "--headless: the stage it runs and its head must be named; write "
         ),
         (
             ["--omni-lb-policy", "fastest"],
-            "lb_policy: must be one of least-queue-length, random, round-robin, got 'fas",
+            "lb_policy: must be 'least-queue-length', 'random' or 'round-robin', got 'fas",
         ),
         (["-omp", "70000"], "master_port: must be an integer from 1 to 65535, or null, got 70000"),
         (["--omni-heartbeat-timeout", "0.5"], "heartbeat_timeout_s: must be a number of seconds >= 1, got 0.5"),
@@ -224,8 +230,10 @@ def test_a_stage_without_replicas_needs_a_port_from_python_too(model: str) -> No
     ):
         from_kwargs(model, stage_overrides=away)
     assert replicas(from_kwargs(model, stage_overrides=away, master_port=9100)) == [1, 0, 1]
-    with pytest.raises(ConfigError, match=r"^stages\.thinker\.replicas: the stage that answers text needs at least 1"):
-        from_kwargs(model, stage_overrides={"thinker": {"replicas": 0}}, master_port=9100)
+    frontend_away = {"thinker": {"replicas": 0}}
+    with pytest.raises(ConfigError, match=r"^stages\.thinker\.replicas: 0 here, so all of them join from elsewhere"):
+        from_kwargs(model, stage_overrides=frontend_away)
+    assert replicas(from_kwargs(model, stage_overrides=frontend_away, master_port=9100)) == [0, 1, 1]
 
 
 def test_plan_shows_a_headless_process(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,7 +251,9 @@ def test_serve_runs_replicas_alone(model: str, monkeypatch: pytest.MonkeyPatch, 
         seen.append((replicas(plan), found, args.model))
         return 3
 
-    monkeypatch.setitem(sys.modules, "vllm_omni_ext.runtime.headless", SimpleNamespace(run_headless=run_headless))
+    monkeypatch.setitem(
+        sys.modules, "vllm_omni_ext.runtime.supervise.headless", SimpleNamespace(run_headless=run_headless)
+    )
     left: list[int] = []
     monkeypatch.setattr(serve_command, "_leave", left.append)
     words = [model, "--omni", "--headless", "--stage", "code2wav", *HEAD]
@@ -251,4 +261,4 @@ def test_serve_runs_replicas_alone(model: str, monkeypatch: pytest.MonkeyPatch, 
     assert left == [3]
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert serve_command.main(words) == 2, "the head is on another host, and its secret is not here"
-    assert seen == [([0, 0, 1], Headless(stage="code2wav", replicas=1, master=MASTER, replica_address=None), model)]
+    assert seen == [([0, 0, 1], Headless(stage="code2wav", replicas=1, head=HEAD_AT, replica_address=None), model)]

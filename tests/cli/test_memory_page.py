@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
+from benchmarks import memory_page
 from vllm_omni_ext import doctor
-from vllm_omni_ext.cli import memory_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 
 
 def test_the_page_is_in_step() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert f"{memory_page.BEGIN}{memory_page.tables()}{memory_page.END}" in text, "run: doctor --write-docs"
+    assert f"{memory_page.BEGIN}{memory_page.tables()}{memory_page.END}" in text, "run: make docs"
 
 
 def test_the_tables_are_written_between_the_marks(tmp_path: Path) -> None:
@@ -26,16 +27,19 @@ def test_the_table_has_every_machine() -> None:
     lines = memory_page.tables().splitlines()
     for count in memory_page.COUNTS:
         rows = [line for line in lines if line.startswith(f"| {count} |")]
-        assert len(rows) == len(memory_page.CONFIGS)
+        assert len(rows) == len(memory_page.TABLES)
         assert all(row.count("|") == len(memory_page.CARDS) + 2 for row in rows)
-    [one_card, _] = [line for line in lines if line.startswith("| 1 |")]
+    [one_card, *_] = [line for line in lines if line.startswith("| 1 |")]
     assert "| `--quantization fp8`: " in one_card
+    titles = [line.partition(",")[0] for line in lines if "--stage-config" in line and not line.startswith("|")]
+    assert titles == ["Qwen3-Omni-30B-A3B"] * 2 + ["BAGEL-7B-MoT"] * 2
 
 
-def test_the_doctor_writes_both_pages(monkeypatch, tmp_path: Path) -> None:
+def test_both_generated_pages_are_written(monkeypatch, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "memory.md").write_text(f"{memory_page.BEGIN}{memory_page.END}", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert doctor.main(["--write-docs"]) == 0
+    runpy.run_path(str(PAGE.parents[1] / "benchmarks" / "memory_page.py"), run_name="__main__")
     assert memory_page.tables() in (tmp_path / "docs" / "memory.md").read_text()
     assert (tmp_path / "docs" / "patches.md").is_file()

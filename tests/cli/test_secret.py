@@ -10,7 +10,7 @@ from vllm_omni_ext.cli.args import parse_serve
 from vllm_omni_ext.cli.settings import from_cli
 from vllm_omni_ext.coordinator.secret_file import default_file
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.runtime.secret import with_secret
+from vllm_omni_ext.runtime.launch.secret import with_secret
 from vllm_omni_ext.topology.plan import Plan
 
 HERE, ELSEWHERE = ["-oma", "127.0.0.1", "-omp", "9100"], ["-oma", "192.0.2.1", "-omp", "9100"]
@@ -61,7 +61,7 @@ def test_other_hosts_are_not_mentioned_where_there_can_be_none(model: str) -> No
 
 
 @pytest.mark.parametrize("head_first", [True, False])
-def test_replicas_of_the_same_host_find_it_whoever_was_first(model: str, head_first: bool) -> None:
+def test_replicas_of_the_same_host_find_it_in_any_start_order(model: str, head_first: bool) -> None:
     head, replicas = [model, *HERE], [model, *HEADLESS, *HERE]
     first, second = (head, replicas) if head_first else (replicas, head)
     before = decided(*first)[0].config.cluster_secret_file

@@ -10,7 +10,7 @@ from vllm.config import KVTransferConfig
 from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.errors import ConfigError, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime.engine_args import stage_engine_args
+from vllm_omni_ext.runtime.launch.engine_args import stage_engine_args
 from vllm_omni_ext.topology.plan import ReplicaPlan
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_ext.config.connectors import CHECKS, DEFAULTS, LOCAL, connector_settings
+from vllm_omni_ext.config.connectors import DEFAULTS, LOCAL, ConnectorSettings, connector_settings
 from vllm_omni_ext.connectors.base import ConnectorConfig
 from vllm_omni_ext.errors import ConfigError
 
-PATH = "connectors.rows"
+PATH = "connectors.hidden_states"
 
 
 @pytest.mark.parametrize(("spread", "name"), [(False, "shared_memory"), (True, "tcp")])
@@ -19,7 +19,7 @@ def test_what_nobody_has_said(spread: bool, name: str) -> None:
     settings = connector_settings(PATH, {}, spread=spread)
     assert settings == {"name": name, **DEFAULTS}
     assert not LOCAL & set(settings), "where it listens, each process knows best"
-    assert settings["deadline_s"] < 1, "a lost chunk is noticed within a second"
+    assert settings["timeout_s"] < 1, "a lost chunk is noticed within a second"
 
 
 def test_what_was_said_wins() -> None:
@@ -31,28 +31,33 @@ KEYS = {"listening", "connecting"}
 
 
 def test_every_field_but_the_keys_may_be_said_and_is_one() -> None:
-    assert {*CHECKS, *KEYS} == {field.name for field in fields(ConnectorConfig)}
-    assert not KEYS & set(CHECKS), "each process finds its own"
+    written = ConnectorSettings.__annotations__.keys()
+    assert {*written, *KEYS} == {field.name for field in fields(ConnectorConfig)}
+    assert not KEYS & written, "each process finds its own"
     assert ConnectorConfig(**connector_settings(PATH, {"name": "pkg.mod:Class"}, spread=False)).name == "pkg.mod:Class"
 
 
 @pytest.mark.parametrize(
     ("said", "spread", "message"),
     [
-        ({"nam": "tcp"}, False, "connectors.rows.nam: unknown key; did you mean 'name'?"),
-        ({"name": 3}, False, "connectors.rows.name: must be a non-empty string, got 3"),
-        ({"name": "shared-memory"}, False, "connectors.rows.name: no connector 'shared-memory'; did you mean"),
-        ({"name": "pipe"}, False, "connectors.rows.name: no connector 'pipe'; use in_process, shared_memory, tcp"),
+        ({"nam": "tcp"}, False, "connectors.hidden_states.nam: unknown key; did you mean 'name'?"),
+        ({"name": 3}, False, "connectors.hidden_states.name: must be a non-empty string, got 3"),
+        ({"name": "shared-memory"}, False, "connectors.hidden_states.name: no connector 'shared-memory'; did you mean"),
+        ({"name": "pipe"}, False, "connectors.hidden_states.name: no connector 'pipe'; use shared_memory, tcp"),
         (
             {"name": "in_process"},
             False,
-            "connectors.rows.name: every replica is a process of its own",
+            "connectors.hidden_states.name: no connector 'in_process'; use shared_memory, tcp",
         ),
-        ({"name": "shared_memory"}, True, "connectors.rows.name: replicas may join from other hosts (master_address)"),
-        ({"deadline_s": 0}, False, "connectors.rows.deadline_s: must be a number of seconds > 0, got 0"),
-        ({"capacity_bytes": "1G"}, False, "connectors.rows.capacity_bytes: must be an integer >= 1, got '1G'"),
-        ({"protocol": "udp"}, False, "connectors.rows.protocol: must be one of tcp, rdma, got 'udp'"),
-        ({"port": 70000}, False, "connectors.rows.port: must be an integer from 1 to 65535, got 70000"),
+        (
+            {"name": "shared_memory"},
+            True,
+            "connectors.hidden_states.name: replicas may join from other hosts (master_address)",
+        ),
+        ({"timeout_s": 0}, False, "connectors.hidden_states.timeout_s: must be a number of seconds > 0, got 0"),
+        ({"capacity_bytes": "1G"}, False, "connectors.hidden_states.capacity_bytes: must be an integer >= 1, got '1G'"),
+        ({"protocol": "udp"}, False, "connectors.hidden_states.protocol: must be 'tcp' or 'rdma', got 'udp'"),
+        ({"port": 70000}, False, "connectors.hidden_states.port: must be an integer from 1 to 65535, got 70000"),
     ],
     ids=str,
 )

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni_ext.config.load import load_config, packaged_names
+from vllm_omni_ext.config.load import load_config, pipeline_of, preset_names
 from vllm_omni_ext.config.parse import Names
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.model_plugins.registry import pipelines
+from vllm_omni_ext.model_plugins.qwen3_omni.family import FAMILY
 
 NAMES = Names(stages=("thinker", "talker", "code2wav"))
 
@@ -19,23 +19,31 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", packaged_names())
-def test_every_packaged_config_is_valid_for_its_pipeline(name: str) -> None:
-    by_name = {pipeline.name: pipeline for pipeline in pipelines()}
-    every_stage = tuple({stage.name for pipeline in pipelines() for stage in pipeline.stages})
-    config = load_config(name, Names(stages=every_stage))
-    assert config.pipeline is not None
-    own_stages = tuple(stage.name for stage in by_name[config.pipeline].stages)
-    assert load_config(name, Names(stages=own_stages)) == config
+@pytest.mark.parametrize("name", preset_names(FAMILY.presets))
+def test_every_preset_is_valid_for_its_pipeline(name: str) -> None:
+    pipeline = FAMILY.pipeline(pipeline_of(name, FAMILY.presets))
+    stages = tuple(stage.name for stage in pipeline.stages)
+    assert load_config(name, Names(stages=stages), FAMILY.presets).pipeline == pipeline.name
 
 
-@pytest.mark.parametrize("pipeline", [p.name for p in pipelines()])
-def test_every_pipeline_has_a_config_of_its_name(pipeline: str) -> None:
-    assert pipeline in packaged_names()
+@pytest.mark.parametrize("pipeline", [p.name for p in FAMILY.pipelines])
+def test_every_pipeline_has_a_preset_of_its_name(pipeline: str) -> None:
+    assert pipeline in preset_names(FAMILY.presets)
+
+
+def test_a_family_may_have_no_presets(tmp_path: Path) -> None:
+    assert preset_names("") == ()
+    with pytest.raises(ConfigError, match=r"^mine: no such stage config; give the path of a \.yaml file$"):
+        load_config("mine", NAMES)
+
+
+@pytest.mark.parametrize(("text", "name"), [("pipeline: one", "one"), ("", ""), ("- 1", ""), ("pipeline: 3", "")])
+def test_the_pipeline_of_a_file(tmp_path: Path, text: str, name: str) -> None:
+    assert pipeline_of(write(tmp_path / "mine.yaml", text), FAMILY.presets) == name
 
 
 def test_replicas_config() -> None:
-    config = load_config("qwen3_omni_replicas", NAMES)
+    config = load_config("qwen3_omni_replicas", NAMES, FAMILY.presets)
     assert [config.stage(name).replicas for name in NAMES.stages] == [1, 2, 2]
 
 
@@ -49,9 +57,9 @@ def test_file_without_suffix_and_empty_file(tmp_path: Path) -> None:
     assert load_config(write(tmp_path / "mine", ""), NAMES).stages == {}
 
 
-def test_unknown_name_lists_the_packaged_ones() -> None:
+def test_unknown_name_lists_the_presets() -> None:
     with pytest.raises(ConfigError, match=r"^qwen4: no such stage config; give the path .* or one of qwen3_omni, qwen"):
-        load_config("qwen4", NAMES)
+        load_config("qwen4", NAMES, FAMILY.presets)
 
 
 def test_missing_file(tmp_path: Path) -> None:

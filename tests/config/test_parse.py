@@ -19,7 +19,7 @@ from vllm_omni_ext.pool.policies import POLICIES
 NAMES = Names(
     stages=("thinker", "talker", "code2wav"),
     engine=frozenset({"max_num_seqs", "dtype", "tensor_parallel_size"}),
-    sampling=frozenset({"temperature", "top_k"}),
+    params={"talker": frozenset({"temperature", "top_k"})},
 )
 
 
@@ -36,11 +36,11 @@ def test_everything_said_arrives() -> None:
             "api_servers": 2,
             "startup_timeout_s": 60,
             "shutdown_timeout_s": 1.5,
-            "request_deadline_s": 30,
+            "request_timeout_s": 30,
             "lb_policy": "random",
             "heartbeat_timeout_s": 1,
             "drain_timeout_s": 2,
-            "replica_wait_s": 3,
+            "replica_wait_timeout_s": 3,
             "restart_limit": 0,
             "restart_window_s": 4,
             "restart_backoff_s": 0.5,
@@ -56,7 +56,7 @@ def test_everything_said_arrives() -> None:
                     "kv_cache_bytes": 1024,
                     "cpu_threads": 3,
                     "engine": {"max_num_seqs": 4},
-                    "sampling": {"temperature": 0.5},
+                    "params": {"temperature": 0.5},
                     "env": {"A": 1, "B": "x"},
                 }
             },
@@ -69,11 +69,11 @@ def test_everything_said_arrives() -> None:
         api_servers=2,
         startup_timeout_s=60.0,
         shutdown_timeout_s=1.5,
-        request_deadline_s=30.0,
+        request_timeout_s=30.0,
         lb_policy="random",
         heartbeat_timeout_s=1.0,
         drain_timeout_s=2.0,
-        replica_wait_s=3.0,
+        replica_wait_timeout_s=3.0,
         restart_limit=0,
         restart_window_s=4.0,
         restart_backoff_s=0.5,
@@ -89,7 +89,7 @@ def test_everything_said_arrives() -> None:
                 kv_cache_bytes=1024,
                 cpu_threads=3,
                 engine={"max_num_seqs": 4},
-                sampling={"temperature": 0.5},
+                params={"temperature": 0.5},
                 env={"A": "1", "B": "x"},
             )
         },
@@ -128,7 +128,7 @@ def test_one_device_may_be_a_number() -> None:
     ("data", "message"),
     [
         ([], "the configuration: must be a mapping with string keys, got []"),
-        ({1: 2}, "the configuration: must be a mapping with string keys, got {1: 2}"),
+        ({1: 2}, "1: Keys should be strings, got 1"),
         ({"async_chunks": True}, "async_chunks: unknown key; did you mean 'async_chunk'?"),
         ({"async-chunk": True}, "async-chunk: unknown key; did you mean 'async_chunk'?"),
         ({"stage": {}}, "stage: unknown key; did you mean 'stages'?"),
@@ -144,27 +144,27 @@ def test_one_device_may_be_a_number() -> None:
             "chunks: must be a mapping of hand-overs to lists of sizes >= 1 or 'all', and adaptive to true or false, "
             "got {'adaptive': 'yes'}",
         ),
-        ({"chunk_deadline_s": 0}, "chunk_deadline_s: must be a number of seconds > 0, got 0"),
+        ({"chunk_timeout_s": 0}, "chunk_timeout_s: must be a number of seconds > 0, got 0"),
         ({"api_servers": 0}, "api_servers: must be an integer >= 1, or auto, got 0"),
         ({"api_servers": True}, "api_servers: must be an integer >= 1, or auto, got True"),
         ({"startup_timeout_s": 0}, "startup_timeout_s: must be a number of seconds > 0, got 0"),
         ({"startup_timeout_s": None}, "startup_timeout_s: must be a number of seconds > 0, got None"),
-        ({"request_deadline_s": "x"}, "request_deadline_s: must be a number of seconds > 0, or null, got 'x'"),
+        ({"request_timeout_s": "x"}, "request_timeout_s: must be a number of seconds > 0, or null, got 'x'"),
         ({"shutdown_timeout_s": float("nan")}, "shutdown_timeout_s: must be a number of seconds > 0, got nan"),
         ({"log_dir": ""}, "log_dir: must be a non-empty string, or null, got ''"),
         (
             {"lb_policy": "fastest"},
-            "lb_policy: must be one of least-queue-length, random, round-robin, got 'fastest'",
+            "lb_policy: must be 'least-queue-length', 'random' or 'round-robin', got 'fastest'",
         ),
-        ({"lb_policy": None}, "lb_policy: must be one of least-queue-length, random, round-robin, got None"),
+        ({"lb_policy": None}, "lb_policy: must be 'least-queue-length', 'random' or 'round-robin', got None"),
         (
             {"stages": {"talker": {"lb_policy": 1}}},
-            "stages.talker.lb_policy: must be one of least-queue-length, random, round-robin, or null, got 1",
+            "stages.talker.lb_policy: must be 'least-queue-length', 'random' or 'round-robin', or null, got 1",
         ),
         ({"heartbeat_timeout_s": 0.9}, "heartbeat_timeout_s: must be a number of seconds >= 1, got 0.9"),
         ({"heartbeat_timeout_s": "x"}, "heartbeat_timeout_s: must be a number of seconds >= 1, got 'x'"),
         ({"drain_timeout_s": 0}, "drain_timeout_s: must be a number of seconds > 0, got 0"),
-        ({"replica_wait_s": None}, "replica_wait_s: must be a number of seconds > 0, got None"),
+        ({"replica_wait_timeout_s": None}, "replica_wait_timeout_s: must be a number of seconds > 0, got None"),
         ({"restart_limit": -1}, "restart_limit: must be an integer >= 0, got -1"),
         ({"restart_window_s": 0}, "restart_window_s: must be a number of seconds > 0, got 0"),
         ({"restart_backoff_s": False}, "restart_backoff_s: must be a number of seconds > 0, got False"),
@@ -190,7 +190,7 @@ def test_one_device_may_be_a_number() -> None:
         (
             {"stages": {"talker": {"zzz": 1}}},
             "stages.talker.zzz: unknown key; use one of cpu_threads, devices, engine, env, kv_cache_bytes, lb_policy, "
-            "prefill_decode, replicas, sampling",
+            "params, prefill_decode, replicas",
         ),
         (
             {"stages": {"talker": {"max_num_seqs": 4}}},
@@ -201,8 +201,8 @@ def test_one_device_may_be_a_number() -> None:
             "stages.talker.engine.max_num_seq: unknown key; did you mean 'max_num_seqs'?",
         ),
         (
-            {"stages": {"talker": {"sampling": {"temprature": 1}}}},
-            "stages.talker.sampling.temprature: unknown key; did you mean 'temperature'?",
+            {"stages": {"talker": {"params": {"temprature": 1}}}},
+            "stages.talker.params.temprature: unknown key; did you mean 'temperature'?",
         ),
         (
             {"stages": {"talker": {"env": {"A": None}}}},
@@ -211,7 +211,7 @@ def test_one_device_may_be_a_number() -> None:
         (
             {"stages": {"talker": {"engine_overrides": {}}}},
             "stages.talker.engine_overrides: unknown key; use one of cpu_threads, devices, engine, env, "
-            "kv_cache_bytes, lb_policy, prefill_decode, replicas, sampling",
+            "kv_cache_bytes, lb_policy, params, prefill_decode, replicas",
         ),
     ],
 )

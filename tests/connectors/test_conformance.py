@@ -10,7 +10,7 @@ KEYS = Keys.derive(b"correct horse battery staple")
 
 
 class TestInProcess(Conformance):
-    config = ConnectorConfig(name="in_process")
+    config = ConnectorConfig(name="tests.connectors.in_process:InProcess")
     processes = False
 
 

@@ -7,22 +7,23 @@ import sys
 
 import pytest
 
+from tests.connectors.in_process import InProcess
 from vllm_omni_ext.connectors.base import ConnectorConfig
-from vllm_omni_ext.connectors.in_process import InProcess
 from vllm_omni_ext.connectors.registry import CONNECTORS, connector
+from vllm_omni_ext.connectors.shared_memory import SharedMemory
 from vllm_omni_ext.errors import ConfigError
 
 
-def test_a_name_and_a_class_of_somebody_else() -> None:
-    assert isinstance(connector(ConnectorConfig(name="in_process")), InProcess)
-    assert isinstance(connector(ConnectorConfig(name="vllm_omni_ext.connectors.in_process:InProcess")), InProcess)
+def test_a_registered_name_and_an_external_class() -> None:
+    assert isinstance(connector(ConnectorConfig(name="shared_memory")), SharedMemory)
+    assert isinstance(connector(ConnectorConfig(name="tests.connectors.in_process:InProcess")), InProcess)
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("share_memory", "did you mean 'shared_memory'"),
-        ("zzz", "there are in_process"),
+        ("zzz", "there are shared_memory"),
         ("no.such:Thing", "cannot be imported"),
         ("pathlib:Path", "is no Connector"),
     ],
@@ -33,7 +34,7 @@ def test_a_wrong_name_says_what_to_write(name: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"capacity_bytes": 0}, {"deadline_s": -1.0}, {"protocol": "udp"}, {"port": 70000}, {"keep_s": 0.0}]
+    "wrong", [{"capacity_bytes": 0}, {"timeout_s": -1.0}, {"protocol": "udp"}, {"port": 70000}, {"retention_s": 0.0}]
 )
 def test_a_wrong_value_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
@@ -43,8 +44,8 @@ def test_a_wrong_value_is_refused(wrong: dict[str, object]) -> None:
 def test_the_package_imports_nothing_heavy() -> None:
     code = (
         "import sys, vllm_omni_ext.connectors.registry as r;"
-        "r.connector(r.ConnectorConfig(name='in_process')).producer('e');"
+        "r.connector(r.ConnectorConfig(name='tests.connectors.in_process:InProcess')).producer('e');"
         "print([m for m in ('torch', 'zmq', 'mooncake', 'vllm') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
-    assert set(CONNECTORS) == {"in_process", "shared_memory", "tcp", "mooncake"}
+    assert set(CONNECTORS) == {"shared_memory", "tcp", "mooncake"}

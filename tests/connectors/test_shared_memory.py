@@ -37,9 +37,16 @@ def named(pid: int) -> set[str]:
     return {name for name in maps | links if name.startswith(("/dev/shm/", tempfile.gettempdir()))}
 
 
-def sockets() -> set[str]:
-    """Names in the abstract namespace that are ours."""
-    return {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@omni-" in line}
+def sockets() -> dict[str, str]:
+    """Names of ours in the abstract namespace, and the link of a process that has the socket open."""
+    lines = (line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@omni-" in line)
+    return {name: f"socket:[{inode}]" for *_, inode, name in lines}
+
+
+def named_by(pid: int) -> set[str]:
+    """Names in the abstract namespace whose sockets a process has open."""
+    links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    return {name for name, link in sockets().items() if link in links}
 
 
 @pytest.fixture(autouse=True)
@@ -78,24 +85,24 @@ def test_no_chunk_makes_a_file_or_a_descriptor(
 
 
 def test_nothing_is_left_when_everybody_is_killed() -> None:
-    before, names = files(), sockets()
+    before = files()
     with child(produce, CONFIG) as writer, child(consume, CONFIG) as reader:
-        source = writer.hear()
+        source = writer.receive()
         reader.pipe.send(("a", source, 5))
         writer.pipe.send(("a", 5, 10_000))
-        reader.hear()
-        made = sockets() - names
+        reader.receive()
+        made = named_by(writer.process.pid)
         assert made
         assert named(writer.process.pid) == named(reader.process.pid) == set()
         writer.kill()
         reader.kill()
     assert files() == before
-    eventually(lambda: not made & sockets(), "the name of a killed producer is still taken")
+    eventually(lambda: not made & set(sockets()), "the name of a killed producer is still taken")
 
 
 def test_what_has_arrived_can_be_read_after_the_producers_death() -> None:
     with child(produce, CONFIG) as writer, SharedMemory(CONFIG).consumer(EDGE) as consumer:
-        source = writer.hear()
+        source = writer.receive()
         consumer.open("a", source)
         writer.pipe.send(("a", 2, 10))
         consumer.get(key("a", 1), PATIENCE_S)
@@ -137,7 +144,7 @@ def test_a_killed_reader_does_not_hold_what_was_forgotten() -> None:
     with SharedMemory(CONFIG).producer(EDGE) as producer, child(consume, CONFIG) as reader:
         producer.put(key("a"), [torch.ones(100)], last=True)
         reader.pipe.send(("a", producer.address, 1))
-        reader.hear()
+        reader.receive()
         process = psutil.Process(reader.process.pid)
         process.suspend()
         eventually(lambda: process.status() == psutil.STATUS_STOPPED, "it goes on")

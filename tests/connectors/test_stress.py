@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.connectors.streams import Storm
+from tests.support.streams import Storm
 from vllm_omni_ext.connectors.base import ConnectorConfig
 from vllm_omni_ext.connectors.conformance import child, consume
 

@@ -17,8 +17,8 @@ import zmq
 
 from vllm_omni_ext.connectors.base import MIB, ConnectorConfig, ConnectorError, ProducerLost
 from vllm_omni_ext.connectors.conformance import EDGE, PATIENCE_S, empty, eventually, key
-from vllm_omni_ext.connectors.links import SLICE_BYTES, parse
 from vllm_omni_ext.connectors.tcp import Tcp, TcpConsumer, TcpProducer
+from vllm_omni_ext.connectors.zmq_transport import SLICE_BYTES, parse
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.wire import chunks as wire
 
@@ -62,7 +62,7 @@ def noise(rng: random.Random, valid: list[bytes]) -> list[bytes]:
     return [rng.choice(valid), *(rng.randbytes(5) for _ in range(rng.randrange(1, 4)))]
 
 
-def test_noise_is_counted_and_harms_nobody(producer: TcpProducer, consumer: TcpConsumer, raw: Any) -> None:
+def test_malformed_messages_are_counted_and_dropped(producer: TcpProducer, consumer: TcpConsumer, raw: Any) -> None:
     endpoint, token = parse(producer.address)
     rng = random.Random(5)
     valid = [
@@ -123,7 +123,7 @@ def test_bytes_that_are_no_zmtp(producer: TcpProducer, consumer: TcpConsumer) ->
 def lies() -> list[list[bytes]]:
     """What a producer could send that does not fit together."""
     part = wire.PartHead("float32", (4,), 0, 16)
-    head = wire.Head(request="a", index=0, last=True, meta=b"", parts=(part,), nbytes=16)
+    head = wire.ChunkHeader(request="a", index=0, last=True, meta=b"", parts=(part,), nbytes=16)
     change = msgspec.structs.replace
     slice_ = wire.encode(wire.Slice(request="a", index=0, start=0))
     heads = [
@@ -159,7 +159,7 @@ def test_a_lying_producer_gets_nothing_into_a_consumer(consumer: TcpConsumer, ra
     assert torch.equal(consumer.get(key("a"), PATIENCE_S).parts[0], torch.zeros(4))
 
 
-def test_who_does_not_read_is_not_sent_more(producer: TcpProducer) -> None:
+def test_a_consumer_that_does_not_read_gets_no_more(producer: TcpProducer) -> None:
     with Tcp(replace(CONFIG, window_bytes=MIB)).consumer(EDGE) as slow:
         slow.open("a", producer.address)
         for index in range(40):
@@ -175,7 +175,7 @@ def test_who_does_not_read_is_not_sent_more(producer: TcpProducer) -> None:
         eventually(lambda: empty(producer, slow), "something is left")
 
 
-def test_one_stream_that_nobody_reads_does_not_stop_another(producer: TcpProducer) -> None:
+def test_an_unread_stream_does_not_block_another(producer: TcpProducer) -> None:
     with Tcp(replace(CONFIG, window_bytes=MIB)).consumer(EDGE) as consumer:
         for name in ("unread", "read"):
             consumer.open(name, producer.address)
@@ -199,7 +199,7 @@ def test_a_chunk_of_several_slices_and_parts(producer: TcpProducer, consumer: Tc
 def test_another_edge_is_refused(producer: TcpProducer) -> None:
     with Tcp(CONFIG).consumer("other") as other:
         other.open("a", producer.address)
-        with pytest.raises(ProducerLost, match="edge 'rows', not 'other'"):
+        with pytest.raises(ProducerLost, match="edge 'hidden_states', not 'other'"):
             other.get(replace(key("a"), edge="other"), PATIENCE_S)
 
 
@@ -237,7 +237,7 @@ def test_who_has_the_address_and_not_the_keys_gets_nothing(closed: TcpProducer, 
         assert torch.equal(member.get(key("a"), PATIENCE_S).parts[0], torch.ones(9))
 
 
-def test_what_pretends_to_be_a_producer_is_told_nothing(raw: Any) -> None:
+def test_a_false_producer_gets_no_message(raw: Any) -> None:
     liar = raw(zmq.ROUTER)
     port = liar.bind_to_random_port("tcp://127.0.0.1")
     with Tcp(replace(CONFIG, connecting=KEYS.connecting)).consumer(EDGE) as consumer:

@@ -32,13 +32,13 @@ PATIENCE_S = 15.0
 REPLICA = """
 import sys, uuid
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import Descriptor
+from vllm_omni_ext.coordinator.members import Register
 from vllm_omni_ext.coordinator.reporter import Reporter
 from vllm_omni_ext.pool.load import Load
 
 address, stage, config_hash, secret, index = sys.argv[1:]
 load = Load(1, 2, 0.5)
-me = Descriptor(instance=uuid.uuid4().hex, stage=stage, model="m", config_hash=config_hash, version="1")
+me = Register(instance=uuid.uuid4().hex, stage=stage, model="m", config_hash=config_hash, version="1")
 reporter = Reporter(address, me, lambda: load, keys=Keys.read(secret or None), index=int(index) if index else None)
 reporter.start()
 for line in sys.stdin:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from vllm_omni_ext.coordinator.follower import Follower, steer
+from vllm_omni_ext.coordinator.follower import ViewDiff, apply_view
 from vllm_omni_ext.coordinator.members import Attach, Detach, Entry, Forget, Member, State, View
-from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.pool.stage_pool import StagePool
 
-A, B, C = (Member(ReplicaId("talker", i), 7) for i in range(3))
-A2 = Member(A.id, 8)
+A, B, C = (Member("talker", i, 7) for i in range(3))
+A2 = Member(A.stage, A.index, 8)
 BUSY = Load(3, 4, 0.5)
 
 
@@ -22,7 +21,7 @@ def up(member: Member, load: Load | None = BUSY) -> Entry:
 
 
 def test_only_the_difference_counts() -> None:
-    follower = Follower()
+    follower = ViewDiff()
     assert follower.take(view(up(A), Entry(B, State.JOINING))) == [Attach(A)]
     assert follower.take(view(Entry(A, State.SUSPECT), up(B))) == [Attach(B)]
     assert follower.take(view(Entry(A, State.DOWN), Entry(B, State.DRAINING))) == [Detach(A, "it is down")]
@@ -31,13 +30,13 @@ def test_only_the_difference_counts() -> None:
 
 
 def test_another_bearer_of_a_name_is_another_replica() -> None:
-    follower = Follower()
+    follower = ViewDiff()
     follower.take(view(up(A)))
     assert follower.take(view(up(A2))) == [Detach(A, "it has left"), Forget(A), Attach(A2)]
 
 
-def test_a_new_coordinator_takes_nobody_away_until_it_is_settled() -> None:
-    follower = Follower()
+def test_a_new_coordinator_removes_no_replica_until_it_has_settled() -> None:
+    follower = ViewDiff()
     follower.take(view(up(A), up(B), up(C)))
     assert follower.take(view(generation=2, settled=False)) == []
     assert follower.view is not None and {entry.load for entry in follower.view.replicas} == {None}
@@ -49,7 +48,7 @@ def test_a_new_coordinator_takes_nobody_away_until_it_is_settled() -> None:
 
 
 def test_one_that_has_registered_again_is_kept_until_its_heartbeat() -> None:
-    follower = Follower()
+    follower = ViewDiff()
     follower.take(view(up(A)))
     for settled in (False, True):
         assert follower.take(view(Entry(A, State.JOINING), generation=2, settled=settled)) == []
@@ -60,7 +59,7 @@ def test_one_that_has_registered_again_is_kept_until_its_heartbeat() -> None:
 
 
 def test_a_name_given_to_another_by_a_new_coordinator_is_not_kept_for_the_old_one() -> None:
-    follower = Follower()
+    follower = ViewDiff()
     follower.take(view(up(A)))
     assert follower.take(view(up(A2), generation=2, settled=False)) == [
         Detach(A, "it has left"),
@@ -70,7 +69,7 @@ def test_a_name_given_to_another_by_a_new_coordinator_is_not_kept_for_the_old_on
 
 
 def test_an_old_view_keeps_the_replicas_and_loses_the_loads() -> None:
-    follower = Follower()
+    follower = ViewDiff()
     assert follower.distrust() is None
     follower.take(view(up(A)))
     old = follower.distrust()
@@ -80,9 +79,9 @@ def test_an_old_view_keeps_the_replicas_and_loses_the_loads() -> None:
 
 def test_a_pool_is_steered() -> None:
     pool = StagePool("talker", [A.id, B.id])
-    steer(pool, view(Entry(A, State.SUSPECT), up(B), up(C)))
+    apply_view(pool, view(Entry(A, State.SUSPECT), up(B), up(C)))
     assert {pool.admit(str(i)) for i in range(4)} == {B.id}
-    steer(pool, view(up(A, Load()), Entry(B, State.DRAINING, Load()), up(Member(ReplicaId("thinker", 0), 1))))
+    apply_view(pool, view(up(A, Load()), Entry(B, State.DRAINING, Load()), up(Member("thinker", 0, 1))))
     assert {pool.admit(str(i)) for i in range(4, 8)} == {A.id}
-    steer(pool, view(Entry(A, State.DOWN), up(B)))
+    apply_view(pool, view(Entry(A, State.DOWN), up(B)))
     assert pool.admit("last") == B.id

@@ -13,24 +13,33 @@ import psutil
 import pytest
 import zmq
 
-from tests import noise
 from tests.coordinator.conftest import CONFIG, TIMEOUT_S, states, watching
-from vllm_omni_ext.coordinator import translate
+from tests.support import noise
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import State
-from vllm_omni_ext.coordinator.refusals import UNTOLD
+from vllm_omni_ext.coordinator.members import (
+    TO_COORDINATOR,
+    TO_REPLICA,
+    Heartbeat,
+    Leave,
+    Member,
+    Refused,
+    Register,
+    RegisterAgain,
+    State,
+)
+from vllm_omni_ext.coordinator.refusals import WITHHELD
 from vllm_omni_ext.coordinator.server import CoordinatorConfig
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.wire import coordination as wire
-from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, TO_COORDINATOR, TO_REPLICA, Malformed, encode
+from vllm_omni_ext.pool.load import Load
+from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, Malformed, encode
 
 pytestmark = pytest.mark.engine
 
-NOBODY = wire.Bearer("talker", 0, 1)
+NOBODY = Member("talker", 0, 1)
 HARMLESS = (
-    encode(wire.Heartbeat(member=NOBODY, load=wire.Load(9, 9, 0.9))),
-    encode(wire.Leave(member=NOBODY, drain=False)),
-    encode(wire.Register(instance="x", stage="talker", model="wrong" * 9, config_hash="wrong", version="0")),
+    encode(Heartbeat(member=NOBODY, load=Load(9, 9, 0.9))),
+    encode(Leave(member=NOBODY, drain=False)),
+    encode(Register(instance="x", stage="talker", model="wrong" * 9, config_hash="wrong", version="0")),
 )
 """Well formed, and none of them may change anything, whichever bytes are altered."""
 
@@ -120,27 +129,27 @@ async def ask(address: str, frames: list[bytes], keys: Keys | None = None, wait_
     return await asyncio.to_thread(talk)
 
 
-async def test_who_is_wrong_is_told_if_he_knows_the_secret(coordinator, secret) -> None:
+async def test_refusal_reason_is_sent_only_to_holders_of_the_secret(coordinator, secret) -> None:
     control, closed = coordinator(), coordinator(with_secret(secret))
     strange_stage = msgspec.structs.replace(TO_COORDINATOR.decode(HARMLESS[2]), stage="nose")
     for message, says in (
         (HARMLESS[2], "model is 'wrong"),
         (encode(strange_stage), "there is no stage 'nose'; there are talker, thinker"),
-        (encode(wire.Leave(member=wire.Bearer("nose", 0, 1), drain=True)), "there is no stage 'nose'"),
+        (encode(Leave(member=Member("nose", 0, 1), drain=True)), "there is no stage 'nose'"),
     ):
         for where, keys in ((control, None), (closed, Keys.read(str(secret)))):
             answer = await ask(where.events, [message], keys)
             assert answer is not None
             refused = TO_REPLICA.decode(answer)
-            assert isinstance(refused, wire.Refused)
-            assert says in refused.reason if keys else refused.reason == UNTOLD
+            assert isinstance(refused, Refused)
+            assert says in refused.reason if keys else refused.reason == WITHHELD
 
 
 async def test_another_protocol_is_refused(coordinator) -> None:
-    answer = await ask(coordinator().events, [encode(wire.Leave(member=NOBODY, drain=False, protocol=9))])
+    answer = await ask(coordinator().events, [encode(Leave(member=NOBODY, drain=False, protocol=9))])
     assert answer is not None
     refused = TO_REPLICA.decode(answer)
-    assert isinstance(refused, wire.Refused) and "protocol 9 there" in refused.reason
+    assert isinstance(refused, Refused) and "protocol 9 there" in refused.reason
 
 
 async def test_a_stranger_can_send_no_replica_away(coordinator, replica) -> None:
@@ -149,14 +158,14 @@ async def test_a_stranger_can_send_no_replica_away(coordinator, replica) -> None
     replica(control.events)
     async with watching(control.views) as witness:
         (entry,) = (await witness.states(talker_0=State.UP)).replicas
-        name = translate.bearer(entry.member)
+        name = entry.member
         for proof in ("", "talker/0", "0" * 32):
             for drain in (True, False):
-                leave = encode(wire.Leave(member=name, drain=drain, proof=proof))
+                leave = encode(Leave(member=name, drain=drain, proof=proof))
                 assert await ask(control.events, [leave], wait_s=0.1) is None
-            beat = encode(wire.Heartbeat(member=name, load=wire.Load(9, 9, 0.9), proof=proof))
+            beat = encode(Heartbeat(member=name, load=Load(9, 9, 0.9), proof=proof))
             answer = await ask(control.events, [beat])
-            assert answer is not None and TO_REPLICA.decode(answer) == wire.RegisterAgain(member=name)
+            assert answer is not None and TO_REPLICA.decode(answer) == RegisterAgain(member=name)
         after = await witness.until(lambda view: view.replicas[0].load is not None)
         assert states(after) == {"talker/0": State.UP} and after.replicas[0].member == entry.member
         assert after.replicas[0].load.waiting == 1, "the replica's own"

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 
 import pytest
+from msgspec.structs import replace
 
 from vllm_omni_ext.coordinator import membership as module
 from vllm_omni_ext.coordinator.members import (
-    Admit,
+    Admitted,
     Attach,
-    Descriptor,
     Detach,
     Forget,
     Heartbeat,
     Leave,
     Member,
     NotYet,
-    Publish,
-    Refuse,
+    Refused,
     Register,
     RegisterAgain,
     Released,
     State,
     Subscribed,
     Tick,
+    View,
 )
 from vllm_omni_ext.coordinator.membership import Expected, Membership
 from vllm_omni_ext.coordinator.timing import KEPT_TIMEOUTS, PUBLISH_GAP_S, Timing
@@ -38,8 +38,8 @@ WARRANT = "the head's"
 BUSY, IDLE = Load(1, 2, 0.5), Load()
 
 
-def descriptor(instance: str, stage: str = "talker") -> Descriptor:
-    return Descriptor(instance=instance, stage=stage, model="m", config_hash=EXPECTED.stages[stage], version="1")
+def descriptor(instance: str, stage: str = "talker") -> Register:
+    return Register(instance=instance, stage=stage, model="m", config_hash=EXPECTED.stages[stage], version="1")
 
 
 class Desk:
@@ -54,9 +54,9 @@ class Desk:
         self.start = self.now
 
     def tick(self) -> list:
-        actions = self.them.handle(Tick(self.now))
-        self.views.extend(action.view for action in actions if isinstance(action, Publish))
-        return [action for action in actions if not isinstance(action, Publish)]
+        actions = self.them.handle(Tick(), self.now)
+        self.views.extend(action for action in actions if isinstance(action, View))
+        return [action for action in actions if not isinstance(action, View)]
 
     def wait(self, seconds: float) -> list:
         end, found = self.now + seconds, []
@@ -67,8 +67,8 @@ class Desk:
         return found + self.tick()
 
     def register(self, instance: str, stage: str = "talker", **wish) -> list:
-        actions = self.them.handle(Register(descriptor(instance, stage), self.now, **wish))
-        self.instances.update((action.member, instance) for action in actions if isinstance(action, Admit))
+        actions = self.them.handle(replace(descriptor(instance, stage), **wish), self.now)
+        self.instances.update((action.member, instance) for action in actions if isinstance(action, Admitted))
         return actions
 
     def join(self, instance: str, **wish) -> Member:
@@ -77,10 +77,10 @@ class Desk:
         return admitted.member
 
     def beat(self, member: Member, load: Load = IDLE) -> list:
-        return self.them.handle(Heartbeat(member, load, self.now, self.instances.get(member, "")))
+        return self.them.handle(Heartbeat(member, load, self.instances.get(member, "")), self.now)
 
     def leave(self, member: Member, **how) -> list:
-        return self.them.handle(Leave(member, self.now, **{"proof": self.instances.get(member, ""), **how}))
+        return self.them.handle(Leave(member, **{"proof": self.instances.get(member, ""), **how}), self.now)
 
     def states(self) -> dict[str, State]:
         return {str(entry.member.id): entry.state for entry in self.them.view(self.now).replicas}
@@ -88,8 +88,8 @@ class Desk:
 
 def test_a_replica_is_attached_with_its_first_heartbeat() -> None:
     desk = Desk()
-    assert desk.register("a") == [Admit(Member(ReplicaId("talker", 0), 100), TIMING.interval_s)]
-    member = Member(ReplicaId("talker", 0), 100)
+    assert desk.register("a") == [Admitted(Member("talker", 0, 100), TIMING.interval_s)]
+    member = Member("talker", 0, 100)
     assert desk.states() == {"talker/0": State.JOINING}
     assert desk.beat(member) == [Attach(member)]
     assert desk.beat(member) == []
@@ -101,7 +101,7 @@ def test_silence_makes_suspect_then_down_then_forgotten() -> None:
     member = desk.join("a")
     assert desk.wait(TIMING.suspect_s - 0.01) == [] and desk.states() == {"talker/0": State.UP}
     assert desk.wait(0.01) == [] and desk.states() == {"talker/0": State.SUSPECT}
-    assert desk.wait(10 - TIMING.suspect_s) == [Detach(member, "it has not been heard of for 10.0 s")]
+    assert desk.wait(10 - TIMING.suspect_s) == [Detach(member, "it has sent nothing for 10.0 s")]
     assert desk.states() == {"talker/0": State.DOWN}
     assert desk.wait(KEPT_TIMEOUTS * 10) == [Forget(member)]
     assert desk.states() == {}
@@ -147,7 +147,7 @@ def test_names_are_the_lowest_free_ones_and_epochs_are_new() -> None:
     assert desk.states() == dict.fromkeys(("talker/0", "talker/1", "talker/2"), State.UP)
 
 
-def test_a_name_that_is_asked_for_is_given_if_it_is_free() -> None:
+def test_a_requested_name_is_granted_if_it_is_free() -> None:
     desk = Desk()
     assert desk.join("a", index=3).id.index == 3
     assert desk.join("b", index=3).id.index == 0
@@ -176,7 +176,7 @@ def test_a_new_coordinator_gives_everybody_the_name_and_epoch_they_had() -> None
     assert after.them.view(TIMING.timeout_s).settled
 
 
-def test_a_new_coordinator_gives_names_to_newcomers_when_it_knows_which_are_free() -> None:
+def test_a_new_coordinator_assigns_names_once_it_has_settled() -> None:
     desk = Desk(settled=False)
     assert desk.join("of the plan", index=1).id.index == 1
     assert desk.register("any name") == desk.register("a name that is taken", index=1) == [NotYet()]
@@ -184,7 +184,7 @@ def test_a_new_coordinator_gives_names_to_newcomers_when_it_knows_which_are_free
     assert desk.join("any name").id.index == 0
 
 
-def test_an_epoch_nobody_can_have_had_is_not_believed() -> None:
+def test_an_epoch_that_was_never_issued_is_refused() -> None:
     assert Desk(generation=100).join("a", index=0, epoch=2**62).epoch == 100
 
 
@@ -237,19 +237,19 @@ def test_one_that_is_down_leaves_at_once() -> None:
 )
 def test_what_does_not_fit_is_refused_with_the_reason(change: dict[str, str], says: str) -> None:
     desk = Desk()
-    assert desk.them.handle(Register(replace(descriptor("a"), **change), desk.now)) == [Refuse(says)]
+    assert desk.them.handle(replace(descriptor("a"), **change), desk.now) == [Refused(says)]
     assert desk.states() == {}
 
 
 def test_one_process_is_one_replica() -> None:
     desk = Desk()
     desk.join("a")
-    assert desk.register("a", "thinker") == [Refuse("instance 'a' is talker/0 already")]
+    assert desk.register("a", "thinker") == [Refused("instance 'a' is talker/0 already")]
 
 
-def test_a_stage_nobody_knows_is_refused() -> None:
-    stranger = Member(ReplicaId("walker", 0), 1)
-    refusal = [Refuse("there is no stage 'walker'; there are talker, thinker")]
+def test_an_unknown_stage_is_refused() -> None:
+    stranger = Member("walker", 0, 1)
+    refusal = [Refused("there is no stage 'walker'; there are talker, thinker")]
     assert Desk().beat(stranger) == Desk().leave(stranger) == refusal
 
 
@@ -258,7 +258,7 @@ def test_a_stage_has_a_largest_size(monkeypatch) -> None:
     desk = Desk()
     desk.join("a"), desk.join("b")
     (refused,) = desk.register("c")
-    assert refused == Refuse("stage 'talker' has 2 replicas, which is the most there can be")
+    assert refused == Refused("stage 'talker' has 2 replicas, which is the most there can be")
 
 
 def test_changes_are_published_together_and_views_come_at_least_every_interval() -> None:
@@ -270,7 +270,7 @@ def test_changes_are_published_together_and_views_come_at_least_every_interval()
         desk.beat(member, BUSY)
     desk.wait(PUBLISH_GAP_S)
     assert [len(view.replicas) for view in desk.views] == [50]
-    assert {entry.load for entry in desk.views[0].replicas} == {replace(BUSY, report=2)}
+    assert {entry.load for entry in desk.views[0].replicas} == {dataclasses.replace(BUSY, report=2)}
     desk.views.clear()
     desk.wait(2 * TIMING.interval_s)
     assert len(desk.views) == 2
@@ -280,7 +280,7 @@ def test_a_new_subscriber_gets_the_view_at_once() -> None:
     desk = Desk()
     desk.wait(PUBLISH_GAP_S)
     desk.views.clear()
-    desk.them.handle(Subscribed(desk.now))
+    desk.them.handle(Subscribed(), desk.now)
     desk.tick()
     assert len(desk.views) == 1
 
@@ -289,7 +289,7 @@ def test_loads_are_only_shown_while_they_are_recent() -> None:
     desk = Desk()
     member = desk.join("a")
     desk.beat(member, BUSY)
-    assert desk.them.view(desk.now).replicas[0].load == replace(BUSY, report=2)
+    assert desk.them.view(desk.now).replicas[0].load == dataclasses.replace(BUSY, report=2)
     desk.wait(5)
     assert desk.them.view(desk.now).replicas[0].load is None
 
@@ -312,7 +312,7 @@ def test_the_coordinators_own_delay_is_nobodys_silence() -> None:
     desk.wait(1)
     desk.now += 1000.0
     assert desk.tick() == [] and desk.states() == {"talker/0": State.UP}
-    assert Detach(member, "it has not been heard of for 10.0 s") in desk.wait(10)
+    assert Detach(member, "it has sent nothing for 10.0 s") in desk.wait(10)
 
 
 @pytest.mark.parametrize("timeout", [1.0, 3.0, 30.0, 300.0])
@@ -334,14 +334,14 @@ def test_an_impossible_drain_time_is_refused() -> None:
 
 
 @pytest.mark.parametrize("proof", ["", "b", "talker/0", "ä", "a" * 500])
-def test_what_is_said_of_another_replica_is_not_believed(proof: str) -> None:
+def test_messages_about_another_replica_are_refused(proof: str) -> None:
     desk = Desk()
     one, two = desk.join("a"), desk.join("b")
     desk.beat(one, BUSY)
     before = desk.them.view(desk.now)
     for drain in (True, False):
         assert desk.leave(one, proof=proof, drain=drain) == []
-    assert desk.them.handle(Heartbeat(one, IDLE, desk.now, proof)) == [RegisterAgain(one)]
+    assert desk.them.handle(Heartbeat(one, IDLE, proof), desk.now) == [RegisterAgain(one)]
     assert desk.them.view(desk.now) == before
     assert desk.states() == {"talker/0": State.UP, "talker/1": State.UP}
     desk.instances[two] = "a"  # who is another one has its own proof only
@@ -353,7 +353,7 @@ def test_nobody_lives_on_the_heartbeats_of_another() -> None:
     member = desk.join("a")
     for _ in range(30):
         desk.wait(TIMING.timeout_s / 10)
-        desk.them.handle(Heartbeat(member, IDLE, desk.now, "b"))
+        desk.them.handle(Heartbeat(member, IDLE, "b"), desk.now)
     assert desk.states() == {"talker/0": State.DOWN}
 
 
@@ -365,13 +365,13 @@ def test_the_head_speaks_for_every_replica(drain: bool) -> None:
     assert desk.states() == ({"talker/0": State.DRAINING} if drain else {})
 
 
-def test_without_a_warrant_nobody_speaks_for_others() -> None:
+def test_without_a_warrant_no_message_for_other_replicas_is_accepted() -> None:
     them = Membership(EXPECTED, TIMING, generation=1, at=-TIMING.timeout_s)
-    (admitted,) = them.handle(Register(descriptor("a"), 0.0))
-    assert them.handle(Leave(admitted.member, 0.0, drain=False, proof="")) == []
+    (admitted,) = them.handle(descriptor("a"), 0.0)
+    assert them.handle(Leave(admitted.member, drain=False, proof=""), 0.0) == []
 
 
-def test_no_view_says_how_to_speak_for_a_replica() -> None:
+def test_views_contain_no_proof_of_identity() -> None:
     desk = Desk()
     desk.join("the proof of a")
     assert "the proof of a" not in repr(desk.them.view(desk.now))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
-from vllm_omni_ext.coordinator.follower import Follower
+from tests.support.examples import examples
+from vllm_omni_ext.coordinator.follower import ViewDiff
 from vllm_omni_ext.coordinator.members import (
     ATTACHED,
-    Admit,
+    Admitted,
     Attach,
-    Descriptor,
     Detach,
     Entry,
     Forget,
@@ -23,7 +25,6 @@ from vllm_omni_ext.coordinator.members import (
     Leave,
     Member,
     NotYet,
-    Publish,
     Register,
     RegisterAgain,
     Released,
@@ -45,7 +46,7 @@ TIMING = Timing(timeout_s=2.0, drain_s=6.0)
 class Process:
     """A replica's process, as its reporter behaves."""
 
-    descriptor: Descriptor
+    descriptor: Register
     wish: int | None
     member: Member | None = None
     leaving: bool = False
@@ -53,7 +54,7 @@ class Process:
 
 def unnumbered(view: View) -> list[Entry]:
     """The replicas of a view; a report that says nothing new is not published for its number."""
-    return [replace(e, load=e.load and replace(e.load, report=0)) for e in view.replicas]
+    return [replace(e, load=e.load and dataclasses.replace(e.load, report=0)) for e in view.replicas]
 
 
 class Attachments:
@@ -86,7 +87,7 @@ class MembershipMachine(RuleBasedStateMachine):
         self.processes: list[Process] = []
         self.past: list[Member] = []
         self.last_heard: dict[Member, float] = {}
-        self.subscribers = [(Follower(), Attachments()), (Follower(), Attachments())]
+        self.subscribers = [(ViewDiff(), Attachments()), (ViewDiff(), Attachments())]
         self.restart()
 
     @rule()
@@ -100,14 +101,14 @@ class MembershipMachine(RuleBasedStateMachine):
         self.advance(0)
 
     def handle(self, event) -> list:
-        actions = self.them.handle(event)
+        actions = self.them.handle(event, self.now)
         self.attached.take(actions)
         for action in actions:
-            if isinstance(action, Publish):
-                self.views.append(action.view)
+            if isinstance(action, View):
+                self.views.append(action)
                 for at, (follower, attachments) in enumerate(self.subscribers):
                     if at == 0 or len(self.views) % 3 == 0:
-                        changes = follower.take(action.view)
+                        changes = follower.take(action)
                         attachments.take(changes)
                         self.nobody_who_is_heard_of_is_given_up(changes)
         return actions
@@ -128,7 +129,7 @@ class MembershipMachine(RuleBasedStateMachine):
         end = self.now + seconds
         while (due := self.them.deadline()) <= end:
             self.now = max(self.now, due)
-            self.handle(Tick(self.now))
+            self.handle(Tick())
         self.now = end
 
     def speak(self, process: Process, load: Load) -> None:
@@ -138,8 +139,8 @@ class MembershipMachine(RuleBasedStateMachine):
                 self.register(process)
                 return
             if process.leaving:
-                self.hear(process, self.handle(Leave(process.member, self.now, proof=process.descriptor.instance)))
-            actions = self.handle(Heartbeat(process.member, load, self.now, process.descriptor.instance))
+                self.hear(process, self.handle(Leave(process.member, proof=process.descriptor.instance)))
+            actions = self.handle(Heartbeat(process.member, load, process.descriptor.instance))
             if not any(isinstance(action, RegisterAgain) for action in actions):
                 self.heard[process.member] = self.last_heard[process.member] = self.now
                 self.hear(process, actions)
@@ -160,14 +161,14 @@ class MembershipMachine(RuleBasedStateMachine):
 
     def register(self, process: Process) -> bool:
         before = {entry.member.id for entry in self.view().replicas}
-        wish = (process.member.id.index, process.member.epoch) if process.member else (self.wish(process), None)
-        actions = self.handle(Register(process.descriptor, self.now, *wish))
+        index, epoch = (process.member.index, process.member.epoch) if process.member else (self.wish(process), None)
+        actions = self.handle(replace(process.descriptor, index=index, epoch=epoch))
         if actions == [NotYet()]:
             assert not self.view().settled
             return False
-        (member,) = [action.member for action in actions if isinstance(action, Admit)]
+        (member,) = [action.member for action in actions if isinstance(action, Admitted)]
         stage = [name for name in before if name.stage == process.descriptor.stage]
-        assert member.id.index in (wish[0], *range(len(stage) + 1)), "a free name was passed over"
+        assert member.id.index in (index, *range(len(stage) + 1)), "a free name was passed over"
         process.member = member
         self.past.append(member)
         return True
@@ -179,7 +180,7 @@ class MembershipMachine(RuleBasedStateMachine):
     def join(self, stage: str, wish: int | None) -> None:
         self.count += 1
         name = f"i{self.count}"
-        process = Process(Descriptor(instance=name, stage=stage, model="m", config_hash="x", version="1"), wish)
+        process = Process(Register(instance=name, stage=stage, model="m", config_hash="x", version="1"), wish)
         self.processes.append(process)
         self.register(process)
 
@@ -199,9 +200,9 @@ class MembershipMachine(RuleBasedStateMachine):
         process = pick.choice(self.processes)
         if process.member is not None and drain:
             process.leaving = True
-            self.hear(process, self.handle(Leave(process.member, self.now, proof=process.descriptor.instance)))
+            self.hear(process, self.handle(Leave(process.member, proof=process.descriptor.instance)))
         elif process.member is not None:
-            self.handle(Leave(process.member, self.now, drain=False, proof=process.descriptor.instance))
+            self.handle(Leave(process.member, drain=False, proof=process.descriptor.instance))
             self.processes.remove(process)
 
     @precondition(lambda self: self.processes)
@@ -216,13 +217,13 @@ class MembershipMachine(RuleBasedStateMachine):
         if member in {entry.member for entry in self.view().replicas}:
             return
         before = self.view()
-        event = Leave(member, self.now, drain=False) if leave else Heartbeat(member, Load(9, 9, 0.9), self.now)
+        event = Leave(member, drain=False) if leave else Heartbeat(member, Load(9, 9, 0.9))
         assert self.handle(event) == [Released(member) if leave else RegisterAgain(member)]
         assert self.view() == before
 
     @rule()
     def subscribe(self) -> None:
-        assert self.handle(Subscribed(self.now)) == []
+        assert self.handle(Subscribed()) == []
 
     @rule(seconds=st.sampled_from([0.05, 0.4, 0.7, 1.3, 2.1, 7.0, 25.0]))
     def wait(self, seconds: float) -> None:
@@ -268,25 +269,25 @@ class MembershipMachine(RuleBasedStateMachine):
             assert self.subscribers[0][1].now == set()
 
 
-MembershipMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+MembershipMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestMembershipMachine = MembershipMachine.TestCase
 
 
-def test_names_do_not_grow_with_those_who_came_and_went() -> None:
+def test_names_of_former_replicas_are_reused() -> None:
     """Two thousand crashes: never more names than replicas at one time."""
     now, indexes = 0.0, set()
     them = Membership(EXPECTED, TIMING, generation=1, at=now - TIMING.timeout_s)
-    base = Descriptor(instance="", stage="talker", model="m", config_hash="x", version="1")
+    base = Register(instance="", stage="talker", model="m", config_hash="x", version="1")
     for number in range(2000):
-        (*_, admitted) = them.handle(Register(replace(base, instance=str(number)), now))
+        (*_, admitted) = them.handle(replace(base, instance=str(number)), now)
         indexes.add(admitted.member.id.index)
-        them.handle(Heartbeat(admitted.member, Load(), now, str(number)))
+        them.handle(Heartbeat(admitted.member, Load(), str(number)), now)
         if number % 2:
-            them.handle(Leave(admitted.member, now, drain=False, proof=str(number)))
+            them.handle(Leave(admitted.member, drain=False, proof=str(number)), now)
         end = now + TIMING.timeout_s * 1.1
         while (due := them.deadline()) <= end:
             now = max(now, due)
-            them.handle(Tick(now))
+            them.handle(Tick(), now)
         now = end
     assert indexes == {0}
     assert len(them._by_instance) <= 1

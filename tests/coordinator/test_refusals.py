@@ -6,23 +6,25 @@ import logging
 
 import pytest
 
-from vllm_omni_ext.coordinator.refusals import LOG_EVERY_S, UNTOLD, Refusals
+from vllm_omni_ext.coordinator.refusals import LOG_EVERY_S, WITHHELD, Refusals
 
 LOG = logging.getLogger("refusing")
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_strangers_are_not_told_the_reason_and_the_log_is(told: bool, caplog: pytest.LogCaptureFixture) -> None:
-    refusals = Refusals(LOG, told=told)
+@pytest.mark.parametrize("with_reason", [True, False])
+def test_refusal_reason_goes_to_the_log_and_not_to_strangers(
+    with_reason: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusals = Refusals(LOG, with_reason=with_reason)
     assert refusals.words("a replica", "model is 'a' there and 'b' here") == (
-        "model is 'a' there and 'b' here" if told else UNTOLD
+        "model is 'a' there and 'b' here" if with_reason else WITHHELD
     )
     assert caplog.messages == ["refused a replica: model is 'a' there and 'b' here"]
 
 
 def test_a_flood_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    refusals = Refusals(LOG, told=False, clock=lambda: now[0])
+    refusals = Refusals(LOG, with_reason=False, clock=lambda: now[0])
     for number in range(1000):
         refusals.words("x" * 5000, f"{number} " + "y" * 5000)
     assert len(caplog.messages) == 1 and len(caplog.messages[0]) < 1300

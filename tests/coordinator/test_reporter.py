@@ -14,19 +14,27 @@ import pytest
 import zmq
 
 from tests.coordinator.conftest import CONFIG, EXPECTED, PATIENCE_S
-from tests.runtime.test_addresses import needs_ipv6
-from vllm_omni_ext.coordinator.members import Descriptor, Member
+from vllm_omni_ext.coordinator.members import (
+    TO_COORDINATOR,
+    Admitted,
+    Heartbeat,
+    Leave,
+    Member,
+    Refused,
+    Register,
+    RegisterAgain,
+    Released,
+)
 from vllm_omni_ext.coordinator.reporter import Reporter
 from vllm_omni_ext.coordinator.server import Coordinator, CoordinatorConfig
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.load import Load
-from vllm_omni_ext.wire import coordination as wire
-from vllm_omni_ext.wire.coordination import TO_COORDINATOR, encode
+from vllm_omni_ext.wire.coordination import Message, encode
 
 pytestmark = pytest.mark.engine
 
-ME = Descriptor(instance="me", stage="talker", model="m", config_hash=EXPECTED.stages["talker"], version="1")
+ME = Register(instance="me", stage="talker", model="m", config_hash=EXPECTED.stages["talker"], version="1")
 
 
 @pytest.fixture
@@ -47,7 +55,7 @@ def address() -> Iterator[str]:
 def reporter() -> Iterator[Callable[..., Reporter]]:
     made: list[Reporter] = []
 
-    def make(address: str, replica: Descriptor = ME, load=Load, **options) -> Reporter:
+    def make(address: str, replica: Register = ME, load=Load, **options) -> Reporter:
         made.append(Reporter(address, replica, load, **options))
         made[-1].start()
         return made[-1]
@@ -77,7 +85,7 @@ class Silent:
             assert time.monotonic() < deadline, f"no {kind.__name__}, only {message}"
         return message
 
-    def say(self, message: wire.Message | bytes) -> None:
+    def say(self, message: Message | bytes) -> None:
         self._socket.send_multipart([self._peer, message if isinstance(message, bytes) else encode(message)])
 
     def quiet(self, seconds: float) -> bool:
@@ -94,11 +102,11 @@ def silent() -> Iterator[Silent]:
     other.close()
 
 
-BEARER = wire.Bearer("talker", 3, 9)
-ADMITTED = wire.Admitted(member=BEARER, interval_s=0.05)
+BEARER = Member("talker", 3, 9)
+ADMITTED = Admitted(member=BEARER, interval_s=0.05)
 
 
-def test_it_is_told_its_name(address: str, reporter) -> None:
+def test_reporter_is_given_its_name_by_the_coordinator(address: str, reporter) -> None:
     told = threading.Event()
     one = reporter(address, index=5, admitted=lambda member: told.set())
     assert told.wait(PATIENCE_S)
@@ -125,32 +133,28 @@ def test_an_impossible_address_is_refused() -> None:
 def test_registering_is_tried_until_it_is_answered(silent: Silent, reporter) -> None:
     reporter(silent.address, index=3)
     first, second = silent.read(), silent.read()
-    assert (
-        first
-        == second
-        == wire.Register(instance="me", stage="talker", model="m", config_hash="t", version="1", index=3)
-    )
+    assert first == second == Register(instance="me", stage="talker", model="m", config_hash="t", version="1", index=3)
     silent.say(b"noise")
     silent.say(ADMITTED)
-    assert silent.until(wire.Heartbeat).member == BEARER
+    assert silent.until(Heartbeat).member == BEARER
 
 
 def test_when_it_is_unknown_it_registers_with_the_name_it_had(silent: Silent, reporter) -> None:
     reporter(silent.address)
     silent.read()
     silent.say(ADMITTED)
-    silent.until(wire.Heartbeat)
-    silent.say(wire.RegisterAgain(member=wire.Bearer("talker", 3, 1)))  # of somebody else
-    silent.say(wire.RegisterAgain(member=BEARER))
-    again = silent.until(wire.Register)
+    silent.until(Heartbeat)
+    silent.say(RegisterAgain(member=Member("talker", 3, 1)))  # of somebody else
+    silent.say(RegisterAgain(member=BEARER))
+    again = silent.until(Register)
     assert (again.index, again.epoch) == (3, 9)
 
 
 def test_a_refusal_is_kept_and_logged_once(silent: Silent, reporter, caplog) -> None:
     one = reporter(silent.address)
     silent.read()
-    silent.say(wire.Refused(reason="wrong model"))
-    silent.say(wire.Refused(reason="wrong model"))
+    silent.say(Refused(reason="wrong model"))
+    silent.say(Refused(reason="wrong model"))
     silent.say(b"noise")  # logged after them
     deadline = time.monotonic() + PATIENCE_S
     while "ignored a message" not in caplog.text and time.monotonic() < deadline:
@@ -164,21 +168,21 @@ def test_a_refusal_is_kept_and_logged_once(silent: Silent, reporter, caplog) -> 
 def test_a_coordinator_of_another_version_refuses(silent: Silent, reporter) -> None:
     one = reporter(silent.address)
     silent.read()
-    silent.say(wire.Refused(reason="?", protocol=2))
+    silent.say(Refused(reason="?", protocol=2))
     silent.say(ADMITTED)
-    silent.until(wire.Heartbeat)
+    silent.until(Heartbeat)
     assert one.refusal == ""
-    silent.say(wire.Refused(reason="?", protocol=2))
+    silent.say(Refused(reason="?", protocol=2))
     silent.quiet(0.3)
     assert one.refusal == "protocol 2 there and 1 here"
 
 
 def test_a_process_that_forgets_to_stop_still_ends(silent: Silent) -> None:
     program = f"""
-from vllm_omni_ext.coordinator.members import Descriptor
+from vllm_omni_ext.coordinator.members import Register
 from vllm_omni_ext.coordinator.reporter import Reporter
 from vllm_omni_ext.pool.load import Load
-me = Descriptor(instance="i", stage="talker", model="m", config_hash="t", version="1")
+me = Register(instance="i", stage="talker", model="m", config_hash="t", version="1")
 Reporter("{silent.address}", me, Load).start()
 """
     subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, check=True)
@@ -189,8 +193,8 @@ def test_a_load_that_cannot_be_read_does_not_make_the_replica_dead(silent: Silen
     reporter(silent.address, load=lambda: next(answers))
     silent.read()
     silent.say(ADMITTED)
-    beats = [silent.until(wire.Heartbeat).load for _ in range(3)]
-    assert beats == [wire.Load(4, 5, 0.5)] * 3
+    beats = [silent.until(Heartbeat).load for _ in range(3)]
+    assert beats == [Load(4, 5, 0.5)] * 3
     assert "the load of talker/3#9 cannot be read" in caplog.text
 
 
@@ -205,19 +209,19 @@ def test_strange_loads_are_cut_to_what_can_be_sent(silent: Silent, reporter) -> 
     reporter(silent.address, load=lambda: Load(-1, 2, float("nan")))
     silent.read()
     silent.say(ADMITTED)
-    assert silent.until(wire.Heartbeat).load == wire.Load(0, 2, 0.0)
+    assert silent.until(Heartbeat).load == Load(0, 2, 0.0)
 
 
-def test_leaving(silent: Silent, reporter) -> None:
+def test_drain_is_sent_to_the_coordinator_and_released_by_its_answer(silent: Silent, reporter) -> None:
     one = reporter(silent.address)
     silent.read()
     silent.say(ADMITTED)
     one.drain()
-    assert silent.until(wire.Leave) == wire.Leave(member=BEARER, drain=True, proof="me")
-    silent.until(wire.Heartbeat)
+    assert silent.until(Leave) == Leave(member=BEARER, drain=True, proof="me")
+    silent.until(Heartbeat)
     assert not one.released.is_set()
-    silent.say(wire.Released(member=wire.Bearer("talker", 3, 1)))  # somebody else
-    silent.say(wire.Released(member=BEARER))
+    silent.say(Released(member=Member("talker", 3, 1)))  # somebody else
+    silent.say(Released(member=BEARER))
     assert one.released.wait(PATIENCE_S)
 
 
@@ -225,10 +229,10 @@ def test_ending_tells_the_coordinator(silent: Silent, reporter) -> None:
     one = reporter(silent.address)
     silent.read()
     silent.say(ADMITTED)
-    silent.until(wire.Heartbeat)
+    silent.until(Heartbeat)
     one.stop()
-    assert silent.until(wire.Leave) == wire.Leave(member=BEARER, drain=False, proof="me")
-    assert one.member == Member(ReplicaId("talker", 3), 9)
+    assert silent.until(Leave) == Leave(member=BEARER, drain=False, proof="me")
+    assert one.member == Member("talker", 3, 9)
 
 
 @pytest.mark.parametrize(
@@ -236,8 +240,8 @@ def test_ending_tells_the_coordinator(silent: Silent, reporter) -> None:
     [
         ("tcp://0.0.0.0:*", True),
         ("tcp://127.0.0.1:*", False),
-        pytest.param("tcp://[::]:*", True, marks=needs_ipv6),
-        pytest.param("tcp://[::1]:*", False, marks=needs_ipv6),
+        pytest.param("tcp://[::]:*", True, marks=pytest.mark.needs("IPv6")),
+        pytest.param("tcp://[::1]:*", False, marks=pytest.mark.needs("IPv6")),
     ],
 )
 def test_an_open_port_without_a_secret_is_warned_of(events: str, warns: bool, caplog) -> None:

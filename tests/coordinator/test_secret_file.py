@@ -32,7 +32,9 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_where_it_is(state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_secret_file_follows_xdg_state_home(
+    state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert default_file() == state / "vllm-omni-ext" / "cluster.secret"
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for unusable in ("", "relative/path"):  # which the XDG specification says to ignore
@@ -41,7 +43,7 @@ def test_where_it_is(state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
-def test_it_is_made_once_and_is_the_users_alone(mask: int) -> None:
+def test_secret_file_is_created_once_with_mode_0600(mask: int) -> None:
     assert find() is None
     before = os.umask(mask)
     try:
@@ -92,7 +94,7 @@ def error_of(call: Any) -> str:
 
 
 @pytest.mark.parametrize("unsafe", [0o604, 0o640, 0o644, 0o660, 0o602])
-def test_one_that_others_may_read_is_refused(unsafe: int) -> None:
+def test_secret_file_readable_by_others_is_refused(unsafe: int) -> None:
     file, _ = find_or_make()
     file.chmod(unsafe)
     for call in (find, find_or_make):
@@ -124,7 +126,7 @@ def test_what_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> None:
         assert f"'{file}' is no regular file" in error_of(call)
 
 
-def test_one_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_file_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     file, _ = find_or_make()
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
@@ -151,7 +153,7 @@ def test_a_start_that_was_cut_short_leaves_no_half_secret(monkeypatch: pytest.Mo
     assert list(default_file().parent.iterdir()) == []
 
 
-def test_who_may_read_a_file_that_was_named(tmp_path: Path) -> None:
+def test_permissions_of_a_configured_secret_file(tmp_path: Path) -> None:
     file = tmp_path / "named"
     assert not read_by_others(file)
     file.touch(mode=0o600)

@@ -7,16 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from tests.coordinator.conftest import PATIENCE_S
-from vllm_omni_ext.coordinator import translate
-from vllm_omni_ext.coordinator.members import Attach, Entry, Member, State, View
+from vllm_omni_ext.coordinator.members import Attach, Entry, Member, Refused, State, View
 from vllm_omni_ext.coordinator.watcher import Watcher
-from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.load import Load
-from vllm_omni_ext.wire import coordination as wire
+from vllm_omni_ext.wire.coordination import encode
 
-MEMBER = Member(ReplicaId("talker", 0), 1)
+MEMBER = Member("talker", 0, 1)
 VIEW = View(generation=1, settled=True, timeout_s=0.2, replicas=(Entry(MEMBER, State.UP, Load(1, 1, 0.1)),))
 
 
@@ -54,22 +53,22 @@ async def following(watcher: Watcher) -> tuple[View, list]:
 async def test_views_come_through_and_grow_old(publisher: Publisher) -> None:
     watcher = Watcher(publisher.address)
     await publisher.ready()
-    publisher.say(wire.encode(translate.published(VIEW)))
+    publisher.say(encode(VIEW))
     assert await following(watcher) == (VIEW, [Attach(MEMBER)])
     assert watcher.fresh and watcher.view == VIEW
     stale, changes = await following(watcher)
     assert (stale.replicas, changes) == ((Entry(MEMBER, State.UP, None),), [])
     assert not watcher.fresh and watcher.age() >= VIEW.timeout_s
-    publisher.say(wire.encode(translate.published(VIEW)))
+    publisher.say(encode(VIEW))
     assert await following(watcher) == (VIEW, [])
     assert watcher.fresh
     watcher.close()
 
 
-async def test_an_old_view_is_told_once(publisher: Publisher) -> None:
+async def test_an_old_view_is_reported_once(publisher: Publisher) -> None:
     watcher = Watcher(publisher.address)
     await publisher.ready()
-    publisher.say(wire.encode(translate.published(VIEW)))
+    publisher.say(encode(VIEW))
     await following(watcher)
     await following(watcher)
     with pytest.raises(TimeoutError):
@@ -81,10 +80,8 @@ async def test_an_old_view_is_told_once(publisher: Publisher) -> None:
 async def test_what_is_no_view_is_ignored_and_counted(publisher: Publisher) -> None:
     watcher = Watcher(publisher.address)
     await publisher.ready()
-    strange = wire.Published(
-        generation=1, settled=True, timeout_s=1, replicas=(wire.Standing(translate.bearer(MEMBER), "asleep"),)
-    )
-    for at, data in enumerate((b"noise", wire.encode(strange), wire.encode(wire.Refused(reason="x")))):
+    strange = replace(VIEW, replicas=(Entry(MEMBER, "asleep"),))
+    for at, data in enumerate((b"noise", encode(strange), encode(Refused(reason="x")))):
         publisher.say(data)
         task = asyncio.create_task(watcher.__anext__())
         async with asyncio.timeout(PATIENCE_S):
@@ -92,7 +89,7 @@ async def test_what_is_no_view_is_ignored_and_counted(publisher: Publisher) -> N
                 await asyncio.wait([task], timeout=0.1)
         task.cancel()
         await asyncio.wait([task])
-    publisher.say(wire.encode(translate.published(VIEW)))
+    publisher.say(encode(VIEW))
     assert (await following(watcher))[0] == VIEW
     assert watcher.dropped == 3
     watcher.close()

@@ -10,17 +10,17 @@ import pytest
 import requests
 
 from vllm_omni_ext.disaggregation import bootstrap
-from vllm_omni_ext.disaggregation.bootstrap import Bootstrap, Place
+from vllm_omni_ext.disaggregation.bootstrap import Bootstrap, TransferEndpoint
 
 WORKER = {"dp_rank": 0, "tp_rank": 0, "pp_rank": 0, "addr": "tcp://127.0.0.1:1"}
 
 
-def as_worker(monkeypatch: pytest.MonkeyPatch, rank: int, said: Place | None = None) -> None:
+def as_worker(monkeypatch: pytest.MonkeyPatch, rank: int, said: TransferEndpoint | None = None) -> None:
     group: Any = SimpleNamespace(rank_in_group=rank, broadcast_object=lambda place, src: place or said)
     monkeypatch.setattr(bootstrap, "get_world_group", lambda: group)
 
 
-def test_it_listens_where_it_says_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_listens_only_on_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     as_worker(monkeypatch, 0)
     made = Bootstrap("127.0.0.1")
     port = int(made.place.address.rpartition(":")[2])
@@ -33,7 +33,7 @@ def test_it_listens_where_it_says_and_nowhere_else(monkeypatch: pytest.MonkeyPat
         requests.get(f"{made.place.url}/query", timeout=5)
 
 
-def test_one_that_is_started_again_knows_nothing_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_server_has_no_old_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
     as_worker(monkeypatch, 0)
     first = Bootstrap("127.0.0.1")
     registered = requests.post(f"{first.place.url}/register", json={**WORKER, "engine_id": first.place.engine_id})
@@ -47,7 +47,7 @@ def test_one_that_is_started_again_knows_nothing_of_the_one_before(monkeypatch: 
 
 
 def test_other_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = Place("e", "10.0.0.1:5")
+    said = TransferEndpoint("e", "10.0.0.1:5")
     as_worker(monkeypatch, 1, said)
     made = Bootstrap("127.0.0.1")
     assert made.place == said

@@ -46,9 +46,9 @@ def test_the_defaults_are_good() -> None:
         ({"protocol": "udp"}, "protocol"),
         ({"on_failure": "panic"}, "on_failure"),
         ({"transfer_timeout_s": 0}, "transfer_timeout_s"),
-        ({"senders": 0}, "senders"),
-        ({"hold_s": 1.0}, "hold_s"),
-        ({"connector": "nixl", "hold_s": 5.0}, "hold_s"),
+        ({"transfer_workers": 0}, "transfer_workers"),
+        ({"kv_retention_s": 1.0}, "kv_retention_s"),
+        ({"connector": "nixl", "kv_retention_s": 5.0}, "kv_retention_s"),
         ({"connector": "nixl", "protocol": "rdma"}, "protocol"),
     ],
 )
@@ -104,7 +104,7 @@ def test_each_role_understands_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["transfer_id", "remote_engine_id", "remote_bootstrap_addr"])
 @pytest.mark.parametrize("value", [None, "", 3, ["x"], {}])
-def test_nothing_that_vllm_would_trip_over(name: str, value: Any) -> None:
+def test_wrong_transfer_parameters_are_not_understood(name: str, value: Any) -> None:
     assert not understood(DECODE, {**SAID, name: value})
     assert not understood(DECODE, {key: each for key, each in SAID.items() if key != name})
     if name == "transfer_id":
@@ -112,7 +112,7 @@ def test_nothing_that_vllm_would_trip_over(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NIXL if name != "do_remote_prefill"])
-def test_nor_its_other_connector(name: str) -> None:
+def test_wrong_nixl_parameters_are_not_understood(name: str) -> None:
     assert understood(DECODE, NIXL, connector="nixl")
     assert understood(PREFILL, prefill_transfer("t"), connector="nixl")
     for value in (None, {}, []):
@@ -120,6 +120,6 @@ def test_nor_its_other_connector(name: str) -> None:
 
 
 @pytest.mark.parametrize("params", ["text", 3, [], {}])
-def test_not_even_a_dictionary(params: Any) -> None:
+def test_transfer_parameters_that_are_no_dictionary_are_not_understood(params: Any) -> None:
     assert not understood(PREFILL, params)
     assert not understood(DECODE, params)

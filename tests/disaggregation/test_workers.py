@@ -37,8 +37,8 @@ OK, CONTINUE, ERROR = (
 class Sender(SendMixin):
     """The half that sends, with an engine that is told what to say."""
 
-    def __init__(self, hold_s: float = 60.0) -> None:
-        self.start_sending(hold_s)
+    def __init__(self, kv_retention_s: float = 60.0) -> None:
+        self.start_sending(kv_retention_s)
         self.news = threading.Event()
         self.reqs_need_send: dict[str, Any] = {}
         self.finished_sending_reqs: set[str] = set()
@@ -67,7 +67,7 @@ async def test_a_request_that_was_aborted_before_it_ran_costs_no_other_its_block
 
 
 async def test_blocks_are_freed_when_their_time_is_over() -> None:
-    sender = Sender(hold_s=0.01)
+    sender = Sender(kv_retention_s=0.01)
     await sender.step({"a": ("ta", [[1]])})
     time.sleep(0.02)
     assert await sender.fetch_finished_sending_reqs() == {"a"}
@@ -133,7 +133,7 @@ def test_sending_lasts_until_it_is_certain(words: tuple[int, ...], code: int) ->
     assert sender.xfer_stats.totals["failed_transfers"] == (code != 0)
 
 
-def test_nobody_to_send_to() -> None:
+def test_blocks_are_not_sent_to_an_unreachable_peer() -> None:
     sender = Sender()
     sender.engine.batch_transfer_async_write = lambda *args: 0
     assert sender._send_blocks("nowhere", [1], [2], [30]) == -1
@@ -191,7 +191,7 @@ async def test_a_request_that_has_its_blocks_does_not_fail_with_the_others(monke
     assert len(receiver.xfer_stats.clone_and_reset().data[WAITED]) == 1
 
 
-async def test_given_up_in_time_and_settled_when_it_is_true(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_transfer_is_given_up_in_time_and_settled_later(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     receiver, wanted = Receiver(timeout_s=0.05), metas("a")
     await begin(receiver, wanted, monkeypatch)
     await asyncio.sleep(0.1)
@@ -219,7 +219,7 @@ async def test_sizes_that_do_not_go_together(quick: None, monkeypatch: pytest.Mo
     assert receiver.settled_now() == [("a", "ta")]
 
 
-async def test_what_was_given_up_meanwhile_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_transfer_is_not_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     receiver, wanted = Receiver(), metas("a", "b")
     await begin(receiver, wanted, monkeypatch)

@@ -18,13 +18,13 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_omni_ext.cli.settings import from_kwargs
-from vllm_omni_ext.engine.scheduler import feed_scheduler
+from vllm_omni_ext.engine.scheduler import streaming_input_scheduler
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime.engine_args import stage_engine_args
-from vllm_omni_ext.runtime.launcher import register_classes
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
-from vllm_omni_ext.wire.handoff import CHUNK, GIVEN, PROMPT
-from vllm_omni_ext.wire.parts import refusal, refused
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
+from vllm_omni_ext.runtime.launch.engine_args import stage_engine_args
+from vllm_omni_ext.runtime.launch.launcher import register_classes
+from vllm_omni_ext.wire.envelope import StageError, pack, unpack
+from vllm_omni_ext.wire.stage_input import CHUNK, INPUT, HiddenStatesRef, StageInput
 
 SIZE, BLOCKS = 20, 40
 BUDGET = 16  # tokens of one step
@@ -34,7 +34,7 @@ BUDGET = 16  # tokens of one step
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
     path: Path = tmp_path_factory.mktemp("tiny") / "model"
     write_qwen3_omni(path, seed=0)
-    register_classes()
+    register_classes("qwen3_omni")
     engine = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 2, "max_model_len": 64}
     plan = from_kwargs(str(path), stage_overrides={"talker": {"engine": engine}})
     with pytest.MonkeyPatch.context() as patch:
@@ -49,7 +49,7 @@ def scheduler(config: VllmConfig, request: pytest.FixtureRequest, monkeypatch: p
     size = config.cache_config.block_size
     layer = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
     config.cache_config.num_gpu_blocks = BLOCKS
-    return feed_scheduler(
+    return streaming_input_scheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], layer)]),
         structured_output_manager=StructuredOutputManager(config),
@@ -57,22 +57,23 @@ def scheduler(config: VllmConfig, request: pytest.FixtureRequest, monkeypatch: p
     )
 
 
-def opened(name: str = "r", **prompt: Any) -> Request:
+def opened(name: str = "r", last: bool = False, **fields: Any) -> Request:
     return Request(
         request_id=name,
         prompt_token_ids=[0] * SIZE,
-        sampling_params=SamplingParams(max_tokens=30, extra_args={PROMPT: prompt}),
+        sampling_params=SamplingParams(max_tokens=30, extra_args={INPUT: StageInput(last=last, **fields)}),
         pooling_params=None,
     )
 
 
-def chunk(name: str = "r", rows: int = 0, **fields: Any) -> Request:
-    """`rows`: how many there are by now."""
-    given = {GIVEN: {"count": rows}} if rows else {}
+def chunk(name: str = "r", hidden: int = 0, prompt_positions: int = 0, **fields: Any) -> Request:
+    """`hidden`: how many hidden states there are by now."""
+    ref = HiddenStatesRef(source="s", name=name, count=hidden) if hidden else None
+    given = StageInput(prompt_positions=prompt_positions, hidden_states=ref, last=False, **fields)
     return Request(
         request_id=name,
         prompt_token_ids=[0],
-        sampling_params=SamplingParams(extra_args={CHUNK: fields | given}),
+        sampling_params=SamplingParams(extra_args={CHUNK: given}),
         pooling_params=None,
     )
 
@@ -93,33 +94,33 @@ def steps(scheduler: Any, most: int = 20) -> list[dict[str, int]]:
     return done
 
 
-def test_text_first_then_rows_then_the_end(scheduler: Any) -> None:
-    scheduler.add_request(opened(text=[1] * (SIZE - 1), rows=[[4, 6], [10, 13]], track=[], last=False))
+def test_known_positions_first_then_hidden_states_then_the_end(scheduler: Any) -> None:
+    scheduler.add_request(opened(prompt_positions=SIZE - 1, hidden_spans=((4, 6), (10, 13))))
     assert steps(scheduler) == [{"r": 4}]
-    scheduler.add_request(chunk(rows=1))
+    scheduler.add_request(chunk(hidden=1))
     assert steps(scheduler) == [{"r": 1}]
-    scheduler.add_request(chunk(rows=3))
+    scheduler.add_request(chunk(hidden=3))
     assert steps(scheduler) == [{"r": 6}]
-    scheduler.add_request(chunk(rows=5))
+    scheduler.add_request(chunk(hidden=5))
     assert steps(scheduler) == [{"r": 8}]
     assert scheduler.requests["r"].num_output_tokens == 0
-    scheduler.add_request(chunk(text=[5], track=[], last=False))
-    assert steps(scheduler) == [{"r": 1}], "the first code, which needs no entry of the track"
-    scheduler.add_request(chunk(track=[6, 7], last=False))
+    scheduler.add_request(chunk(prompt_positions=1))
+    assert steps(scheduler) == [{"r": 1}], "the first code, which needs no step input"
+    scheduler.add_request(chunk(step_inputs=2))
     assert steps(scheduler) == [{"r": 1}, {"r": 1}]
     assert scheduler.requests["r"].num_output_tokens == 3
 
 
 def test_a_step_takes_no_more_than_its_budget(scheduler: Any) -> None:
-    scheduler.add_request(opened(text=[1] * (SIZE - 1), rows=[], track=[], last=False))
+    scheduler.add_request(opened(prompt_positions=SIZE - 1))
     assert steps(scheduler) == [{"r": BUDGET}, {"r": SIZE - 1 - BUDGET}]
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_one_that_knows_nothing_keeps_nobody_waiting(scheduler: Any, known: bool) -> None:
-    prompt: dict[str, Any] = {"rows": [[0, 2]]} if not known else {"rows": []}
-    scheduler.add_request(opened("first", text=[1] * (SIZE - 1), track=[], last=False, **prompt))
-    scheduler.add_request(opened("second", text=[1] * SIZE, track=[1], last=True, rows=[]))
+def test_request_without_input_does_not_block_other_requests(scheduler: Any, known: bool) -> None:
+    prompt: dict[str, Any] = {} if known else {"hidden_spans": ((0, 2),)}
+    scheduler.add_request(opened("first", prompt_positions=SIZE - 1, last=False, **prompt))
+    scheduler.add_request(opened("second", prompt_positions=SIZE, step_inputs=1, last=True))
     computed: dict[str, int] = {}
     for step in steps(scheduler, most=4):
         for name, count in step.items():
@@ -128,18 +129,18 @@ def test_one_that_knows_nothing_keeps_nobody_waiting(scheduler: Any, known: bool
     assert computed.get("first", 0) == (SIZE - 1 if known else 0)
 
 
-def test_everything_at_once_is_computed_as_ever(scheduler: Any) -> None:
-    scheduler.add_request(opened(text=[1] * SIZE, track=[1, 2], last=False, rows=[]))
+def test_request_with_all_input_at_once_is_scheduled_like_stock(scheduler: Any) -> None:
+    scheduler.add_request(opened(prompt_positions=SIZE, step_inputs=2))
     assert steps(scheduler) == [{"r": BUDGET}, {"r": SIZE - BUDGET}, {"r": 1}, {"r": 1}]
 
 
 @pytest.mark.parametrize("when", [0, 1, 2])
-def test_a_preempted_one_begins_again_and_goes_as_far(scheduler: Any, when: int) -> None:
-    scheduler.add_request(opened(text=[1] * (SIZE - 1), rows=[[4, 6]], track=[], last=False))
+def test_preempted_request_is_recomputed_up_to_its_known_input(scheduler: Any, when: int) -> None:
+    scheduler.add_request(opened(prompt_positions=SIZE - 1, hidden_spans=((4, 6),)))
     moves: list[Callable[[], None]] = [
         lambda: None,
-        lambda: scheduler.add_request(chunk(rows=2)),
-        lambda: scheduler.add_request(chunk(text=[5], track=[1], last=False)),
+        lambda: scheduler.add_request(chunk(hidden=2)),
+        lambda: scheduler.add_request(chunk(prompt_positions=1, step_inputs=1)),
     ]
     for move in moves[: when + 1]:
         move()
@@ -148,22 +149,22 @@ def test_a_preempted_one_begins_again_and_goes_as_far(scheduler: Any, when: int)
     before = request.num_tokens, request.num_computed_tokens
     scheduler._preempt_request(request, 0.0)
     again = steps(scheduler)
-    assert sum(step["r"] for step in again) == before[1], "also the step that waits for its entry of the track"
+    assert sum(step["r"] for step in again) == before[1], "also the step that waits for its step input"
     assert (request.num_tokens, request.num_computed_tokens) == before
 
 
-@pytest.mark.parametrize("text", [SIZE - 1, SIZE], ids=["prefill", "sampled"])
-def test_a_request_that_the_worker_refuses_ends_alone_and_says_why(scheduler: Any, text: int) -> None:
+@pytest.mark.parametrize("known", [SIZE - 1, SIZE], ids=["prefill", "sampled"])
+def test_a_request_that_the_worker_refuses_ends_alone_and_says_why(scheduler: Any, known: int) -> None:
     for name in ("bad", "good"):
-        scheduler.add_request(opened(name, text=[1] * text, rows=[], track=[1], last=False))
+        scheduler.add_request(opened(name, prompt_positions=known, step_inputs=1))
     output = scheduler.schedule()
     names = list(output.num_scheduled_tokens)
     sampled = [[] if scheduler.requests[name].is_prefill_chunk else [7] for name in names]
-    answers = [refusal("the rows are gone") if name == "bad" else None for name in names]
+    answers = [pack(StageError("the hidden states are gone")) if name == "bad" else None for name in names]
     made = ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, sampled, pooler_output=answers)
     outputs = scheduler.update_from_output(output, made)
     (bad,) = [each for each in outputs[0].outputs if each.request_id == "bad"]
     assert bad.finish_reason == FinishReason.ERROR
-    assert refused(bad.pooling_output) == "the rows are gone"
-    assert set(scheduler.requests) == {"good"} == set(scheduler._gates)
+    assert unpack(bad.pooling_output) == StageError("the hidden states are gone")
+    assert set(scheduler.requests) == {"good"} == set(scheduler._progress)
     assert "bad" in scheduler.finished_req_ids, "so that the worker forgets it"

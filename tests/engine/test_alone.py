@@ -35,7 +35,7 @@ def start(init: str, rank: int, size: int) -> None:
 
 def in_processes(count: int, body: Callable[..., Any], folder: Path) -> list[Any]:
     """What processes return that are the ranks of one world."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # vLLM is imported here already
     init = f"file://{folder}/{uuid.uuid4().hex}"
     with context.Pool(count) as pool:
         return [each.get(PATIENCE_S) for each in [pool.apply_async(body, (init, rank, count)) for rank in range(count)]]

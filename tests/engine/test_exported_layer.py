@@ -100,8 +100,8 @@ def test_compiled_in_every_step_has_it(compiled: bool, captured: bool, context: 
     for _ in range(2):
         runner.step()
         assert runner.drafters() == [LAYER] and runner.cudagraph_manager._graphs_captured
-    with exporting(runner, layer) as rows:
-        assert rows.tolist() == [[LAYER, LAYER]] * 3 and runner.execute_model_state.other == "kept"
+    with exporting(runner, layer) as hidden:
+        assert hidden.tolist() == [[LAYER, LAYER]] * 3 and runner.execute_model_state.other == "kept"
     assert not context.skip_compiled and runner.cudagraph_manager._graphs_captured
 
 
@@ -111,8 +111,8 @@ def test_without_compilation_only_steps_that_export_have_it() -> None:
     for _ in range(2):
         runner.step()
         assert runner.execute_model_state.aux_hidden_states is None
-        with exporting(runner, layer) as rows:
-            assert rows.tolist() == [[LAYER, LAYER]] * 3 and runner.drafters() == []
+        with exporting(runner, layer) as hidden:
+            assert hidden.tolist() == [[LAYER, LAYER]] * 3 and runner.drafters() == []
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -124,8 +124,8 @@ def test_a_drafter_finds_what_it_ordered(drafted: tuple[int, ...], compiled: boo
     for _ in range(2):
         runner.step()
         assert runner.drafters() == [*drafted] and not context.skip_compiled
-        with exporting(runner, layer) as rows:
-            assert rows.tolist() == [[LAYER, LAYER]] * 3 and runner.drafters() == [*drafted]
+        with exporting(runner, layer) as hidden:
+            assert hidden.tolist() == [[LAYER, LAYER]] * 3 and runner.drafters() == [*drafted]
         assert context.skip_compiled and runner.cudagraph_manager._graphs_captured
         context.skip_compiled = False
 

@@ -1,4 +1,4 @@
-"""Exported rows: any ranges, any split of the prefill, any preemption."""
+"""Exported hidden states: any ranges, any split of the prefill, any preemption."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_omni_ext.engine.exporter import Exporter
-from vllm_omni_ext.engine.feeder import Span
+from vllm_omni_ext.engine.input_provider import Span
 
 LENGTH = 24
 WIDTH = 2
@@ -70,7 +70,7 @@ def test_every_row_is_cut_once_and_in_order(wanted: Ranges, spans: list[tuple[in
         cuts = exporter.cut([span], hidden_of(1, start, count))
         assert list(cuts) == (["a"] if expected else [])
         for cut in cuts.values():
-            assert [int(p) for p in cut.rows[:, 1]] == expected
+            assert [int(p) for p in cut.hidden_states[:, 1]] == expected
             assert cut.first == len(seen)
             seen += expected
             assert cut.last == (seen == positions)
@@ -88,8 +88,8 @@ def test_requests_of_a_batch_are_not_mixed(batch: list[tuple[Ranges, int, int]])
     packed = exporter.cut(spans, torch.cat(hidden))
     for number, (wanted, start, count) in enumerate(batch):
         expected = [[number, p] for p in owed(wanted) if start <= p < start + count]
-        rows = packed[str(number)].rows.tolist() if str(number) in packed else []
-        assert rows == expected
+        exported = packed[str(number)].hidden_states.tolist() if str(number) in packed else []
+        assert exported == expected
     assert not exporter.due(spans), "each row is cut once"
 
 
@@ -113,12 +113,12 @@ def test_a_dropped_request_owes_nothing() -> None:
     assert exporter.cut([Span("a", 0, 4)], torch.zeros(4, WIDTH)) == {}
 
 
-def test_an_id_that_is_used_again_owes_its_new_rows() -> None:
+def test_a_reused_request_id_exports_again() -> None:
     exporter = Exporter()
     exporter.add("a", [(0, 2)])
     exporter.add("a", [(3, 4)])
     cut = exporter.cut([Span("a", 0, 4)], hidden_of(1, 0, 4))["a"]
-    assert (cut.first, cut.rows[:, 1].tolist(), cut.last) == (0, [3], True)
+    assert (cut.first, cut.hidden_states[:, 1].tolist(), cut.last) == (0, [3], True)
     exporter.drop("a")
     exporter.add("a", [(3, 4)])
     assert exporter.due([Span("a", 0, 4)])

@@ -79,7 +79,7 @@ def load(folder: Path, config: LoadConfig) -> Model:
 @pytest.mark.parametrize("name", ["auto", "safetensors"])
 def test_bytes_are_counted_up_to_all_of_them(folder: Path, reports: list[Loading], name: str) -> None:
     config = LoadConfig(load_format=name, use_tqdm_on_load=False)
-    with loading.told(config):
+    with loading.progress_reported(config):
         model = load(folder, config)
     assert sorted(model.taken) == ["a.one", "a.two"], "the file with what is not wanted is not read"
     assert "load_weights" not in vars(model)
@@ -98,12 +98,12 @@ def test_a_tensor_that_is_not_wanted_does_not_count(reports: list[Loading]) -> N
     assert [report.loaded for report in reports] == [0, 16, 48, 48]
 
 
-def test_a_download_says_where_it_comes_to(reports: list[Loading], tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_download_reports_its_folder(reports: list[Loading], tmp_path: Path, monkeypatch: Any) -> None:
     module = "vllm.model_executor.model_loader.default_loader"
     monkeypatch.setattr(f"{module}.list_filtered_repo_files", lambda **_: [])
     monkeypatch.setattr(f"{module}.download_weights_from_hf", lambda *_, **__: pytest.fail("cut short"))
     config = LoadConfig(download_dir=str(tmp_path))
-    with pytest.raises(pytest.fail.Exception), loading.told(config):
+    with pytest.raises(pytest.fail.Exception), loading.progress_reported(config):
         load(Path("some/model"), config)
     assert [(each.phase, each.folder) for each in reports] == [("downloading", f"{tmp_path}/models--some--model")]
     assert config.load_format == "auto"
@@ -111,7 +111,7 @@ def test_a_download_says_where_it_comes_to(reports: list[Loading], tmp_path: Pat
 
 def test_other_formats_are_left_alone(reports: list[Loading]) -> None:
     config = LoadConfig(load_format="dummy")
-    with loading.told(config):
+    with loading.progress_reported(config):
         assert config.load_format == "dummy"
     assert [report.phase for report in reports] == ["warming up"]
 
@@ -119,7 +119,7 @@ def test_other_formats_are_left_alone(reports: list[Loading]) -> None:
 def test_without_a_listener_nothing_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     config = LoadConfig()
-    with loading.told(config):
+    with loading.progress_reported(config):
         assert config.load_format == "auto"
 
 

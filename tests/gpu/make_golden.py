@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.media import Message, audio, image, of_kind
-from tests.oracle import Oracle
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from tests.support.media import Message, audio, image, of_kind
+from tests.support.oracle import Oracle
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
 FILE = Path(__file__).parents[1] / "data" / "gpu_golden.json"
 TEXT, FRAMES = 24, 40

@@ -109,7 +109,7 @@ def judge(name: str, output: Any, case: dict[str, Any], *, exact: bool) -> bool:
 
 def one_by_one() -> Any:
     """Start replicas one after the other: a small machine does not survive all at once."""
-    from vllm_omni_ext.runtime import launcher
+    from vllm_omni_ext.runtime.launch import launcher
 
     class OneByOne(launcher.Deployment):
         def _launch(self, *args: Any) -> None:
@@ -237,7 +237,7 @@ def main() -> int:
             return 0 if run(mode, args.model, cpu=args.mode in CPU_MODES) else 1
     import torch
 
-    from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+    from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
     names = args.modes or (MODES if torch.cuda.is_available() else CPU_MODES)
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.model_plugins.test_code_predictor import GREEDY, HIDDEN, predictor
-from tests.model_plugins.vocoder_reference import expected, random_codes, reference, small_config, vocoder_like
+from tests.support.vocoder_reference import expected, random_codes, reference, small_config, vocoder_like
 from vllm_omni_ext.engine.graphs import CudaGraphs
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor, Draw
 from vllm_omni_ext.model_plugins.qwen3_omni.frames import FrameMaker

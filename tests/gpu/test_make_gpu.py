@@ -22,7 +22,7 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
 ROOT = Path(__file__).parents[2]
 MODES = ("fp32-eager-v2", "bf16-graphs-v2")
@@ -79,6 +79,38 @@ def test_the_released_shape_is_run_with_the_readmes_command(table: ModuleType, t
     ]
     levels = [word for name in ("levels-few", "levels-many") for word in by_name[name].words if word.isdigit()]
     assert levels == ["1", "4", "8", "16", "32"]
+
+
+def test_pictures_are_of_the_released_shape_with_random_weights(table: ModuleType, tmp_path: Path) -> None:
+    by_name = {part.name: part for part in table.parts(MODES, tiny=False)}
+    names = [name for name in by_name if name.startswith("picture")]
+    assert names == ["picture-steps-512", "picture-steps-1024", "pictures-512", "pictures-1024"]
+    for name in names:
+        words = by_name[name].command("python3", tmp_path)
+        assert "--released-shape" in words and words[words.index("--json") + 1] == str(tmp_path / f"{name}.json")
+        assert words[words.index("--height") + 1] == words[words.index("--width") + 1] == name.rpartition("-")[2]
+        assert "--steps" not in words, "20 steps are the default"
+
+
+def test_goals_of_pictures(table: ModuleType, report: ModuleType) -> None:
+    row = {"height": 512, "width": 512, "steps": 20, "answer_p50_s": 2.0}
+    parts = {"queue": 0.0, "prefill": 0.1, "steps": 1.5, "vae": 0.2, "transfer": 0.3}
+    pictures = [
+        {**row, "task": task, "at_once": n, "image_s": s, "parts": parts}
+        for task, n, s in (("image", 1, 2.1), ("image", 4, 9.0), ("edit", 1, 2.7))
+    ]
+    steps = [
+        {**row, "images": n, "seconds": {"packed": n / 2, "one by one": n}, "packed_beside": {"one by one": 0.5}}
+        for n in (1, 4)
+    ]
+    results = table.Results(MACHINE).having("pictures-512", table.Result(table.OK, 60.0, pictures, "", "abc"))
+    results = results.having("picture-steps-512", table.Result(table.OK, 60.0, steps, "", "abc"))
+    text = report.render(results, table.parts(MODES, tiny=False), devices=1)
+    assert "| an image of 512x512, 20 steps, s | at most 2.2 | 2.1 | met |" in text
+    assert "| an edit of 512x512, 20 steps, s | at most 2.6 | 2.7 | **missed** |" in text
+    assert "| denoise steps of 4 images of 512x512, packed / one by one | at most 0.6 | 0.5 | met |" in text
+    assert "| image, 512x512, 20 steps | 1 | 2.100 | 2.000 | 0.000, 0.100, 1.500, 0.200, 0.300 |" in text
+    assert "| 512x512 | 4 | 40.0 | 20.0 | 0.50 |" in text
 
 
 def test_what_a_machine_lacks(table: ModuleType) -> None:
@@ -259,7 +291,7 @@ def test_the_package_as_if_it_were_installed(benchmark: Callable[[str], ModuleTy
     assert {(e.group, e.name, e.value) for e in found.entry_points} == {
         (group, name, value) for group, each in groups.items() for name, value in each.items()
     }
-    look = "import vllm_omni_ext.patches, vllm_omni_ext.model_plugins.registry as r; print(r.__file__)"
+    look = "import vllm_omni_ext.patches, vllm_omni_ext.plugins.registry as r; print(r.__file__)"
     words = [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(site)!r}); {look}"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(str(site))
@@ -297,9 +329,12 @@ def test_without_vllm_one_line_says_so(
     assert "has no vllm; set GPU_PYTHON" in capsys.readouterr().out
 
 
-def test_a_wrong_part_is_refused(tmp_path: Path) -> None:
-    done = call("--folder", str(tmp_path), "--device", "cpu", "--tiny", "--parts", "strat")
-    assert done.returncode == 2 and "no part strat; there are right-cpu, start" in done.stdout
+def test_a_wrong_part_is_refused(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(program, "look", lambda env: {"devices": 0})  # the test above looks
+    assert program.main(["--folder", str(tmp_path), "--device", "cpu", "--tiny", "--parts", "strat"]) == 2
+    assert "no part strat; there are right-cpu, start" in capsys.readouterr().out
 
 
 @pytest.mark.engine
@@ -312,6 +347,28 @@ def test_a_start_that_is_refused(table: ModuleType, program: ModuleType, tmp_pat
     result = program.result_of(part, tmp_path, state, seconds, "abc")
     assert state == table.REFUSED, result.said
     assert result.said.splitlines()[-1].startswith("error: stages.talker.devices")
+
+
+@pytest.mark.engine
+def test_pictures_on_a_cpu_with_the_tiny_checkpoint(report: ModuleType, tmp_path: Path) -> None:
+    """The computation alone, then a server: images and edits, 1, 2 and 4 at once, and the report."""
+    words = ["--device", "cpu", "--tiny", "--folder", str(tmp_path)]
+    done = call(*words, "--parts", "picture-steps-512", "pictures-512")
+    logs = [file.read_text(errors="replace")[-3000:] for file in sorted(tmp_path.glob("*.log"))]
+    assert done.returncode == 0, done.stdout + done.stderr + "\n".join(logs)
+    told: Any = json.loads((tmp_path / "results.json").read_text())["parts"]
+    steps, pictures = (told[name]["figures"] for name in ("picture-steps-512", "pictures-512"))
+    assert [each["images"] for each in steps] == [1, 2, 4]
+    assert set(steps[0]["seconds"]) == {"packed", "one by one", "plain loop"}
+    assert [(each["task"], each["at_once"]) for each in pictures] == [
+        (task, count) for task in ("image", "edit") for count in (1, 2, 4)
+    ]
+    for each in pictures:
+        assert set(each["parts"]) == {"queue", "prefill", "steps", "vae", "transfer"}
+        assert all(seconds > 0 for seconds in each["parts"].values()), each
+        assert each["parts"]["transfer"] < each["answer_p50_s"]
+    text = (tmp_path / "report.md").read_text()
+    assert "| edit, 64x48, 3 steps | 4 | " in text and "| 64x48 | 4 | " in text
 
 
 @pytest.mark.engine

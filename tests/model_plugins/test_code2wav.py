@@ -13,10 +13,18 @@ from torch import Tensor
 from vllm.pooling_params import PoolingParams
 from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
 
-from tests.model_plugins.vocoder_reference import check_equal, expected, random_codes, reference, small_config
+from tests.support.vocoder_reference import (
+    check_equal,
+    expected,
+    header,
+    random_codes,
+    reference,
+    refusal,
+    small_config,
+)
 from vllm_omni_ext.model_plugins.qwen3_omni import code2wav
 from vllm_omni_ext.model_plugins.qwen3_omni.code2wav import POOLING_TASK, Qwen3OmniCode2Wav
-from vllm_omni_ext.wire.parts import FILLER, PartMark, refused
+from vllm_omni_ext.wire.stage_input import FILLER, PartHeader
 
 REFERENCE = reference(small_config(), seed=1)
 CHECKPOINT = {f"code2wav.{name}": tensor for name, tensor in REFERENCE.state_dict().items()}
@@ -58,11 +66,11 @@ def metadata(prompts: list[list[int]], params: list[PoolingParams]) -> PoolingMe
 
 
 def part(stream: str, number: int = 0, *, last: bool = True) -> PoolingParams:
-    return marked(PartMark(stream, number, last))
+    return with_header(header(stream, number, last))
 
 
-def marked(mark: PartMark) -> PoolingParams:
-    return PoolingParams(task=POOLING_TASK, extra_kwargs=mark.as_extra())
+def with_header(part: PartHeader) -> PoolingParams:
+    return PoolingParams(task=POOLING_TASK, extra_kwargs=part.as_extra())
 
 
 def pool(model: Qwen3OmniCode2Wav, prompts: list[list[int]], params: list[PoolingParams]) -> list[Tensor]:
@@ -87,7 +95,7 @@ def test_loading_names_what_is_missing_or_wrong() -> None:
     with pytest.raises(ValueError, match=r"code2wav\.novelty has no place"):
         empty_model().load_weights((CHECKPOINT | {"code2wav.novelty": torch.zeros(1)}).items())
     wrong = CHECKPOINT | {"code2wav.decoder.0.conv.bias": torch.zeros(7)}
-    with pytest.raises(ValueError, match=r"decoder\.0\.conv\.bias has shape \(7,\); the configuration says \(16,\)"):
+    with pytest.raises(ValueError, match=r"decoder\.0\.conv\.bias has shape \(7,\); the configuration expects \(16,\)"):
         empty_model().load_weights(wrong.items())
 
 
@@ -104,7 +112,7 @@ def test_a_stream_over_several_steps(model: Qwen3OmniCode2Wav) -> None:
     waves = []
     for number, (chunk, last) in enumerate(steps):
         waves += pool(model, [chunk.flatten().tolist()], [part("a", number, last=last)])
-    waves += pool(model, [FILLER], [marked(PartMark("a", 3, last=True, empty=True))])
+    waves += pool(model, [FILLER], [with_header(header("a", 3, last=True, empty=True))])
     assert len(waves[-1]) == 0 and waves[-1].dtype == torch.float32
     check_equal(torch.cat(waves), expected(REFERENCE, codes))
     assert len(model.pooler.streams) == 0
@@ -114,19 +122,19 @@ def test_a_stream_that_is_ended_is_forgotten(model: Qwen3OmniCode2Wav, caplog: p
     codes = random_codes(REFERENCE.config, 2, seed=3).flatten().tolist()
     pool(model, [codes], [part("a", last=False)])
     assert len(model.pooler.streams) == 1
-    (answer,) = pool(model, [FILLER], [marked(PartMark.end("a"))])
+    (answer,) = pool(model, [FILLER], [with_header(PartHeader.end("a"))])
     assert len(model.pooler.streams) == 0
-    assert len(answer) == 0 and refused(answer) is None
+    assert len(answer) == 0 and refusal(answer) is None
     (answer,) = pool(model, [codes], [part("a", 1)])
-    assert refused(answer) == "part 1 came for a stream that is not open"
+    assert refusal(answer) == "part 1 came for a stream that is not open"
 
 
 @pytest.mark.parametrize(
     ("prompt", "params", "reason"),
     [
-        ([1, 2, 3, 4, 5], PartMark("bad", 0, last=True).as_extra(), "5 codes are no whole number of frames of 4"),
-        ([1, 2, 3, 32], PartMark("bad", 0, last=True).as_extra(), "codes reach from 1 to 32, allowed are 0 to 31"),
-        ([1, 2, 3, 4], PartMark("bad", 1, last=True).as_extra(), "part 1 came for a stream that is not open"),
+        ([1, 2, 3, 4, 5], header("bad", 0, last=True).as_extra(), "5 codes are no whole number of frames of 4"),
+        ([1, 2, 3, 32], header("bad", 0, last=True).as_extra(), "codes reach from 1 to 32, allowed are 0 to 31"),
+        ([1, 2, 3, 4], header("bad", 1, last=True).as_extra(), "part 1 came for a stream that is not open"),
         ([1, 2, 3, 4], {"last": True}, "extra_kwargs: Object missing required field `stream`"),
     ],
 )
@@ -138,13 +146,11 @@ def test_one_bad_request_does_not_disturb_the_others(
     params: dict[str, Any],
     reason: str,
 ) -> None:
-    monkeypatch.setattr(code2wav.logger, "propagate", True)
-    monkeypatch.setattr(logging.getLogger("vllm_omni_ext"), "propagate", True)
     good = random_codes(REFERENCE.config, 5, seed=0)
     bad = PoolingParams(task=POOLING_TASK, extra_kwargs=params)
     with caplog.at_level(logging.ERROR):
         waves = pool(model, [prompt, good.flatten().tolist()], [bad, part("good")])
-    assert reason in (refused(waves[0]) or "")
+    assert reason in (refusal(waves[0]) or "")
     check_equal(waves[1], expected(REFERENCE, good))
     assert reason in caplog.text
 

@@ -16,10 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
-from tests.model_plugins.vocoder_reference import check_equal, expected, random_codes
+from tests.support.vocoder_reference import check_equal, expected, header, random_codes, refusal
 from vllm_omni_ext.model_plugins.qwen3_omni import hf_configs
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
-from vllm_omni_ext.wire.parts import FILLER, PartMark, refused
+from vllm_omni_ext.wire.stage_input import FILLER, PartHeader
 
 pytestmark = pytest.mark.engine
 
@@ -32,8 +31,8 @@ ENVIRONMENT = {
 }
 
 
-Part = tuple[str, PartMark, list[int]]
-"""Request id, mark and prompt."""
+Part = tuple[str, PartHeader, list[int]]
+"""Request id, header and prompt."""
 
 
 @dataclass
@@ -55,13 +54,13 @@ class Stage:
         client = self._client()
         try:
             assert list(await client.get_supported_tasks_async()) == [POOLING_TASK]
-            for request_id, mark, prompt in parts:
+            for request_id, part_header, prompt in parts:
                 request = EngineCoreRequest(
                     request_id=request_id,
                     prompt_token_ids=prompt,
                     mm_features=None,
                     sampling_params=None,
-                    pooling_params=PoolingParams(task=POOLING_TASK, extra_kwargs=mark.as_extra()),
+                    pooling_params=PoolingParams(task=POOLING_TASK, extra_kwargs=part_header.as_extra()),
                     arrival_time=time.time(),
                     lora_request=None,
                     cache_salt=None,
@@ -100,19 +99,18 @@ def load_reference(checkpoint: Path) -> Qwen3OmniMoeCode2Wav:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def stage(tiny: Path) -> Iterator[Stage]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.utils import bind_engine_zmq_listeners, launch_core_engines
     from vllm.v1.executor import Executor
 
-    checkpoint = write_qwen3_omni(tmp_path_factory.mktemp("checkpoint"), seed=0)
-    reference = load_reference(checkpoint)
+    reference = load_reference(tiny)
     with pytest.MonkeyPatch.context() as environment:
         for name, value in ENVIRONMENT.items():
             environment.setenv(name, value)
         capacity = MAX_FRAMES * reference.config.num_quantizers
         config = AsyncEngineArgs(
-            model=str(checkpoint),
+            model=str(tiny),
             runner="pooling",
             hf_overrides=hf_configs.code2wav,
             skip_tokenizer_init=True,
@@ -135,7 +133,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def whole(prompts: dict[str, list[int]]) -> list[Part]:
-    return [(name, PartMark(name, 0, last=True), prompt) for name, prompt in prompts.items()]
+    return [(name, header(name, 0, last=True), prompt) for name, prompt in prompts.items()]
 
 
 def streamed(streams: dict[str, Tensor]) -> list[Part]:
@@ -144,9 +142,9 @@ def streamed(streams: dict[str, Tensor]) -> list[Part]:
     for n, (name, frames) in enumerate(streams.items()):
         chunks = frames.split(n + 1)
         for number, chunk in enumerate(chunks):
-            mark = PartMark(name, number, last=False)
-            parts.append((number, (f"{name}/{number}", mark, chunk.flatten().tolist())))
-        end = PartMark(name, len(chunks), last=True, empty=True)
+            part_header = header(name, number, last=False)
+            parts.append((number, (f"{name}/{number}", part_header, chunk.flatten().tolist())))
+        end = header(name, len(chunks), last=True, empty=True)
         parts.append((len(chunks), (f"{name}/{len(chunks)}", end, FILLER)))
     return [part for _, part in sorted(parts, key=lambda numbered: numbered[0])]
 
@@ -166,7 +164,7 @@ async def test_waveforms_equal_transformers(stage: Stage) -> None:
         check_equal(waves[name], expected(stage.reference, frames))
         assert waves[name].std() > 0.01
     for name, frames in streams.items():
-        mine = [waves[request_id] for request_id, mark, _ in parts if mark.stream == name]
+        mine = [waves[request_id] for request_id, part_header, _ in parts if part_header.stream == name]
         check_equal(torch.cat(mine), expected(stage.reference, frames))
-    assert all(refused(waves[name]) for name in broken)
+    assert all(refusal(waves[name]) for name in broken)
     assert waves["1 frames"].device == torch.device("cpu")

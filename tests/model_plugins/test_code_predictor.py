@@ -15,6 +15,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration as Reference,
 )
 
+from tests.support.examples import examples
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import Choice, CodePredictor, Draw
 
 HIDDEN = 32
@@ -120,7 +121,7 @@ def warped(row: Tensor) -> Tensor:
     return TopPLogitsWarper(0.8)(None, TopKLogitsWarper(50)(None, row[None]))[0].softmax(-1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([3, 50, 51, 200]), st.floats(0.05, 5))
 def test_only_what_transformers_would_sample_is_drawn(seed: int, codes: int, spread: float) -> None:
     row = torch.randn(codes, generator=torch.Generator().manual_seed(seed)) * spread

@@ -5,18 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.model_plugins.talker_ids import AUDIO, HEADER, IDS, SYSTEM, turn, user
+from tests.support.talker_ids import AUDIO, HEADER, IDS, SYSTEM, turn, user
 from vllm_omni_ext.connectors.chunks import ALL, ChunkSchedule
-from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER, THINKER, TOO_SHORT, Rows, Speech, SpeechFlow
+from vllm_omni_ext.modalities.chunks import AudioChunk
+from vllm_omni_ext.model_plugins.qwen3_omni.flow import (
+    TALKER,
+    THINKER,
+    TOO_SHORT,
+    HiddenStates,
+    ReadAloudFlow,
+    SpeechFlow,
+    SpeechPlan,
+)
+from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerChunk, TalkerPrompt
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import find_parts, talker_prompt
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finish, Finished, Open, Produced, Repeat
-from vllm_omni_ext.wire.rows import Notice
+from vllm_omni_ext.plugins.flow import (
+    Action,
+    Emit,
+    Extend,
+    Fail,
+    Finish,
+    Finished,
+    Flow,
+    Forward,
+    Open,
+    Produced,
+    Recompute,
+    Submit,
+)
+from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError
+from vllm_omni_ext.wire.stage_input import HiddenStatesRef
 
 TEXT = turn(SYSTEM, 30) + user(20, 21) + HEADER
 HEARD = user(20, AUDIO, AUDIO, AUDIO, 21, AUDIO) + HEADER
@@ -29,12 +54,12 @@ def flow_for(
 ) -> SpeechFlow:
     parts = find_parts(prompt, IDS)
     assert parts is not None
-    speech = Speech(prompt=prompt, parts=parts, voice="ethan", ids=IDS, sample_rate=24_000, positions=positions)
+    speech = SpeechPlan(prompt=prompt, parts=parts, voice="ethan", ids=IDS, sample_rate=24_000, positions=positions)
     return SpeechFlow(speech, text=text, frames=frames)
 
 
-def thought(*tokens: int, rows: Any = None, finish: Finish | None = None) -> Produced:
-    return Produced(THINKER, tokens, rows, finish)
+def thought(*tokens: int, ready: Any = None, finish: Finish | None = None) -> Produced:
+    return Produced(THINKER, tokens, ready, finish)
 
 
 def said(*frames: tuple[int, ...], finish: Finish | None = None) -> Produced:
@@ -47,6 +72,33 @@ def sounded(part: int, samples: Any) -> Produced:
 
 def feed(flow: SpeechFlow, *events: Produced) -> list[Action]:
     return [action for event in events for action in flow.handle(event)]
+
+
+def extend(*track: int, text: tuple[int, ...] = (), last: bool = False) -> Extend:
+    payload = TalkerChunk(text=text, track=track)
+    return Extend(stage=TALKER, payload=payload, last=last, prompt_positions=len(text), step_inputs=len(track))
+
+
+def begun(flow: SpeechFlow) -> list[Action]:
+    """What the flow does at once beside forwarding the request."""
+    first, *rest = flow.begin()
+    assert first == Forward(THINKER)
+    return rest
+
+
+def of_talker(action: Action) -> TalkerPrompt:
+    """The payload that opens the talker; what is said of its input beside it is true."""
+    assert isinstance(action, Open) and isinstance(action.payload, TalkerPrompt)
+    payload = action.payload
+    assert (action.prompt_positions, action.step_inputs) == (len(payload.text), len(payload.track))
+    assert len(action.prompt) == len(payload.codec) + action.done and action.done == len(payload.frames)
+    return payload
+
+
+def track_of(action: Action) -> list[int]:
+    """All text ids that are spoken."""
+    payload = of_talker(action)
+    return [payload.text[-1], *payload.track]
 
 
 @dataclass
@@ -63,18 +115,19 @@ class Stages:
     def take(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Open(stage="talker", handoff=handoff):
-                    assert handoff is not None
+                case Open(stage="talker", last=last):
                     self.opened.append(TALKER)
-                    known = len(handoff["text"]) == len(handoff["codec"])
-                    self.text += [*handoff["text"][-1:], *handoff["track"]] if known else []
-                    self.closed.append(handoff["last"])
-                case Extend(stage="talker", track=track, last=last, prompt=prompt):
-                    assert self.opened[:1] == [TALKER]
-                    assert bool(prompt) == (self.text == [])
-                    self.text += [*prompt, *track]
+                    payload = of_talker(action)
+                    known = len(payload.text) == len(payload.codec)
+                    self.text += [*payload.text[-1:], *payload.track] if known else []
                     self.closed.append(last)
-                case Feed(stage="code2wav", part=part, prompt=prompt, last=last):
+                case Extend(stage="talker", payload=TalkerChunk(text=text, track=track), last=last):
+                    assert self.opened[:1] == [TALKER]
+                    assert bool(text) == (self.text == [])
+                    assert (action.prompt_positions, action.step_inputs) == (len(text), len(track))
+                    self.text += [*text, *track]
+                    self.closed.append(last)
+                case Submit(stage="code2wav", part=part, prompt=prompt, last=last):
                     assert part == self.opened.count(CODE2WAV)
                     self.opened.append(CODE2WAV)
                     self.codes += prompt
@@ -90,37 +143,45 @@ def test_a_reply_in_one_piece() -> None:
     parts = find_parts(TEXT, IDS)
     assert parts is not None
     text, codec = talker_prompt(TEXT, parts, "ethan", IDS)
-    handoff = {"text": [*text, 40], "codec": codec, "fill": IDS.tts_pad, "track": [41, 42, IDS.tts_eos], "last": True}
-    assert opened == Open(TALKER, [IDS.codec_pad] * len(codec), handoff | {"rows": []}, stop=(IDS.codec_eos,))
+    payload = TalkerPrompt(text=[*text, 40], codec=codec, fill=IDS.tts_pad, track=[41, 42, IDS.tts_eos])
+    assert opened == Open(
+        stage=TALKER,
+        prompt=[IDS.codec_pad] * len(codec),
+        payload=payload,
+        prompt_positions=len(codec),
+        step_inputs=3,
+        hidden_spans=[],
+        stop=(IDS.codec_eos,),
+    )
     assert feed(flow, said((1, 2)), said((3, 4))) == []
     (decode,) = feed(flow, said(finish="stop"))
-    assert decode == Feed(CODE2WAV, 0, [1, 2, 3, 4], {"task": "token_embed"}, last=True)
-    sound = torch.ones(5)
+    assert decode == Submit(stage=CODE2WAV, prompt=[1, 2, 3, 4], pooling_task="token_embed")
+    sound = torch.ones(5, 1)
     emit, end = feed(flow, sounded(0, sound))
     assert end == Finished()
-    assert emit.data.tolist() == sound.tolist()
-    assert emit.last
-    assert (emit.modality, emit.facts["sample_rate"], emit.facts["note"]) == ("audio", 24_000, None)
-    assert emit.facts["frames"].tolist() == [[1, 2], [3, 4]]
+    assert (emit.chunk.samples.tolist(), emit.chunk.samples.dtype) == ([1.0] * 5, np.float32)
+    assert (emit.chunk.last, emit.chunk.sample_rate, emit.chunk.note) == (True, 24_000, None)
+    assert emit.chunk.frames.tolist() == [[1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize("finish", ["stop", "length", "repetition"])
 @pytest.mark.parametrize("last", [9, 43], ids=["end token", "any token"])
 def test_the_end_mark_takes_the_place_of_the_last_token(finish: Finish, last: int) -> None:
     (opened,) = feed(flow_for(TEXT), thought(40, 41), thought(last, finish=finish))
-    assert [opened.handoff["text"][-1], *opened.handoff["track"]] == [40, 41, IDS.tts_eos]
+    assert track_of(opened) == [40, 41, IDS.tts_eos]
 
 
 def test_an_end_without_a_token_takes_no_token_away() -> None:
     (opened,) = feed(flow_for(TEXT), thought(40, 41), thought(finish="stop"))
-    assert [opened.handoff["text"][-1], *opened.handoff["track"]] == [40, 41, IDS.tts_eos]
+    assert track_of(opened) == [40, 41, IDS.tts_eos]
 
 
 @pytest.mark.parametrize("text", [ONCE, EACH, ChunkSchedule((4,))], ids=str)
-def test_a_reply_of_one_token_has_no_sound_and_says_so(text: ChunkSchedule) -> None:
+def test_a_reply_of_one_token_has_no_sound_and_a_note(text: ChunkSchedule) -> None:
     emit, end = feed(flow_for(TEXT, text=text), thought(9, finish="stop"))
     assert end == Finished()
-    assert (emit.data, emit.last, emit.facts["note"], len(emit.facts["frames"])) == (None, True, TOO_SHORT, 0)
+    chunk = emit.chunk
+    assert (len(chunk.samples), chunk.last, chunk.note, len(chunk.frames)) == (0, True, TOO_SHORT, 0)
 
 
 @pytest.mark.parametrize("text", [ONCE, EACH], ids=str)
@@ -145,10 +206,10 @@ def test_a_turn_that_the_prompt_has_begun_is_spoken_too(text: ChunkSchedule) -> 
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_schedules_change_nothing_of_what_arrives(begun, steps, frames, text, codec, ahead, random) -> None:
+def test_schedules_change_nothing_of_what_arrives(prefix, steps, frames, text, codec, ahead, random) -> None:
     """Any schedules, any order of the two stages' events; the talker may be opened with the request."""
-    flow, stages = flow_for([*TEXT, *begun], text=text, frames=codec), Stages()
-    stages.take(flow.begin() if ahead else [])
+    flow, stages = flow_for([*TEXT, *prefix], text=text, frames=codec), Stages()
+    stages.take(begun(flow) if ahead else [])
     thoughts = [thought(*step, finish="stop" if i == len(steps) - 1 else None) for i, step in enumerate(steps)]
     talk = [*(said(frame) for frame in frames), said(finish="stop")]
     while thoughts or (talk and stages.text):
@@ -156,7 +217,7 @@ def test_schedules_change_nothing_of_what_arrives(begun, steps, frames, text, co
             stages.take(flow.handle(thoughts.pop(0)))
         else:
             stages.take(flow.handle(talk.pop(0)))
-    spoken = [*begun, *(token for step in steps for token in step)][:-1]
+    spoken = [*prefix, *(token for step in steps for token in step)][:-1]
     if not spoken:
         assert [type(action) for action in stages.rest] == [Emit, Finished]
         return
@@ -177,146 +238,152 @@ def test_text_goes_out_as_soon_as_a_chunk_is_full() -> None:
     flow = flow_for(TEXT, text=ChunkSchedule((2, 1)))
     assert feed(flow, thought(40)) == []
     (opened,) = feed(flow, thought(41))
-    assert (opened.handoff["text"][-1], opened.handoff["track"], opened.handoff["last"]) == (40, [41], False)
-    assert feed(flow, thought(42)) == [Extend(TALKER, (42,), False)]
-    assert feed(flow, thought(9, finish="stop")) == [Extend(TALKER, (IDS.tts_eos,), True)]
+    assert (track_of(opened), opened.last) == ([40, 41], False)
+    assert feed(flow, thought(42)) == [extend(42)]
+    assert feed(flow, thought(9, finish="stop")) == [extend(IDS.tts_eos, last=True)]
 
 
-def notice(first: int, count: int, source: str = "A", failed: str = "") -> Notice:
-    return Notice(source=source, name=f"{source}/r", first=first, count=count, failed=failed)
+def notice(first: int, count: int, source: str = "A", failed: str = "") -> HiddenStatesChunkReady:
+    return HiddenStatesChunkReady(source=source, name=f"{source}/r", first=first, count=count, failed=failed)
 
 
-def rows_given(count: int, source: str = "A") -> dict[str, Any]:
-    return {"source": source, "name": f"{source}/r", "count": count}
+def ref(count: int, source: str = "A") -> HiddenStatesRef:
+    return HiddenStatesRef(source=source, name=f"{source}/r", count=count)
 
 
-def row_events(pieces: list[tuple[int, int]], source: str = "A") -> list[Produced]:
-    return [thought(rows=notice(first, stop - first, source)) for first, stop in pieces]
+def location(count: int, source: str = "A", *, last: bool = False) -> Extend:
+    """The message to the talker about the location of hidden states."""
+    return Extend(stage=TALKER, last=last, hidden_states=ref(count, source))
+
+
+def exported(pieces: list[tuple[int, int]], source: str = "A") -> list[Produced]:
+    return [thought(ready=notice(first, stop - first, source)) for first, stop in pieces]
 
 
 @pytest.mark.parametrize("pieces", [[(0, 4)], [(0, 1), (1, 3), (3, 4)]], ids=str)
-@pytest.mark.parametrize("begun", [[], [50, 51]], ids=["", "begun"])
+@pytest.mark.parametrize("prefix", [[], [50, 51]], ids=["", "begun"])
 @pytest.mark.parametrize("text", [ONCE, EACH], ids=str)
-def test_rows_in_pieces(pieces: list[tuple[int, int]], begun: list[int], text: ChunkSchedule) -> None:
-    flow = flow_for([*HEARD, *begun], text=text, positions=b"xyz")
-    assert feed(flow, *row_events(pieces)) == []
+def test_hidden_states_arrive_in_chunks(pieces: list[tuple[int, int]], prefix: list[int], text: ChunkSchedule) -> None:
+    flow = flow_for([*HEARD, *prefix], text=text, positions=b"xyz")
+    assert feed(flow, *exported(pieces)) == []
     opened, *_ = feed(flow, thought(40), thought(41), thought(9, finish="stop"))
-    assert opened.handoff["given"] == rows_given(4)
-    assert (opened.handoff["rows"], opened.handoff["positions"]) == ([[4, 7], [8, 9]], b"xyz")
+    assert opened.hidden_states == ref(4)
+    assert (opened.hidden_spans, of_talker(opened).positions) == ([(4, 7), (8, 9)], b"xyz")
 
 
-def test_rows_may_come_with_the_first_token() -> None:
+def test_hidden_states_may_come_with_the_first_token() -> None:
     flow = flow_for(HEARD, text=EACH)
-    (opened,) = feed(flow, thought(40, rows=notice(0, 4)))
-    assert opened.handoff["given"] == rows_given(4)
+    (opened,) = feed(flow, thought(40, ready=notice(0, 4)))
+    assert opened.hidden_states == ref(4)
 
 
 @pytest.mark.parametrize(("pieces", "got"), [([], 0), ([(0, 3)], 3), ([(0, 1), (1, 2)], 2)], ids=str)
-def test_missing_rows_are_a_failure(pieces: list[tuple[int, int]], got: int) -> None:
+def test_missing_hidden_states_fail_the_request(pieces: list[tuple[int, int]], got: int) -> None:
     flow = flow_for(HEARD)
-    (fail,) = feed(flow, *row_events(pieces), thought(40, 41), thought(9, finish="stop"))
-    assert fail == Fail(f"the thinker handed over {got} of 4 multimodal rows")
+    (fail,) = feed(flow, *exported(pieces), thought(40, 41), thought(9, finish="stop"))
+    assert fail == Fail(f"the thinker handed over {got} of 4 hidden states of multimodal positions")
 
 
 @pytest.mark.parametrize("first", [1, 3])
-def test_a_gap_or_a_repeat_in_the_rows_is_an_error(first: int) -> None:
-    rows = Rows(4)
-    rows.add(notice(0, 2))
-    with pytest.raises(ValueError, match=f"rows 2 to {first} are missing"):
-        rows.add(notice(first, 1))
+def test_a_gap_or_a_repeat_in_the_hidden_states_is_an_error(first: int) -> None:
+    hidden = HiddenStates(4)
+    hidden.add(notice(0, 2))
+    with pytest.raises(ValueError, match=f"hidden states 2 to {first} are missing"):
+        hidden.add(notice(first, 1))
 
 
-def test_rows_that_could_not_be_put_are_an_error() -> None:
-    with pytest.raises(ValueError, match="could not hand its rows over: no room"):
-        Rows(4).add(notice(0, 0, failed="no room"))
+def test_hidden_states_that_could_not_be_put_are_an_error() -> None:
+    with pytest.raises(ValueError, match="could not hand its hidden states over: no room"):
+        HiddenStates(4).add(notice(0, 0, failed="no room"))
 
 
-def test_a_thinker_that_takes_over_exports_anew() -> None:
-    """What the first had given counts until the second has as much."""
+def test_a_thinker_that_takes_over_exports_again() -> None:
+    """The first copy is used until the second one has as many."""
     flow = flow_for(HEARD, text=EACH)
-    assert feed(flow, *row_events([(0, 3)]), *row_events([(0, 2)], "B")) == []
-    assert feed(flow, *row_events([(2, 4)], "B")) == []
+    assert feed(flow, *exported([(0, 3)]), *exported([(0, 2)], "B")) == []
+    assert feed(flow, *exported([(2, 4)], "B")) == []
     (opened,) = feed(flow, thought(40))
-    assert opened.handoff["given"] == rows_given(4, "B")
+    assert opened.hidden_states == ref(4, "B")
 
 
 def lost(reason: str = "it is gone") -> Produced:
-    return Produced(TALKER, (), reason, "error")
+    return Produced(TALKER, (), StageError(reason), "error")
 
 
-def test_rows_that_nobody_has_are_made_again_but_not_for_ever() -> None:
+def test_lost_hidden_states_are_computed_again_a_few_times() -> None:
     flow = flow_for(HEARD, text=EACH)
-    feed(flow, thought(40, rows=notice(0, 4)), thought(9, finish="stop"))
+    feed(flow, thought(40, ready=notice(0, 4)), thought(9, finish="stop"))
     for source in "BCD":
         opened, again = feed(flow, lost())
-        assert again == Repeat(THINKER)
-        assert isinstance(opened, Open) and "given" not in opened.handoff
+        assert again == Recompute(THINKER)
+        assert isinstance(opened, Open) and opened.hidden_states is None
         for first, count in ((0, 1), (1, 3)):
-            told = {"given": rows_given(first + count, source)}
-            assert feed(flow, thought(rows=notice(first, count, source))) == [Extend(TALKER, (), True, more=told)]
-    assert feed(flow, lost()) == [Fail("the talker could not take the thinker's rows: it is gone")]
+            assert feed(flow, thought(ready=notice(first, count, source))) == [
+                location(first + count, source, last=True)
+            ]
+    assert feed(flow, lost()) == [Fail("the talker could not take the thinker's hidden states: it is gone")]
 
 
-def test_a_talker_begins_anew_with_the_rows_of_another_thinker() -> None:
+def test_a_talker_starts_again_with_the_hidden_states_of_another_thinker() -> None:
     flow = flow_for(HEARD, text=EACH)
-    feed(flow, *row_events([(0, 4)], "A"), thought(40), *row_events([(0, 4)], "B"))
+    feed(flow, *exported([(0, 4)], "A"), thought(40), *exported([(0, 4)], "B"))
     (opened,) = feed(flow, lost())
-    assert opened.handoff["given"] == rows_given(4, "B")
+    assert opened.hidden_states == ref(4, "B")
 
 
-def test_what_another_thinker_has_of_them_is_no_reason_to_wait_for_it() -> None:
-    """It may have been lost, too: the rows are made again, and who has most of them is asked."""
+def test_an_incomplete_copy_does_not_prevent_recomputation() -> None:
+    """It may have been lost, too: the hidden states are computed again, and the most complete copy is used."""
     flow = flow_for(HEARD, text=EACH)
-    feed(flow, thought(40, rows=notice(0, 4)), *row_events([(0, 2)], "B"))
+    feed(flow, thought(40, ready=notice(0, 4)), *exported([(0, 2)], "B"))
     opened, again = feed(flow, lost())
-    assert again == Repeat(THINKER)
-    assert opened.handoff["given"] == rows_given(2, "B") and opened.handoff["track"] == []
-    assert feed(flow, *row_events([(0, 2)], "C")) == []
-    assert feed(flow, *row_events([(2, 3)], "C")) == [Extend(TALKER, (), False, more={"given": rows_given(3, "C")})]
-    assert feed(flow, *row_events([(4, 4)], "A")) == [], "what is lost is not asked again"
-    more, token = feed(flow, thought(41, rows=notice(3, 1, "C")))
-    assert more == Extend(TALKER, (), False, more={"given": rows_given(4, "C")})
-    assert token == Extend(TALKER, (41,), False)
+    assert again == Recompute(THINKER)
+    assert opened.hidden_states == ref(2, "B") and of_talker(opened).track == []
+    assert feed(flow, *exported([(0, 2)], "C")) == []
+    assert feed(flow, *exported([(2, 3)], "C")) == [location(3, "C")]
+    assert feed(flow, *exported([(4, 4)], "A")) == [], "a lost copy is not used again"
+    more, token = feed(flow, thought(41, ready=notice(3, 1, "C")))
+    assert more == location(4, "C")
+    assert token == extend(41)
 
 
-def test_rows_go_to_a_talker_that_computes_ahead_as_they_come() -> None:
+def test_each_chunk_of_hidden_states_goes_to_a_talker_that_computes_ahead() -> None:
     flow = flow_for(HEARD, text=EACH)
-    (opened,) = flow.begin()
-    assert "given" not in opened.handoff
-    first, second = feed(flow, *row_events([(0, 1), (1, 4)]))
-    assert first == Extend(TALKER, (), False, more={"given": rows_given(1)})
-    assert second == Extend(TALKER, (), False, more={"given": rows_given(4)})
-    assert feed(flow, thought(40)) == [Extend(TALKER, (), False, (40,))]
+    (opened,) = begun(flow)
+    assert opened.hidden_states is None
+    first, second = feed(flow, *exported([(0, 1), (1, 4)]))
+    assert first == location(1)
+    assert second == location(4)
+    assert feed(flow, thought(40)) == [extend(text=(40,))]
 
 
-def test_a_thinker_that_goes_on_while_rows_are_made_again_is_heard() -> None:
+def test_tokens_of_the_thinker_are_used_during_recomputation() -> None:
     flow = flow_for(HEARD, text=EACH)
     flow.begin()
-    feed(flow, *row_events([(0, 2)]))
+    feed(flow, *exported([(0, 2)]))
     _, again = feed(flow, lost())
-    assert again == Repeat(THINKER)
+    assert again == Recompute(THINKER)
     assert feed(flow, thought(40), thought(9, finish="stop")) == [
-        Extend(TALKER, (), False, (40,)),
-        Extend(TALKER, (IDS.tts_eos,), True),
+        extend(text=(40,)),
+        extend(IDS.tts_eos, last=True),
     ]
-    assert feed(flow, *row_events([(0, 4)], "B")) == [Extend(TALKER, (), True, more={"given": rows_given(4, "B")})]
+    assert feed(flow, *exported([(0, 4)], "B")) == [location(4, "B", last=True)]
 
 
-def test_a_talker_that_was_lost_is_told_where_its_rows_are() -> None:
+def test_a_replayed_talker_gets_the_location_of_its_hidden_states() -> None:
     flow = flow_for(HEARD, text=EACH)
-    feed(flow, thought(40, rows=notice(0, 4)), *row_events([(0, 4)], "B"))
+    feed(flow, thought(40, ready=notice(0, 4)), *exported([(0, 4)], "B"))
     (opened,) = flow.replay(TALKER)
-    assert opened.handoff["given"] == rows_given(4, "B")
+    assert opened.hidden_states == ref(4, "B")
 
 
 @pytest.mark.parametrize("codec", [ONCE, EACH], ids=str)
-def test_a_talker_that_ends_at_once_has_no_sound_and_says_so(codec: ChunkSchedule) -> None:
+def test_a_talker_that_ends_at_once_has_no_sound_and_a_note(codec: ChunkSchedule) -> None:
     flow = flow_for(TEXT, frames=codec)
     feed(flow, thought(40), thought(9, finish="stop"))
     emit, end = feed(flow, said(finish="stop"))
     assert end == Finished()
-    assert (emit.data, len(emit.facts["frames"])) == (None, 0)
-    assert "before its first frame" in emit.facts["note"]
+    assert (len(emit.chunk.samples), len(emit.chunk.frames)) == (0, 0)
+    assert "before its first frame" in emit.chunk.note
 
 
 def test_the_frame_of_the_talkers_last_step_is_left_out() -> None:
@@ -358,12 +425,12 @@ class Replicas:
     code2wav makes 3 samples a frame, the last one only with the next frame: sample n is n.
     """
 
-    def __init__(self, flow: SpeechFlow) -> None:
+    def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self.thought = self.said = 0
         self.track: list[int] | None = None
         self.track_closed = False
-        self.parts: list[Feed] = []
+        self.parts: list[Submit] = []
         self.frames_in = self.samples_out = 0
         self.heard: list[float] = []
         self.frames: list[list[int]] = []
@@ -374,22 +441,26 @@ class Replicas:
     def do(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Open(handoff=handoff):
-                    known = len(handoff["text"]) == len(handoff["codec"])
-                    self.track = [handoff["text"][-1], *handoff["track"]] if known else []
-                    self.track_closed = handoff["last"]
-                    assert [tuple(frame) for frame in handoff.get("frames", ())] == FRAMES[: self.said]
-                    assert action.done == self.said
-                case Extend(track=track, last=last, prompt=prompt):
-                    assert self.track is not None and not self.track_closed
-                    assert bool(prompt) == (not self.track)
-                    self.track += [*prompt, *track]
+                case Forward():
+                    assert self.thought == 0
+                case Open(last=last):
+                    payload = of_talker(action)
+                    known = len(payload.text) == len(payload.codec)
+                    self.track = [payload.text[-1], *payload.track] if known else []
                     self.track_closed = last
-                case Feed():
+                    assert [tuple(frame) for frame in payload.frames] == FRAMES[: self.said]
+                    assert action.done == self.said
+                case Extend(payload=TalkerChunk(text=text, track=track), last=last):
+                    assert self.track is not None and not self.track_closed
+                    assert bool(text) == (not self.track)
+                    self.track += [*text, *track]
+                    self.track_closed = last
+                case Submit():
                     self.parts.append(action)
-                case Emit(data=data, facts=facts, last=last):
-                    self.heard += data.tolist()
-                    self.frames = facts["frames"].tolist()
+                case Emit(AudioChunk(samples=samples, frames=frames, last=last)):
+                    self.heard += samples.tolist()
+                    assert frames is not None
+                    self.frames = frames.tolist()
                     self.ends += last
                 case Finished():
                     self.finished = True
@@ -496,11 +567,11 @@ def test_any_order_and_any_losses_change_nothing(text: ChunkSchedule, frames: Ch
     play(replicas, "tfs")
 
 
-def test_the_client_is_told_which_frames_it_has_heard() -> None:
+def test_chunks_carry_the_frames_of_their_samples() -> None:
     flow = flow_for(TEXT, text=EACH, frames=ChunkSchedule((1, 2)))
     feed(flow, thought(40), thought(41), said((1, 2)))
     (emit,) = feed(flow, said((3, 4)), sounded(0, torch.ones(2)))
-    assert (emit.facts["frames"].tolist(), emit.last) == ([[1, 2]], False)
+    assert (emit.chunk.frames.tolist(), emit.chunk.last) == ([[1, 2]], False)
 
 
 @pytest.mark.parametrize("part", [None, 1, 2])
@@ -508,13 +579,13 @@ def test_an_answer_out_of_turn_is_a_failure(part: int | None) -> None:
     flow = flow_for(TEXT, frames=EACH)
     feed(flow, thought(40), thought(9, finish="stop"), said((1, 2)), said((3, 4)))
     (fail,) = feed(flow, Produced(CODE2WAV, payload=torch.ones(2), part=part))
-    assert fail == Fail(f"code2wav could not decode the frames: part {part} was answered where 0 was due")
+    assert fail == Fail(f"code2wav could not decode the frames: part {part} was answered where 0 was expected")
 
 
 def test_a_refusal_of_the_vocoder_reaches_the_client() -> None:
     flow = flow_for(TEXT, frames=EACH)
     feed(flow, thought(40), thought(9, finish="stop"), said((1, 2)))
-    (fail,) = feed(flow, sounded(0, "part 2 came where 1 was due"))
+    (fail,) = feed(flow, sounded(0, StageError("part 2 came where 1 was due")))
     assert fail == Fail("code2wav could not decode the frames: part 2 came where 1 was due")
 
 
@@ -533,3 +604,37 @@ def test_what_the_client_still_has_to_play_makes_chunks_smaller() -> None:
     assert (part.part, part.prompt) == (1, [5, 5, 5, 5])
     (part,) = at(100.5)
     assert (part.part, part.prompt) == (2, [5, 5])
+
+
+# -- a text that is known ----------------------------------------------------------------------------
+
+
+def test_a_text_that_is_read_out_needs_no_thinker() -> None:
+    parts = find_parts(TEXT, IDS)
+    assert parts is not None
+    speech = SpeechPlan(prompt=TEXT, parts=parts, voice="ethan", ids=IDS, sample_rate=24_000)
+    flow = ReadAloudFlow(speech, REPLY, frames=ChunkSchedule((2, 3)))
+    assert (flow.stages, flow.outputs) == ({TALKER, CODE2WAV}, {"audio"})
+    replicas = Replicas(flow)
+    replicas.thought = len(REPLY) + 1
+    play(replicas, "fst")
+
+
+@pytest.mark.parametrize("stage", [TALKER, CODE2WAV])
+@pytest.mark.parametrize("at", range(1, 12))
+def test_a_text_that_is_read_out_survives_a_loss(stage: str, at: int) -> None:
+    parts = find_parts(TEXT, IDS)
+    assert parts is not None
+    speech = SpeechPlan(prompt=TEXT, parts=parts, voice="ethan", ids=IDS, sample_rate=24_000)
+    replicas = Replicas(ReadAloudFlow(speech, REPLY, frames=ChunkSchedule((2, 3))))
+    replicas.thought = len(REPLY) + 1
+    play(replicas, "fst", lost=(at, stage))
+
+
+@pytest.mark.parametrize(("text_too", "outputs"), [(True, {"text", "audio"}), (False, {"audio"})])
+def test_what_the_answer_consists_of(text_too: bool, outputs: set[str]) -> None:
+    parts = find_parts(TEXT, IDS)
+    assert parts is not None
+    speech = SpeechPlan(prompt=TEXT, parts=parts, voice="ethan", ids=IDS, sample_rate=24_000)
+    flow = SpeechFlow(speech, text=EACH, frames=ONCE, text_too=text_too)
+    assert (flow.stages, flow.outputs) == ({THINKER, TALKER, CODE2WAV}, outputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 
 import pytest
@@ -11,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.model_plugins.test_code_predictor import GREEDY, HIDDEN, draw, predictor
-from tests.tape import TapeRecorder
+from tests.support.examples import examples
+from tests.support.tape import TapeRecorder
 from vllm_omni_ext.engine import graphs
-from vllm_omni_ext.model_plugins.qwen3_omni import frames
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor, Draw
 from vllm_omni_ext.model_plugins.qwen3_omni.frames import FrameMaker
 
@@ -55,7 +54,7 @@ def step(maker: FrameMaker, kinds: list[str], seed: int) -> list[list[int]]:
 kinds = st.lists(st.sampled_from(["greedy", "seeded", "free"]), min_size=1, max_size=ROWS)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.lists(st.tuples(kinds, st.integers(0, 10**6)), min_size=1, max_size=4))
 def test_repeated_frames_are_those_of_the_function(steps: list[tuple[list[str], int]]) -> None:
     """Requests come and go from step to step, in every bucket, with rows that pad it."""
@@ -121,8 +120,6 @@ class Broken:
 def test_without_a_graph_the_function_is_called(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frames.logger, "propagate", True)
-    monkeypatch.setattr(logging.getLogger("vllm_omni_ext"), "propagate", True)
     maker = FrameMaker(fresh(), TABLE, rows=ROWS, recorder=Broken())  # type: ignore[arg-type]
     maker.warm_up()
     assert maker.recorded == [2, 1]

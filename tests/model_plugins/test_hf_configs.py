@@ -10,8 +10,10 @@ from transformers import AutoConfig, PretrainedConfig
 
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen3_omni import hf_configs
-from vllm_omni_ext.plugin import MODELS, register
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from vllm_omni_ext.model_plugins.qwen3_omni.family import FAMILY
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
+from vllm_omni_ext.plugin import register
+from vllm_omni_ext.plugins.registry import model_classes
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +34,15 @@ def test_can_be_sent_to_other_processes(override) -> None:
 
 
 @pytest.mark.parametrize("override", [hf_configs.talker, hf_configs.code2wav])
-def test_a_checkpoint_without_sound_is_refused(checkpoint: Path, override) -> None:
-    config = AutoConfig.from_pretrained(checkpoint)
+def test_a_checkpoint_without_sound_is_refused(tiny: Path, override) -> None:
+    config = AutoConfig.from_pretrained(tiny)
     config.enable_audio_output = False
     with pytest.raises(ConfigError, match="no sound output"):
         override(config)
 
 
-def test_talker_part(checkpoint: Path) -> None:
-    whole = AutoConfig.from_pretrained(checkpoint)
+def test_talker_part(tiny: Path) -> None:
+    whole = AutoConfig.from_pretrained(tiny)
     part = hf_configs.talker(whole)
     assert part.architectures == [hf_configs.TALKER_ARCHITECTURE]
     assert part.thinker_vocab_size == whole.thinker_config.text_config.vocab_size
@@ -48,8 +50,8 @@ def test_talker_part(checkpoint: Path) -> None:
     assert part.get_text_config() is part.text_config
 
 
-def test_code2wav_part(checkpoint: Path) -> None:
-    part = hf_configs.code2wav(AutoConfig.from_pretrained(checkpoint))
+def test_code2wav_part(tiny: Path) -> None:
+    part = hf_configs.code2wav(AutoConfig.from_pretrained(tiny))
     assert part.architectures == [hf_configs.CODE2WAV_ARCHITECTURE]
     assert part.vocab_size == part.codebook_size
     assert pickle.loads(pickle.dumps(part)).architectures == part.architectures
@@ -60,23 +62,23 @@ def test_both_architectures_are_registered_once_and_lazily() -> None:
 
     register()
     register()
-    assert set(MODELS) == {hf_configs.TALKER_ARCHITECTURE, hf_configs.CODE2WAV_ARCHITECTURE}
-    assert set(MODELS) <= set(ModelRegistry.get_supported_archs())
+    assert set(model_classes(FAMILY)) == {hf_configs.TALKER_ARCHITECTURE, hf_configs.CODE2WAV_ARCHITECTURE}
+    assert set(model_classes(FAMILY)) <= set(ModelRegistry.get_supported_archs())
 
 
 @pytest.mark.engine
-def test_vllm_takes_the_sizes_of_the_talker(checkpoint: Path) -> None:
+def test_vllm_takes_the_sizes_of_the_talker(tiny: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = EngineArgs(
-        model=str(checkpoint),
+        model=str(tiny),
         hf_overrides=hf_configs.talker,
         skip_tokenizer_init=True,
         enable_prompt_embeds=True,
         dtype="float32",
     )
     model = arguments.create_model_config()
-    text = AutoConfig.from_pretrained(checkpoint).talker_config.text_config
+    text = AutoConfig.from_pretrained(tiny).talker_config.text_config
     assert model.architecture == hf_configs.TALKER_ARCHITECTURE
     assert model.runner_type == "generate"
     assert model.uses_mrope
@@ -89,11 +91,11 @@ def test_vllm_takes_the_sizes_of_the_talker(checkpoint: Path) -> None:
 
 
 @pytest.mark.engine
-def test_vllm_takes_code2wav_for_a_pooling_model_without_attention(checkpoint: Path) -> None:
+def test_vllm_takes_code2wav_for_a_pooling_model_without_attention(tiny: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = EngineArgs(
-        model=str(checkpoint),
+        model=str(tiny),
         hf_overrides=hf_configs.code2wav,
         runner="pooling",
         skip_tokenizer_init=True,

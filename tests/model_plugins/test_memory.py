@@ -16,12 +16,12 @@ from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneratio
 
 from vllm_omni_ext.model_plugins.qwen3_omni import memory as module
 from vllm_omni_ext.model_plugins.qwen3_omni.memory import FRAMES_IN_FLIGHT, RECORDED_FRAMES, memory, part_of
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import model_config
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.sizes import REAL_VOCAB, RELEASED, SMALL, Sizes
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import real_vocabulary, small_vocabulary
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import DEFAULT_MAX_FRAMES_PER_PASS, Vocoder
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_graphs import MOST_FRAMES
-from vllm_omni_ext.model_plugins.registry import StageMemory, StoredTensors
-from vllm_omni_ext.tiny.config import model_config
-from vllm_omni_ext.tiny.sizes import REAL_VOCAB, RELEASED, SMALL, Sizes
-from vllm_omni_ext.tiny.vocabulary import real_vocabulary, small_vocabulary
+from vllm_omni_ext.plugins.memory import StageMemory, StoredTensors
 
 RELEASED_PARAMETERS = 35_259_818_545
 """Of Qwen3-Omni-30B-A3B-Instruct, 70.5 GB in bfloat16."""
@@ -135,7 +135,7 @@ def test_the_largest_picture_is_vllms() -> None:
 @pytest.mark.engine
 def test_the_encoder_holds_what_is_counted(tmp_path: Path) -> None:
     """By running vLLM's encoder on two pictures; what attention and rotation are on CUDA is told in the program."""
-    program = Path(__file__).with_name("encoder_peak.py")
+    program = Path(__file__).parents[1] / "support" / "encoder_peak.py"
     command = [sys.executable, str(program), str(tmp_path / "group")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

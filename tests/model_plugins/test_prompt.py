@@ -6,14 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.model_plugins.talker_ids import AUDIO, HEADER, IDS, IM_END, IMAGE, NEWLINE, SYSTEM, VIDEO, turn, user
-from vllm_omni_ext.model_plugins.qwen3_omni.prompt import MULTIMODAL, NO_CODEC, Spoken, find_parts, talker_prompt
+from tests.support.talker_ids import AUDIO, HEADER, IDS, IM_END, IMAGE, NEWLINE, SYSTEM, VIDEO, turn, user
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import (
+    MULTIMODAL,
+    NO_CODEC,
+    PromptSegments,
+    find_parts,
+    talker_prompt,
+)
 
 tokens = st.lists(st.sampled_from([20, 21, 22, AUDIO, IMAGE, VIDEO]), max_size=6)
 turns = st.lists(st.tuples(st.sampled_from([SYSTEM, IDS.user, IDS.assistant]), tokens), max_size=5)
 
 
-def parts_of(prompt: list[int]) -> Spoken:
+def parts_of(prompt: list[int]) -> PromptSegments:
     parts = find_parts(prompt, IDS)
     assert parts is not None
     return parts
@@ -40,28 +46,28 @@ def test_any_conversation(conversation: list[tuple[int, list[int]]], begun: list
     said = [t for role, segment in segments if role == IDS.user for t in segment]
     assert kept(prompt) == said
     assert parts.header == len(before)
-    rows = [p for a, b in parts.rows for p in range(a, b)]
+    positions = [p for a, b in parts.multimodal for p in range(a, b)]
     users = {p for a, b in parts.user for p in range(a, b)}
-    assert rows == [p for p in sorted(users) if prompt[p] in IDS.multimodal]
-    assert parts.row_count == len(rows) == sum(t in IDS.multimodal for t in said)
+    assert positions == [p for p in sorted(users) if prompt[p] in IDS.multimodal]
+    assert parts.multimodal_count == len(positions) == sum(t in IDS.multimodal for t in said)
 
 
 @given(tokens)
 def test_runs_are_as_long_as_possible(content: list[int]) -> None:
     prompt = user(*content) + HEADER
-    for start, stop in parts_of(prompt).rows:
+    for start, stop in parts_of(prompt).multimodal:
         assert start < stop
         assert prompt[start - 1] not in IDS.multimodal
         assert prompt[stop] not in IDS.multimodal
 
 
 def test_different_media_side_by_side_are_one_run() -> None:
-    assert parts_of(user(AUDIO, IMAGE, 20, VIDEO) + HEADER).rows == ((3, 5), (6, 7))
+    assert parts_of(user(AUDIO, IMAGE, 20, VIDEO) + HEADER).multimodal == ((3, 5), (6, 7))
 
 
-def test_media_outside_user_turns_are_no_rows() -> None:
+def test_media_outside_user_turns_are_left_out() -> None:
     prompt = turn(SYSTEM, AUDIO) + user(20) + turn(IDS.assistant, IMAGE) + HEADER + [VIDEO]
-    assert parts_of(prompt).rows == ()
+    assert parts_of(prompt).multimodal == ()
 
 
 @pytest.mark.parametrize(
@@ -82,13 +88,13 @@ def test_media_outside_user_turns_are_no_rows() -> None:
     ],
     ids=str,
 )
-def test_nobody_speaks_in_a_prompt_that_does_not_end_in_an_assistant_turn(prompt: list[int]) -> None:
+def test_a_prompt_without_a_final_assistant_turn_has_no_parts(prompt: list[int]) -> None:
     assert find_parts(prompt, IDS) is None
 
 
-def test_text_before_the_first_turn_belongs_to_nobody() -> None:
+def test_text_before_the_first_turn_is_left_out() -> None:
     parts = parts_of([20, AUDIO, *user(21), *HEADER])
-    assert parts == Spoken(user=((2, 8),), header=8, rows=())
+    assert parts == PromptSegments(user=((2, 8),), header=8, multimodal=())
 
 
 def test_layout_of_the_talker_prompt() -> None:
@@ -109,8 +115,8 @@ def test_the_talker_prompt_has_nine_positions_after_the_user_turns(
     text, codec = talker_prompt(prompt, parts, voice, IDS)
     assert len(text) + 1 == len(codec) == len(kept(prompt)) + 9
     mixed = [p for p, token in enumerate(text) if token == MULTIMODAL]
-    assert [p for start, stop in parts.talker_rows for p in range(start, stop)] == mixed
-    assert len(mixed) == parts.row_count
+    assert [p for start, stop in parts.talker_spans for p in range(start, stop)] == mixed
+    assert len(mixed) == parts.multimodal_count
     assert codec[-3] == IDS.speakers[voice]
 
 

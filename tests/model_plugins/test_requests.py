@@ -19,48 +19,64 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
+from vllm.sampling_params import SamplingParams
 
-from tests import media
-from tests.media import Message
-from tests.model_plugins.talker_ids import AUDIO, HEADER, IDS, turn, user
-from tests.oracle import Oracle
+from tests.support import media
+from tests.support.media import Message
+from tests.support.oracle import Oracle
+from tests.support.talker_ids import AUDIO, HEADER, IDS, turn, user
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.model_plugins.qwen3_omni.flow import SpeechFlow
+from vllm_omni_ext.model_plugins.qwen3_omni.family import QWEN3_OMNI
+from vllm_omni_ext.model_plugins.qwen3_omni.flow import ReadAloudFlow, SpeechFlow
+from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerPrompt
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import SpecialIds
-from vllm_omni_ext.model_plugins.qwen3_omni.requests import Qwen3OmniRequests, join_segments
-from vllm_omni_ext.orchestrator.flow import Open, Produced
-from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
-from vllm_omni_ext.wire.handoff import export_ranges
-from vllm_omni_ext.wire.parts import refusal
-from vllm_omni_ext.wire.rows import Notice
+from vllm_omni_ext.model_plugins.qwen3_omni.read_aloud import MOST_SPEECH_TOKENS, OPENING, ReadAloud, rendered
+from vllm_omni_ext.model_plugins.qwen3_omni.runtime import Qwen3OmniRuntime, join_segments
+from vllm_omni_ext.plugins.flow import ForwardFlow, Open, Produced
+from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions, RuntimeContext
+from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady
+from vllm_omni_ext.wire.stage_input import EXPORT
 
 BOTH = ("text", "audio")
 
 
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    return Oracle(write_qwen3_omni(tmp_path_factory.mktemp("tiny"), seed=0))
-
-
 VOCODER = SimpleNamespace(upsampling_ratios=(2, 2), upsample_rates=(8, 5, 4, 3))
-SPEAKING = SimpleNamespace(enable_audio_output=True, code2wav_config=VOCODER)
+SPEAKING = SimpleNamespace(
+    enable_audio_output=True, code2wav_config=VOCODER, talker_config=SimpleNamespace(num_code_groups=4)
+)
+LIMITS = {"thinker": 200, "talker": 100, "code2wav": 160}
+
+
+def made(config: Any, configured: dict[str, Any] | None = None, limits: dict[str, int] = LIMITS) -> Qwen3OmniRuntime:
+    chunks = {**QWEN3_OMNI.chunks(), **(configured or {})}
+    context = RuntimeContext(hf_config=config, pipeline="qwen3_omni", frontend="thinker", chunks=chunks, limits=limits)
+    return Qwen3OmniRuntime(context)
 
 
 @pytest.fixture
-def requests() -> Iterator[Qwen3OmniRequests]:
+def requests() -> Iterator[Qwen3OmniRuntime]:
     with mock.patch.object(SpecialIds, "of", return_value=IDS):
-        yield Qwen3OmniRequests(SPEAKING)
+        yield made(SPEAKING)
 
 
-SILENT = Qwen3OmniRequests(SimpleNamespace(enable_audio_output=False))
+SILENT = made(SimpleNamespace(enable_audio_output=False))
 
 
-def test_what_a_checkpoint_offers(requests: Qwen3OmniRequests) -> None:
-    assert requests.output_modalities == BOTH
+def options(*, voice: str | None = None, **more: Any) -> RequestOptions:
+    return RequestOptions(**{"modalities": BOTH, "fields": {} if voice is None else {"voice": voice}, **more})
+
+
+def test_what_a_checkpoint_offers(requests: Qwen3OmniRuntime) -> None:
+    capabilities = requests.capabilities()
+    assert capabilities.modalities == capabilities.default_modalities == BOTH
     assert (requests.voices, requests.default_voice) == (("chelsie", "ethan"), "ethan")
-    assert (SILENT.output_modalities, SILENT.voices) == (("text",), ())
+    card = {"voices": ["chelsie", "ethan"], "default_voice": "ethan", MOST_SPEECH_TOKENS: 40}
+    assert capabilities.card == card
+    thinker, talking = {"thinker"}, {"talker", "code2wav"}
+    assert capabilities.routes == {"text": thinker, "audio": thinker | talking, "speech": talking}
+    silent = SILENT.capabilities()
+    assert (silent.modalities, silent.routes, silent.card) == (("text",), {"text": thinker}, {})
 
 
 def test_special_ids_come_from_the_config(oracle: Oracle) -> None:
@@ -79,19 +95,19 @@ def test_special_ids_come_from_the_config(oracle: Oracle) -> None:
     assert ids.multimodal == {known(f"<|{kind}_pad|>") for kind in ("audio", "image", "video")}
 
 
-def test_without_the_preferred_voice_the_first_one_speaks(requests: Qwen3OmniRequests) -> None:
-    with mock.patch.object(Qwen3OmniRequests, "voices", ("bea", "carl")):
+def test_without_the_preferred_voice_the_first_one_speaks(requests: Qwen3OmniRuntime) -> None:
+    with mock.patch.object(Qwen3OmniRuntime, "voices", ("bea", "carl")):
         assert requests.default_voice == "bea"
 
 
 @pytest.mark.parametrize("modalities", [("text",), ("audio",), BOTH])
 @pytest.mark.parametrize("voice", [None, "ethan", "Chelsie", "ETHAN"])
 def test_what_is_offered_can_be_asked_for(requests: Any, modalities: tuple[str, ...], voice: str | None) -> None:
-    requests.check(OmniOptions(modalities=modalities, voice=voice))
+    requests.validate(options(modalities=modalities, voice=voice))
 
 
 @pytest.mark.parametrize(
-    ("options", "parameter", "says"),
+    ("asked", "parameter", "says"),
     [
         ({"modalities": ()}, "modalities", ["modalities"]),
         ({"modalities": ("text", "video")}, "modalities", ["modalities", "'video'", "text, audio"]),
@@ -105,51 +121,77 @@ def test_what_is_offered_can_be_asked_for(requests: Any, modalities: tuple[str, 
     ids=str,
 )
 def test_refusals_name_the_parameter_and_what_is_allowed(
-    requests: Any, options: Any, parameter: str, says: list[str]
+    requests: Any, asked: Any, parameter: str, says: list[str]
 ) -> None:
     with pytest.raises(RequestError) as refused:
-        requests.check(OmniOptions(**options))
+        requests.validate(options(**asked))
     assert refused.value.parameter == parameter
     assert [word for word in says if word not in str(refused.value)] == []
 
 
 def test_a_checkpoint_without_a_talker_answers_with_text_only() -> None:
-    SILENT.check(OmniOptions(modalities=("text",)))
+    SILENT.validate(options(modalities=("text",)))
     with pytest.raises(RequestError, match="'audio' is not available; use text"):
-        SILENT.check(OmniOptions(modalities=BOTH))
+        SILENT.validate(options())
 
 
-def test_a_text_prompt_exports_nothing(requests: Qwen3OmniRequests) -> None:
-    request = TextRequest(prompt=turn(4, AUDIO) + user(20) + HEADER, extra_args={"mine": 1})
-    assert isinstance(requests.open(request, OmniOptions(modalities=BOTH)), SpeechFlow)
-    assert request.extra_args == {"mine": 1}
-    assert not request.skip_prefix_cache
+def test_a_text_prompt_exports_nothing(requests: Qwen3OmniRuntime) -> None:
+    planned = requests.plan(Rendered(prompt=turn(4, AUDIO) + user(20) + HEADER), options())
+    assert isinstance(planned.flow, SpeechFlow) and planned.flow.outputs == {"text", "audio"}
+    assert (planned.frontend_args, planned.skip_prefix_cache) == ({}, False)
+
+
+def test_text_alone_needs_the_thinker_alone(requests: Qwen3OmniRuntime) -> None:
+    planned = requests.plan(Rendered(prompt=[20, AUDIO]), options(modalities=("text",)))
+    assert isinstance(planned.flow, ForwardFlow) and planned.flow.stages == {"thinker"}
+    assert (planned.frontend_args, planned.skip_prefix_cache, planned.budgets) == ({}, False, {})
 
 
 @pytest.mark.parametrize("prompt", [[], [20, 21], user(20)], ids=str)
-def test_a_prompt_without_a_speaker_is_refused(requests: Qwen3OmniRequests, prompt: list[int]) -> None:
-    request = TextRequest(prompt=prompt)
+def test_a_prompt_without_a_speaker_is_refused(requests: Qwen3OmniRuntime, prompt: list[int]) -> None:
     with pytest.raises(RequestError, match="assistant") as refused:
-        requests.open(request, OmniOptions(modalities=BOTH))
+        requests.plan(Rendered(prompt=prompt), options())
     assert refused.value.parameter == "prompt"
-    assert (request.extra_args, request.skip_prefix_cache) == ({}, False)
 
 
 @pytest.mark.parametrize(("voice", "speaker"), [(None, 80), ("Chelsie", 81)])
-def test_the_voice_reaches_the_talker(requests: Qwen3OmniRequests, voice: str | None, speaker: int) -> None:
-    flow = requests.open(TextRequest(prompt=user(20) + HEADER), OmniOptions(modalities=BOTH, voice=voice))
+def test_the_voice_reaches_the_talker(requests: Qwen3OmniRuntime, voice: str | None, speaker: int) -> None:
+    flow = requests.plan(Rendered(prompt=user(20) + HEADER), options(voice=voice)).flow
     (opened,) = flow.handle(Produced("thinker", (40, 9), None, "stop"))
-    assert isinstance(opened, Open)
-    assert opened.handoff is not None
-    assert opened.handoff["codec"][-3] == speaker
+    assert isinstance(opened, Open) and isinstance(opened.payload, TalkerPrompt)
+    assert opened.payload.codec[-3] == speaker
 
 
-def test_only_the_thinkers_tensor_is_unpacked() -> None:
+def test_tensors_are_what_they_are() -> None:
     rows = torch.ones(2, 3)
-    notice = Notice(source="tcp://a", name="0/r", first=4, count=2)
-    assert SILENT.decode("thinker", notice.tensor()) == notice
     assert SILENT.decode("talker", rows) is rows
     assert SILENT.decode("code2wav", rows) is rows
+
+
+@pytest.mark.parametrize(
+    ("limits", "budget"),
+    [({}, 40), ({"talker": 45}, 45 - len(user(20)) - 9), ({"code2wav": 7}, 1)],
+    ids=str,
+)
+def test_the_talker_may_make_what_it_holds_and_code2wav_decodes(limits: dict[str, int], budget: int) -> None:
+    with mock.patch.object(SpecialIds, "of", return_value=IDS):
+        requests = made(SPEAKING, limits=LIMITS | limits)
+    assert requests.plan(Rendered(prompt=user(20) + HEADER), options()).budgets == {"talker": budget}
+
+
+def test_a_prompt_that_fills_the_talker_is_refused() -> None:
+    with mock.patch.object(SpecialIds, "of", return_value=IDS):
+        requests = made(SPEAKING, limits=LIMITS | {"talker": len(user(20)) + 9})
+    with pytest.raises(RequestError, match="whose context holds 15") as refused:
+        requests.plan(Rendered(prompt=user(20) + HEADER), options())
+    assert refused.value.parameter == "messages"
+
+
+def test_more_frames_than_code2wav_can_decode_are_refused(requests: Qwen3OmniRuntime) -> None:
+    asked = options(params={"talker": SamplingParams(max_tokens=41)})
+    with pytest.raises(RequestError, match="use at most 40") as refused:
+        requests.plan(Rendered(prompt=user(20) + HEADER), asked)
+    assert refused.value.parameter == "talker.max_tokens"
 
 
 @pytest.mark.parametrize(
@@ -168,17 +210,62 @@ def test_a_request_may_change_the_configured_chunks(
 ) -> None:
     with (
         mock.patch.object(SpecialIds, "of", return_value=IDS),
-        mock.patch("vllm_omni_ext.model_plugins.qwen3_omni.requests.SpeechFlow") as flow,
+        mock.patch("vllm_omni_ext.model_plugins.qwen3_omni.runtime.SpeechFlow") as flow,
     ):
-        options = OmniOptions(modalities=BOTH, chunks=asked)
-        requests = Qwen3OmniRequests(SPEAKING, configured)
-        requests.check(options)
-        requests.open(TextRequest(prompt=user(20) + HEADER), options)
-    assert flow.call_args.kwargs == {"text": text, "frames": frames}
+        requests = made(SPEAKING, configured)
+        requests.validate(options(chunks=asked))
+        requests.plan(Rendered(prompt=user(20) + HEADER), options(chunks=asked))
+    assert flow.call_args.kwargs == {"text": text, "frames": frames, "text_too": True}
 
 
-def test_a_refusal_of_the_vocoder_becomes_text() -> None:
-    assert SILENT.decode("code2wav", refusal("no such code")) == "no such code"
+# -- a text that is read out ---------------------------------------------------------------------------
+
+
+class Server:
+    """Counts a token for each character, and remembers what was asked."""
+
+    def __init__(self, most: int = 40) -> None:
+        self.capabilities = SimpleNamespace(card={MOST_SPEECH_TOKENS: most})
+        self.asked: list[tuple[str, bool]] = []
+
+    async def tokenize(self, words: str, *, special: bool = True) -> list[int]:
+        self.asked.append((words, special))
+        return user() + HEADER if special else [20] * len(words)
+
+
+async def test_marks_in_a_text_that_is_read_out_are_characters() -> None:
+    server: Any = Server()
+    request = await rendered("<|im_end|>", server)
+    assert server.asked == [(OPENING, True), ("<|im_end|>", False)]
+    assert request.data == ReadAloud(prompt=user() + HEADER, reply=[20] * 10)
+
+
+@pytest.mark.parametrize("words", ["", " \n", "a\ud800"], ids=ascii)
+async def test_a_text_that_cannot_be_read_out_is_refused(words: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        await rendered(words, Server())  # type: ignore[arg-type]
+    assert refused.value.parameter == "input"
+
+
+async def test_not_all_of_a_text_that_is_much_too_long_is_cut() -> None:
+    server: Any = Server()
+    with pytest.raises(RequestError, match="1000000 characters are too many"):
+        await rendered("a" * 1_000_000, server)
+    assert len(server.asked) == 1
+
+
+async def test_a_text_that_is_read_out_is_planned(requests: Qwen3OmniRuntime) -> None:
+    server: Any = Server()
+    planned = requests.plan(await rendered("hello", server), options(modalities=("audio",)))
+    assert isinstance(planned.flow, ReadAloudFlow) and not isinstance(planned.flow, SpeechFlow)
+    assert (planned.flow.stages, planned.flow.outputs) == ({"talker", "code2wav"}, {"audio"})
+    assert planned.budgets == {"talker": 40}
+    (opened,) = planned.flow.begin()
+    assert isinstance(opened, Open) and isinstance(opened.payload, TalkerPrompt) and opened.last
+    assert [opened.payload.text[-1], *opened.payload.track] == [20] * 5 + [IDS.tts_eos]
+    with pytest.raises(RequestError, match="41 tokens are too many") as refused:
+        requests.plan(await rendered("a" * 41, server), options(modalities=("audio",)))
+    assert refused.value.parameter == "input"
 
 
 def segments_of(data: bytes) -> np.ndarray:
@@ -296,16 +383,17 @@ def talker_positions(oracle: Oracle, inputs: dict[str, torch.Tensor]) -> list[li
 def test_positions_and_ranges_are_those_of_transformers(oracle: Oracle, name: str) -> None:
     inputs = oracle.inputs(CONVERSATIONS[name])
     ids = inputs["input_ids"][0].tolist()
-    request = TextRequest(prompt=ids, features=features_of(oracle, inputs))
-    flow = Qwen3OmniRequests(oracle.model.config).open(request, OmniOptions(modalities=BOTH))
-    assert request.skip_prefix_cache
+    limits = dict.fromkeys(LIMITS, 10_000)
+    request = Rendered(prompt=ids, features=features_of(oracle, inputs))
+    planned = made(oracle.model.config, limits=limits).plan(request, options())
+    assert planned.skip_prefix_cache
     multimodal = SpecialIds.of(oracle.model.config).multimodal
-    exported = [p for a, b in export_ranges(request.extra_args) for p in range(a, b)]
+    exported = [p for a, b in planned.frontend_args[EXPORT] for p in range(a, b)]
     assert exported == [p for p, t in enumerate(ids) if t in multimodal]
-    notice = Notice(source="tcp://a", name="0/r", first=0, count=len(exported))
-    (opened,) = flow.handle(Produced("thinker", (40, 41, 9), notice, "stop"))
-    assert isinstance(opened, Open)
-    assert opened.handoff is not None
-    got = segments_of(opened.handoff["positions"])
-    assert got.shape[1] == len(opened.prompt) == len(opened.handoff["text"])
+    ready = HiddenStatesChunkReady(source="tcp://a", name="0/r", first=0, count=len(exported))
+    (opened,) = planned.flow.handle(Produced("thinker", (40, 41, 9), ready, "stop"))
+    assert isinstance(opened, Open) and isinstance(opened.payload, TalkerPrompt)
+    assert opened.payload.positions is not None
+    got = segments_of(opened.payload.positions)
+    assert got.shape[1] == len(opened.prompt) == len(opened.payload.text)
     assert got.tolist() == talker_positions(oracle, inputs)

@@ -1,4 +1,4 @@
-"""Input rows of the talker: a function of the request's own history, however it is cut."""
+"""Input embeddings of the talker depend on the request's own history only, in any split."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_omni_ext.engine.feeder import Span
+from vllm_omni_ext.engine.input_provider import Span
+from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerChunk, TalkerPrompt
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import MULTIMODAL, NO_CODEC
-from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import FIRST_FRAMES, TalkerFeeder
+from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import FIRST_FRAMES, TalkerInputProvider
 
 HIDDEN, VOCAB, CODES, GROUPS, EOS, FILL = 3, 20, 10, 4, 9, 19
 PROMPT = [1, 2, MULTIMODAL, 3, MULTIMODAL, MULTIMODAL, 4]
@@ -54,33 +55,39 @@ class Weights:
 WEIGHTS = Weights()
 
 
-def make() -> TalkerFeeder:
-    return TalkerFeeder(WEIGHTS, device=torch.device("cpu"))
+def make() -> TalkerInputProvider:
+    return TalkerInputProvider(WEIGHTS, device=torch.device("cpu"))
 
 
-def handoff(track: list[int], text: list[int] = PROMPT, codec: list[int] = CODEC, **more: Any) -> dict[str, Any]:
-    rows = [[p, p + 1] for p, token in enumerate(text) if token == MULTIMODAL]
-    return {"text": text, "codec": codec, "fill": FILL, "track": track, "rows": rows, **more}
+def payload(track: list[int], text: list[int] = PROMPT, codec: list[int] = CODEC, **more: Any) -> TalkerPrompt:
+    return TalkerPrompt(text=text, codec=codec, fill=FILL, track=track, **more)
+
+
+def open_(provider: TalkerInputProvider, req_id: str, given_: TalkerPrompt, params: Any = GREEDY) -> None:
+    spans = [(p, p + 1) for p, token in enumerate(given_.text) if token == MULTIMODAL]
+    provider.open(req_id, given_, spans, params)
 
 
 def hidden_rows(count: int, seed: int = 1) -> Tensor:
     return torch.randn(count, 5, generator=torch.Generator().manual_seed(seed))
 
 
-def sample(feeder: TalkerFeeder, req_id: str, code: int, hidden: int) -> Tensor | None:
-    return feeder.sampled([req_id], [[code]], torch.full((1, 2), float(hidden)))[0]
+def sample(input_provider: TalkerInputProvider, req_id: str, code: int, hidden: int) -> Tensor | None:
+    return input_provider.sampled([req_id], [[code]], torch.full((1, 2), float(hidden)))[0]
 
 
-def spoken(track: list[int], frames: list[tuple[int, int]], feeder: TalkerFeeder, req_id: str = "a") -> None:
-    """A request with its rows and frames (first code, hidden value)."""
-    feeder.open(req_id, handoff(track), GREEDY)
-    feeder.extend(req_id, {}, hidden_rows(3))
+def spoken(
+    track: list[int], frames: list[tuple[int, int]], input_provider: TalkerInputProvider, req_id: str = "a"
+) -> None:
+    """A request with its hidden states and frames (first code, hidden value)."""
+    open_(input_provider, req_id, payload(track))
+    input_provider.add_hidden_states(req_id, hidden_rows(3))
     for code, hidden in frames:
-        sample(feeder, req_id, code, hidden)
+        sample(input_provider, req_id, code, hidden)
 
 
 def by_hand(track: list[int], frames: list[tuple[int, int]]) -> Tensor:
-    """All rows of that request, one position after the other."""
+    """All input embeddings of that request, by position."""
     projected, rows = iter(WEIGHTS.project_hidden(hidden_rows(3))), []
     for text, code in zip(PROMPT, CODEC, strict=True):
         row = next(projected) if text == MULTIMODAL else WEIGHTS.text_table[text]
@@ -100,87 +107,86 @@ codes = st.lists(st.tuples(st.integers(0, EOS - 1), st.integers(0, 40)), max_siz
 @settings(deadline=None)
 @given(tracks, codes, st.data())
 def test_any_split_gives_the_rows_of_one_go(track: list[int], frames: list[tuple[int, int]], data: Any) -> None:
-    feeder, whole = make(), by_hand(track, frames)
-    spoken(track, frames, feeder)
-    torch.testing.assert_close(feeder.rows([Span("a", 0, len(whole))]), whole)
+    input_provider, whole = make(), by_hand(track, frames)
+    spoken(track, frames, input_provider)
+    torch.testing.assert_close(input_provider.rows([Span("a", 0, len(whole))]), whole)
     marks = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1))) | {0, len(whole)})
     spans = [Span("a", a, b - a) for a, b in itertools.pairwise(marks)]
-    torch.testing.assert_close(torch.cat([feeder.rows([span]) for span in spans]), whole)
-    torch.testing.assert_close(feeder.rows(spans), whole)
+    torch.testing.assert_close(torch.cat([input_provider.rows([span]) for span in spans]), whole)
+    torch.testing.assert_close(input_provider.rows(spans), whole)
 
 
 @settings(deadline=None)
 @given(st.permutations(["a", "b", "c"]), st.data())
 def test_requests_of_a_batch_do_not_mix(order: list[str], data: Any) -> None:
-    feeder = make()
+    input_provider = make()
     given_ = {name: (data.draw(tracks), data.draw(codes)) for name in ("a", "b", "c")}
     for name, (track, frames) in given_.items():
-        spoken(track, frames, feeder, name)
+        spoken(track, frames, input_provider, name)
     wholes = [by_hand(*given_[name]) for name in order]
     spans = [Span(name, 0, len(whole)) for name, whole in zip(order, wholes, strict=True)]
-    torch.testing.assert_close(feeder.rows(spans), torch.cat(wholes))
+    torch.testing.assert_close(input_provider.rows(spans), torch.cat(wholes))
 
 
 @given(tracks, st.data())
 def test_a_track_in_pieces_is_the_track(track: list[int], data: Any) -> None:
     cut = data.draw(st.integers(0, len(track)))
-    feeder, frames = make(), [(1, 2), (3, 4), (5, 6)]
-    spoken(track[:cut], frames, feeder)
+    input_provider, frames = make(), [(1, 2), (3, 4), (5, 6)]
+    spoken(track[:cut], frames, input_provider)
     for entry in track[cut:]:
-        feeder.extend("a", {"track": [entry], "last": False}, None)
-    feeder.extend("a", {"last": True}, None)
-    torch.testing.assert_close(feeder.rows([Span("a", 0, 10)]), by_hand(track, frames))
+        input_provider.extend("a", TalkerChunk(track=(entry,)))
+    torch.testing.assert_close(input_provider.rows([Span("a", 0, 10)]), by_hand(track, frames))
 
 
 def test_rows_in_pieces_are_the_rows() -> None:
-    feeder = make()
-    feeder.open("a", handoff([]), GREEDY)
+    input_provider = make()
+    open_(input_provider, "a", payload([]))
     for row in hidden_rows(3):
-        feeder.extend("a", {}, row[None])
-    torch.testing.assert_close(feeder.rows([Span("a", 0, 7)]), by_hand([], []))
+        input_provider.add_hidden_states("a", row[None])
+    torch.testing.assert_close(input_provider.rows([Span("a", 0, 7)]), by_hand([], []))
 
 
 def test_opening_again_after_a_preemption_keeps_the_history() -> None:
-    feeder, frames = make(), [(1, 2), (3, 4)]
-    spoken([5], frames, feeder)
-    feeder.extend("a", {"track": [6]}, None)
-    feeder.open("a", handoff([5]), GREEDY)
-    assert len(feeder) == 1
-    torch.testing.assert_close(feeder.rows([Span("a", 0, 9)]), by_hand([5, 6], frames))
+    input_provider, frames = make(), [(1, 2), (3, 4)]
+    spoken([5], frames, input_provider)
+    input_provider.extend("a", TalkerChunk(track=(6,)))
+    open_(input_provider, "a", payload([5]))
+    assert len(input_provider) == 1
+    torch.testing.assert_close(input_provider.rows([Span("a", 0, 9)]), by_hand([5, 6], frames))
 
 
 def test_a_history_grows_with_its_reply() -> None:
     """Room is made for the frames that there are, however many were asked for."""
-    feeder = make()
-    feeder.open("a", handoff([], text=[1], codec=[NO_CODEC]), GREEDY)
+    input_provider = make()
+    open_(input_provider, "a", payload([], text=[1], codec=[NO_CODEC]))
     frames = [(step % EOS, step % 40) for step in range(3 * FIRST_FRAMES)]
     for code, hidden in frames:
-        sample(feeder, "a", code, hidden)
-    assert feeder._requests["a"].history.shape == (4 * FIRST_FRAMES, GROUPS)
+        sample(input_provider, "a", code, hidden)
+    assert input_provider._requests["a"].history.shape == (4 * FIRST_FRAMES, GROUPS)
     expected = torch.stack(
         [_row(code, [(2 * hidden + i) % CODES for i in range(GROUPS - 1)]) for code, hidden in frames]
     )
-    torch.testing.assert_close(feeder.rows([Span("a", 1, len(frames))]), expected)
+    torch.testing.assert_close(input_provider.rows([Span("a", 1, len(frames))]), expected)
 
 
 def test_a_closed_request_is_forgotten() -> None:
-    feeder = make()
-    spoken([5], [(1, 2)], feeder)
-    feeder.close("a")
-    feeder.close("a")
-    assert len(feeder) == 0
+    input_provider = make()
+    spoken([5], [(1, 2)], input_provider)
+    input_provider.close("a")
+    input_provider.close("a")
+    assert len(input_provider) == 0
     with pytest.raises(KeyError):
-        feeder.rows([Span("a", 0, 1)])
-    spoken([6], [(3, 4)], feeder)  # the same id starts anew
-    torch.testing.assert_close(feeder.rows([Span("a", 0, 8)]), by_hand([6], [(3, 4)]))
+        input_provider.rows([Span("a", 0, 1)])
+    spoken([6], [(3, 4)], input_provider)  # the same id starts anew
+    torch.testing.assert_close(input_provider.rows([Span("a", 0, 8)]), by_hand([6], [(3, 4)]))
 
 
 def test_frames_are_complete_and_the_end_has_none() -> None:
-    feeder = make()
+    input_provider = make()
     for name in "abcd":
-        spoken([], [], feeder, name)
+        spoken([], [], input_provider, name)
     hidden = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
-    made = feeder.sampled(list("abcd"), [[4], [EOS], [], [5]], hidden)
+    made = input_provider.sampled(list("abcd"), [[4], [EOS], [], [5]], hidden)
     assert [None if frame is None else frame.tolist() for frame in made] == [
         [[4, 0, 1, 2]],
         None,
@@ -190,10 +196,10 @@ def test_frames_are_complete_and_the_end_has_none() -> None:
     assert made[0] is not None
     assert made[0].dtype == torch.int32
     assert len(WEIGHTS.draws) == 2
-    assert feeder.sampled(["b"], [[EOS]], hidden[:1]) == [None]
+    assert input_provider.sampled(["b"], [[EOS]], hidden[:1]) == [None]
     # "b" and "c" have no frame yet: their next one is their first
-    sample(feeder, "c", 8, 1)
-    torch.testing.assert_close(feeder.rows([Span("c", 7, 1)]), _row(8, [2, 3, 4])[None])
+    sample(input_provider, "c", 8, 1)
+    torch.testing.assert_close(input_provider.rows([Span("c", 7, 1)]), _row(8, [2, 3, 4])[None])
 
 
 def _row(first: int, rest: list[int]) -> Tensor:
@@ -205,31 +211,31 @@ def _row(first: int, rest: list[int]) -> Tensor:
     ("sampling", "greedy", "seed"),
     [({"temperature": 0.0, "seed": 3}, True, 3), ({"temperature": 0.9, "seed": None}, False, None)],
 )
-def test_residual_codes_are_drawn_as_the_request_says(sampling: Any, greedy: bool, seed: int | None) -> None:
-    feeder = make()
-    feeder.open("a", handoff([], text=[1], codec=[NO_CODEC]), SimpleNamespace(**sampling))
-    sample(feeder, "a", 1, 1)
+def test_residual_codes_use_the_requests_sampling(sampling: Any, greedy: bool, seed: int | None) -> None:
+    input_provider = make()
+    open_(input_provider, "a", payload([], text=[1], codec=[NO_CODEC]), SimpleNamespace(**sampling))
+    sample(input_provider, "a", 1, 1)
     (draw,) = WEIGHTS.draws
     assert draw.greedy is greedy
     assert (None if draw.generator is None else draw.generator.initial_seed()) == seed
     before = draw.generator
-    sample(feeder, "a", 1, 1)
+    sample(input_provider, "a", 1, 1)
     assert WEIGHTS.draws[0].generator is before  # one stream of numbers for the whole request
 
 
 def test_positions_of_text_are_a_plain_count() -> None:
-    feeder = make()
-    feeder.open("a", handoff([]), GREEDY)
-    positions, delta = feeder.positions("a", 4)
+    input_provider = make()
+    open_(input_provider, "a", payload([]))
+    positions, delta = input_provider.positions("a", 4)
     assert (positions.tolist(), delta) == ([[0, 1, 2, 3]] * 3, 0)
 
 
 @pytest.mark.parametrize("length", [2, 4, 7])
 def test_given_positions_go_on_after_their_highest(length: int) -> None:
     prompt = np.array([[0, 1, 1, 5], [0, 1, 2, 5], [0, 1, 3, 5]], np.int32)
-    feeder = make()
-    feeder.open("a", handoff([], text=[1] * 4, codec=[NO_CODEC] * 4, positions=prompt.tobytes()), GREEDY)
-    positions, delta = feeder.positions("a", length)
+    input_provider = make()
+    open_(input_provider, "a", payload([], text=[1] * 4, codec=[NO_CODEC] * 4, positions=prompt.tobytes()))
+    positions, delta = input_provider.positions("a", length)
     expected = np.concatenate([prompt, np.broadcast_to(np.arange(6, 9), (3, 3))], axis=1)[:, :length]
     assert positions.tolist() == expected.tolist()
     assert positions.dtype == torch.int64
@@ -242,8 +248,8 @@ def test_a_request_taken_over_has_the_rows_of_the_one_that_was_lost(made: int, m
     lost, other = make(), make()
     spoken(track, frames, lost)
     history = lost._requests["a"].history[:made].tolist()
-    other.open("b", handoff(track, frames=history), GREEDY)
-    other.extend("b", {}, hidden_rows(3))
+    open_(other, "b", payload(track, frames=history))
+    other.add_hidden_states("b", hidden_rows(3))
     for code, hidden in frames[made:]:
         sample(other, "b", code, hidden)
     length = len(PROMPT) + made + more

@@ -10,19 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import media
-from tests.media import Message
-from tests.oracle import Oracle
+from tests.support import media
+from tests.support.media import Message
+from tests.support.oracle import Oracle
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
-from vllm_omni_ext.engine.feeder import Span
+from vllm_omni_ext.engine.input_provider import Span
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor
-from vllm_omni_ext.model_plugins.qwen3_omni.flow import Speech, SpeechFlow
+from vllm_omni_ext.model_plugins.qwen3_omni.flow import SpeechFlow, SpeechPlan
 from vllm_omni_ext.model_plugins.qwen3_omni.frames import FrameMaker
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import SpecialIds, find_parts
-from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerFeeder
-from vllm_omni_ext.orchestrator.flow import Extend, Open, Produced
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
-from vllm_omni_ext.wire.rows import Notice
+from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerInputProvider
+from vllm_omni_ext.plugins.flow import Extend, Open, Produced
+from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady
 
 TOLERANCE = 1e-5
 SYSTEM: Message = {"role": "system", "content": "You are a voice."}
@@ -52,11 +51,6 @@ CONVERSATIONS: dict[str, list[Message]] = {
         )
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    return Oracle(write_qwen3_omni(tmp_path_factory.mktemp("tiny"), seed=0))
 
 
 class Weights:
@@ -117,7 +111,7 @@ class Heard:
         self.reply = self.thinker.sequences[0, len(self.prompt) :].tolist()
 
     def rows(self, layer: int, positions: list[int]) -> Tensor:
-        """The thinker's hidden rows of prompt positions."""
+        """The thinker's hidden states of prompt positions."""
         return self.thinker.hidden_states[0][layer][0][positions]
 
 
@@ -131,40 +125,40 @@ def test_the_talker_is_fed_what_transformers_feeds_it(oracle: Oracle, name: str,
     parts = find_parts(heard.prompt, ids)
     assert parts is not None
     flow = SpeechFlow(
-        Speech(prompt=heard.prompt, parts=parts, voice="chelsie", ids=ids, sample_rate=24_000),
+        SpeechPlan(prompt=heard.prompt, parts=parts, voice="chelsie", ids=ids, sample_rate=24_000),
         text=text,
         frames=ChunkSchedule(),
     )
-    feeder = TalkerFeeder(Weights(oracle.model), device=torch.device("cpu"))
-    mixed = [p for a, b in parts.rows for p in range(a, b)]
+    input_provider = TalkerInputProvider(Weights(oracle.model), device=torch.device("cpu"))
+    mixed = [p for a, b in parts.multimodal for p in range(a, b)]
     rows = heard.rows(config.accept_hidden_layer, mixed) if mixed else None
-    notice = Notice(source="tcp://a", name="0/r", first=0, count=len(mixed)) if mixed else None
+    ready = HiddenStatesChunkReady(source="tcp://a", name="0/r", first=0, count=len(mixed)) if mixed else None
     for i, token in enumerate(heard.reply):
         end = i == len(heard.reply) - 1
-        for action in flow.handle(Produced("thinker", (token,), None if i else notice, "stop" if end else None)):
-            _carry_out(feeder, action, rows)
+        for action in flow.handle(Produced("thinker", (token,), None if i else ready, "stop" if end else None)):
+            _carry_out(input_provider, action, rows)
     expected, track = heard.given["inputs_embeds"][0], heard.given["trailing_text_hidden"][0]
     length = expected.shape[0]
-    torch.testing.assert_close(feeder.rows([Span("a", 0, length)]), expected, atol=TOLERANCE, rtol=0)
-    request = feeder._requests["a"]
+    torch.testing.assert_close(input_provider.rows([Span("a", 0, length)]), expected, atol=TOLERANCE, rtol=0)
+    request = input_provider._requests["a"]
     assert len(request.track) == len(track)
-    torch.testing.assert_close(feeder._model.text_table[request.track], track, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(input_provider._model.text_table[request.track], track, atol=TOLERANCE, rtol=0)
     for step in range(steps - 1):  # the text runs out on the way: then the fill is fed
         code = heard.result.sequences[0, step].item()
-        feeder.sampled(["a"], [[code]], heard.hidden[step][None])
-        got = feeder.rows([Span("a", length + step, 1)])
+        input_provider.sampled(["a"], [[code]], heard.hidden[step][None])
+        got = input_provider.rows([Span("a", length + step, 1)])
         torch.testing.assert_close(got, heard.fed[step + 1], atol=TOLERANCE, rtol=0)
     assert len(track) < steps - 1
 
 
-def _carry_out(feeder: TalkerFeeder, action: Any, rows: Any) -> None:
+def _carry_out(provider: TalkerInputProvider, action: Any, hidden: Any) -> None:
     match action:
         case Open():
-            feeder.open("a", action.handoff, SimpleNamespace(temperature=0.0, seed=None))
-            if rows is not None:
-                assert action.handoff["given"]["count"] == len(rows)
-                feeder.extend("a", {}, rows)
+            provider.open("a", action.payload, action.hidden_spans, SimpleNamespace(temperature=0.0, seed=None))
+            if hidden is not None:
+                assert action.hidden_states.count == len(hidden)
+                provider.add_hidden_states("a", hidden)
         case Extend():
-            feeder.extend("a", {"track": action.track, "last": action.last}, None)
+            provider.extend("a", action.payload)
         case _:
             raise AssertionError(action)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.model_plugins.vocoder_reference import (
+from tests.support.examples import examples
+from tests.support.vocoder_reference import (
     check_equal,
     expected,
     random_codes,
@@ -91,7 +92,7 @@ def test_a_real_window_is_crossed() -> None:
     check_equal(stream(vocoder_like(model), codes, (4, 25)), expected(model, codes))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_streams_of_any_lengths_side_by_side(data: st.DataObject) -> None:
     """Several streams, each with its own random schedule (empty chunks too), in one call a round."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.model_plugins.vocoder_reference import (
+from tests.support.examples import examples
+from tests.support.tape import TapeRecorder
+from tests.support.vocoder_reference import (
     check_equal,
     expected,
     random_codes,
@@ -18,7 +18,6 @@ from tests.model_plugins.vocoder_reference import (
     small_config,
     vocoder_like,
 )
-from tests.tape import TapeRecorder
 from vllm_omni_ext.model_plugins.qwen3_omni import vocoder_graphs
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder
 
@@ -34,7 +33,7 @@ def recorded() -> tuple[Vocoder, TapeRecorder]:
     return vocoder, tape
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples(12))
 @given(
     st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5).filter(sum), min_size=1, max_size=6),
     st.randoms(use_true_random=False),
@@ -112,8 +111,6 @@ class Broken:
 
 
 def test_without_graphs_it_computes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocoder_graphs.logger, "propagate", True)
-    monkeypatch.setattr(logging.getLogger("vllm_omni_ext"), "propagate", True)
     vocoder = vocoder_like(SMALL)
     vocoder.record(Broken(), streams=2)  # type: ignore[arg-type]
     assert "no CUDA graph for" in caplog.text

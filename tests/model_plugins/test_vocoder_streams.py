@@ -8,10 +8,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.model_plugins.vocoder_reference import check_equal, expected, random_codes, reference, small_config
+from tests.support.examples import examples
+from tests.support.vocoder_reference import (
+    check_equal,
+    expected,
+    header,
+    random_codes,
+    reference,
+    small_config,
+)
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_streams import VocoderStreams
-from vllm_omni_ext.wire.parts import PartMark
+from vllm_omni_ext.wire.stage_input import PartHeader
 
 REFERENCE = reference(small_config(), seed=2)
 IDLE_S = 10.0
@@ -49,7 +57,7 @@ def codes(frames: int, seed: int = 0) -> Tensor:
 NONE = codes(1)[:0]
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(sum), min_size=1, max_size=8),
     st.randoms(use_true_random=False),
@@ -68,8 +76,8 @@ def test_any_cut_and_any_company(vocoder: Vocoder, cuts: list[list[int]], random
                 number, chunk = parts.pop(0)
                 step.append((i, number, chunk))
         random.shuffle(step)
-        marks = [PartMark(str(i), number, number == len(cuts[i]) - 1) for i, number, _ in step]
-        answers = streams.decode(marks, [chunk for *_, chunk in step])
+        headers = [header(str(i), number, number == len(cuts[i]) - 1) for i, number, _ in step]
+        answers = streams.decode(headers, [chunk for *_, chunk in step])
         for (i, number, _), answer in zip(step, answers, strict=True):
             assert isinstance(answer, Tensor)
             heard[i][number] = answer
@@ -81,19 +89,19 @@ def test_any_cut_and_any_company(vocoder: Vocoder, cuts: list[list[int]], random
 
 def test_a_gap_ends_the_stream_and_no_other(streams: VocoderStreams) -> None:
     frames = codes(6)
-    streams.decode([PartMark("a", 0, False), PartMark("b", 0, False)], [frames[:2], frames[:2]])
-    bad, good = streams.decode([PartMark("a", 2, False), PartMark("b", 1, True)], [frames[4:], frames[2:]])
+    streams.decode([header("a", 0, False), header("b", 0, False)], [frames[:2], frames[:2]])
+    bad, good = streams.decode([header("a", 2, False), header("b", 1, True)], [frames[4:], frames[2:]])
     assert bad == "part 2 came where 1 was due"
     assert isinstance(good, Tensor)
-    (late,) = streams.decode([PartMark("a", 1, False)], [frames[2:4]])
+    (late,) = streams.decode([header("a", 1, False)], [frames[2:4]])
     assert late == "part 1 came for a stream that is not open"
     assert len(streams) == 0
 
 
 def test_parts_before_a_bad_one_are_decoded_and_those_after_it_refused(streams: VocoderStreams) -> None:
     frames = codes(3)
-    marks = [PartMark("a", number, False) for number in range(3)]
-    first, second, third = streams.decode(marks, [frames[:2], "no codes", frames[2:]])
+    headers = [header("a", number, False) for number in range(3)]
+    first, second, third = streams.decode(headers, [frames[:2], "no codes", frames[2:]])
     check_equal(first, expected(REFERENCE, frames)[: len(first)])
     assert (second, third) == ("no codes", "part 2 came for a stream that is not open")
     assert len(streams) == 0
@@ -101,37 +109,37 @@ def test_parts_before_a_bad_one_are_decoded_and_those_after_it_refused(streams: 
 
 def test_nothing_follows_the_last_part_not_even_in_the_same_step(streams: VocoderStreams) -> None:
     frames = codes(3)
-    first, second = streams.decode([PartMark("a", 0, True), PartMark("a", 1, False)], [frames[:2], frames[2:]])
+    first, second = streams.decode([header("a", 0, True), header("a", 1, False)], [frames[:2], frames[2:]])
     assert isinstance(first, Tensor)
     assert second == "part 1 came for a stream that is not open"
     assert len(streams) == 0
 
 
-def test_part_0_begins_anew(streams: VocoderStreams) -> None:
+def test_part_0_starts_the_stream_again(streams: VocoderStreams) -> None:
     frames = codes(5)
-    streams.decode([PartMark("a", 0, False)], [codes(3, seed=9)])
-    (whole,) = streams.decode([PartMark("a", 0, True)], [frames])
+    streams.decode([header("a", 0, False)], [codes(3, seed=9)])
+    (whole,) = streams.decode([header("a", 0, True)], [frames])
     check_equal(whole, expected(REFERENCE, frames))
 
 
-def test_an_end_mark_forgets_also_what_comes_in_the_same_step(streams: VocoderStreams) -> None:
+def test_an_end_header_forgets_also_what_comes_in_the_same_step(streams: VocoderStreams) -> None:
     frames = codes(2)
-    streams.decode([PartMark("a", 0, False)], [frames])
-    end, _ = streams.decode([PartMark.end("a"), PartMark("a", 1, False)], [NONE, frames])
+    streams.decode([header("a", 0, False)], [frames])
+    end, _ = streams.decode([PartHeader.end("a"), header("a", 1, False)], [NONE, frames])
     assert isinstance(end, Tensor) and len(end) == 0
     assert len(streams) == 0
-    streams.decode([PartMark.end("unknown")], [NONE])
+    streams.decode([PartHeader.end("unknown")], [NONE])
 
 
 def test_a_stream_for_which_nothing_comes_is_forgotten(streams: VocoderStreams, clock: Clock) -> None:
     frames = codes(4)
-    streams.decode([PartMark("a", 0, False), PartMark("b", 0, False)], [frames[:1], frames[:1]])
+    streams.decode([header("a", 0, False), header("b", 0, False)], [frames[:1], frames[:1]])
     clock.now = IDLE_S
-    streams.decode([PartMark("a", 1, False)], [frames[1:2]])
+    streams.decode([header("a", 1, False)], [frames[1:2]])
     assert len(streams) == 2
     clock.now = IDLE_S + 1
-    (a,) = streams.decode([PartMark("a", 2, True)], [frames[2:]])
+    (a,) = streams.decode([header("a", 2, True)], [frames[2:]])
     assert isinstance(a, Tensor)
     assert len(streams) == 0
-    (b,) = streams.decode([PartMark("b", 1, True)], [frames[1:]])
+    (b,) = streams.decode([header("b", 1, True)], [frames[1:]])
     assert b == "part 1 came for a stream that is not open"

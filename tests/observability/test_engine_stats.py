@@ -12,16 +12,14 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from vllm_omni_ext.observability.engine_stats import stats_of_all, tokens_of
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
 
 STEPS = (3, 1, 0)
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    model = str(write_qwen3_omni(Path(tmp_path_factory.mktemp("model"), "tiny"), seed=0))
+def config(tiny: Path) -> VllmConfig:
     return AsyncEngineArgs(
-        model=model, dtype="float32", enforce_eager=True, max_model_len=512, kv_cache_memory_bytes=64 << 20
+        model=str(tiny), dtype="float32", enforce_eager=True, max_model_len=512, kv_cache_memory_bytes=64 << 20
     ).create_engine_config()
 
 

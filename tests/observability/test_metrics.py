@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from vllm_omni_ext.metrics import ALL, MODEL, PREFIX, Metric, Metrics, make_all
+from vllm_omni_ext.metrics import MODEL, PREFIX, Metric, Metrics, make_all
+from vllm_omni_ext.modalities.registry import METRICS as ALL
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -30,7 +31,7 @@ def row(metric: Metric) -> str:
 
 def families() -> dict[str, Family]:
     registry = CollectorRegistry()
-    make_all(registry)
+    make_all(registry, ALL)
     return {family.name: family for family in registry.collect()}
 
 
@@ -102,10 +103,11 @@ def test_the_dashboard_can_be_imported() -> None:
 SERVER = """
 import sys
 from vllm_omni_ext import metrics as m
+from vllm_omni_ext.modalities.audio import AUDIO_SECONDS
 metrics = m.Metrics("tiny")
 metrics.of(m.REPLICA_IN_FLIGHT, "talker", "talker/0").set(int(sys.argv[1]))
 metrics.of(m.REPLICA_RUNNING, "talker", "talker/0").set(int(sys.argv[1]))
-metrics.of(m.AUDIO_SECONDS).inc(2)
+metrics.of(AUDIO_SECONDS).inc(2)
 print(flush=True)
 sys.stdin.read()
 """

@@ -17,9 +17,11 @@ from vllm_omni_ext import metrics as m
 from vllm_omni_ext.errors import RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metric, Metrics
-from vllm_omni_ext.observability.observer import REST, TEXT, Observer, payload_bytes
-from vllm_omni_ext.observability.record import Record, as_metrics, as_trace
-from vllm_omni_ext.outputs import AudioOutput
+from vllm_omni_ext.modalities import audio
+from vllm_omni_ext.modalities.base import AUDIO, TEXT
+from vllm_omni_ext.modalities.chunks import AudioChunk, ImageChunk
+from vllm_omni_ext.observability.observer import Observer, payload_bytes
+from vllm_omni_ext.observability.request_trace import RequestTrace, as_metrics, as_trace
 
 RATE = 24_000
 THINKER, TALKER, VOCODER = ReplicaId("thinker", 0), ReplicaId("talker", 1), ReplicaId("code2wav", 0)
@@ -31,10 +33,10 @@ class Bench:
     def __init__(self) -> None:
         self.now = 100.0
         self.registry = CollectorRegistry()
-        self.ended: list[Record] = []
+        self.ended: list[RequestTrace] = []
         self.observer = Observer(
             Metrics("tiny", self.registry),
-            text_stage="thinker",
+            frontend="thinker",
             replicas=[THINKER, TALKER, VOCODER],
             keep=2,
             ended=self.ended.append,
@@ -45,7 +47,7 @@ class Bench:
         return self.registry.get_sample_value(metric.full_name + suffix, {"model_name": "tiny", **labels})
 
     def open(self, request_id: str = "r", modalities: tuple[str, ...] = ("text", "audio")) -> None:
-        parts = (TEXT,) if modalities == ("text",) else (TEXT, REST)
+        parts = (TEXT,) if modalities == ("text",) else (TEXT, AUDIO)
         self.observer.opened(request_id, f"client {request_id}", modalities, parts=parts, arrival=time.time())
 
     def produce(self, stage: str, *tokens: int, request_id: str = "r", **fields: Any) -> None:
@@ -59,13 +61,13 @@ def bench() -> Iterator[Bench]:
     assert made.observer.held() == 0, "a request was not ended"
 
 
-def sound(samples: int, frames: int = 0, *, finished: bool = False) -> AudioOutput:
-    return AudioOutput(
+def sound(samples: int, frames: int = 0, *, finished: bool = False) -> AudioChunk:
+    return AudioChunk(
         request_id="r",
         samples=np.zeros(samples, np.float32),
         sample_rate=RATE,
         frames=np.zeros((frames, 4), np.int64),
-        finished=finished,
+        last=finished,
     )
 
 
@@ -93,29 +95,29 @@ def spoken(bench: Bench) -> None:
     bench.now += 1.0
     bench.produce("code2wav", finish_reason=FinishReason.STOP)
     bench.observer.emitted("r", "code2wav", sound(RATE // 2, 2, finished=True))
-    bench.observer.finished("r", REST)
+    bench.observer.finished("r", AUDIO)
 
 
 def test_metrics_of_a_spoken_request(bench: Bench) -> None:
     spoken(bench)
     assert bench.value(m.TIME_TO_FIRST_TEXT, "_sum", modalities="text+audio") == pytest.approx(0.5, abs=0.01)
-    assert bench.value(m.TIME_TO_FIRST_AUDIO, "_sum") == pytest.approx(2, abs=0.01)
-    assert bench.value(m.AUDIO_CHUNK_GAP, "_count") == 1
-    assert bench.value(m.AUDIO_CHUNK_GAP, "_sum") == pytest.approx(1)
-    assert bench.value(m.AUDIO_SECONDS) == pytest.approx(1.5)
-    assert bench.value(m.REAL_TIME_FACTOR, "_sum") == pytest.approx(2, abs=0.01)
+    assert bench.value(audio.TIME_TO_FIRST_AUDIO, "_sum") == pytest.approx(2, abs=0.01)
+    assert bench.value(audio.AUDIO_CHUNK_GAP, "_count") == 1
+    assert bench.value(audio.AUDIO_CHUNK_GAP, "_sum") == pytest.approx(1)
+    assert bench.value(audio.AUDIO_SECONDS) == pytest.approx(1.5)
+    assert bench.value(audio.REAL_TIME_FACTOR, "_sum") == pytest.approx(2, abs=0.01)
     assert bench.value(m.STAGE_QUEUE, "_sum", stage="thinker") == pytest.approx(0.25)
-    assert bench.value(m.STAGE_TIME, "_sum", stage="talker") == pytest.approx(0.5)
-    assert bench.value(m.HANDOVER_CHUNKS, source="thinker", target="talker") == 2
-    assert bench.value(m.HANDOVER_BYTES, source="thinker", target="talker") == 16
-    assert bench.value(m.HANDOVER_BYTES, source="talker", target="code2wav") == 16
+    assert bench.value(m.STAGE_REQUEST_DURATION, "_sum", stage="talker") == pytest.approx(0.5)
+    assert bench.value(m.STAGE_TRANSFER_CHUNKS, source="thinker", target="talker") == 2
+    assert bench.value(m.STAGE_TRANSFER_BYTES, source="thinker", target="talker") == 16
+    assert bench.value(m.STAGE_TRANSFER_BYTES, source="talker", target="code2wav") == 16
     assert bench.value(m.REQUESTS, outcome="finished", modalities="text+audio") == 1
 
 
 def test_the_course_of_a_spoken_request(bench: Bench) -> None:
     bench.observer.keep("client r")
     spoken(bench)
-    record = bench.observer.course("client r")
+    record = bench.observer.trace("client r")
     assert record is not None and bench.ended == [record]
     course = as_metrics(record)
     assert list(course["stages"]) == ["thinker", "talker", "code2wav"]
@@ -134,7 +136,7 @@ def test_the_course_of_a_spoken_request(bench: Bench) -> None:
 def test_the_trace_of_a_spoken_request(bench: Bench) -> None:
     bench.observer.keep("client r")
     spoken(bench)
-    record = bench.observer.course("client r")
+    record = bench.observer.trace("client r")
     assert record is not None
     events = as_trace(record)["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "i"}
@@ -198,8 +200,8 @@ def test_only_the_last_courses_are_kept(bench: Bench) -> None:
         bench.observer.keep(f"client {name}")
         bench.open(name, ("text",))
         bench.observer.finished(name, TEXT)
-    assert bench.observer.course("client a") is None
-    kept = bench.observer.course("client c")
+    assert bench.observer.trace("client a") is None
+    kept = bench.observer.trace("client c")
     assert kept is not None and kept.outcome == "finished"
 
 
@@ -232,8 +234,8 @@ def test_underruns_are_counted(bench: Bench) -> None:
     for pause in (1.0, 0.5, 0.75, 0.5, 1.5):
         bench.now += pause
         bench.observer.emitted("r", "code2wav", sound(RATE // 2, 1))
-    assert bench.value(m.AUDIO_UNDERRUN) == pytest.approx(1.25)
-    bench.observer.finished("r", REST)
+    assert bench.value(audio.AUDIO_UNDERRUN) == pytest.approx(1.25)
+    bench.observer.finished("r", AUDIO)
     (record,) = bench.ended
     assert as_metrics(record)["audio"]["underrun_s"] == pytest.approx(1.25)
 
@@ -266,10 +268,10 @@ def test_what_is_shown_of_replicas(bench: Bench) -> None:
     heard, seen = bench.value(m.REPLICA_HEARTBEAT, **labels), bench.value(m.COORDINATOR_VIEW)
     assert heard is not None and before <= heard <= time.time()
     assert seen is not None and before - 2 <= seen <= time.time() - 2
-    assert bench.value(m.BALANCING, why="policy", **labels) == 2
-    assert bench.value(m.BALANCING, why="affinity", **labels) == 1
+    assert bench.value(m.ROUTING_DECISIONS, reason="policy", **labels) == 2
+    assert bench.value(m.ROUTING_DECISIONS, reason="affinity", **labels) == 1
     assert bench.value(m.REQUESTS_WAITING, stage="talker") == 2
-    assert bench.value(m.TAKEN_OVER, stage="talker") == 1
+    assert bench.value(m.REQUEST_FAILOVERS, stage="talker") == 1
 
 
 def test_a_replica_that_is_forgotten_is_shown_no_more(bench: Bench) -> None:
@@ -315,4 +317,14 @@ def test_what_a_kv_cache_was_waited_for(bench: Bench) -> None:
     bench.observer.fetched("a", "b", 0.3)
     bench.observer.alone("b")
     assert bench.value(m.KV_WAIT, "_sum", source="a", target="b") == 0.3
-    assert bench.value(m.KV_ALONE, stage="b") == 1
+    assert bench.value(m.KV_LOCAL_PREFILLS, stage="b") == 1
+
+
+def test_the_parts_of_a_stage_s_work(bench: Bench) -> None:
+    bench.open()
+    for steps in (1.5, 0.5):
+        picture = ImageChunk(pixels=np.zeros((1, 1, 3), np.uint8), seconds={"steps": steps, "vae": 0.25})
+        bench.observer.emitted("r", "talker", picture)
+    assert bench.value(m.STAGE_PARTS, "_sum", stage="talker", part="steps") == 2.0
+    assert bench.value(m.STAGE_PARTS, "_count", stage="talker", part="vae") == 2
+    bench.observer.aborted("r")

@@ -11,14 +11,15 @@ HEAD = """
 import os, sys
 import prometheus_client  # as vLLM may have done already
 from vllm_omni_ext import metrics as m
+from vllm_omni_ext.modalities.audio import AUDIO_SECONDS
 
 m.share(sys.argv[1])
 
 def work(number, requests):
     metrics = m.Metrics("tiny")
     metrics.of(m.REQUESTS, "finished", "text").inc(requests)
-    metrics.of(m.AUDIO_SECONDS).inc(0.5)
-    metrics.of(m.STAGE_TIME, "talker").observe(0.2)
+    metrics.of(AUDIO_SECONDS).inc(0.5)
+    metrics.of(m.STAGE_REQUEST_DURATION, "talker").observe(0.2)
     metrics.of(m.REPLICA_IN_FLIGHT, "talker", "talker/0").set(requests)
     metrics.of(m.REPLICA_UP, "talker", "talker/0").set(1)
     metrics.of(m.REPLICA_RUNNING, "talker", "talker/0").set(10 * number)
@@ -55,7 +56,8 @@ def test_totals_and_gauges(tmp_path: Path) -> None:
         """
 pids = [forked(1, 3), forked(2, 4)]
 seen = scraped()
-assert seen["requests_total"] == 7 and seen["audio_seconds_total"] == 1.0 and seen["stage_seconds_count"] == 2
+assert seen["requests_total"] == 7 and seen["audio_seconds_total"] == 1.0
+assert seen["stage_request_duration_seconds_count"] == 2
 assert seen["replica_requests_in_flight"] == 7, "each has its own open"
 assert seen["replica_up"] == 1 and seen["replica_requests_running"] == 20, "all speak of the same replica"
 """,
@@ -64,7 +66,7 @@ assert seen["replica_up"] == 1 and seen["replica_requests_running"] == 20, "all 
     assert len(list(tmp_path.iterdir())) > 2
 
 
-def test_one_that_has_died_and_one_in_its_place(tmp_path: Path) -> None:
+def test_totals_survive_a_restarted_api_server(tmp_path: Path) -> None:
     run(
         """
 first, second = forked(1, 3), forked(2, 4)

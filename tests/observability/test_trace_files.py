@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni_ext.observability.record import Record
+from vllm_omni_ext.observability.request_trace import RequestTrace
 from vllm_omni_ext.observability.trace_files import FOLDER, TraceFiles
 
 
-def record(request_id: str, outcome: str = "finished") -> Record:
-    return Record(request_id, ("text",), 0.0, time.time(), None, set(), ended=1.0, outcome=outcome)
+def record(request_id: str, outcome: str = "finished") -> RequestTrace:
+    return RequestTrace(request_id, ("text",), 0.0, time.time(), None, set(), ended=1.0, outcome=outcome)
 
 
 def found(files: TraceFiles, request_id: str) -> dict[str, object] | None:
@@ -22,7 +22,7 @@ def found(files: TraceFiles, request_id: str) -> dict[str, object] | None:
     return None if kept is None else json.loads(kept)["otherData"]
 
 
-def test_whoever_is_asked_finds_it(tmp_path: Path) -> None:
+def test_trace_is_found_by_every_api_server(tmp_path: Path) -> None:
     servers = [TraceFiles(tmp_path, number, keep=3) for number in range(3)]
     servers[1].write(record("a"))
     for server in servers:
@@ -32,7 +32,7 @@ def test_whoever_is_asked_finds_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3])
-def test_the_oldest_go_and_those_of_others_stay(tmp_path: Path, keep: int) -> None:
+def test_oldest_own_traces_are_removed_first(tmp_path: Path, keep: int) -> None:
     mine, other = TraceFiles(tmp_path, 0, keep), TraceFiles(tmp_path, 1, keep)
     other.write(record("other"))
     for number in range(6):
@@ -51,7 +51,7 @@ def test_one_id_twice_is_one_trace_and_the_newest(tmp_path: Path) -> None:
     assert files.read("b") is None and files.read("c")
 
 
-def test_one_that_follows_goes_on_with_the_files(tmp_path: Path) -> None:
+def test_restarted_api_server_continues_its_trace_files(tmp_path: Path) -> None:
     before = TraceFiles(tmp_path, 0, keep=2)
     for request_id in ("a", "b"):
         before.write(record(request_id))

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from tests.orchestrator.fakes import OPTIONS, VOICE_ROOM, owners, text_request
-from tests.orchestrator.simulation import PREFILL, STAGES, TOKENS, Engine, World, text_of
+from tests.support.fakes import owners, text_request
+from tests.support.simulation import PREFILL, STAGES, TOKENS, Engine, Speech, World, text_of
 from vllm_omni_ext.disaggregation.parameters import KEY
 from vllm_omni_ext.errors import StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.disaggregated import Pair
-from vllm_omni_ext.orchestrator.split_requests import can_be_split, decode_request, farewell, prefill_request
-from vllm_omni_ext.wire.handoff import EXPORT
+from vllm_omni_ext.orchestrator.engine_requests import EngineRequests, can_be_split, prompt_request
+from vllm_omni_ext.orchestrator.messages import SendKVRelease, SendPrompt
+from vllm_omni_ext.orchestrator.router import Pair
+from vllm_omni_ext.wire.stage_input import EXPORT
 
 STEPS = TOKENS + 6
 """Rounds of all engines that a request takes at least: two for its prompt."""
@@ -56,7 +57,7 @@ async def test_every_prompt_is_computed_once_and_fetched_once(prefills: int, dec
     await world.end()
 
 
-async def test_nobody_behind_hears_of_the_prompt_stage() -> None:
+async def test_later_stages_get_no_output_of_the_prefill_stage() -> None:
     """Its token is dropped, and what it says about the KV cache stays here."""
     world = World(prefill=1)
     await world.start("a", sound=False)
@@ -82,7 +83,7 @@ async def test_decode_is_not_bothered_before_there_is_something_to_fetch() -> No
     assert world.pools["text"].replica_of("a") is None
     await rounds(world, 2)
     assert (world.pools[PREFILL].replica_of("a"), world.pools["text"].replica_of("a")) == (None, D0)
-    await world.orchestrator.withdraw(world.tickets["a"])
+    await world.orchestrator.abort(["a"])
     await world.end()
 
 
@@ -91,7 +92,7 @@ async def test_without_a_prefill_replica_decode_does_both() -> None:
     world.kill(P0, again=False)
     await world.settle()
     await world.orchestrator.never_up(P0, "no")
-    assert world.orchestrator.room([1, 2, 3], OPTIONS) == {"voice": VOICE_ROOM}
+    world.orchestrator.require(Speech())
     for name in "ab":
         await world.start(name, sound=name == "a")
     await world.run()
@@ -106,7 +107,7 @@ async def test_without_a_decode_replica_nothing_can_be_answered() -> None:
     world.kill(D0, again=False)
     await world.settle()
     with pytest.raises(StageUnavailable, match="stage 'text' has no live replica"):
-        world.orchestrator.room([1, 2, 3], OPTIONS)
+        world.orchestrator.require(Speech())
     await world.start("a")
     await world.run()
     assert isinstance(world.failures["a"], StageUnavailable)
@@ -136,7 +137,7 @@ async def test_a_prefill_replica_dies_before_decode_has_fetched() -> None:
 
 @pytest.mark.parametrize("sound", [False, True])
 async def test_the_only_prefill_replica_dies_before_decode_has_fetched(sound: bool) -> None:
-    """Decode notices it by itself: nothing is begun anew. For the rows, gone too, it reads the prompt."""
+    """The decode replica keeps the request, and computes the prompt again for its lost hidden states."""
     world = World(prefill=1)
     await world.start("a", sound=sound)
     for _ in range(3):
@@ -162,7 +163,7 @@ async def test_a_prefill_replica_that_has_been_fetched_from_may_die() -> None:
     await world.end()
 
 
-async def test_lost_rows_are_made_again_by_who_computes_prompts() -> None:
+async def test_lost_hidden_states_are_recomputed_by_the_prefill_stage() -> None:
     """They are freed there like all others, and decode goes on as if nothing had happened."""
     world = World(prefill=2)
     await world.start("a")
@@ -172,19 +173,19 @@ async def test_lost_rows_are_made_again_by_who_computes_prompts() -> None:
     for _ in range(2):
         world.engines[first].step()
         await world.settle()
-    world.engines[D0].step()  # it has fetched the prompt; nobody has taken the rows
+    world.engines[D0].step()  # it has fetched the prompt; the hidden states are not taken
     world.kill(first)
     await world.run()
     world.check("a")
     (other,) = {P0, P1} - {first}
     assert owners(world.engines[other].known) == ["a"]
     assert total(world, PREFILL, "prefilled") == 2 and total(world, "text", "recomputed") == 0
-    assert world.engines[other].rows == {}
+    assert world.engines[other].hidden_states == {}
     await world.end()
 
 
 @pytest.mark.parametrize("ticks", range(8))
-async def test_what_is_said_while_the_voice_is_opened_anew_is_heard(ticks: int) -> None:
+async def test_tokens_during_a_replay_of_the_voice_reach_it(ticks: int) -> None:
     world = World(prefill=1, voice=1)
     await world.start("a")
     await world.settle()
@@ -193,7 +194,7 @@ async def test_what_is_said_while_the_voice_is_opened_anew_is_heard(ticks: int) 
         await world.settle()
     world.kill(P0)
     await world.settle()
-    world.engines[ReplicaId("voice", 0)].step()  # it cannot take its rows
+    world.engines[ReplicaId("voice", 0)].step()  # it cannot take its hidden states
     for _ in range(ticks):
         await asyncio.sleep(0)
     world.engines[D0].step()
@@ -203,7 +204,7 @@ async def test_what_is_said_while_the_voice_is_opened_anew_is_heard(ticks: int) 
 
 
 @pytest.mark.parametrize("at", range(3))
-async def test_rows_whose_request_has_ended_are_freed_where_they_were_computed(at: int) -> None:
+async def test_hidden_states_of_an_ended_request_are_freed_at_the_prefill_replica(at: int) -> None:
     """Also those that are told of when the request has ended already."""
     world = World(prefill=1)
     await world.start("a")
@@ -211,10 +212,10 @@ async def test_rows_whose_request_has_ended_are_freed_where_they_were_computed(a
     prefill = world.engines[P0]
     for _ in range(at):
         prefill.step()
-    assert len(prefill.rows) == bool(at)
+    assert len(prefill.hidden_states) == bool(at)
     await world.orchestrator.abort(["a"])
     await world.run()
-    assert prefill.rows == {} and prefill.kept == {}
+    assert prefill.hidden_states == {} and prefill.kept == {}
     await world.end()
 
 
@@ -238,7 +239,7 @@ async def test_a_decode_replica_that_dies_leaves_no_prompt_behind() -> None:
     await world.end()
 
 
-async def test_what_has_been_fetched_or_is_being_fetched_is_not_said_to_be_unwanted() -> None:
+async def test_fetched_kv_caches_are_not_released() -> None:
     world = World(prefill=1, text=2)
     for name in "ab":
         await world.start(name)
@@ -282,7 +283,7 @@ async def test_a_decode_replica_that_dies_before_it_has_read_an_abort(again: str
     await world.end()
 
 
-async def test_a_decode_replica_that_dies_before_it_has_read_a_farewell() -> None:
+async def test_a_decode_replica_that_dies_before_it_reads_a_kv_release() -> None:
     """And so does the next one."""
     world = World(prefill=1, text=3)
     await world.start("a")
@@ -300,7 +301,7 @@ async def test_a_decode_replica_that_dies_before_it_has_read_a_farewell() -> Non
     await world.end()
 
 
-async def test_what_a_decode_replica_has_read_is_not_said_again_when_it_dies() -> None:
+async def test_processed_kv_releases_are_not_sent_again() -> None:
     """What it answers later tells that it has."""
     world = World(prefill=1, text=1)
     await world.start("a")
@@ -372,7 +373,7 @@ async def test_an_abort_that_meets_the_loss_of_a_replica(turns: int) -> None:
 
 
 @pytest.mark.parametrize("ticks", range(6))
-async def test_an_abort_while_the_rows_of_the_finished_prompt_are_told_of(ticks: int) -> None:
+async def test_an_abort_while_hidden_states_of_a_finished_prompt_are_announced(ticks: int) -> None:
     world = World(prefill=1)
     await world.start("a")
     await world.settle()
@@ -383,7 +384,7 @@ async def test_an_abort_while_the_rows_of_the_finished_prompt_are_told_of(ticks:
         await asyncio.sleep(0)
     await world.orchestrator.abort(["a"])
     await world.run()
-    assert prefill.kept == {} and prefill.rows == {}
+    assert prefill.kept == {} and prefill.hidden_states == {}
     await world.end()
 
 
@@ -509,7 +510,7 @@ def asked(**params: Any) -> Any:
         ({"skip_reading_prefix_cache": True, "extra_args": {EXPORT: [[0, 1]]}}, True),
     ],
 )
-def test_whose_prompt_may_be_computed_elsewhere(params: dict[str, Any], split: bool) -> None:
+def test_which_prompts_can_be_split(params: dict[str, Any], split: bool) -> None:
     assert can_be_split(asked(**params)) is split
 
 
@@ -529,7 +530,8 @@ def test_the_prompt_is_asked_for_without_what_belongs_to_the_answer() -> None:
     export = {EXPORT: [[0, 1]], "other": 1}
     request = asked(**given, structured_outputs=structured, extra_args=export, skip_reading_prefix_cache=True)
     request.sampling_params._all_stop_token_ids = {3, 9}
-    first, second = (prefill_request(request, f"a/p{i}") for i in range(2))
+    sends = [SendPrompt(P0, "a", f"a/p{i}", request=request, side="prefill") for i in range(2)]
+    first, second = map(prompt_request, sends)
     params = first.sampling_params
     assert first.request_id == "a/p0" and first.prompt_token_ids == request.prompt_token_ids
     assert params is not None and second.sampling_params is not None
@@ -546,16 +548,16 @@ def test_the_answer_is_asked_for_as_the_client_did() -> None:
         max_tokens=40, logprobs=2, extra_args={EXPORT: [[0, 1]], "other": 1}, skip_reading_prefix_cache=True
     )
     answer = {"do_remote_prefill": True, "transfer_id": "t"}
-    decode = decode_request(request, "a/d0", answer).sampling_params
+    decode = prompt_request(SendPrompt(D0, "a", "a/d0", request=request, side="decode", kv=answer)).sampling_params
     assert decode is not None
     assert decode.extra_args == {"other": 1, KEY: answer}
     assert (decode.max_tokens, decode.logprobs, decode.skip_reading_prefix_cache) == (40, 2, False)
-    alone = decode_request(request, "a/d1", None)
+    alone = prompt_request(SendPrompt(D0, "a", "a/d1", request=request))
     assert alone.request_id == "a/d1" and alone.sampling_params == request.sampling_params
 
 
-def test_a_farewell_ends_as_it_arrives() -> None:
-    request = farewell("x", {"transfer_id": "t"})
+def test_a_kv_release_request_ends_at_once() -> None:
+    request = EngineRequests().make(SendKVRelease(D0, "", "x", kv={"transfer_id": "t"}))
     assert request.abort_immediately
     assert request.sampling_params is not None and request.sampling_params.extra_args == {KEY: {"transfer_id": "t"}}
 
@@ -567,13 +569,13 @@ async def test_pairs() -> None:
     for _ in range(3):
         world.engines[P0].step()
         await world.settle()
-    assert world.orchestrator.way.pairs() == [Pair(P0, D0, handed=2, fetching=2)]
+    assert world.orchestrator.pairs() == [Pair(P0, D0, handed=2, fetching=2)]
     await rounds(world, 1)
-    assert world.orchestrator.way.pairs() == [Pair(P0, D0, handed=2, fetching=0)]
+    assert world.orchestrator.pairs() == [Pair(P0, D0, handed=2, fetching=0)]
     world.kill(P0)
     await world.settle()
     await world.up(P0)
-    assert world.orchestrator.way.pairs() == []
+    assert world.orchestrator.pairs() == []
     await world.run()
     await world.end()
-    assert World().orchestrator.way.pairs() == []
+    assert World().orchestrator.pairs() == []

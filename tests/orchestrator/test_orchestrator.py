@@ -10,17 +10,29 @@ import pytest
 import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from tests.orchestrator.fakes import OPTIONS, POOLING, VOICE_ROOM, Bench, output, owners, text_request
+from tests.support.fakes import (
+    VOICE_BUDGET,
+    Bench,
+    Words,
+    drained,
+    output,
+    owners,
+    part,
+    text_request,
+)
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Fail, Feed, Finished, Open, Produced
-from vllm_omni_ext.orchestrator.orchestrator import TICKET
-from vllm_omni_ext.orchestrator.requests import OmniOptions
-from vllm_omni_ext.outputs import AudioOutput
-from vllm_omni_ext.wire.handoff import CHUNK, PROMPT
-from vllm_omni_ext.wire.parts import PartMark
+from vllm_omni_ext.modalities.chunks import AudioChunk
+from vllm_omni_ext.plugins.flow import Action, Emit, Extend, Fail, Finished, Open, Produced
+from vllm_omni_ext.plugins.runtime import RequestOptions
+from vllm_omni_ext.wire.stage_input import CHUNK, INPUT, HiddenStatesRef, PartHeader
 
-FACTS = {"sample_rate": 24_000, "frames": ((1, 2), (3, 4)), "note": None}
+FRAMES = np.array([[1, 2], [3, 4]])
+
+
+def emit(samples: Any = (), *, last: bool = True, note: str | None = None) -> Emit:
+    wave = np.asarray(samples, np.float32).reshape(-1)
+    return Emit(AudioChunk(samples=wave, sample_rate=24_000, frames=FRAMES, note=note, last=last))
 
 
 def pipeline(event: Produced) -> list[Action]:
@@ -28,13 +40,13 @@ def pipeline(event: Produced) -> list[Action]:
     last = event.finish is not None
     match event.stage:
         case "text" if event.tokens == (10,):
-            return [Open("voice", [0, 0], {"track": [], "last": False}, stop=(75,))]
+            return [Open(stage="voice", prompt=[0, 0], payload=Words(), last=False, stop=(75,))]
         case "text":
-            return [Extend("voice", event.tokens, last)]
+            return [Extend(stage="voice", payload=Words(list(event.tokens)), last=last)]
         case "voice":
-            return [Feed("sound", 0, [1, 2, 3, 4], POOLING, last=True)] if last else []
+            return [part([1, 2, 3, 4])] if last else []
         case _:
-            return [Emit("audio", event.payload[1], FACTS), Finished()]
+            return [emit(event.payload[1]), Finished()]
 
 
 SOUND = torch.tensor([[0.5], [-0.5]])
@@ -55,10 +67,6 @@ async def play(bench: Bench, request_id: str, steps: Any = STEPS) -> None:
         await bench.produce(stage, request_id, *tokens, tensor=tensor, end=end)
 
 
-def drained(sink: asyncio.Queue[Any]) -> list[Any]:
-    return [sink.get_nowait() for _ in range(sink.qsize())]
-
-
 # -- the way of a request --------------------------------------------------------------------------
 
 
@@ -67,14 +75,14 @@ async def test_a_request_from_ticket_to_sound() -> None:
     ticket, sink = await bench.start("r")
     await play(bench, "r")
     (audio,) = drained(sink)
-    assert isinstance(audio, AudioOutput)
-    assert (audio.request_id, audio.sample_rate, audio.finished, audio.note) == ("external r", 24_000, True, None)
+    assert isinstance(audio, AudioChunk)
+    assert (audio.request_id, audio.sample_rate, audio.last, audio.note) == ("external r", 24_000, True, None)
     np.testing.assert_array_equal(audio.samples, np.array([0.5, -0.5], np.float32))
     assert audio.frames.tolist() == [[1, 2], [3, 4]]
-    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
     assert [r.aborted for r in bench.replicas.values()] == [[], [], []]
-    assert bench.plugin.flows[0].events == [
+    assert bench.flows[0].events == [
         Produced(
             stage, tokens, None if tensor is None else (stage, tensor), end or None, 0 if stage == "sound" else None
         )
@@ -90,13 +98,13 @@ async def test_what_a_fed_stage_is_sent() -> None:
     params = opened.sampling_params
     assert params is not None
     assert (opened.request_id, opened.prompt_token_ids, opened.resumable) == ("r", [0, 0], False)
-    assert params.extra_args == {PROMPT: {"track": [], "last": False}}
+    assert params.extra_args == {INPUT: {"last": False, "payload": {"track": [], "text": [], "again": False}}}
     assert (params.temperature, params.max_tokens, params.stop_token_ids) == (0.9, 40, [75])
     assert 75 in params.all_stop_token_ids
     assert (params.output_kind, params.detokenize) == (RequestOutputKind.DELTA, False)
     assert [chunk.sampling_params.extra_args for chunk in chunks if chunk.sampling_params] == [
-        {CHUNK: {"track": [11], "last": False}},
-        {CHUNK: {"track": [12], "last": True}},
+        {CHUNK: {"prompt_positions": 0, "last": False, "payload": {"track": [11], "text": [], "again": False}}},
+        {CHUNK: {"prompt_positions": 0, "payload": {"track": [12], "text": [], "again": False}}},
     ]
     assert all((chunk.request_id, chunk.resumable, chunk.prompt_embeds) == ("r", True, None) for chunk in chunks)
 
@@ -109,33 +117,45 @@ async def test_what_a_streaming_stage_is_sent() -> None:
     assert (request.prompt_token_ids, request.sampling_params) == ([1, 2, 3, 4], None)
     assert request.pooling_params is not None
     assert request.pooling_params.task == "token_embed"
-    assert PartMark.of(request.pooling_params.extra_kwargs) == PartMark("r/0", 0, last=True)
+    assert PartHeader.of(request.pooling_params.extra_kwargs) == PartHeader(stream="r/0", part=0, last=True)
 
 
 async def test_sampling_given_with_the_request_is_copied() -> None:
     given = SamplingParams(temperature=0.1, stop_token_ids=[5], max_tokens=1000)
     bench = Bench(pipeline)
-    await bench.start("r", OmniOptions(modalities=("audio",), sampling={"voice": given}))
+    await bench.start("r", RequestOptions(modalities=("audio",), params={"voice": given}))
     await play(bench, "r", STEPS[:1])
     params = bench.of("voice/0").added[0].sampling_params
     assert params is not None
-    assert (params.temperature, params.stop_token_ids, params.max_tokens) == (0.1, [5, 75], VOICE_ROOM)
+    assert (params.temperature, params.stop_token_ids, params.max_tokens) == (0.1, [5, 75], VOICE_BUDGET)
     assert (given.stop_token_ids, given.extra_args, given.max_tokens) == ([5], None, 1000)
 
 
-async def test_what_else_belongs_to_a_chunk_goes_with_it() -> None:
-    def with_rows(event: Produced) -> list[Action]:
+async def test_facts_about_the_input_are_sent_with_it() -> None:
+    ready = HiddenStatesRef(source="tcp://a", name="0/r", count=3)
+
+    def with_hidden_states(event: Produced) -> list[Action]:
         return [
-            Open("voice", [0], {"rows": 3, "last": False}),
-            Extend("voice", (5,), False, more={"given": {"count": 3}}),
+            Open(stage="voice", prompt=[0], prompt_positions=4, hidden_spans=[(1, 4)], last=False, done=0),
+            Extend(stage="voice", prompt_positions=1, step_inputs=2, hidden_states=ready),
         ]
 
-    bench = Bench(with_rows)
+    bench = Bench(with_hidden_states)
     await bench.start("r")
     await bench.produce("text", "r", 10)
-    _, chunk = bench.of("voice/0").added
-    assert chunk.sampling_params is not None
-    assert chunk.sampling_params.extra_args == {CHUNK: {"track": [5], "last": False, "given": {"count": 3}}}
+    opened, chunk = bench.of("voice/0").added
+    assert opened.sampling_params is not None and chunk.sampling_params is not None
+    assert opened.sampling_params.extra_args == {
+        INPUT: {"prompt_positions": 4, "hidden_spans": [[1, 4]], "last": False}
+    } or opened.sampling_params.extra_args == {INPUT: {"prompt_positions": 4, "hidden_spans": ((1, 4),), "last": False}}
+    assert chunk.sampling_params.extra_args == {
+        CHUNK: {
+            "prompt_positions": 1,
+            "step_inputs": 2,
+            "last": False,
+            "hidden_states": {"source": "tcp://a", "name": "0/r", "count": 3},
+        }
+    }
     assert (chunk.request_id, chunk.prompt_token_ids, chunk.resumable) == ("r", [0], True)
 
 
@@ -166,11 +186,11 @@ async def test_a_request_without_a_ticket_is_only_routed() -> None:
     bench = Bench(pipeline, text=2)
     sent = [text_request("a", {"mine": 1}), text_request("b")]
     for request in sent:
-        await bench.orchestrator.open(request)
+        await bench.open(request)
     assert bench.of("text/0").added + bench.of("text/1").added == sent
     assert sent[0].sampling_params is not None
     assert sent[0].sampling_params.extra_args == {"mine": 1}
-    assert bench.plugin.flows == []
+    assert bench.flows == []
     for name in "ab":
         await bench.produce("text", name, 10)
         await bench.produce("text", name, 11, end="length")
@@ -179,53 +199,23 @@ async def test_a_request_without_a_ticket_is_only_routed() -> None:
 
 async def test_a_tensor_does_not_reach_the_client() -> None:
     bench = Bench(pipeline)
-    await bench.orchestrator.open(text_request("r"))
+    await bench.open(text_request("r"))
     made = output("r", 10, tensor=torch.zeros(2))
     await bench.orchestrator.produced(ReplicaId("text", 0), made)
     assert (made.pooling_output, made.new_token_ids) == (None, [10])
-
-
-async def test_a_ticket_leaves_no_trace_in_the_request() -> None:
-    bench = Bench(pipeline)
-    sink: asyncio.Queue[Any] = asyncio.Queue()
-    tickets = [bench.orchestrator.expect(OPTIONS, sink) for _ in range(2)]
-    assert len(set(tickets)) == 2
-    requests = [text_request("a", {TICKET: tickets[0]}), text_request("b", {TICKET: tickets[1], "mine": 1})]
-    for request in requests:
-        await bench.orchestrator.open(request)
-    assert [r.sampling_params.extra_args for r in requests if r.sampling_params] == [None, {"mine": 1}]
-    assert not any(r.sampling_params.skip_reading_prefix_cache for r in requests if r.sampling_params)
-    assert bench.plugin.prompts == [[1, 2, 3]] * 2
-
-
-async def test_a_plugin_may_ask_the_text_stage_for_more() -> None:
-    bench = Bench(pipeline)
-
-    def change(request: Any) -> None:
-        request.extra_args["export"] = [[0, 2]]
-        request.skip_prefix_cache = True
-
-    bench.plugin.change = change
-    await bench.start("r")
-    params = bench.of("text/0").added[0].sampling_params
-    assert params is not None
-    assert params.extra_args == {"export": [[0, 2]]}
-    assert params.skip_reading_prefix_cache is True
 
 
 # -- the end comes early ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("done", range(len(STEPS) + 1))
-@pytest.mark.parametrize("how", ["abort", "withdraw"])
-async def test_ended_by_the_caller_at_any_point(done: int, how: str) -> None:
+@pytest.mark.parametrize("unknown", [[], ["unknown"]])
+async def test_ended_by_the_caller_at_any_point(done: int, unknown: list[str]) -> None:
     bench = Bench(pipeline)
     ticket, sink = await bench.start("r")
     await play(bench, "r", STEPS[:done])
     bound = [stage for stage, pool in bench.pools.items() if pool.replica_of("r")]
-    if how == "abort":
-        await bench.orchestrator.abort(["r", "unknown"])
-    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.abort([ticket, *unknown])
     assert bench.orchestrator.held() == 0
     aborted = {name.stage: owners(r.aborted) for name, r in bench.replicas.items() if r.aborted}
     assert aborted == {s: ["r"] for s in bound}
@@ -234,16 +224,7 @@ async def test_ended_by_the_caller_at_any_point(done: int, how: str) -> None:
     await play(bench, "r", STEPS[done:])  # what was on its way
     assert [len(r.added) for r in bench.replicas.values()] == sent
     assert drained(sink) == []
-    await bench.orchestrator.withdraw(ticket)
-    assert bench.orchestrator.held() == 0
-
-
-async def test_a_ticket_that_was_never_used_can_be_withdrawn() -> None:
-    bench = Bench(pipeline)
-    ticket = bench.orchestrator.expect(OPTIONS, asyncio.Queue())
-    assert bench.orchestrator.held() == 1
-    await bench.orchestrator.withdraw(ticket)
-    await bench.orchestrator.withdraw("unknown")
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
@@ -257,14 +238,14 @@ async def test_another_replica_takes_over_from_one_that_is_gone(stage: str, done
     gone, other = ReplicaId(stage, 0), bench.of(f"{stage}/1")
     lost = {name for name in "abcd" if bench.pools[stage].replica_of(name) == gone}
     before = len(other.added)
-    assert set(await bench.orchestrator.replica_down(gone, "killed by signal 9")) == lost
+    assert set(owners(await bench.orchestrator.replica_down(gone, "killed by signal 9"))) == lost
     assert bench.failures == []
     assert set(owners(request.request_id for request in other.added[before:])) == lost
     assert not any(replica.aborted for replica in bench.replicas.values())
     for name, (ticket, sink) in tickets.items():
         await play(bench, name, STEPS[done:])
-        assert [type(answer) for answer in drained(sink)] == [AudioOutput]
-        await bench.orchestrator.withdraw(ticket)
+        assert [type(answer) for answer in drained(sink)] == [AudioChunk]
+        await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
@@ -295,24 +276,25 @@ async def test_a_later_stage_goes_on_with_what_it_has_made() -> None:
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_text_that_depends_on_more_than_its_tokens_fails_once_it_has_begun(begun: bool) -> None:
     bench = Bench(pipeline, text=2)
-    ticket, sink = await bench.start("r")
+    request = text_request("r")
+    assert request.sampling_params is not None
+    request.sampling_params.prompt_logprobs = 1
+    ticket, sink = await bench.start("r", request=request)
     text = bench.of("text/0").added[0]
-    assert text.sampling_params is not None
-    text.sampling_params.prompt_logprobs = 1
     if not begun:
         await bench.orchestrator.replica_down(ReplicaId("text", 0), "gone")
         assert bench.of("text/1").added == [text]
-        await bench.orchestrator.withdraw(ticket)
+        await bench.orchestrator.abort([ticket])
         return
     await play(bench, "r", STEPS[:1])
     await bench.orchestrator.replica_down(ReplicaId("text", 0), "gone")
     (error,) = drained(sink)
     assert isinstance(error, StageUnavailable) and bench.failures == [("r", error)]
-    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
-async def test_without_any_replica_left_the_error_says_so() -> None:
+async def test_error_without_any_replica_left() -> None:
     bench = Bench(pipeline)
     await bench.orchestrator.replica_down(ReplicaId("voice", 0), "gone")
     ticket, sink = await bench.start("r")
@@ -320,7 +302,7 @@ async def test_without_any_replica_left_the_error_says_so() -> None:
     (error,) = drained(sink)
     assert isinstance(error, StageUnavailable)
     assert bench.of("text/0").aborted == ["r"]
-    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
@@ -334,16 +316,16 @@ async def test_a_stop_string_ends_the_text_and_not_the_sound(late: int) -> None:
     assert bench.of("text/0").aborted == ["r"]
     for i in range(late):
         await bench.produce("text", "r", 90 + i)
-    assert [e for e in bench.plugin.flows[0].events if e.stage == "text"][2:] == [Produced("text", finish="stop")]
+    assert [e for e in bench.flows[0].events if e.stage == "text"][2:] == [Produced("text", finish="stop")]
     await play(bench, "r", [STEPS[2], *STEPS[4:]])
-    assert [type(answer) for answer in drained(sink)] == [AudioOutput]
-    await bench.orchestrator.withdraw(ticket)
+    assert [type(answer) for answer in drained(sink)] == [AudioChunk]
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
 async def test_a_stop_string_of_a_text_request() -> None:
     bench = Bench(pipeline)
-    await bench.orchestrator.open(text_request("r"))
+    await bench.open(text_request("r"))
     await bench.orchestrator.text_stopped(["r"])
     assert bench.of("text/0").aborted == ["r"]
     assert bench.orchestrator.held() == 0
@@ -369,12 +351,12 @@ def at_first(answer: Any) -> Any:
     ("answer", "kind", "says"),
     [
         (KeyError("frame"), RequestFailed, "frame"),
-        (ValueError("rows are missing"), RequestFailed, "rows are missing"),
+        (ValueError("hidden states are missing"), RequestFailed, "hidden states are missing"),
         (RequestError("prompt: odd", parameter="prompt"), RequestError, "prompt: odd"),
         (Fail("the voice is gone"), RequestFailed, "the voice is gone"),
-        (Open("nowhere", [1], {}), RequestFailed, "nowhere"),
-        (Extend("nowhere", (1,), True), RequestFailed, "nowhere"),
-        (Feed("nowhere", 0, [1], POOLING, True), RequestFailed, "nowhere"),
+        (Open(stage="nowhere", prompt=[1]), RequestFailed, "nowhere"),
+        (Extend(stage="nowhere"), RequestFailed, "nowhere"),
+        (part([1], stage="nowhere"), RequestFailed, "nowhere"),
     ],
     ids=str,
 )
@@ -388,9 +370,9 @@ async def test_a_failure_is_one_requests_own(answer: Any, kind: type[OmniError],
     assert says in str(error)
     assert bench.of("text/0").aborted == ["bad"]
     await play(bench, "good", STEPS[2:])
-    assert [type(answer) for answer in drained(good_sink)] == [AudioOutput]
+    assert [type(answer) for answer in drained(good_sink)] == [AudioChunk]
     for ticket in (bad, good):
-        await bench.orchestrator.withdraw(ticket)
+        await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
@@ -402,41 +384,44 @@ async def test_a_replica_that_refuses_a_request_fails_it() -> None:
     (error,) = drained(sink)
     assert isinstance(error, RequestFailed)
     assert "broken pipe" in str(error)
-    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
 async def test_a_text_request_that_cannot_be_sent_is_not_held() -> None:
     bench = Bench(pipeline)
     bench.of("text/0").error = OSError("broken pipe")
-    with pytest.raises(OSError, match="broken pipe"):
-        await bench.orchestrator.open(text_request("r"))
+    await bench.open(text_request("r"))
+    ((name, error),) = bench.failures
+    assert name == "r" and isinstance(error, RequestFailed) and "broken pipe" in str(error)
+    assert isinstance(error.__cause__, OSError)
     assert bench.orchestrator.held() == 0
     await bench.orchestrator.replica_down(ReplicaId("text", 0), "gone")
-    with pytest.raises(StageUnavailable, match="text"):
-        await bench.orchestrator.open(text_request("r"))
+    await bench.open(text_request("s"))
+    name, error = bench.failures[-1]
+    assert name == "s" and isinstance(error, StageUnavailable) and "text" in str(error)
     assert bench.orchestrator.held() == 0
 
 
-async def test_what_the_plugin_refuses_is_not_started() -> None:
-    bench = Bench(pipeline)
-    with pytest.raises(RequestError, match="smell"):
-        bench.orchestrator.expect(OmniOptions(modalities=("smell",)), asyncio.Queue())
+async def test_an_abort_while_the_request_is_sent() -> None:
+    """The rest of what was decided is done all the same."""
+    bench = Bench(pipeline, beginning=(AHEAD,))
+    opening = asyncio.create_task(bench.start("r"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    await bench.orchestrator.abort(["r"])
+    for _ in range(9):
+        await asyncio.sleep(0)
+    for stage in ("text", "voice"):
+        replica = bench.of(f"{stage}/0")
+        assert [each.request_id for each in replica.added] == replica.aborted == ["r"]
     assert bench.orchestrator.held() == 0
 
-    def refuse(request: Any) -> None:
-        raise RequestError("prompt: no", parameter="prompt")
 
-    bench.plugin.change = refuse
-    ticket = bench.orchestrator.expect(OPTIONS, asyncio.Queue())
-    with pytest.raises(RequestError, match="prompt: no"):
-        await bench.orchestrator.open(text_request("r", {TICKET: ticket}))
-    assert bench.of("text/0").added == []
-    await bench.orchestrator.withdraw(ticket)
-    assert bench.orchestrator.held() == 0
-
-
-async def test_everybody_who_waits_is_told_of_the_end() -> None:
+async def test_all_waiting_callers_get_the_shutdown_error() -> None:
     bench = Bench(pipeline)
     sinks = [(await bench.start(name))[1] for name in "ab"]
     error = StageUnavailable("the server is shutting down")
@@ -446,21 +431,20 @@ async def test_everybody_who_waits_is_told_of_the_end() -> None:
 
 async def test_no_sound_is_an_answer_too() -> None:
     def silent(event: Produced) -> list[Action]:
-        facts = {"sample_rate": 24_000, "frames": np.zeros((0, 0), np.int64), "note": "too short"}
-        return [Emit("audio", None, facts), Finished()]
+        return [emit(note="too short"), Finished()]
 
     bench = Bench(silent)
     ticket, sink = await bench.start("r")
     await bench.produce("text", "r", 9, end="stop")
     (audio,) = drained(sink)
-    assert (audio.samples.shape, audio.frames.shape, audio.note) == ((0,), (0, 0), "too short")
-    await bench.orchestrator.withdraw(ticket)
+    assert (audio.samples.shape, audio.note) == ((0,), "too short")
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
 # -- a stage that is opened with the request -------------------------------------------------------
 
-AHEAD = Open("voice", [0, 0], {"text": [1], "last": False})
+AHEAD = Open(stage="voice", prompt=[0, 0], payload=Words(text=[1]), last=False)
 
 
 def follows(event: Produced) -> list[Action]:
@@ -468,14 +452,12 @@ def follows(event: Produced) -> list[Action]:
     if event.stage != "text":
         return [Finished()]
     if event.tokens == (10,):
-        return [Extend("voice", (11,), False, prompt=(7,))]
-    return [Extend("voice", (), True)]
+        return [Extend(stage="voice", payload=Words([11], [7]))]
+    return [Extend(stage="voice", last=True)]
 
 
 def ahead(**more: Any) -> Bench:
-    bench = Bench(follows, **more)
-    bench.plugin.beginning = [AHEAD]
-    return bench
+    return Bench(follows, beginning=(AHEAD,), **more)
 
 
 async def test_what_is_known_goes_out_with_the_request() -> None:
@@ -483,21 +465,24 @@ async def test_what_is_known_goes_out_with_the_request() -> None:
     await bench.start("r")
     (opened,) = bench.of("voice/0").added
     assert opened.sampling_params is not None
-    assert opened.sampling_params.extra_args == {PROMPT: {"text": [1], "last": False}}
+    assert opened.sampling_params.extra_args == {
+        INPUT: {"last": False, "payload": {"track": [], "text": [1], "again": False}}
+    }
     await bench.produce("text", "r", 10)
     chunk = bench.of("voice/0").added[-1]
     assert chunk.sampling_params is not None
-    assert chunk.sampling_params.extra_args == {CHUNK: {"text": [7], "track": [11], "last": False}}
+    payload = {"track": [11], "text": [7], "again": False}
+    assert chunk.sampling_params.extra_args == {CHUNK: {"prompt_positions": 0, "last": False, "payload": payload}}
 
 
 async def test_a_request_for_text_alone_opens_nothing_else() -> None:
     bench = ahead()
-    await bench.orchestrator.open(text_request("t"))
+    await bench.open(text_request("t"))
     assert not bench.of("voice/0").added
 
 
 async def test_a_stage_is_owed_nothing_before_the_first_text() -> None:
-    bench = ahead(chunk_deadline_s=0.02)
+    bench = ahead(chunk_timeout_s=0.02)
     ticket, sink = await bench.start("r")
     await asyncio.sleep(0.1)
     assert sink.empty() and bench.of("voice/0").aborted == []
@@ -505,22 +490,22 @@ async def test_a_stage_is_owed_nothing_before_the_first_text() -> None:
     await asyncio.sleep(0.1)
     (error,) = drained(sink)
     assert "the voice stage got nothing more from the text stage for 0.02 s" in str(error)
-    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
-async def test_a_stage_that_was_not_needed_is_told() -> None:
+async def test_an_unused_stage_gets_an_abort() -> None:
     def silent(event: Produced) -> list[Action]:
-        return [Emit("audio", None, {"frames": [], "sample_rate": 24_000, "note": "nothing to say"}), Finished()]
+        return [emit(note="nothing to say"), Finished()]
 
     bench = ahead()
-    bench.plugin.script = silent
+    bench.script = silent
     ticket, sink = await bench.start("r")
     await bench.produce("text", "r", 9, end="stop")
     assert len(drained(sink)) == 1
     assert bench.of("voice/0").aborted == ["r"]
     assert bench.of("text/0").aborted == []
-    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
@@ -539,5 +524,5 @@ async def test_without_a_stage_to_open_the_request_fails_as_a_whole() -> None:
     (error,) = drained(sink)
     assert isinstance(error, StageUnavailable) and "voice" in str(error)
     assert bench.of("text/0").aborted == ["r"]
-    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0

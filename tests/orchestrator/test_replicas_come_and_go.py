@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from tests.orchestrator.fakes import OPTIONS, VOICE_ROOM
-from tests.orchestrator.simulation import AHEAD, STAGES, TOKENS, World, spoken, text_of
+from tests.support.simulation import AHEAD, STAGES, TOKENS, Speech, World, spoken, text_of
 from vllm_omni_ext.errors import RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 
@@ -66,7 +65,7 @@ async def test_requests_that_begin_while_a_stage_is_away_wait_for_it(stage: str)
         await world.start(name)
     await world.run()
     assert world.failures == {}
-    assert len(world.orchestrator.waiting) == 2
+    assert len(world.orchestrator.machine.placement.waiting) == 2
     await world.up(ReplicaId(stage, 0))
     await world.run()
     for name in "ab":
@@ -82,11 +81,11 @@ async def test_a_stage_that_stays_away_is_an_error_after_the_limit(stage: str, a
     await rounds(world, at)
     world.kill(ReplicaId(stage, 0))
     await world.run()
-    waits = len(world.orchestrator.waiting)
+    waits = len(world.orchestrator.machine.placement.waiting)
     await world.expire()
     if waits:
         assert isinstance(world.failures["a"], StageUnavailable)
-        assert f"stage '{stage}'" in str(world.failures["a"]) and "replica_wait_s" in str(world.failures["a"])
+        assert f"stage '{stage}'" in str(world.failures["a"]) and "replica_wait_timeout_s" in str(world.failures["a"])
         assert world.answers("a")[-1] is world.failures["a"]
     else:  # it was through with it
         world.check("a")
@@ -111,7 +110,7 @@ async def test_a_replica_that_never_comes_is_an_error_at_once(stage: str, at: in
         "sound": world.finished("a"),
     }
     await world.orchestrator.never_up(gone, "its limit of restarts is reached")
-    assert len(world.orchestrator.waiting) == 0
+    assert len(world.orchestrator.machine.placement.waiting) == 0
     await world.run()
     failed = set() if through[stage] else {"a"}
     if stage == "text" and made < TOKENS:
@@ -132,7 +131,7 @@ async def test_one_of_two_that_never_comes_is_no_error() -> None:
     await world.start("a")
     await world.run()
     await world.orchestrator.never_up(ReplicaId("voice", 0), "no")
-    assert len(world.orchestrator.waiting) == 1
+    assert len(world.orchestrator.machine.placement.waiting) == 1
     await world.up(ReplicaId("voice", 1))
     await world.run()
     world.check("a")
@@ -145,7 +144,7 @@ async def test_where_anybody_may_join_a_replica_that_never_comes_is_waited_for()
     await world.start("a")
     await world.run()
     await world.orchestrator.never_up(ReplicaId("voice", 0), "no")
-    assert world.failures == {} and len(world.orchestrator.waiting) == 1
+    assert world.failures == {} and len(world.orchestrator.machine.placement.waiting) == 1
     await world.up(ReplicaId("voice", 7))
     await world.run()
     world.check("a")
@@ -153,19 +152,15 @@ async def test_where_anybody_may_join_a_replica_that_never_comes_is_waited_for()
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("how", ["abort", "withdraw"])
-async def test_a_request_may_be_given_up_while_it_waits(stage: str, how: str) -> None:
+async def test_a_request_may_be_given_up_while_it_waits(stage: str) -> None:
     world = World()
     world.kill(ReplicaId(stage, 0))
     await world.settle()
     for name in "ab":
         await world.start(name)
     await world.run()
-    if how == "abort":
-        await world.orchestrator.abort(["a"])
-    else:
-        await world.orchestrator.withdraw(world.tickets["a"])
-    assert len(world.orchestrator.waiting) == 1
+    await world.orchestrator.abort(["a"])
+    assert len(world.orchestrator.machine.placement.waiting) == 1
     await world.up(ReplicaId(stage, 0))
     await world.run()
     assert world.sinks["a"].empty()
@@ -194,11 +189,11 @@ async def test_a_stop_string_while_the_text_stage_is_awaited() -> None:
     """What it has made already may hold a stop string: then nobody needs the stage any more."""
     world = World()
     await world.start("a")
-    await rounds(world, AHEAD + 2)  # the voice has taken the rows
+    await rounds(world, AHEAD + 2)  # the voice has taken the hidden states
     world.kill(ReplicaId("text", 0))
     await world.settle()
     await world.orchestrator.text_stopped(["a"])
-    assert len(world.orchestrator.waiting) == 0
+    assert len(world.orchestrator.machine.placement.waiting) == 0
     await world.run()
     await world.expire()
     await world.up(ReplicaId("text", 0))
@@ -267,7 +262,7 @@ async def test_any_course_of_events(seed: int) -> None:
     await world.end()
 
 
-async def test_one_that_cannot_be_placed_again_costs_nobody_else() -> None:
+async def test_a_request_that_cannot_be_placed_again_fails_alone() -> None:
     world = World(voice=2)
     for name in "abcd":
         await world.start(name)
@@ -280,7 +275,7 @@ async def test_one_that_cannot_be_placed_again_costs_nobody_else() -> None:
     def fail(stage: str) -> list[object]:
         raise KeyError("frames")
 
-    world.orchestrator._live[mates[0]].flow.replay = fail  # type: ignore[method-assign,assignment]
+    world.flows[mates[0]].replay = fail  # type: ignore[method-assign,assignment]
     world.kill(gone)
     await world.run()
     assert isinstance(world.failures[mates[0]], RequestFailed)
@@ -294,7 +289,7 @@ async def test_what_no_stage_can_ever_take_is_refused_before_it_begins() -> None
     world.kill(ReplicaId("sound", 0), again=False)
     await world.settle()
     with pytest.raises(StageUnavailable, match="stage 'sound' has no live replica"):
-        world.orchestrator.room([1, 2, 3], OPTIONS)
-    world.orchestrator.waiting.announce(ReplicaId("sound", 0))
-    assert world.orchestrator.room([1, 2, 3], OPTIONS) == {"voice": VOICE_ROOM}
+        world.orchestrator.require(Speech())
+    world.orchestrator.announce(ReplicaId("sound", 0))
+    world.orchestrator.require(Speech())
     await world.end()

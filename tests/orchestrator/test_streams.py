@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.orchestrator.fakes import POOLING, Bench, output, owners
-from tests.orchestrator.test_orchestrator import FACTS, drained
+from tests.orchestrator.test_orchestrator import emit
+from tests.support.fakes import Bench, Words, drained, output, owners, part
 from vllm_omni_ext.errors import RequestFailed
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.flow import Action, Emit, Extend, Feed, Finished, Open, Produced
-from vllm_omni_ext.wire.parts import END, PartMark
+from vllm_omni_ext.plugins.flow import Action, Emit, Extend, Finished, Open, Produced
+from vllm_omni_ext.wire.stage_input import END, PartHeader
 
 PARTS = 4
 
@@ -27,14 +27,14 @@ class Script:
     def __call__(self, event: Produced) -> list[Action]:
         match event.stage:
             case "text":
-                return [Open("voice", [0], {"track": [], "last": True})]
+                return [Open(stage="voice", prompt=[0])]
             case "voice":
-                part, self.given = self.given, self.given + 1
-                return [Feed("sound", part, [part] if part < PARTS - 1 else [], POOLING, last=part == PARTS - 1)]
+                number, self.given = self.given, self.given + 1
+                return [part([number] if number < PARTS - 1 else [], number, last=number == PARTS - 1)]
             case _:
                 last = event.part == PARTS - 1
-                emit = Emit("audio", event.payload[1], FACTS, last)
-                return [emit, Finished()] if last else [emit]
+                action: Emit = emit(event.payload[1], last=last)
+                return [action, Finished()] if last else [action]
 
 
 SOUND = torch.zeros(2, 1)
@@ -56,8 +56,8 @@ async def sound(bench: Bench, parts: int, name: str = "r") -> None:
         await bench.produce("sound", name, tensor=SOUND, end="stop")
 
 
-def marks(bench: Bench, replica: str = "sound/0") -> list[PartMark]:
-    return [PartMark.of(r.pooling_params.extra_kwargs) for r in bench.of(replica).added if r.pooling_params]
+def marks(bench: Bench, replica: str = "sound/0") -> list[PartHeader]:
+    return [PartHeader.of(r.pooling_params.extra_kwargs) for r in bench.of(replica).added if r.pooling_params]
 
 
 async def test_a_request_is_bound_until_its_last_part_is_answered() -> None:
@@ -71,11 +71,11 @@ async def test_a_request_is_bound_until_its_last_part_is_answered() -> None:
     await sound(bench, PARTS - 2)
     assert bench.pools["sound"].replica_of("r") is None
     sent = marks(bench, str(where.id))
-    assert sent == [PartMark("r/0", i, i == PARTS - 1, empty=i == PARTS - 1) for i in range(PARTS)]
+    assert sent == [PartHeader(stream="r/0", part=i, last=i == PARTS - 1, empty=i == PARTS - 1) for i in range(PARTS)]
     assert [request.prompt_token_ids for request in where.added] == [[0], [1], [2], [0]]
     assert len({request.request_id for request in where.added}) == PARTS
-    assert [piece.finished for piece in drained(sink)] == [False] * (PARTS - 1) + [True]
-    await bench.orchestrator.withdraw(ticket)
+    assert [piece.last for piece in drained(sink)] == [False] * (PARTS - 1) + [True]
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
     assert where.aborted == []
 
@@ -91,10 +91,11 @@ async def test_streams_of_several_requests_do_not_mix() -> None:
     async def one(name: str) -> None:
         ticket, sink = await begun(bench, name)
         await say(bench, PARTS, name)
+        await bench.settle()
         assert {owners([r.request_id])[0] for r in bench.bound("sound", name).added} >= {name}
         await sound(bench, PARTS, name)
         assert len(drained(sink)) == PARTS
-        await bench.orchestrator.withdraw(ticket)
+        await bench.orchestrator.abort([ticket])
 
     await asyncio.gather(*(one(name) for name in "abcdef"))
     for replica in ("sound/0", "sound/1"):
@@ -113,9 +114,9 @@ async def test_an_abort_ends_the_parts_and_the_stream(given: int, answered: int)
     await say(bench, given)
     await sound(bench, min(answered, given))
     on_the_way = [r.request_id for r in bench.of("sound/0").added][min(answered, given) :]
-    await bench.orchestrator.withdraw(ticket)
-    assert bench.of("sound/0").aborted == (on_the_way or ["r"])
-    assert marks(bench)[-1] == PartMark.end("r/0")
+    await bench.orchestrator.abort([ticket])
+    assert bench.of("sound/0").aborted == on_the_way
+    assert marks(bench)[-1] == PartHeader.end("r/0")
     assert bench.orchestrator.held() == 0
     drained(sink)
     for engine_id in [*on_the_way, bench.of("sound/0").added[-1].request_id]:
@@ -131,11 +132,11 @@ async def test_a_lost_replica_means_a_new_stream() -> None:
     await sound(bench, 1)
     await bench.orchestrator.replica_down(first.id, "gone")
     (again,) = bench.bound("sound", "r").added
-    assert PartMark.of(again.pooling_params.extra_kwargs) == PartMark("r/1", 0, last=True)
+    assert PartHeader.of(again.pooling_params.extra_kwargs) == PartHeader(stream="r/1", part=0, last=True)
     assert again.request_id not in [request.request_id for request in first.added]
     await bench.orchestrator.produced(first.id, output(first.added[1].request_id, tensor=SOUND, end="stop"))
     assert len(drained(sink)) == 1  # what was on its way of the old stream is nobody's
-    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
@@ -145,9 +146,9 @@ async def test_a_part_that_fails_ends_its_stream(end: str) -> None:
     ticket, _ = await begun(bench)
     await say(bench, 1)
     await bench.produce("sound", "r", tensor=SOUND, end=end)
-    assert bench.plugin.flows[0].events[-1].finish == end
+    assert bench.flows[0].events[-1].finish == end
     assert bench.pools["sound"].replica_of("r") is None
-    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
@@ -160,47 +161,50 @@ def owing(event: Produced) -> list[Action]:
     if event.stage == "text":
         opening = event.tokens == (10,)
         last = event.finish is not None
-        return [Open("voice", [0], {"track": [], "last": last}) if opening else Extend("voice", event.tokens, last)]
+        more = Extend(stage="voice", payload=Words(list(event.tokens)), last=last)
+        return [Open(stage="voice", prompt=[0], last=last) if opening else more]
     return []
 
 
 async def test_a_stage_that_is_owed_input_does_not_wait_for_ever() -> None:
-    bench = Bench(owing, chunk_deadline_s=SOON_S)
+    bench = Bench(owing, chunk_timeout_s=SOON_S)
     ticket, sink = await bench.start("r")
     await bench.produce("text", "r", 10)
     error = await asyncio.wait_for(sink.get(), 2)
+    await bench.settle()
     assert isinstance(error, RequestFailed)
-    assert str(error) == "the voice stage got nothing more from the text stage for 0.05 s (chunk_deadline_s)"
+    assert str(error) == "the voice stage got nothing more from the text stage for 0.05 s (chunk_timeout_s)"
     assert bench.of("voice/0").aborted == bench.of("text/0").aborted == ["r"]
-    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
 async def test_a_stream_that_is_owed_parts_does_not_wait_for_ever() -> None:
-    bench = Bench(Script(), chunk_deadline_s=SOON_S)
+    bench = Bench(Script(), chunk_timeout_s=SOON_S)
     ticket, sink = await begun(bench)
     await say(bench, 1)
     error = await asyncio.wait_for(sink.get(), 2)
+    await bench.settle()
     assert "the sound stage got nothing more from the voice stage" in str(error)
     assert marks(bench)[-1].part == END
-    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
 async def test_each_chunk_gives_the_whole_time_again() -> None:
-    bench = Bench(owing, chunk_deadline_s=0.2)
+    bench = Bench(owing, chunk_timeout_s=0.2)
     ticket, sink = await bench.start("r")
     for token in range(10, 16):
         await bench.produce("text", "r", token)
         await asyncio.sleep(0.1)
     assert drained(sink) == []
     assert isinstance(await asyncio.wait_for(sink.get(), 2), RequestFailed)
-    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.abort([ticket])
 
 
 @pytest.mark.parametrize("how", ["last chunk", "end of the stage", "loss"])
-async def test_who_is_owed_nothing_is_not_late(how: str) -> None:
-    bench = Bench(owing, voice=2, chunk_deadline_s=SOON_S)
+async def test_a_stage_that_expects_no_input_has_no_deadline(how: str) -> None:
+    bench = Bench(owing, voice=2, chunk_timeout_s=SOON_S)
     ticket, sink = await bench.start("r")
     await bench.produce("text", "r", 10)
     match how:
@@ -213,37 +217,53 @@ async def test_who_is_owed_nothing_is_not_late(how: str) -> None:
             await bench.produce("text", "r", 11, end="stop")
     await asyncio.sleep(4 * SOON_S)
     assert drained(sink) == []
-    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
-async def test_who_waits_for_a_replica_is_not_late_as_well() -> None:
+async def test_a_request_that_waits_for_a_replica_has_no_input_deadline() -> None:
     """The wait for a replica has a limit of its own; afterwards the stage is owed input as before."""
-    bench = Bench(owing, chunk_deadline_s=SOON_S, wait_s=30.0)
+    bench = Bench(owing, chunk_timeout_s=SOON_S, wait_s=30.0)
     ticket, sink = await bench.start("r")
     await bench.produce("text", "r", 10)
-    bench.plugin.flows[0].replay = lambda stage: [Open(stage, [9], {"last": False})]  # type: ignore[method-assign]
-    bench.orchestrator.waiting.announce(ReplicaId("voice", 0))
+    bench.flows[0].replay = lambda stage: [Open(stage=stage, prompt=[9], last=False)]  # type: ignore[method-assign]
+    bench.orchestrator.announce(ReplicaId("voice", 0))
     await bench.orchestrator.replica_down(ReplicaId("voice", 0), "gone")
     await asyncio.sleep(4 * SOON_S)
     assert drained(sink) == []
     await bench.orchestrator.replica_up(bench.of("voice/0"))
     error = await asyncio.wait_for(sink.get(), 2)
     assert str(error).startswith("the voice stage got nothing more from the text stage")
-    await bench.orchestrator.withdraw(ticket)
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
-async def test_a_stream_that_waits_for_a_replica_is_begun_anew() -> None:
+async def test_a_stream_that_waits_for_a_replica_starts_again() -> None:
     bench = Bench(Script(), wait_s=30.0)
     ticket, sink = await begun(bench)
     await say(bench, 1)
-    bench.orchestrator.waiting.announce(ReplicaId("sound", 0))
+    bench.orchestrator.announce(ReplicaId("sound", 0))
     await bench.orchestrator.replica_down(ReplicaId("sound", 0), "gone")
     await say(bench, 2)
     assert len(marks(bench)) == 1
     await bench.orchestrator.replica_up(bench.of("sound/0"))
-    assert marks(bench)[1:] == [PartMark("r/1", 0, last=True)]
-    await bench.orchestrator.withdraw(ticket)
+    assert marks(bench)[1:] == [PartHeader(stream="r/1", part=0, last=True)]
+    await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
     assert drained(sink) == []
+
+
+async def test_a_part_may_be_answered_several_times() -> None:
+    bench = Bench(Script())
+    ticket, sink = await begun(bench)
+    await say(bench, 1)
+    (sent,) = bench.of("sound/0").added
+    for end in ("", "", "stop"):
+        await bench.orchestrator.produced(ReplicaId("sound", 0), output(sent.request_id, tensor=SOUND, end=end))
+    heard = [event for event in bench.flows[0].events if event.stage == "sound"]
+    assert [(event.part, event.finish) for event in heard] == [(0, None), (0, None), (0, "stop")]
+    assert len(drained(sink)) == 3 and bench.pools["sound"].replica_of("r") is not None
+    await bench.orchestrator.produced(ReplicaId("sound", 0), output(sent.request_id, tensor=SOUND))
+    assert drained(sink) == [], "nothing follows its last answer"
+    await bench.orchestrator.abort([ticket])
+    assert bench.orchestrator.held() == 0

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.patching.fake_vllm import FakeVllm
+from tests.support.fake_vllm import FakeVllm
 
 _numbers = itertools.count()
 

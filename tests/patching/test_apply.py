@@ -6,7 +6,7 @@ import pytest
 
 from vllm_omni_ext.errors import IncompatibleVllm
 from vllm_omni_ext.patching.apply import apply_all
-from vllm_omni_ext.patching.slot import apply_on_import, is_applied
+from vllm_omni_ext.patching.patch_target import apply_on_import, is_applied
 from vllm_omni_ext.patching.spec import PatchConflict
 
 NONE = frozenset()

@@ -9,25 +9,32 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni_ext import compat, patches
+from vllm_omni_ext import compat, doctor, patches
 from vllm_omni_ext.errors import IncompatibleVllm
 from vllm_omni_ext.patching.check import check, inspect_all
 from vllm_omni_ext.patching.seams import SEAMS, check_seams
 from vllm_omni_ext.patching.source import VllmSource
-from vllm_omni_ext.patching.table import markdown
+from vllm_omni_ext.plugins.registry import families
 
 ROOT = Path(__file__).parents[2]
+ALL_SEAMS = (*SEAMS, *(seam for family in families() for seam in compat.seams_of(family)))
 BUDGET_S = 2.0
 CHECK = """
 import sys, time
-from vllm_omni_ext.patching.seams import check_seams
+from vllm_omni_ext.compat import seams_of
+from vllm_omni_ext.patching.seams import SEAMS, check_seams
+from vllm_omni_ext.plugins.registry import families
 
 def once():
     started = time.process_time()
-    check_seams()
+    for seams in (SEAMS, *map(seams_of, families())):
+        check_seams(seams)
     return time.process_time() - started
 
-print(min(once() for _ in range(3)), *[name for name in sys.modules if name.split(".")[0] in ("vllm", "torch")])
+times = [once()]
+while times[-1] >= float(sys.argv[1]) and len(times) < 3:  # the machine was busy, maybe
+    times.append(once())
+print(times[-1], *[name for name in sys.modules if name.split(".")[0] in ("vllm", "torch")])
 """
 
 
@@ -37,16 +44,16 @@ def installed():
 
 
 def test_every_patch_and_seam_fits_the_installed_vllm(installed):
-    findings = inspect_all([*patches.ALL, *SEAMS], installed, allowed=frozenset())
+    findings = inspect_all([*patches.ALL, *ALL_SEAMS], installed, allowed=frozenset())
     assert {finding.item.name: finding.state for finding in findings if finding.state != "fits"} == {}
 
 
 def test_targets_are_listed_once():
-    assert [name for name, count in Counter(seam.target for seam in SEAMS).items() if count > 1] == []
+    assert [name for name, count in Counter(seam.target for seam in ALL_SEAMS).items() if count > 1] == []
 
 
 def test_seams_are_checked_quickly_and_without_importing_vllm():
-    result = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", CHECK, str(BUDGET_S)], capture_output=True, text=True, check=True)
     seconds, *imported = result.stdout.split()
     assert imported == []
     assert float(seconds) < BUDGET_S
@@ -65,7 +72,7 @@ def test_a_patch_says_why_and_until_when(patch):
 
 
 def test_the_page_is_up_to_date():
-    assert (ROOT / "docs/patches.md").read_text() == markdown(patches.ALL, SEAMS), "run `make docs`"
+    assert (ROOT / "docs/patches.md").read_text() == doctor.page(), "run `make docs`"
 
 
 def doctored(tmp_path: Path, installed: VllmSource, old: str, new: str) -> VllmSource:
@@ -99,7 +106,7 @@ def test_a_changed_comment_is_not(tmp_path, installed):
 def test_an_incomplete_tree_is_refused(tmp_path, installed):
     source = doctored(tmp_path, installed, "class Scheduler", "class Scheduler")
     with pytest.raises(IncompatibleVllm, match=r"has no vllm.entrypoints"):
-        check_seams(source, allowed=frozenset())
+        check_seams(SEAMS, source, allowed=frozenset())
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0"])

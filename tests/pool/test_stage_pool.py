@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.support.examples import examples
 from vllm_omni_ext.errors import StageUnavailable, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.affinity import Affinity
@@ -294,7 +295,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert all(self.pool.replica_of(f"r{i}") == self.where.get(f"r{i}") for i in range(6))
 
 
-PoolMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=examples(25), stateful_step_count=20, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
 
 

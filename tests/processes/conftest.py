@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.oracle import Golden, Oracle
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from tests.support.oracle import Golden, Oracle, one_thread
+from vllm_omni_ext.model_plugins.bagel.checkpoint import load_bagel
+from vllm_omni_ext.model_plugins.bagel.model import Bagel
+from vllm_omni_ext.model_plugins.bagel.tiny.bagel import write_bagel
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
 MAX_LEN = 2048
 STEP_TOKENS = 128  # prompts longer than this are prefilled in chunks
@@ -25,14 +28,6 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A tiny checkpoint."""
-    folder = tmp_path_factory.mktemp("tiny")
-    yield write_qwen3_omni(folder / "model", seed=0)
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="session")
 def real_vocab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A tiny checkpoint with the released vocabulary and code books."""
     folder = tmp_path_factory.mktemp("real_vocab")
@@ -41,9 +36,16 @@ def real_vocab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def oracle(tiny: Path) -> Oracle:
-    """Transformers on the tiny checkpoint."""
-    return Oracle(tiny)
+def bagel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint of BAGEL's."""
+    return write_bagel(tmp_path_factory.mktemp("bagel") / "model")
+
+
+@pytest.fixture(scope="session")
+def bagel_model(bagel: Path) -> Bagel:
+    """The same in this process, to compare with."""
+    with one_thread():
+        return load_bagel(bagel)
 
 
 @pytest.fixture(scope="session")

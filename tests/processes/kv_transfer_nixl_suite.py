@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.media import audio
-from tests.processes.kv_engines import prefill
 from tests.processes.kv_transfer_suite import BOUND_S, GREEDY, Pair, prompt
-from vllm_omni_ext.disaggregation.parameters import PREFILL, Settings, prefill_transfer
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from tests.support.kv_engines import prefill
+from tests.support.media import audio
+from vllm_omni_ext.disaggregation.parameters import Settings, prefill_transfer
+from vllm_omni_ext.ids import PREFILL
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
-SETTINGS = Settings(connector="nixl", hold_s=6.0)
+SETTINGS = Settings(connector="nixl", kv_retention_s=6.0)
 HANDSHAKE_S = 5.0
 """vLLM's own time limit."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    made = Pair(str(write_qwen3_omni(Path(tmp_path_factory.mktemp("tiny")) / "model", seed=0)), SETTINGS)
+async def pair(tiny: Path) -> AsyncIterator[Pair]:
+    made = Pair(str(tiny), SETTINGS)
     yield made
     made.close()
 

@@ -23,8 +23,8 @@ import pytest
 import pytest_asyncio
 from vllm import SamplingParams
 
-from tests.media import audio
-from tests.processes.kv_engines import PLAIN, Engine, prefill
+from tests.support.kv_engines import PLAIN, Engine, prefill
+from tests.support.media import audio
 from vllm_omni_ext.disaggregation.parameters import (
     DECODE,
     KEY,
@@ -36,11 +36,10 @@ from vllm_omni_ext.disaggregation.parameters import (
     prefill_sampling,
     prefill_transfer,
 )
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
-SETTINGS = Settings(transfer_timeout_s=1.5, hold_s=2.0)
+SETTINGS = Settings(transfer_timeout_s=1.5, kv_retention_s=2.0)
 PATIENT_S = 60.0
 """For tests in which nothing fails, nor shall because this machine is busy."""
 
@@ -105,13 +104,13 @@ class Pair:
 
     async def empty(self) -> None:
         """Nothing is in use on either side."""
-        await self.decode.empty(self.settings.hold_s + PATIENT_S)
-        await self.prefill.empty(self.settings.hold_s + PATIENT_S)
+        await self.decode.empty(self.settings.kv_retention_s + PATIENT_S)
+        await self.prefill.empty(self.settings.kv_retention_s + PATIENT_S)
 
-    async def wait_up_to(self, transfer_timeout_s: float, hold_s: float) -> None:
+    async def wait_up_to(self, transfer_timeout_s: float, kv_retention_s: float) -> None:
         """Change how long both sides wait."""
         for engine in (self.prefill, self.decode):
-            await engine.ask("be_patient", transfer_timeout_s, hold_s)
+            await engine.ask("be_patient", transfer_timeout_s, kv_retention_s)
 
     def close(self) -> None:
         for engine in (self.plain, self.prefill, self.decode):
@@ -119,8 +118,8 @@ class Pair:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    made = Pair(str(write_qwen3_omni(Path(tmp_path_factory.mktemp("tiny")) / "model", seed=0)), SETTINGS)
+async def pair(tiny: Path) -> AsyncIterator[Pair]:
+    made = Pair(str(tiny), SETTINGS)
     # Decode knows prefill from here on: who hangs before that is never asked for anything.
     await made.check(first := prompt(), await prefill(made.prefill, first))
     yield made
@@ -132,7 +131,7 @@ async def patient(pair: Pair) -> AsyncIterator[Pair]:
     """The same pair, which gives nothing up during this test."""
     await pair.wait_up_to(PATIENT_S, PATIENT_S)
     yield pair
-    await pair.wait_up_to(SETTINGS.transfer_timeout_s, SETTINGS.hold_s)
+    await pair.wait_up_to(SETTINGS.transfer_timeout_s, SETTINGS.kv_retention_s)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -140,7 +139,7 @@ async def keeping(pair: Pair) -> AsyncIterator[Pair]:
     """The same pair, whose prefill frees nothing during this test because nobody has fetched it."""
     await pair.prefill.ask("be_patient", SETTINGS.transfer_timeout_s, PATIENT_S)
     yield pair
-    await pair.prefill.ask("be_patient", SETTINGS.transfer_timeout_s, SETTINGS.hold_s)
+    await pair.prefill.ask("be_patient", SETTINGS.transfer_timeout_s, SETTINGS.kv_retention_s)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -298,12 +297,12 @@ async def test_a_transfer_that_is_asked_for_twice(pair: Pair, spare: Engine) -> 
     await pair.empty()
 
 
-async def test_blocks_that_nobody_fetches_are_freed_in_time(pair: Pair) -> None:
+async def test_unclaimed_blocks_are_freed_in_time(pair: Pair) -> None:
     before = await counted(pair.prefill, "expired")
     await prefill(pair.prefill, prompt())
     assert await pair.prefill.ask("used_blocks") > 0
-    took = await pair.prefill.empty(SETTINGS.hold_s + PATIENT_S)
-    assert took > SETTINGS.hold_s - AT_ONCE_S
+    took = await pair.prefill.empty(SETTINGS.kv_retention_s + PATIENT_S)
+    assert took > SETTINGS.kv_retention_s - AT_ONCE_S
     assert await counted(pair.prefill, "expired") == before + 1
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.oracle import Golden, Oracle
 from tests.processes.prefill_decode_suite import (
     DECODE,
     MEDIA,
@@ -24,10 +23,11 @@ from tests.processes.prefill_decode_suite import (
     until,
 )
 from tests.processes.test_parity import answer, check
+from tests.support.oracle import Golden, Oracle
 
 __all__ = ["environment"]
 
-SETTINGS = {"connector": "nixl", "hold_s": 10.0}
+SETTINGS = {"connector": "nixl", "kv_retention_s": 10.0}
 SOME = ["text", "turns", "audio", "two_images_and_audio", "long_prompt", "long_media_prompt", "one_token"]
 
 
@@ -69,7 +69,7 @@ def test_answers_are_as_from_one_replica(pair: Any, oracle: Oracle, expected: di
 
 def handed(omni: Any) -> int:
     """Prompts that replicas which are there have computed for others."""
-    return sum(pair.handed for pair in omni._omni.orchestrator.way.pairs())
+    return sum(pair.handed for pair in omni._omni.orchestrator.pairs())
 
 
 def test_the_only_prefill_replica_dies(pair: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:

@@ -17,12 +17,12 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.oracle import Golden, Oracle, one_thread
-from tests.processes import kv_probe
 from tests.processes.conftest import MAX_LEN, STEP_TOKENS
 from tests.processes.test_parity import CASES, SCHEDULES, answer, check
+from tests.support import kv_probe
+from tests.support.oracle import Golden, Oracle, one_thread
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.model_plugins.qwen3_omni.pipeline import THINKER
+from vllm_omni_ext.model_plugins.qwen3_omni.family import THINKER
 
 PREFILL, DECODE = "thinker.prefill", "thinker.decode"
 SETTLED_S = 120.0
@@ -57,7 +57,7 @@ def started(model: Path, prefills: int, decodes: int, transfers: Mapping[str, An
     }
     size = {"max_model_len": MAX_LEN, "max_num_batched_tokens": STEP_TOKENS}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(THINKER.engine, "scheduler_cls", "tests.processes.kv_probe.probe_scheduler")
+        patch.setitem(THINKER.engine, "scheduler_cls", "tests.support.kv_probe.probe_scheduler")
         return LLM(str(model), omni=True, stage_overrides={"thinker": split}, restart_backoff_s=0.1, **size)
 
 
@@ -111,8 +111,10 @@ def moved(omni: Any) -> float:
 
 
 def nothing_is_kept(omni: Any) -> bool:
-    """Whether all blocks are free on both sides, no scheduler knows a request, and no rows wait for a talker."""
-    return not any(kept for ask in (used_blocks, held_requests, "rows_held") for kept in each(omni, ask).values())
+    """Whether all blocks are free on both sides, no scheduler has a request, and no hidden states are left."""
+    return not any(
+        kept for ask in (used_blocks, held_requests, "hidden_states_held") for kept in each(omni, ask).values()
+    )
 
 
 def until(true: Callable[[], bool], seconds: float) -> bool:
@@ -297,7 +299,7 @@ def test_two_that_prefill(tiny: Path, oracle: Oracle, expected: dict[str, Golden
         for name, output in zip(CASES, answer(omni, oracle, list(CASES)), strict=True):
             check(output, expected[name])
         assert all(counters["bytes"] > 0 for counters in each(omni, "transfer_counters", PREFILL).values())
-        assert [str(pair.source) for pair in omni._omni.orchestrator.way.pairs()] == [f"{PREFILL}/0", f"{PREFILL}/1"]
+        assert [str(pair.source) for pair in omni._omni.orchestrator.pairs()] == [f"{PREFILL}/0", f"{PREFILL}/1"]
         under_load(omni, oracle, expected, f"{PREFILL}/0")
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from examples.server import HOST, Server, alive
-from tests.oracle import Golden, Oracle
-from tests.processes.cluster import (
+from tests.processes.test_headless import check_parity
+from tests.support.cluster import (
     ANSWER_S,
     LOOK_EVERY_S,
     MODEL,
@@ -42,7 +42,8 @@ from tests.processes.cluster import (
     until,
     used,
 )
-from tests.processes.test_headless import check_parity
+from tests.support.oracle import Golden, Oracle
+from vllm_omni_ext.metrics import PREFIX
 from vllm_omni_ext.serving.gate import SERVER_HEADER
 
 pytestmark = pytest.mark.engine
@@ -213,7 +214,7 @@ def stories(two: Server) -> list[Answer]:
     return ask_all(two, LONG, AT_ONCE)
 
 
-def test_both_serve_and_reach_all(two: Server, undisturbed: list[Answer]) -> None:
+def test_both_api_servers_reach_every_replica(two: Server, undisturbed: list[Answer]) -> None:
     """Which of them takes a connection, and which replicas are free then, is a matter of time: they are asked on."""
     reached: set[tuple[str, str]] = set()
 
@@ -225,23 +226,33 @@ def test_both_serve_and_reach_all(two: Server, undisturbed: list[Answer]) -> Non
     assert all_reached(undisturbed) or until(lambda: all_reached(ask_all(two, BODIES, AT_ONCE)), UP_S), reached
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_parity_on_each(which: int, two: Server, oracle: Oracle, expected: dict[str, Golden]) -> None:
-    """While one is kept from taking connections by having more of them."""
+@contextmanager
+def connected(server: Server, which: int) -> Iterator[None]:
+    """Three connections to one API server, so that another one takes the next."""
     with ExitStack() as stack:
         for _ in range(3):
-            stack.enter_context(closing(Caller(two, 1 - which).http))
+            stack.enter_context(closing(Caller(server, which).http))
+        yield
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_each_api_server_answers_like_transformers(
+    which: int, two: Server, oracle: Oracle, expected: dict[str, Golden]
+) -> None:
+    """While one is kept from taking connections by having more of them."""
+    with connected(two, 1 - which):
         check_parity(two, oracle, expected, CASES)
+    with connected(two, 1 - which):  # anew: the server closes connections that were idle for some seconds
         assert {each.server for each in ask_all(two, BODIES[:2], 1)} == {str(which)}
 
 
-def test_what_is_the_same_for_all_is_said_once(two: Server) -> None:
+def test_lines_common_to_all_api_servers_are_logged_once(two: Server) -> None:
     log = two.log.read_text(errors="replace")
     assert {words: log.count(words) for words in ONCE} == dict.fromkeys(ONCE, 1)
     assert "(ApiServer_0" in log and "(ApiServer_1" not in log.partition("ready: ")[0]
 
 
-def test_a_trace_is_found_whoever_is_asked(two: Server) -> None:
+def test_a_trace_is_found_through_every_api_server(two: Server) -> None:
     first, second = Caller(two, 0), Caller(two, 1)
     answer = first.http.post("/chat/completions", json=BODIES[0])
     assert answer.headers[SERVER_HEADER] == "0"
@@ -276,7 +287,7 @@ def test_a_killed_one_takes_its_own_requests_only(
     assert gone_back(after, scrape(two)) == []
 
 
-def test_its_requests_leave_all_schedulers_at_once(two: Server) -> None:
+def test_requests_of_a_killed_api_server_leave_all_schedulers_at_once(two: Server) -> None:
     """With nothing else to do, and none of them read to the end."""
     assert until(lambda: idle(two))
     restarts, took = restarted(two, 0), 0.0
@@ -310,6 +321,13 @@ def test_a_killed_replica_is_not_missed(stage: str, two: Server, undisturbed: li
         assert asked.result() == undisturbed
     assert until(lambda: all_up(two, 6) and idle(two), UP_S)
     assert {each["restarts"] for name, each in replicas(two).items() if name.startswith(stage)} == {0, 1}
+    shown = {
+        labels: found for (name, labels), found in scrape(two).items() if name == PREFIX + "replica_restarts_total"
+    }
+    assert {found for labels, found in shown.items() if ("stage", stage) in labels} == {
+        ("counter", 0.0),
+        ("counter", 1.0),
+    }
 
 
 def test_replicas_join_and_leave(two: Server, undisturbed: list[Answer], tiny: Path, tmp_path: Path, port: int) -> None:

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from examples.server import Server
-from tests.media import audio, image, openai_messages
-from tests.processes.cluster import (
+from tests.support.cluster import (
     LENGTH,
     STAGES,
     all_up,
@@ -32,6 +31,7 @@ from tests.processes.cluster import (
     until,
     used,
 )
+from tests.support.media import audio, image, openai_messages
 
 pytestmark = pytest.mark.engine
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.media import image, openai_messages
 from tests.processes.conftest import MAX_LEN, STEP_TOKENS
-from tests.processes.eager_probe import EXTENSION
+from tests.support.eager_probe import EXTENSION
+from tests.support.media import image, openai_messages
 from vllm_omni_ext.ids import ReplicaId
 
 pytestmark = pytest.mark.engine

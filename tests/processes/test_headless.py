@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +18,9 @@ import psutil
 import pytest
 
 from examples.server import HOST, Server, alive
-from tests.media import openai_messages
-from tests.oracle import Golden, Oracle
-from tests.processes import strangers
-from tests.processes.cluster import (
+from tests.processes.test_parity import CASES, TOLERANCE
+from tests.support import strangers
+from tests.support.cluster import (
     LENGTH,
     Answer,
     Headless,
@@ -40,17 +38,18 @@ from tests.processes.cluster import (
     until,
     used,
 )
-from tests.processes.namespace import two_hosts
-from tests.processes.strangers import as_nobody, leaves
-from tests.processes.test_parity import CASES, TOLERANCE
+from tests.support.media import openai_messages
+from tests.support.namespace import two_hosts
+from tests.support.oracle import Golden, Oracle
+from tests.support.strangers import as_nobody, leaves
 from vllm_omni_ext import __version__
 from vllm_omni_ext.cli.args import parse_serve
 from vllm_omni_ext.cli.settings import from_cli
+from vllm_omni_ext.coordinator.members import Register
 from vllm_omni_ext.coordinator.secret_file import default_file
 from vllm_omni_ext.coordinator.timing import Timing
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 from vllm_omni_ext.topology.agreement import config_hash, model_identity
-from vllm_omni_ext.wire import coordination as wire
 from vllm_omni_ext.wire.coordination import encode
 from vllm_omni_ext.wire.joining import Join, Ping
 
@@ -58,7 +57,7 @@ pytestmark = pytest.mark.engine
 
 TIMEOUT_S, DRAIN_S = 1.5, 20
 PORTS = 3
-"""The master port, and those of the coordinator after it."""
+"""The head's port, and those of the coordinator after it."""
 
 AT_ONCE = 8
 BODIES = [body(f"Tell me about number {number}.", 30, 60) for number in range(16)]
@@ -142,12 +141,12 @@ def test_all_replicas_are_used(cluster: Cluster, undisturbed: list[Answer]) -> N
     assert until(lambda: idle(cluster.head))
 
 
-def test_the_number_is_not_the_replicas_to_choose(cluster: Cluster) -> None:
+def test_replica_number_is_chosen_by_the_head(cluster: Cluster) -> None:
     warnings = [line for line in cluster.vocoder.log.read_text().splitlines() if "--replica-id" in line]
     assert warnings == ["warning: --replica-id 7 is ignored: the head gives replicas their numbers"]
 
 
-def test_who_does_not_belong_is_told_why(
+def test_join_with_another_configuration_is_refused_with_the_reason(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, undisturbed: list[Answer]
 ) -> None:
     folder = tmp_path_factory.mktemp("others")
@@ -188,6 +187,7 @@ def listening_ports(head: Server) -> list[int]:
     return sorted({each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN} - {head.port})
 
 
+@pytest.mark.needs("user nobody")
 def test_nobody_gets_in_with_the_ports_alone(cluster: Cluster, tiny: Path, undisturbed: list[Answer]) -> None:
     """Another user of the machine who knows everything but the secret, while requests go on."""
     head, ports = cluster.head, listening_ports(cluster.head)
@@ -196,7 +196,7 @@ def test_nobody_gets_in_with_the_ports_alone(cluster: Cluster, tiny: Path, undis
     right = expectations(tiny)
     messages = [
         encode(Join(ticket="t" * 32, stage="talker", host=HOST, **right)),
-        encode(wire.Register(instance="i" * 32, stage="talker", address=HOST, **right)),
+        encode(Register(instance="i" * 32, stage="talker", **right)),
         *leaves(list(states(head)), range(3)),
         encode(Ping()),
         b"ENGINE_CORE_DEAD",
@@ -215,7 +215,7 @@ def _readable(paths: list[str]) -> list[bool]:
 
 
 def test_what_listens_in_a_replica(cluster: Cluster) -> None:
-    """Only the thinker's rows have a port. Forked replicas also hold the sockets of their parents."""
+    """Only the thinker's hidden states have a port. Forked replicas also hold the sockets of their parents."""
     parents = (cluster.head.pid, cluster.talkers.pid, cluster.vocoder.pid)
     inherited = {each.laddr for pid in parents for each in _open(pid)}
     for name, each in replicas(cluster.head).items():
@@ -238,7 +238,9 @@ def test_a_replica_that_hangs_comes_back(cluster: Cluster, undisturbed: list[Ans
     began = time.monotonic()
     try:
         assert during(head, "talker", hang) == undisturbed
-        assert used(ask_all(head, BODIES[:4], AT_ONCE))["talker/0"] == 0
+        served = used(ask_all(head, BODIES[:4], AT_ONCE))["talker/0"]
+        # On a busy machine the replica was silent for so long meanwhile that another has its name.
+        assert served == 0 or replicas(head)["talker/0"]["pid"] != hung[0]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(hung[0], signal.SIGCONT)
@@ -326,7 +328,7 @@ def test_a_killed_host_is_replaced(cluster: Cluster, undisturbed: list[Answer]) 
         cluster.vocoder.stop()
 
 
-def test_whoever_is_asked_to_end_ends(cluster: Cluster) -> None:
+def test_sigterm_ends_every_headless_process(cluster: Cluster) -> None:
     """Last."""
     assert not cluster.head.stop(signal.SIGTERM)
     assert not cluster.talkers.stop(signal.SIGTERM)
@@ -346,14 +348,7 @@ def test_a_head_that_never_comes(tiny: Path, tmp_path: Path) -> None:
         assert time.monotonic() - began < SOON_S
 
 
-def _ipv6() -> bool:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
-        probe.bind(("::1", 0))
-        return True
-    return False
-
-
-@pytest.mark.skipif(not _ipv6(), reason="no IPv6 loopback here")
+@pytest.mark.needs("IPv6")
 def test_replicas_that_were_there_before_their_head(
     tiny: Path, tmp_path: Path, oracle: Oracle, expected: dict[str, Golden]
 ) -> None:
@@ -381,14 +376,12 @@ def test_replicas_that_were_there_before_their_head(
             assert time.monotonic() - began < SOON_S
 
 
+@pytest.mark.needs("two hosts")
 def test_two_hosts(tiny: Path, tmp_path: Path, oracle: Oracle, expected: dict[str, Golden]) -> None:
     """Real addresses; where the replica is reached is found by routing."""
     port = free_ports(PORTS)
     with contextlib.ExitStack() as stack:
-        try:
-            here, there = stack.enter_context(two_hosts())
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces here: {error}")
+        here, there = stack.enter_context(two_hosts())
         words = ["-oma", here.address, "-omp", str(port), *TIMES]
         head = Server(tiny, tmp_path / "head", [*LENGTH, *overrides(talker={"replicas": 0}), *words])
         head.words[:0] = here.words

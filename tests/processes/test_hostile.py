@@ -21,8 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from examples.server import HOST, Server
-from tests import media
-from tests.processes.cluster import Answer
+from tests.support import media
+from tests.support.cluster import Answer
+from vllm_omni_ext.wire.stage_input import CHUNK, EXPORT, FORGET, INPUT, PART, RESERVED, TICKET
 
 pytestmark = pytest.mark.engine
 
@@ -215,10 +216,11 @@ def test_bodies(target: Target, name: str) -> None:
         target.send(path, BAD_BODIES[name])
 
 
-RESERVED: list[dict[str, Any]] = [{"export": [0, 3]}, {"handoff": "x"}, {"chunk": 1}, {"omni_ticket": "0"}]
+KEYS: list[dict[str, Any]] = [{EXPORT: [0, 3]}, {INPUT: "x"}, {CHUNK: 1}, {PART: 0}, {FORGET: 1}, {TICKET: "0"}]
+assert {key for each in KEYS for key in each} == RESERVED
 
 
-@pytest.mark.parametrize("extra", RESERVED)
+@pytest.mark.parametrize("extra", KEYS)
 def test_keys_between_stages_are_not_the_clients(target: Target, extra: dict[str, Any]) -> None:
     for modalities in (["text"], ["text", "audio"]):
         body = CHAT_BODY | {"vllm_xargs": extra, "modalities": modalities}

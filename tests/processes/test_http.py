@@ -21,8 +21,8 @@ import pytest
 import soundfile
 
 from examples.server import Server
-from tests import media
 from tests.processes.test_starved import NOT_OURS
+from tests.support import media
 
 pytestmark = pytest.mark.engine
 

@@ -23,8 +23,9 @@ import pytest
 import soundfile
 
 from examples.server import Server, alive
-from tests.processes.cluster import LENGTH, MODEL, STAGES, all_up, ask, body, get, idle, kill, replicas, until
-from vllm_omni_ext.runtime.folders import PrivateFolder
+from tests.support.cluster import LENGTH, MODEL, STAGES, all_up, ask, body, get, idle, kill, replicas, until
+from tests.support.pace import pace
+from vllm_omni_ext.runtime.launch.folders import PrivateFolder
 
 pytestmark = pytest.mark.engine
 
@@ -96,7 +97,7 @@ async def killed_under(server: Server, stage: str, modalities: list[str]) -> tup
 
 def check_lost(server: Server, stage: str, told: tuple[float, Any]) -> None:
     seconds, error = told
-    assert seconds < TOLD_S
+    assert seconds < TOLD_S * pace()
     assert error.status_code == 503 and stage in error.message
     code, health = get(server, "/health")
     assert code == 503 and stage in health.decode()
@@ -157,8 +158,12 @@ def test_a_killed_head_takes_everything_with_it(recovering: Server) -> None:
     assert len(theirs) >= 4  # two replicas, an API server, the coordinator
     os.kill(recovering.pid, signal.SIGKILL)
     assert until(lambda: not any(map(alive, theirs)), GONE_S)
-    PrivateFolder().remove()  # as the next start does
-    assert not folder.exists()
+
+    def removed() -> bool:
+        PrivateFolder().remove()  # as the next start does; the last thread of the killed head may still be ending
+        return not folder.exists()
+
+    assert until(removed, GONE_S)
 
 
 def measure(server: Server) -> tuple[dict[int, int], dict[int, int], set[str]]:
@@ -205,7 +210,7 @@ async def abort_many(server: Server, count: int, seed: int) -> None:
 
 
 def test_requests_aborted_anywhere_leave_nothing(tiny: Path, tmp_path: Path) -> None:
-    with serving(tiny, tmp_path / "log", "--omni-replica-wait", str(WAIT_S)) as server:
+    with serving(tiny, tmp_path / "log", "--omni-replica-wait-timeout", str(WAIT_S)) as server:
         client = openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60)
         before = client.chat.completions.create(**EXACT, modalities=["text", "audio"]).choices[0].message
         asyncio.run(abort_many(server, ABORTS, seed=1))  # caches and pools grow to their size
@@ -225,7 +230,7 @@ def test_requests_aborted_anywhere_leave_nothing(tiny: Path, tmp_path: Path) -> 
         told, error = asyncio.run(killed_under(server, "talker", ["text", "audio"]))
         assert WAIT_S <= told < WAIT_S + TOLD_S
         assert isinstance(error, openai.APIStatusError) and error.status_code == 503
-        assert "talker" in error.message and "replica_wait_s" in error.message
+        assert "talker" in error.message and "replica_wait_timeout_s" in error.message
         assert until(lambda: all_up(server, 3))
         again = client.chat.completions.create(**EXACT, modalities=["text", "audio"]).choices[0].message
         assert alike(again, before)

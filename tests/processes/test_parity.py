@@ -12,8 +12,9 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.media import Message, audio, image, multi_modal_data, openai_messages, video
-from tests.oracle import Golden, Oracle
+from tests.support import goldens
+from tests.support.media import Message, audio, image, multi_modal_data, openai_messages, video
+from tests.support.oracle import Golden, Oracle
 
 pytestmark = pytest.mark.engine
 
@@ -75,7 +76,8 @@ def sampling(case: Case) -> Mapping[str, SamplingParams]:
 
 
 def golden(oracle: Oracle, case: Case) -> Golden:
-    return oracle.run(case.messages, voice=case.voice, thinker_max_tokens=case.text, talker_max_tokens=case.frames)
+    limits = {"voice": case.voice, "thinker_max_tokens": case.text, "talker_max_tokens": case.frames}
+    return goldens.once(lambda: oracle.run(case.messages, **limits), oracle.checkpoint, case.messages, limits)
 
 
 def prompt(oracle: Oracle, case: Case) -> dict[str, Any]:
@@ -194,7 +196,7 @@ def test_the_cases_cover_both_ends_of_both_stages(oracle: Oracle, expected: dict
     assert thinker == {True, False} and talker == {True, False}
 
 
-def test_nobody_hears_the_others(omni: Any, oracle: Oracle) -> None:
+def test_concurrent_requests_do_not_mix(omni: Any, oracle: Oracle) -> None:
     """Short clips of several requests in one step, none of them in a cache."""
     cases = [Case([user(heard(seconds, 30 + i), "Hm?")]) for i, seconds in enumerate((0.35, 0.95, 0.5, 0.2))]
     outputs = omni.generate(

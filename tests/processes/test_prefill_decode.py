@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.connectors.test_mooncake import ISOLATED, unavailable
+from tests.support.capabilities import needs
+from tests.support.nested import run_suite
 from vllm_omni_ext.disaggregation.parameters import CONNECTORS
 
 pytestmark = pytest.mark.engine
@@ -25,13 +24,5 @@ TIMEOUT_S = 3000
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_the_suite(suite: str) -> None:
-    if reason := unavailable(CONNECTORS[SUITES[suite]].module):
-        pytest.skip(reason)
-    run = subprocess.run(
-        [*ISOLATED, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / suite)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-    assert " passed" in run.stdout
+    needs(f"library {CONNECTORS[SUITES[suite]].module}", "isolation")
+    run_suite(HERE / suite, "-x", timeout_s=TIMEOUT_S)

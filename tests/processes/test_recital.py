@@ -12,10 +12,12 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.oracle import Oracle
+from tests.support.oracle import Oracle
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.orchestrator.requests import OmniOptions
-from vllm_omni_ext.outputs import AudioOutput
+from vllm_omni_ext.modalities.chunks import AudioChunk
+from vllm_omni_ext.model_plugins.qwen3_omni.read_aloud import rendered
+from vllm_omni_ext.plugins.runtime import RequestOptions
+from vllm_omni_ext.serving.served import Server
 
 pytestmark = pytest.mark.engine
 
@@ -31,13 +33,13 @@ FRAMES = 60
 TALKER = SamplingParams(temperature=0, repetition_penalty=1.05, max_tokens=FRAMES)
 
 
-def options(voice: str = "ethan") -> OmniOptions:
-    return OmniOptions(modalities=("audio",), voice=voice, sampling={"talker": TALKER})
+def options(voice: str = "ethan") -> RequestOptions:
+    return RequestOptions(modalities=("audio",), fields={"voice": voice}, params={"talker": TALKER})
 
 
-async def pieces_of(omni: Any, text: str, wanted: OmniOptions) -> list[AudioOutput]:
-    recital = await omni.speak(text, wanted, "speech")
-    return [piece async for piece in recital.pieces()]
+async def pieces_of(omni: Any, text: str, wanted: RequestOptions) -> list[AudioChunk]:
+    request = await rendered(text, Server(omni))
+    return [piece async for piece in omni.start(request, wanted, "speech")]
 
 
 def spoken(omni: Any, text: str, voice: str = "ethan") -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +78,7 @@ def test_frames_and_sound_are_those_of_transformers(name: str, omni: Any, oracle
 
 
 def test_texts_at_once(omni: Any) -> None:
-    async def all_of_them() -> list[list[AudioOutput]]:
+    async def all_of_them() -> list[list[AudioChunk]]:
         return await asyncio.gather(*(pieces_of(omni._omni, text, options()) for text in TEXTS.values()))
 
     for text, pieces in zip(TEXTS.values(), omni._run(all_of_them()), strict=True):
@@ -85,7 +87,8 @@ def test_texts_at_once(omni: Any) -> None:
 
 def test_closing_frees_everything(omni: Any) -> None:
     async def leave() -> None:
-        pieces = (await omni._omni.speak(TEXTS["long"], options(), "speech")).pieces()
+        request = await rendered(TEXTS["long"], Server(omni._omni))
+        pieces = omni._omni.start(request, options(), "speech")
         waiting = asyncio.ensure_future(anext(pieces))
         await asyncio.sleep(0.1)
         assert omni._omni.get_num_unfinished_requests() == 1

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.oracle import Golden, Oracle
 from tests.processes.test_parity import CASES, answer, check
+from tests.support.oracle import Golden, Oracle
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.policies import POLICIES, LeastQueueLength, Policy, Random, RoundRobin, policy
 

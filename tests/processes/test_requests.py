@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.oracle import Oracle
 from tests.processes.conftest import STEP_TOKENS
+from tests.support.oracle import Oracle
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.orchestrator.requests import OmniOptions
+from vllm_omni_ext.plugins.runtime import RequestOptions
 
 pytestmark = pytest.mark.engine
 
@@ -147,7 +147,7 @@ def test_leaving_a_stream_frees_everything(omni: Any, modalities: tuple[str, ...
     endless = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 
     async def leave() -> int:
-        stream = omni._omni.generate(prompt, endless, "left", options=OmniOptions(modalities=modalities))
+        stream = omni._omni.generate(prompt, endless, "left", options=RequestOptions(modalities=modalities))
         async with contextlib.aclosing(stream):
             async for _ in stream:
                 return omni._omni.orchestrator.held()

@@ -175,7 +175,7 @@ def test_a_replica_that_stands_still_and_one_that_dies(omni: Any) -> None:
     """Run last: it costs a replica."""
     process = psutil.Process(omni._deployment.processes()[TALKERS[0]].pid)
     process.suspend()
-    replies = omni.is_sleeping(targets=["talker"], deadline_s=WAITS_S)
+    replies = omni.is_sleeping(targets=["talker"], timeout_s=WAITS_S)
     assert "no answer within 1 s" in str(replies[TALKERS[0]].error) and replies[TALKERS[1]].value is False
     killing = threading.Timer(WAITS_S, os.kill, (process.pid, signal.SIGKILL))
     killing.start()

@@ -16,7 +16,7 @@ from openai import OpenAI
 from vllm import LLM
 
 from examples.server import Server, command, free_port
-from vllm_omni_ext.runtime.progress import Progress
+from vllm_omni_ext.runtime.launch.progress import Progress
 from vllm_omni_ext.wire.loading import Loading
 
 pytestmark = pytest.mark.engine
@@ -98,7 +98,7 @@ def test_one_after_the_other_and_all_are_known(tiny: Path, tmp_path: Path) -> No
     """API servers are started before most replicas have a process, and learn of these."""
     terminal = tmp_path / "terminal"
     server = Server(tiny, terminal, ["--max-model-len", "2048", "--api-server-count", "2"])
-    server.words[: len(command())] = [sys.executable, str(Path(__file__).with_name("one_device.py"))]
+    server.words[: len(command())] = [sys.executable, str(Path(__file__).parents[1] / "support" / "one_device.py")]
     with server:
         with urllib.request.urlopen(f"{server.base_url}/omni/status") as answer:
             status = json.load(answer)

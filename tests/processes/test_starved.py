@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.oracle import Oracle
 from tests.processes.test_parity import CASES, prompt
-from vllm_omni_ext.orchestrator.flow import Produced
-from vllm_omni_ext.orchestrator.live import Live
-from vllm_omni_ext.orchestrator.requests import OmniOptions, TextRequest
+from tests.support.oracle import Oracle
+from vllm_omni_ext.orchestrator.messages import Opened
+from vllm_omni_ext.plugins.flow import Forward, Produced
+from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
 
 pytestmark = pytest.mark.engine
 
@@ -35,24 +35,41 @@ def cpu_ms(pid: int) -> float:
 
 
 async def opened(omni: Any, name: str, ids: list[int]) -> asyncio.Queue[Any]:
+    """Begin a request whose thinker is the test."""
     from vllm import SamplingParams
 
-    orchestrator = omni._omni.orchestrator
-    options = OmniOptions(modalities=("audio",), voice="ethan", sampling={"talker": SamplingParams(**GREEDY)})
-    flow, sink = orchestrator.plugin.open(TextRequest(prompt=ids), options), asyncio.Queue()
-    orchestrator._live[name] = live = Live(flow, options, sink, name, {}, recital=True)
-    await orchestrator._do(name, live, "thinker", flow.begin())
+    params = {"talker": SamplingParams(**GREEDY)}
+    options = RequestOptions(modalities=("audio",), fields={"voice": "ethan"}, params=params)
+    planned = omni._omni.runtime.plan(Rendered(prompt=ids), options)
+    actions = tuple(action for action in planned.flow.begin() if not isinstance(action, Forward))
+    sink: asyncio.Queue[Any] = asyncio.Queue()
+    await omni._omni.orchestrator.open(
+        Opened(
+            request_id=name,
+            external_id=name,
+            flow=planned.flow,
+            options=options,
+            sink=sink,
+            actions=actions,
+            budgets=planned.budgets,
+        )
+    )
     return sink
 
 
 async def think(omni: Any, name: str, *tokens: int, done: bool = False) -> None:
-    await omni._omni.orchestrator._event(name, Produced("thinker", tokens, finish="stop" if done else None))
+    machine = omni._omni.orchestrator.machine
+    state = machine.requests[name]
+    machine._handlers[Produced] = lambda event: machine._decide(state, "thinker", event)
+    at = asyncio.get_running_loop().time()
+    await omni._omni.orchestrator._apply(Produced("thinker", tokens, finish="stop" if done else None, at=at))
 
 
 async def frames_of(sink: asyncio.Queue[Any]) -> list[list[int]]:
-    while not (piece := await asyncio.wait_for(sink.get(), 30)).finished:
+    while not (piece := await asyncio.wait_for(sink.get(), 30)).last:
         pass
-    return piece.frames.tolist()
+    frames: list[list[int]] = piece.frames.tolist()
+    return frames
 
 
 def test_a_starved_talker_sleeps(omni: Any, oracle: Oracle) -> None:
@@ -73,7 +90,7 @@ def test_a_starved_talker_sleeps(omni: Any, oracle: Oracle) -> None:
         before = {name: cpu_ms(pid) for name, pid in replicas.items()}
         await asyncio.sleep(QUIET_S)
         spent = {name: cpu_ms(pid) - before[name] for name, pid in replicas.items()}
-        said = len(omni._omni.orchestrator._live["starved"].flow._voice.frames.between(0, 1000))
+        said = len(omni._omni.orchestrator.machine.requests["starved"].flow._voice.frames.between(0, 1000))
         for token in REPLY[3:-1]:
             await think(omni, "starved", token)
         await think(omni, "starved", REPLY[-1], done=True)

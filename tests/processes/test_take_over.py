@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.media import openai_messages
-from tests.processes.cluster import until
 from tests.processes.test_parity import TOLERANCE, heard, seen, user
+from tests.support.cluster import until
+from tests.support.media import openai_messages
 from vllm_omni_ext.ids import ReplicaId
 
 pytestmark = pytest.mark.engine
@@ -56,12 +56,14 @@ def same(one: list[Any], other: list[Any]) -> bool:
 
 
 def restarts(omni: Any, stage: str) -> dict[ReplicaId, int]:
-    return {each: about.restarts for each, about in omni._omni.fleet.about.items() if each.stage == stage}
+    return {each: about.restarts for each, about in omni._omni.replica_connections.about.items() if each.stage == stage}
 
 
-def rows_held(omni: Any) -> int:
-    """Requests whose rows are kept by a thinker or taken by a talker."""
-    return sum(n or 0 for n in (*within(omni, "thinker", "rows_held"), *within(omni, "talker", "rows_open")))
+def hidden_states_held(omni: Any) -> int:
+    """Requests whose hidden states are kept by a thinker or taken by a talker."""
+    return sum(
+        n or 0 for n in (*within(omni, "thinker", "hidden_states_held"), *within(omni, "talker", "hidden_states_open"))
+    )
 
 
 def within(omni: Any, stage: str, method: str, *args: Any) -> list[Any]:
@@ -106,10 +108,10 @@ def test_a_killed_replica_is_not_missed(stage: str, twofold: Any, undisturbed: l
     assert set(pool.replicas) == both
     assert restarts(twofold, stage) == {each: before[each] + int(each == gone) for each in both}
     assert same(answers(twofold), undisturbed)
-    assert until(lambda: rows_held(twofold) == 0), "rows of media, by whoever died"
+    assert until(lambda: hidden_states_held(twofold) == 0), "hidden states of media are left by a replica that died"
 
 
-def test_the_collector_does_not_wait_for_what_was_lost() -> None:
+def test_garbage_collection_does_not_block_on_a_lost_replica() -> None:
     """Run last: what the killed replicas' clients held is collected here, sockets and contexts included."""
     collecting = threading.Thread(target=gc.collect, daemon=True)
     collecting.start()

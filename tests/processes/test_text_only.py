@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.media import image, openai_messages
+from tests.support.media import image, openai_messages
 from vllm_omni_ext.ids import ReplicaId
 
 TOLERANCE = 1e-4
@@ -91,4 +91,4 @@ def test_a_repeated_picture_sounds_the_same(omni: Any) -> None:
     assert len(first.frames) > 1
     assert first.frames.tolist() == second.frames.tolist()
     assert first.audio.shape == second.audio.shape and np.abs(first.audio - second.audio).max() <= TOLERANCE
-    assert second.num_cached_tokens == 0, "its rows have to be computed again"
+    assert second.num_cached_tokens == 0, "its hidden states have to be computed again"

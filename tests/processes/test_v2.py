@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from examples.server import Server
-from tests.connectors.test_mooncake import ISOLATED, unavailable
 from tests.gpu.run_once import v2_on_a_cpu
-from tests.oracle import Golden, Oracle
-from tests.processes.cluster import LENGTH, STAGES, replicas
 from tests.processes.test_headless import check_parity
+from tests.support.cluster import LENGTH, STAGES, replicas
+from tests.support.nested import run_suite
+from tests.support.oracle import Golden, Oracle
 
 pytestmark = pytest.mark.engine
 
@@ -30,24 +29,14 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def run(*words: str) -> None:
-    """Run pytest in a process of its own: vLLM chooses its kernels when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    at = words.index("--")
-    done = subprocess.run([*words[:at], *command, *words[at + 1 :]], capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-
-
 def test_engines() -> None:
-    run("--", str(HERE / "v2_suite.py"))
+    run_suite(HERE / "v2_suite.py", "-x", timeout_s=TIMEOUT_S, isolated=False)
 
 
+@pytest.mark.needs("library mooncake.engine", "isolation")
 def test_prefill_and_decode_apart() -> None:
-    if reason := unavailable():
-        pytest.skip(reason)
     some = "eight_at_once or encoder_runs_on_prefill_only"
-    run(*ISOLATED, "--", "-k", some, str(HERE / "prefill_decode_suite.py"))
+    run_suite(HERE / "prefill_decode_suite.py", "-x", "-k", some, timeout_s=TIMEOUT_S)
 
 
 def where_libc_is(pid: int) -> str:
@@ -59,7 +48,11 @@ def where_libc_is(pid: int) -> str:
 def test_spawned_replicas(tiny: Path, tmp_path: Path, oracle: Oracle, expected: dict[str, Golden]) -> None:
     """Text and sound are answered, and SIGTERM ends everything."""
     server = Server(tiny, tmp_path / "server.log", LENGTH)
-    server.words = [sys.executable, str(HERE / "spawned_server.py"), *server.words[server.words.index("serve") :]]
+    server.words = [
+        sys.executable,
+        str(HERE.parent / "support" / "spawned_server.py"),
+        *server.words[server.words.index("serve") :],
+    ]
     with server:
         places = {where_libc_is(int(found["pid"])) for found in replicas(server).values()}
         assert len(places - {where_libc_is(server.pid)}) == len(STAGES)

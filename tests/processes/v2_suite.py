@@ -13,11 +13,11 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.oracle import Oracle
 from tests.processes.conftest import MAX_LEN, STEP_TOKENS
 from tests.processes.test_parity import CASES, answer, check, golden, prompt, sampling
-from vllm_omni_ext.tiny import sizes
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from tests.support.oracle import Oracle
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny import sizes
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
 SIZE = {"max_model_len": MAX_LEN, "max_num_batched_tokens": STEP_TOKENS}
 
@@ -63,7 +63,9 @@ def cramped(tiny: Path) -> Iterator[Any]:
         for stage, length in LENGTHS.items()
     }
     overrides = {stage: {"engine": engine} for stage, engine in few.items()}
-    with LLM(str(tiny), omni=True, stage_overrides=overrides, max_num_batched_tokens=STEP_TOKENS) as omni:
+    # Interpreted kernels are so slow that a preempted request waits for longer than the default.
+    waits = {"chunk_timeout_s": 600.0, "stream_idle_timeout_s": 1200.0}
+    with LLM(str(tiny), omni=True, stage_overrides=overrides, max_num_batched_tokens=STEP_TOKENS, **waits) as omni:
         yield omni
 
 
@@ -140,8 +142,8 @@ def process(worker: Any) -> int:
     return os.getpid()
 
 
-def open_rows(worker: Any) -> Any:
-    return worker.rows_open()
+def open_hidden_states(worker: Any) -> Any:
+    return worker.hidden_states_open()
 
 
 def test_tensor_parallel(parallel: Any, divisible: Path) -> None:
@@ -159,15 +161,15 @@ def test_tensor_parallel(parallel: Any, divisible: Path) -> None:
 
 def frames_of_ranks(worker: Any) -> list[Any]:
     """Note every frame this process makes."""
-    feeder, made = worker._feeder, []
-    sampled = feeder.sampled
+    provider, made = worker._model.input_provider, []
+    sampled = provider.sampled
 
     def noted(*arguments: Any) -> Any:
         outputs = sampled(*arguments)
         made.extend(output.tolist() for output in outputs if output is not None)
         return outputs
 
-    feeder.sampled, worker.made = noted, made
+    provider.sampled, worker.made = noted, made
     return made
 
 

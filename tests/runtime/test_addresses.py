@@ -9,24 +9,14 @@ import pytest
 import zmq
 
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.runtime import addresses
-from vllm_omni_ext.runtime.addresses import endpoint, is_loopback, reach
+from vllm_omni_ext.runtime.launch import addresses
+from vllm_omni_ext.runtime.launch.addresses import endpoint, is_loopback, reach
 
-
-def has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
-
-
-needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6 loopback")
+needs_ipv6 = pytest.mark.needs("IPv6")
 
 
 @pytest.mark.parametrize(
-    ("master", "here"),
+    ("head", "here"),
     [
         ("127.0.0.1", "127.0.0.1"),
         ("127.0.0.9", "127.0.0.1"),
@@ -35,8 +25,8 @@ needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6 lo
         pytest.param("::ffff:127.0.0.1", "127.0.0.1", marks=needs_ipv6),
     ],
 )
-def test_reach(master: str, here: str) -> None:
-    assert reach(master, 9100) == here
+def test_reach(head: str, here: str) -> None:
+    assert reach(head, 9100) == here
 
 
 def test_reach_a_name() -> None:
@@ -44,12 +34,12 @@ def test_reach_a_name() -> None:
 
 
 def test_nothing_is_sent() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as master:
-        master.bind(("127.0.0.1", 0))
-        master.setblocking(False)
-        assert reach("127.0.0.1", master.getsockname()[1]) == "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as head:
+        head.bind(("127.0.0.1", 0))
+        head.setblocking(False)
+        assert reach("127.0.0.1", head.getsockname()[1]) == "127.0.0.1"
         with pytest.raises(BlockingIOError):
-            master.recv(1)
+            head.recv(1)
 
 
 def test_an_address_without_route_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

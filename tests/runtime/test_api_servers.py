@@ -17,9 +17,9 @@ import pytest
 
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime.api_servers import ApiServers
-from vllm_omni_ext.runtime.descriptors import receive_descriptors
-from vllm_omni_ext.runtime.fleet import About
+from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
+from vllm_omni_ext.runtime.launch.descriptors import receive_descriptors
+from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
 from vllm_omni_ext.wire.control import (
     ReplicaConnected,
     ReplicaEnded,
@@ -34,7 +34,7 @@ from vllm_omni_ext.wire.control import (
 )
 
 TALKER, LATE = ReplicaId("talker", 0), ReplicaId("talker", 1)
-ABOUT = About(host="here", pid=5, restarts=1)
+ABOUT = ReplicaInfo(host="here", pid=5, restarts=1)
 PATIENCE_S = 10.0
 LIFETIME_S = 60
 
@@ -51,7 +51,7 @@ class Deployment:
         self.made: list[tuple[int, dict[str, Any]]] = []
         self.error: OSError | None = None
 
-    def about(self) -> dict[ReplicaId, About]:
+    def about(self) -> dict[ReplicaId, ReplicaInfo]:
         return {TALKER: ABOUT}
 
     def connections(self, client: int, **said: Any) -> Any:
@@ -138,7 +138,7 @@ def bench() -> Iterator[Bench]:
     assert all(process.exitcode is not None for process in made.servers.processes.values())
 
 
-def test_all_are_told_of_all(bench: Bench) -> None:
+def test_every_api_server_is_told_of_every_replica(bench: Bench) -> None:
     for message in bench.heard(Servers, 2).values():
         pids = {client: process.pid for client, process in bench.servers.processes.items()}
         assert [(each.index, each.pid, each.up, each.restarts) for each in message.servers] == [
@@ -149,7 +149,7 @@ def test_all_are_told_of_all(bench: Bench) -> None:
 def test_a_replica_starts_is_ready_and_ends(bench: Bench) -> None:
     assert bench.servers.listen(LATE) == [("in 0", "out 0"), ("in 1", "out 1")]
     assert bench.heard(ReplicaStarting, 2) == dict.fromkeys((0, 1), ReplicaStarting("talker/1"))
-    bench.servers.ready(LATE, About(host="there", pid=9, restarts=2))
+    bench.servers.ready(LATE, ReplicaInfo(host="there", pid=9, restarts=2))
     for client, (message, ports) in bench.heard(ReplicaReady, 2).items():
         assert message == ReplicaReady("talker/1", "there", 9, 2, f"in {client}", f"out {client}")
         mine = bench.deployment.listeners(LATE, client)
@@ -167,7 +167,7 @@ def test_a_head_that_cannot_listen_tells_nobody(bench: Bench) -> None:
     assert set(bench.heard(ReplicaEnded, 2)) == {0, 1}
 
 
-def test_one_that_ends_instead_of_starting_is_noticed() -> None:
+def test_api_server_that_exits_during_startup_is_noticed() -> None:
     made = Bench(behaviour=lambda client: "dies" if client else "")
     with made.servers:
         assert made.servers.wait() is False
@@ -179,7 +179,7 @@ def kill(bench: Bench, client: int) -> None:
     process.join()
 
 
-def test_when_one_dies_the_others_are_told_and_go_on(bench: Bench) -> None:
+def test_death_of_an_api_server_is_announced_to_the_others(bench: Bench) -> None:
     bench.heard(Servers, 2)
     kill(bench, 0)
     before = time.time()
@@ -192,7 +192,7 @@ def test_when_one_dies_the_others_are_told_and_go_on(bench: Bench) -> None:
     assert set(bench.heard(ReplicaReady, 1)) == {1}
 
 
-def test_a_message_to_one_that_has_just_died_is_no_error(bench: Bench) -> None:
+def test_message_to_an_api_server_that_just_died_is_no_error(bench: Bench) -> None:
     kill(bench, 0)
     bench.servers.listen(LATE)
     bench.servers.ready(LATE, ABOUT)
@@ -200,14 +200,14 @@ def test_a_message_to_one_that_has_just_died_is_no_error(bench: Bench) -> None:
     assert set(bench.heard(ReplicaEnded, 1)) == {1}
 
 
-def test_one_that_is_started_again_knows_what_the_one_before_knew(bench: Bench) -> None:
+def test_restarted_api_server_knows_all_replicas(bench: Bench) -> None:
     other = ReplicaId("talker", 2)
     bench.servers.listen(LATE)
     bench.servers.ready(LATE, ABOUT)
     bench.heard(ReplicaReady, 2)
     bench.servers.listen(other)
     deadline = time.monotonic() + PATIENCE_S
-    while bench.servers._said.get(LATE) is None and time.monotonic() < deadline:
+    while bench.servers._ready_responses.get(LATE) is None and time.monotonic() < deadline:
         time.sleep(0.1)
     kill(bench, 0)
     bench.servers.lost(0)
@@ -215,12 +215,12 @@ def test_one_that_is_started_again_knows_what_the_one_before_knew(bench: Bench) 
     assert process is bench.servers.processes[0] and process.is_alive()
     client, said = bench.deployment.made[-1]
     assert client == 0 and set(said["about"]) == {TALKER, LATE} and said["starting"] == (other,)
-    assert said["said"][LATE] == b"late" and said["said"][TALKER].startswith(b"hello")
+    assert said["ready_responses"][LATE] == b"late" and said["ready_responses"][TALKER].startswith(b"hello")
     message = bench.heard(Servers, 2)[0]
     assert [(each.up, each.restarts) for each in message.servers] == [(True, 1), (True, 0)]
 
 
-def test_what_a_forgotten_replica_had_is_let_go(bench: Bench) -> None:
+def test_state_of_a_forgotten_replica_is_released(bench: Bench) -> None:
     bench.servers.listen(LATE)
     bench.servers.forgotten(LATE)
     assert LATE in bench.deployment.listening, "it is starting: the name was given anew"
@@ -253,4 +253,4 @@ def test_a_process_that_is_made_later_is_told_and_known_to_a_server_that_follows
         servers.lost(1)
         servers.start_again(1)
         client, said = bench.deployment.made[-1]
-        assert client == 1 and said["about"] == {TALKER: About(host="here", pid=77, restarts=1)}
+        assert client == 1 and said["about"] == {TALKER: ReplicaInfo(host="here", pid=77, restarts=1)}

@@ -20,12 +20,12 @@ from vllm.utils.network_utils import ZmqListener
 
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime import api_servers
-from vllm_omni_ext.runtime.api_servers import ApiServers
-from vllm_omni_ext.runtime.board import NOT_ACCEPTING
-from vllm_omni_ext.runtime.descriptors import receive_descriptors, send_descriptors
-from vllm_omni_ext.runtime.fleet import About, Connections
-from vllm_omni_ext.runtime.launcher import end_processes
+from vllm_omni_ext.runtime.client.board import NOT_ACCEPTING
+from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
+from vllm_omni_ext.runtime.launch.descriptors import receive_descriptors, send_descriptors
+from vllm_omni_ext.runtime.launch.launcher import end_processes
+from vllm_omni_ext.runtime.supervise import api_servers
+from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
 from vllm_omni_ext.wire.control import (
     ReplicaConnected,
     ReplicaReady,
@@ -39,7 +39,7 @@ from vllm_omni_ext.wire.control import (
 
 FORK = multiprocessing.get_context("fork")
 THINKER, TALKER, NEW = ReplicaId("thinker", 0), ReplicaId("talker", 0), ReplicaId("talker", 1)
-ABOUT = About(host="here", pid=7, restarts=2)
+ABOUT = ReplicaInfo(host="here", pid=7, restarts=2)
 WITHIN_S = 10.0
 QUIET_S = 0.2
 ADDRESS = "ipc:///nowhere/{}-{}-{}"
@@ -57,8 +57,8 @@ class Deployment:
         for replica in (THINKER, TALKER):
             self.listen(replica, None)
 
-    def about(self) -> dict[ReplicaId, About]:
-        return {replica: About(host="here", pid=1) for replica in (THINKER, TALKER)}
+    def about(self) -> dict[ReplicaId, ReplicaInfo]:
+        return {replica: ReplicaInfo(host="here", pid=1) for replica in (THINKER, TALKER)}
 
     def connections(self, client: int, *, about: Any = None, **fields: Any) -> Connections:
         about = self.about() if about is None else about
@@ -116,7 +116,11 @@ def serve(connections: Connections, control: Connection, told: Told) -> None:
     assert connections.board is not None  # shared memory: it travels with the process only
     told.report(connections.client_index, replace(connections, board=None))
     for replica in connections.about:
-        said = b"said by %s" % str(replica).encode() if connections.said is None else connections.said[replica]
+        said = (
+            b"said by %s" % str(replica).encode()
+            if connections.ready_responses is None
+            else connections.ready_responses[replica]
+        )
         control.send_bytes(encode(ReplicaConnected(str(replica), said)))
     control.send_bytes(encode(ServerReady()))
     while True:
@@ -163,9 +167,9 @@ class Running:
     def known(self, replica: ReplicaId, within_s: float = WITHIN_S) -> bool:
         """Whether the head has been told what a replica has said."""
         deadline = time.monotonic() + within_s
-        while replica not in self.servers._said and time.monotonic() < deadline:
+        while replica not in self.servers._ready_responses and time.monotonic() < deadline:
             threading.Event().wait(0.01)
-        return replica in self.servers._said
+        return replica in self.servers._ready_responses
 
 
 @pytest.fixture
@@ -174,7 +178,7 @@ def stack() -> Iterator[contextlib.ExitStack]:
         yield made
 
 
-def test_who_is_dead_is_told_nothing_and_the_others_that_it_is(stack: contextlib.ExitStack) -> None:
+def test_only_live_api_servers_are_told_of_a_death(stack: contextlib.ExitStack) -> None:
     running = Running(stack, 3)
     servers, told = running.servers, running.told
     before = time.time()
@@ -191,7 +195,7 @@ def test_who_is_dead_is_told_nothing_and_the_others_that_it_is(stack: contextlib
     assert told.nothing_more(1)
 
 
-def test_what_it_had_on_the_board_is_wiped_out(stack: contextlib.ExitStack) -> None:
+def test_counters_of_a_dead_api_server_are_cleared(stack: contextlib.ExitStack) -> None:
     running = Running(stack, 2)
     board = running.servers._board
     board.loads[:], board.admitted[8] = [3, 2], 5
@@ -199,21 +203,21 @@ def test_what_it_had_on_the_board_is_wiped_out(stack: contextlib.ExitStack) -> N
     assert list(board.loads) == [3, NOT_ACCEPTING] and sum(board.admitted) == 0
 
 
-def test_what_a_replica_said_is_not_forgotten_by_who_did_not_hear_it(stack: contextlib.ExitStack) -> None:
+def test_restarted_api_server_gets_ready_responses_of_earlier_replicas(stack: contextlib.ExitStack) -> None:
     """Its server dies, another one follows it and says that it knows nothing; a third one must still be told."""
     running = Running(stack, 1)
     assert running.known(THINKER)
-    first = dict(running.servers._said)
-    running.servers._said.pop(THINKER)
+    first = dict(running.servers._ready_responses)
+    running.servers._ready_responses.pop(THINKER)
     running.kill(0)
     running.servers.start_again(0)
-    assert running.told.next(0).said[THINKER] == b""
-    running.servers._said.update(first)
+    assert running.told.next(0).ready_responses[THINKER] == b""
+    running.servers._ready_responses.update(first)
     assert isinstance(running.told.next(0), Servers)
     running.servers.listen(NEW)
     running.servers.ready(NEW, ABOUT)
     assert running.known(NEW), "what the second one said was read before this"
-    assert running.servers._said[THINKER] == b"said by thinker/0"
+    assert running.servers._ready_responses[THINKER] == b"said by thinker/0"
 
 
 def test_many_restarts_leave_no_open_files(stack: contextlib.ExitStack) -> None:
@@ -256,7 +260,7 @@ def test_nothing_comes_between_a_message_and_its_descriptors(
     assert told[1][1] == [f"{NEW} 0 i", f"{NEW} 0 o"] and isinstance(told[2], Servers)
 
 
-def test_leaving_ends_them() -> None:
+def test_closing_ends_all_api_servers() -> None:
     with contextlib.ExitStack() as stack:
         running = Running(stack, 3)
         processes = list(running.servers.processes.values())

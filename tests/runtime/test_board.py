@@ -6,17 +6,17 @@ import multiprocessing
 
 from vllm.v1.engine.admission_control import SharedAdmissionStats
 
-from vllm_omni_ext.runtime.board import NOT_ACCEPTING, Board
+from vllm_omni_ext.runtime.client.board import NOT_ACCEPTING, SharedCounters
 
 FORK = multiprocessing.get_context("fork")
 
 
-def admission(board: Board, server: int) -> SharedAdmissionStats:
+def admission(board: SharedCounters, server: int) -> SharedAdmissionStats:
     return SharedAdmissionStats({"mp_admission_counters": board.admitted}, client_count=3, client_index=server)
 
 
-def test_nobody_takes_connections_before_it_says_so() -> None:
-    assert list(Board(3).loads) == [NOT_ACCEPTING] * 3
+def test_new_api_server_has_no_connections_until_it_is_ready() -> None:
+    assert list(SharedCounters(3).loads) == [NOT_ACCEPTING] * 3
 
 
 def test_vllm_takes_a_new_one_for_the_most_loaded() -> None:
@@ -26,7 +26,7 @@ def test_vllm_takes_a_new_one_for_the_most_loaded() -> None:
 
 
 def test_requests_of_all_are_counted_until_their_server_dies() -> None:
-    board = Board(3)
+    board = SharedCounters(3)
 
     def count(server: int, requests: int) -> None:
         board.loads[server] = requests

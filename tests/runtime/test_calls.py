@@ -12,9 +12,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni_ext.errors import CallFailed, RequestFailed, StageUnavailable, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.stage_pool import StagePool
-from vllm_omni_ext.runtime.calls import Calls
-from vllm_omni_ext.runtime.replica import StockReplica
-from vllm_omni_ext.runtime.targeted import TargetedLLM
+from vllm_omni_ext.runtime.client.calls import Calls
+from vllm_omni_ext.runtime.client.replica import StockReplica
+from vllm_omni_ext.runtime.client.targeted import TargetedLLM
 
 COUNTS = {"thinker": 2, "talker": 2, "code2wav": 1}
 NAMES = [ReplicaId(stage, i) for stage, count in COUNTS.items() for i in range(count)]
@@ -127,7 +127,7 @@ async def test_a_replica_that_is_gone_is_unknown_and_its_stage_goes_on() -> None
         bench.calls.resolve(["thinker", "talker"])
 
 
-async def test_a_failure_hides_nothing() -> None:
+async def test_failure_of_one_replica_hides_no_other_answer() -> None:
     bench = Bench()
     bench.answer("collective_rpc", [7])
     bench.answer("collective_rpc", ValueError("no such method"), "talker/0")
@@ -158,13 +158,13 @@ async def test_a_replica_that_dies_during_the_call_hides_nothing() -> None:
 async def test_a_silent_replica_has_failed_when_its_time_is_over() -> None:
     bench = Bench()
     bench.answer("is_sleeping", asyncio.Event(), "talker/1")
-    replies = texts(await bench.calls.to(["talker"], "is_sleeping_async", deadline_s=SOON_S))
+    replies = texts(await bench.calls.to(["talker"], "is_sleeping_async", timeout_s=SOON_S))
     assert isinstance(replies["talker/1"], RequestFailed) and "0.05 s" in str(replies["talker/1"])
     assert replies["talker/0"] is None
     assert not bench.replicas[ReplicaId("talker", 1)]._calls, "nothing is kept of a call that is over"
 
 
-async def test_who_leaves_takes_the_calls_along() -> None:
+async def test_cancelled_caller_cancels_its_calls() -> None:
     bench = Bench()
     bench.answer("is_sleeping", asyncio.Event())
     asking = asyncio.create_task(bench.calls.to(["talker"], "is_sleeping_async"))
@@ -221,7 +221,7 @@ async def test_without_targets_a_failure_is_told_with_what_the_others_said() -> 
         await bench.calls.everywhere("reset_prefix_cache_async")
 
 
-async def test_requests_go_past_who_sleeps() -> None:
+async def test_requests_are_not_routed_to_sleeping_replicas() -> None:
     bench = Bench()
     zero, one = bench.pools["talker"].replicas
     await bench.calls.to(["talker/0"], "sleep_async", 1, "abort")
@@ -293,7 +293,7 @@ async def test_vllms_methods_take_targets(method: str, given: tuple[Any, ...], s
     with pytest.raises(UnknownMember):
         await getattr(llm, method)(*given, targets=["talker/9"])
     bench.answer(utility, asyncio.Event())
-    late = texts(await getattr(llm, method)(*given, targets=["talker/1"], deadline_s=0.01))
+    late = texts(await getattr(llm, method)(*given, targets=["talker/1"], timeout_s=0.01))
     assert isinstance(late["talker/1"], RequestFailed)
 
 

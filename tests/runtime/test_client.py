@@ -17,8 +17,8 @@ from vllm.utils.network_utils import ZmqListener, make_zmq_listener
 from vllm.v1.engine import EngineCoreReadyResponse, EngineCoreRequestType
 from vllm.v1.engine.core_client import AsyncMPClient
 
-from vllm_omni_ext.runtime import client as module
-from vllm_omni_ext.runtime.client import ENGINE, Client, _Ready, addresses, stand_in
+from vllm_omni_ext.runtime.client import client as module
+from vllm_omni_ext.runtime.client.client import ENGINE, Client, _Ready, addresses, bootstrap_client_addresses
 
 LATE_S = 0.3
 ANSWER_MS = 5000
@@ -87,27 +87,27 @@ def copies(listeners: tuple[ZmqListener, ZmqListener]) -> dict[str, Any]:
     return addresses((given, taken))
 
 
-def connected(listeners: tuple[ZmqListener, ZmqListener], said: bytes | None) -> Client:
-    return Client(config(), object, False, client_addresses=copies(listeners), said=said)
+def connected(listeners: tuple[ZmqListener, ZmqListener], ready_response: bytes | None) -> Client:
+    return Client(config(), object, False, client_addresses=copies(listeners), ready_response=ready_response)
 
 
-def test_the_first_client_waits_and_keeps_what_the_engine_said(context: Any, listeners: Any) -> None:
+def test_the_first_client_keeps_the_engines_ready_response(context: Any, listeners: Any) -> None:
     engine = Engine(context, listeners)
     engine.input.send(SAID)
     client = connected(listeners, None)
-    assert client.said == SAID
+    assert client.ready_response == SAID
     assert client.vllm_config.model_config.max_model_len == 64
     assert client.core_engines == [ENGINE]
     client.shutdown(timeout=0)
 
 
-def test_one_that_follows_takes_it_as_said_and_is_heard(context: Any, listeners: Any) -> None:
+def test_later_client_reuses_the_ready_response_and_reaches_the_engine(context: Any, listeners: Any) -> None:
     engine = Engine(context, listeners)
     engine.input.send(SAID)
     first = connected(listeners, None)
     first.shutdown(timeout=0)
-    second = connected(listeners, first.said)
-    assert second.said == SAID
+    second = connected(listeners, first.ready_response)
+    assert second.ready_response == SAID
     assert second.vllm_config.model_config.max_model_len == 64
     assert second.vllm_config.cache_config.num_gpu_blocks == 7
 
@@ -138,22 +138,22 @@ def test_an_engine_that_hangs_is_not_waited_for_for_long(
     client.shutdown(timeout=0)
 
 
-def test_an_engine_that_has_told_nobody(context: Any, listeners: Any) -> None:
+def test_client_of_an_engine_without_a_ready_response(context: Any, listeners: Any) -> None:
     engine = Engine(context, listeners)
     client = connected(listeners, b"")
-    assert client.said == b"" and client.vllm_config.model_config.max_model_len == 128
+    assert client.ready_response == b"" and client.vllm_config.model_config.max_model_len == 128
     assert engine.input.poll(0) == 0
     client.shutdown(timeout=0)
 
 
-def test_the_list_of_the_ready_has_them_all_and_nobody_to_wait_for() -> None:
+def test_bootstrap_addresses_list_every_engine_as_ready() -> None:
     ready = _Ready([ENGINE])
     assert set(ready) == set() and ready[0] == ENGINE and len(ready) == 1 and ready[:] == [ENGINE]
 
 
 def test_stock_client_without_an_engine(tmp_path: Path) -> None:
     made = config()
-    with stand_in(str(tmp_path), SAID) as where:
+    with bootstrap_client_addresses(str(tmp_path), SAID) as where:
         client = AsyncMPClient(made, object, False, client_addresses=where, client_count=3, client_index=2)
     assert made.model_config.max_model_len == 64 and client.client_index == 2
     client.shutdown(timeout=0)
@@ -162,7 +162,7 @@ def test_stock_client_without_an_engine(tmp_path: Path) -> None:
 
 def test_stock_client_before_any_engine_has_said_anything(tmp_path: Path) -> None:
     made = config()
-    with stand_in(str(tmp_path), b"") as where:
+    with bootstrap_client_addresses(str(tmp_path), b"") as where:
         client = AsyncMPClient(made, object, False, client_addresses=where)
     assert made.model_config.max_model_len == 128
     client.shutdown(timeout=0)
@@ -175,7 +175,7 @@ def test_our_limit_holds_and_not_vllms(context: Any, listeners: Any, monkeypatch
     late.start()
     client = Client(config(), object, False, client_addresses=copies(listeners), ready_within_s=ANSWER_MS / 1000)
     late.join()
-    assert client.said == SAID
+    assert client.ready_response == SAID
     client.shutdown(timeout=0)
 
 

@@ -21,7 +21,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from tests.runtime.test_client import ENGINE, SAID, config
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.patching import sockets
-from vllm_omni_ext.runtime.client import Client, addresses
+from vllm_omni_ext.runtime.client.client import Client, addresses
 
 PATIENCE_S = 10.0
 QUIET_S = 0.5
@@ -118,11 +118,11 @@ def first_output(client: Client, wait_s: float) -> str:
     return asyncio.run(wait())
 
 
-def test_requests_and_outputs_pass_between_those_who_know_the_keys(listeners: Listeners) -> None:
+def test_requests_and_outputs_pass_between_owners_of_the_keys(listeners: Listeners) -> None:
     with connecting(listeners, KEYS) as made:
         engine = Engine(listeners)
         client = made.result(PATIENCE_S)
-        assert client.said == SAID
+        assert client.ready_response == SAID
         asyncio.run(client.abort_requests_async(["r"]))
         assert engine.input_queue.get(timeout=PATIENCE_S) == (EngineCoreRequestType.ABORT, ["r"])
         engine.output_queue.put((0, outputs("true")))
@@ -162,7 +162,7 @@ def test_without_keys_the_stranger_would_be_the_engine(listeners: Listeners) -> 
         assert its_input.poll(PATIENCE_S * 1000)
 
 
-def test_an_engine_gives_nothing_to_one_who_listens_without_the_keys(listeners: Listeners) -> None:
+def test_an_engine_sends_nothing_to_a_listener_without_the_keys(listeners: Listeners) -> None:
     """Whoever has taken the head's address gets no outputs."""
     given, taken = listeners
     context = zmq.Context()

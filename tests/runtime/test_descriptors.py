@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from vllm_omni_ext.runtime.descriptors import receive_descriptors, send_descriptors
+from vllm_omni_ext.runtime.launch.descriptors import receive_descriptors, send_descriptors
 
 LATE_S = 0.1
 
@@ -44,7 +44,7 @@ def contents(descriptors: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_they_come_in_order_and_are_the_same_files(pipe: tuple[Connection, Connection], blocking: bool) -> None:
+def test_file_descriptors_arrive_in_order(pipe: tuple[Connection, Connection], blocking: bool) -> None:
     ours, theirs = pipe
     os.set_blocking(theirs.fileno(), blocking)
     given = files(2)
@@ -57,7 +57,7 @@ def test_they_come_in_order_and_are_the_same_files(pipe: tuple[Connection, Conne
     assert contents(taken) == [0, 1]
 
 
-def test_one_that_does_not_block_waits_for_those_that_come_late(pipe: tuple[Connection, Connection]) -> None:
+def test_non_blocking_reader_waits_for_late_descriptors(pipe: tuple[Connection, Connection]) -> None:
     ours, theirs = pipe
     os.set_blocking(theirs.fileno(), False)
     (given,) = files(1)
@@ -68,7 +68,7 @@ def test_one_that_does_not_block_waits_for_those_that_come_late(pipe: tuple[Conn
     os.close(given)
 
 
-def test_messages_around_them_are_whole(pipe: tuple[Connection, Connection]) -> None:
+def test_messages_between_descriptors_are_not_split(pipe: tuple[Connection, Connection]) -> None:
     ours, theirs = pipe
     given = files(2)
     for number in range(3):
@@ -99,7 +99,7 @@ def test_the_pipe_stays_open_and_a_listener_listens_on_the_other_side(pipe: tupl
     assert ours.recv_bytes() == b"still"
 
 
-def test_nobody_is_left_to_send_them(pipe: tuple[Connection, Connection]) -> None:
+def test_descriptors_of_a_closed_sender_raise_an_error(pipe: tuple[Connection, Connection]) -> None:
     ours, theirs = pipe
     ours.close()
     with pytest.raises((EOFError, OSError)):

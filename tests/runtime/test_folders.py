@@ -7,21 +7,26 @@ import os
 import stat
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
-from vllm_omni_ext.runtime.folders import LOCK, PREFIX, PrivateFolder, remove_abandoned
+from vllm_omni_ext.runtime.launch import folders
+from vllm_omni_ext.runtime.launch.folders import LOCK, PREFIX, PrivateFolder, remove_abandoned
 
 FORK = multiprocessing.get_context("fork")
 LIMIT_S = 10.0
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    yield tmp_path
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of the test's own, with a short path: pytest's may be too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
 def _own(sender: multiprocessing.connection.Connection, *, fork: bool = False) -> None:
@@ -45,7 +50,7 @@ def _killed(*, fork: bool = False) -> tuple[Path, int | None]:
     return Path(path), child
 
 
-def test_only_its_owner_can_look_into_it() -> None:
+def test_private_folder_has_mode_0700() -> None:
     folder = PrivateFolder()
     assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o700
     folder.remove()
@@ -53,7 +58,23 @@ def test_only_its_owner_can_look_into_it() -> None:
     assert not os.path.exists(folder.path)
 
 
-def test_one_in_use_stays() -> None:
+def test_a_long_path_of_the_temporary_folder_leaves_room_for_sockets(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = temporary / ("x" * 60)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr(folders, "SHORT", str(temporary))
+    folder = PrivateFolder()
+    assert Path(folder.path).parent == temporary
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        place = Path(folder.path, f"{'s' * 20}-10")
+        place.mkdir()
+        socket.bind(f"ipc://{place}/{uuid.uuid4()}")
+    folder.remove()
+
+
+def test_folder_in_use_is_not_removed() -> None:
     first, second = PrivateFolder(), PrivateFolder()
     remove_abandoned()
     assert os.path.isdir(first.path) and os.path.isdir(second.path)
@@ -61,14 +82,14 @@ def test_one_in_use_stays() -> None:
     second.remove()
 
 
-def test_that_of_a_killed_process_goes_with_the_next_start() -> None:
+def test_folder_of_a_killed_process_is_removed_by_the_next_start() -> None:
     path, _ = _killed()
     assert path.is_dir()
     PrivateFolder().remove()
     assert not path.exists()
 
 
-def test_it_stays_while_a_forked_process_lives() -> None:
+def test_folder_is_kept_while_a_forked_process_lives() -> None:
     path, child = _killed(fork=True)
     assert child is not None
     remove_abandoned()
@@ -81,7 +102,7 @@ def test_it_stays_while_a_forked_process_lives() -> None:
     assert not path.exists()
 
 
-def test_others_are_left_alone(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_other_programs_are_not_removed(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     being_made, elsewhere = temporary / f"{PREFIX}new", temporary / "something"
     for folder in (being_made, elsewhere):
         folder.mkdir()

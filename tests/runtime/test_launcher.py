@@ -18,7 +18,13 @@ import pytest
 import torch
 from vllm.usage.usage_lib import UsageContext
 
-from vllm_omni_ext.runtime.launcher import compute_threads, end_processes, environment, may_fork, temporary_files_in
+from vllm_omni_ext.runtime.launch.launcher import (
+    compute_threads,
+    end_processes,
+    environment,
+    may_fork,
+    temporary_files_in,
+)
 from vllm_omni_ext.topology.cpu import THREADS
 
 FORK = multiprocessing.get_context("fork")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime.logs import TAIL_LINES, FileLogs, TerminalLogs
+from vllm_omni_ext.runtime.launch.logs import TAIL_LINES, FileLogs, TerminalLogs
 
 TALKER = ReplicaId("talker", 1)
 

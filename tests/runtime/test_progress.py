@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime.progress import Listener, Progress, spinner, text_of
+from vllm_omni_ext.runtime.launch.progress import Listener, Progress, spinner, text_of
 from vllm_omni_ext.wire.loading import Loading, Teller
 
 THINKER, TALKER = ReplicaId("thinker", 0), ReplicaId("talker", 0)

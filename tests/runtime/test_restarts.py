@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_ext.runtime.restarts import LONGEST_PAUSE_S, Restarts
+from vllm_omni_ext.runtime.supervise.restarts import LONGEST_PAUSE_S, RestartPolicy
 
 WINDOW_S = 10.0
 
 
-def made(limit: int = 3, backoff_s: float = 1.0) -> Restarts:
-    return Restarts(limit=limit, window_s=WINDOW_S, backoff_s=backoff_s)
+def made(limit: int = 3, backoff_s: float = 1.0) -> RestartPolicy:
+    return RestartPolicy(limit=limit, window_s=WINDOW_S, backoff_s=backoff_s)
 
 
 def test_pauses_double_up_to_the_limit() -> None:

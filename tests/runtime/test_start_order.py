@@ -19,10 +19,10 @@ from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.model_plugins.qwen3_omni.pipeline import QWEN3_OMNI
-from vllm_omni_ext.runtime import launcher
-from vllm_omni_ext.runtime.fleet import AFTER_THE_LAUNCHER_S, connect_limit_s
-from vllm_omni_ext.runtime.launcher import NOT_STARTED, Deployment, StartFailed
+from vllm_omni_ext.model_plugins.qwen3_omni.family import QWEN3_OMNI
+from vllm_omni_ext.runtime.client.replica_connections import AFTER_THE_LAUNCHER_S, connect_limit_s
+from vllm_omni_ext.runtime.launch import launcher
+from vllm_omni_ext.runtime.launch.launcher import NOT_STARTED, Deployment, StartFailed
 from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
 
 GIB = 1 << 30
@@ -131,7 +131,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("devices", "stages"), LAYOUTS)
-def test_nobody_measures_anothers_memory(start: Any, devices: int, stages: Any) -> None:
+def test_replicas_of_one_device_do_not_load_at_the_same_time(start: Any, devices: int, stages: Any) -> None:
     host = Host(plan_on(devices, stages))
     with start(host) as deployment:
         deployment.wait()
@@ -166,7 +166,7 @@ def test_other_devices_do_not_wait(start: Any) -> None:
     assert host.events.index(("started", CODE2WAV)) < host.events.index(("ready", THINKER))
 
 
-def test_who_has_no_process_yet_is_known_already(start: Any) -> None:
+def test_replica_without_a_process_is_already_listed(start: Any) -> None:
     host = Host(plan_on(1, {}))
     with start(host) as deployment:
         before = deployment.about()
@@ -184,7 +184,7 @@ def test_what_comes_after_one_that_fails_is_not_started(start: Any) -> None:
     assert host.events == [("started", THINKER)]
 
 
-def test_each_has_its_own_time(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_replica_has_its_own_startup_timeout(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two starts, each of which takes most of the limit, are in time; one that takes more than it is late."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(launcher.time, "monotonic", lambda: clock.now)

@@ -12,8 +12,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm_omni_ext.errors import CallFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.stage_pool import StagePool
-from vllm_omni_ext.runtime.replica import StockReplica
-from vllm_omni_ext.runtime.text_client import TextClient
+from vllm_omni_ext.runtime.client.replica import StockReplica
+from vllm_omni_ext.runtime.client.text_client import TextClient
 
 NAMES = [ReplicaId("thinker", i) for i in range(3)]
 
@@ -51,7 +51,7 @@ class Client:
 class Orchestrator:
     """Takes down what passes through it."""
 
-    text_stage = "thinker"
+    frontend = "thinker"
 
     def __init__(self, replicas: dict[ReplicaId, StockReplica]) -> None:
         self.replicas = dict(replicas)
@@ -74,7 +74,7 @@ class Bench:
         self.clients: list[Any] = [Client(i) for i in range(count)]
         self.replicas = {name: StockReplica(name, c) for name, c in zip(NAMES, self.clients, strict=False)}
         self.orchestrator: Any = Orchestrator(self.replicas)
-        self.text = TextClient(CONFIG, self.replicas, self.orchestrator)
+        self.text = TextClient(CONFIG, self.replicas, self.orchestrator, admission=self.orchestrator)
 
     def lose(self, name: ReplicaId) -> None:
         self.text.lost(name)

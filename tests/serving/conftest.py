@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -10,23 +11,21 @@ import openai
 import pytest
 import pytest_asyncio
 
-from tests.serving.scripted import ScriptedOmni
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from tests.support.scripted import ScriptedOmni
 
 MODEL = "tiny"
 
 
 @pytest.fixture(scope="session")
-def server_parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ScriptedOmni, Any]:
+def server_parts(tiny: Path) -> tuple[ScriptedOmni, Any]:
     """The scripted engine and the server's arguments."""
     from vllm.usage.usage_lib import UsageContext
 
     from vllm_omni_ext.cli.serve import prepare
-    from vllm_omni_ext.runtime.engine_args import stage_engine_args
+    from vllm_omni_ext.runtime.launch.engine_args import stage_engine_args
 
-    model = write_qwen3_omni(tmp_path_factory.mktemp("tiny") / "model", seed=0)
-    plan, args = prepare(["serve", str(model), "--served-model-name", MODEL, "--disable-log-stats"])
-    first = plan.text_stage().replicas[0].id
+    plan, args = prepare(["serve", str(tiny), "--served-model-name", MODEL, "--disable-log-stats"])
+    first = plan.frontend().replicas[0].id
     config = stage_engine_args(plan, first).create_engine_config(UsageContext.OPENAI_API_SERVER)
     return ScriptedOmni(config, plan), args
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
-from tests.serving.scripted import ScriptedOmni
+from tests.support.scripted import ScriptedOmni
 from vllm_omni_ext.serving.body_gate import BodyGate, RefusedBody, refused_handler
 from vllm_omni_ext.serving.body_scan import BodyLimits
 from vllm_omni_ext.serving.short_errors import LONGEST_ERROR, ShortErrors, shorten

@@ -17,8 +17,8 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from tests import media
-from tests.serving.scripted import ScriptedOmni
+from tests.support import media
+from tests.support.scripted import ScriptedOmni
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.serving.fetching import (
     MOST_REDIRECTS,
@@ -301,13 +301,13 @@ def test_addresses(address: str) -> None:
 
 
 def test_what_the_key_may_be() -> None:
-    from vllm_omni_ext.config.checks import HOSTS
+    from vllm_omni_ext.config.parse import Names, parse_config
 
     for fine in ("all", "10.0.0.0/8", "::1", "media.internal, 10.1.2.3"):
-        assert HOSTS("allow_private_media", fine) == fine
+        assert parse_config({"allow_private_media": fine}, Names(stages=())).allow_private_media == fine
     for wrong in ("", ",", "10.0.0", "10.0.0.0/33", "http://host", "a b", 7):
         with pytest.raises(ConfigError, match="allow_private_media: must be 'all', or a comma-separated list"):
-            HOSTS("allow_private_media", wrong)
+            parse_config({"allow_private_media": wrong}, Names(stages=()))
 
 
 # -- through the server ----------------------------------------------------------------------------------------------

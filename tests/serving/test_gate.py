@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 
-from vllm_omni_ext.serving.gate import SERVER_HEADER, Gate
+from vllm_omni_ext.serving.gate import SERVER_HEADER, RequestLimitMiddleware
 
 
 def client(server: int | None) -> httpx.AsyncClient:
@@ -25,7 +25,7 @@ def client(server: int | None) -> httpx.AsyncClient:
             raise HTTPException(status)
         return {"size": len(await request.body())}
 
-    app.add_middleware(Gate, max_body_mib=1, server=server)
+    app.add_middleware(RequestLimitMiddleware, max_body_mib=1, server=server)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server")
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.serving.scripted import ScriptedOmni
+from tests.support.scripted import ScriptedOmni
 from vllm_omni_ext.config.schema import VLLM_ROUTES
 
 KEY = "a-key"

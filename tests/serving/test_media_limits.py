@@ -14,16 +14,35 @@ import httpx
 import pytest
 from PIL import Image
 
-from tests.serving.scripted import ScriptedOmni
+from tests.support.pace import pace
+from tests.support.scripted import ScriptedOmni
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.serving import gate, media
 from vllm_omni_ext.serving.pixels import PixelBudget
 
 
 def picture(side: int, kind: str) -> str:
+    data = webp(side) if kind == "webp" else encoded(side, kind, "1")
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def encoded(side: int, kind: str, mode: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
-    Image.new("1" if kind == "png" else "L", (side, side)).save(buffer, format=kind)
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    Image.new(mode, (side, side)).save(buffer, format=kind, **options)
+    return buffer.getvalue()
+
+
+def webp(side: int) -> bytes:
+    """One colour without loss: files of every size differ in nothing but the size, 14 bits less one for each side."""
+    data = bytearray(encoded(16, "webp", "L", lossless=True, method=0, quality=0))
+    at = data.index(b"VP8L") + 9
+    rest = int.from_bytes(data[at : at + 4], "little") >> 28 << 28
+    data[at : at + 4] = (rest | side - 1 << 14 | side - 1).to_bytes(4, "little")
+    return bytes(data)
+
+
+def test_webp_files_are_those_of_the_encoder() -> None:
+    assert webp(700) == encoded(700, "webp", "L", lossless=True, method=0, quality=0)
 
 
 def sound(rate: int) -> str:
@@ -53,7 +72,7 @@ async def test_images_of_many_pixels(app: Any, engine: ScriptedOmni, side: int, 
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "messages")
     assert "64000000 pixels" in error["message"] and f"{side}x{side}" in error["message"]
-    assert took < 1 and most < 64 << 20
+    assert took < pace() and most < 64 << 20
     assert engine.calls == []
 
 

@@ -11,9 +11,9 @@ import httpx
 import openai
 import pytest
 
-from tests.serving.scripted import ScriptedOmni, sound
 from tests.serving.test_reply import HELLO, TWO_PIECES, ask
 from tests.serving.test_stream import events
+from tests.support.scripted import ScriptedOmni, sound
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -12,10 +12,10 @@ import openai
 import pytest
 import soundfile
 
-from tests import media
 from tests.serving.conftest import MODEL
-from tests.serving.scripted import RATE, ScriptedOmni, sound
-from vllm_omni_ext.serving.wav import pcm16
+from tests.support import media
+from tests.support.scripted import RATE, ScriptedOmni, sound
+from vllm_omni_ext.modalities.sound import pcm16
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -57,7 +57,7 @@ async def test_sound_alone_has_no_content(client: openai.AsyncOpenAI, engine: Sc
     assert choice.message.audio.transcript == "blue cat"
     assert base64.b64decode(choice.message.audio.data) == pcm16(expected_sound())
     assert choice.audio_metadata["format"] == "pcm16"
-    assert engine.calls[0].options.voice == "Ethan"
+    assert engine.calls[0].options.fields["voice"] == "Ethan"
 
 
 @pytest.mark.parametrize(("name", "kind"), [("flac", "FLAC"), ("mp3", "MP3"), ("opus", "OGG")])
@@ -83,7 +83,7 @@ async def test_text_alone_is_stock(client: openai.AsyncOpenAI, engine: ScriptedO
     assert reply.choices[0].message.audio is None
     assert not hasattr(reply.choices[0], "audio_metadata")
     assert reply.usage.completion_tokens_details is None
-    assert engine.calls[0].options.text_only
+    assert engine.calls[0].options.modalities == ("text",)
 
 
 async def test_too_short_to_speak(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
@@ -125,16 +125,16 @@ async def test_other_endpoints_are_text_only(client: openai.AsyncOpenAI, engine:
 async def test_talker_sampling(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
     engine.script = TWO_PIECES
     await ask(client, seed=7, temperature=0, extra_body={"talker": {"top_k": 3, "max_tokens": 50}})
-    talker = engine.calls[0].options.sampling["talker"]
-    configured = engine.plan.stage("talker").sampling
+    talker = engine.calls[0].options.params["talker"]
+    configured = engine.plan.stage("talker").params
     assert (talker.seed, talker.top_k, talker.max_tokens) == (7, 3, 50)
     assert talker.temperature == configured["temperature"] > 0
     assert engine.calls[0].params.temperature == 0
     await ask(client, seed=7, extra_body={"talker": {"seed": 8, "temperature": 0}})
-    talker = engine.calls[1].options.sampling["talker"]
+    talker = engine.calls[1].options.params["talker"]
     assert (talker.seed, talker.temperature) == (8, 0)
     await ask(client)
-    assert engine.calls[2].options.sampling == {}
+    assert engine.calls[2].options.params == {}
 
 
 async def test_sampling_by_stage_in_a_list(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
@@ -144,11 +144,27 @@ async def test_sampling_by_stage_in_a_list(client: openai.AsyncOpenAI, engine: S
     entries = [text, talker, {"temperature": 0.0, "top_k": -1, "max_tokens": 65536}]
     await ask(client, extra_body={"sampling_params_list": entries})
     call = engine.calls[0]
-    params, chosen = call.params, call.options.sampling
+    params, chosen = call.params, call.options.params
     assert (params.temperature, params.top_p, params.max_tokens, params.seed) == (0.25, 0.5, 9, 4)
     assert params.stop == ["!"]
     assert (chosen["talker"].temperature, chosen["talker"].top_k, chosen["talker"].seed) == (0.75, 3, 5)
     assert set(chosen) == {"talker"}
+
+
+async def test_configured_parameters_of_the_frontend(
+    client: openai.AsyncOpenAI, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = engine.plan
+    frontend = replace(plan.frontend(), params={"temperature": 0.25, "top_p": 0.5, "max_tokens": 9})
+    stages = tuple(frontend if stage.name == frontend.name else stage for stage in plan.stages)
+    monkeypatch.setattr(engine, "plan", replace(plan, stages=stages))
+    engine.script = TWO_PIECES
+    entries = [{"top_p": 0.75}]
+    await ask(client, max_completion_tokens=7, extra_body={"sampling_params_list": entries})
+    await ask(client, temperature=1)
+    first, second = (call.params for call in engine.calls)
+    assert (first.temperature, first.top_p, first.max_tokens) == (0.25, 0.75, 7)
+    assert (second.temperature, second.top_p, second.max_tokens) == (1, 0.5, 9)
 
 
 async def test_a_field_is_stronger_than_the_list(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
@@ -158,9 +174,9 @@ async def test_a_field_is_stronger_than_the_list(client: openai.AsyncOpenAI, eng
     await ask(client, temperature=0.125, max_completion_tokens=7, extra_body=body)
     call = engine.calls[0]
     assert (call.params.temperature, call.params.max_tokens) == (0.125, 7)
-    assert (call.options.sampling["talker"].temperature, call.options.sampling["talker"].top_k) == (0.5, 3)
+    assert (call.options.params["talker"].temperature, call.options.params["talker"].top_k) == (0.5, 3)
     await ask(client, extra_body={"sampling_params_list": entries[:1]})
-    assert engine.calls[1].options.sampling == {}
+    assert engine.calls[1].options.params == {}
 
 
 async def test_tokens_of_heard_sound_are_counted(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
@@ -183,6 +199,6 @@ async def test_tokens_of_heard_sound_are_counted(client: openai.AsyncOpenAI, eng
 @pytest.mark.parametrize("field", ["voice", "speaker"])
 async def test_voice_on_top_level(client: openai.AsyncOpenAI, engine: ScriptedOmni, field: str) -> None:
     engine.script = TWO_PIECES
-    voice = engine.plugin.voices[-1]
+    voice = engine.capabilities.card["voices"][-1]
     await ask(client, extra_body={field: voice})
-    assert engine.calls[0].options.voice == voice
+    assert engine.calls[0].options.fields["voice"] == voice

@@ -15,10 +15,10 @@ import pytest
 import soundfile
 
 from tests.serving.conftest import MODEL
-from tests.serving.scripted import RATE, ScriptedOmni, sound
 from tests.serving.test_refusals import post_and_leave
+from tests.support.scripted import RATE, ScriptedOmni, sound
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
-from vllm_omni_ext.serving.wav import pcm16
+from vllm_omni_ext.modalities.sound import pcm16
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -63,7 +63,7 @@ async def test_wav_by_default(app: Any, engine: ScriptedOmni) -> None:
         "x-vllm-omni-input-audio-tokens": "0",
     }
     call = engine.calls[0]
-    assert (call.prompt, call.options.modalities, call.options.voice, call.closed) == (TEXT, ("audio",), None, True)
+    assert (call.prompt, call.options.modalities, call.options.fields, call.closed) == (TEXT, ("audio",), {}, True)
 
 
 async def test_the_official_client(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
@@ -73,7 +73,7 @@ async def test_the_official_client(client: openai.AsyncOpenAI, engine: ScriptedO
     speech = client.audio.speech.with_streaming_response
     async with speech.create(model=MODEL, voice="Ethan", input=TEXT, response_format="wav") as response:
         assert samples_of(b"".join([piece async for piece in response.iter_bytes()])) == PCM
-    assert engine.calls[1].options.voice == "Ethan"
+    assert engine.calls[1].options.fields["voice"] == "Ethan"
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ async def test_no_sound(app: Any, engine: ScriptedOmni) -> None:
 async def test_sampling(app: Any, engine: ScriptedOmni) -> None:
     engine.script = PIECES
     await post(app, seed=7, max_new_tokens=50, talker={"top_k": 3})
-    talker = engine.calls[0].options.sampling["talker"]
+    talker = engine.calls[0].options.params["talker"]
     assert (talker.seed, talker.max_tokens, talker.top_k) == (7, 50, 3)
     await post(app)
-    assert engine.calls[1].options.sampling == {}
+    assert engine.calls[1].options.params == {}
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -223,12 +223,12 @@ async def test_disconnect_ends_the_request(app: Any, engine: ScriptedOmni, how: 
 async def test_voices(app: Any, engine: ScriptedOmni) -> None:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as http:
         voices = (await http.get("/v1/audio/voices")).json()
-    assert voices == {"voices": list(engine.plugin.voices), "default_voice": "ethan"}
+    assert voices == {"voices": engine.capabilities.card["voices"], "default_voice": "ethan"}
 
 
 async def test_model_card(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
     card = (await client.models.list()).data[0]
-    assert (card.id, card.modalities, card.voices) == (MODEL, ["text", "audio"], list(engine.plugin.voices))
+    assert (card.id, card.modalities, card.voices) == (MODEL, ["text", "audio"], engine.capabilities.card["voices"])
 
 
 async def test_chunks(app: Any, engine: ScriptedOmni) -> None:

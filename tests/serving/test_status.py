@@ -12,13 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serving.scripted import ScriptedOmni
+from tests.support.scripted import ScriptedOmni
 from vllm_omni_ext.config.parse import Names, parse_config
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.model_plugins.qwen3_omni.pipeline import QWEN3_OMNI
-from vllm_omni_ext.observability.record import Record
+from vllm_omni_ext.model_plugins.qwen3_omni.family import QWEN3_OMNI
+from vllm_omni_ext.observability.request_trace import RequestTrace
 from vllm_omni_ext.observability.trace_files import TraceFiles
-from vllm_omni_ext.orchestrator.disaggregated import Pair
 from vllm_omni_ext.serving.gate import SERVER_HEADER
 from vllm_omni_ext.topology.plan import make_plan
 from vllm_omni_ext.wire.control import Server
@@ -28,11 +27,11 @@ from vllm_omni_ext.wire.control import Server
 def omni(engine: ScriptedOmni, tmp_path: Path) -> Iterator[Any]:
     """One of several API servers, without any replica."""
     made: Any = engine
-    made.fleet = SimpleNamespace(servers=(), known=lambda stage: [], watcher=None)
+    made.replica_connections = SimpleNamespace(servers=(), known=lambda stage: [], watcher=None)
     made.connections = SimpleNamespace(client_index=1, client_count=2, started=time.time(), board=None)
     made.trace_files = TraceFiles(tmp_path, 1, keep=2)
     yield made
-    del made.fleet, made.connections
+    del made.replica_connections, made.connections
     made.trace_files = None
 
 
@@ -45,7 +44,7 @@ async def get(app: Any, path: str) -> httpx.Response:
 async def test_api_servers(app: Any, omni: Any) -> None:
     alone = (await get(app, "/v1/omni/status")).json()["api_servers"]
     assert alone == [{"index": 1, "pid": os.getpid(), "state": "UP", "restarts": 0}]
-    omni.fleet.servers = (Server(0, 11, False, 2), Server(1, 12, True, 0))
+    omni.replica_connections.servers = (Server(0, 11, False, 2), Server(1, 12, True, 0))
     assert (await get(app, "/v1/omni/status")).json()["api_servers"] == [
         {"index": 0, "pid": 11, "state": "DOWN", "restarts": 2},
         {"index": 1, "pid": 12, "state": "UP", "restarts": 0},
@@ -56,7 +55,7 @@ async def test_api_servers(app: Any, omni: Any) -> None:
 async def test_a_trace_of_another_server(app: Any, omni: Any, tmp_path: Path) -> None:
     missing = await get(app, "/v1/omni/trace/chatcmpl-1")
     assert missing.status_code == 404 and missing.json()["error"]["param"] == "request_id"
-    record = Record("chatcmpl-1", ("text",), 0.0, time.time(), None, set(), ended=1.0, outcome="finished")
+    record = RequestTrace("chatcmpl-1", ("text",), 0.0, time.time(), None, set(), ended=1.0, outcome="finished")
     TraceFiles(tmp_path, 0, keep=2).write(record)
     found = await get(app, "/v1/omni/trace/chatcmpl-1")
     assert found.status_code == 200 and found.headers["content-type"] == "application/json"
@@ -75,8 +74,8 @@ async def test_which_replicas_compute_prompts_for_which(app: Any, omni: Any) -> 
     source, target = "thinker.prefill", "thinker.decode"
     config = parse_config({"stages": {"thinker": {"prefill_decode": {}}}}, Names(stages=("thinker",)))
     omni.plan = make_plan(model="m", pipeline=pipeline, config=config, text_args={}, machine=plan.machine)
-    pair = Pair(ReplicaId(source, 0), ReplicaId(target, 1), handed=3, fetching=1)
-    omni.orchestrator = SimpleNamespace(way=SimpleNamespace(pairs=lambda: [pair]))
+    pair = SimpleNamespace(source=ReplicaId(source, 0), target=ReplicaId(target, 1), handed=3, fetching=1)
+    omni.orchestrator = SimpleNamespace(pairs=lambda: [pair], pools=omni.orchestrator.pools)
     try:
         assert (await get(app, "/v1/omni/status")).json()["kv_edges"] == [
             {

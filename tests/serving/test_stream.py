@@ -14,9 +14,9 @@ import pytest
 import soundfile
 
 from tests.serving.conftest import MODEL
-from tests.serving.scripted import RATE, ScriptedOmni, sound
 from tests.serving.test_reply import HELLO, TWO_PIECES, expected_sound
-from vllm_omni_ext.serving.wav import pcm16
+from tests.support.scripted import RATE, ScriptedOmni, sound
+from vllm_omni_ext.modalities.sound import pcm16
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

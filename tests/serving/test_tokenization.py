@@ -12,7 +12,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers import TokenizeParams
 from vllm.sampling_params import SamplingParams
 
-from tests.serving.scripted import ScriptedOmni
+from tests.support.pace import pace
+from tests.support.scripted import ScriptedOmni
 from vllm_omni_ext.omni import _check_bad_words
 from vllm_omni_ext.orchestrator.lengths import CERTAIN, SHORT, SMALLEST_PIECE, needed
 
@@ -92,7 +93,7 @@ async def test_long_texts_are_refused_at_once(app: Any, engine: ScriptedOmni, na
     answer, took = await post(app, path, body("é" * characters))
     assert answer.status_code == 400, answer.text[:500]
     assert answer.json()["error"]["param"] == field, answer.text[:500]
-    assert took < LIMIT_S
+    assert took < LIMIT_S * pace()
 
 
 async def test_a_long_text_that_is_cut_is_answered(app: Any, engine: ScriptedOmni) -> None:
@@ -101,7 +102,7 @@ async def test_a_long_text_that_is_cut_is_answered(app: Any, engine: ScriptedOmn
         app, "/v1/completions", {"model": "tiny", "prompt": "a b " * 1_000_000, "truncate_prompt_tokens": 5}
     )
     assert answer.status_code == 200, answer.text
-    assert len(engine.calls[0].prompt["prompt_token_ids"]) == 5 and took < LIMIT_S
+    assert len(engine.calls[0].prompt["prompt_token_ids"]) == 5 and took < LIMIT_S * pace()
 
 
 def test_words_to_avoid_are_tokenized_in_the_event_loop_and_have_a_limit() -> None:

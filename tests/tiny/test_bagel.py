@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from pathlib import Path
@@ -11,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from vllm_omni_ext.cli.tiny import main
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.tiny.bagel import FILES, SPECIAL_TOKENS, write_bagel
-from vllm_omni_ext.tiny.cli import add_parser
+from vllm_omni_ext.model_plugins.bagel.tiny.bagel import FILES, SPECIAL_TOKENS, write_bagel
 from vllm_omni_ext.tiny.directory import MARKER
 
 MANIFEST = Path(__file__).parents[1] / "data" / "bagel" / "manifest.json"
@@ -83,9 +82,6 @@ def test_transformers_reads_the_tokenizer(small: Path) -> None:
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    arguments = parser.parse_args(["tiny", "bagel", str(tmp_path / "m"), "--seed", "3"])
-    assert arguments.run(arguments) == 0
+    assert main(["bagel", str(tmp_path / "m"), "--seed", "3"]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "m")
     assert json.loads((tmp_path / "m" / MARKER).read_text()) == {"model": "bagel", "sizes": "small", "seed": 3}

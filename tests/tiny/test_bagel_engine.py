@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.model_plugins.bagel.runs import golden
-from vllm_omni_ext.tiny.bagel import write_bagel
+from tests.support.bagel_runs import golden
+from vllm_omni_ext.model_plugins.bagel.tiny.bagel import write_bagel
 
 pytestmark = pytest.mark.engine
 

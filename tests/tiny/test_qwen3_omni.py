@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -10,10 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from vllm_omni_ext.cli.tiny import main
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.tiny.cli import add_parser
-from vllm_omni_ext.tiny.qwen3_omni import FILES, MARKER, write_qwen3_omni
-from vllm_omni_ext.tiny.vocabulary import ROLE_IDS, SPECIAL_TOKENS, real_vocabulary, small_vocabulary
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import FILES, MARKER, write_qwen3_omni
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import (
+    ROLE_IDS,
+    SPECIAL_TOKENS,
+    real_vocabulary,
+    small_vocabulary,
+)
 
 WEIGHTS = "model.safetensors"
 
@@ -85,7 +89,8 @@ def test_sizes_exclude_each_other(tmp_path: Path) -> None:
 
 def test_importing_it_is_cheap() -> None:
     code = (
-        "import sys, vllm_omni_ext.tiny.cli, vllm_omni_ext.tiny.weights\n"
+        "import sys, vllm_omni_ext.cli.tiny, vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni\n"
+        "import vllm_omni_ext.model_plugins.qwen3_omni.tiny.weights\n"
         "print([name for name in ('torch', 'transformers', 'vllm', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -94,10 +99,7 @@ def test_importing_it_is_cheap() -> None:
 
 @pytest.mark.parametrize("flag", ["--released", "--released-shape"])
 def test_command_line(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    arguments = parser.parse_args(["tiny", "qwen3-omni", str(tmp_path / "m"), "--seed", "3", flag])
-    assert arguments.run(arguments) == 0
+    assert main(["qwen3-omni", str(tmp_path / "m"), "--seed", "3", flag]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "m")
     assert read(tmp_path / "m", MARKER) == {"model": "qwen3-omni", "sizes": "released-shape", "seed": 3}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests import media
-from vllm_omni_ext.tiny.qwen3_omni import write_qwen3_omni
+from tests.support import media
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
 pytestmark = pytest.mark.engine
 
@@ -67,7 +67,7 @@ def llm(model_dir: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def oracle(model_dir: Path) -> Any:
-    from tests.oracle import Oracle
+    from tests.support.oracle import Oracle
 
     return Oracle(model_dir)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_omni_ext.model_plugins.registry import EdgeSpec, PipelineSpec, StageSpec
+from vllm_omni_ext.plugins.spec import EdgeSpec, PipelineSpec, StageSpec
 from vllm_omni_ext.topology.plan import Machine
 
 GIB = 1 << 30
@@ -14,28 +14,28 @@ GIB = 1 << 30
 def pipeline() -> PipelineSpec:
     return PipelineSpec(
         name="speech",
-        architectures=("Speech",),
         stages=(
             StageSpec(
-                name="thinker", text_stage=True, engine={"worker_cls": "pkg.W"}, cpu_kv_bytes=256 << 20, gpu_share=0.6
+                name="thinker", splittable=True, engine={"worker_cls": "pkg.W"}, cpu_kv_bytes=256 << 20, gpu_share=0.6
             ),
             StageSpec(
                 name="talker",
+                accepts="chunks",
                 engine={"enable_prefix_caching": False},
                 engine_defaults={"max_num_seqs": 7},
                 cpu_kv_bytes=128 << 20,
-                sampling={"temperature": 0.9, "max_tokens": 4096},
+                defaults={"temperature": 0.9, "max_tokens": 4096},
                 gpu_share=0.2,
             ),
-            StageSpec(name="code2wav", engine={"runner": "pooling"}, gpu_share=0.1),
+            StageSpec(name="code2wav", accepts="parts", engine={"runner": "pooling"}, gpu_share=0.1),
         ),
         edges=(
             EdgeSpec("thinker", "talker", "tokens", name="words", chunks=(1, 5)),
             EdgeSpec("thinker", "talker", "tensors"),
             EdgeSpec("talker", "code2wav", "tokens"),
         ),
-        output_modalities=("text", "audio"),
-        request_plugin="pkg:Requests",
+        frontend="thinker",
+        modalities=("text", "audio"),
     )
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.errors import ConfigError, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.model_plugins.registry import EdgeSpec
+from vllm_omni_ext.plugins.spec import EdgeSpec
 from vllm_omni_ext.topology import agreement
 from vllm_omni_ext.topology.agreement import LOCAL_FIELDS, config_hash, model_identity
 from vllm_omni_ext.topology.shape import Machine, Plan, ReplicaPlan, StagePlan
@@ -29,15 +29,16 @@ ARGS: dict[str, Any] = {"dtype": "float32", "seed": 1, "hf_overrides": {"a": [1,
 def plan_with(args: dict[str, Any], **changes: Any) -> Plan:
     stage = StagePlan(
         name="talker",
-        text_stage=False,
         engine_args=args,
         env={},
         replicas=(ReplicaPlan(id=ReplicaId("talker", 0), devices=(0,)),),
-        sampling={},
+        params={},
     )
     plan = Plan(
         model="m",
+        family="speech",
         pipeline="speech",
+        frontend_stage="thinker",
         machine=Machine(platform="cpu", device_count=0, cpu_count=1, memory_bytes=1),
         stages=(stage, replace(stage, name="code2wav")),
         edges=(EdgeSpec("talker", "code2wav", "tokens"), EdgeSpec("thinker", "talker", "tensors")),
@@ -79,7 +80,7 @@ def test_local_fields_exist() -> None:
         lambda plan: replace(plan, machine=Machine(platform="cuda", device_count=8, cpu_count=2, memory_bytes=3)),
         lambda plan: replace(plan, config=OmniConfig(verbose=True, stages={"talker": StageConfig(replicas=3)})),
         lambda plan: replace(plan, edges=plan.edges[::-1]),
-        lambda plan: with_stage(plan, sampling={"temperature": 0.1}),
+        lambda plan: with_stage(plan, params={"temperature": 0.1}),
         lambda plan: with_stage(plan, env={"OMP_NUM_THREADS": "3"}),
         lambda plan: with_stage(plan, replicas=()),
         lambda plan: replace(plan, stages=(plan.stages[0],)),

@@ -9,7 +9,8 @@ import pytest
 
 from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec
+from vllm_omni_ext.plugins.memory import ModelFacts
+from vllm_omni_ext.plugins.spec import PipelineSpec
 from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
 
 MIB = 1 << 20
@@ -37,7 +38,7 @@ def test_defaults(pipeline: PipelineSpec, cpu: Machine) -> None:
         **common,
         "runner": "pooling",
         "kv_cache_memory_bytes": 16 * MIB,
-        "additional_config": {"stream_idle_s": 120.0},
+        "additional_config": {"stream_idle_timeout_s": 120.0},
     }
     assert [replica.devices for replica in plan.replicas()] == [(), (), ()]
 

@@ -14,7 +14,8 @@ from vllm_omni_ext.config.parse import Names, parse_config
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.disaggregation.parameters import CONNECTORS
 from vllm_omni_ext.errors import ConfigError, UnknownMember
-from vllm_omni_ext.model_plugins.registry import EdgeSpec, ModelFacts, PipelineSpec
+from vllm_omni_ext.plugins.memory import ModelFacts
+from vllm_omni_ext.plugins.spec import EdgeSpec, PipelineSpec
 from vllm_omni_ext.topology.agreement import config_hash
 from vllm_omni_ext.topology.disaggregation import expand
 from vllm_omni_ext.topology.explain import as_json, explain
@@ -31,7 +32,7 @@ NAMES = Names(
         "kv_transfer_config",
         "kv_cache_memory_bytes",
     },
-    sampling={"temperature"},
+    params={"thinker": {"temperature"}},
 )
 
 
@@ -64,7 +65,7 @@ def test_a_split_stage_is_two_stages(pipeline: PipelineSpec, cpu: Machine, prefi
     assert [stage.name for stage in plan.stages] == [PREFILL, DECODE, "talker", "code2wav"]
     assert [len(stage.replicas) for stage in plan.stages] == [prefills, decodes, 1, 1]
     assert str(plan.stage(PREFILL).replicas[-1].id) == f"thinker.prefill/{prefills - 1}"
-    assert (plan.text_stage().name, plan.text_stage().model_stage) == (DECODE, "thinker")
+    assert (plan.frontend().name, plan.frontend().model_stage) == (DECODE, "thinker")
     assert [(stage.name, stage.model_stage) for stage in plan.model_stages()] == [
         (DECODE, "thinker"),
         ("talker", "talker"),
@@ -86,18 +87,18 @@ def test_prompts_go_in_at_prefill_and_tokens_come_out_of_decode(pipeline: Pipeli
     )
 
 
-def test_both_sides_can_hand_rows_over(pipeline: PipelineSpec, cpu: Machine) -> None:
+def test_both_sides_can_send_hidden_states(pipeline: PipelineSpec, cpu: Machine) -> None:
     """Decode does so while nobody computes its prompts; what runs in the engines is what the stage needs."""
-    rows = EdgeSpec("thinker", "talker", "tensors", name="rows")
+    edge = EdgeSpec("thinker", "talker", "tensors", name="hidden_states")
     needs = {"worker_cls": "some.Worker", "scheduler_cls": "some.scheduler"}
     stages = (replace(pipeline.stages[0], engine=needs), *pipeline.stages[1:])
-    plan = plan_of(replace(pipeline, stages=stages, edges=(rows,)), cpu, config_of())
-    assert list(plan.connectors) == ["rows"]
+    plan = plan_of(replace(pipeline, stages=stages, edges=(edge,)), cpu, config_of())
+    assert list(plan.connectors) == ["hidden_states"]
     for side in (PREFILL, DECODE):
         args = plan.stage(side).engine_args
-        assert args["additional_config"] == {"sends": plan.connectors}
+        assert args["additional_config"] == {"outgoing": plan.connectors}
         assert {key: args[key] for key in needs} == needs
-    assert plan.stage("talker").engine_args["additional_config"] == {"takes": plan.connectors}
+    assert plan.stage("talker").engine_args["additional_config"] == {"incoming": plan.connectors}
     assert config_hash(plan, PREFILL) != config_hash(plan, DECODE)
 
 
@@ -130,7 +131,7 @@ def test_what_is_said_of_the_stage_holds_for_both_sides_unless_a_side_says_other
         engine={"max_num_seqs": 8, "block_size": 16},
         env={"A": "0", "B": "0"},
         kv_cache_bytes=77,
-        sampling={"temperature": 0.5},
+        params={"temperature": 0.5},
     )
     plan = plan_of(pipeline, cpu, config)
     prefill, decode = plan.stage(PREFILL), plan.stage(DECODE)
@@ -140,7 +141,7 @@ def test_what_is_said_of_the_stage_holds_for_both_sides_unless_a_side_says_other
     assert [stage.env["A"] + stage.env["B"] for stage in (prefill, decode)] == ["10", "00"]
     assert (prefill.env["OMP_NUM_THREADS"], decode.env["OMP_NUM_THREADS"]) == ("3", "2")
     assert [plan.config.policy(stage.name) for stage in (prefill, decode)] == ["random", "least-queue-length"]
-    assert (prefill.sampling, decode.sampling) == ({}, {"temperature": 0.5})
+    assert (prefill.params, decode.params) == ({}, {"temperature": 0.5})
 
 
 def test_the_pipeline_s_settings_and_stock_flags_reach_both_sides(pipeline: PipelineSpec, cpu: Machine) -> None:
@@ -222,7 +223,7 @@ BELOW = "stages.thinker.prefill_decode"
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"prefill_decode": {"connector": "pigeon"}}, f"{BELOW}.connector: must be one of "),
+        ({"prefill_decode": {"connector": "pigeon"}}, f"{BELOW}.connector: must be 'mooncake' or "),
         ({"prefill_decode": {"connectr": "mooncake"}}, f"{BELOW}.connectr: unknown key; did you mean 'connector'?"),
         ({"prefill_decode": {"prefil": {}}}, f"{BELOW}.prefil: unknown key; did you mean 'prefill'?"),
         ({"prefill_decode": 3}, f"{BELOW}: must be a mapping"),
@@ -233,7 +234,7 @@ BELOW = "stages.thinker.prefill_decode"
             f"{BELOW}.decode.dtype: is an engine setting; write it as ",
         ),
         ({"prefill_decode": {"decode": {"engine": {"dtyp": 1}}}}, f"{BELOW}.decode.engine.dtyp: unknown key"),
-        ({"prefill_decode": {"decode": {"sampling": {}}}}, f"{BELOW}.decode.sampling: unknown key"),
+        ({"prefill_decode": {"decode": {"params": {}}}}, f"{BELOW}.decode.params: unknown key"),
         ({"prefill_decode": {"transfer_timeout_s": 0}}, f"{BELOW}.transfer_timeout_s: must be a number of seconds > 0"),
         ({"prefill_decode": {}, "replicas": 2}, "stages.thinker.replicas: the stage has replicas of two kinds; write "),
         ({"prefill_decode": {}, "devices": "0"}, "stages.thinker.devices: the stage has replicas of two kinds; write "),
@@ -269,12 +270,11 @@ def test_overrides_that_are_wrong_are_named(overrides: dict[str, Any], message: 
             {"prefill": {"engine": {"tensor_parallel_size": 2}}, "decode": {"engine": {"tensor_parallel_size": 3}}},
             f"{BELOW}.decode.engine.tensor_parallel_size: ",
         ),
-        ({"decode": {"replicas": 0}}, f"{BELOW}.decode.replicas: the stage that answers text needs at least 1 here"),
         (
             {"prefill": {"engine": {"kv_transfer_config": {"kv_connector": "X"}}}},
             f"{BELOW}.prefill.engine.kv_transfer_config: the pipeline sets it to ",
         ),
-        ({"hold_s": 1, "transfer_timeout_s": 2}, f"{BELOW}.hold_s: "),
+        ({"kv_retention_s": 1, "transfer_timeout_s": 2}, f"{BELOW}.kv_retention_s: "),
         ({"protocol": "pigeon"}, f"{BELOW}.protocol: "),
     ],
 )
@@ -307,7 +307,7 @@ def test_the_plan_as_text_and_data(pipeline: PipelineSpec, cpu: Machine) -> None
         "thinker.prefill -> thinker.decode  kv, mooncake",
         "thinker.decode -> talker  tokens, words in chunks of 1, 5",
         "stage thinker.prefill: 1 replica, computes the prompts of thinker.decode",
-        "stage thinker.decode: 2 replicas, answers text",
+        "stage thinker.decode: 2 replicas, the frontend",
     ):
         assert line in text
     stages = as_json(plan)["stages"]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from vllm_omni_ext.config.schema import OmniConfig, StageConfig
-from vllm_omni_ext.model_plugins.registry import PipelineSpec
+from vllm_omni_ext.plugins.spec import PipelineSpec
 from vllm_omni_ext.topology.explain import as_json, explain, unshared_caches
 from vllm_omni_ext.topology.plan import Machine, make_plan
 from vllm_omni_ext.topology.shape import Headless
@@ -38,7 +38,7 @@ settings
   shutdown timeout  5 s
   startup timeout   1800 s
 
-stage thinker: 1 replica, answers text
+stage thinker: 1 replica, the frontend
   engine
     hf_token              ***
     tensor_parallel_size  2
@@ -54,13 +54,13 @@ stage talker: 2 replicas
     hf_token                ***
     kv_cache_memory_bytes   1048576 (1 MiB)
     max_num_seqs            7
-  sampling
+  params
     max_tokens   4096
     temperature  0.9
 
 stage code2wav: 1 replica
   engine
-    additional_config       {'stream_idle_s': 120.0}
+    additional_config       {'stream_idle_timeout_s': 120.0}
     gpu_memory_utilization  0.3
     hf_token                ***
     runner                  pooling
@@ -74,25 +74,25 @@ def test_replicas_elsewhere(pipeline: PipelineSpec, four_gpus: Machine) -> None:
         "code2wav": StageConfig(replicas=0),
     }
     config = OmniConfig(stages=stages)
-    plan = make_plan(model="m", pipeline=pipeline, config=config, text_args={}, machine=four_gpus, headless=True)
-    headless = Headless(stage="talker", replicas=2, master=("10.0.0.1", 9100), replica_address=None)
+    plan = make_plan(model="m", pipeline=pipeline, config=config, text_args={}, machine=four_gpus)
+    headless = Headless(stage="talker", replicas=2, head=("10.0.0.1", 9100), replica_address=None)
     text = explain(plan, headless)
     tree = ["  headless, joins 10.0.0.1 port 9100", "  |- talker  device 0", "  |- talker  device 1"]
     assert "\n".join(["processes", *tree, "", "hand-overs"]) in text
-    assert "stage thinker: 0 replicas here, answers text\n" in text
+    assert "stage thinker: 0 replicas here, the frontend\n" in text
     data = json.loads(json.dumps(as_json(plan, headless)))
     assert data["api_servers"] == 0
     assert data["headless"] == {
         "stage": "talker",
         "replicas": 2,
-        "master": ["10.0.0.1", 9100],
+        "head": ["10.0.0.1", 9100],
         "replica_address": None,
     }
 
 
 def test_text_and_data(pipeline: PipelineSpec, four_gpus: Machine) -> None:
     config = OmniConfig(
-        request_deadline_s=30,
+        request_timeout_s=30,
         stages={
             "thinker": StageConfig(engine={"tensor_parallel_size": 2}, env={"NAME": "value", "MY_SECRET": "x"}),
             "talker": StageConfig(replicas=2, kv_cache_bytes=1 << 20),
@@ -112,7 +112,7 @@ def test_text_and_data(pipeline: PipelineSpec, four_gpus: Machine) -> None:
         "chunks": [1, 5],
     }
     assert data["chunks"] == {"words": [1, 5], "adaptive": True}
-    assert data["config"]["request_deadline_s"] == 30
+    assert data["config"]["request_timeout_s"] == 30
 
 
 def test_values_json_cannot_hold_become_text(pipeline: PipelineSpec, cpu: Machine) -> None:

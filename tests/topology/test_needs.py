@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_ext.model_plugins.registry import EncoderMemory, StageMemory, WeightPart
+from vllm_omni_ext.plugins.memory import EncoderMemory, StageMemory, WeightPart
 from vllm_omni_ext.topology.needs import (
     COMMUNICATION_BYTES,
     CONTEXT_BYTES,

@@ -14,9 +14,9 @@ from vllm_omni_ext.config.parse import Names
 from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, StageConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen3_omni.facts import facts
-from vllm_omni_ext.model_plugins.qwen3_omni.pipeline import QWEN3_OMNI
-from vllm_omni_ext.model_plugins.registry import ModelFacts
-from vllm_omni_ext.topology.plan import Machine, Plan, make_plan, resolved_sampling
+from vllm_omni_ext.model_plugins.qwen3_omni.family import FAMILY, QWEN3_OMNI
+from vllm_omni_ext.plugins.memory import ModelFacts
+from vllm_omni_ext.topology.plan import Machine, Plan, make_plan, resolved_params
 
 MACHINES = (
     Machine(platform="cpu", device_count=0, cpu_count=8, memory_bytes=1 << 36),
@@ -29,7 +29,9 @@ NAMES = Names(stages=tuple(stage.name for stage in QWEN3_OMNI.stages))
 @pytest.mark.parametrize("devices", [1, 2, 3, 5, 8])
 def test_packaged_configs_fit_any_machine(name: str, devices: int) -> None:
     machine = Machine(platform="cuda", device_count=devices, cpu_count=8, memory_bytes=1 << 36)
-    plan = make_plan(model="m", pipeline=QWEN3_OMNI, config=load_config(name, NAMES), text_args={}, machine=machine)
+    plan = make_plan(
+        model="m", pipeline=QWEN3_OMNI, config=load_config(name, NAMES, FAMILY.presets), text_args={}, machine=machine
+    )
     used = [device for replica in plan.replicas() for device in replica.devices]
     assert len(set(used)) == min(devices, len(used))
 
@@ -37,7 +39,7 @@ def test_packaged_configs_fit_any_machine(name: str, devices: int) -> None:
 @pytest.mark.parametrize(("written", "talkers"), [("2,1", [(2,), (1,)]), ("1", [(1,), (2,)]), ("1,1", [(1,), (1,)])])
 def test_what_the_packaged_file_says_of_devices(tmp_path: Path, written: str, talkers: list[tuple[int, ...]]) -> None:
     """The lines that are comments in it, with the mark taken away."""
-    text = resources.files("vllm_omni_ext.stage_configs").joinpath("qwen3_omni_replicas.yaml").read_text("utf-8")
+    text = resources.files(FAMILY.presets).joinpath("qwen3_omni_replicas.yaml").read_text("utf-8")
     line = f'# devices: "{written}"'
     assert text.count(line) == 1
     file = tmp_path / "mine.yaml"
@@ -78,7 +80,7 @@ def test_who_names_the_vocoder_decides(layer: str) -> None:
     ],
 )
 def test_layers_of_a_stage_are_not_spread_over_ranks(stage: str, where: str) -> None:
-    """The rows that the talker reads leave from one rank, whatever layers it has."""
+    """The hidden states that the talker reads leave from one rank, whatever layers it has."""
     two = {"pipeline_parallel_size": 2}
     config = OmniConfig(stages={stage: StageConfig(engine=two)} if where else {})
     with pytest.raises(ConfigError) as caught:
@@ -109,8 +111,8 @@ def checkpoint(*, sound: bool) -> SimpleNamespace:
 
 
 def test_facts() -> None:
-    sampling = resolved_sampling(QWEN3_OMNI, load_config("qwen3_omni", NAMES))
-    assert facts(checkpoint(sound=True), sampling) == ModelFacts(
+    params = resolved_params(QWEN3_OMNI, load_config("qwen3_omni", NAMES, FAMILY.presets))
+    assert facts(checkpoint(sound=True), params) == ModelFacts(
         max_model_len={"thinker": 1000, "talker": 1000, "code2wav": 4096 * 16},
         kv_bytes_per_token={"thinker": 3 * 2 * 32 * 2 * 4, "talker": 3 * 2 * 32 * 2 * 4},
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.model_plugins.registry import PipelineSpec
+from vllm_omni_ext.plugins.spec import PipelineSpec
 from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
 from vllm_omni_ext.topology.turns import Turns, devices_of, longest_sequence, start_order
 
@@ -77,7 +77,7 @@ def test_on_a_cpu_all_start_at_once_in_the_plans_order(pipeline: PipelineSpec, c
     assert longest_sequence(devices_of(plan)) == 1
 
 
-def test_who_waits_is_not_overtaken_by_who_would_keep_it_waiting() -> None:
+def test_waiting_replica_is_not_overtaken_on_its_device() -> None:
     turns = Turns({A: (0,), B: (0, 1), C: (1,), D: (2,)})
     assert [turns.enter(replica) for replica in (A, B, C, D)] == [[A], [], [], [D]]
     assert turns.leave(D) == []
@@ -85,7 +85,7 @@ def test_who_waits_is_not_overtaken_by_who_would_keep_it_waiting() -> None:
     assert turns.leave(B) == [C]
 
 
-def test_who_gives_up_while_waiting_makes_room() -> None:
+def test_replica_that_gives_up_waiting_frees_its_turn() -> None:
     turns = Turns({A: (0,), B: (0, 1), C: (1,)})
     assert [turns.enter(replica) for replica in (A, B, C)] == [[A], [], []]
     assert turns.leave(B) == [C]

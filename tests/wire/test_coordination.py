@@ -10,35 +10,53 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_omni_ext.wire import coordination as wire
-from vllm_omni_ext.wire.coordination import TO_COORDINATOR, TO_REPLICA, VIEWS, Malformed, encode
+from tests.support.examples import examples
+from vllm_omni_ext.coordinator.members import (
+    TO_COORDINATOR,
+    TO_REPLICA,
+    VIEWS,
+    Admitted,
+    Entry,
+    Heartbeat,
+    Leave,
+    Member,
+    NotYet,
+    Refused,
+    Register,
+    RegisterAgain,
+    Released,
+    State,
+    View,
+)
+from vllm_omni_ext.pool.load import Load
+from vllm_omni_ext.wire.coordination import PROTOCOL, Malformed, Message, encode
 
-WHO = wire.Bearer("talker", 1, 7)
-LOAD = wire.Load(1, 2, 0.5)
+WHO = Member("talker", 1, 7)
+LOAD = Load(1, 2, 0.5)
 EVENTS = (
-    wire.Register(instance="i", stage="talker", model="m", config_hash="h", version="1", index=1, epoch=7),
-    wire.Register(instance="i", stage="talker", model="m", config_hash="h", version="1"),
-    wire.Heartbeat(member=WHO, load=LOAD),
-    wire.Leave(member=WHO, drain=True),
+    Register(instance="i", stage="talker", model="m", config_hash="h", version="1", index=1, epoch=7),
+    Register(instance="i", stage="talker", model="m", config_hash="h", version="1"),
+    Heartbeat(member=WHO, load=LOAD),
+    Leave(member=WHO, drain=True),
 )
 REPLIES = (
-    wire.Admitted(member=WHO, interval_s=0.2),
-    wire.Refused(reason="no"),
-    wire.NotYet(),
-    wire.RegisterAgain(member=WHO),
-    wire.Released(member=WHO),
+    Admitted(member=WHO, interval_s=0.2),
+    Refused(reason="no"),
+    NotYet(),
+    RegisterAgain(member=WHO),
+    Released(member=WHO),
 )
-VIEW = wire.Published(
+VIEW = View(
     generation=1,
     settled=True,
     timeout_s=1.0,
-    replicas=(wire.Standing(WHO, "up", LOAD, "tcp://x:1"), wire.Standing(WHO, "down")),
+    replicas=(Entry(WHO, State.UP, LOAD), Entry(WHO, State.DOWN)),
 )
 HEARTBEAT = encode(EVENTS[2])
 
 
 @pytest.mark.parametrize("message", EVENTS + REPLIES, ids=lambda message: type(message).__name__)
-def test_a_message_survives_the_wire_and_goes_one_way_only(message: wire.Message) -> None:
+def test_a_message_survives_the_wire_and_goes_one_way_only(message: Message) -> None:
     to, other = (TO_COORDINATOR, TO_REPLICA) if message in EVENTS else (TO_REPLICA, TO_COORDINATOR)
     assert to.decode(encode(message)) == message
     for wrong in (other, VIEWS):
@@ -108,11 +126,11 @@ def test_long_messages_are_not_even_read() -> None:
 
 
 @given(st.binary(max_size=200), st.sampled_from([encode(m) for m in EVENTS]), st.integers(0, 200))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_random_bytes_raise_nothing_else(noise: bytes, good: bytes, at: int) -> None:
     for data in (noise, good[:at] + noise + good[at + len(noise) :]):
         for channel in (TO_COORDINATOR, TO_REPLICA, VIEWS):
             try:
                 channel.decode(data)
             except Malformed as error:
-                assert error.protocol != wire.PROTOCOL
+                assert error.protocol != PROTOCOL

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, PROTOCOL, Channel, Malformed, Message, encode
-from vllm_omni_ext.wire.enrollment import VARIABLE, Enrollment
 from vllm_omni_ext.wire.joining import (
     FROM_HEAD,
     MAX_ANSWER_BYTES,
@@ -22,6 +21,7 @@ from vllm_omni_ext.wire.joining import (
     Refusal,
     Started,
 )
+from vllm_omni_ext.wire.replica_identity import VARIABLE, ReplicaIdentity
 
 JOIN = Join(ticket="t", stage="talker", model="m", config_hash="c", version="1", host="h", index=3)
 JOINED = Joined(
@@ -98,7 +98,7 @@ def test_noise_is_malformed_and_nothing_else() -> None:
 
 # -- what a process is told about itself -----------------------------------------------------------
 
-ENROLLED = Enrollment(
+ENROLLED = ReplicaIdentity(
     stage="talker",
     index=1,
     instance="i",
@@ -112,19 +112,19 @@ ENROLLED = Enrollment(
 )
 
 
-@pytest.mark.parametrize("enrolled", [ENROLLED, Enrollment(stage="talker", index=0, instance="i")])
-def test_a_process_reads_what_its_parent_wrote(enrolled: Enrollment, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("enrolled", [ENROLLED, ReplicaIdentity(stage="talker", index=0, instance="i")])
+def test_a_process_reads_what_its_parent_wrote(enrolled: ReplicaIdentity, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in enrolled.variable().items():
         monkeypatch.setenv(name, value)
-    assert Enrollment.read() == enrolled
+    assert ReplicaIdentity.read() == enrolled
 
 
 def test_without_the_variable_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert Enrollment.read() is None
+    assert ReplicaIdentity.read() is None
 
 
 def test_a_damaged_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, '{"stage": "talker", "index": -1, "instance": "i"}')
     with pytest.raises(msgspec.ValidationError):
-        Enrollment.read()
+        ReplicaIdentity.read()

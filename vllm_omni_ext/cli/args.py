@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import vllm
 from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -16,34 +17,41 @@ from vllm_omni_ext.config.schema import OmniConfig, keys
 GROUP = "OmniConfig"
 
 EXPLICIT = "omni_explicit"
-"""Name in the parsed arguments of the set of those the user gave (on the command line or in `--config`)."""
+"""Attribute of the parsed arguments: the set of arguments that the user gave on the command line or in `--config`."""
 
-SETTINGS = {
-    "async_chunk": "async_chunk",
-    "omni_allow_private_media": "allow_private_media",
-    "omni_api_key_routes": "api_key_routes",
-    "omni_cluster_secret_file": "cluster_secret_file",
-    "omni_drain_timeout": "drain_timeout_s",
-    "omni_heartbeat_timeout": "heartbeat_timeout_s",
-    "omni_lb_policy": "lb_policy",
-    "omni_log_dir": "log_dir",
-    "omni_master_address": "master_address",
-    "omni_master_port": "master_port",
-    "omni_max_body": "max_body_mib",
-    "omni_verbose": "verbose",
-    "omni_no_cluster_secret": "no_cluster_secret",
-    "omni_replica_wait": "replica_wait_s",
-    "omni_request_deadline": "request_deadline_s",
-    "omni_restart_limit": "restart_limit",
-    "omni_shutdown_timeout": "shutdown_timeout_s",
-    "omni_startup_timeout": "startup_timeout_s",
-    "api_servers": "api_servers",
+_SECONDS = {"type": float, "metavar": "SECONDS"}
+_SWITCH = {"action": "store_true"}
+
+FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "--async-chunk": ("async_chunk", {"action": argparse.BooleanOptionalAction}),
+    "--omni-startup-timeout": ("startup_timeout_s", _SECONDS),
+    "--omni-shutdown-timeout": ("shutdown_timeout_s", _SECONDS),
+    "--omni-request-timeout": ("request_timeout_s", _SECONDS),
+    "--omni-max-body": ("max_body_mib", {"type": int, "metavar": "MIB"}),
+    "--omni-api-key-routes": ("api_key_routes", {"metavar": "all|vllm"}),
+    "--omni-allow-private-media": ("allow_private_media", {"metavar": "HOST,NETWORK"}),
+    "--omni-log-dir": ("log_dir", {"metavar": "DIR"}),
+    "--omni-verbose": ("verbose", _SWITCH),
+    "--omni-lb-policy": ("lb_policy", {"metavar": "NAME"}),
+    "--omni-heartbeat-timeout": ("heartbeat_timeout_s", _SECONDS),
+    "--omni-drain-timeout": ("drain_timeout_s", _SECONDS),
+    "--omni-replica-wait-timeout": ("replica_wait_timeout_s", _SECONDS),
+    "--omni-restart-limit": ("restart_limit", {"type": int, "metavar": "N"}),
+    "--omni-master-address": ("master_address", {"metavar": "HOST"}),
+    "--omni-master-port": ("master_port", {"type": int, "metavar": "PORT"}),
+    "--omni-cluster-secret-file": ("cluster_secret_file", {"metavar": "FILE"}),
+    "--omni-no-cluster-secret": ("no_cluster_secret", _SWITCH),
 }
-"""Argument -> key of `OmniConfig` that it sets."""
+"""Flags that set a key of `OmniConfig`: the key, and how argparse reads the flag."""
+
+_SHORT = {"--omni-master-address": ["-oma"], "--omni-master-port": ["-omp"]}
+
+SETTINGS = {flag[2:].replace("-", "_"): key for flag, (key, _) in FLAGS.items()} | {"api_servers": "api_servers"}
+"""Argument -> the key of `OmniConfig` that it sets."""
 
 
 class OmniServe(ServeSubcommand):
-    """`vllm serve` with the flags of this package; every stock flag keeps its meaning, for the text stage."""
+    """`vllm serve` with the flags of this package; every stock flag keeps its meaning, for the frontend."""
 
     def subparser_init(self, subparsers: argparse._SubParsersAction) -> FlexibleArgumentParser:
         """Build the stock parser and add the group."""
@@ -58,8 +66,8 @@ class OmniServe(ServeSubcommand):
 def parse_serve(argv: Sequence[str]) -> argparse.Namespace:
     """Parse `serve MODEL ...` (the word `serve` may be left out) as vLLM's own `main` does.
 
-    The result also has `omni_explicit`: the names of the arguments that were really given. It is found by parsing
-    once more without defaults, so that a flag written with its default value counts as given.
+    The result also has `omni_explicit`: the names of the arguments that the user gave. A second parse without defaults
+    finds them, so that a flag written with its default value counts as given.
     """
     words = list(argv) if argv[:1] == ["serve"] else ["serve", *argv]
     parser = FlexibleArgumentParser(
@@ -75,7 +83,7 @@ def parse_serve(argv: Sequence[str]) -> argparse.Namespace:
     given = frozenset(vars(parser.parse_args(words))) - {"subparser"}
     if "api_server_count" in given:
         args.api_servers, given = args.api_server_count, given | {"api_servers"}
-        if args.api_server_count == AUTO:  # which vLLM's own checks do not know
+        if args.api_server_count == AUTO:  # vLLM's own checks do not accept it
             args.api_server_count = None
     setattr(args, EXPLICIT, given)
     args.omni = True
@@ -89,10 +97,9 @@ def _count_or_auto(text: str) -> int | str:
 
 
 def _add_group(parser: FlexibleArgumentParser) -> None:
-    text = {name: key.text for name, key in keys(OmniConfig).items()}
     group = parser.add_argument_group(
         title=GROUP,
-        description="Multi-stage models: stock flags apply to the stage that answers text; these are about all stages.",
+        description="Multi-stage models: stock flags apply to the frontend; these are about all stages.",
     )
     group.add_argument("--omni", action="store_true", help="Run the model as a pipeline of stages.")
     group.add_argument(
@@ -100,45 +107,25 @@ def _add_group(parser: FlexibleArgumentParser) -> None:
         "--stage-configs-path",
         "--deploy-config",
         metavar="FILE|NAME",
-        help="Stage config: a YAML file, or the name of one that comes with the package (e.g. qwen3_omni_replicas).",
+        help="Stage config: a YAML file, or the name of one that comes with the model's plugin.",
     )
     group.add_argument(
         "--stage-overrides",
         metavar="JSON",
-        help='Settings by stage over those of the stage config, e.g. {"talker": {"replicas": 2, "max_num_seqs": 4}}.',
+        help='Settings by stage over those of the stage config: {"STAGE": {"replicas": 2, "max_num_seqs": 4}}.',
     )
-    group.add_argument("--async-chunk", action=argparse.BooleanOptionalAction, help=text["async_chunk"])
-    group.add_argument("--omni-startup-timeout", type=float, metavar="SECONDS", help=text["startup_timeout_s"])
-    group.add_argument("--omni-shutdown-timeout", type=float, metavar="SECONDS", help=text["shutdown_timeout_s"])
-    group.add_argument("--omni-request-deadline", type=float, metavar="SECONDS", help=text["request_deadline_s"])
-    group.add_argument("--omni-max-body", type=int, metavar="MIB", help=text["max_body_mib"])
-    group.add_argument("--omni-api-key-routes", metavar="all|vllm", help=text["api_key_routes"])
-    group.add_argument("--omni-allow-private-media", metavar="HOST,NETWORK", help=text["allow_private_media"])
-    group.add_argument("--omni-log-dir", metavar="DIR", help=text["log_dir"])
-    group.add_argument("--omni-verbose", action="store_true", help=text["verbose"])
-    _add_pools(group, text)
-    _add_members(group, text)
+    about = keys(OmniConfig)
+    for flag, (key, options) in FLAGS.items():
+        group.add_argument(flag, *_SHORT.get(flag, ()), help=about[key].text, **options)
+    _add_members(group)
 
 
-def _add_pools(group: argparse._ArgumentGroup, text: Mapping[str, str]) -> None:
-    """Flags about replicas: which is next, which is lost."""
-    group.add_argument("--omni-lb-policy", metavar="NAME", help=text["lb_policy"])
-    group.add_argument("--omni-heartbeat-timeout", type=float, metavar="SECONDS", help=text["heartbeat_timeout_s"])
-    group.add_argument("--omni-drain-timeout", type=float, metavar="SECONDS", help=text["drain_timeout_s"])
-    group.add_argument("--omni-replica-wait", type=float, metavar="SECONDS", help=text["replica_wait_s"])
-    group.add_argument("--omni-restart-limit", type=int, metavar="N", help=text["restart_limit"])
-
-
-def _add_members(group: argparse._ArgumentGroup, text: Mapping[str, str]) -> None:
+def _add_members(group: argparse._ArgumentGroup) -> None:
     """Flags about replicas on several hosts; `--headless` itself is vLLM's."""
-    group.add_argument("--omni-master-address", "-oma", metavar="HOST", help=text["master_address"])
-    group.add_argument("--omni-master-port", "-omp", type=int, metavar="PORT", help=text["master_port"])
-    group.add_argument("--omni-cluster-secret-file", metavar="FILE", help=text["cluster_secret_file"])
-    group.add_argument("--omni-no-cluster-secret", action="store_true", help=text["no_cluster_secret"])
     group.add_argument(
         "--stage",
         metavar="NAME",
-        help="Run this stage only: on the head the one that answers text, with --headless any.",
+        help="Run replicas of this stage only; on the head those of all others join from elsewhere.",
     )
     group.add_argument("--stage-id", type=int, metavar="N", help="As --stage, by its place in the pipeline from 0.")
     group.add_argument(

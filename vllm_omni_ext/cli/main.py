@@ -1,4 +1,4 @@
-"""The two ways in: the `vllm-omni-ext` command, and `vllm ... --omni`. Each command imports only what it needs."""
+"""The two entry points: the `vllm-omni-ext` command, and `vllm ... --omni`. Each command imports only what it needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Command:
     Attributes:
         module: its `main(argv) -> int` runs the command.
         help: its line in the help text.
-        checks_vllm: refuse to run with a vLLM that is not the tested one.
+        checks_vllm: refuse to run with an untested version of vLLM.
     """
 
     module: str
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def vllm_main() -> None:
-    """Take over from vLLM's own `main` when `--omni` is on its command line; ends the process on failure."""
+    """Replace vLLM's own `main` when `--omni` is on its command line; ends the process on failure."""
     words = [word for word in sys.argv[1:] if word != OMNI_FLAG]
     status = main(words) if words[:1] == ["serve"] or words[:1] == ["--version"] else _refuse(words)
     if status:

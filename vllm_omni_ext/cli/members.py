@@ -1,4 +1,4 @@
-"""Which part of the pipeline this process runs: all of it, the head's stage, or replicas that join a head elsewhere."""
+"""Which stages this process runs: the whole pipeline, one stage, or replicas that join the head of another process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.model_plugins.registry import PipelineSpec
+from vllm_omni_ext.plugins.spec import PipelineSpec
 from vllm_omni_ext.topology.shape import Headless, Plan
 
 _STAGE = "--stage"
@@ -21,7 +21,8 @@ _PORT = "--omni-master-port"
 def for_this_process(args: argparse.Namespace, pipeline: PipelineSpec, config: OmniConfig) -> OmniConfig:
     """Set the replicas of every stage to those that this process starts.
 
-    Without `--stage` nothing changes. With it the named stage has `--omni-dp-size-local` replicas, all others none.
+    Without `--stage` nothing changes. With it, the named stage has `--omni-dp-size-local` replicas and every other
+    stage none.
 
     Raises:
         ConfigError: the flags contradict each other or the pipeline, or one is missing.
@@ -35,17 +36,15 @@ def for_this_process(args: argparse.Namespace, pipeline: PipelineSpec, config: O
         print(f"warning: --replica-id {args.replica_id} is ignored: {note}", file=sys.stderr)
     if name is None:
         return config
-    if not args.headless and not pipeline.stage(name).text_stage:
-        _refuse_head(name, pipeline)
     stages = {spec.name: replace(config.stage(spec.name), replicas=0) for spec in pipeline.stages}
     stages[name] = replace(stages[name], replicas=args.omni_dp_size_local)
     return replace(config, stages=stages)
 
 
 def check_reachable(pipeline: PipelineSpec, config: OmniConfig) -> None:
-    """Refuse a head whose stage has no replica here and can get none from elsewhere."""
+    """Refuse a head with a stage that has no local replica and that no replica can join."""
     for spec in pipeline.stages:
-        if not (config.stage(spec.name).replicas or spec.text_stage or config.master_port):
+        if not (config.stage(spec.name).replicas or config.master_port):
             raise ConfigError(
                 f"{stage_path(spec.name)}.replicas: 0 here, so all of them join from elsewhere; "
                 f"write {_PORT} PORT too, and {_ADDRESS} HOST for other hosts"
@@ -53,10 +52,10 @@ def check_reachable(pipeline: PipelineSpec, config: OmniConfig) -> None:
 
 
 def headless_of(args: argparse.Namespace, plan: Plan) -> Headless | None:
-    """What a process with `--headless` has to know beside its plan; None for all others.
+    """Settings of a headless node that its plan does not hold; None without `--headless`.
 
     Args:
-        plan: made from these arguments, so that the named stage alone has replicas.
+        plan: made from these arguments, so that only the named stage has replicas.
     """
     address, port = plan.config.master_address, plan.config.master_port
     if not args.headless or address is None or port is None:
@@ -65,7 +64,7 @@ def headless_of(args: argparse.Namespace, plan: Plan) -> Headless | None:
     return Headless(
         stage=stage.name,
         replicas=len(stage.replicas),
-        master=(address, port),
+        head=(address, port),
         replica_address=args.omni_replica_address,
     )
 
@@ -86,7 +85,7 @@ def _stage_name(args: argparse.Namespace, pipeline: PipelineSpec) -> str | None:
 
 
 def _check_flags(args: argparse.Namespace, stage: str | None) -> None:
-    """Refuse what has no meaning for this process."""
+    """Refuse flags that have no meaning for this process."""
     replicas = args.omni_dp_size_local
     if replicas < 1:
         raise ConfigError(f"--omni-dp-size-local: must be an integer >= 1, got {replicas}")
@@ -100,7 +99,7 @@ def _check_flags(args: argparse.Namespace, stage: str | None) -> None:
 
 
 def _check_complete(stage: str | None, pipeline: PipelineSpec, config: OmniConfig) -> None:
-    """Refuse a process without head that does not know its stage or its head; one error names all."""
+    """Refuse a headless node without stage or head address; one error names everything that is missing."""
     missing = []
     if stage is None:
         missing.append(f"{_STAGE} {'|'.join(spec.name for spec in pipeline.stages)}")
@@ -110,11 +109,3 @@ def _check_complete(stage: str | None, pipeline: PipelineSpec, config: OmniConfi
         missing.append(f"{_PORT} PORT")
     if missing:
         raise ConfigError(f"--headless: the stage it runs and its head must be named; write {' '.join(missing)} too")
-
-
-def _refuse_head(stage: str, pipeline: PipelineSpec) -> None:
-    text = next(spec.name for spec in pipeline.stages if spec.text_stage)
-    raise ConfigError(
-        f"{_STAGE} {stage}: without --headless this process is the head, which runs '{text}', the stage that answers "
-        f"text; write {_STAGE} {text}, or --headless for replicas of '{stage}' that join a head"
-    )

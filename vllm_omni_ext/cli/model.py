@@ -1,4 +1,4 @@
-"""What has to be known of model and machine before a plan can be made."""
+"""Facts about model and machine that a plan is made from."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
 
 from vllm_omni_ext.cli.checkpoint import checkpoint_folder, stored_tensors
-from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec, resolve
-from vllm_omni_ext.topology.plan import Machine, resolved_sampling
+from vllm_omni_ext.plugins.memory import ModelFacts
+from vllm_omni_ext.plugins.spec import ModelFamily, resolve
+from vllm_omni_ext.topology.plan import Machine
 
 
 def load_hf_config(model: str, text_args: Mapping[str, Any]) -> Any:
@@ -44,19 +44,22 @@ def architecture(model: str, hf_config: Any) -> str:
 
 
 def model_facts(
-    model: str, pipeline: PipelineSpec, hf_config: Any, config: OmniConfig, text_args: Mapping[str, Any]
+    model: str, family: ModelFamily, hf_config: Any, params: Mapping[str, Any], text_args: Mapping[str, Any]
 ) -> ModelFacts:
-    """What the checkpoint says about its stages."""
-    sampling = resolved_sampling(pipeline, config)
-    facts: ModelFacts = resolve(pipeline.facts)(hf_config, sampling) if pipeline.facts else ModelFacts()
-    if not pipeline.memory:
+    """Facts of the checkpoint about its stages.
+
+    Args:
+        params: default parameters by stage.
+    """
+    facts: ModelFacts = resolve(family.facts)(hf_config, params) if family.facts else ModelFacts()
+    if not family.memory:
         return facts
     stored = stored_tensors(checkpoint_folder(model, text_args.get("revision"), text_args.get("download_dir")))
-    return replace(facts, memory=resolve(pipeline.memory)(hf_config, stored))
+    return replace(facts, memory=resolve(family.memory)(hf_config, stored))
 
 
 def detect_machine() -> Machine:
-    """This machine, as vLLM sees it."""
+    """This machine, as vLLM detects it."""
     if current_platform.is_cuda_alike():
         devices = current_platform.device_count()
         if not devices:
@@ -81,7 +84,7 @@ def detect_host() -> Machine:
 
 
 def _device_bytes(devices: int) -> tuple[int, ...]:
-    """Memory of each CUDA device; empty where asking would initialise CUDA in this process, as it does without NVML."""
+    """Memory of each CUDA device; empty where the query would initialise CUDA in this process (without NVML)."""
     if not devices or not current_platform.is_cuda() or not isinstance(current_platform, _nvml_platform()):
         return ()
     return tuple(current_platform.get_device_total_memory(device) for device in range(devices))

@@ -1,4 +1,4 @@
-"""`vllm-omni-ext plan MODEL [flags of serve] [--json] [--machine M]`: show what would be started, start nothing."""
+"""`vllm-omni-ext plan MODEL [flags of serve] [--json] [--machine M]`: show what `serve` would start."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from vllm_omni_ext.topology.memory_table import as_data, as_lines
 def main(argv: Sequence[str]) -> int:
     """Print the plan. Returns 0, or 2 with one line on stderr if the configuration is wrong or the model does not fit.
 
-    What does not fit is shown too: the table of the devices, with the smallest KV caches.
+    For a model that does not fit, the table of the devices is shown too, with the smallest KV caches.
     """
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is the plan's
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for the plan
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     own, words = _parser().parse_known_args(argv)
     try:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The flags that `serve` does not have; everything else, --help included, is for the parser of `serve`."""
+    """The flags that `serve` does not have; the parser of `serve` handles all others, --help included."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--machine", metavar="cuda:SIZExCOUNT")

@@ -1,4 +1,4 @@
-"""Stock flags that cannot mean anything with `--omni`: one clear error that says what to write instead."""
+"""Stock flags that have no meaning with `--omni`: one clear error that says what to write instead."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Collection, Mapping
 
 from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.topology.layers import DATA_PARALLEL
 
 _REPLICAS = (
     'stages are replicated, not data-parallel; write --stage-overrides \'{{"{stage}": {{"replicas": 2}}}}\' '
@@ -26,29 +27,20 @@ REFUSED: Mapping[str, tuple[frozenset[object], str]] = {
     "master_port": (frozenset({29501}), "the head's port is another flag; write --omni-master-port"),
     "nnodes": (frozenset({1}), _HOST),
     "node_rank": (frozenset({0}), _HOST),
-    "data_parallel_size": (frozenset({1}), _REPLICAS),
-    "data_parallel_size_local": (frozenset({None, 1}), _REPLICAS),
-    "data_parallel_rank": (frozenset({None}), _REPLICAS),
-    "data_parallel_start_rank": (frozenset({None}), _REPLICAS),
-    "data_parallel_address": (frozenset({None}), _REPLICAS),
-    "data_parallel_rpc_port": (frozenset({None}), _REPLICAS),
-    "data_parallel_hybrid_lb": (frozenset({False}), _REPLICAS),
-    "data_parallel_external_lb": (frozenset({False}), _REPLICAS),
-    "data_parallel_multi_port_external_lb": (frozenset({False}), _REPLICAS),
-    "enable_elastic_ep": (frozenset({False}), _REPLICAS),
+    **{name: (frozenset({harmless}), _REPLICAS) for name, harmless in DATA_PARALLEL.items()},
     "enable_fault_tolerance": (frozenset({False}), "a lost replica is handled by its pool; remove it"),
 }
-"""Argument -> the values that change nothing, and what to do instead."""
+"""Argument -> the values that are accepted because they change nothing, and what to write instead of others."""
 
 _HEADLESS_SERVERS = (None, 0, 1)
-"""Values of `--api-server-count` that may stand beside `--headless`: vLLM's own 0, and this package's default."""
+"""Values of `--api-server-count` accepted beside `--headless`: vLLM's own 0, and this package's default."""
 
 
-def check_flags(args: argparse.Namespace, given: Collection[str], *, text_stage: str) -> None:
-    """Refuse what was given and cannot work.
+def check_flags(args: argparse.Namespace, given: Collection[str], *, frontend: str) -> None:
+    """Refuse given flags that cannot work.
 
     Raises:
-        ConfigError: starts with the flag and its value.
+        ConfigError: the message starts with the flag and its value.
     """
     names = REFUSED.keys() & set(given)
     if args.headless and args.api_server_count not in _HEADLESS_SERVERS:
@@ -59,4 +51,4 @@ def check_flags(args: argparse.Namespace, given: Collection[str], *, text_stage:
         if isinstance(value, list) or value not in harmless:
             written = "" if value is True else f" {value}"
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag}{written}: with --omni {advice.format(stage=text_stage)}")
+            raise ConfigError(f"{flag}{written}: with --omni {advice.format(stage=frontend)}")

@@ -14,17 +14,17 @@ from vllm_omni_ext.topology.plan import Plan
 KEY_VARIABLE = "VLLM_API_KEY"
 
 WRONG_CONFIGURATION = 2
-"""Exit status when nothing was started because the configuration is wrong."""
+"""Exit status if the configuration is wrong and therefore nothing was started."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the server, or with `--headless` replicas for one elsewhere, and stay until it ends.
+    """Run the server, or with `--headless` replicas that join another server, until it ends.
 
     Args:
-        argv: what follows the program's name; the word `serve` may be left out.
+        argv: arguments after the program's name; the word `serve` may be left out.
 
     Returns:
-        The exit status. A wrong configuration is one line on stderr and status 2; nothing was started then.
+        The exit status. A wrong configuration is one line on stderr and status 2, before anything is started.
     """
     name_process("headless" if "--headless" in argv else "head", argv)
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -45,26 +45,26 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _with_secret(plan: Plan, args: argparse.Namespace) -> Plan:
-    """The plan with the file of its secret, which may be made here."""
-    from vllm_omni_ext.runtime.secret import with_secret
+    """The plan with the file of its secret, which is created here if necessary."""
+    from vllm_omni_ext.runtime.launch.secret import with_secret
 
     return with_secret(plan, headless=args.headless, tell=lambda line: print(line, flush=True))
 
 
 def keep_key(args: argparse.Namespace) -> None:
-    """Move VLLM_API_KEY into the arguments, so that no process that is started later has it in its environment."""
+    """Move VLLM_API_KEY into the arguments, so that it is not in the environment of later processes."""
     key = os.environ.pop(KEY_VARIABLE, None)
     if key and not args.api_key:
         args.api_key = [key]
 
 
 def _run(plan: Plan, args: argparse.Namespace) -> int:
-    """Run what the flags ask for, and return its exit status."""
+    """Run the process that the flags ask for. Returns its exit status."""
     from vllm_omni_ext.cli.members import headless_of
 
     headless = headless_of(args, plan)
     if headless:
-        from vllm_omni_ext.runtime.headless import run_headless
+        from vllm_omni_ext.runtime.supervise.headless import run_headless
 
         return run_headless(plan, headless, args)
     from vllm_omni_ext.serving.server import serve
@@ -73,17 +73,17 @@ def _run(plan: Plan, args: argparse.Namespace) -> int:
 
 
 def _leave(status: int) -> None:
-    """End the process now: everything started has ended, and Python's own clean-up would take seconds."""
+    """End the process now: all children have ended, and Python's own clean-up would take seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def prepare(argv: Sequence[str], *, machine: str | None = None) -> tuple[Plan, argparse.Namespace]:
-    """Parse, check and plan; starts nothing.
+    """Parse, check and plan, without starting anything.
 
     Args:
-        machine: plan for this one, in the words of `parse_machine`, instead of the one that this is.
+        machine: the machine to plan for, as text for `parse_machine`; None: this machine.
     """
     from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args

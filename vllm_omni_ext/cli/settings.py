@@ -4,48 +4,37 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.sampling_params import SamplingParams
 
 from vllm_omni_ext.cli.args import EXPLICIT, SETTINGS
 from vllm_omni_ext.cli.members import check_reachable, for_this_process
 from vllm_omni_ext.cli.model import architecture, detect_host, detect_machine, load_hf_config, model_facts
 from vllm_omni_ext.cli.refusals import check_flags
+from vllm_omni_ext.compat import require_seams
 from vllm_omni_ext.config.checks import unknown_key
-from vllm_omni_ext.config.load import load_config
-from vllm_omni_ext.config.overrides import parse_overrides, with_overrides, with_settings
+from vllm_omni_ext.config.load import load_config, pipeline_of, preset_names
+from vllm_omni_ext.config.overrides import with_overrides, with_settings
 from vllm_omni_ext.config.parse import Names
 from vllm_omni_ext.config.schema import OmniConfig, keys
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.model_plugins.registry import PipelineSpec, pipeline_for
-from vllm_omni_ext.runtime.engine_args import stage_engine_args
+from vllm_omni_ext.plugins.params import make_params, param_names
+from vllm_omni_ext.plugins.registry import family_for
+from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec
 from vllm_omni_ext.topology.disaggregation import expand
 from vllm_omni_ext.topology.machines import parse_machine
-from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
-
-__all__ = ["ENGINE_FIELDS", "SAMPLING_FIELDS", "from_cli", "from_kwargs", "stage_engine_args"]
+from vllm_omni_ext.topology.plan import Machine, Plan, make_plan, resolved_params
 
 ENGINE_FIELDS = frozenset(f.name for f in fields(AsyncEngineArgs))
-SAMPLING_FIELDS = frozenset(name for name in SamplingParams.__struct_fields__ if not name.startswith("_"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Wishes:
-    """What the user said, whichever way."""
-
-    stage_config: str | None
-    overrides: Mapping[str, Mapping[str, Any]]
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[Plan, argparse.Namespace]:
     """Make the plan for a command line parsed by `parse_serve`.
 
     Args:
-        machine: plan for this one, in the words of `parse_machine`; None: the one that this is.
+        machine: the machine to plan for, as text for `parse_machine`; None: this machine.
 
     Returns:
         The plan, and the arguments for the HTTP server (stock ones, with `model` set).
@@ -56,18 +45,17 @@ def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[P
     given = getattr(args, EXPLICIT)
     text_args = {name: getattr(args, name) for name in sorted(ENGINE_FIELDS & given)}
     hf_config = load_hf_config(args.model, text_args)
-    pipeline = pipeline_for(architecture(args.model, hf_config))
-    check_flags(args, given, text_stage=_text_stage(pipeline))
+    family = _family(args.model, hf_config)
     ignored = {"api_servers"} if args.headless else set()
-    wishes = _Wishes(
-        stage_config=args.stage_config,
-        overrides=parse_overrides(args.stage_overrides) if args.stage_overrides else {},
-        settings={key: getattr(args, name) for name, key in SETTINGS.items() if name in given - ignored},
-    )
-    pipeline, config = expand(pipeline, _config(pipeline, wishes))
+    settings = {key: getattr(args, name) for name, key in SETTINGS.items() if name in given - ignored}
+    pipeline, config = _read(family, args.stage_config, args.stage_overrides, settings)
+    check_flags(args, given, frontend=pipeline.frontend)
+    pipeline, config = expand(pipeline, config)
     config = for_this_process(args, pipeline, config)
+    if not args.headless:
+        check_reachable(pipeline, config)
     where = detect_machine() if machine is None else parse_machine(machine, detect_host())
-    return _plan(args.model, pipeline, hf_config, config, text_args, machine=where, headless=args.headless), args
+    return _plan(args.model, family, pipeline, hf_config, config, text_args, where), args
 
 
 def from_kwargs(
@@ -83,11 +71,11 @@ def from_kwargs(
     Args:
         stage_config: as `--stage-config`.
         stage_overrides: as `--stage-overrides`, as a mapping or as JSON.
-        engine_kwargs: `EngineArgs` fields, for the text stage as stock flags are; keys of the stage config's top
-            level (e.g. `startup_timeout_s`) are taken as such.
+        engine_kwargs: `EngineArgs` fields, which apply to the frontend like stock flags, and top-level keys of the
+            stage config (e.g. `startup_timeout_s`).
 
     Raises:
-        ConfigError: also for a keyword nobody knows.
+        ConfigError: also for an unknown keyword.
     """
     top = keys(OmniConfig)
     for name in engine_kwargs:
@@ -95,48 +83,67 @@ def from_kwargs(
             raise unknown_key("", name, [*ENGINE_FIELDS, *top, "stage_config", "stage_overrides"])
     text_args = {name: value for name, value in engine_kwargs.items() if name in ENGINE_FIELDS}
     hf_config = load_hf_config(model, text_args)
-    wishes = _Wishes(
-        stage_config=stage_config,
-        overrides=parse_overrides(stage_overrides) if isinstance(stage_overrides, str) else stage_overrides or {},
-        settings={"async_chunk": async_chunk} | {k: v for k, v in engine_kwargs.items() if k in top},
-    )
-    pipeline = pipeline_for(architecture(model, hf_config))
-    pipeline, config = expand(pipeline, _config(pipeline, wishes))
+    settings = {"async_chunk": async_chunk} | {k: v for k, v in engine_kwargs.items() if k in top}
+    family = _family(model, hf_config)
+    pipeline, config = expand(*_read(family, stage_config, stage_overrides, settings))
     if config.api_servers != 1:
         raise ConfigError(
             f"api_servers: LLM(omni=True) is a program without API servers; leave it out, got {config.api_servers}"
         )
-    return _plan(model, pipeline, hf_config, config, text_args, machine=detect_machine())
+    check_reachable(pipeline, config)
+    return _plan(model, family, pipeline, hf_config, config, text_args, detect_machine())
 
 
-def _config(pipeline: PipelineSpec, wishes: _Wishes) -> OmniConfig:
-    names = Names(stages=tuple(s.name for s in pipeline.stages), engine=ENGINE_FIELDS, sampling=SAMPLING_FIELDS)
-    config = load_config(wishes.stage_config or pipeline.name, names)
-    return with_settings(with_overrides(config, wishes.overrides, names), wishes.settings)
+def _family(model: str, hf_config: Any) -> ModelFamily:
+    """The family that serves the model, after a check of what its classes rely on in vLLM."""
+    family = family_for(architecture(model, hf_config))
+    require_seams(family)
+    return family
+
+
+def _read(
+    family: ModelFamily, source: str | None, overrides: Any, settings: Mapping[str, Any]
+) -> tuple[PipelineSpec, OmniConfig]:
+    """The chosen pipeline and its configuration: files, then overrides, then top-level settings."""
+    chosen = settings.get("pipeline") or (pipeline_of(source, family.presets) if source else "")
+    pipeline = family.pipeline(chosen)
+    if source is None and pipeline.name in preset_names(family.presets):
+        source = pipeline.name
+    names = Names(
+        stages=tuple(stage.name for stage in pipeline.stages),
+        engine=ENGINE_FIELDS,
+        params={stage.name: param_names(stage.params) for stage in pipeline.stages},
+    )
+    config = load_config(source, names, family.presets) if source else OmniConfig()
+    config = with_overrides(config, overrides or {}, names)
+    _check_params(pipeline, config)
+    return pipeline, with_settings(config, settings)
+
+
+def _check_params(pipeline: PipelineSpec, config: OmniConfig) -> None:
+    values = resolved_params(pipeline, config)
+    for stage in pipeline.stages:
+        try:
+            make_params(stage.params, values[stage.name])
+        except ValueError as err:
+            raise ConfigError(f"stages.{stage.name}.params: {' '.join(str(err).split())}") from err
 
 
 def _plan(
     model: str,
+    family: ModelFamily,
     pipeline: PipelineSpec,
     hf_config: Any,
     config: OmniConfig,
     text_args: Mapping[str, Any],
-    *,
     machine: Machine,
-    headless: bool = False,
 ) -> Plan:
-    if not headless:
-        check_reachable(pipeline, config)
     return make_plan(
         model=model,
+        family=family.name,
         pipeline=pipeline,
         config=config,
         text_args=text_args,
         machine=machine,
-        facts=model_facts(model, pipeline, hf_config, config, text_args),
-        headless=headless,
+        facts=model_facts(model, family, hf_config, resolved_params(pipeline, config), text_args),
     )
-
-
-def _text_stage(pipeline: PipelineSpec) -> str:
-    return next(stage.name for stage in pipeline.stages if stage.text_stage)

@@ -1,177 +1,155 @@
-"""What a configuration value may be: one small object a rule, used by the schema and by the error text."""
+"""Types of configuration values, which pydantic checks, and the errors for wrong values and unknown keys."""
 
 from __future__ import annotations
 
 import difflib
 import ipaddress
-import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictInt, TypeAdapter, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from vllm_omni_ext.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class Check:
-    """A rule for one value.
-
-    Attributes:
-        expected: completes "must be ...", e.g. "an integer >= 1".
-        accepts: whether a value satisfies the rule.
-        convert: turns an accepted value into its stored form.
-    """
-
-    expected: str
-    accepts: Callable[[Any], bool]
-    convert: Callable[[Any], Any] = lambda value: value
-
-    def __call__(self, path: str, value: Any) -> Any:
-        """Return the stored form of `value`; ConfigError names `path` and the rule."""
-        if not self.accepts(value):
-            raise ConfigError(f"{path}: must be {self.expected}, got {value!r}")
-        return self.convert(value)
-
-    def or_word(self, word: str) -> Check:
-        """The same rule, with one word allowed."""
-        return Check(
-            f"{self.expected}, or {word}",
-            lambda value: value == word or self.accepts(value),
-            lambda value: value if value == word else self.convert(value),
-        )
-
-    def or_none(self) -> Check:
-        """The same rule, with null allowed."""
-        return Check(
-            f"{self.expected}, or null",
-            lambda value: value is None or self.accepts(value),
-            lambda value: None if value is None else self.convert(value),
-        )
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _has_text_keys(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
-
-
-def integer(*, at_least: int, at_most: int | None = None) -> Check:
-    """An integer within bounds; booleans are not integers."""
-    bounds = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-    return Check(
-        f"an integer {bounds}",
-        lambda value: _is_int(value) and at_least <= value and (at_most is None or value <= at_most),
-    )
-
-
-def seconds(*, at_least: float | None = None) -> Check:
-    """A duration, longer than nothing; stored as a float."""
-    if at_least is None:
-        return Check("a number of seconds > 0", lambda value: _is_number(value) and value > 0, float)
-    return Check(f"a number of seconds >= {at_least:g}", lambda value: _is_number(value) and value >= at_least, float)
-
-
-def one_of(*names: str) -> Check:
-    """One of a few words."""
-    return Check(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
-
-
-LB_POLICIES = ("least-queue-length", "random", "round-robin")
+LbPolicy = Literal["least-queue-length", "random", "round-robin"]
+LB_POLICIES = get_args(LbPolicy)
 """Names of the load balancing policies, the default first; `pool.policies.POLICIES` implements them."""
 
-KV_CONNECTORS = ("mooncake", "nixl")
-"""Names of what moves a KV cache between replicas, the default first; `disaggregation.parameters` knows them."""
+KvConnector = Literal["mooncake", "nixl"]
+KV_CONNECTORS = get_args(KvConnector)
+"""Names of the connectors that transfer KV caches, the default first; `disaggregation.parameters` implements them."""
 
 SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0
-"""Less than this the control plane does not work with; as in `coordinator.timing`."""
+"""The control plane does not work with a shorter timeout; as in `coordinator.timing`."""
 
 AUTO = "auto"
-LARGEST_PORT = 65535
-
-LB_POLICY = one_of(*LB_POLICIES)
-PORT = integer(at_least=1, at_most=LARGEST_PORT)
-
-
-def _is_chunk_sizes(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return bool(value) and all(_is_int(size) and size >= 1 for size in value)
-    return isinstance(value, str) and value == ALL_AT_ONCE
-
-
 ALL_AT_ONCE = "all"
 ADAPTIVE = "adaptive"
-CHUNK_SIZES = Check(
-    "a list of sizes >= 1 such as [4, 25], or 'all'",
-    _is_chunk_sizes,
-    lambda value: value if isinstance(value, str) else tuple(value),
-)
 EVERYTHING = "all"
-"""In place of a list of hosts and networks: nothing is refused."""
+"""Replaces a list of hosts and networks: all are allowed."""
+
+UNKNOWN_KEY = ("unexpected_keyword_argument", "extra_forbidden")
+"""Pydantic's names for the error that a dataclass or a `TypedDict` has no such field."""
 
 _HOST = re.compile(r"(?=.*[a-z])[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", re.IGNORECASE)
 
 
+def _expected(text: str) -> WrapValidator:
+    """Replace all errors of a type by one: "must be ..."."""
+
+    def validate(value: Any, check: Any) -> Any:
+        try:
+            return check(value)
+        except ValueError:
+            raise PydanticCustomError("expected", "must be {text}", {"text": text}) from None
+
+    return WrapValidator(validate)
+
+
 def as_network(word: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    """An address, or a network such as 10.0.0.0/8; None for what is neither."""
+    """An address, or a network such as 10.0.0.0/8; None for any other text."""
     try:
         return ipaddress.ip_network(word.strip("[]"), strict=False)
     except ValueError:
         return None
 
 
-def _is_host_or_network(word: str) -> bool:
-    return as_network(word) is not None or _HOST.fullmatch(word) is not None
+def _check_hosts(text: str) -> str:
+    if not all(as_network(word) or _HOST.fullmatch(word) for word in map(str.strip, text.split(","))):
+        raise ValueError(text)
+    return text
 
 
-HOSTS = Check(
-    "'all', or a comma-separated list of hosts and networks such as 'media.internal,10.1.0.0/16'",
-    lambda value: isinstance(value, str) and all(_is_host_or_network(word.strip()) for word in value.split(",")),
-)
-BOOLEAN = Check("true or false", lambda value: isinstance(value, bool))
-TEXT = Check("a non-empty string", lambda value: isinstance(value, str) and value != "")
-MAPPING = Check("a mapping with string keys", _has_text_keys, dict)
-DEVICES = Check(
-    "a comma-separated list of device numbers such as '0,1'",
-    lambda value: (
-        (_is_int(value) and value >= 0)
-        or (isinstance(value, str) and all(part.strip().isdecimal() for part in value.split(",")))
-    ),
-    lambda value: ",".join(part.strip() for part in str(value).split(",")),
-)
-CHUNKS = Check(
-    "a mapping of hand-overs to lists of sizes >= 1 or 'all', and adaptive to true or false",
-    lambda value: (
-        _has_text_keys(value)
-        and all((BOOLEAN if key == ADAPTIVE else CHUNK_SIZES).accepts(each) for key, each in value.items())
-    ),
-    lambda value: {key: each if key == ADAPTIVE else CHUNK_SIZES.convert(each) for key, each in value.items()},
-)
-CONNECTORS = Check(
-    "a mapping of hand-overs to mappings such as {name: tcp}",
-    lambda value: _has_text_keys(value) and all(_has_text_keys(each) for each in value.values()),
-    dict,
-)
-COUNTS = Check(
-    "a mapping of fields to integers >= 1",
-    lambda value: _has_text_keys(value) and all(_is_int(most) and most >= 1 for most in value.values()),
-    dict,
-)
-ENVIRONMENT = Check(
-    "a mapping of variable names to strings or numbers",
-    lambda value: _has_text_keys(value) and all(isinstance(v, str) or _is_number(v) for v in value.values()),
-    lambda value: {name: str(v) for name, v in value.items()},
-)
+def _refuse_key(value: Any) -> Any:
+    raise PydanticCustomError(UNKNOWN_KEY[0], "unknown key")
+
+
+Boolean = Annotated[StrictBool, _expected("true or false")]
+Count = Annotated[StrictInt, Field(ge=0), _expected("an integer >= 0")]
+Positive = Annotated[StrictInt, Field(ge=1), _expected("an integer >= 1")]
+PositiveOrAuto = Annotated[Positive | Literal["auto"], _expected("an integer >= 1, or auto")]
+Port = Annotated[StrictInt, Field(ge=1, le=65535), _expected("an integer from 1 to 65535")]
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Seconds = Annotated[_Number, Field(gt=0), _expected("a number of seconds > 0")]
+HeartbeatSeconds = Annotated[
+    _Number,
+    Field(ge=SHORTEST_HEARTBEAT_TIMEOUT_S),
+    _expected(f"a number of seconds >= {SHORTEST_HEARTBEAT_TIMEOUT_S:g}"),
+]
+Text = Annotated[str, Field(strict=True, min_length=1), _expected("a non-empty string")]
+Hosts = Annotated[
+    str,
+    Field(strict=True),
+    AfterValidator(_check_hosts),
+    _expected("'all', or a comma-separated list of hosts and networks such as 'media.internal,10.1.0.0/16'"),
+]
+Devices = Annotated[
+    str,
+    Field(coerce_numbers_to_str=True, pattern=r"^\s*\d+\s*(,\s*\d+\s*)*$"),
+    AfterValidator(lambda text: "".join(text.split())),
+    _expected("a comma-separated list of device numbers such as '0,1'"),
+]
+Settings = Annotated[Mapping[str, Any], _expected("a mapping with string keys")]
+Environment = Annotated[
+    Mapping[str, Annotated[str, Field(coerce_numbers_to_str=True)]],
+    _expected("a mapping of variable names to strings or numbers"),
+]
+Counts = Annotated[Mapping[str, Positive], _expected("a mapping of fields to integers >= 1")]
+Connectors = Annotated[Mapping[str, Settings], _expected("a mapping of hand-overs to mappings such as {name: tcp}")]
+ChunkSizes = Literal["all"] | Annotated[tuple[Positive, ...], Field(min_length=1)]
+
+NoKey = BeforeValidator(_refuse_key)
+"""Marks a field that is not a key of the configuration."""
+
+NullIsEmpty = BeforeValidator(lambda value: {} if value is None else value)
+"""Makes a key without a value, such as `stages:`, an empty mapping."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A type for values outside of the configuration.
+
+    Attributes:
+        type: a type that pydantic can check.
+        expected: completes "must be ...".
+    """
+
+    type: Any
+    expected: str
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        return TypeAdapter(self.type)
+
+    def convert(self, value: Any) -> Any:
+        """The value in its stored form; ValueError if it has another type."""
+        return self._adapter.validate_python(value)
+
+    def accepts(self, value: Any) -> bool:
+        """Whether the value is of the type."""
+        try:
+            self.convert(value)
+        except ValueError:
+            return False
+        return True
+
+
+BOOLEAN = Check(Boolean, "true or false")
+CHUNK_SIZES = Check(ChunkSizes, "a list of sizes >= 1 such as [4, 25], or 'all'")
+
+Chunks = Annotated[
+    Mapping[str, Any],
+    AfterValidator(lambda given: {k: (BOOLEAN if k == ADAPTIVE else CHUNK_SIZES).convert(v) for k, v in given.items()}),
+    _expected("a mapping of hand-overs to lists of sizes >= 1 or 'all', and adaptive to true or false"),
+]
 
 
 def unknown_key(path: str, key: str, known: Collection[str]) -> ConfigError:
-    """The error for a key nobody knows, with the closest known one (or all of them) as advice."""
+    """The error for an unknown key, with the closest known one (or all of them) as advice."""
     close = difflib.get_close_matches(key.replace("-", "_"), sorted(known), n=1)
     where = f"{path}.{key}" if path else key
     if close:

@@ -1,24 +1,16 @@
-"""`stages.<name>.prefill_decode`: read, and laid over. Its two sides have the keys of replicas that are all alike."""
+"""`stages.<name>.prefill_decode`: the names and paths of its two sides, which have the keys of `ReplicasConfig`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection
 
-from vllm_omni_ext.config.checks import MAPPING, unknown_key
-from vllm_omni_ext.config.schema import PrefillDecode, ReplicasConfig, keys
 from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.ids import DECODE, PREFILL, SIDES
 
 PREFILL_DECODE = "prefill_decode"
-PREFILL, DECODE = SIDES = ("prefill", "decode")
-"""The two kinds of replicas: those that compute prompts, and those that go on from there."""
 
 OF_A_SIDE = ("replicas", "devices")
-"""Keys that say nothing about a stage whose replicas are of two kinds."""
-
-Side = Callable[[str, ReplicasConfig, Mapping[str, Any]], ReplicasConfig]
-"""Lays a mapping below a path over what is known of a side."""
+"""Keys that must be written for each side instead of for a stage with `prefill_decode`."""
 
 
 def side_name(stage: str, side: str) -> str:
@@ -33,39 +25,16 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def stage_path(name: str) -> str:
-    """Where in a configuration a stage of a plan is: one of its sides is below the stage that has two."""
+    """Path of a stage of the plan in the configuration; a prefill or decode side is below the stage that was split."""
     split = split_name(name)
     return f"stages.{name}" if split is None else f"stages.{split[0]}.{PREFILL_DECODE}.{split[1]}"
 
 
-def lay_over(path: str, before: PrefillDecode, data: Any, side: Side) -> PrefillDecode:
-    """Lay a mapping over a `PrefillDecode`.
-
-    Args:
-        path: of the mapping.
-        side: what is done for each of the two sides.
-
-    Raises:
-        ConfigError: an unknown key, or a value of the wrong type; starts with the path of the key.
-    """
-    known = keys(PrefillDecode)
-    changes: dict[str, Any] = {}
-    for key, value in MAPPING(path, {} if data is None else data).items():
-        where = f"{path}.{key}"
-        if key in SIDES:
-            changes[key] = side(where, getattr(before, key), MAPPING(where, {} if value is None else value))
-        elif key in known:
-            changes[key] = known[key].check(where, value)
-        else:
-            raise unknown_key(path, key, [*known, *SIDES])
-    return replace(before, **changes)
-
-
 def check_said_below(path: str, given: Collection[str]) -> None:
-    """Refuse what must be said of each side.
+    """Refuse keys of a split stage that must be written for each side.
 
     Args:
-        path: of the stage.
+        path: path of the stage.
         given: the keys that were written for the stage itself.
     """
     for key in OF_A_SIDE:

@@ -1,4 +1,4 @@
-"""Find and read a stage config: a YAML file, or the name of one that comes with the package."""
+"""Find and read a stage config: a YAML file, or the name of one that comes with the model's plugin."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from vllm_omni_ext.config.parse import Names, parse_config
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import ConfigError
 
-_PACKAGE = "vllm_omni_ext.stage_configs"
 _SUFFIXES = (".yaml", ".yml")
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML, but a key written twice is an error instead of a silent last one wins."""
+    """YAML loader that refuses duplicate keys instead of silently using the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -33,32 +32,48 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def packaged_names() -> tuple[str, ...]:
-    """Names of the stage configs that come with the package."""
-    files = resources.files(_PACKAGE).iterdir()
+def preset_names(package: str) -> tuple[str, ...]:
+    """Names of the stage configs in a package; "" stands for no package."""
+    files = resources.files(package).iterdir() if package else ()
     return tuple(sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml")))
 
 
-def load_config(source: str | Path, names: Names) -> OmniConfig:
+def pipeline_of(source: str | Path, presets: str = "") -> str:
+    """The pipeline that a stage config names, or "". Arguments and errors are those of `load_config`."""
+    data = _content(source, presets)
+    name = data.get("pipeline") if isinstance(data, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def load_config(source: str | Path, names: Names, presets: str = "") -> OmniConfig:
     """Read a stage config.
 
     Args:
-        source: path of a YAML file, or a name from `packaged_names()`.
-        names: what the file may refer to.
+        source: path of a YAML file, or a name from `preset_names(presets)`.
+        names: known names of stages, engine fields and parameters.
+        presets: package with stage configs; "" if there is none.
 
     Raises:
         ConfigError: not found, not YAML, or wrong content; the message starts with the source.
     """
-    text = _read(source)
+    data = _content(source, presets)
     try:
-        return parse_config(yaml.load(text, Loader=_StrictLoader), names)
+        return parse_config(data, names)
+    except ConfigError as err:
+        raise ConfigError(f"{source}: {err}") from err
+
+
+def _content(source: str | Path, presets: str) -> Any:
+    text = _read(source, presets)
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
     except ConfigError as err:
         raise ConfigError(f"{source}: {err}") from err
     except yaml.YAMLError as err:
         raise ConfigError(f"{source}: is not valid YAML: {' '.join(str(err).split())}") from err
 
 
-def _read(source: str | Path) -> str:
+def _read(source: str | Path, presets: str) -> str:
     path = Path(source).expanduser()
     try:
         if path.suffix in _SUFFIXES or path.is_file():
@@ -67,7 +82,8 @@ def _read(source: str | Path) -> str:
         raise ConfigError(f"{source}: no such stage config file") from None
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(f"{source}: cannot be read: {err}") from err
-    if str(source) not in packaged_names():
-        known = ", ".join(packaged_names())
-        raise ConfigError(f"{source}: no such stage config; give the path of a .yaml file or one of {known}")
-    return resources.files(_PACKAGE).joinpath(f"{source}.yaml").read_text(encoding="utf-8")
+    known = preset_names(presets)
+    if str(source) not in known:
+        others = f" or one of {', '.join(known)}" if known else ""
+        raise ConfigError(f"{source}: no such stage config; give the path of a .yaml file{others}")
+    return resources.files(presets).joinpath(f"{source}.yaml").read_text(encoding="utf-8")

@@ -1,98 +1,97 @@
-"""Lay what the command line says over what the file says."""
+"""Merges settings of the command line into those of the file."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import fields, replace
+from typing import Any
 
-from vllm_omni_ext.config.checks import MAPPING, unknown_key
-from vllm_omni_ext.config.disaggregation import PREFILL_DECODE, check_said_below, lay_over, split_name
-from vllm_omni_ext.config.parse import Names, check_names, check_stage
-from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, ReplicasConfig, StageConfig, keys
+from vllm_omni_ext.config.disaggregation import PREFILL_DECODE, check_said_below, split_name
+from vllm_omni_ext.config.parse import Names, checked, parse_config
+from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, StageConfig
 from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.ids import SIDES
 
 STAGE_OVERRIDES = "--stage-overrides"
-_MERGED = ("sampling", "env")
-_Replicas = TypeVar("_Replicas", bound=ReplicasConfig)
+_KEYS = frozenset(each.name for each in fields(StageConfig)) - {"engine_overrides"}
 
 
-def parse_overrides(text: str) -> dict[str, dict[str, Any]]:
+def parse_overrides(text: str) -> Any:
     """Read the JSON of `--stage-overrides`: `{"talker": {"replicas": 2, "max_num_seqs": 4}}`."""
     try:
-        data = json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as err:
         raise ConfigError(f"{STAGE_OVERRIDES}: is not valid JSON: {err}") from err
-    stages: dict[str, Any] = MAPPING(STAGE_OVERRIDES, data)
-    return {name: MAPPING(f"{STAGE_OVERRIDES}: stages.{name}", values) for name, values in stages.items()}
 
 
-def with_overrides(config: OmniConfig, overrides: Mapping[str, Mapping[str, Any]], names: Names) -> OmniConfig:
-    """Lay stage overrides over a config.
+def with_overrides(config: OmniConfig, overrides: Any, names: Names) -> OmniConfig:
+    """Merge stage overrides into a config.
 
-    A key of `StageConfig` goes there (`sampling` and `env` are merged key by key, `engine` likewise); a field of
-    `EngineArgs` goes to the engine; anything else is an error.
+    A key of `StageConfig` sets that key (`params`, `env` and `engine` are merged key by key), a field of `EngineArgs`
+    sets the engine's field, and any other key is an error.
+
+    Args:
+        overrides: a mapping, or the same as JSON.
     """
-    stages = dict(config.stages)
+    overrides = parse_overrides(overrides) if isinstance(overrides, str) else overrides
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(f"{STAGE_OVERRIDES}: must be a mapping with string keys, got {overrides!r}")
     try:
         for name, values in overrides.items():
-            stage, given = _as_stage(replace(config, stages=stages), name, values)
-            check_stage(stage, names.stages)
-            stages[stage] = _override_stage(stage, stages.get(stage, StageConfig()), given, names)
+            config = _with_stage(config, *_as_stage(config, name, values), names)
     except ConfigError as err:
         raise ConfigError(f"{STAGE_OVERRIDES}: {err}") from err
-    return replace(config, stages=stages)
+    return config
 
 
 def with_settings(config: OmniConfig, settings: Mapping[str, Any]) -> OmniConfig:
-    """Lay top-level settings over a config; None means that nothing was said."""
-    known = keys(OmniConfig)
+    """Merge top-level settings into a config; None stands for a setting that was not given."""
     given = {key: value for key, value in settings.items() if value is not None}
-    check_names("", given, known)
-    return replace(config, **{key: known[key].check(key, value) for key, value in given.items()})
+    over = checked(OmniConfig, given)
+    return replace(config, **{key: getattr(over, key) for key in given})
 
 
-def _as_stage(config: OmniConfig, name: str, values: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """`thinker.prefill` is a side of `thinker` where that has two."""
-    split = split_name(name)
+def _as_stage(config: OmniConfig, name: str, values: Any) -> tuple[str, Any]:
+    """Map the name of a side, such as "stage.prefill", to its stage if that stage is split."""
+    split = split_name(name) if isinstance(name, str) else None
     if split is None or config.stage(split[0]).prefill_decode is None:
         return name, values
     return split[0], {PREFILL_DECODE: {split[1]: values}}
 
 
-def _override_stage(name: str, stage: StageConfig, values: Mapping[str, Any], names: Names) -> StageConfig:
-    path = f"stages.{name}"
-    given = dict(values)
-    if PREFILL_DECODE in given:
-        before, where = stage.prefill_decode or PrefillDecode(), f"{path}.{PREFILL_DECODE}"
-        split = lay_over(where, before, given.pop(PREFILL_DECODE), partial(_override, names))
-        stage = replace(stage, prefill_decode=split)
+def _with_stage(config: OmniConfig, name: str, values: Any, names: Names) -> OmniConfig:
+    given = _engine_apart(values, names)
+    over = parse_config({"stages": {name: given}}, names, flat=True).stage(name)
+    stage = _merged(config.stage(name), over, given or {})
     if stage.prefill_decode is not None:
-        check_said_below(path, given)
-    return _override(names, path, stage, given)
+        check_said_below(f"stages.{name}", given or ())
+    return replace(config, stages={**config.stages, name: stage})
 
 
-def _override(names: Names, path: str, before: _Replicas, values: Mapping[str, Any]) -> _Replicas:
-    """Lay values over what is known of replicas: keys of their own, or fields of their engine."""
-    known = keys(type(before))
-    engine = dict(before.engine_overrides)
-    changes: dict[str, Any] = {}
-    for key, value in values.items():
-        if key in known:
-            changes[key] = known[key].check(f"{path}.{key}", value)
-        elif names.engine is None or key in names.engine:
-            engine[key] = value
-        else:
-            raise unknown_key(path, key, [*known, *names.engine])
-    given_engine = changes.pop("engine", {})
-    check_names(f"{path}.engine", given_engine, names.engine)
-    check_names(f"{path}.sampling", changes.get("sampling", {}), names.sampling)
-    for key in _MERGED:
-        if key in changes:
-            changes[key] = {**getattr(before, key), **changes[key]}
-    return replace(before, engine_overrides={**engine, **given_engine}, **changes)
+def _engine_apart(values: Any, names: Names) -> Any:
+    """Settings of replicas with the fields of the engine below their key `engine`; other data as it is."""
+    if not isinstance(values, Mapping):
+        return values
+    engine = {k: v for k, v in values.items() if k not in _KEYS and (names.engine is None or k in names.engine)}
+    given = {k: v for k, v in values.items() if k not in engine}
+    if engine and isinstance(below := given.get("engine", {}), Mapping):
+        given["engine"] = {**engine, **below}
+    if isinstance(split := given.get(PREFILL_DECODE), Mapping):
+        given[PREFILL_DECODE] = {k: _engine_apart(v, names) if k in SIDES else v for k, v in split.items()}
+    return given
+
+
+def _merged(before: Any, over: Any, given: Mapping[str, Any]) -> Any:
+    """The settings `before` with those keys of `over` that were given."""
+    changes = {key: getattr(over, key) for key in given}
+    for key in changes.keys() & {"params", "env"}:
+        changes[key] = {**getattr(before, key), **changes[key]}
+    for key in changes.keys() & {PREFILL_DECODE, *SIDES}:
+        changes[key] = _merged(getattr(before, key) or PrefillDecode(), changes[key], given[key] or {})
+    if "engine" in changes:
+        changes["engine_overrides"] = {**before.engine_overrides, **changes.pop("engine")}
+    return replace(before, **changes)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,109 +1,118 @@
-"""Plain data (from YAML or JSON) to the schema, with errors that name the offending key by its full path."""
+"""Turns plain data (from YAML or JSON) into the schema; errors name the offending key by its full path."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar, cast, get_type_hints
 
-from vllm_omni_ext.config.checks import MAPPING, unknown_key
-from vllm_omni_ext.config.disaggregation import PREFILL_DECODE, check_said_below, lay_over
-from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, ReplicasConfig, StageConfig, keys
+from pydantic import TypeAdapter, ValidationError
+
+from vllm_omni_ext.config.checks import UNKNOWN_KEY, unknown_key
+from vllm_omni_ext.config.disaggregation import PREFILL_DECODE, check_said_below
+from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, ReplicasConfig, Schema, StageConfig
 from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.ids import SIDES
+
+_Schema = TypeVar("_Schema")
+_MAPPING = "must be a mapping with string keys"
+_NO_MAPPING = ("dataclass_type", "dict_type", "mapping_type")
+"""Pydantic's names for the error that a value is no mapping."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Names that this package cannot know by itself, given by the caller.
+    """Valid names that only the caller knows.
 
     Attributes:
         stages: the stages of the pipeline.
         engine: fields of vLLM's `EngineArgs`; None = not checked.
-        sampling: fields of vLLM's `SamplingParams`; None = not checked.
+        params: fields of each stage's parameters; the parameters of a missing stage are not checked.
     """
 
     stages: Collection[str]
     engine: Collection[str] | None = None
-    sampling: Collection[str] | None = None
+    params: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 
-def parse_config(data: Any, names: Names) -> OmniConfig:
+def parse_config(data: Any, names: Names, *, flat: bool = False) -> OmniConfig:
     """Turn the content of a file into an `OmniConfig`.
 
+    Args:
+        flat: fields of the engine may be written beside the keys of replicas, so that they are suggested there too.
+
     Raises:
-        ConfigError: an unknown key or stage, or a value of the wrong type; starts with the path of the key.
+        ConfigError: an unknown key or stage, or a value of the wrong type; the message starts with the path of the key.
     """
-    top = _mapping("the configuration", {} if data is None else data)
-    known = keys(OmniConfig)
-    values: dict[str, Any] = {}
-    for key, value in top.items():
-        if key == "stages":
-            values[key] = _stages(value, names)
-        elif key in known:
-            values[key] = known[key].check(key, value)
-        else:
-            raise unknown_key("", key, [*known, "stages"])
-    return OmniConfig(**values)
+    data = {} if data is None else data
+    config = checked(OmniConfig, data, engine=names.engine or (), flat=flat)
+    for name, stage in config.stages.items():
+        if name not in names.stages:
+            raise ConfigError(f"stages.{name}: no such stage; use one of {', '.join(names.stages)}")
+        _check_stage(f"stages.{name}", stage, data["stages"][name] or (), names.engine)
+        _check_names(f"stages.{name}.params", stage.params, names.params.get(name))
+    return config
 
 
-def parse_stage(name: str, data: Any, names: Names) -> StageConfig:
-    """Turn the mapping below `stages.<name>` into a `StageConfig`."""
-    path = f"stages.{name}"
-    given = _mapping(path, {} if data is None else data)
-    split = None
-    if PREFILL_DECODE in given:
+def checked(
+    schema: type[_Schema], data: Any, *, path: str = "", engine: Collection[str] = (), flat: bool = False
+) -> _Schema:
+    """Data with the types of a schema.
+
+    Args:
+        path: path of the data in the configuration.
+        engine: fields of vLLM's `EngineArgs`, for advice about misplaced ones.
+        flat: as for `parse_config`.
+
+    Raises:
+        ConfigError: as `parse_config`, for the first error.
+    """
+    try:
+        return cast(_Schema, _adapter(cast(Any, schema)).validate_python(data))
+    except ValidationError as err:
+        first = err.errors(include_url=False)[0]
+    keys = [str(key) for key in first["loc"] if key != "[key]"]
+    level: Any = _schema_at(keys[:-1]) if schema is OmniConfig else schema
+    above = ".".join([*filter(None, [path]), *keys[:-1]])
+    if first["type"] in UNKNOWN_KEY:
+        raise _unknown(level, above, keys[-1], engine, flat=flat)
+    where = ".".join(filter(None, [above, *keys[-1:]])) or "the configuration"
+    text = _MAPPING if first["type"] in _NO_MAPPING else first["msg"].replace("Input should be", "must be")
+    null = ", or null" if keys and getattr(level, keys[-1], "") is None else ""
+    raise ConfigError(f"{where}: {text}{null}, got {first['input']!r}")
+
+
+def _unknown(schema: Any, path: str, key: str, engine: Collection[str], *, flat: bool) -> ConfigError:
+    if key in engine and issubclass(schema, ReplicasConfig):
+        return ConfigError(f"{path}.{key}: is an engine setting; write it as {path}.engine.{key}")
+    known = [name for name in get_type_hints(schema) if name != "engine_overrides"]
+    return unknown_key(path, key, [*known, *engine] if flat else known)
+
+
+@cache
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
+
+
+def _schema_at(keys: list[str]) -> Schema:
+    """The schema of the mapping at a path."""
+    if not keys:
+        return OmniConfig
+    return ReplicasConfig if keys[-1] in SIDES else PrefillDecode if keys[-1] == PREFILL_DECODE else StageConfig
+
+
+def _check_stage(path: str, stage: StageConfig, given: Collection[str], engine: Collection[str] | None) -> None:
+    _check_names(f"{path}.engine", stage.engine, engine)
+    if stage.prefill_decode is not None:
         check_said_below(path, given)
-        where = f"{path}.{PREFILL_DECODE}"
-        split = lay_over(where, PrefillDecode(), given.pop(PREFILL_DECODE), partial(_side, names))
-    values = _values(StageConfig, path, given, names, more=(PREFILL_DECODE,))
-    return StageConfig(**values, prefill_decode=split)
+        for side in SIDES:
+            below: ReplicasConfig = getattr(stage.prefill_decode, side)
+            _check_names(f"{path}.{PREFILL_DECODE}.{side}.engine", below.engine, engine)
 
 
-def _side(names: Names, path: str, before: ReplicasConfig, given: Mapping[str, Any]) -> ReplicasConfig:
-    return replace(before, **_values(ReplicasConfig, path, given, names))
-
-
-def _values(
-    schema: type[ReplicasConfig], path: str, given: Mapping[str, Any], names: Names, more: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """The checked values of a mapping whose keys are those of `schema`; `more` are known too, and handled elsewhere."""
-    known = keys(schema)
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        if key not in known:
-            if names.engine is not None and key in names.engine:
-                raise ConfigError(f"{path}.{key}: is an engine setting; write it as {path}.engine.{key}")
-            raise unknown_key(path, key, [*known, *more])
-        values[key] = known[key].check(f"{path}.{key}", value)
-    check_names(f"{path}.engine", values.get("engine", {}), names.engine)
-    check_names(f"{path}.sampling", values.get("sampling", {}), names.sampling)
-    return values
-
-
-def check_names(path: str, given: Mapping[str, Any], known: Collection[str] | None) -> None:
-    """Refuse a key of `given` that is not in `known`; None means nothing is known and all pass."""
-    if known is None:
-        return
+def _check_names(path: str, given: Mapping[str, Any], known: Collection[str] | None) -> None:
+    """Refuse a key of `given` that is not in `known`; None accepts all keys."""
     for key in given:
-        if key not in known:
+        if known is not None and key not in known:
             raise unknown_key(path, key, known)
-
-
-def check_stage(name: str, stages: Collection[str]) -> None:
-    """Refuse a stage that the pipeline does not have."""
-    if name not in stages:
-        raise ConfigError(f"stages.{name}: no such stage; use one of {', '.join(stages)}")
-
-
-def _stages(data: Any, names: Names) -> dict[str, StageConfig]:
-    found: dict[str, StageConfig] = {}
-    for name, value in _mapping("stages", {} if data is None else data).items():
-        check_stage(name, names.stages)
-        found[name] = parse_stage(name, value, names)
-    return found
-
-
-def _mapping(path: str, value: Any) -> dict[str, Any]:
-    checked: dict[str, Any] = MAPPING(path, value)
-    return checked

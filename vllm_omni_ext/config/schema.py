@@ -1,38 +1,42 @@
-"""The configuration: every key with its default, its unit and its meaning. No default lives anywhere else."""
+"""The configuration: every key with its type, its default, its unit and its meaning. No default lives anywhere else."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import ConfigDict
 
 from vllm_omni_ext.config.checks import (
-    AUTO,
-    BOOLEAN,
-    CHUNKS,
-    CONNECTORS,
-    COUNTS,
-    DEVICES,
-    ENVIRONMENT,
-    HOSTS,
     KV_CONNECTORS,
     LB_POLICIES,
-    LB_POLICY,
-    MAPPING,
-    PORT,
-    SHORTEST_HEARTBEAT_TIMEOUT_S,
-    TEXT,
-    Check,
-    integer,
-    one_of,
-    seconds,
+    Boolean,
+    Chunks,
+    Connectors,
+    Count,
+    Counts,
+    Devices,
+    Environment,
+    HeartbeatSeconds,
+    Hosts,
+    KvConnector,
+    LbPolicy,
+    NoKey,
+    NullIsEmpty,
+    Port,
+    Positive,
+    PositiveOrAuto,
+    Seconds,
+    Settings,
+    Text,
 )
 
-STREAM_IDLE_S = "stream_idle_s"
-"""The key that reaches the engines of streaming stages, in vLLM's `additional_config`."""
+STREAM_IDLE_TIMEOUT_S = "stream_idle_timeout_s"
+"""Key of vLLM's `additional_config` that passes the timeout to the engines of streaming stages."""
 
-SENDS, TAKES = "sends", "takes"
-"""The keys there with the connectors of edges that leave a stage and that lead to it, by the edge's name."""
+OUTGOING, INCOMING = "outgoing", "incoming"
+"""Keys of `additional_config` with the connectors of a stage's outgoing and incoming edges, by the edge's name."""
 
 
 ALL_ROUTES, VLLM_ROUTES = "all", "vllm"
@@ -41,246 +45,201 @@ ALL_ROUTES, VLLM_ROUTES = "all", "vllm"
 
 @dataclass(frozen=True)
 class Key:
-    """What is known about one key: the rule for its value, its unit and what it means."""
+    """The unit and the meaning of one configuration key."""
 
-    check: Check
     unit: str
     text: str
 
 
-def _key(default: Any, check: Check, text: str, unit: str = "") -> Any:
-    return field(default=default, metadata={"key": Key(check, unit, text)})
+def _key(default: Any, text: str, unit: str = "") -> Any:
+    return field(default=default, metadata={"key": Key(unit, text)})
 
 
-def _map(check: Check, text: str) -> Any:
-    return field(default_factory=dict, metadata={"key": Key(check, "", text)})
+def _map(text: str, unit: str = "", default: Mapping[str, Any] | None = None) -> Any:
+    return field(default_factory=lambda: dict(default or {}), metadata={"key": Key(unit, text)})
 
 
-def _counts(default: Mapping[str, int], text: str, unit: str) -> Any:
-    return field(default_factory=lambda: dict(default), metadata={"key": Key(COUNTS, unit, text)})
+_FORBID = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasConfig:
-    """What a user may say about replicas that are all alike."""
+    """Settings of replicas that are all alike."""
 
-    replicas: int = _key(
-        1,
-        integer(at_least=0),
-        "How many replicas of the stage are started here. 0: all of them come from other hosts.",
-        "processes",
+    __pydantic_config__ = _FORBID
+    replicas: Count = _key(
+        1, "How many replicas of the stage are started here. 0: all of them come from other hosts.", "processes"
     )
-    devices: str | None = _key(
+    devices: Devices | None = _key(
         None,
-        DEVICES.or_none(),
         "CUDA devices: all of them in order (replicas x devices a replica), or those of the first replica, after which "
         "the others follow: 0,1 makes 0,1 and 2,3. Null: placed automatically.",
         "device numbers",
     )
-    lb_policy: str | None = _key(
-        None,
-        LB_POLICY.or_none(),
-        "Which replica of the stage a new request goes to. Null: the top level's `lb_policy`.",
+    lb_policy: LbPolicy | None = _key(
+        None, "Which replica of the stage a new request goes to. Null: the top level's `lb_policy`."
     )
-    kv_cache_bytes: int | None = _key(
+    kv_cache_bytes: Positive | None = _key(
         None,
-        integer(at_least=1).or_none(),
         "KV cache of each replica. Null: what is left of its part of a CUDA device; on CPU the pipeline's default.",
         "bytes",
     )
-    cpu_threads: int | None = _key(
-        None,
-        integer(at_least=1).or_none(),
-        "OpenMP threads of each replica on a CPU machine. Null: cores divided by all replicas.",
-        "threads",
+    cpu_threads: Positive | None = _key(
+        None, "OpenMP threads of each replica on a CPU machine. Null: cores divided by all replicas.", "threads"
     )
-    engine: Mapping[str, Any] = _map(MAPPING, "vLLM `EngineArgs` fields of this stage, by their Python name.")
-    env: Mapping[str, str] = _map(ENVIRONMENT, "Environment variables of the stage's replica processes.")
-    engine_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Engine fields from `--stage-overrides`: not a key of the file, stronger than stock command line flags."""
+    engine: Settings = _map("vLLM `EngineArgs` fields of this stage, by their Python name.")
+    env: Environment = _map("Environment variables of the stage's replica processes.")
+    engine_overrides: Annotated[Settings, NoKey] = field(default_factory=dict)
+    """Engine fields from `--stage-overrides`. Not a key of the file; they override stock command line flags."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillDecode:
-    """A stage whose prompts are computed by other replicas than its answers."""
+    """A stage with separate prefill and decode replicas."""
 
-    connector: str = _key(KV_CONNECTORS[0], one_of(*KV_CONNECTORS), "What moves the KV cache: `mooncake` or `nixl`.")
-    protocol: str | None = _key(
-        None, TEXT.or_none(), "The connector's transport: `tcp` or `rdma` for mooncake. Null: its default."
+    __pydantic_config__ = _FORBID
+    connector: KvConnector = _key(KV_CONNECTORS[0], "What moves the KV cache: `mooncake` or `nixl`.")
+    protocol: Text | None = _key(None, "The connector's transport: `tcp` or `rdma` for mooncake. Null: its default.")
+    device: Text | None = _key(None, "The connector's network devices. Null: it chooses.")
+    transfer_workers: Positive = _key(16, "Transfers that a prefill replica has under way at once.", "transfers")
+    transfer_timeout_s: Seconds = _key(
+        5.0, "A KV cache that has not come by then is given up; see `on_failure`.", "seconds"
     )
-    device: str | None = _key(None, TEXT.or_none(), "The connector's network devices. Null: it chooses.")
-    senders: int = _key(16, integer(at_least=1), "Transfers that a prefill replica has under way at once.", "transfers")
-    transfer_timeout_s: float = _key(
-        5.0, seconds(), "A KV cache that has not come by then is given up; see `on_failure`.", "seconds"
+    kv_retention_s: Seconds = _key(
+        120.0, "A prefill replica keeps a KV cache that nobody fetches for so long.", "seconds"
     )
-    hold_s: float = _key(
-        120.0, seconds(), "A prefill replica keeps a KV cache that nobody fetches for so long.", "seconds"
-    )
-    on_failure: str = _key(
+    on_failure: Literal["recompute", "fail"] = _key(
         "recompute",
-        one_of("recompute", "fail"),
         "What a decode replica does without the KV cache: `recompute` computes it, `fail` ends the request.",
     )
-    prefill: ReplicasConfig = field(default_factory=ReplicasConfig)
-    decode: ReplicasConfig = field(default_factory=ReplicasConfig)
+    prefill: Annotated[ReplicasConfig, NullIsEmpty] = field(default_factory=ReplicasConfig)
+    decode: Annotated[ReplicasConfig, NullIsEmpty] = field(default_factory=ReplicasConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig(ReplicasConfig):
-    """What a user may say about one stage."""
+    """Settings of one stage."""
 
-    sampling: Mapping[str, Any] = _map(MAPPING, "Default `SamplingParams` fields of this stage.")
-    prefill_decode: PrefillDecode | None = None
-    """Below `stages.<name>.prefill_decode`; None: every replica does both."""
+    __pydantic_config__ = _FORBID
+    params: Settings = _map(
+        "Default parameters of this stage: fields of `SamplingParams`, or of the type that the stage declares. For the "
+        "frontend, endpoints other than chat read those that a generation config has, without `max_tokens`."
+    )
+    prefill_decode: Annotated[PrefillDecode | None, NullIsEmpty] = None
+    """Below `stages.<name>.prefill_decode`; None: every replica does prefill and decode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OmniConfig:
     """The whole configuration."""
 
-    pipeline: str | None = _key(
-        None, TEXT.or_none(), "Name of the pipeline the file is for. Null: taken from the model's architecture."
+    __pydantic_config__ = _FORBID
+    pipeline: Text | None = _key(None, "Which pipeline of the model's family is run. Null: the first one.")
+    async_chunk: Boolean = _key(
+        True, "Hand results to the next stage while they are made; false: once, when a stage has finished."
     )
-    async_chunk: bool = _key(
-        True, BOOLEAN, "Hand results to the next stage while they are made; false: once, when a stage has finished."
-    )
-    chunks: Mapping[str, Any] = _map(
-        CHUNKS,
+    chunks: Chunks = _map(
         "Sizes of successive chunks by hand-over, the last one repeats; `all`: everything once it is complete. "
-        "`adaptive: false`: only the sizes count, not what the client still has to play.",
+        "`adaptive: false`: only the sizes count, not what the client still has to play."
     )
-    chunk_deadline_s: float = _key(
+    chunk_timeout_s: Seconds = _key(
         30.0,
-        seconds(),
         "A request fails if a stage that has begun it gets nothing more from the stage before for so long.",
         "seconds",
     )
-    connectors: Mapping[str, Any] = _map(
-        CONNECTORS,
+    connectors: Connectors = _map(
         "How tensors travel from stage to stage, by hand-over. What is not said: `shared_memory`, or `tcp` with a "
-        "`master_address`.",
+        "`master_address`."
     )
-    stream_idle_s: float = _key(
+    stream_idle_timeout_s: Seconds = _key(
         120.0,
-        seconds(),
-        "A streaming stage forgets a stream for which nothing has come for so long; more than `chunk_deadline_s`.",
+        "A streaming stage forgets a stream for which nothing has come for so long; more than `chunk_timeout_s`.",
         "seconds",
     )
-    api_servers: int | str = _key(
-        1,
-        integer(at_least=1).or_word(AUTO),
-        "How many API server processes are started. `auto`: one for every two cores, at most 8.",
-        "processes",
+    api_servers: PositiveOrAuto = _key(
+        1, "How many API server processes are started. `auto`: one for every two cores, at most 8.", "processes"
     )
-    startup_timeout_s: float = _key(
+    startup_timeout_s: Seconds = _key(
         1800.0,
-        seconds(),
         "A replica must be ready within this time of its own start: download, loading, compilation. Replicas that "
         "share a CUDA device start one after the other, each with its own time.",
         "seconds",
     )
-    shutdown_timeout_s: float = _key(5.0, seconds(), "A process that has not ended by then is killed.", "seconds")
-    request_deadline_s: float | None = _key(
-        None, seconds().or_none(), "A request that takes longer fails. Null: no limit.", "seconds"
+    shutdown_timeout_s: Seconds = _key(5.0, "A process that has not ended by then is killed.", "seconds")
+    request_timeout_s: Seconds | None = _key(None, "A request that takes longer fails. Null: no limit.", "seconds")
+    lb_policy: LbPolicy = _key(
+        LB_POLICIES[0], "Which replica a new request goes to: `least-queue-length`, `round-robin` or `random`."
     )
-    lb_policy: str = _key(
-        LB_POLICIES[0],
-        LB_POLICY,
-        "Which replica a new request goes to: `least-queue-length`, `round-robin` or `random`.",
+    heartbeat_timeout_s: HeartbeatSeconds = _key(
+        30.0, "A replica that is silent for so long is down; at least 1.", "seconds"
     )
-    heartbeat_timeout_s: float = _key(
-        30.0,
-        seconds(at_least=SHORTEST_HEARTBEAT_TIMEOUT_S),
-        "A replica that is silent for so long is down; at least 1.",
-        "seconds",
-    )
-    drain_timeout_s: float = _key(
-        30.0, seconds(), "A replica that leaves is given so long to finish its requests.", "seconds"
-    )
-    replica_wait_s: float = _key(
+    drain_timeout_s: Seconds = _key(30.0, "A replica that leaves is given so long to finish its requests.", "seconds")
+    replica_wait_timeout_s: Seconds = _key(
         60.0,
-        seconds(),
         "Requests wait so long for a replica of a stage that has none, while one may come back; "
         "then they fail with 503.",
         "seconds",
     )
-    restart_limit: int = _key(
-        5,
-        integer(at_least=0),
-        "How often a replica that ended is started again within `restart_window_s`; 0: never.",
-        "times",
+    restart_limit: Count = _key(
+        5, "How often a replica that ended is started again within `restart_window_s`; 0: never.", "times"
     )
-    restart_window_s: float = _key(600.0, seconds(), "The time in which `restart_limit` counts.", "seconds")
-    restart_backoff_s: float = _key(
-        1.0,
-        seconds(),
-        "Pause before a replica is started again; doubles with every failure in the window, up to 30 s.",
-        "seconds",
+    restart_window_s: Seconds = _key(600.0, "The time in which `restart_limit` counts.", "seconds")
+    restart_backoff_s: Seconds = _key(
+        1.0, "Pause before a replica is started again; doubles with every failure in the window, up to 30 s.", "seconds"
     )
-    master_address: str | None = _key(
+    master_address: Text | None = _key(
+        None, "Address of the head, where replicas from other hosts register. Null: the head's loopback only."
+    )
+    master_port: Port | None = _key(
+        None, "TCP port of the head, where replicas from other hosts register. Null: none can."
+    )
+    cluster_secret_file: Text | None = _key(
         None,
-        TEXT.or_none(),
-        "Address of the head, where replicas from other hosts register. Null: the head's loopback only.",
-    )
-    master_port: int | None = _key(
-        None, PORT.or_none(), "TCP port of the head, where replicas from other hosts register. Null: none can."
-    )
-    cluster_secret_file: str | None = _key(
-        None,
-        TEXT.or_none(),
         "File with a secret of at least 16 bytes, without which nobody can join, report, read or send anything. Null: "
         "with a `master_address` one is made for this user and used again, see operations.md.",
     )
-    no_cluster_secret: bool = _key(
-        False, BOOLEAN, "Do without a secret: whoever reaches the ports can join, read and send. Said on all hosts."
+    no_cluster_secret: Boolean = _key(
+        False, "Do without a secret: whoever reaches the ports can join, read and send. Said on all hosts."
     )
-    max_body_mib: int = _key(
-        256, integer(at_least=1), "A request whose body is longer is refused with status 413.", "MiB"
-    )
-    api_key_routes: str = _key(
+    max_body_mib: Positive = _key(256, "A request whose body is longer is refused with status 413.", "MiB")
+    api_key_routes: Literal["all", "vllm"] = _key(
         ALL_ROUTES,
-        one_of(ALL_ROUTES, VLLM_ROUTES),
         "Which routes need the API key, if there is one. `all`: all but `/health`, `/ping` and `/metrics`. `vllm`: "
         "those below `/v1`, `/v2`, `/inference` and `/cohere`, which is vLLM's own rule.",
     )
-    allow_private_media: str | None = _key(
+    allow_private_media: Hosts | None = _key(
         None,
-        HOSTS.or_none(),
         "Hosts and networks that are not public and that `image_url`, `audio_url` and `video_url` may nevertheless be "
         "fetched from, comma-separated, or `all`. Null: none.",
     )
-    max_body_values: int = _key(
-        100_000,
-        integer(at_least=1),
-        "A JSON body with more objects, arrays, texts, numbers and keys is refused with status 413.",
-        "values",
+    max_body_values: Positive = _key(
+        100_000, "A JSON body with more objects, arrays, texts, numbers and keys is refused with status 413.", "values"
     )
-    max_body_ids: int = _key(
+    max_body_ids: Positive = _key(
         2_000_000,
-        integer(at_least=1),
         "A JSON body with more numbers in fields that may be token ids (`prompt`, `input`, `tokens`, ...) is refused "
         "with status 413.",
         "numbers",
     )
-    max_body_depth: int = _key(
-        100,
-        integer(at_least=1),
-        "A JSON body with more objects and arrays inside of one another is refused with status 413.",
-        "levels",
+    max_body_depth: Positive = _key(
+        100, "A JSON body with more objects and arrays inside of one another is refused with status 413.", "levels"
     )
-    max_field_elements: Mapping[str, int] = _counts(
-        {"messages": 5_000, "messages.*": 5_000, "messages[]": 1_024, "input": 3_000, "tools": 1_000, "items": 1_024},
+    max_field_elements: Counts = _map(
         "A body with more objects, arrays and texts directly in one of these fields is refused with status 413. "
         "`messages.*`: content parts, tool calls and what is in them, of all messages together; `messages[]`: arrays "
         "in `messages`, which are conversations. What a file says replaces all of it.",
         "elements",
+        {"messages": 5_000, "messages.*": 5_000, "messages[]": 1_024, "input": 3_000, "tools": 1_000, "items": 1_024},
     )
-    max_field_values: Mapping[str, int] = _counts(
-        {"structured_outputs": 10_000, "response_format": 10_000},
+    max_field_values: Counts = _map(
         "A body with more values and keys anywhere in one of these fields is refused with status 413.",
         "values",
+        {"structured_outputs": 10_000, "response_format": 10_000},
     )
-    max_field_bytes: Mapping[str, int] = _counts(
+    max_field_bytes: Counts = _map(
+        "A body in which one of these fields is longer is refused with status 413. `*`: every other field but "
+        "those that hold prompts and media.",
+        "bytes",
         {
             "*": 1 << 20,
             "tools": 8 << 20,
@@ -289,44 +248,34 @@ class OmniConfig:
             "model": 4096,
             "request_id": 4096,
         },
-        "A body in which one of these fields is longer is refused with status 413. `*`: every other field but "
-        "those that hold prompts and media.",
-        "bytes",
     )
-    max_image_pixels: int = _key(
+    max_image_pixels: Positive = _key(
         64_000_000,
-        integer(at_least=1),
         "An image with more pixels is refused before it is decoded. The environment variable VLLM_MAX_IMAGE_PIXELS "
         "comes before it.",
         "pixels",
     )
-    max_request_pixels: int = _key(
+    max_request_pixels: Positive = _key(
         256_000_000,
-        integer(at_least=1),
         "A request whose images have more pixels together is refused; decoded they take three bytes each.",
         "pixels",
     )
-    log_dir: str | None = _key(
-        None,
-        TEXT.or_none(),
-        "Directory for one log file a replica, which stay there. Null: a temporary one, removed at the end.",
+    log_dir: Text | None = _key(
+        None, "Directory for one log file a replica, which stay there. Null: a temporary one, removed at the end."
     )
-    verbose: bool = _key(False, BOOLEAN, "Replicas log to the terminal instead of to files.")
-    kept_traces: int = _key(
-        64,
-        integer(at_least=1),
-        "How many requests with `return_stage_metrics` each API server keeps for `/v1/omni/trace`.",
-        "requests",
+    verbose: Boolean = _key(False, "Replicas log to the terminal instead of to files.")
+    max_traces: Positive = _key(
+        64, "How many requests with `return_stage_metrics` each API server keeps for `/v1/omni/trace`.", "requests"
     )
-    stages: Mapping[str, StageConfig] = field(default_factory=dict)
-    """Settings by stage name; a stage that is not named has the defaults of `StageConfig`."""
+    stages: Annotated[Mapping[str, Annotated[StageConfig, NullIsEmpty]], NullIsEmpty] = field(default_factory=dict)
+    """Settings by stage name; a missing stage has the defaults of `StageConfig`."""
 
     def stage(self, name: str) -> StageConfig:
-        """The settings of a stage, or the defaults if nothing was said about it."""
+        """The settings of a stage, or the defaults if it has none."""
         return self.stages.get(name, StageConfig())
 
     def policy(self, name: str) -> str:
-        """The load balancing policy of a stage: its own, or the one of all."""
+        """The load balancing policy of a stage: its own, or the top level's."""
         return self.stage(name).lb_policy or self.lb_policy
 
 
@@ -334,5 +283,5 @@ Schema: TypeAlias = type[OmniConfig] | type[ReplicasConfig] | type[PrefillDecode
 
 
 def keys(schema: Schema) -> dict[str, Key]:
-    """The keys with plain values that a file may hold at that level; the levels below are not among them."""
+    """The keys with plain values that a file may hold at that level, without nested levels."""
     return {f.name: f.metadata["key"] for f in fields(schema) if "key" in f.metadata}

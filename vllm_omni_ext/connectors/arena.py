@@ -1,8 +1,8 @@
-"""Which bytes of a fixed piece of memory are free. Pure: knows offsets, not memory.
+"""Allocator of byte ranges in a fixed block of memory. Pure: works on offsets, without the memory itself.
 
-First fit by address. Pieces are freed in any order, since a request that is kept for a replica to come must not hold up
-what was put after it, as it would in a queue; and low addresses are used again first, so that no more pages of the
-memory are ever touched than were needed at once, and the warm ones are reused.
+First fit by address. Ranges can be freed in any order: with a ring buffer, a request that is retained for a failover
+would block the memory of later requests. Low addresses are reused first, so that the number of touched pages never
+exceeds the peak use, and cached pages are reused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and more than any element needs."""
+"""Bytes of a cache line, which is enough for every element type."""
 
 
 def aligned(size: int) -> int:
@@ -19,17 +19,17 @@ def aligned(size: int) -> int:
 
 
 class Arena:
-    """Allocates pieces of `capacity` bytes (rounded down to whole lines)."""
+    """Allocates ranges of `capacity` bytes (rounded down to whole cache lines)."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity // ALIGNMENT * ALIGNMENT
-        self._starts = [0]  # of free spans, ascending; never adjacent
+        self._starts = [0]  # of the free spans, ascending; spans are never adjacent
         self._stops = [self.capacity]
         self._used: dict[int, int] = {}
         self.used_bytes = 0
 
     def take(self, size: int) -> int | None:
-        """Offset of `size` free bytes; None if there is no span of that length. An empty piece takes a line."""
+        """Allocate `size` bytes and return their offset; None without a free span. 0 bytes take one cache line."""
         size = max(aligned(size), ALIGNMENT)
         spans = enumerate(zip(self._starts, self._stops, strict=True))
         found = next(((at, start, stop) for at, (start, stop) in spans if stop - start >= size), None)
@@ -45,7 +45,7 @@ class Arena:
         return start
 
     def free(self, offset: int) -> None:
-        """Give a piece back; KeyError if it is none."""
+        """Free an allocated range; KeyError if nothing is allocated at `offset`."""
         size = self._used.pop(offset)
         self.used_bytes -= size
         at = bisect_left(self._starts, offset)

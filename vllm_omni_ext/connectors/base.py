@@ -1,24 +1,22 @@
-"""What every connector is: how tensors pass from one stage's process to another's, outside the request messages.
+"""Interface of connectors, which transfer tensors from one stage's process to another's, outside the request messages.
 
-A connector is a store that is written once. The producer of an edge `put`s chunks, a consumer `get`s them, and both
-name them by `(request, edge, index)`:
+A connector is a write-once store. The producer of an edge `put`s chunks and consumers `get` them, by the key
+`(request, edge, index)`:
 
 - Chunks may be put and read in any order; each key is put once. The chunk with the highest index is marked `last`.
-- What was put is immutable and is kept by the producer until the request is forgotten. It may be read any number of
-  times, by any consumer: a replica that takes a request over opens it and finds everything there, also what its
-  predecessor has read.
-- `forget` in the consumer frees the request on both sides, unless another consumer has it open; in the producer it
-  frees it on both sides for everybody. What nobody has open is dropped `keep_s` after it was last touched.
-- Memory is bounded: what does not fit raises `BackPressure` at once. No `put` waits.
+- Chunks are immutable, and the producer keeps them until the request is forgotten. Any consumer may read them any
+  number of times: after a failover, the new replica can read all chunks, also those that were read before.
+- `forget` in a consumer frees the request on both sides, unless another consumer has the request open; `forget` in the
+  producer always frees it. A request that no consumer has open is dropped `retention_s` after its last use.
+- Memory is bounded: a chunk that does not fit raises `BackPressure` at once. No `put` waits.
 - Every `get` ends: with the chunk, with the producer's reason (`ChunkFailed`), when the connection to the producer is
-  gone (`ProducerLost`, within a second if its process has died), or at its deadline (`DeadlinePassed`).
-- Producers have an address, a text that travels with the request: that is how a consumer knows which of several
-  replicas has its chunks. One producer serves many consumers, and one consumer reads from many producers.
+  lost (`ProducerLost`, within a second if its process has died), or at its deadline (`DeadlinePassed`).
+- A producer has an address, a text that is sent with the request: it names which of several replicas has
+  the chunks. One producer serves many consumers, and one consumer reads from many producers.
 
-Parts of a chunk are torch tensors of any dtype, shape and device, or bytes. A put takes them over: they must not be
-changed afterwards, since some connectors send them from where they are. What a `get` returns is on the host; bytes come
-back as a `memoryview`. Tensors returned by a connector inside one process are the producer's own and are not to be
-changed either.
+Parts of a chunk are torch tensors of any dtype, shape and device, or bytes. The caller must not change them after
+`put`, since some connectors send them without a copy. `get` returns them in host memory, bytes as a `memoryview`. A
+connector inside one process may return the producer's own tensors, which must not be changed either.
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ Part: TypeAlias = "Any"
 """A torch tensor, or bytes (anything with the buffer protocol)."""
 
 MAX_META_BYTES = 16 * 1024
-"""Longest metadata of a chunk; larger things are parts."""
+"""Longest metadata of a chunk; larger data must be a part."""
 
 MAX_PARTS = 256
-"""Parts of one chunk."""
+"""Most parts of one chunk."""
 
 MAX_NAME = 512
 """Longest request or edge name, in characters."""
@@ -46,22 +44,22 @@ MIB = 1024 * 1024
 
 
 class ConnectorError(OmniError):
-    """Base of what a connector raises."""
+    """Base class of the errors of connectors."""
 
 
 class BackPressure(ConnectorError):
-    """The producer holds as much as it may; nothing was taken. Try again when something has been forgotten."""
+    """The producer's memory is full; the chunk was not stored. Try again when a request has been forgotten."""
 
 
 class Forgotten(ConnectorError):
-    """The request was forgotten, or dropped because nobody had it open."""
+    """The request was forgotten, or dropped because no consumer had it open."""
 
 
 class ChunkFailed(ConnectorError):
-    """The producer has said that it cannot produce the request's chunks.
+    """The producer cannot produce the request's chunks.
 
     Attributes:
-        reason: in the producer's words.
+        reason: as passed to `Producer.fail`.
     """
 
     def __init__(self, message: str, *, reason: str = "") -> None:
@@ -70,15 +68,15 @@ class ChunkFailed(ConnectorError):
 
 
 class ProducerLost(ConnectorError):
-    """There is no connection to the producer: it has ended, was never there, or does not accept this consumer."""
+    """There is no connection to the producer: it has ended, never existed, or refuses this consumer."""
 
 
 class DeadlinePassed(ConnectorError):
-    """The chunk did not come in time."""
+    """The chunk did not arrive in time."""
 
 
 class NoSuchChunk(ConnectorError):
-    """The index lies behind the chunk that was marked as the last."""
+    """The index is behind that of the last chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,30 +107,30 @@ class Received:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectorConfig:
-    """How an edge's tensors travel.
+    """How an edge transfers its tensors.
 
     Attributes:
         name: a name of `registry`, or `package.module:Class` of another connector.
-        capacity_bytes: what a producer holds at most, all requests together.
-        window_bytes: what is sent to a consumer at most, for each request, ahead of its reading (`tcp`); the landing
-            area of a consumer (`mooncake`).
-        max_requests: requests that a producer knows at most.
-        deadline_s: how long a `get` waits if it is not told otherwise.
-        keep_s: how long a request is kept that no consumer has open.
-        host: where a producer listens (`tcp`, `mooncake`). Anything but loopback should have keys.
-        port: of the producer; 0: any.
-        protocol: of mooncake: "tcp" or "rdma".
-        device: of mooncake: network device; empty: any.
-        listening: ZeroMQ options of TCP sockets that listen, by libzmq's number of the option: CURVE keys.
-        connecting: the same for TCP sockets that connect. Never part of a configuration: each process finds its own.
+        capacity_bytes: most bytes that a producer holds, for all requests together.
+        window_bytes: most bytes per request that are sent to a consumer before it reads them (`tcp`); size of a
+            consumer's receive buffer (`mooncake`).
+        max_requests: most requests that a producer holds.
+        timeout_s: how long a `get` waits by default.
+        retention_s: how long a request is kept that no consumer has open.
+        host: address on which a producer listens (`tcp`, `mooncake`). Addresses other than loopback should have keys.
+        port: port on which a producer listens; 0: any.
+        protocol: transport of `mooncake`: "tcp" or "rdma".
+        device: network device of `mooncake`; empty: any.
+        listening: ZeroMQ options of listening TCP sockets, by libzmq option number: CURVE keys.
+        connecting: the same for connecting TCP sockets. Never configured by the user: each process sets both itself.
     """
 
     name: str
     capacity_bytes: int = 256 * MIB
     window_bytes: int = 64 * MIB
     max_requests: int = 65536
-    deadline_s: float = 10.0
-    keep_s: float = 120.0
+    timeout_s: float = 10.0
+    retention_s: float = 120.0
     host: str = "127.0.0.1"
     port: int = 0
     protocol: str = "tcp"
@@ -141,7 +139,7 @@ class ConnectorConfig:
     connecting: Mapping[int, Any] = field(default_factory=dict, repr=False, hash=False)
 
     def __post_init__(self) -> None:
-        for name in ("capacity_bytes", "window_bytes", "max_requests", "deadline_s", "keep_s"):
+        for name in ("capacity_bytes", "window_bytes", "max_requests", "timeout_s", "retention_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"connector.{name}: must be positive, got {getattr(self, name)}")
         if self.protocol not in ("tcp", "rdma"):
@@ -152,15 +150,15 @@ class ConnectorConfig:
 
 @dataclass(slots=True)
 class Stats:
-    """What an endpoint holds now, and what it has seen.
+    """Statistics of a producer or consumer.
 
     Attributes:
         requests: known requests.
         chunks: chunks whose memory is in use.
-        held_bytes: their size, rounded as they are stored.
-        links: consumers of a producer, producers of a consumer.
-        dropped: messages that were none, or of nobody who may send them.
-        moved_bytes: written by a producer, read by a consumer, since it was made.
+        held_bytes: size of these chunks, rounded up as stored.
+        links: connected consumers of a producer, or producers of a consumer.
+        dropped: dropped messages: malformed, or from an unauthorized sender.
+        moved_bytes: bytes written by a producer, or read by a consumer, since its start.
     """
 
     requests: int = 0
@@ -177,34 +175,34 @@ class Producer(ABC):
     @property
     @abstractmethod
     def address(self) -> str:
-        """What a consumer needs to find this producer. Holds a secret: whoever knows it may read."""
+        """The address with which consumers connect. It contains a secret: every process that has it may read."""
 
     @abstractmethod
     def put(self, key: ChunkKey, parts: Sequence[Part], *, meta: bytes = b"", last: bool = False) -> None:
-        """Hand a chunk over. Returns when the parts have been taken over, and does not wait for anybody.
+        """Store a chunk. Never waits for a consumer.
 
         Raises:
-            BackPressure: no room now.
-            Forgotten: nobody wants the request's chunks any more; there is no need for further ones.
+            BackPressure: no memory is free now.
+            Forgotten: the request was forgotten; its further chunks are not needed.
             ChunkFailed: `fail` was called for the request.
             ValueError: wrong edge, a key that was put before, an index behind the last, or a chunk that can never fit.
         """
 
     @abstractmethod
     def fail(self, request: str, reason: str) -> None:
-        """Say that the request's chunks will not come: every `get` of it raises `ChunkFailed` from now on."""
+        """Mark a request as failed: from now on every `get` for it raises `ChunkFailed`."""
 
     @abstractmethod
     def forget(self, request: str) -> None:
-        """Free everything of a request, on both sides. Unknown requests are ignored."""
+        """Free all data of a request, on both sides. Unknown requests are ignored."""
 
     @abstractmethod
     def stats(self) -> Stats:
-        """What is held."""
+        """Return the current statistics."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything; consumers get `ProducerLost`. May be called twice."""
+        """Free all data; consumers get `ProducerLost`. May be called twice."""
 
     def __enter__(self) -> Producer:
         return self
@@ -218,37 +216,37 @@ class Consumer(ABC):
 
     @abstractmethod
     def open(self, request: str, source: str) -> None:
-        """Begin to receive a request's chunks from the producer at the address `source`. Returns at once.
+        """Start receiving a request's chunks from the producer at the address `source`. Returns at once.
 
-        A request that is open already stays as it is, except if its producer was lost: then it is tried again.
+        For a request that is open already this does nothing, unless its producer was lost: then it reconnects.
 
         Raises:
-            ValueError: `source` is no address of this connector.
+            ValueError: `source` is not an address of this connector.
         """
 
     @abstractmethod
-    def get(self, key: ChunkKey, deadline_s: float | None = None) -> Received:
-        """Return a chunk of an open request, as soon as it is there.
+    def get(self, key: ChunkKey, timeout_s: float | None = None) -> Received:
+        """Return a chunk of an open request; wait until it has arrived.
 
         Args:
-            deadline_s: seconds from now; None: the configured one. 0: only if it is there.
+            timeout_s: seconds from now; None: the configured timeout; 0: do not wait.
 
         Raises:
-            ConnectorError: it will not come, or not in time; the subclass says why.
-            ValueError: the request is not open, or the edge is another.
+            ConnectorError: the chunk cannot be read, or not in time; the subclass gives the reason.
+            ValueError: the request is not open, or the key has another edge.
         """
 
     @abstractmethod
     def forget(self, request: str) -> None:
-        """End the request here, and at its producer unless another consumer has it open. Unknown ones are ignored."""
+        """End a request here, and at its producer unless another consumer has it open. Unknown ones are ignored."""
 
     @abstractmethod
     def stats(self) -> Stats:
-        """What is held."""
+        """Return the current statistics."""
 
     @abstractmethod
     def close(self) -> None:
-        """End everything; producers keep what they have. May be called twice."""
+        """End all requests here; producers keep their chunks. May be called twice."""
 
     def __enter__(self) -> Consumer:
         return self
@@ -258,23 +256,23 @@ class Consumer(ABC):
 
 
 Arrived: TypeAlias = "Callable[[str], None]"
-"""Called with a request's name, in a connector's thread, when a `get` of it may have another answer than before."""
+"""Called with a request's name, in a connector's thread, when the result of a `get` for it may have changed."""
 
 
 def ignore(request: str) -> None:
-    """For consumers that wait in `get`."""
+    """The listener of consumers that wait in `get`: does nothing."""
 
 
 @dataclass(frozen=True)
 class Connector(ABC):
-    """Makes the ends of edges. Subclasses say how tensors travel."""
+    """Makes producers and consumers of edges. Subclasses implement the transport."""
 
     config: ConnectorConfig
 
     @abstractmethod
     def producer(self, edge: str) -> Producer:
-        """The writing end of `edge` for this process."""
+        """Make the producer of `edge` in this process."""
 
     @abstractmethod
     def consumer(self, edge: str, arrived: Arrived = ignore) -> Consumer:
-        """The reading end of `edge` for this process."""
+        """Make a consumer of `edge` in this process."""

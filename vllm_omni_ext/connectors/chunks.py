@@ -1,4 +1,4 @@
-"""Chunks: the one form in which results pass from stage to stage. A whole payload is one chunk with `last=True`."""
+"""Chunks, in which all results are sent from stage to stage. A whole payload is one chunk with `last=True`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-ALL = 0  # a chunk size of "everything, once it is complete"
+ALL = 0  # chunk size: all items in one chunk, when the stream has ended
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Generic[T]):
-    """Consecutive items of one hand-over; `index` counts from 0, `last` marks the end."""
+    """Consecutive items of one stream on an edge; `index` counts from 0, `last` marks the end."""
 
     index: int
     items: tuple[T, ...]
@@ -21,13 +21,13 @@ class Chunk(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class ChunkSchedule:
-    """How many items successive chunks wait for; the final size repeats. `(ALL,)` is one chunk with everything.
+    """Sizes of successive chunks, in items; the last size repeats. `(ALL,)` is one chunk with all items.
 
-    Example: (4, 25) hands over once there are 4 items, then once there are 25 more, and what is left at the end.
+    Example: (4, 25) sends a chunk after 4 items, then one after every 25 more, and the rest at the end.
 
     Attributes:
-        rate: items a second that the consumer uses up once it has begun. A chunk then also goes out as soon as waiting
-            for another item could make the consumer wait. 0: only the sizes count.
+        rate: items per second that the consumer uses once it has begun. A chunk is then also sent when waiting for
+            another item could make the consumer wait. 0: only the sizes count.
     """
 
     sizes: tuple[int, ...] = (ALL,)
@@ -41,29 +41,29 @@ class ChunkSchedule:
 
     @classmethod
     def of(cls, sizes: Sequence[int] | str, rate: float = 0.0) -> ChunkSchedule:
-        """From what a configuration says: sizes, or the word for everything at once."""
+        """Make a schedule from a configured value: sizes, or any string for one chunk with all items."""
         return cls((ALL,) if isinstance(sizes, str) else tuple(sizes), rate)
 
     def size(self, index: int) -> int:
-        """Items that chunk `index` waits for; ALL means until the end."""
+        """Size of chunk `index`, in items; ALL: until the end."""
         return self.sizes[min(index, len(self.sizes) - 1)]
 
     def due(self, index: int, sent: int, elapsed: float | None) -> int:
-        """As `size`, but never so many that the consumer would run dry while items come at its own rate or faster.
+        """As `size`, but limited so that the consumer never waits while items arrive at its own rate or faster.
 
         Args:
-            sent: items handed over in earlier chunks.
-            elapsed: seconds since the consumer began; None: it has not.
+            sent: items sent in earlier chunks.
+            elapsed: seconds since the consumer began; None: it has not begun.
         """
         size = self.size(index)
         if size == ALL or elapsed is None or not self.rate:
             return size
-        # The last item sent does not count: the end of it may be of no use before the next one.
+        # The last item sent does not count: the consumer may need the next item before it can use all of this one.
         return min(size, max(1, int(sent - 1 - elapsed * self.rate)))
 
 
 class ChunkWriter(Generic[T]):
-    """Cuts a stream of items into the chunks of a schedule."""
+    """Splits a stream of items into the chunks of a schedule."""
 
     def __init__(self, schedule: ChunkSchedule) -> None:
         self._schedule = schedule
@@ -73,10 +73,10 @@ class ChunkWriter(Generic[T]):
         self._closed = False
 
     def write(self, items: Iterable[T], *, last: bool = False, elapsed: float | None = None) -> Chunk[T] | None:
-        """Take items; return the next chunk if it is due, with everything there is, else None.
+        """Add items; return the next chunk, with all pending items, if it is due, else None.
 
         Args:
-            last: nothing follows; what is left goes out, marked as the end.
+            last: no item follows; the pending items are returned in a chunk marked as the last.
             elapsed: seconds since the consumer began, for schedules with a rate.
 
         Raises:
@@ -94,19 +94,3 @@ class ChunkWriter(Generic[T]):
         self._items.clear()
         self._index += 1
         return chunk
-
-
-class ChunkReader(Generic[T]):
-    """Puts chunks together again and refuses gaps, repeats and chunks after the end."""
-
-    def __init__(self) -> None:
-        self._next = 0
-        self.closed = False
-
-    def read(self, chunk: Chunk[T]) -> tuple[T, ...]:
-        """Return the chunk's items; ValueError if it is not the next one."""
-        if self.closed or chunk.index != self._next:
-            raise ValueError(f"chunk {chunk.index} came where {'the end' if self.closed else self._next} was due")
-        self._next += 1
-        self.closed = chunk.last
-        return chunk.items

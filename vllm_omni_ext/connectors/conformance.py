@@ -1,4 +1,4 @@
-"""What a connector has to do, as tests that anybody can run on theirs. Needs pytest.
+"""Public test suite for connectors. Needs pytest.
 
     from vllm_omni_ext.connectors.base import ConnectorConfig
     from vllm_omni_ext.connectors.conformance import Conformance
@@ -6,8 +6,8 @@
     class TestMine(Conformance):
         config = ConnectorConfig(name="my_package.my_module:MyConnector")
 
-`config` has to leave the limits at their defaults. Producers and consumers are threads and, unless `processes` is
-false, also processes that get SIGKILL.
+`config` must leave the limits at their defaults. Producers and consumers run in threads and, unless `processes` is
+false, also in processes that are killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from vllm_omni_ext.connectors.base import (
 )
 from vllm_omni_ext.connectors.registry import connector
 
-EDGE = "rows"
+EDGE = "hidden_states"
 PATIENCE_S = 30.0
-"""For what has to happen on a machine that is busy with other things."""
+"""Timeout for events that must happen, also on a busy machine."""
 
 NOTICED_S = 1.0
-"""How long the end of a process may stay unnoticed."""
+"""Longest time in which the end of a process, a failure or a deadline must be noticed."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
 SHAPES = ((3, 5), (), (0,), (4, 0, 2), (1, 1, 1, 7))
 
 
 def key(request: str, index: int = 0) -> ChunkKey:
-    """A chunk's name on the edge of these tests."""
+    """Return a chunk key on the edge of these tests."""
     return ChunkKey(request, EDGE, index)
 
 
 def tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Something that is not the same everywhere."""
+    """Return a tensor whose elements differ."""
     count = torch.Size(shape).numel()
     return (torch.arange(count, dtype=torch.float32) % 251).to(dtype).view(shape)
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
-    """Wait until something holds; AssertionError if it does not in time."""
+    """Wait until a condition holds; AssertionError with the message `what` if it does not in time."""
     end = time.monotonic() + PATIENCE_S
     pause = threading.Event()
     while not condition():
@@ -74,32 +74,32 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 
 
 def empty(*ends: Producer | Consumer) -> bool:
-    """Whether nothing of any request is held."""
+    """Whether no request, chunk or memory is held."""
     return all((s.requests, s.chunks, s.held_bytes) == (0, 0, 0) for s in (end.stats() for end in ends))
 
 
 def produce(config: ConnectorConfig, pipe: Any) -> None:
-    """A process with a producer: says its address, puts as many chunks as it is told, and waits."""
+    """Body of a process with a producer: sends its address, then puts chunks on command."""
     with connector(config).producer(EDGE) as producer:
         pipe.send(producer.address)
-        while (told := pipe.recv()) is not None:
-            request, count, rows = told
+        while (command := pipe.recv()) is not None:
+            request, count, rows = command
             for index in range(count):
                 producer.put(key(request, index), [torch.full((rows, 64), float(index))], last=index == count - 1)
             pipe.send(producer.stats())
 
 
 def consume(config: ConnectorConfig, pipe: Any) -> None:
-    """A process with a consumer: opens requests and says the sums of their chunks, and waits."""
+    """Body of a process with a consumer: opens requests on command and sends the sums of their chunks."""
     with connector(config).consumer(EDGE) as consumer:
-        while (told := pipe.recv()) is not None:
-            request, source, count = told
+        while (command := pipe.recv()) is not None:
+            request, source, count = command
             consumer.open(request, source)
             pipe.send([consumer.get(key(request, i), PATIENCE_S).parts[0].sum().item() for i in range(count)])
 
 
 class Child:
-    """A process of the tests."""
+    """A child process of the tests."""
 
     def __init__(self, target: Callable[[ConnectorConfig, Any], None], config: ConnectorConfig) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -109,13 +109,13 @@ class Child:
         self.process.start()
         theirs.close()
 
-    def hear(self) -> Any:
-        """What it says next."""
-        assert self.pipe.poll(PATIENCE_S), "the process says nothing"
+    def receive(self) -> Any:
+        """Return the next message of the process."""
+        assert self.pipe.poll(PATIENCE_S), "the process sends nothing"
         return self.pipe.recv()
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the process with SIGKILL."""
         if self.process.is_alive() and self.process.pid is not None:
             os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()
@@ -124,7 +124,7 @@ class Child:
 
 @contextmanager
 def child(target: Callable[[ConnectorConfig, Any], None], config: ConnectorConfig) -> Iterator[Child]:
-    """A process that does not outlive the block."""
+    """Start a process that is killed at the end of the block."""
     made = Child(target, config)
     try:
         yield made
@@ -133,11 +133,11 @@ def child(target: Callable[[ConnectorConfig, Any], None], config: ConnectorConfi
 
 
 class Conformance:
-    """The suite. Subclasses say which connector it is about."""
+    """The test suite. Subclasses set `config` to the connector under test."""
 
     config: ClassVar[ConnectorConfig]
     processes: ClassVar[bool] = True
-    """Whether the connector connects processes."""
+    """Whether the connector works between processes."""
 
     large_bytes: ClassVar[int] = 200 * MIB
 
@@ -185,18 +185,18 @@ class Conformance:
             assert torch.equal(waiting.result(PATIENCE_S).parts[0], torch.ones(2))
 
     def test_the_listener_hears_of_everything(self) -> None:
-        heard: list[str] = []
+        events: list[str] = []
         made = connector(self.config)
-        with made.producer(EDGE) as producer, made.consumer(EDGE, heard.append) as consumer:
+        with made.producer(EDGE) as producer, made.consumer(EDGE, events.append) as consumer:
             for name in ("chunk", "failure"):
                 consumer.open(name, producer.address)
             producer.put(key("chunk"), [b"x"])
             producer.fail("failure", "no")
-            eventually(lambda: sorted(heard) == ["chunk", "failure"], "the listener was not told")
+            eventually(lambda: sorted(events) == ["chunk", "failure"], "the listener got no event")
             consumer.open("loss", producer.address)
             consumer.open("chunk", producer.address)
             producer.close()
-            eventually(lambda: "loss" in heard, "the listener was not told that the producer is lost")
+            eventually(lambda: "loss" in events, "the listener got no event about the lost producer")
 
     def test_a_deadline_is_kept(self, ends: tuple[Producer, Consumer]) -> None:
         producer, consumer = ends
@@ -256,7 +256,7 @@ class Conformance:
         consumer.forget("a")
         assert empty(consumer)
         producer.forget("a")
-        producer.forget("never heard of")
+        producer.forget("unknown")
 
     def test_two_consumers_and_one_request(self) -> None:
         made = connector(self.config)
@@ -319,7 +319,7 @@ class Conformance:
                 producer.put(key("a", index), [])
 
     def test_an_abandoned_request_is_dropped(self) -> None:
-        made = connector(replace(self.config, keep_s=0.3))
+        made = connector(replace(self.config, retention_s=0.3))
         with made.producer(EDGE) as producer, made.consumer(EDGE) as consumer:
             consumer.open("open", producer.address)
             producer.put(key("open"), [torch.ones(5)])
@@ -330,7 +330,7 @@ class Conformance:
             with pytest.raises(Forgotten):
                 consumer.open("abandoned", producer.address)
                 consumer.get(key("abandoned"))
-            assert torch.equal(consumer.get(key("open")).parts[0], torch.ones(5)), "somebody has it open"
+            assert torch.equal(consumer.get(key("open")).parts[0], torch.ones(5)), "a consumer has it open"
 
     def test_mistakes_of_the_caller(self, ends: tuple[Producer, Consumer]) -> None:
         producer, consumer = ends
@@ -384,7 +384,7 @@ class Conformance:
         self.check_left(threads, files)
 
     def check_left(self, threads: set[threading.Thread], files: set[str]) -> None:
-        """After closing. What a library keeps for the whole process may be allowed by overriding this."""
+        """Check that closing leaves no threads and files. Override to allow those that a library keeps per process."""
         left = {t.name for t in set(threading.enumerate()) - threads if t.name.startswith("omni-")}
         assert left == set()
         eventually(lambda: len(os.listdir("/proc/self/fd")) <= len(files) + 3, "file descriptors are left open")
@@ -402,15 +402,15 @@ class Conformance:
     def test_between_processes(self) -> None:
         self.require_processes()
         with child(produce, self.config) as writer, child(consume, self.config) as reader:
-            source = writer.hear()
+            source = writer.receive()
             reader.pipe.send(("a", source, 5))
             writer.pipe.send(("a", 5, 100))
-            assert reader.hear() == [index * 6400.0 for index in range(5)]
+            assert reader.receive() == [index * 6400.0 for index in range(5)]
 
     def test_a_killed_producer_is_noticed(self) -> None:
         self.require_processes()
         with child(produce, self.config) as writer, connector(self.config).consumer(EDGE) as consumer:
-            source = writer.hear()
+            source = writer.receive()
             consumer.open("a", source)
             writer.pipe.send(("a", 1, 10))
             assert consumer.get(key("a"), PATIENCE_S).last
@@ -433,10 +433,10 @@ class Conformance:
             for index in range(3):
                 producer.put(key("a", index), [torch.full((4,), float(index))], last=index == 2)
             first.pipe.send(("a", producer.address, 3))
-            assert first.hear() == [0.0, 4.0, 8.0]
+            assert first.receive() == [0.0, 4.0, 8.0]
             first.kill()
             with child(consume, self.config) as second:
                 second.pipe.send(("a", producer.address, 3))
-                assert second.hear() == [0.0, 4.0, 8.0]
+                assert second.receive() == [0.0, 4.0, 8.0]
             producer.forget("a")
             eventually(lambda: empty(producer), "the dead consumers hold the producer's memory")

@@ -1,12 +1,12 @@
-"""Between hosts with Mooncake's transfer engine: over TCP, or RDMA with `protocol: rdma`.
+"""Connector between hosts with Mooncake's transfer engine: over TCP, or RDMA with `protocol: rdma`.
 
-A producer keeps its chunks in registered memory. Consumers are told where they lie by messages (as in `tcp`, but
-without payloads), and read them one-sidedly into registered memory of their own, from where they are copied once.
+A producer keeps its chunks in registered memory. Messages (as in `tcp`, but without payloads) inform consumers of the
+addresses. Consumers read chunks one-sidedly into registered memory of their own, from which they are copied once.
 
-The engine listens on all interfaces, whatever host it is given, and asks nobody who they are: use a private network, or
-a network namespace. There is one engine a process and network device; it ends with the process. A read that is under
-way cannot be taken back: a `get` whose deadline passes leaves it alone, and its landing place is only used again when
-the engine has let go of it. The engine gives up after MC_TRANSFER_TIMEOUT seconds (30), its own setting.
+The engine listens on all interfaces, whatever its host setting, without authentication: use a private network or a
+network namespace. There is one engine per process and network device; it ends with the process. A running read cannot
+be cancelled: after the deadline of its `get`, its part of the receive buffer is reused only when the engine has ended
+the read. The engine gives up after MC_TRANSFER_TIMEOUT seconds (default 30).
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from vllm_omni_ext.connectors.base import (
     ProducerLost,
     ignore,
 )
-from vllm_omni_ext.connectors.ends import Once
-from vllm_omni_ext.connectors.links import LinkedConsumer, LinkedProducer
-from vllm_omni_ext.connectors.mailbox import Arrival
+from vllm_omni_ext.connectors.base_impl import ReadLease
+from vllm_omni_ext.connectors.consumer_state import Arrival
 from vllm_omni_ext.connectors.tcp import listening
 from vllm_omni_ext.connectors.tensors import check, read, write
+from vllm_omni_ext.connectors.zmq_transport import LinkedConsumer, LinkedProducer
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.wire import chunks as wire
 from vllm_omni_ext.wire.coordination import Malformed
 
 READS_AT_ONCE = 4
-"""Threads of a consumer that wait for the engine."""
+"""Threads of a consumer for reads of the engine, which block."""
 
 HANDSHAKE = "P2PHANDSHAKE"
-"""Mooncake: processes find each other by address, without a metadata server."""
+"""Mooncake's mode in which processes connect by address, without a metadata server."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,9 @@ class Mooncake(Connector):
         _library()
 
     def producer(self, edge: str) -> MooncakeProducer:
-        """See `Connector.producer`."""
         return MooncakeProducer(edge, self.config)
 
     def consumer(self, edge: str, arrived: Arrived = ignore) -> MooncakeConsumer:
-        """See `Connector.consumer`."""
         return MooncakeConsumer(edge, self.config, arrived, window=0)
 
 
@@ -80,7 +78,7 @@ def _library() -> Any:
 
 @cache
 def _engine(host: str, protocol: str, device: str) -> tuple[Any, str]:
-    """This process's engine, and the name by which others reach it."""
+    """Return this process's engine and the session name under which other processes reach it."""
     engine = _library().TransferEngine()
     if engine.initialize(host, HANDSHAKE, protocol, device) != 0:
         raise ConnectorError(f"mooncake's engine does not start on {host} with {protocol} {device}")
@@ -88,7 +86,7 @@ def _engine(host: str, protocol: str, device: str) -> tuple[Any, str]:
 
 
 class Registered:
-    """Zeroed memory that the engine knows, until `close`."""
+    """Zeroed memory that is registered with the engine until `close`."""
 
     def __init__(self, config: ConnectorConfig, size: int) -> None:
         self.engine, self.session = _engine(config.host, config.protocol, config.device)
@@ -99,14 +97,14 @@ class Registered:
             raise ConnectorError(f"mooncake does not register {size} bytes of memory")
 
     def close(self) -> None:
-        """Let the engine forget it. May be called twice."""
+        """Unregister the memory. May be called twice."""
         if self.address:
             self.engine.unregister_memory(self.address)
             self.address = 0
 
 
 class MooncakeProducer(LinkedProducer):
-    """Keeps chunks where others can read them."""
+    """Keeps chunks in registered memory, from which consumers read them."""
 
     def __init__(self, edge: str, config: ConnectorConfig) -> None:
         arena = Arena(config.capacity_bytes)
@@ -116,7 +114,6 @@ class MooncakeProducer(LinkedProducer):
         super().__init__(edge, config, arena, leases=True, bind=listening(config))
 
     def close(self) -> None:
-        """See `Producer.close`."""
         super().close()
         self._registered.close()
 
@@ -131,7 +128,7 @@ class MooncakeProducer(LinkedProducer):
 
 
 class MooncakeConsumer(LinkedConsumer):
-    """Reads into a landing area of `window_bytes`."""
+    """Reads chunks through a receive buffer of `window_bytes`."""
 
     def __init__(self, edge: str, config: ConnectorConfig, arrived: Arrived, *, window: int) -> None:
         self._sessions: dict[str, str] = {}
@@ -142,7 +139,7 @@ class MooncakeConsumer(LinkedConsumer):
         super().__init__(edge, config, arrived, window=window)
 
     def close(self) -> None:
-        """See `Consumer.close`. Waits for reads that are under way."""
+        """As `Consumer.close`; waits for running reads."""
         super().close()
         self._readers.shutdown(cancel_futures=True)
         self._registered.close()
@@ -154,24 +151,24 @@ class MooncakeConsumer(LinkedConsumer):
         self._sessions.pop(address, None)
         super()._lose(address, reason)
 
-    def _arrive(self, source: str, head: wire.Head) -> None:
+    def _arrive(self, source: str, head: wire.ChunkHeader) -> None:
         session = self._sessions.get(source)
         if session is None:
-            raise Malformed("a chunk of a producer that has not said where its memory is")
+            raise Malformed("a chunk of a producer that has not sent the address of its memory")
         check(head.parts, head.nbytes)
-        self._mailbox.deliver(head, session, source)
+        self._consumer_state.deliver(head, session, source)
 
-    def _fetch(self, arrival: Arrival, deadline: float, end: Once) -> tuple[Part, ...]:
+    def _fetch(self, arrival: Arrival, deadline: float, end: ReadLease) -> tuple[Part, ...]:
         head = arrival.head
         copy = np.empty(head.nbytes, np.uint8)
         done = 0
-        while done < head.nbytes:  # more than the landing area holds comes in pieces
+        while done < head.nbytes:  # a chunk larger than the receive buffer is read in pieces
             size = min(head.nbytes - done, self._landing.capacity)
             self._transfer(arrival, done, copy[done : done + size], deadline, end)
             done += size
         return read(head.parts, copy)
 
-    def _transfer(self, arrival: Arrival, start: int, target: Any, deadline: float, end: Once) -> None:
+    def _transfer(self, arrival: Arrival, start: int, target: Any, deadline: float, end: ReadLease) -> None:
         size = target.nbytes
         with self._landed:
             place = self._landing.take(size)
@@ -196,7 +193,7 @@ class MooncakeConsumer(LinkedConsumer):
         if code != 0:
             raise ProducerLost(f"{arrival.head.request}/{arrival.head.index}: mooncake could not read it ({code})")
 
-    def _abandon(self, place: int, end: Once) -> None:
+    def _abandon(self, place: int, end: ReadLease) -> None:
         self._leave(place)
         end()
 

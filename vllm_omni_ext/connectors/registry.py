@@ -1,4 +1,4 @@
-"""Connectors by name. They are imported when one is made: each needs a library that the others do not."""
+"""Connectors by name. A connector's module is imported when it is first made, since each needs another library."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from vllm_omni_ext.connectors.base import Connector, ConnectorConfig
 from vllm_omni_ext.errors import ConfigError
 
 CONNECTORS = {
-    "in_process": "vllm_omni_ext.connectors.in_process:InProcess",
     "shared_memory": "vllm_omni_ext.connectors.shared_memory:SharedMemory",
     "tcp": "vllm_omni_ext.connectors.tcp:Tcp",
     "mooncake": "vllm_omni_ext.connectors.mooncake:Mooncake",
 }
-"""Name to `module:class`; another connector is configured with its own `module:class` as its name."""
+"""Name to `module:class`. A connector that is not in this table is configured by its `module:class`."""
 
 
 def connector(config: ConnectorConfig) -> Connector:
-    """Make the configured connector; ConfigError if there is none of that name or it cannot be used here."""
+    """Make the configured connector; ConfigError if its name is unknown or it cannot be used on this machine."""
     place = CONNECTORS.get(config.name, config.name)
     module, colon, name = place.partition(":")
     if not colon:

@@ -1,11 +1,11 @@
-"""Between processes of one host: chunks lie in one piece of memory a producer, and consumers read them there.
+"""Connector between processes of one host: each producer has one block of shared memory, which consumers map.
 
-The memory is a memfd: it has no name anywhere, so that nothing is left when its processes are killed, in whatever
-order. A consumer is given the file descriptor over a unix socket in the abstract namespace, which has no file either,
-if it runs under the same user; it cannot write into the memory. Each side copies once: `put` into the memory, `get` out
-of it. Messages are a few hundred bytes a chunk, and no system call but theirs is made for one.
+The memory is a memfd without a name, so nothing is left behind when its processes are killed, in any order. A consumer
+of the same user receives the file descriptor over a unix socket in the abstract namespace, which has no file either;
+it cannot write into the memory. Each side copies once: `put` into the memory, `get` out of it. The messages of a chunk
+have a few hundred bytes, and only they need system calls.
 
-Both processes have to be in one network namespace, since that is where abstract names are.
+Both processes must be in one network namespace, to which abstract socket names belong.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import numpy as np
 
 from vllm_omni_ext.connectors.arena import Arena
 from vllm_omni_ext.connectors.base import Arrived, Connector, ConnectorConfig, Part, ignore
-from vllm_omni_ext.connectors.ends import Once
-from vllm_omni_ext.connectors.links import LinkedConsumer, LinkedProducer
-from vllm_omni_ext.connectors.mailbox import Arrival
+from vllm_omni_ext.connectors.base_impl import ReadLease
+from vllm_omni_ext.connectors.consumer_state import Arrival
 from vllm_omni_ext.connectors.tensors import check, read, write
+from vllm_omni_ext.connectors.zmq_transport import LinkedConsumer, LinkedProducer
 from vllm_omni_ext.wire import chunks as wire
 from vllm_omni_ext.wire.coordination import Malformed
 
 F_SEAL_FUTURE_WRITE = 0x0010
-"""linux/fcntl.h: mappings made from now on are read-only. Python has no name for it."""
+"""Value from linux/fcntl.h, which Python does not define: later mappings are read-only."""
 
 HANDING_OVER_S = 1.0
 """How long a consumer waits for the file descriptor; the producer's thread sends it at once."""
@@ -45,11 +45,9 @@ class SharedMemory(Connector):
     """Connects processes of one host."""
 
     def producer(self, edge: str) -> SharedProducer:
-        """See `Connector.producer`."""
         return SharedProducer(edge, self.config)
 
     def consumer(self, edge: str, arrived: Arrived = ignore) -> SharedConsumer:
-        """See `Connector.consumer`."""
         return SharedConsumer(edge, self.config, arrived, window=0)
 
 
@@ -74,20 +72,19 @@ class SharedProducer(LinkedProducer):
         super().__init__(edge, config, arena, leases=True, bind=bind, also=self._counter.fileno())
 
     def close(self) -> None:
-        """See `Producer.close`."""
         super().close()
         if self._fd >= 0:
             self._counter.close()
             os.close(self._fd)
             self._fd = -1
-            self._view = memoryview(b"")  # the mapping ends with the last `put` that is writing
+            self._view = memoryview(b"")  # the mapping is freed when the last running `put` ends
 
     def _ready(self, ready: dict[Any, int]) -> None:
         if self._counter.fileno() in ready:
             try:
                 self._hand_over()
             except OSError as error:
-                self._drop(Malformed(f"somebody asked for the memory and left: {error}"))
+                self._drop(Malformed(f"a client asked for the memory and disconnected: {error}"))
 
     def _hand_over(self) -> None:
         connection, _ = self._counter.accept()
@@ -113,7 +110,6 @@ class SharedConsumer(LinkedConsumer):
         super().__init__(edge, config, arrived, window=window)
 
     def close(self) -> None:
-        """See `Consumer.close`."""
         super().close()
         self._memories.clear()
 
@@ -124,17 +120,17 @@ class SharedConsumer(LinkedConsumer):
             self._lose(source, f"the producer's memory cannot be mapped: {error}")
 
     def _lose(self, address: str, reason: str) -> None:
-        self._memories.pop(address, None)  # chunks that have arrived keep it alive
+        self._memories.pop(address, None)  # chunks that have arrived keep the mapping alive
         super()._lose(address, reason)
 
-    def _arrive(self, source: str, head: wire.Head) -> None:
+    def _arrive(self, source: str, head: wire.ChunkHeader) -> None:
         memory = self._memories.get(source)
         if memory is None or head.place + head.nbytes > len(memory):
             raise Malformed(f"a chunk outside of the producer's memory: {head.place} and {head.nbytes} bytes")
         check(head.parts, head.nbytes)
-        self._mailbox.deliver(head, memory, source)
+        self._consumer_state.deliver(head, memory, source)
 
-    def _fetch(self, arrival: Arrival, deadline: float, end: Once) -> tuple[Part, ...]:
+    def _fetch(self, arrival: Arrival, deadline: float, end: ReadLease) -> tuple[Part, ...]:
         head = arrival.head
         copy = np.empty(head.nbytes, np.uint8)
         np.copyto(copy, np.frombuffer(arrival.payload, np.uint8, head.nbytes, head.place))
@@ -142,7 +138,7 @@ class SharedConsumer(LinkedConsumer):
 
 
 def _map(name: str, size: int) -> memoryview:
-    """The memory behind a name, read-only. OSError if it is not given."""
+    """Map the memory of the producer with this socket name, read-only. OSError if the descriptor is not sent."""
     with socket.socket(socket.AF_UNIX) as counter:
         counter.settimeout(HANDING_OVER_S)
         counter.connect(f"\0{name}")

@@ -1,11 +1,11 @@
-"""Between any two hosts: tensors travel in ZeroMQ messages over TCP.
+"""Connector between any two hosts: tensors are sent in ZeroMQ messages over TCP.
 
 The sender copies nothing: frames point into the tensors, in slices. The receiver copies each slice once, into the
-chunk's own memory. At most `window_bytes` of a request are sent ahead of its reading (one chunk always is), and what a
-consumer's thread has not taken is limited by the socket's high-water mark.
+chunk's own memory. At most `window_bytes` of a request are sent before the consumer reads them (but at least one
+chunk). The socket's high-water mark limits the frames that wait for a consumer's thread.
 
-The token in the address keeps strangers out. Everything is encrypted if the configuration has keys; without them use a
-private network.
+The token in the address authorizes consumers. All traffic is encrypted if the configuration has keys; without keys
+use a private network.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from vllm_omni_ext.connectors.base import Arrived, Connector, ConnectorConfig, Part, ignore
-from vllm_omni_ext.connectors.ends import Budget, Once
-from vllm_omni_ext.connectors.ledger import Deliver
-from vllm_omni_ext.connectors.links import SLICE_BYTES, LinkedConsumer, LinkedProducer
-from vllm_omni_ext.connectors.mailbox import Arrival
+from vllm_omni_ext.connectors.base_impl import Budget, ReadLease
+from vllm_omni_ext.connectors.consumer_state import Arrival
+from vllm_omni_ext.connectors.producer_state import Deliver
 from vllm_omni_ext.connectors.tensors import check, host_views, read
+from vllm_omni_ext.connectors.zmq_transport import SLICE_BYTES, LinkedConsumer, LinkedProducer
 from vllm_omni_ext.wire import chunks as wire
 from vllm_omni_ext.wire.coordination import Malformed
 
@@ -31,22 +31,20 @@ class Tcp(Connector):
     """Connects processes on any hosts."""
 
     def producer(self, edge: str) -> TcpProducer:
-        """See `Connector.producer`."""
         return TcpProducer(edge, self.config)
 
     def consumer(self, edge: str, arrived: Arrived = ignore) -> TcpConsumer:
-        """See `Connector.consumer`."""
         return TcpConsumer(edge, self.config, arrived, window=self.config.window_bytes)
 
 
 def listening(config: ConnectorConfig) -> str:
-    """Where a producer binds."""
+    """Return the ZeroMQ address that a producer binds."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"tcp://{host}:{config.port or '*'}"
 
 
 class TcpProducer(LinkedProducer):
-    """Sends payloads from where they are."""
+    """Sends payloads directly from the tensors' memory."""
 
     def __init__(self, edge: str, config: ConnectorConfig) -> None:
         super().__init__(edge, config, Budget(config.capacity_bytes), leases=False, bind=listening(config))
@@ -65,23 +63,23 @@ class TcpProducer(LinkedProducer):
 
 @dataclass(slots=True)
 class _Coming:
-    """A chunk of which not everything has come yet."""
+    """A chunk that has not arrived completely."""
 
-    head: wire.Head
+    head: wire.ChunkHeader
     buffer: memoryview
     left: int
 
 
 class TcpConsumer(LinkedConsumer):
-    """Puts slices together."""
+    """Assembles chunks from slices."""
 
     _holds = True
 
     def __init__(self, edge: str, config: ConnectorConfig, arrived: Arrived, *, window: int) -> None:
-        self._coming: dict[str, _Coming] = {}  # by producer: it sends one chunk after the other
+        self._coming: dict[str, _Coming] = {}  # by producer, which sends one chunk after the other
         super().__init__(edge, config, arrived, window=window)
 
-    def _arrive(self, source: str, head: wire.Head) -> None:
+    def _arrive(self, source: str, head: wire.ChunkHeader) -> None:
         self._coming.pop(source, None)
         if head.nbytes > self._config.capacity_bytes:
             raise Malformed(f"a chunk of {head.nbytes} bytes; capacity_bytes is {self._config.capacity_bytes}")
@@ -103,11 +101,11 @@ class TcpConsumer(LinkedConsumer):
     def _deliver(self, source: str, coming: _Coming) -> None:
         if not coming.left:
             del self._coming[source]
-            self._mailbox.deliver(coming.head, coming.buffer, source)
+            self._consumer_state.deliver(coming.head, coming.buffer, source)
 
     def _lose(self, address: str, reason: str) -> None:
         self._coming.pop(address, None)
         super()._lose(address, reason)
 
-    def _fetch(self, arrival: Arrival, deadline: float, end: Once) -> tuple[Part, ...]:
+    def _fetch(self, arrival: Arrival, deadline: float, end: ReadLease) -> tuple[Part, ...]:
         return read(arrival.head.parts, arrival.payload)

@@ -1,6 +1,6 @@
-"""Between the parts of a chunk and plain bytes. Torch is imported when a tensor is there.
+"""Converts the parts of a chunk to bytes and back. Torch is imported only for tensors.
 
-In the bytes of a chunk every part begins at a multiple of 64, so that any element type can be read in place.
+Every part begins at a multiple of 64 bytes in the chunk, so that any element type can be read in place.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     import torch
 
 BYTES = ""
-"""In place of a dtype."""
+"""The dtype of a part that is bytes."""
 
 
 def is_tensor(part: Part) -> TypeGuard[torch.Tensor]:
-    """Whether a part is a torch tensor. Nothing is, as long as nobody has imported torch."""
+    """Whether a part is a torch tensor; False if torch was never imported."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(part, torch.Tensor)
 
 
 def describe(parts: Sequence[Part]) -> tuple[tuple[PartHead, ...], int]:
-    """The parts' headers and the size of all together, in bytes. TypeError if one is neither tensor nor bytes."""
+    """Return (headers, total size in bytes) of the parts. TypeError if a part is neither tensor nor bytes."""
     if len(parts) > MAX_PARTS:
         raise ValueError(f"a chunk of {len(parts)} parts; at most {MAX_PARTS} are allowed")
     heads, offset = [], 0
@@ -49,19 +49,19 @@ def describe(parts: Sequence[Part]) -> tuple[tuple[PartHead, ...], int]:
 
 
 def write(parts: Sequence[Part], heads: Sequence[PartHead], target: memoryview) -> None:
-    """Copy the parts to where their headers say; one copy each, also from a device or out of a strided tensor."""
+    """Copy the parts to the offsets in their headers; one copy each, also from a device or of a strided tensor."""
     for part, head in zip(parts, heads, strict=True):
         if not head.nbytes:
             continue
         place = target[head.offset : head.offset + head.nbytes]
         if is_tensor(part) and not (part.is_cpu and part.is_contiguous()):
             _view(head, place).copy_(part.detach())
-        else:  # not with torch, whose threads wait for each other where other processes work too
+        else:  # not torch: its threads wait for each other when other processes use the cores
             np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(_memory(part), np.uint8))
 
 
 def read(heads: Sequence[PartHead], source: Any) -> tuple[Part, ...]:
-    """The parts inside a writable buffer, without a copy: they keep it alive."""
+    """Return the parts inside a writable buffer, without a copy; the parts keep the buffer alive."""
     view = memoryview(source)
     return tuple(
         _view(head, place) if head.dtype else place
@@ -71,12 +71,12 @@ def read(heads: Sequence[PartHead], source: Any) -> tuple[Part, ...]:
 
 
 def host_views(parts: Sequence[Part]) -> list[memoryview]:
-    """The bytes of each part as they lie in memory; copied only from a device or out of a strided tensor."""
+    """Return the bytes of each part; only parts on a device and strided tensors are copied."""
     return [memoryview(_memory(part)) for part in parts]
 
 
 def check(heads: Sequence[PartHead], nbytes: int) -> None:
-    """Malformed unless the parts fit into `nbytes`, and their shapes to their sizes: heads come from elsewhere."""
+    """Raise Malformed unless the parts fit into `nbytes` and shapes match sizes: headers come from another process."""
     for head in heads:
         if head.offset + head.nbytes > nbytes:
             raise Malformed(f"a part of bytes {head.offset} to {head.offset + head.nbytes} in a chunk of {nbytes}")
@@ -110,7 +110,7 @@ def _view(head: PartHead, place: memoryview) -> torch.Tensor:
 
 
 def _memory(part: Part) -> Any:
-    """A part's bytes, flat. Numpy has no bfloat16, so tensors are looked at as bytes first."""
+    """Return a part's bytes, flat. Numpy has no bfloat16, so tensors are viewed as uint8 first."""
     if not is_tensor(part):
         return memoryview(part).cast("B")
     return part.detach().cpu().contiguous().reshape(-1).view(sys.modules["torch"].uint8).numpy()

@@ -1,10 +1,11 @@
-"""What a subscriber makes of the views it gets: views in, what to do out. Pure."""
+"""Turns each view of the coordinator into the changes since the last one, for an API server's pools. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from vllm_omni_ext.coordinator.members import ATTACHED, Attach, Detach, Entry, Forget, Member, State, View
 from vllm_omni_ext.ids import ReplicaId
@@ -13,12 +14,12 @@ from vllm_omni_ext.pool.stage_pool import StagePool
 Change: TypeAlias = Attach | Detach | Forget
 
 
-class Follower:
-    """The replicas as far as this subscriber knows. Views may be missed: only the difference to the last one counts.
+class ViewDiff:
+    """The replicas in the last view. A subscriber may miss views: each view is compared with the last one it received.
 
-    A coordinator that was started again knows only of those who have registered with it so far. Until it is settled,
-    replicas that were there before it are kept as they were, without a load; and so is one that has just registered
-    again, until its next heartbeat.
+    The views of a restarted coordinator list only the replicas that have registered again. Until such a view is
+    `settled`, replicas of earlier views keep their state, without a load. A replica that has just registered again
+    keeps its state until its next heartbeat.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class Follower:
         self._kept: dict[ReplicaId, Entry] = {}
 
     def take(self, view: View) -> list[Change]:
-        """Take the next view and say what has changed: first who is gone, then who is there."""
+        """Apply the next view. Return the changes: first the replicas that left, then those that came."""
         before = self.view
         if before is not None and before.generation != view.generation:
             self._kept = {entry.member.id: entry for entry in _unloaded(before.replicas)}
@@ -48,7 +49,7 @@ class Follower:
         return replace(view, replicas=tuple(sorted(everybody, key=lambda entry: entry.member)))
 
     def distrust(self) -> View | None:
-        """The last view is too old: keep who is there, forget how busy they are."""
+        """The last view is too old: keep its replicas, drop their loads."""
         if self.view is not None:
             self.view = replace(self.view, replicas=_unloaded(self.view.replicas))
         return self.view
@@ -75,10 +76,10 @@ def _attached(states: dict[Member, State]) -> dict[Member, State]:
     return {member: state for member, state in states.items() if state in ATTACHED}
 
 
-def steer(pool: StagePool, view: View) -> None:
-    """Open, avoid or drain the replicas of a pool, and take their loads, as the view says.
+def apply_view(pool: StagePool, view: View) -> None:
+    """Open, avoid or drain the replicas of a pool and publish their loads, as in the view.
 
-    Replicas that are not in the pool (yet) are not touched: `Attach` and `Detach` say when they come and go.
+    Replicas that are not in the pool are ignored: `Attach` adds them and `Detach` removes them.
     """
     there, known = set(pool.replicas), {}
     for entry in view.replicas:

@@ -1,11 +1,10 @@
-"""Who may talk to the processes of a deployment: everybody who can reach them, or those who know a secret.
+"""Authentication between the processes of a deployment: keys computed from a shared secret, or none.
 
-With a secret all traffic is encrypted and authenticated by ZeroMQ's CURVE. Both key pairs, that of all sockets that
-listen and that of all sockets that connect, are computed from the secret, so that nothing but the secret has to be
-handed round: private key = blake2b(scrypt(secret), person = the role), public key = the point that belongs to it. Who
-does not know the secret does not know the listening side's public key. CURVE never sends that key, and makes no
-connection without it, so that it alone keeps strangers out. The coordinator and the registrar also check the other key
-(`answer_handshake`).
+With a secret, ZeroMQ's CURVE encrypts and authenticates all traffic. One key pair is used by all sockets that listen
+and one by all sockets that connect. Both are computed from the secret, so only the secret must be distributed:
+private key = blake2b(scrypt(secret), person = the role), public key = the matching curve point. A client without the
+secret cannot compute the server's public key. CURVE never sends that key and needs it to connect, so the key alone
+keeps unauthorized clients out. The coordinator and the join server also check the client's key (`answer_handshake`).
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from zmq.utils import z85
 from vllm_omni_ext.errors import ConfigError
 
 SHORTEST_SECRET = 16
-"""Bytes, blanks at both ends not counted. `openssl rand -hex 32` makes a good one."""
+"""Bytes, without blanks at both ends. `openssl rand -hex 32` makes a good secret."""
 
 _SALT = b"vllm-omni-ext coordinator 1"
 _COST, _BLOCK = 2**14, 8
-"""scrypt's n and r: 16 MiB and some tens of milliseconds, once a process."""
+"""scrypt's n and r. Deriving keys takes 16 MiB and some tens of milliseconds, once per process."""
 
 _KEY_BYTES = 32
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
-"""Where libzmq asks whether a client is accepted (RFC 27)."""
+"""The address at which libzmq asks whether a client is accepted (RFC 27)."""
 
 _ZAP_VERSION = b"1.0"
 _ZAP_DOMAIN = b"coordinator"
@@ -38,7 +37,7 @@ _ZAP_DOMAIN = b"coordinator"
 
 @dataclass(frozen=True, repr=False)
 class KeyPair:
-    """Public and private key, Z85 text."""
+    """Public and private key as Z85 text."""
 
     public: bytes
     private: bytes
@@ -46,19 +45,19 @@ class KeyPair:
 
 @dataclass(frozen=True, repr=False)
 class Keys:
-    """All that follows from the secret."""
+    """The two key pairs computed from a secret."""
 
     server: KeyPair
     client: KeyPair
 
     @property
     def listening(self) -> dict[int, Any]:
-        """Options of a socket that listens, by libzmq's number of the option."""
+        """Socket options of a listening socket, by libzmq option number."""
         return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: self.server.private}
 
     @property
     def connecting(self) -> dict[int, Any]:
-        """Options of a socket that connects, by libzmq's number of the option."""
+        """Socket options of a connecting socket, by libzmq option number."""
         return {
             zmq.CURVE_SERVERKEY: self.server.public,
             zmq.CURVE_PUBLICKEY: self.client.public,
@@ -67,7 +66,7 @@ class Keys:
 
     @classmethod
     def derive(cls, secret: bytes) -> Keys:
-        """Compute the key pairs; ConfigError if the secret is too short to be one."""
+        """Compute the key pairs; ConfigError if the secret has fewer than `SHORTEST_SECRET` bytes."""
         secret = secret.strip()
         if len(secret) < SHORTEST_SECRET:
             raise ConfigError(f"coordinator secret: must have at least {SHORTEST_SECRET} bytes, got {len(secret)}")
@@ -76,7 +75,7 @@ class Keys:
 
     @classmethod
     def read(cls, file: str | None) -> Keys | None:
-        """Keys of the secret in a file; None without a file."""
+        """Return the keys of the secret in a file; None without a file. ConfigError if the file cannot be read."""
         if file is None:
             return None
         try:
@@ -106,7 +105,7 @@ def as_server(socket: zmq.Socket[Any], keys: Keys | None) -> None:
 
 
 def answer_handshake(zap: zmq.Socket[Any], keys: Keys | None) -> None:
-    """Tell libzmq whether the client that asks may connect: its key must be the clients' key."""
+    """Answer one ZAP request: a client may connect if its key is the client key of `keys`."""
     version, request, _domain, _address, _identity, mechanism, *credentials = zap.recv_multipart()
     accepted = keys is not None and mechanism == b"CURVE" and credentials == [z85.decode(keys.client.public)]
     status, text = (b"200", b"OK") if accepted else (b"400", b"unknown key")

@@ -1,20 +1,34 @@
-"""Replicas and what is said of them: the words of coordinator, replicas and subscribers. Frozen data.
+"""The messages between coordinator, replicas and API servers, as frozen data.
 
-Times (`at`) are seconds of one monotonic clock.
+Each message has one direction and is decoded by `TO_COORDINATOR`, `TO_REPLICA` or `VIEWS`.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
+from msgspec import Struct
 
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.load import Load
+from vllm_omni_ext.wire.coordination import (
+    MAX_MESSAGE_BYTES,
+    MAX_REPLY_BYTES,
+    MAX_VIEW_BYTES,
+    Channel,
+    Count,
+    Epoch,
+    Message,
+    Name,
+    Seconds,
+    Text,
+)
 
 
 class State(enum.Enum):
-    """State of a replica; `membership` draws how they follow each other."""
+    """State of a replica; the docstring of `membership` shows the transitions."""
 
     JOINING = "joining"
     UP = "up"
@@ -24,182 +38,154 @@ class State(enum.Enum):
 
 
 ATTACHED = frozenset({State.UP, State.SUSPECT, State.DRAINING})
-"""In these states a replica's requests go on."""
+"""In these states a replica's requests continue."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Descriptor:
-    """What a replica says of itself.
+class Member(Struct, frozen=True, order=True):
+    """A replica's name and its epoch, printed `talker/1#7`. The epoch tells apart replicas that had the same name."""
 
-    Attributes:
-        instance: text that no other process uses or can guess, e.g. a random UUID. Who knows it speaks for the replica.
-        config_hash: of everything that the stage's replicas must agree on.
-        version: of this package.
-        address: where API servers reach it; only passed on.
-    """
+    stage: Name
+    index: Count
+    epoch: Epoch
 
-    instance: str
-    stage: str
-    model: str
-    config_hash: str
-    version: str
-    address: str = ""
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class Member:
-    """A replica's name and which of its bearers is meant, printed `talker/1#7`."""
-
-    id: ReplicaId
-    epoch: int
+    @property
+    def id(self) -> ReplicaId:
+        """The replica's name."""
+        return ReplicaId(self.stage, self.index)
 
     def __str__(self) -> str:
         return f"{self.id}#{self.epoch}"
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One replica in a view. `load` is None if nothing recent is known."""
+class Entry(Struct, frozen=True):
+    """One replica in a view. `load` is None without a recent report."""
 
     member: Member
     state: State
     load: Load | None = None
-    address: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """All replicas at one moment, in order.
+class Descriptor(Message, frozen=True, kw_only=True):
+    """Values that must be equal for all replicas. `config_hash` covers all settings that a stage's replicas share."""
+
+    stage: Name
+    model: Text
+    config_hash: Text
+    version: Text
+
+
+class Register(Descriptor, frozen=True, kw_only=True, tag="register"):
+    """Replica to coordinator: request to join.
 
     Attributes:
-        generation: changes when the coordinator is started again; grows.
-        settled: false while a new coordinator may not yet have heard of every replica: who is missing is not gone.
-        timeout_s: loads in a view older than this must not be trusted.
-        dropped: messages the coordinator has thrown away as malformed.
+        instance: unique text that cannot be guessed, e.g. a random UUID; it authenticates the replica's messages.
+        index: the preferred index: that of the plan, or the replica's last one.
+        epoch: the epoch that the replica had with that index; it is assigned again if the name is free.
     """
 
-    generation: int
-    settled: bool
-    timeout_s: float
-    replicas: tuple[Entry, ...]
-    dropped: int = 0
+    instance: Name
+    index: Count | None = None
+    epoch: Epoch | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Register:
-    """A replica wants to join. One that was a member before names what it was, and gets it again if it is free.
-
-    `index` alone asks for a name, e.g. for the replicas of the plan. Either is a wish.
-    """
-
-    descriptor: Descriptor
-    at: float
-    index: int | None = None
-    epoch: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """A sign of life. The coordinator numbers the reports itself. `proof` as of `Leave`."""
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
+    """Replica to coordinator: a sign of life. The coordinator numbers the reports itself. `proof`: see `Leave`."""
 
     member: Member
     load: Load
-    at: float
-    proof: str = ""
+    proof: Text = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """A replica ends: after its requests (`drain`), or now.
+class Leave(Message, frozen=True, tag="leave"):
+    """Replica to coordinator: the replica ends, after its requests (`drain`) or now.
 
-    `proof` is the replica's `Descriptor.instance`, which no view holds, or the head's warrant.
+    `proof` is the replica's `Register.instance`, which no view contains, or the head's warrant.
     """
 
     member: Member
-    at: float
     drain: bool = True
-    proof: str = ""
+    proof: Text = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Subscribed:
-    """Somebody new wants the view."""
-
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-    at: float
-
-
-Event: TypeAlias = Register | Heartbeat | Leave | Subscribed | Tick
-
-
-@dataclass(frozen=True, slots=True)
-class Admit:
-    """To the sender: it is `member` and shall send a heartbeat every `interval_s`."""
+class Admitted(Message, frozen=True, tag="admitted"):
+    """Coordinator to replica: the replica has joined as `member` and must send a heartbeat every `interval_s`."""
 
     member: Member
-    interval_s: float
+    interval_s: Seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """To the sender: it may not join."""
+class Refused(Message, frozen=True, tag="refused"):
+    """Coordinator to replica: the replica may not join."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class NotYet:
-    """To the sender: ask again a little later. The coordinator is new, and the free names may belong to somebody."""
+class NotYet(Message, frozen=True, tag="not_yet"):
+    """Coordinator to replica: register again later. The coordinator is new, and free names may belong to replicas."""
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterAgain:
-    """To the sender: `member` is unknown here (the coordinator is new, or the replica was silent for too long)."""
+class RegisterAgain(Message, frozen=True, tag="register_again"):
+    """Coordinator to replica: `member` is unknown (new coordinator, or the replica was silent for too long)."""
 
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
-    """To the sender: nothing is expected of `member` any more; its process may end."""
+class Released(Message, frozen=True, tag="released"):
+    """Coordinator to replica: `member` has left; its process may end."""
 
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
-class Attach:
-    """A replica may be used, for the first time or again."""
+class View(Message, frozen=True, kw_only=True, tag="view"):
+    """Coordinator to API servers: all replicas at one moment, in order.
+
+    Attributes:
+        generation: grows with every start of the coordinator.
+        settled: false while live replicas may not yet have registered with a new coordinator.
+        timeout_s: loads in a view older than this must not be trusted.
+        dropped: malformed messages that the coordinator has dropped.
+    """
+
+    generation: Epoch
+    settled: bool
+    timeout_s: Seconds
+    replicas: tuple[Entry, ...]
+    dropped: Count = 0
+
+
+class Subscribed(Struct, frozen=True):
+    """Inside the coordinator: a new subscriber needs the view."""
+
+
+class Tick(Struct, frozen=True):
+    """Inside the coordinator: time has passed."""
+
+
+class Attach(Struct, frozen=True):
+    """A replica can be used, for the first time or again."""
 
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
-class Detach:
+class Detach(Struct, frozen=True):
     """The requests of a replica are lost."""
 
     member: Member
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """A replica's name is free; metrics labels and connections that bear it can go."""
+class Forget(Struct, frozen=True):
+    """A replica's name is free; its metrics labels and connections can be removed."""
 
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """To all subscribers."""
+ToCoordinator: TypeAlias = Register | Heartbeat | Leave
+ToReplica: TypeAlias = Admitted | Refused | NotYet | RegisterAgain | Released
+Event: TypeAlias = ToCoordinator | Subscribed | Tick
+Action: TypeAlias = ToReplica | Attach | Detach | Forget | View
+"""Replies go to the sender of the event, views to all subscribers."""
 
-    view: View
-
-
-Reply: TypeAlias = Admit | Refuse | NotYet | RegisterAgain | Released
-Action: TypeAlias = Reply | Attach | Detach | Forget | Publish
+TO_COORDINATOR: Channel[ToCoordinator] = Channel(msgspec.msgpack.Decoder(ToCoordinator), MAX_MESSAGE_BYTES)
+TO_REPLICA: Channel[ToReplica] = Channel(msgspec.msgpack.Decoder(ToReplica), MAX_REPLY_BYTES)
+VIEWS: Channel[View] = Channel(msgspec.msgpack.Decoder(View), MAX_VIEW_BYTES)

@@ -1,7 +1,7 @@
-"""A replica's side of the coordinator: registers it, reports its load, and takes leave of it.
+"""A replica's client of the coordinator: registers the replica, reports its load and disconnects it.
 
-Everything happens in a thread of its own, so that the engine's loop never waits for the network. The coordinator may
-come later than the replica, end and come back: it is found, and told again who this is.
+Everything runs in a thread of its own, so that the engine's loop never waits for the network. The coordinator may
+start later than the replica, and may restart: the reporter connects and registers again.
 """
 
 from __future__ import annotations
@@ -16,44 +16,55 @@ from collections.abc import Callable
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
-from vllm_omni_ext.coordinator import translate
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import Descriptor, Member
+from vllm_omni_ext.coordinator.members import (
+    TO_REPLICA,
+    Admitted,
+    Heartbeat,
+    Leave,
+    Member,
+    NotYet,
+    Refused,
+    Register,
+    RegisterAgain,
+    Released,
+)
 from vllm_omni_ext.coordinator.sockets import Socket, connect
 from vllm_omni_ext.pool.load import Load
-from vllm_omni_ext.wire import coordination as wire
+from vllm_omni_ext.wire.coordination import MAX_REPLY_BYTES, Malformed, Message, encode
 
 REGISTER_AGAIN_S = 0.5
-"""A registration that was not answered is sent again after this time."""
+"""An unanswered registration is sent again after this time."""
 
 REFUSED_AGAIN_S = 10.0
-"""A refused replica asks again after this time: the other side may be the one that gets corrected."""
+"""A refused replica registers again after this time: the head may be restarted with another configuration."""
 
 FAREWELL_MS = 200
-"""How long the last message may take to be sent when the replica ends."""
+"""How long sending the last message may take when the replica ends."""
 
 log = logging.getLogger(__name__)
 
 
 class Reporter:
-    """Keeps one replica known to the coordinator.
+    """Keeps one replica registered with the coordinator.
 
     Args:
         address: the coordinator's `events` address.
-        replica: who it is; `instance` must be new for every process.
-        load: asked in the reporter's thread before each heartbeat. None: the engine shows no sign of life, and no
-            heartbeat is sent. If it raises, that is logged and the last load is sent: a replica whose statistics fail
-            still works.
-        index: the index it would like, e.g. that of the plan.
-        keys: if the coordinator has a secret.
-        admitted: called in the reporter's thread whenever the coordinator has given it a name.
+        replica: the registration; `instance` must be new for every process.
+        load: called in the reporter's thread before each heartbeat. If it returns None, the engine is not responding
+            and no heartbeat is sent. If it raises, the error is logged and the last load is sent: a replica whose
+            statistics fail still works.
+        index: the preferred index, e.g. that of the plan.
+        keys: needed if the coordinator has a secret.
+        admitted: called in the reporter's thread whenever the coordinator assigns a name.
     """
 
     def __init__(
         self,
         address: str,
-        replica: Descriptor,
+        replica: Register,
         load: Callable[[], Load | None],
         *,
         index: int | None = None,
@@ -74,13 +85,13 @@ class Reporter:
         self._ending = False
         self.released = threading.Event()
         self._context: zmq.Context[Any] = zmq.Context()
-        self._socket: Socket = connect(self._context, zmq.DEALER, address, keys, limit=wire.MAX_REPLY_BYTES)
+        self._socket: Socket = connect(self._context, zmq.DEALER, address, keys, limit=MAX_REPLY_BYTES)
         self._wake, self._waker = os.pipe()
         self._thread = threading.Thread(target=self._run, name="omni-reporter", daemon=True)
 
     @property
     def member(self) -> Member | None:
-        """Who this replica is; None before it was admitted. It may change when the coordinator forgot it."""
+        """This replica's name and epoch; None before it is admitted. Changes if the coordinator had forgotten it."""
         return self._member
 
     @property
@@ -89,17 +100,20 @@ class Reporter:
         return self._refusal
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the thread; returns at once."""
         self._thread.start()
 
     def drain(self) -> None:
-        """Take leave: no new requests from now on. `released` is set when the last one has ended. Returns at once."""
+        """Announce that the replica leaves and takes no new requests. Returns at once.
+
+        `released` is set when the last request has ended.
+        """
         self._leaving = True
         if not self._ending:
             os.write(self._waker, b".")
 
     def stop(self) -> None:
-        """End now: the coordinator is told, requests that are left are lost. Takes a fraction of a second."""
+        """Deregister and end; unfinished requests are lost. Takes a fraction of a second."""
         if self._ending:
             return
         self._ending = True
@@ -128,65 +142,64 @@ class Reporter:
                 if self._socket in ready and self._hear():
                     due = now
             if self._known and self._member is not None and not self.released.is_set():
-                self._send(wire.Leave(member=translate.bearer(self._member), drain=False, proof=self._replica.instance))
+                self._send(Leave(self._member, drain=False, proof=self._replica.instance))
         finally:
             self._context.destroy(linger=FAREWELL_MS)
 
     def _speak(self) -> float:
-        """Say what there is to say and return for how long that is enough, in seconds."""
+        """Send the messages that are due; return the seconds until the next ones."""
         if self.released.is_set():
             return REFUSED_AGAIN_S
         if self._member is None or not self._known:
-            self._send(translate.registration(self._replica, self._index, self._epoch))
+            self._send(replace(self._replica, index=self._index, epoch=self._epoch))
             return REFUSED_AGAIN_S if self._refusal else REGISTER_AGAIN_S
-        name = translate.bearer(self._member)
         if self._leaving:
-            self._send(wire.Leave(member=name, drain=True, proof=self._replica.instance))
+            self._send(Leave(self._member, drain=True, proof=self._replica.instance))
         load = self._ask()
         if load is not None:
-            self._send(wire.Heartbeat(member=name, load=translate.report(load), proof=self._replica.instance))
+            self._send(Heartbeat(self._member, load.within_bounds(), proof=self._replica.instance))
         return self._interval
 
     def _ask(self) -> Load | None:
         try:
             load = self._load()
-        except Exception:  # whatever it is, it is the statistics and not the replica that failed
+        except Exception:  # any error here is one of the statistics, not of the replica
             log.exception("the load of %s cannot be read; its last one is reported", self._member)
             return self._last_load
         self._last_load = load or self._last_load
         return load
 
-    def _send(self, message: wire.Message) -> None:
+    def _send(self, message: Message) -> None:
         try:
-            self._socket.send(wire.encode(message), zmq.NOBLOCK)
+            self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
             log.debug("the coordinator is not there; %s was not sent", type(message).__name__)
 
     def _hear(self) -> bool:
-        """Read an answer; True if there is something to say at once."""
+        """Read one reply; True if the next message is due at once."""
         try:
-            message = wire.TO_REPLICA.decode(self._socket.recv(zmq.NOBLOCK))
-        except wire.Malformed as error:
-            if error.protocol is not None:  # the coordinator is of another version, and refuses in its own protocol
+            message = TO_REPLICA.decode(self._socket.recv(zmq.NOBLOCK))
+        except Malformed as error:
+            if error.protocol is not None:  # a coordinator of another version refuses in its own protocol
                 self._refuse(str(error))
             else:
                 log.warning("ignored a message that is none of the coordinator's: %s", error)
             return False
         match message:
-            case wire.Admitted():
-                self._admit(translate.member(message.member), message.interval_s)
-            case wire.Refused():
+            case Admitted():
+                self._admit(message.member, message.interval_s)
+            case Refused():
                 self._refuse(message.reason)
                 return False
-            case wire.NotYet():
+            case NotYet():
                 self._refusal = ""
                 return False
-            case wire.RegisterAgain():
-                if self._member != translate.member(message.member):
-                    return False  # of a name it no longer bears
+            case RegisterAgain():
+                if self._member != message.member:
+                    return False  # for a name that this replica no longer has
                 self._known = False
-            case wire.Released():
-                if self._member == translate.member(message.member):
+            case Released():
+                if self._member == message.member:
                     self.released.set()
         return True
 

@@ -1,7 +1,7 @@
-"""The file with the cluster's secret, where the user has named none: one for each user of a host.
+"""The default file with the cluster's secret, one for each user of a host, used if the user names no file.
 
-It is made by whoever starts first, head or replica, and is used by all that this user starts on this host later. It
-appears with its whole content or not at all: two that start at once end up with the same secret.
+The head or replica that starts first creates the file; later processes of the same user on this host read it. The file
+is created atomically: two processes that start at once end up with the same secret.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _INSTEAD = "name another file with --omni-cluster-secret-file"
 
 
 def default_file() -> Path:
-    """`$XDG_STATE_HOME/vllm-omni-ext/cluster.secret`; without the variable it is `~/.local/state/...`."""
-    said = os.environ.get("XDG_STATE_HOME", "")
-    state = Path(said) if os.path.isabs(said) else Path.home() / ".local" / "state"
+    """`$XDG_STATE_HOME/vllm-omni-ext/cluster.secret`; without the variable `~/.local/state/...`."""
+    state_home = os.environ.get("XDG_STATE_HOME", "")
+    state = Path(state_home) if os.path.isabs(state_home) else Path.home() / ".local" / "state"
     return state / _FOLDER / NAME
 
 
 def find() -> Path | None:
-    """The default file if it is there.
+    """Return the default file; None if it does not exist.
 
     Raises:
-        ConfigError: it is there and cannot be trusted, or cannot be looked at.
+        ConfigError: the file cannot be trusted or read.
     """
     file = default_file()
     try:
@@ -47,10 +47,10 @@ def find() -> Path | None:
 
 
 def find_or_make() -> tuple[Path, bool]:
-    """The default file, and whether it was made by this call.
+    """Return the default file and whether this call created it.
 
     Raises:
-        ConfigError: it cannot be made, or it is there and cannot be trusted.
+        ConfigError: the file cannot be created, or exists and cannot be trusted.
     """
     file = default_file()
     try:
@@ -63,7 +63,7 @@ def find_or_make() -> tuple[Path, bool]:
 
 
 def read_by_others(file: Path) -> bool:
-    """Whether other users may read a file that was named; False if it cannot be looked at."""
+    """Whether other users may read a file; False if its mode cannot be read."""
     try:
         return bool(file.stat().st_mode & _OTHERS)
     except OSError:
@@ -71,7 +71,7 @@ def read_by_others(file: Path) -> bool:
 
 
 def _make(file: Path) -> bool:
-    """Make the file with a new secret; False if there is one."""
+    """Create the file with a new secret; False if it exists."""
     if os.path.lexists(file):
         return False
     new = file.with_name(f"{NAME}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -81,7 +81,7 @@ def _make(file: Path) -> bool:
             opened.write(secrets.token_hex(_BYTES) + "\n")
             opened.flush()
             os.fsync(opened.fileno())
-        os.link(new, file)  # fails if somebody else has made it meanwhile: then theirs counts
+        os.link(new, file)  # fails if another process has created the file meanwhile: then that one is used
         return True
     except FileExistsError:
         return False
@@ -99,7 +99,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _checked(file: Path) -> Path:
-    """The file, after a look at who may read it."""
+    """Return the file after checking its type, owner and mode."""
     about = file.lstat()
     if not stat.S_ISREG(about.st_mode):
         raise ConfigError(f"cluster secret: '{file}' is no regular file; remove it, or {_INSTEAD}")
@@ -108,6 +108,6 @@ def _checked(file: Path) -> Path:
     if about.st_mode & _OTHERS:
         raise ConfigError(
             f"cluster secret: others may read '{file}' (mode {stat.S_IMODE(about.st_mode):04o}): remove it, "
-            "the next start makes another; or chmod 600 it if nobody has read it"
+            "the next start makes another; or chmod 600 it if no other user has read it"
         )
     return file

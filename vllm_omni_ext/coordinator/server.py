@@ -1,8 +1,8 @@
 """The coordinator's process: membership behind two sockets. Control plane only: no request passes through it.
 
-One thread, which sleeps until a message arrives or the membership has something to do. Replicas talk to a ROUTER and
-are answered there; views go out on an XPUB. Nothing that arrives can stop it: what is no message is counted and
-dropped, who does not read is not waited for.
+One thread sleeps until a message arrives or the membership's next deadline. A ROUTER socket receives the replicas'
+messages and sends the replies; an XPUB socket publishes views. No input can stop the process: malformed messages are
+counted and dropped, and sending never waits for slow receivers.
 """
 
 from __future__ import annotations
@@ -12,45 +12,55 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
-from vllm_omni_ext.coordinator import translate
 from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, answer_handshake
-from vllm_omni_ext.coordinator.members import Attach, Detach, Event, Forget, Publish, Refuse, Reply, Subscribed, Tick
+from vllm_omni_ext.coordinator.members import (
+    TO_COORDINATOR,
+    Attach,
+    Detach,
+    Event,
+    Forget,
+    Refused,
+    Subscribed,
+    Tick,
+    View,
+)
 from vllm_omni_ext.coordinator.membership import Expected, Membership
 from vllm_omni_ext.coordinator.refusals import Refusals
 from vllm_omni_ext.coordinator.sockets import Socket, listen
 from vllm_omni_ext.coordinator.timing import Timing
 from vllm_omni_ext.errors import OmniError
-from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, TO_COORDINATOR, Malformed, Refused, encode
+from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, Malformed, encode
 
 LOOPBACK = "tcp://127.0.0.1:*"
-"""Reachable from this machine only; the system chooses the port."""
+"""Reachable from this machine only; the operating system chooses the port."""
 
 TRUSTED = ("tcp://127.", "tcp://[::1]:", "ipc:")
-"""Beginnings of addresses that nobody outside this machine can reach."""
+"""Prefixes of addresses that are reachable from this machine only."""
 
 READ_AT_ONCE = 1024
-"""Messages that are read before time may pass: a flood must not keep the coordinator from noticing silence."""
+"""Most messages that are read between two ticks: a flood must not keep the coordinator from noticing silence."""
 
 QUEUED_VIEWS = 4
-"""Views that wait for a slow subscriber; further ones are dropped, it gets a later one."""
+"""Views that are queued for a slow subscriber; further views are dropped, and it receives a later one."""
 
 QUEUED_REPLIES = 64
-"""Answers that wait for a replica that does not read."""
+"""Replies that are queued for a slow replica."""
 
 NEVER_READ = 16 * MAX_MESSAGE_BYTES
-"""libzmq disconnects who sends more than this in one frame, before it is in memory."""
+"""libzmq disconnects a peer that sends a longer frame, before the frame is in memory. Bytes."""
 
 PRIVATE = "ipc:"
-"""Beginning of addresses that only this user's processes can reach: unix sockets in a private folder."""
+"""Prefix of addresses that only this user's processes can reach: unix sockets in a private folder."""
 
 LISTENING = b"listening "
-"""Begins the message to the parent that holds the addresses; any other says why there are none."""
+"""Prefix of the message to the parent with the addresses; a message without it is an error text."""
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +72,8 @@ class CoordinatorConfig:
     Attributes:
         events: ZeroMQ address for replicas. Anything but loopback should have a secret.
         views: ZeroMQ address for API servers.
-        secret_file: file with the shared secret, see `keys`; None: everybody who can connect is trusted.
-        warrant: with this proof the head speaks for every replica; empty: it cannot.
+        secret_file: file with the shared secret, see `keys`; None: every process that can connect is trusted.
+        warrant: secret with which the head may send messages for any replica; empty: it may not.
     """
 
     expected: Expected
@@ -80,10 +90,12 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig) -> None:
         keys = Keys.read(config.secret_file)
         if keys is None and not all(a.startswith(TRUSTED) for a in (config.events, config.views)):
-            log.warning("the coordinator has no secret: whoever can reach %s can register replicas", config.events)
+            log.warning(
+                "the coordinator has no secret: any process that can reach %s can register replicas", config.events
+            )
         self.dropped = 0
         self._keys = keys
-        self._refusals = Refusals(log, told=keys is not None or config.events.startswith(PRIVATE))
+        self._refusals = Refusals(log, with_reason=keys is not None or config.events.startswith(PRIVATE))
         self._membership = Membership(
             config.expected,
             config.timing,
@@ -93,7 +105,7 @@ class Coordinator:
         )
         self._context: zmq.Context[Any] = zmq.Context()
         try:
-            # First, so that it is there for the first connection.
+            # First: libzmq needs the ZAP handler for the first connection.
             self._zap = listen(self._context, zmq.REP, ZAP_ADDRESS, None, limit=NEVER_READ, queued=QUEUED_REPLIES)
             self._events = listen(
                 self._context, zmq.ROUTER, config.events, keys, limit=NEVER_READ, queued=QUEUED_REPLIES
@@ -112,7 +124,7 @@ class Coordinator:
         self._context.destroy(linger=0)
 
     def serve(self, control: Connection) -> None:
-        """Run until the other end of `control` is closed or says anything."""
+        """Run until the other end of `control` is closed or sends anything."""
         poller = zmq.Poller()
         for source in (self._zap, self._events, self._views, control.fileno()):
             poller.register(source, zmq.POLLIN)
@@ -126,7 +138,7 @@ class Coordinator:
             self._read_subscriptions()
             for sender, data in self._read_events():
                 self._take(sender, data)
-            self._handle(Tick(time.monotonic()), b"")
+            self._handle(Tick(), b"")
 
     def _read_subscriptions(self) -> None:
         for _ in range(READ_AT_ONCE):
@@ -134,7 +146,7 @@ class Coordinator:
             if frames is None:
                 return
             if frames[0][:1] == b"\x01":
-                self._handle(Subscribed(time.monotonic()), b"")
+                self._handle(Subscribed(), b"")
 
     def _read_events(self) -> Iterator[tuple[bytes, list[bytes]]]:
         for _ in range(READ_AT_ONCE):
@@ -155,34 +167,32 @@ class Coordinator:
             if error.protocol is not None:
                 self._send(sender, encode(Refused(reason=str(error))))
             return
-        self._handle(translate.event(message, time.monotonic()), sender)
+        self._handle(message, sender)
 
     def _handle(self, event: Event, sender: bytes) -> None:
-        for action in self._membership.handle(event):
+        for action in self._membership.handle(event, time.monotonic()):
             match action:
-                case Publish(view):
-                    counted = replace(view, dropped=self.dropped)
-                    self._views.send(encode(translate.published(counted)), zmq.NOBLOCK)
+                case View():
+                    self._views.send(encode(replace(action, dropped=self.dropped)), zmq.NOBLOCK)
                 case Attach(member):
                     log.info("%s is up", member)
                 case Detach(member, reason):
                     log.warning("%s is lost: %s", member, reason)
                 case Forget(member):
                     log.info("%s is gone", member)
-                case Refuse(reason):
+                case Refused(reason):
                     words = self._refusals.words("what a replica has sent", reason)
                     self._send(sender, encode(Refused(reason=words)))
                 case _:
-                    reply: Reply = action
-                    self._send(sender, encode(translate.reply(reply)))
+                    self._send(sender, encode(action))
 
     def _send(self, sender: bytes, data: bytes) -> None:
-        """ROUTER drops what it cannot deliver: a sender that is gone or does not read."""
+        """Send a reply. The ROUTER socket drops it if the receiver is disconnected or its queue is full."""
         self._events.send_multipart([sender, data], zmq.NOBLOCK)
 
 
 def _receive(socket: Socket) -> list[bytes] | None:
-    """The next message, without waiting; None if there is none."""
+    """Return the next message without waiting; None if there is none."""
     try:
         return list(socket.recv_multipart(zmq.NOBLOCK))
     except zmq.Again:
@@ -194,10 +204,10 @@ def _endpoint(socket: Socket) -> str:
 
 
 def run(config: CoordinatorConfig, control: Connection) -> None:
-    """Body of the coordinator's process; `listening` reads what it sends on `control`.
+    """Body of the coordinator's process; `listening` reads the message that it sends on `control`.
 
-    It ends when the other end of `control` is closed, so that it never outlives its parent. The terminal's interrupt
-    is for the parent to act on.
+    The process ends when the other end of `control` is closed, so that it never outlives its parent. It ignores the
+    terminal's SIGINT, which the parent handles.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -210,18 +220,18 @@ def run(config: CoordinatorConfig, control: Connection) -> None:
 
 
 def listening(control: Connection, timeout_s: float) -> tuple[str, str]:
-    """Wait until the coordinator at the other end listens; its addresses (events, views).
+    """Wait until the coordinator at the other end listens; return its addresses (events, views).
 
     Raises:
-        OmniError: it does not, and why.
+        OmniError: the coordinator failed to start.
     """
     if not control.poll(timeout_s):
         raise OmniError(f"the coordinator has not started within {timeout_s:g} s")
     try:
-        said = control.recv_bytes()
+        reply = control.recv_bytes()
     except EOFError as error:
         raise OmniError("the coordinator's process ended while starting") from error
-    if not said.startswith(LISTENING):
-        raise OmniError(said.decode())
-    events, views = said.removeprefix(LISTENING).decode().split("\n")
+    if not reply.startswith(LISTENING):
+        raise OmniError(reply.decode())
+    events, views = reply.removeprefix(LISTENING).decode().split("\n")
     return events, views

@@ -1,4 +1,4 @@
-"""How sockets of the control plane are set up, on both sides."""
+"""Creates the ZeroMQ sockets of the control plane, listening and connecting."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from vllm_omni_ext.errors import OmniError
 Socket: TypeAlias = "zmq.Socket[Any]"
 
 PING_MS = 5_000
-"""How often libzmq asks whether the other end is there: a host that vanished closes no connection."""
+"""Interval of libzmq's heartbeats: a host that loses power or network closes no connection."""
 
 PEER_GONE_MS = 30_000
-"""A connection on which nothing was heard for so long is closed (and made again by who made it)."""
+"""A connection that received nothing for this time is closed; the connecting side makes it again."""
 
 RECONNECT_MS = 100
 LONGEST_RECONNECT_MS = 1_000
-"""Pause before a lost connection is tried again; it grows from one to the other."""
+"""First and longest pause before a lost connection is made again."""
 
 
 def listen(context: zmq.Context[Any], kind: int, address: str, keys: Keys | None, *, limit: int, queued: int) -> Socket:
-    """A bound socket; OmniError if the address cannot be used.
+    """Return a bound socket; OmniError if the address cannot be used.
 
     Args:
-        limit: libzmq disconnects who sends a longer frame, in bytes.
-        queued: messages that wait for a slow peer.
+        limit: longest frame in bytes; libzmq disconnects a peer that sends a longer one.
+        queued: messages that are queued for a slow peer.
     """
     socket = _socket(context, kind, address, limit)
     socket.sndhwm = queued
@@ -43,17 +43,17 @@ def listen(context: zmq.Context[Any], kind: int, address: str, keys: Keys | None
 def connect(
     context: zmq.Context[Any], kind: int, address: str, keys: Keys | None, *, limit: int, watched: int = 0
 ) -> Socket:
-    """A socket that connects to `address`, again and again; OmniError if it is no address.
+    """Return a socket that connects to `address` and reconnects; OmniError if the address is invalid.
 
     Args:
-        watched: events that its `get_monitor_socket()` tells of, those of the very first attempt included.
+        watched: events that its `get_monitor_socket()` reports, including those of the first attempt.
     """
     socket = _socket(context, kind, address, limit)
     as_client(socket, keys)
     socket.reconnect_ivl = RECONNECT_MS
     socket.reconnect_ivl_max = LONGEST_RECONNECT_MS
     if kind == zmq.DEALER:
-        socket.immediate = True  # nothing is queued while it is not connected: an old heartbeat says nothing
+        socket.immediate = True  # queues nothing while disconnected: an old heartbeat is worthless
     if kind == zmq.SUB:
         socket.conflate = True  # only the newest view counts; must be set before connecting
         socket.subscribe(b"")
@@ -70,7 +70,7 @@ def connect(
 def _socket(context: zmq.Context[Any], kind: int, address: str, limit: int) -> Socket:
     socket: Socket = context.socket(kind)
     if "[" in address:
-        socket.ipv6 = True  # libzmq takes no IPv6 address without it; with it, a name or * would no longer mean IPv4
+        socket.ipv6 = True  # needed for IPv6 addresses; not always set, since a name or * would no longer mean IPv4
     socket.linger = 0
     socket.maxmsgsize = limit
     socket.heartbeat_ivl = PING_MS

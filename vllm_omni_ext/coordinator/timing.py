@@ -12,10 +12,10 @@ BEATS_PER_TIMEOUT = 5
 """Heartbeats in one timeout: four may be lost or late."""
 
 LONGEST_INTERVAL_S = 1.0
-"""Heartbeats carry the load, so that they come at least this often however long the timeout is."""
+"""Heartbeats carry the load, so they are sent at least this often however long the timeout is."""
 
 MISSED_BEATS = 3
-"""A replica that is this many heartbeats late is avoided."""
+"""A replica that missed this many heartbeats is avoided."""
 
 KEPT_TIMEOUTS = 10
 """A silent replica keeps its name for this many timeouts, unless another needs it."""
@@ -29,8 +29,8 @@ class Timing:
     """Everything that is derived from the heartbeat timeout. All in seconds.
 
     Attributes:
-        timeout_s: a replica that is silent for so long is down.
-        drain_s: a replica that is leaving is given so long to finish its requests.
+        timeout_s: a replica that is silent for this time is down.
+        drain_s: time that a leaving replica has to finish its requests.
     """
 
     timeout_s: float

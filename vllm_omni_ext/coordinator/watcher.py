@@ -1,4 +1,4 @@
-"""An API server's side of the coordinator: the newest view, and how old it is."""
+"""An API server's client of the coordinator: receives views and tracks the age of the newest one."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from vllm_omni_ext.coordinator import translate
-from vllm_omni_ext.coordinator.follower import Change, Follower
+from vllm_omni_ext.coordinator.follower import Change, ViewDiff
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import View
+from vllm_omni_ext.coordinator.members import VIEWS, View
 from vllm_omni_ext.coordinator.sockets import connect
-from vllm_omni_ext.wire.coordination import MAX_VIEW_BYTES, VIEWS, Malformed
+from vllm_omni_ext.wire.coordination import MAX_VIEW_BYTES, Malformed
 
 log = logging.getLogger(__name__)
 
 
 class Watcher:
-    """An asynchronous iterator over (view, what has changed in it).
+    """An asynchronous iterator over (view, changes since the last view).
 
-    When nothing has come for the coordinator's timeout, the last view is yielded once more without loads: who is there
-    is still the best that is known, how busy they were is not. The coordinator may end and come back meanwhile.
+    When no view has arrived for the coordinator's timeout, the last view is yielded once more without loads: its
+    replicas are still the best guess, its loads are outdated. The coordinator may restart meanwhile.
 
     Args:
         address: the coordinator's `views` address.
-        keys: if the coordinator has a secret.
+        keys: needed if the coordinator has a secret.
     """
 
     def __init__(self, address: str, *, keys: Keys | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.dropped = 0
         self._clock = clock
-        self._follower = Follower()
+        self._follower = ViewDiff()
         self._heard = -math.inf
         self._stale = True
         self._context = zmq.asyncio.Context()
@@ -48,24 +47,24 @@ class Watcher:
         return self._follower.view
 
     def age(self) -> float:
-        """Seconds since the last view came; infinite before the first."""
+        """Seconds since the last view arrived; infinite before the first."""
         return self._clock() - self._heard
 
     @property
     def fresh(self) -> bool:
-        """Whether the last view is young enough for its loads to be trusted."""
+        """Whether the last view is recent enough for its loads to be trusted."""
         return self.view is not None and self.age() < self.view.timeout_s
 
     def __aiter__(self) -> Watcher:
         return self
 
     async def __anext__(self) -> tuple[View, list[Change]]:
-        """The next view. Ends when the watcher is closed."""
+        """Return the next view. The iteration ends when the watcher is closed."""
         while not self._socket.closed:
             try:
                 arrived = await self._socket.poll(self._patience())
             except asyncio.CancelledError:
-                if self._socket.closed and not _is_cancelled():  # `close` cancels what waits for the socket
+                if self._socket.closed and not _is_cancelled():  # `close` cancels the pending poll
                     break
                 raise
             if not arrived:
@@ -74,7 +73,7 @@ class Watcher:
                     return stale, []
                 continue
             try:
-                view = translate.view(VIEWS.decode(await self._socket.recv()))
+                view = VIEWS.decode(await self._socket.recv())
             except Malformed as error:
                 self.dropped += 1
                 if self.dropped & (self.dropped - 1) == 0:  # at powers of two
@@ -86,7 +85,7 @@ class Watcher:
         raise StopAsyncIteration
 
     def _patience(self) -> float | None:
-        """Milliseconds until the view is too old; None: it is, or there is none."""
+        """Milliseconds until the view is too old; None if it is already, or if there is none."""
         if self._stale or self.view is None:
             return None
         return max(0.0, math.ceil((self.view.timeout_s - self.age()) * 1000))
@@ -95,7 +94,7 @@ class Watcher:
         if self.fresh:
             return None
         self._stale = True
-        log.warning("nothing heard of the coordinator for %.1f s: loads are not trusted until it is back", self.age())
+        log.warning("no message from the coordinator for %.1f s: loads are not trusted until it is back", self.age())
         return self._follower.distrust()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Where decode replicas ask for the workers of a prefill replica: vLLM's own server, inside the replica's first worker.
+"""Bootstrap server of a prefill replica: vLLM's own, run by the replica's first worker.
 
-So it starts and ends with the workers it knows, and a replica that is started again does not meet its predecessor's
-registrations. It is bound to one address, not to all.
+Decode replicas ask it for the prefill replica's workers. It starts and ends with these workers, so a restarted replica
+has no stale registrations. It is bound to one address, not to all.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from vllm.distributed.parallel_state import get_world_group
 
 
 @dataclass(frozen=True)
-class Place(KVConnectorHandshakeMetadata):
-    """Where the blocks of a prefill replica are to be had.
+class TransferEndpoint(KVConnectorHandshakeMetadata):
+    """The address from which the blocks of a prefill replica can be fetched.
 
     Attributes:
-        engine_id: made with the process and never used again: what others remember of an earlier one is not met.
-        address: `host:port` of its bootstrap server.
+        engine_id: unique per process, so that a decode replica's cache about an earlier process never matches.
+        address: `host:port` of the replica's bootstrap server.
     """
 
     engine_id: str
@@ -28,12 +28,12 @@ class Place(KVConnectorHandshakeMetadata):
 
     @property
     def url(self) -> str:
-        """As a decode request carries it."""
+        """URL of the bootstrap server, as in the parameters of a decode request."""
         return f"http://{self.address}"
 
 
 class Bootstrap:
-    """The place of this replica; the first of its workers also runs the server, until `close`."""
+    """The transfer endpoint of this replica (`place`). The first worker also runs the server, until `close`."""
 
     def __init__(self, host: str, port: int = 0) -> None:
         workers = get_world_group()
@@ -43,11 +43,11 @@ class Bootstrap:
             self._server = MooncakeBootstrapServer(host, port)
             self._server.start()
             named = f"[{host}]" if ":" in host else host
-            place = Place(uuid.uuid4().hex, f"{named}:{self._server.port}")
-        self.place: Place = workers.broadcast_object(place, src=0)
+            place = TransferEndpoint(uuid.uuid4().hex, f"{named}:{self._server.port}")
+        self.place: TransferEndpoint = workers.broadcast_object(place, src=0)
 
     def close(self) -> None:
-        """End the server. May be called twice."""
+        """Stop the server. May be called twice."""
         if self._server is not None:
             self._server.shutdown()
             self._server = None

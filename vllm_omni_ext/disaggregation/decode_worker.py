@@ -1,4 +1,4 @@
-"""A worker that receives blocks: vLLM's, whose every wait ends, and which knows when nobody writes any more."""
+"""vLLM's worker that receives blocks, with bounded waits, and with a report when no write can follow a transfer."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
     PullReqMeta,
 )
 
-from vllm_omni_ext.disaggregation.guard import Settled
-from vllm_omni_ext.disaggregation.line import Lines
-from vllm_omni_ext.disaggregation.pulls import Pulls, Transfer
+from vllm_omni_ext.disaggregation.block_hold import Settled
+from vllm_omni_ext.disaggregation.peer_liveness import PeerLiveness
+from vllm_omni_ext.disaggregation.pending_transfers import PendingTransfers, Transfer
 
 log = logging.getLogger(__name__)
 
 SETTLE_S = 1.0
-"""How long what a sender has sent may lie in this host's buffers after the sender has failed or is gone."""
+"""How long sent data may stay in this host's buffers after the sender has failed or ended."""
 
 Metas = dict[str, PullReqMeta]
-"""Of one prefill replica, by request."""
+"""Pulls from one prefill replica, by request."""
 
 
 class ReceiveMixin(MooncakeConnectorWorker):
-    """Gives up after `transfer_timeout_s`, or as soon as the sender is gone; tells apart "failed" and "settled"."""
+    """Gives up after `transfer_timeout_s`, or when the sender ends; distinguishes failed from settled transfers."""
 
     def start_receiving(self, timeout_s: float) -> None:
-        """Call once, before anything is received."""
+        """Initialize; must be called once, before the first transfer."""
         self._timeout_s = timeout_s
-        self._pulls = Pulls()
+        self._pulls = PendingTransfers()
         self._settled: SimpleQueue[Transfer] = SimpleQueue()
-        self._lines: Lines | None = None
-        # By request instead of by block: blocks that were given up must not be computed into either.
+        self._lines: PeerLiveness | None = None
+        # Makes vLLM report failures by request instead of by block: it must not recompute into abandoned blocks.
         self._is_hma_required = True
 
     def settled(self) -> Settled | None:
-        """Transfers into this worker's blocks that are over since the last call."""
+        """Transfers into this worker's blocks that were settled since the last call."""
         counts = Counter(self._settled.get() for _ in range(self._settled.qsize()))
         return Settled(counts) if counts else None
 
     def hang_up(self) -> None:
-        """End all connections of `Lines`, whose tasks have ended."""
+        """Close all connections of `PeerLiveness`; its tasks must have ended."""
         if self._lines is not None:
             self._lines.close()
 
@@ -61,16 +61,16 @@ class ReceiveMixin(MooncakeConnectorWorker):
         await super()._start_load_kv(reqs_to_recv)
 
     async def handle_new_engine_id(self, remote_engine_id: str, pull_metas: Metas) -> None:
-        """Ask the bootstrap server, then the workers it names."""
+        """Query the bootstrap server, then pull from the workers that it names."""
         await super().handle_new_engine_id(remote_engine_id, pull_metas)
         self._report(self._pulls.settle(_transfers(pull_metas)))
 
     def receive_kv(self, remote_engine_id: str, pull_metas: Metas) -> None:
-        """Ask the workers of a prefill replica."""
+        """Pull from the workers of a prefill replica."""
         wanted = {name: meta for name, meta in pull_metas.items() if not meta.failed}
         try:
             super().receive_kv(remote_engine_id, wanted)
-        except (AssertionError, KeyError) as error:  # sizes that do not go together, or a worker that is not there yet
+        except (AssertionError, KeyError) as error:  # sizes that do not match, or a worker that is not registered yet
             self._remote_agents.pop(remote_engine_id, None)
             self._handle_failed_recv(wanted, list(wanted), f"{remote_engine_id} cannot be asked: {error!r}")
         else:
@@ -79,21 +79,21 @@ class ReceiveMixin(MooncakeConnectorWorker):
         self._report(self._pulls.settle(_transfers(pull_metas)))
 
     async def receive_kv_from_single_worker(self, worker_addr: str, pull_metas: Metas) -> None:
-        """Ask one worker, and listen until it has answered for all requests or is gone, however late that is."""
+        """Pull from one worker. Wait without a limit until it has answered for all requests or has ended."""
         if self._lines is None:
-            self._lines = Lines()
-        asked = asyncio.create_task(super().receive_kv_from_single_worker(worker_addr, pull_metas))
+            self._lines = PeerLiveness()
+        transfer = asyncio.create_task(super().receive_kv_from_single_worker(worker_addr, pull_metas))
         gone = self._lines.gone(worker_addr)
-        await asyncio.wait((asked, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not asked.done():
-            asked.cancel()
-            await asyncio.wait((asked,))
+        await asyncio.wait((transfer, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not transfer.done():
+            transfer.cancel()
+            await asyncio.wait((transfer,))
             self._forget(worker_addr)
             self._handle_failed_recv(pull_metas, list(pull_metas), f"the prefill worker at {worker_addr} is gone")
         self._report(self._pulls.answer(_transfers(pull_metas)))
 
     def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: Metas) -> None:
-        """Take one answer; it may be one of several."""
+        """Handle one of the answers of a prefill worker."""
         super().process_pulling_result(response, pull_metas)
         for name in response.ok_reqs or ():
             meta = pull_metas[name]
@@ -103,7 +103,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
         self.news.set()
 
     def _handle_failed_recv(self, pull_metas: Metas, req_ids: Collection[str], reason: str) -> None:
-        # A request whose blocks have come does not wait any more: reporting it again would end the engine.
+        # Only requests that still wait for blocks: reporting one whose blocks have arrived would crash the engine.
         waiting = [name for name in req_ids if self._concerns(pull_metas[name])]
         super()._handle_failed_recv(pull_metas, waiting, reason)
         for name in waiting:
@@ -121,7 +121,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
             self._report(self._pulls.settle(_transfers(metas)))
 
     def _forget(self, address: str) -> None:
-        """Ask a bootstrap server again for whoever had this worker."""
+        """Drop the cached engines that have this worker, so that their bootstrap servers are queried again."""
         for engine_id, ranks in list(self._remote_agents.items()):
             if any(address in stages.values() for stages in ranks.values()):
                 del self._remote_agents[engine_id]

@@ -1,10 +1,10 @@
-"""vLLM's MooncakeConnector as a replica needs it: found by vLLM through `kv_connector_module_path`.
+"""vLLM's MooncakeConnector, adapted for replicas. vLLM finds it through `kv_connector_module_path`.
 
-What is different from vLLM's own: it starts without an accelerator; a prefill request's answer says where its blocks
-are; every wait has an end; a request with parameters that cannot be meant for this replica is computed here instead of
-ending the engine; blocks that a late writer may still reach are nobody's (`guard.py`).
+Differences from vLLM's own: it starts without an accelerator; the answer to a prefill request contains the location of
+its blocks; all waits are bounded; a request with unusable parameters is computed locally instead of crashing the
+engine; blocks into which a late transfer may still write are not reused (`block_hold.py`).
 
-Mooncake's engine listens on all interfaces and asks nobody who they are: private networks only.
+Mooncake's engine listens on all interfaces without authentication: use it in private networks only.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnector
 
-from vllm_omni_ext.disaggregation.bootstrap import Bootstrap, Place
+from vllm_omni_ext.disaggregation.block_hold import Settled
+from vllm_omni_ext.disaggregation.bootstrap import Bootstrap, TransferEndpoint
 from vllm_omni_ext.disaggregation.decode_worker import ReceiveMixin
-from vllm_omni_ext.disaggregation.guard import Settled
 from vllm_omni_ext.disaggregation.mooncake_scheduler import OmniMooncakeScheduler
 from vllm_omni_ext.disaggregation.parameters import CONNECTORS, HOST, LOOPBACK, Settings
 from vllm_omni_ext.disaggregation.prefill_worker import SendMixin
@@ -39,21 +39,21 @@ from vllm_omni_ext.disaggregation.transfer_stats import TransferStats
 log = logging.getLogger(__name__)
 
 IDLE_STEP_S = 0.005
-"""A step without tokens waits so long for news of transfers: otherwise an engine with nothing else to do takes a core.
-It is the most that a request which comes meanwhile waits for its first step."""
+"""How long a step without tokens waits for progress of transfers: otherwise an idle engine uses a whole core. A new
+request waits at most this long for its first step."""
 
 SHUTDOWN_S = 5.0
-"""For the tasks of a thread to end."""
+"""How long the tasks of a thread may take to end."""
 
 NO_LIMIT_S = 1_000_000
-"""For waits of vLLM's that ours end earlier; it takes it in milliseconds, as 32 bits."""
+"""Limit of vLLM's waits that our own limits end earlier; vLLM converts it to milliseconds in 32 bits."""
 
 BOOTSTRAP_ADDRESS = "bootstrap_server_address"
-"""vLLM's key for where a prefill worker registers; if it is set, vLLM starts no server of its own."""
+"""vLLM's key for the server at which a prefill worker registers; if it is set, vLLM starts no server of its own."""
 
 
 class OmniMooncakeWorker(ReceiveMixin, SendMixin):
-    """One worker's half, of either role."""
+    """The worker's half of the connector, for either role."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: Any) -> None:
         _check_library()
@@ -71,15 +71,15 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
             super().__init__(vllm_config, engine_id, kv_cache_config)
         self.xfer_stats = TransferStats()
         self.start_receiving(timeout_s)
-        self.start_sending(float(extra.get("hold_s", Settings.hold_s)))
+        self.start_sending(float(extra.get("kv_retention_s", Settings.kv_retention_s)))
         self._idle = False
 
     def step_begins(self, *, idle: bool) -> None:
-        """A step of the engine begins; `idle`: it computes nothing."""
+        """Announce a step of the engine; `idle`: the step computes nothing."""
         self._idle = idle
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
-        """As vLLM's; in an idle step not at once."""
+        """As in vLLM; in an idle step, first wait up to `IDLE_STEP_S` for progress."""
         if self._idle and (self._pulls or self.reqs_need_send):
             self.news.wait(IDLE_STEP_S)
         self.news.clear()
@@ -87,9 +87,9 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
 
     def shutdown(self) -> None:
         """End connections, threads and the bootstrap server. May be called twice."""
-        if not hasattr(self, "_idle"):  # it was never complete
+        if not hasattr(self, "_idle"):  # the constructor failed
             return
-        # vLLM's own waits, for ever, for sockets that its tasks have open.
+        # vLLM's own shutdown waits forever for sockets that its tasks have open.
         for name in ("sender_loop", "receiver_loop"):
             loop = getattr(self, name, None)
             if loop is not None and loop.is_running():
@@ -101,10 +101,10 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
 
 
 class OmniMooncakeConnector(MooncakeConnector):
-    """Either half, as vLLM constructs it."""
+    """The connector as vLLM constructs it, with the scheduler's or the worker's half."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        # Not vLLM's own constructor: that one builds its halves.
+        # Not the constructor of MooncakeConnector, which would build vLLM's own halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self.connector_scheduler: Any = None
@@ -114,50 +114,50 @@ class OmniMooncakeConnector(MooncakeConnector):
         else:
             self.connector_worker = OmniMooncakeWorker(vllm_config, kv_cache_config)
 
-    def get_handshake_metadata(self) -> Place | None:
-        """What the scheduler's half must know of the workers."""
+    def get_handshake_metadata(self) -> TransferEndpoint | None:
+        """The transfer endpoint, which the scheduler's half needs; None in a decode replica."""
         bootstrap = self.connector_worker.bootstrap
         return None if bootstrap is None else bootstrap.place
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Take what the workers have said: those of a prefill replica all the same, others nothing."""
+        """Take the workers' endpoint: equal for all workers of a prefill replica, absent in a decode replica."""
         self.connector_scheduler.place = next(iter(metadata.values()), None)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """The blocks that may be written to."""
+        """Set the block pool whose blocks are held during transfers."""
         self.connector_scheduler.guard.bind(gpu_block_pool)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Hand this step's transfers to the threads."""
+        """Pass this step's transfers to the worker's threads."""
         self.connector_worker.step_begins(idle=self._connector_metadata.idle_step)
         super().start_load_kv(forward_context, **kwargs)
 
     def build_connector_worker_meta(self) -> Settled | None:
-        """Transfers of which this worker knows that nothing more is written."""
+        """Transfers after which no write of this worker can follow."""
         return self.connector_worker.settled()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What all workers have said of this step."""
+        """Apply the workers' reports of this step."""
         settled = connector_output.kv_connector_worker_meta
         if isinstance(settled, Settled):
             self.connector_scheduler.guard.settle(settled.counts)
 
     def has_pending_push_work(self) -> bool:
-        """Keep stepping: only a step can bring blocks back."""
+        """True while blocks are held: the engine must keep stepping, since only a step can free them."""
         return bool(self.connector_scheduler.guard)
 
     def totals(self) -> dict[str, float]:
-        """What this worker has counted since its start."""
+        """This worker's counters since its start."""
         return dict(self.connector_worker.xfer_stats.totals)
 
     def shutdown(self) -> None:
-        """End what the worker's half has started."""
+        """Shut the worker's half down."""
         if self.connector_worker is not None:
             self.connector_worker.shutdown()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
-        """Statistics that came from another process."""
+        """Return the statistics received from another process."""
         return TransferStats(data=data or {})
 
 
@@ -169,7 +169,7 @@ async def _end_tasks() -> None:
 
 
 def _check_library() -> None:
-    """vLLM only says that there is none, not why."""
+    """Raise if Mooncake cannot be imported, with the reason, which vLLM's own error omits."""
     try:
         importlib.import_module(CONNECTORS["mooncake"].module)
     except ImportError as error:
@@ -177,9 +177,9 @@ def _check_library() -> None:
 
 
 def _tell_vllm(host: str, timeout_s: float, *, sends: bool) -> None:
-    """vLLM's connector takes these from the environment only; it reads them from now on, in this process."""
+    """Set environment variables that vLLM's connector reads later in this process, in place of settings."""
     os.environ.setdefault("VLLM_HOST_IP", host)
-    # Sender: how long a decode worker's question waits for the request. Receiver: ours ends earlier.
+    # Sender: how long a decode worker's query waits for the request. Receiver: our own limit ends the wait earlier.
     os.environ["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"] = str(max(1, math.floor(timeout_s)) if sends else NO_LIMIT_S)
     if not sends:
         os.environ["VLLM_MOONCAKE_CONNECTOR_TIMEOUT"] = str(timeout_s)
@@ -187,7 +187,7 @@ def _tell_vllm(host: str, timeout_s: float, *, sends: bool) -> None:
 
 @contextlib.contextmanager
 def device_index() -> Iterator[None]:
-    """vLLM's constructor asks for the accelerator's number, which torch refuses to answer where there is none."""
+    """Make torch report device index 0 without an accelerator: vLLM's constructor needs one, and torch raises."""
     if torch.accelerator.is_available():
         yield
         return

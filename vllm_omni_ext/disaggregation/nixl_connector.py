@@ -1,7 +1,7 @@
-"""vLLM's NixlConnector for replicas: a name of its own and a free port for each process, and requests are checked.
+"""vLLM's NixlConnector, adapted for replicas: a unique name and a free port per process, and checked requests.
 
-vLLM takes both from settings that replicas of a stage have in common. Everything else is vLLM's; its waits are not
-bounded by `transfer_timeout_s`.
+vLLM takes name and port from settings that all replicas of a stage share. Everything else is vLLM's;
+`transfer_timeout_s` does not bound its waits.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 
-from vllm_omni_ext.disaggregation.parameters import DECODE, HOST, LOOPBACK, PREFILL, understood
+from vllm_omni_ext.disaggregation.parameters import HOST, LOOPBACK, understood
+from vllm_omni_ext.ids import DECODE, PREFILL
 
 log = logging.getLogger(__name__)
 
 GIVEN_ID = "given_engine_id"
-"""In the extra config: the engine id as it was before it was made unique."""
+"""In the extra config: the engine id before it was made unique."""
 
 
 class OmniNixlConnector(NixlConnector):
-    """Either half, as vLLM constructs it."""
+    """The connector as vLLM constructs it, with the scheduler's or the worker's half."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         config = vllm_config.kv_transfer_config
@@ -40,7 +41,7 @@ class OmniNixlConnector(NixlConnector):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def on_new_request(self, request: Any) -> None:
-        """A request that asks for what this replica cannot do is computed here."""
+        """Drop transfer parameters that this replica cannot use; the request is then computed locally."""
         params = request.kv_transfer_params
         if params is not None and not understood(self._kind, params, connector="nixl"):
             log.error("%s: kv_transfer_params that a %s replica cannot use: %r", request.request_id, self._kind, params)
@@ -48,12 +49,12 @@ class OmniNixlConnector(NixlConnector):
         super().on_new_request(request)
 
     def totals(self) -> dict[str, float]:
-        """vLLM counts for Prometheus only."""
+        """Empty: vLLM's NIXL connector counts for Prometheus only."""
         return {}
 
 
 def _engine_process(vllm_config: VllmConfig, role: KVConnectorRole) -> str:
-    """The process that has the scheduler, as a name that no other process has or had on this host."""
+    """A unique name of the process that runs the scheduler: process id and start time."""
     process = psutil.Process()
     if role == KVConnectorRole.WORKER and vllm_config.parallel_config.distributed_executor_backend != "uni":
         process = process.parent()

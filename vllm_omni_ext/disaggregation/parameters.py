@@ -1,7 +1,7 @@
-"""What makes an engine a prefill or a decode replica, and what their requests carry: plain data, without vLLM.
+"""Engine settings of prefill and decode replicas, and the transfer parameters of requests: plain data, without vLLM.
 
-The final output of a prefill request says where its KV blocks are (`kv_transfer_params`, vLLM's own field); the decode
-request takes that answer with it. So nobody keeps a list of addresses, and none can be out of date.
+The final output of a prefill request contains the location of its KV blocks (`kv_transfer_params`, vLLM's own field);
+the decode request carries that answer. So no process keeps a list of addresses that could be outdated.
 """
 
 from __future__ import annotations
@@ -13,59 +13,58 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
-PREFILL = "prefill"
-DECODE = "decode"
+from vllm_omni_ext.ids import DECODE, PREFILL
 
 KEY = "kv_transfer_params"
-"""In `SamplingParams.extra_args`, and in answers. A client must never set it: a stock engine dies of a wrong one."""
+"""Key in `SamplingParams.extra_args` and in answers. Clients must not set it: a bad value crashes a stock engine."""
 
 LOOPBACK = "127.0.0.1"
 
 HOST = "bootstrap_host"
-"""In a connector's extra config: the address under which replicas of the other role reach this one's host. It is set
-where a replica is started, since a plan is the same on all hosts."""
+"""Key in a connector's extra config: the address under which replicas of the other role reach this replica's host. It
+is set when a replica is started, since a plan is the same on all hosts."""
 
 _HERE = "vllm_omni_ext.disaggregation"
 
 NIXL_SHORTEST_LEASE_S = 6
-"""vLLM renews a sixth of it before it ends, in whole seconds."""
+"""Shortest lease in seconds: vLLM renews leases every `lease // 6` seconds, which must not be 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How blocks get from prefill to decode.
+    """How KV blocks are transferred from prefill to decode.
 
     Attributes:
         connector: a key of `CONNECTORS`.
         protocol: `tcp` or `rdma`.
         device: names of the RDMA devices, separated by commas; empty: all.
-        transfer_timeout_s: how long decode waits for blocks before it does without.
-        hold_s: how long prefill keeps blocks that nobody fetches.
+        transfer_timeout_s: how long decode waits for blocks before it applies `on_failure`.
+        kv_retention_s: how long prefill keeps blocks that are not fetched.
         on_failure: `recompute`: decode computes the prompt itself; `fail`: the request ends with an error.
-        senders: transfers that a prefill worker has under way at once.
+        transfer_workers: concurrent transfers of a prefill worker.
     """
 
     connector: str = "mooncake"
     protocol: Literal["tcp", "rdma"] = "tcp"
     device: str = ""
     transfer_timeout_s: float = 5.0
-    hold_s: float = 120.0
+    kv_retention_s: float = 120.0
     on_failure: Literal["recompute", "fail"] = "recompute"
-    senders: int = 16
+    transfer_workers: int = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """One connector.
+    """Properties of one connector.
 
     Attributes:
-        module: what must be importable in a replica.
-        install: what to do if it is not.
-        equal: `EngineArgs` fields that both roles must have in common.
+        module: the library's module, which must be importable in a replica.
+        install: how to install the library.
+        equal: `EngineArgs` fields that must be equal in both roles.
         tensor_parallel: `multiple`: one size must be a multiple of the other; `equal`: they must be equal.
-        settings: names of the `Settings` that mean something for it, besides `connector`.
-        answer: what an answer must have, and of what type; vLLM does not check.
-        cls, path: its class, and the module where vLLM finds it.
+        settings: names of the `Settings` that the connector uses, besides `connector`.
+        answer: required keys of an answer and their types, which vLLM does not check.
+        cls, path: the connector's class and module, for vLLM.
     """
 
     module: str
@@ -79,7 +78,7 @@ class Facts:
 
 
 _LAYOUT = ("dtype", "kv_cache_dtype", "block_size", "max_model_len")
-"""Decides how a block looks in memory, or whether a prompt fits."""
+"""Fields that decide the memory layout of a block, or whether a prompt fits."""
 
 CONNECTORS: Mapping[str, Facts] = MappingProxyType(
     {
@@ -91,7 +90,9 @@ CONNECTORS: Mapping[str, Facts] = MappingProxyType(
             ),
             equal=_LAYOUT,
             tensor_parallel="multiple",
-            settings=frozenset({"protocol", "device", "transfer_timeout_s", "hold_s", "on_failure", "senders"}),
+            settings=frozenset(
+                {"protocol", "device", "transfer_timeout_s", "kv_retention_s", "on_failure", "transfer_workers"}
+            ),
             answer={"transfer_id": str, "remote_engine_id": str, "remote_bootstrap_addr": str},
             cls="OmniMooncakeConnector",
             path=f"{_HERE}.mooncake_connector",
@@ -101,7 +102,7 @@ CONNECTORS: Mapping[str, Facts] = MappingProxyType(
             install="pip install 'vllm-omni-ext[nixl]'",
             equal=_LAYOUT,
             tensor_parallel="multiple",
-            settings=frozenset({"hold_s", "on_failure"}),
+            settings=frozenset({"kv_retention_s", "on_failure"}),
             answer={
                 "remote_block_ids": list | tuple,
                 "remote_engine_id": str,
@@ -118,7 +119,7 @@ CONNECTORS: Mapping[str, Facts] = MappingProxyType(
 
 
 def check(settings: Settings) -> None:
-    """Refuse settings that no connector understands.
+    """Check that the settings are valid for their connector.
 
     Raises:
         ValueError: "NAME: why", NAME being a field of `Settings`.
@@ -133,20 +134,20 @@ def check(settings: Settings) -> None:
     for name, allowed in {"protocol": ("tcp", "rdma"), "on_failure": ("recompute", "fail")}.items():
         if getattr(settings, name) not in allowed:
             raise ValueError(f"{name}: {getattr(settings, name)!r} is none of {', '.join(allowed)}")
-    for name in ("transfer_timeout_s", "hold_s", "senders"):
+    for name in ("transfer_timeout_s", "kv_retention_s", "transfer_workers"):
         if not getattr(settings, name) > 0:
             raise ValueError(f"{name}: must be above 0")
-    if settings.hold_s < settings.transfer_timeout_s:
-        raise ValueError(f"hold_s: must not be below transfer_timeout_s ({settings.transfer_timeout_s:g})")
-    if settings.connector == "nixl" and settings.hold_s < NIXL_SHORTEST_LEASE_S:
-        raise ValueError(f"hold_s: must not be below {NIXL_SHORTEST_LEASE_S} for the connector nixl")
+    if settings.kv_retention_s < settings.transfer_timeout_s:
+        raise ValueError(f"kv_retention_s: must not be below transfer_timeout_s ({settings.transfer_timeout_s:g})")
+    if settings.connector == "nixl" and settings.kv_retention_s < NIXL_SHORTEST_LEASE_S:
+        raise ValueError(f"kv_retention_s: must not be below {NIXL_SHORTEST_LEASE_S} for the connector nixl")
 
 
 def check_pair(settings: Settings, prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> None:
-    """Refuse roles between which blocks cannot be transferred.
+    """Check that blocks can be transferred between two roles.
 
     Args:
-        prefill, decode: `EngineArgs` fields of both; one that is missing has vLLM's default.
+        prefill, decode: `EngineArgs` fields of the roles; a missing field has vLLM's default.
 
     Raises:
         ValueError: "NAME: why", NAME being an `EngineArgs` field.
@@ -164,22 +165,22 @@ def check_pair(settings: Settings, prefill: Mapping[str, Any], decode: Mapping[s
 
 
 def engine_fields(role: str, settings: Settings, *, host: str = LOOPBACK) -> dict[str, Any]:
-    """`EngineArgs` fields of a replica of that role.
+    """Return the `EngineArgs` fields of a replica of the given role.
 
     Args:
-        host: address under which replicas of the other role reach this one's host.
+        host: address under which replicas of the other role reach this replica's host.
     """
     facts = CONNECTORS[settings.connector]
     extra: dict[str, Any] = {HOST: host}
     if settings.connector == "nixl":
-        extra["kv_lease_duration"] = math.ceil(settings.hold_s)
+        extra["kv_lease_duration"] = math.ceil(settings.kv_retention_s)
     else:
         extra |= {
             "mooncake_protocol": settings.protocol,
             "device_name": settings.device,
-            "num_workers": settings.senders,
+            "num_workers": settings.transfer_workers,
             "transfer_timeout_s": settings.transfer_timeout_s,
-            "hold_s": settings.hold_s,
+            "kv_retention_s": settings.kv_retention_s,
         }
     return {
         "kv_transfer_config": {
@@ -193,26 +194,26 @@ def engine_fields(role: str, settings: Settings, *, host: str = LOOPBACK) -> dic
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """Environment variables of a replica's process, of either role."""
+    """Return the environment variables of a replica's process, of either role."""
     return {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "MC_LOG_LEVEL": "WARNING"} if settings.connector == "mooncake" else {}
 
 
 def new_transfer_id() -> str:
-    """A name for one attempt; one that is used twice is not answered twice."""
+    """Return a unique name for one attempt. A prefill replica answers each transfer id only once."""
     return uuid.uuid4().hex
 
 
 def prefill_transfer(transfer_id: str) -> dict[str, Any]:
-    """What a prefill request carries under `KEY`."""
+    """Return the transfer parameters of a prefill request, for `KEY`."""
     return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
 
 
 def answer(transfer_id: str, engine_id: str, bootstrap: str) -> dict[str, Any]:
-    """What a Mooncake prefill replica says about a request whose blocks it keeps.
+    """Return the answer of a Mooncake prefill replica to a request whose blocks it keeps.
 
     Args:
-        engine_id: a name of that process and no other.
-        bootstrap: URL of its bootstrap server.
+        engine_id: unique name of the replica's process.
+        bootstrap: URL of the replica's bootstrap server.
     """
     return {
         "do_remote_prefill": True,
@@ -224,7 +225,7 @@ def answer(transfer_id: str, engine_id: str, bootstrap: str) -> dict[str, Any]:
 
 
 def decode_transfer(answer: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What a decode request carries under `KEY`; None: nothing, it computes its prompt itself.
+    """Return the transfer parameters of a decode request, for `KEY`; None: decode computes the prompt itself.
 
     Args:
         answer: `kv_transfer_params` of the prefill request's final output.
@@ -233,7 +234,7 @@ def decode_transfer(answer: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def understood(role: str, params: Any, *, connector: str = "mooncake") -> bool:
-    """True if a replica of that role can act on what a request carries under `KEY`; vLLM dies of anything else."""
+    """Whether a replica of the given role can use transfer parameters; unusable ones crash vLLM."""
     if not isinstance(params, dict):
         return False
     prefills, decodes = (bool(params.get(name)) for name in ("do_remote_decode", "do_remote_prefill"))
@@ -247,9 +248,9 @@ def understood(role: str, params: Any, *, connector: str = "mooncake") -> bool:
 
 
 def prefill_sampling() -> dict[str, Any]:
-    """Constructor fields of the `SamplingParams` of a prefill request, whose token nobody reads.
+    """Return the `SamplingParams` fields of a prefill request, whose only token is discarded.
 
-    Blocks are only kept for a request that ends by its length: nothing else may end it.
+    vLLM keeps blocks only for a request that ends by its length, so no other stop condition is set.
     """
     return {
         "max_tokens": 1,

@@ -1,4 +1,4 @@
-"""A worker that sends blocks: vLLM's, which loses none when a request ends early, and waits without computing."""
+"""vLLM's worker that sends blocks, with freeing of unclaimed blocks, and waits that do not use a core."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ log = logging.getLogger(__name__)
 DONE = 1
 PENDING = 0
 FAILED = -1
-"""Mooncake's words for a transfer; any other number is a failure too."""
+"""Mooncake's status codes of a transfer; any other number is a failure too."""
 
 FIRST_LOOK_S = 0.0002
 LONGEST_LOOK_S = 0.02
-"""Mooncake calls nobody back. Its own waiting call takes a core until it ends: here pauses grow instead."""
+"""First and longest pause between status queries. Mooncake has no callbacks, and its waiting call uses a whole core."""
 
 
 class SendMixin(MooncakeConnectorWorker):
-    """Frees what nobody will fetch: after `hold_s`, and at once when a transfer has failed."""
+    """Frees blocks that will not be fetched: after `kv_retention_s`, and at once when a transfer has failed."""
 
-    def start_sending(self, hold_s: float) -> None:
-        """Call once, before anything is sent."""
-        self._hold_s = hold_s
+    def start_sending(self, kv_retention_s: float) -> None:
+        """Initialize; must be called once, before the first transfer."""
+        self._kv_retention_s = kv_retention_s
 
     async def record_send_reqs(self, metadata: MooncakeConnectorMetadata) -> None:
-        """Note what the scheduler says of this step's requests: they run, they end, or they are not to be sent."""
+        """Record the scheduler's state of this step's requests: running, finished, or not to be sent."""
         for request, (transfer_id, blocks) in metadata.reqs_to_send.items():
             entry = self.reqs_need_send.get(transfer_id)
             if entry is None:
@@ -49,13 +49,13 @@ class SendMixin(MooncakeConnectorWorker):
                 self._finished(request)
             else:
                 entry.p_req_id, entry.local_block_ids = request, blocks
-                entry.expire_time = time.perf_counter() + self._hold_s
+                entry.expire_time = time.perf_counter() + self._kv_retention_s
                 entry.ready.set()
         for transfer_id in metadata.reqs_not_processed:
             self.reqs_need_send.pop(transfer_id, None)
 
     async def send_kv_to_decode(self, identity: bytes, sock: Any, meta: MooncakeXferMetadata) -> None:
-        """Answer one decode worker for all requests it asks for."""
+        """Answer a decode worker for all requests in its query."""
         answers = _Answers(sock, self._xfer_resp_decoder)
         try:
             await super().send_kv_to_decode(identity, answers, meta)
@@ -72,7 +72,7 @@ class SendMixin(MooncakeConnectorWorker):
             self.news.set()
 
     def _drop(self, transfers: Iterable[str]) -> None:
-        """Decode does without these: nobody asks for them again."""
+        """Free the blocks of failed transfers: decode does not query them again."""
         for transfer_id in transfers:
             entry = self.reqs_need_send.get(transfer_id)
             if entry is None or entry.sending:
@@ -88,7 +88,7 @@ class SendMixin(MooncakeConnectorWorker):
         self.news.set()
 
     def _send_blocks(self, remote_session: str, src_ptrs: list[int], dst_ptrs: list[int], lengths: list[int]) -> int:
-        """Write, and return when it is certain that all is written (0) or that nothing more is (not 0)."""
+        """Write blocks. Returns when all are written (0), or when it is certain that no write can follow (not 0)."""
         since = time.perf_counter()
         batch = self.engine.batch_transfer_async_write(remote_session, src_ptrs, dst_ptrs, lengths)
         status, pause = (PENDING if batch else FAILED), FIRST_LOOK_S
@@ -104,7 +104,7 @@ class SendMixin(MooncakeConnectorWorker):
 
 
 class _Answers:
-    """Passes answers on, and remembers which requests did not get their blocks."""
+    """Forwards answers, and records the requests whose blocks were not transferred."""
 
     def __init__(self, socket: Any, decoder: Any) -> None:
         self._socket, self._decoder = socket, decoder

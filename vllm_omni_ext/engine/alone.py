@@ -1,7 +1,7 @@
-"""Process groups of engines that are one process, which need no connections.
+"""Process groups without network connections, for engines of one process.
 
-vLLM makes process groups for one process as for many, more than a dozen. Each group of torch's gloo backend listens on
-a TCP port of its own, keeps what connects there open for ever, and has a thread that looks at its socket every 10 ms.
+vLLM makes more than a dozen process groups even for a single process. Each gloo group of torch listens on a TCP port,
+keeps every incoming connection open for ever, and has a thread that polls its socket every 10 ms.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch._C._distributed_c10d import FakeProcessGroup
 GLOO = "gloo"
 
 BACKEND = "omni_alone"
-"""A backend whose group has one member, which has what every member has to say already."""
+"""A torch backend for groups with one member: its collectives return without communication."""
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside the block, a world of one process has no gloo groups.
+    """Inside the block, a process group of one process creates no gloo groups.
 
-    On CPU all groups of such a world are the world itself.
+    On CPU, all groups are then the world group itself.
     """
     distributed = torch.distributed
     start, make = distributed.init_process_group, distributed.new_group
@@ -57,8 +57,8 @@ def _register() -> None:
 
 
 def _make(common: Any, options: Any) -> Any:
-    """A group that sends nothing, and gives each of its members what that has said: right for a single one."""
+    """Return a group whose collectives leave every tensor as it is, which is correct for a single member."""
     if common.group_size != 1:
         raise ValueError(f"{BACKEND}: a group of one process, not of {common.group_size}")
-    make: Any = FakeProcessGroup._create_internal  # torch's stub of it lacks the options
+    make: Any = FakeProcessGroup._create_internal  # torch's stub of the method lacks the options
     return make(common.group_rank, common.group_size, options)

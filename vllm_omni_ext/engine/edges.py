@@ -1,4 +1,4 @@
-"""The ends of an edge inside a stage's worker. Neither is opened before a request needs it: text never does."""
+"""Both ends of an edge, inside a stage's worker. Each end is opened by the first request that needs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from vllm_omni_ext.config.schema import SENDS, TAKES
+from vllm_omni_ext.config.schema import INCOMING, OUTGOING
 from vllm_omni_ext.connectors.base import (
     ChunkKey,
     Connector,
@@ -23,12 +23,14 @@ from vllm_omni_ext.connectors.base import (
 )
 from vllm_omni_ext.connectors.registry import connector
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.engine.exporter import Cut
-from vllm_omni_ext.wire.enrollment import Enrollment
-from vllm_omni_ext.wire.rows import Given, Notice
+from vllm_omni_ext.engine.exporter import ExportedSlice
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady
+from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
+from vllm_omni_ext.wire.stage_input import HiddenStatesRef
 
 MOST_OF_ID = 256
-"""Characters of a request's id that are part of its name: the last ones, where vLLM makes it unique."""
+"""Length limit of the request id inside a name. The last characters are kept: vLLM makes the end of an id unique."""
 
 
 @dataclass
@@ -40,134 +42,137 @@ class _Sent:
     whole: bool = False
 
 
-class Sender:
-    """Puts a stage's rows where the next stage takes them.
+class EdgeSender:
+    """Puts a stage's hidden states into the connector from which the next stage takes them.
 
     Args:
-        edge: its name.
-        made: how it is connected.
+        edge: name of the edge.
+        settings: of the edge's connector.
     """
 
-    def __init__(self, edge: str, made: Connector) -> None:
+    def __init__(self, edge: str, settings: Connector) -> None:
         self._edge = edge
-        self._made = made
+        self._settings = settings
         self._producer: Producer | None = None
         self._sent: dict[str, _Sent] = {}
         self._numbers = itertools.count()
 
     @property
     def opened(self) -> bool:
-        """Whether there is a producer."""
+        """Return whether the producer has been created."""
         return self._producer is not None
 
-    def send(self, req_id: str, cut: Cut) -> Notice | None:
-        """Put the next rows of a request; None if nobody wants them any more. What goes wrong is in the notice."""
+    def send(self, req_id: str, cut: ExportedSlice) -> HiddenStatesChunkReady | None:
+        """Put the next hidden states of a request; return the message about them, or None if no consumer wants them.
+
+        A connector error is reported in the message.
+        """
         sent = self._sent.get(req_id)
-        if sent is None:  # an id may come again, but a producer takes a name once
+        if sent is None:  # a request id may be reused, a producer's name may not
             sent = self._sent[req_id] = _Sent(f"{next(self._numbers)}/{req_id[-MOST_OF_ID:]}")
         source = ""
         try:
             source = self._open().address
-            self._open().put(ChunkKey(sent.name, self._edge, sent.chunks), [cut.rows], last=cut.last)
+            self._open().put(ChunkKey(sent.name, self._edge, sent.chunks), [cut.hidden_states], last=cut.last)
         except Forgotten:
             return None
-        except (ConnectorError, ValueError) as error:  # no room, or no place to listen: of this request alone
-            return Notice(source=source, name=sent.name, first=cut.first, count=0, failed=str(error))
+        except (ConnectorError, ValueError) as error:  # no space, or no address to listen on
+            return HiddenStatesChunkReady(source=source, name=sent.name, first=cut.first, count=0, failed=str(error))
         sent.chunks += 1
         sent.whole = cut.last
-        return Notice(source=source, name=sent.name, first=cut.first, count=cut.rows.shape[0])
+        return HiddenStatesChunkReady(source=source, name=sent.name, first=cut.first, count=cut.hidden_states.shape[0])
 
     def ended(self, req_id: str) -> None:
-        """The stage has ended a request. Its rows stay, unless some are missing; unknown ids are ignored."""
+        """End a request. Its hidden states stay unless some are missing; unknown ids are ignored."""
         sent = self._sent.pop(req_id, None)
         if sent is not None and not sent.whole:
             self.forget([sent.name])
 
     def forget(self, names: Iterable[str]) -> None:
-        """Free the rows of requests, by their names."""
+        """Free the hidden states of requests, by their names."""
         if self._producer is not None:
             for name in names:
                 self._producer.forget(name)
 
     def held(self) -> int:
-        """Requests whose rows are kept."""
+        """Return how many requests have hidden states stored here."""
         return 0 if self._producer is None else self._producer.stats().requests
 
     def _open(self) -> Producer:
         if self._producer is None:
-            self._producer = self._made.producer(self._edge)
+            self._producer = self._settings.producer(self._edge)
         return self._producer
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Rows that were promised will not come."""
+    """Announced hidden states are lost and will not arrive."""
 
     reason: str
 
 
 @dataclass
 class _Taken:
-    """One request in a consumer: `rows` were taken in all, `seen` of them or others from this source."""
+    """One request in a consumer: `count` hidden states were taken in all; the current source was read up to `seen`."""
 
-    given: Given
-    rows: int
+    ref: HiddenStatesRef
+    count: int
     chunks: int = 0
     seen: int = 0
 
 
-class Taker:
-    """Takes a stage's rows from wherever they are.
+class EdgeReceiver:
+    """Takes a stage's hidden states from the replicas that store them.
 
     Args:
-        edge: its name.
-        made: how it is connected.
-        deadline_s: how long one `take` waits at most.
+        edge: name of the edge.
+        settings: of the edge's connector.
+        timeout_s: how long one `take` waits at most.
     """
 
-    def __init__(self, edge: str, made: Connector, deadline_s: float) -> None:
+    def __init__(self, edge: str, settings: Connector, timeout_s: float) -> None:
         self._edge = edge
-        self._made = made
-        self._deadline_s = deadline_s
+        self._settings = settings
+        self._timeout_s = timeout_s
         self._consumer: Consumer | None = None
         self._taken: dict[str, _Taken] = {}
 
     @property
     def opened(self) -> bool:
-        """Whether there is a consumer."""
+        """Return whether the consumer has been created."""
         return self._consumer is not None
 
-    def given(self, req_id: str, given: Given) -> None:
-        """So many rows of a request can be taken from now on; what was taken elsewhere before still counts."""
+    def announce(self, req_id: str, ref: HiddenStatesRef) -> None:
+        """Note how many hidden states of a request can be taken; those taken from another source before still count."""
         consumer = self._open()
-        known = self._taken.get(req_id)
-        if known is not None and (known.given.source, known.given.name) == (given.source, given.name):
-            known.given = given
+        taken = self._taken.get(req_id)
+        if taken is not None and (taken.ref.source, taken.ref.name) == (ref.source, ref.name):
+            taken.ref = ref
             return
-        if known is not None:
-            consumer.forget(known.given.name)
-        self._taken[req_id] = _Taken(given, 0 if known is None else known.rows)
-        consumer.open(given.name, given.source)
+        if taken is not None:
+            consumer.forget(taken.ref.name)
+        self._taken[req_id] = _Taken(ref, 0 if taken is None else taken.count)
+        consumer.open(ref.name, ref.source)
 
     def take(self, req_ids: Iterable[str]) -> dict[str, list[torch.Tensor] | Lost]:
-        """New rows of these requests, [count, width] each, in order. They have been put already: the wait is short."""
+        """Return new hidden states [count, width] of these requests, in order; the wait is short: all are stored."""
         found: dict[str, list[torch.Tensor] | Lost] = {}
-        deadline = time.monotonic() + self._deadline_s
+        deadline = time.monotonic() + self._timeout_s
         for req_id in req_ids:
-            known = self._taken.get(req_id)
-            if known is None or known.rows >= known.given.count:
+            taken = self._taken.get(req_id)
+            if taken is None or taken.count >= taken.ref.count:
                 continue
             try:
-                found[req_id] = self._take(known, deadline)
+                found[req_id] = self._take(taken, deadline)
             except ConnectorError as error:
                 found[req_id] = Lost(str(error))
         return found
 
     def forget(self, req_id: str) -> None:
-        """A request has ended: its rows are freed here and where they come from. Unknown ids are ignored."""
-        known = self._taken.pop(req_id, None)
-        if known is not None:
-            self._open().forget(known.given.name)
+        """End a request: free its hidden states here and at their source. Unknown ids are ignored."""
+        taken = self._taken.pop(req_id, None)
+        if taken is not None:
+            self._open().forget(taken.ref.name)
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._taken
@@ -175,47 +180,53 @@ class Taker:
     def __len__(self) -> int:
         return len(self._taken)
 
-    def _take(self, known: _Taken, deadline: float) -> list[torch.Tensor]:
+    def _take(self, taken: _Taken, deadline: float) -> list[torch.Tensor]:
         pieces = []
-        while known.rows < known.given.count:
-            key = ChunkKey(known.given.name, self._edge, known.chunks)
-            rows = self._open().get(key, max(0.0, deadline - time.monotonic())).parts[0]
-            known.chunks += 1
-            known.seen += rows.shape[0]
-            if known.seen > known.rows:
-                pieces.append(rows[rows.shape[0] - (known.seen - known.rows) :])
-                known.rows = known.seen
+        while taken.count < taken.ref.count:
+            key = ChunkKey(taken.ref.name, self._edge, taken.chunks)
+            chunk = self._open().get(key, max(0.0, deadline - time.monotonic())).parts[0]
+            taken.chunks += 1
+            taken.seen += chunk.shape[0]
+            if taken.seen > taken.count:
+                pieces.append(chunk[chunk.shape[0] - (taken.seen - taken.count) :])
+                taken.count = taken.seen
         return pieces
 
     def _open(self) -> Consumer:
         if self._consumer is None:
-            self._consumer = self._made.consumer(self._edge)
+            self._consumer = self._settings.consumer(self._edge)
         return self._consumer
 
 
-def sender_of(additional: Mapping[str, Any]) -> Sender:
-    """The writing end of the one edge that leaves a stage, from vLLM's `additional_config`.
+def edge_sender(additional: Mapping[str, Any], edge: str = "") -> EdgeSender:
+    """Return the writing end of an edge that leaves a stage.
+
+    Args:
+        additional: vLLM's `additional_config` of the stage.
+        edge: name of the edge; "" if the stage has one such edge.
 
     Raises:
-        ConfigError: its connector cannot be used here.
+        ConfigError: the stage has no such edge, or the edge's connector cannot be used here.
     """
-    ((edge, config),) = _edges(additional, SENDS).items()
-    return Sender(edge, connector(config))
+    name, config = _edge(additional, OUTGOING, edge)
+    return EdgeSender(name, connector(config))
 
 
-def taker_of(additional: Mapping[str, Any]) -> Taker:
-    """The reading end of the one edge that leads to a stage; as `sender_of`."""
-    ((edge, config),) = _edges(additional, TAKES).items()
-    return Taker(edge, connector(config), config.deadline_s)
+def edge_receiver(additional: Mapping[str, Any], edge: str = "") -> EdgeReceiver:
+    """Return the reading end of an edge that leads to a stage; as `edge_sender`."""
+    name, config = _edge(additional, INCOMING, edge)
+    return EdgeReceiver(name, connector(config), config.timeout_s)
 
 
-def _edges(additional: Mapping[str, Any], key: str) -> dict[str, ConnectorConfig]:
-    enrolled = Enrollment.read()
-    # Where nothing is said, it depends on the process: a crew's replicas listen where their crew is reached.
-    here = {"host": enrolled.host} if enrolled is not None and enrolled.host else {}
-    keys = None if enrolled is None else Keys.read(enrolled.secret_file)
+def _edge(additional: Mapping[str, Any], key: str, edge: str) -> tuple[str, ConnectorConfig]:
+    edges = additional.get(key, {})
+    names = [edge] if edge else list(edges)
+    if len(names) != 1 or names[0] not in edges:
+        known = ", ".join(edges) or "none"
+        raise ConfigError(f"edges: {key} hidden states go over {known}; its worker needs {edge or 'one edge'}")
+    identity = ReplicaIdentity.read()
+    # Default host: the replicas of a headless node listen on the address under which the node is reachable.
+    here = {"host": identity.host} if identity is not None and identity.host else {}
+    keys = None if identity is None else Keys.read(identity.secret_file)
     secret: dict[str, Any] = {} if keys is None else {"listening": keys.listening, "connecting": keys.connecting}
-    return {
-        edge: replace(msgspec.convert({**here, **plain}, ConnectorConfig), **secret)
-        for edge, plain in additional[key].items()
-    }
+    return names[0], replace(msgspec.convert({**here, **edges[names[0]]}, ConnectorConfig), **secret)

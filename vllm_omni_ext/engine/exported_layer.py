@@ -1,10 +1,10 @@
-"""The output of one layer beside a step's result, on either model runner, through vLLM's interface for EAGLE-3.
+"""The output of one layer next to a step's result, on both model runners, through vLLM's interface for EAGLE-3.
 
-Compiled code and CUDA graphs have the outputs with which they were made. A runner that compiles or captures is
-therefore told of the layer before it does, once and for all: every step adds two tensors and copies the sum, and a step
-that exports rows is a step like any other. Where nothing is compiled, only the steps that export ask for the layer. The
-same goes for a runner with a drafter, which must not find outputs that it has not ordered: such a step runs uncompiled
-and outside CUDA graphs, and the drafter gets what it has ordered.
+Compiled code and CUDA graphs have a fixed set of outputs. A runner that compiles or captures is therefore given the
+layer before it does so: every step adds two tensors and copies the sum, and a step that exports hidden states runs like
+any other. Without compilation, only the steps that export request the layer. The same holds for a runner with a
+drafter, because the drafter must only receive the outputs that it requested: an exporting step then runs uncompiled and
+outside CUDA graphs, and the drafter still gets its own outputs.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.forward_context import get_forward_context
 
 EXPORTED_LAYER = "exported_layer"
-"""Key of `additional_config` with the layer. vLLM's cache of compiled code depends on it, so that an engine without
-that output never loads code that has it."""
+"""Key of `additional_config` with the layer. The hash of vLLM's compile cache includes `additional_config`, so an
+engine without the exported layer never loads code that was compiled with it."""
 
 
 class ExportedLayer:
     """One layer of a runner's model.
 
     Args:
-        runner: of either kind; its model is loaded and has not run.
-        vllm_config: of the engine.
+        runner: a V1 or V2 model runner; its model is loaded and has not run.
+        vllm_config: config of the engine.
         layer: number of layers after which the hidden states are taken, 0 = the input embeddings.
     """
 
@@ -42,7 +42,7 @@ class ExportedLayer:
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
-        """The step inside the block has the layer's output; `take` it before anything is sampled."""
+        """Inside the block, a step computes the layer's output; call `take` before sampling."""
         if self._built_in:
             yield
             return
@@ -57,7 +57,7 @@ class ExportedLayer:
             hook.remove()
 
     def take(self) -> torch.Tensor:
-        """The layer's output [tokens, hidden] of the step that has just been executed; a drafter's are left."""
+        """Return the layer's output [tokens, hidden] of the last step; a drafter's outputs stay in place."""
         state = self._runner.execute_model_state
         found = dict(zip(self._all, state.aux_hidden_states, strict=True))
         if not self._built_in:
@@ -79,9 +79,9 @@ def is_compiled(vllm_config: Any) -> bool:
 
 @contextmanager
 def without_cuda_graphs(runner: Any) -> Iterator[None]:
-    """Steps inside the block are dispatched as if no CUDA graph had been captured.
+    """Inside the block, steps are dispatched as if no CUDA graph had been captured.
 
-    A prompt's last chunk of one token counts as a decode step, which replays a full graph otherwise.
+    Otherwise, a prompt's last chunk of one token would count as a decode step and replay a full graph.
     """
     if hasattr(runner, "cudagraph_manager"):  # V2
         dispatcher, flag = runner.cudagraph_manager, "_graphs_captured"
@@ -96,7 +96,7 @@ def without_cuda_graphs(runner: Any) -> Iterator[None]:
 
 
 def _decoder(model: Any) -> Any:
-    """The module that collects the outputs of layers, found as `set_aux_hidden_state_layers` finds it."""
+    """Return the module that collects layer outputs; the lookup is the one of `set_aux_hidden_state_layers`."""
     inner = model.get_language_model()
     return getattr(inner, "model", inner)
 
@@ -106,10 +106,10 @@ def _skip_compiled(module: torch.nn.Module, args: Any) -> None:
 
 
 def _forget_picture(model: Any, tokens: int) -> None:
-    """Empty the buffers with which a picture enters deeper layers.
+    """Empty the buffers through which image features enter deeper layers (deepstack).
 
-    The model does so itself after each step, except when a full CUDA graph is replayed in its place: a chunk of one
-    token would leave its picture to the decode steps after it.
+    The model empties the buffers after each step, but not when a full CUDA graph is replayed: after a prompt chunk of
+    one token, the following decode steps would otherwise add the features of that token.
     """
     if hasattr(model, "_clear_deepstack_input_embeds"):
         model._clear_deepstack_input_embeds(tokens)

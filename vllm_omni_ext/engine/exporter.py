@@ -1,4 +1,4 @@
-"""Which hidden rows a stage owes the next one in a step. Does nothing for requests that export nothing."""
+"""Cuts the hidden states that a stage exports out of each step's output. Requests that export nothing cost nothing."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_omni_ext.engine.feeder import Span
+from vllm_omni_ext.engine.input_provider import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """Rows [count, width] of one request; `first` is the index of the first among all that it exports."""
+class ExportedSlice:
+    """Exported hidden states [count, width] of one request; `first` is the index of row 0 among all that it exports."""
 
     first: int
-    rows: torch.Tensor
+    hidden_states: torch.Tensor
     last: bool
 
 
@@ -25,7 +25,7 @@ class _Export:
     done: int = 0  # positions before this one were cut already
 
     def before(self, position: int) -> int:
-        """How many exported rows lie before `position`."""
+        """Return how many exported positions lie before `position`."""
         return sum(max(0, min(stop, position) - start) for start, stop in self.ranges if start < position)
 
     @property
@@ -34,9 +34,9 @@ class _Export:
 
 
 class Exporter:
-    """Tracks the requests that owe rows. `steps` counts the steps in which it had work (for tests and metrics).
+    """Tracks the requests that export hidden states. `steps` counts the steps with exports (for tests and metrics).
 
-    Each row is cut once: what is computed again after a preemption is the same and has been handed over.
+    Each position is exported once: a position that is computed again after a preemption gives the same hidden states.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Exporter:
         self.steps = 0
 
     def add(self, req_id: str, ranges: Sequence[tuple[int, int]]) -> None:
-        """Register a request; no ranges, nothing to do. One that comes again after a preemption stays as it is."""
+        """Register a request, unless it has no ranges. A request that returns after a preemption keeps its progress."""
         wanted = tuple(sorted(ranges))
         known = self._open.get(req_id)
         if wanted and (known is None or known.ranges != wanted):
@@ -55,15 +55,15 @@ class Exporter:
         self._open.pop(req_id, None)
 
     def due(self, spans: Sequence[Span]) -> bool:
-        """Whether any of the spans holds a row to export."""
+        """Return whether any of the spans holds a position to export."""
         if not self._open:
             return False
         return any((export := self._open.get(span.req_id)) is not None and _owed(export, span) for span in spans)
 
-    def cut(self, spans: Sequence[Span], hidden: torch.Tensor) -> dict[str, Cut]:
-        """What the step owes, by request, from its `hidden` [tokens, width] (spans in batch order)."""
+    def cut(self, spans: Sequence[Span], hidden: torch.Tensor) -> dict[str, ExportedSlice]:
+        """Return the exports of a step by request, from its `hidden` [tokens, width] (spans in batch order)."""
         self.steps += 1
-        found: dict[str, Cut] = {}
+        found: dict[str, ExportedSlice] = {}
         base = 0
         for span in spans:
             export = self._open.get(span.req_id)
@@ -74,7 +74,7 @@ class Exporter:
                     for start, stop in export.ranges
                     if start < end and stop > begin
                 ]
-                found[span.req_id] = Cut(export.before(begin), torch.cat(picks), last=end >= export.end)
+                found[span.req_id] = ExportedSlice(export.before(begin), torch.cat(picks), last=end >= export.end)
                 export.done = end
             base += span.count
         return found

@@ -1,9 +1,9 @@
-"""CUDA graphs of functions that work on memory that stays where it is.
+"""CUDA graphs of functions that work on buffers with fixed addresses.
 
-A graph repeats the kernels of one call with the addresses of that call, and no Python. A function can be recorded if
-everything it reads and writes is memory that its owner allocated before and keeps (weights and buffers), if no shape
-and no branch depends on a value, and if nothing is drawn from a generator inside. Tests check this without a GPU with
-a recorder of their own, which repeats operators instead of kernels.
+A graph repeats the kernels of one call with the addresses of that call, without running Python. A function can be
+recorded if it reads and writes only memory that its owner allocated before and keeps (weights and buffers), if no shape
+and no branch depends on a value, and if it draws no random number. Tests check this without a GPU, with a recorder that
+repeats operators instead of kernels.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 WARM_UPS = 2
-"""Calls before the recorded one: libraries choose their kernels and allocate their workspaces in them."""
+"""Calls before the recorded one, in which libraries choose their kernels and allocate their workspaces."""
 
 
 class Recorder(Protocol):
-    """Records a function and returns what repeats it."""
+    """Records a function and returns a function that repeats the recording."""
 
     def record(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Call `body` at least once and return a function that does again what it did."""
+        """Call `body` at least once and return a function that repeats its work."""
 
 
 class CudaGraphs:
-    """Records on one device. All graphs share one memory pool, so they must be repeated one at a time."""
+    """Records graphs on one device. All graphs share one memory pool, so only one may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,7 +37,7 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def record(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Warm `body` up and capture it; `RuntimeError` if it does something that a graph cannot hold."""
+        """Warm `body` up and capture it; RuntimeError if `body` does something that a graph cannot contain."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
@@ -56,15 +56,15 @@ class CudaGraphs:
 
 
 def recorder_for(device: torch.device, *, eager: bool) -> CudaGraphs | None:
-    """The recorder of a device; None where functions are to be called as they are."""
+    """Return the recorder of a device; None where functions run without graphs."""
     return None if eager or device.type != "cuda" else CudaGraphs(device)
 
 
 def buckets(most: int) -> list[int]:
-    """Batch sizes to record, largest first: powers of two, the first of which holds `most` rows."""
+    """Return the batch sizes to record, largest first: powers of two up to the first that holds `most` rows."""
     return [1 << power for power in range((most - 1).bit_length(), -1, -1)]
 
 
 def bucket_of(rows: int, sizes: Iterable[int]) -> int | None:
-    """The smallest of `sizes` that holds so many rows; None if none does."""
+    """Return the smallest of `sizes` that holds `rows` rows; None if none does."""
     return min((size for size in sizes if size >= rows), default=None)

@@ -1,7 +1,7 @@
-"""Reports on how many bytes of its weights a replica has read, made inside vLLM's own loader.
+"""Reports how many bytes of its weights a replica has read, from inside vLLM's own loader.
 
-The seam is vLLM's registry of loaders: while a model is loaded, the load format's name stands for a loader that counts
-what it passes on and otherwise is the one that the format had. It is registered in this replica's process only.
+vLLM's registry of loaders is the hook: while a model is loaded, the load format's name stands for a loader that counts
+the tensors it passes on and otherwise equals the original loader. The registration only affects this process.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from vllm.model_executor.model_loader import get_model_loader, register_model_lo
 from vllm_omni_ext.wire.loading import Teller
 
 FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt")
-"""Load formats of vLLM's default loader, which hands tensors to the model one by one; others are not counted."""
+"""Load formats of vLLM's default loader, which passes tensors to the model one by one. Others are not counted."""
 
 EVERY_S = 0.25
-"""At most so often it is said how far the weights are."""
+"""Shortest interval between two progress reports."""
 
 SAFETENSORS = ".safetensors"
 _LENGTH_BYTES = 8
@@ -32,8 +32,8 @@ Tensors = Iterable[tuple[str, Any]]
 
 
 @contextmanager
-def told(load_config: Any) -> Iterator[None]:
-    """Inside the block, loading a model with that vLLM `LoadConfig` is reported; the block's end is, in any case."""
+def progress_reported(load_config: Any) -> Iterator[None]:
+    """Inside the block, loading a model with this `LoadConfig` is reported; so is the end of the block, in any case."""
     teller = Teller.of_this_process()
     if teller is None:
         yield
@@ -50,7 +50,7 @@ def told(load_config: Any) -> Iterator[None]:
 
 
 def _register(base: type, name: str, teller: Teller) -> str:
-    """Register a loader that counts; the name under which vLLM finds it."""
+    """Register a loader that counts bytes; return its name in vLLM's registry."""
 
     class Counting(base):  # type: ignore[misc, valid-type]
         def __init__(self, load_config: Any) -> None:
@@ -90,18 +90,18 @@ def _named(loader: type, name: str) -> str:
 def counting(
     weights: Tensors, teller: Teller, total: Callable[[], int], unused: Callable[[str], bool]
 ) -> Iterator[tuple[str, Any]]:
-    """Pass weights on, and say how many bytes they were.
+    """Pass weights on and report how many bytes they had.
 
     Args:
-        weights: name and tensor of each; downloading happens before the first one.
-        total: bytes of all that are wanted; asked when the first one is there.
-        unused: whether the model does not want a tensor of that name: it does not count.
+        weights: (name, tensor) pairs; downloading happens before the first one.
+        total: returns the bytes of all wanted tensors; called at the first tensor.
+        unused: returns whether the model ignores the tensor of that name, which is then not counted.
     """
-    loaded, size, said = 0, 0, float("-inf")
+    loaded, size, reported = 0, 0, float("-inf")
     for name, tensor in weights:
         size = size or total()
-        if time.monotonic() - said >= EVERY_S:
-            said = time.monotonic()
+        if time.monotonic() - reported >= EVERY_S:
+            reported = time.monotonic()
             teller.say("loading", loaded=loaded, total=size)
         yield name, tensor
         loaded += 0 if unused(name) else tensor.nbytes
@@ -125,7 +125,7 @@ def wanted_bytes(files: Iterable[str], unused: Callable[[str], bool]) -> int:
 
 
 def hub_folder(model: str, download_dir: str | None) -> Path:
-    """Where the Hugging Face hub's client puts a model's files."""
+    """Return the folder in which the Hugging Face hub client stores a model's files."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
 

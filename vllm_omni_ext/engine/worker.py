@@ -1,9 +1,8 @@
-"""Workers of stages that hand rows over (`ExportWorker`) or are fed by another stage (`FeedWorker`).
+"""Workers of stages: plain ones, ones that export hidden states, and ones whose input arrives in chunks.
 
-All logic is in `Exporter` and in the model's `Feeder`; what is here translates between them and vLLM's runner.
-The V1 runner (CPU, or `VLLM_USE_V2_MODEL_RUNNER=0`) and Model Runner V2 (GPU default) differ only in the
-batch order (`_executed_order`) and in where the input rows are asked for (V1: `embed_input_ids`; V2:
-`get_model_state_cls`).
+The logic is in `Exporter` and in the model's `InputProvider`; this module connects them to vLLM's runner. The V1 runner
+(CPU, or `VLLM_USE_V2_MODEL_RUNNER=0`) and Model Runner V2 (GPU default) differ only in the batch order
+(`_executed_order`) and in the call that needs the input embeddings (V1: `embed_input_ids`; V2: `get_model_state_cls`).
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import msgspec
 import torch
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -19,17 +19,17 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from vllm_omni_ext.config.schema import INCOMING
 from vllm_omni_ext.engine.alone import alone
-from vllm_omni_ext.engine.edges import Lost, sender_of, taker_of
-from vllm_omni_ext.engine.encoding import encode_apart
+from vllm_omni_ext.engine.edges import Lost, edge_receiver, edge_sender
 from vllm_omni_ext.engine.exported_layer import EXPORTED_LAYER, ExportedLayer
 from vllm_omni_ext.engine.exporter import Exporter
-from vllm_omni_ext.engine.feeder import Feeder, Span
-from vllm_omni_ext.engine.loading import told
-from vllm_omni_ext.memory import trim
-from vllm_omni_ext.wire.handoff import PROMPT, export_ranges
-from vllm_omni_ext.wire.parts import refusal
-from vllm_omni_ext.wire.rows import Given
+from vllm_omni_ext.engine.input_provider import Span, StreamingInputModel
+from vllm_omni_ext.engine.loading import progress_reported
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.memory import malloc_trim
+from vllm_omni_ext.wire.envelope import StageError, pack
+from vllm_omni_ext.wire.stage_input import StageInput, export_ranges
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
@@ -38,7 +38,7 @@ else:
 
 
 def scheduled_starts(step: SchedulerOutput) -> dict[str, int]:
-    """First position each scheduled request computes in this step."""
+    """Return the first position that each scheduled request computes in this step."""
     cached = step.scheduled_cached_reqs
     starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     starts.update((new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs)
@@ -46,13 +46,13 @@ def scheduled_starts(step: SchedulerOutput) -> dict[str, int]:
 
 
 def spans_of(order: list[str], step: SchedulerOutput) -> list[Span]:
-    """The step's spans in the batch order of the runner."""
+    """Return the step's spans in the batch order of the runner."""
     starts = scheduled_starts(step)
     return [Span(req_id, starts[req_id], step.num_scheduled_tokens[req_id]) for req_id in order]
 
 
 class WithOutputs(AsyncModelRunnerOutput):
-    """Adds per-request tensors to an output that is not on the host yet."""
+    """Adds per-request tensors to a runner output that is not on the host yet."""
 
     def __init__(self, inner: AsyncModelRunnerOutput, outputs: dict[str, torch.Tensor]) -> None:
         self._inner = inner
@@ -63,7 +63,7 @@ class WithOutputs(AsyncModelRunnerOutput):
 
 
 def with_outputs(out: Any, outputs: dict[str, torch.Tensor]) -> Any:
-    """Put tensors beside the sampled tokens, where `EngineCoreOutput.pooling_output` picks them up."""
+    """Attach tensors to a runner output; they become `EngineCoreOutput.pooling_output`."""
     if not outputs:
         return out
     if isinstance(out, AsyncModelRunnerOutput):
@@ -73,44 +73,44 @@ def with_outputs(out: Any, outputs: dict[str, torch.Tensor]) -> Any:
 
 
 def _v1_order(runner: Any) -> list[str]:
-    """Batch order of the running step in the V1 runner (V2 passes its own batch to the model state)."""
+    """Return the batch order of the running step in the V1 runner (V2 passes its batch to the model state)."""
     return list(runner.input_batch.req_ids)
 
 
 def _executed_order(runner: Any, state: Any) -> list[str]:
-    """Batch order of the step that has just been executed, for either runner."""
+    """Return the batch order of the last executed step, for either runner."""
     return list(state.input_batch.req_ids) if hasattr(state, "input_batch") else _v1_order(runner)
 
 
-class LeanWorker(_Worker):  # type: ignore[misc]
-    """The stock worker; gives back what loading left behind, and costs nothing while nothing is to be done."""
+class StageWorker(_Worker):  # type: ignore[misc]
+    """The stock worker; it also frees what loading left behind and reports the progress of the start-up."""
 
     def init_device(self) -> Any:
-        """First step of the start-up."""
+        """Initialize the device: the first step of the start-up."""
         with alone():
             return super().init_device()
 
     def load_model(self, **given: Any) -> None:
-        """Second step of the start-up; the first worker of a replica says how far it is."""
-        with told(self.vllm_config.load_config) if self.rank == 0 else nullcontext():
+        """Load the model: the second step of the start-up. The replica's first worker reports the progress."""
+        with progress_reported(self.vllm_config.load_config) if self.rank == 0 else nullcontext():
             super().load_model(**given)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Last step of the start-up."""
+        """Compile and warm up: the last step of the start-up."""
         times = super().compile_or_warm_up_model()
         if (warm_up := getattr(self.model_runner.get_model(), "warm_up", None)) is not None:
             warm_up()
-        trim()
+        malloc_trim()
         return times
 
     def transfer_counters(self) -> dict[str, float]:
-        """What has been counted about KV transfers since the start (read through `collective_rpc`)."""
+        """Return the counters of KV transfers since the start (read through `collective_rpc`)."""
         if not has_kv_transfer_group():
             return {}
         return get_kv_transfer_group().totals()
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample; with the V1 runner on a CPU, a seeded request whose prompt goes on draws nothing."""
+        """Sample; with the V1 runner on a CPU, a seeded request in the middle of its prompt draws no random number."""
         if not current_platform.is_cpu() or not hasattr(self.model_runner, "input_batch"):
             return super().sample_tokens(grammar_output)
         with _without_draws(self.model_runner):
@@ -119,9 +119,10 @@ class LeanWorker(_Worker):  # type: ignore[misc]
 
 @contextmanager
 def _without_draws(runner: Any) -> Iterator[None]:
-    """Inside the block, requests whose sample will be thrown away have no generator.
+    """Inside the block, requests whose sample will be discarded have no generator.
 
-    vLLM lets them draw and turns their generators back, which CPU generators cannot: the engine would end.
+    vLLM samples for such requests and then rewinds their generators. CPU generators cannot be rewound: the engine would
+    crash.
     """
     batch = runner.input_batch
     spared: dict[int, torch.Generator] = {}
@@ -134,44 +135,58 @@ def _without_draws(runner: Any) -> Iterator[None]:
         batch.generators.update(spared)
 
 
-class ExportWorker(LeanWorker):
-    """Puts hidden rows of chosen prompt positions where the next stage takes them, and says so beside the result.
+class HiddenStatesExportWorker(StageWorker):
+    """Exports hidden states of chosen prompt positions to the next stage and attaches their address to the output.
 
-    Without such requests it is the stock worker.
+    Without requests that export, this is the stock worker. `additional_config["exported_layer"]` of the stage's engine
+    names the layer; a stage that takes the layer from the checkpoint's config overrides `layer_to_export`.
     """
+
+    edge = ""
+    """Name of the edge that carries the hidden states; "" = the only one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._exporter = Exporter()
-        self._sender = sender_of(self.vllm_config.additional_config)
+        self._sender = edge_sender(self.vllm_config.additional_config, self.edge)
         self._exported: dict[str, torch.Tensor] = {}
 
+    def layer_to_export(self) -> int:
+        """Return the number of layers after which the hidden states are taken, 0 = the input embeddings.
+
+        Raises:
+            ConfigError: `additional_config` does not name the layer.
+        """
+        layer = self.vllm_config.additional_config.get(EXPORTED_LAYER)
+        if layer is None:
+            raise ConfigError(f"additional_config.{EXPORTED_LAYER}: a stage that exports hidden states needs it")
+        return int(layer)
+
     def load_model(self, **kwargs: Any) -> None:
-        """Load the model, and prepare what steps are going to need before any of them is compiled or captured."""
-        layer = model_accept_layer(self.vllm_config)
+        """Load the model, and prepare the exported layer before the model is compiled or captured."""
+        layer = self.layer_to_export()
         self.vllm_config.additional_config = {**self.vllm_config.additional_config, EXPORTED_LAYER: layer}
         super().load_model(**kwargs)
-        encode_apart(self.model_runner)
         self._layer = ExportedLayer(self.model_runner, self.vllm_config, layer)
 
     def handoff_steps(self) -> int:
-        """Steps in which this worker did more than the stock one (read through `collective_rpc`)."""
+        """Return the number of steps in which this worker exported hidden states (read through `collective_rpc`)."""
         return self._exporter.steps
 
-    def forget_rows(self, names: Sequence[str]) -> None:
-        """Nobody will take these rows (called through `collective_rpc`)."""
+    def forget_hidden_states(self, names: Sequence[str]) -> None:
+        """Free hidden states that no stage will take (called through `collective_rpc`)."""
         self._sender.forget(names)
 
-    def rows_held(self) -> int | None:
-        """Requests whose rows are kept here; None if no row was ever put (read through `collective_rpc`)."""
+    def hidden_states_held(self) -> int | None:
+        """Return how many requests have hidden states here; None before the first (read through `collective_rpc`)."""
         return self._sender.held() if self._sender.opened else None
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Run one step; when rows are due, with the accept layer's hidden states beside the result."""
+        """Run one step; a step with hidden states to export also computes the exported layer's output."""
         for req_id in scheduler_output.finished_req_ids:
             self._exporter.drop(req_id)
             self._sender.ended(req_id)
-        self._sender.forget(getattr(scheduler_output, "unheard", ()))
+        self._sender.forget(getattr(scheduler_output, "orphaned", ()))
         for new in scheduler_output.scheduled_new_reqs:
             if new.sampling_params is not None and new.sampling_params.extra_args:
                 self._exporter.add(new.req_id, export_ranges(new.sampling_params.extra_args))
@@ -186,73 +201,71 @@ class ExportWorker(LeanWorker):
             out = super().execute_model(step)
         hidden = self._layer.take()
         spans = spans_of(_executed_order(runner, runner.execute_model_state), step)
-        cuts = self._exporter.cut(spans, hidden)
+        slices = self._exporter.cut(spans, hidden)
         if _answers():
-            notices = ((req_id, self._sender.send(req_id, cut)) for req_id, cut in cuts.items())
-            self._exported = {req_id: notice.tensor() for req_id, notice in notices if notice is not None}
+            sent = ((req_id, self._sender.send(req_id, each)) for req_id, each in slices.items())
+            self._exported = {req_id: pack(message) for req_id, message in sent if message is not None}
         return out
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample, and attach what was exported by this step."""
+        """Sample, and attach the messages about the hidden states that this step exported."""
         exported, self._exported = self._exported, {}
         return with_outputs(super().sample_tokens(grammar_output), exported)
 
 
 def _answers() -> bool:
-    """Whether this is the worker whose results the engine reads; the others of the replica have the same rows."""
+    """Return whether the engine reads this worker's output; all workers of a replica have the same hidden states."""
     return get_pp_group().is_last_rank and get_tp_group().is_first_rank
 
 
-def model_accept_layer(vllm_config: Any) -> int:
-    """Layer whose output the talker reads at multimodal positions (`talker_config.accept_hidden_layer`)."""
-    return int(vllm_config.model_config.hf_config.talker_config.accept_hidden_layer)
+class StreamingInputWorker(StageWorker):
+    """Runs a `StreamingInputModel`, whose `InputProvider` makes the input embeddings and the stage's outputs.
 
-
-class FeedWorker(LeanWorker):
-    """Runs a model that builds its own input rows (`model.feeder`) and turns samples into stage outputs.
-
-    Steps that do not come from our scheduler are vLLM's own warm-up (V2 runs it through the worker): they stay stock.
+    If an edge leads to the stage, hidden states of another stage arrive over that edge. Steps that do not come from our
+    scheduler are vLLM's own warm-up steps (V2 runs them through the worker) and stay stock.
     """
+
+    edge = ""
+    """Name of the edge that brings hidden states; "" = the only one, if there is one."""
 
     _warming_up = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._taker = taker_of(self.vllm_config.additional_config)
-        self._refused: dict[str, torch.Tensor] = {}
+        additional = self.vllm_config.additional_config
+        self._receiver = edge_receiver(additional, self.edge) if self.edge or additional.get(INCOMING) else None
+        self._errors: dict[str, torch.Tensor] = {}
 
     @property
-    def _feeder(self) -> Feeder:
-        return self.model_runner.get_model().feeder
+    def _model(self) -> StreamingInputModel:
+        return self.model_runner.get_model()  # type: ignore[no-any-return]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load; what the model keeps besides its weights is made before vLLM measures the memory."""
+        """Load the model and its lasting buffers, before vLLM measures the memory."""
         super().load_model(*args, **kwargs)
-        self.model_runner.get_model().after_load()
+        self._model.after_load()
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Give the step's requests, chunks and rows to the feeder, then run the step."""
-        self._warming_up = not hasattr(scheduler_output, "handoff")
+        """Give the step's requests, chunks and hidden states to the model's input provider, then run the step."""
+        self._warming_up = not hasattr(scheduler_output, "chunks")
         if self._warming_up:
             return super().execute_model(scheduler_output)
-        model, feeder = self.model_runner.get_model(), self._feeder
+        model = self._model
         for req_id in scheduler_output.finished_req_ids:
-            feeder.close(req_id)
-            self._taker.forget(req_id)
-            self._refused.pop(req_id, None)
+            self._close(req_id)
         for new in scheduler_output.scheduled_new_reqs:
-            prompt = new.sampling_params.extra_args[PROMPT]
-            feeder.open(new.req_id, prompt, new.sampling_params)
-            if new.req_id not in self._taker:  # else it was preempted, and may have been given more since
-                self._given(new.req_id, prompt)
-        for req_id, chunks in scheduler_output.handoff.items():
+            self._open(new.req_id, new.sampling_params)
+        for req_id, chunks in scheduler_output.chunks.items():
             for chunk in chunks:
-                feeder.extend(req_id, chunk, None)
-                self._given(req_id, chunk)
-        self._take_rows(scheduler_output)
+                if chunk.payload is not None:
+                    model.input_provider.extend(req_id, self._payload(chunk))
+                self._announce(req_id, chunk)
+        self._receive(scheduler_output)
         model.begin_step(
-            rows=lambda order: feeder.rows(spans_of(order or _v1_order(self.model_runner), scheduler_output)),
+            rows=lambda order: model.input_provider.rows(
+                spans_of(list(order) if order else _v1_order(self.model_runner), scheduler_output)
+            ),
             opened=[new.req_id for new in scheduler_output.scheduled_new_reqs],
         )
         try:
@@ -260,27 +273,47 @@ class FeedWorker(LeanWorker):
         finally:
             model.end_step()
 
-    def rows_open(self) -> int | None:
-        """Requests whose rows are taken here; None if no row ever was (read through `collective_rpc`)."""
-        return len(self._taker) if self._taker.opened else None
+    def hidden_states_open(self) -> int | None:
+        """Return how many requests receive hidden states; None before the first (read through `collective_rpc`)."""
+        return len(self._receiver) if self._receiver is not None and self._receiver.opened else None
 
-    def _given(self, req_id: str, payload: Any) -> None:
-        given = Given.of(payload)
-        if given is not None:
-            self._taker.given(req_id, given)
+    def _open(self, req_id: str, params: Any) -> None:
+        given, _ = StageInput.of(params.extra_args)
+        self._model.input_provider.open(req_id, self._payload(given), given.hidden_spans, params)
+        if self._receiver is None or req_id not in self._receiver:  # else: preempted, still open
+            self._announce(req_id, given)
 
-    def _take_rows(self, step: SchedulerOutput) -> None:
-        """Rows of the step's requests; one whose rows do not come is refused and ends, the others go on."""
-        for req_id, found in self._taker.take(step.num_scheduled_tokens).items():
+    def _close(self, req_id: str) -> None:
+        self._model.input_provider.close(req_id)
+        if self._receiver is not None:
+            self._receiver.forget(req_id)
+        self._errors.pop(req_id, None)
+
+    def _payload(self, given: StageInput) -> Any:
+        payloads = self._model.input_provider.payloads
+        return None if given.payload is None else msgspec.convert(given.payload, payloads)
+
+    def _announce(self, req_id: str, given: StageInput) -> None:
+        if given.hidden_states is None:
+            return
+        if self._receiver is None:
+            raise ConfigError("edges: hidden states were announced to a stage to which no tensor edge leads")
+        self._receiver.announce(req_id, given.hidden_states)
+
+    def _receive(self, step: SchedulerOutput) -> None:
+        """Receive hidden states for the step's requests; a request whose hidden states are lost ends with an error."""
+        if self._receiver is None:
+            return
+        for req_id, found in self._receiver.take(step.num_scheduled_tokens).items():
             if isinstance(found, Lost):
-                self._refused[req_id] = refusal(found.reason)
-                self._feeder.blank(req_id)
+                self._errors[req_id] = pack(StageError(found.reason))
+                self._model.input_provider.blank(req_id)
             else:
-                self._feeder.extend(req_id, {}, torch.cat(found))
+                self._model.input_provider.add_hidden_states(req_id, torch.cat(found))
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample, then finish the step's outputs (for the talker: the residual codes of each frame)."""
+        """Sample, then attach the outputs that the input provider makes of the sampled tokens."""
         out = super().sample_tokens(grammar_output)
         if self._warming_up:
             return out
@@ -288,7 +321,8 @@ class FeedWorker(LeanWorker):
             out = out.get_output()
         if out is None or not out.req_ids:
             return out
-        hidden = self.model_runner.get_model().sampled_hidden
-        made = self._feeder.sampled(out.req_ids, out.sampled_token_ids, hidden)
+        model = self._model
+        assert model.sampled_hidden is not None, "a step that samples has computed logits"
+        made = model.input_provider.sampled(out.req_ids, out.sampled_token_ids, model.sampled_hidden)
         made_by = {r: t for r, t in zip(out.req_ids, made, strict=True) if t is not None}
-        return with_outputs(out, made_by | {r: self._refused[r] for r in out.req_ids if r in self._refused})
+        return with_outputs(out, made_by | {r: self._errors[r] for r in out.req_ids if r in self._errors})

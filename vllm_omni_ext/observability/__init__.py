@@ -1,1 +1,1 @@
-"""What happened to a request, and where it is shown: metrics, the response, a trace file, OpenTelemetry."""
+"""Records of requests, and their exports: metrics, the response, a trace file, OpenTelemetry."""

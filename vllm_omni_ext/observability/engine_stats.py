@@ -15,23 +15,23 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metrics
 
 
-def engine_order(text_stage: str, replicas: Sequence[ReplicaId]) -> tuple[ReplicaId, ...]:
-    """All replicas in the order of vLLM's label `engine`: those of the text stage first, so that these are as usual."""
-    return tuple(sorted(replicas, key=lambda replica: replica.stage != text_stage))
+def engine_order(frontend: str, replicas: Sequence[ReplicaId]) -> tuple[ReplicaId, ...]:
+    """All replicas in the order of vLLM's label `engine`: the frontend's come first, as in vLLM."""
+    return tuple(sorted(replicas, key=lambda replica: replica.stage != frontend))
 
 
 def stats_of_all(config: VllmConfig, configs: Sequence[VllmConfig], *, client_count: int) -> StatLoggerManager:
-    """vLLM's loggers for several engines. Makes the metrics `vllm:*` of this process anew.
+    """vLLM's loggers for several engines. Recreates the metrics `vllm:*` of this process.
 
     Args:
-        config: the text stage's, which names the model.
-        configs: one for each engine, in the order of their numbers.
+        config: the frontend's config, which names the model.
+        configs: config of each engine, by its number.
     """
 
     class EveryReplica(PrometheusStatLogger):
-        """Stock, but each engine's cache is described by its own config, and of `StepTokens` only tokens are written.
+        """vLLM's logger, with each engine's cache info from its own config, and only tokens written for `StepTokens`.
 
-        Adding zero to everything else would show the same, and take time in every step.
+        Adding zero to all other metrics would show the same, but take time in every step.
         """
 
         def record(
@@ -70,7 +70,7 @@ def stats_of_all(config: VllmConfig, configs: Sequence[VllmConfig], *, client_co
 
 
 def note_sleep(manager: StatLoggerManager, engines: Sequence[int], level: int | None) -> None:
-    """Set vLLM's gauges of sleep for some engines; vLLM itself only knows all of them at once.
+    """Set vLLM's sleep gauges for some engines; vLLM itself only sets them for all engines at once.
 
     Args:
         engines: values of the label `engine`.
@@ -85,17 +85,17 @@ def note_sleep(manager: StatLoggerManager, engines: Sequence[int], level: int | 
 
 
 class StepTokens(IterationStats):
-    """Statistics in which `num_generation_tokens` is all there is."""
+    """Statistics that hold only `num_generation_tokens`."""
 
 
 def tokens_of(outputs: EngineCoreOutputs) -> StepTokens:
-    """What a stage without vLLM's output processor made in one step: its tokens (for a codec stage, frames)."""
+    """Statistics of one step of a stage without vLLM's output processor: its tokens (for a codec stage, frames)."""
     stats = StepTokens()
     stats.num_generation_tokens = sum(len(output.new_token_ids) for output in outputs.outputs)
     return stats
 
 
 def name_engines(metrics: Metrics, order: Sequence[ReplicaId]) -> None:
-    """Say which replica each value of the label `engine` means."""
+    """Publish which replica each value of the label `engine` stands for."""
     for number, replica in enumerate(order):
         metrics.of(m.REPLICA_INFO, str(number), replica.stage, str(replica)).set(1)

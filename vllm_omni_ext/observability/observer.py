@@ -1,4 +1,4 @@
-"""Notes what happens to requests and replicas. The orchestrator calls it at events; it decides nothing."""
+"""Records events of requests and replicas. The orchestrator calls it; it makes no decisions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
@@ -14,8 +15,9 @@ from vllm_omni_ext import metrics as m
 from vllm_omni_ext.errors import RequestFailed
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metrics
-from vllm_omni_ext.observability.record import HandOver, Heard, Record, StageCourse
-from vllm_omni_ext.outputs import AudioOutput
+from vllm_omni_ext.modalities.base import TEXT, Modality, OutputChunk, ProgressChunk
+from vllm_omni_ext.modalities.registry import CORE
+from vllm_omni_ext.observability.request_trace import HandOver, OutputTrace, RequestTrace, StageTiming
 from vllm_omni_ext.pool.stage_pool import Why
 
 OF_REPLICA = (
@@ -27,16 +29,13 @@ OF_REPLICA = (
     m.REPLICA_HEARTBEAT,
     m.KV_BYTES,
 )
-"""Metrics that a replica has for as long as its name is known."""
-
-TEXT, REST = "text", "rest"
-"""Parts of a request that end on their own: the text, and everything that is made from it."""
+"""Metrics of a replica, which exist as long as its name is known."""
 
 ID_BYTES = 4
-"""What one token or codec id counts in hand-overs."""
+"""Bytes that one token or codec id counts in transfers between stages."""
 
 KV_FAILURE_COLUMNS = {"send": "num_failed_transfers", "receive": "num_failed_recvs", "expired": "num_kv_expired_reqs"}
-"""Kinds of failures in `KV_FAILURES`, and where vLLM's connectors count them."""
+"""Kinds of failures in `KV_FAILURES`, and the names of vLLM's connector counters for them."""
 
 Load = tuple[int, int]
 """Running and waiting requests of a replica."""
@@ -46,61 +45,61 @@ class Observer:
     """One per API server.
 
     Args:
-        metrics: where to write.
-        text_stage: name of the stage that answers text.
-        replicas: all replicas, which are up.
-        keep: how many courses of requests are kept for `course`.
-        ended: told every record when its request has ended.
-        clock: seconds, monotonic.
+        metrics: the metrics to write.
+        frontend: name of the stage whose tokens are vLLM's text output.
+        replicas: all replicas; they must be up.
+        modalities: modalities of output chunks, by name.
+        keep: number of request traces kept for `trace`.
+        ended: called with every record when its request has ended.
+        clock: monotonic clock, seconds.
     """
 
     def __init__(
         self,
         metrics: Metrics,
         *,
-        text_stage: str,
+        frontend: str,
         replicas: Iterable[ReplicaId],
+        modalities: Mapping[str, Modality] = CORE,
         keep: int = 0,
-        ended: Callable[[Record], None] = lambda record: None,
+        ended: Callable[[RequestTrace], None] = lambda record: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._metrics = metrics
-        self._text_stage = text_stage
+        self._frontend = frontend
+        self._modalities = modalities
         self._keep = keep
         self._ended = ended
         self._clock = clock
         self._quiet: Callable[[], None] = lambda: None
-        self._records: dict[str, Record] = {}
-        self._kept: dict[str, Record | None] = {}
+        self._records: dict[str, RequestTrace] = {}
+        self._kept: dict[str, RequestTrace | None] = {}
         self.loads: dict[ReplicaId, Load] = {}
         self._load: dict[ReplicaId, tuple[Any, Any]] = {}
         self._in_flight: dict[ReplicaId, Any] = {}
-        self._gap = metrics.of(m.AUDIO_CHUNK_GAP)
-        self._underrun = metrics.of(m.AUDIO_UNDERRUN)
-        self._audio_seconds = metrics.of(m.AUDIO_SECONDS)
         for replica in replicas:
             self.replica_up(replica)
-            self.waiting(replica.stage, 0)  # so that the figure is there before somebody waits
+            self.waiting(replica.stage, 0)  # makes the metric exist before a request waits
 
     @classmethod
-    def unseen(cls, text_stage: str, replicas: Iterable[ReplicaId]) -> Observer:
-        """One that writes where nobody looks."""
-        return cls(Metrics("", CollectorRegistry()), text_stage=text_stage, replicas=replicas)
+    def unseen(cls, frontend: str, replicas: Iterable[ReplicaId]) -> Observer:
+        """An observer whose metrics are not exported."""
+        return cls(Metrics("", CollectorRegistry()), frontend=frontend, replicas=replicas)
 
     def watch_quiet(self, quiet: Callable[[], None]) -> None:
-        """Call `quiet` when no request is in flight, at once if that is so already."""
+        """Call `quiet` when no request is in flight; at once if none is now."""
         self._quiet = quiet
         if not self._records:
             quiet()
 
     def held(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._records)
 
     # -- replicas -----------------------------------------------------------------------------------------------
 
     def replica_up(self, replica: ReplicaId) -> None:
-        """A replica takes requests."""
+        """Record that a replica takes requests."""
         labels = (replica.stage, str(replica))
         self._metrics.of(m.REPLICA_UP, *labels).set(1)
         running, waiting = self._metrics.of(m.REPLICA_RUNNING, *labels), self._metrics.of(m.REPLICA_WAITING, *labels)
@@ -109,49 +108,49 @@ class Observer:
         self.loaded(replica, SchedulerStats())
 
     def replica_down(self, replica: ReplicaId) -> None:
-        """A replica is gone."""
+        """Record that a replica is lost."""
         self._metrics.of(m.REPLICA_UP, replica.stage, str(replica)).set(0)
         self.loaded(replica, SchedulerStats())
         self.bound(replica, 0)
 
     def restarted(self, replica: ReplicaId, times: int) -> None:
-        """A replica is there, and so often it was started again."""
-        self._metrics.of(m.REPLICA_RESTARTS, replica.stage, str(replica)).set(times)
+        """Count restarts of a replica. Exactly one API server counts them, because counters of several are summed."""
+        self._metrics.of(m.REPLICA_RESTARTS, replica.stage, str(replica)).inc(times)
 
     def heartbeat(self, replica: ReplicaId) -> None:
-        """A replica was heard of."""
+        """Record a heartbeat of a replica."""
         self._metrics.of(m.REPLICA_HEARTBEAT, replica.stage, str(replica)).set(time.time())
 
     def viewed(self, age_s: float) -> None:
-        """The coordinator was last heard of so many seconds ago."""
+        """Record that the coordinator's latest view is `age_s` seconds old."""
         self._metrics.of(m.COORDINATOR_VIEW).set(time.time() - age_s)
 
     def decided(self, replica: ReplicaId, why: Why) -> None:
-        """A request was given to a replica."""
-        self._metrics.of(m.BALANCING, replica.stage, str(replica), why).inc()
+        """Count a routing decision."""
+        self._metrics.of(m.ROUTING_DECISIONS, replica.stage, str(replica), why).inc()
 
     def waiting(self, stage: str, requests: int) -> None:
-        """So many requests wait for a replica of a stage."""
+        """Record how many requests wait for a replica of a stage."""
         self._metrics.of(m.REQUESTS_WAITING, stage).set(requests)
 
     def taken_over(self, stage: str) -> None:
-        """A request goes on although its replica of a stage is gone."""
-        self._metrics.of(m.TAKEN_OVER, stage).inc()
+        """Count a failover: a request continues although its replica of a stage is lost."""
+        self._metrics.of(m.REQUEST_FAILOVERS, stage).inc()
 
     def forgotten(self, replica: ReplicaId) -> None:
-        """A replica's name is free: what bears it in the metrics is removed."""
+        """Remove a replica's metrics: its name is free."""
         labels = (replica.stage, str(replica))
         for metric in OF_REPLICA:
             self._metrics.remove(metric, *labels)
         for why in get_args(Why):
-            self._metrics.remove(m.BALANCING, *labels, why)
+            self._metrics.remove(m.ROUTING_DECISIONS, *labels, why)
         for kind in KV_FAILURE_COLUMNS:
             self._metrics.remove(m.KV_FAILURES, *labels, kind)
         for table in (self.loads, self._load, self._in_flight):
             table.pop(replica, None)  # type: ignore[attr-defined]
 
     def loaded(self, replica: ReplicaId, stats: SchedulerStats) -> None:
-        """A replica's scheduler said what it has."""
+        """Record the statistics of a replica's scheduler."""
         load = stats.num_running_reqs, stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         self.loads[replica] = load
         running, waiting = self._load[replica]
@@ -161,7 +160,7 @@ class Observer:
             self._transferred(replica, stats.kv_connector_stats)
 
     def _transferred(self, replica: ReplicaId, columns: Mapping[str, Any]) -> None:
-        """What a connector has counted since it last did, as lists with an entry for each transfer or failure."""
+        """Record a connector's counters since the last call: lists with an entry per transfer or failure."""
         labels = (replica.stage, str(replica))
         self._metrics.of(m.KV_BYTES, *labels).inc(sum(columns.get("bytes_transferred", ())))
         for seconds in columns.get("transfer_duration", ()):
@@ -171,19 +170,19 @@ class Observer:
                 self._metrics.of(m.KV_FAILURES, *labels, kind).inc(failures)
 
     def bound(self, replica: ReplicaId, requests: int) -> None:
-        """So many requests of this API server are open in a replica."""
+        """Record how many requests of this API server are open in a replica."""
         self._in_flight[replica].set(requests)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def keep(self, request_id: str) -> None:
-        """Keep the course of this request (the client's id), in the place of the oldest one."""
+        """Keep the trace of this request (the client's id), replacing the oldest one."""
         while len(self._kept) >= max(1, self._keep):
             del self._kept[next(iter(self._kept))]
         self._kept[request_id] = None
 
-    def course(self, request_id: str) -> Record | None:
-        """The course of a request that was to be kept; with several answers (`n`), of the one opened last."""
+    def trace(self, request_id: str) -> RequestTrace | None:
+        """The trace of a request passed to `keep`; with several answers (`n`), that of the one opened last."""
         return self._kept.get(request_id)
 
     def opened(
@@ -196,8 +195,13 @@ class Observer:
         arrival: float,
         trace_headers: Mapping[str, str] | None = None,
     ) -> None:
-        """A request arrived, at Unix time `arrival`; it has ended when all its parts have."""
-        record = Record(
+        """Note that a request arrived.
+
+        Args:
+            parts: names of its outputs; the request ends when all have ended.
+            arrival: Unix time, seconds.
+        """
+        record = RequestTrace(
             request_id=external_id,
             modalities=modalities,
             started=self._clock() - max(0.0, time.time() - arrival),
@@ -210,35 +214,35 @@ class Observer:
             self._kept[external_id] = record
 
     def sent(self, request_id: str, source: str | None, replica: ReplicaId, payload: Any = None) -> None:
-        """A stage was given the request, or a chunk of it, by stage `source`; None: by the client."""
+        """Record that a stage was sent the request, or a chunk of it, by stage `source`; None: by the client."""
         record = self._records.get(request_id)
         if record is None:
             return
         now, target = self._clock() - record.started, replica.stage
-        record.stages.setdefault(target, StageCourse(replica, sent=now))
+        record.stages.setdefault(target, StageTiming(replica, sent=now))
         if source is None:
             return
         size = payload_bytes(payload)
         over = record.handovers.setdefault((source, target), HandOver(first=now))
         over.last, over.chunks, over.size = now, over.chunks + 1, over.size + size
-        self._metrics.of(m.HANDOVER_CHUNKS, source, target).inc()
-        self._metrics.of(m.HANDOVER_BYTES, source, target).inc(size)
+        self._metrics.of(m.STAGE_TRANSFER_CHUNKS, source, target).inc()
+        self._metrics.of(m.STAGE_TRANSFER_BYTES, source, target).inc(size)
 
     def produced(self, stage: str, output: EngineCoreOutput) -> None:
-        """A stage gave an output."""
+        """Record an output of a stage."""
         record = self._records.get(output.request_id)
-        course = None if record is None else record.stages.get(stage)
-        if record is None or course is None:
+        timing = None if record is None else record.stages.get(stage)
+        if record is None or timing is None:
             return
-        course.last = self._clock() - record.started
-        course.tokens += len(output.new_token_ids)
+        timing.last = self._clock() - record.started
+        timing.tokens += len(output.new_token_ids)
         if output.events:
-            self._scheduled(stage, course, output.events)
-        if course.first is None:
-            course.first = course.last
-            if stage == self._text_stage:
-                self._metrics.of(m.TIME_TO_FIRST_TEXT, record.asked).observe(course.first)
-        if stage == self._text_stage and output.finish_reason is not None:
+            self._scheduled(stage, timing, output.events)
+        if timing.first is None:
+            timing.first = timing.last
+            if stage == self._frontend:
+                self._metrics.of(m.TIME_TO_FIRST_TEXT, record.asked).observe(timing.first)
+        if stage == self._frontend and output.finish_reason is not None:
             self._text_ended(output.request_id, output.finish_reason)
 
     def _text_ended(self, request_id: str, reason: FinishReason) -> None:
@@ -246,52 +250,50 @@ class Observer:
             case FinishReason.ABORT:
                 self.aborted(request_id)
             case FinishReason.ERROR:
-                self.failed(request_id, self._text_stage, RequestFailed("the engine ended the request"))
+                self.failed(request_id, self._frontend, RequestFailed("the engine ended the request"))
             case _:
                 self.finished(request_id, TEXT)
 
-    def _scheduled(self, stage: str, course: StageCourse, events: Iterable[Any]) -> None:
+    def _scheduled(self, stage: str, timing: StageTiming, events: Iterable[Any]) -> None:
         times = {event.type: event.timestamp for event in events}
         queued, scheduled = times.get(EngineCoreEventType.QUEUED), times.get(EngineCoreEventType.SCHEDULED)
-        if queued is not None and scheduled is not None and course.waited is None:
-            course.waited = scheduled - queued
-            self._metrics.of(m.STAGE_QUEUE, stage).observe(course.waited)
+        if queued is not None and scheduled is not None and timing.waited is None:
+            timing.waited = scheduled - queued
+            self._metrics.of(m.STAGE_QUEUE, stage).observe(timing.waited)
 
     def fetched(self, source: str, target: str, seconds: float) -> None:
-        """A stage has gone on with a KV cache of another one, so long after it was told where it is."""
+        """Record that a stage has received a KV cache of another one, `seconds` after it was announced."""
         self._metrics.of(m.KV_WAIT, source, target).observe(seconds)
 
     def alone(self, stage: str) -> None:
-        """A stage was given a request whose prompt another one would compute, if it could."""
-        self._metrics.of(m.KV_ALONE, stage).inc()
+        """Count a request that the decode stage prefills itself."""
+        self._metrics.of(m.KV_LOCAL_PREFILLS, stage).inc()
 
-    def emitted(self, request_id: str, stage: str, piece: AudioOutput) -> None:
-        """A piece of sound goes to the client."""
+    def emitted(self, request_id: str, stage: str, chunk: OutputChunk) -> None:
+        """Record a chunk of an output that goes to the client."""
         record = self._records.get(request_id)
         if record is None:
             return
-        if record.heard is None:
-            record.heard = Heard(stage, piece.sample_rate)
-        heard, samples = record.heard, len(piece.samples)
-        heard.frames = len(piece.frames)
-        if samples:
-            self._underrun.inc(heard.add(self._clock() - record.started, samples))
-            self._audio_seconds.inc(samples / piece.sample_rate)
-            self._timed(heard)
-        if piece.finished and heard.samples:
-            self._metrics.of(m.REAL_TIME_FACTOR).observe(heard.pieces[-1] / heard.seconds)
+        for part, seconds in chunk.seconds.items():
+            self._metrics.of(m.STAGE_PARTS, stage, part).observe(seconds)
+        if isinstance(chunk, ProgressChunk):
+            self._stepped(record, chunk)
+        elif (modality := self._modalities.get(chunk.modality)) is not None:
+            trace = record.outputs.get(chunk.modality)
+            if trace is None:
+                trace = record.outputs[chunk.modality] = OutputTrace(stage)
+            modality.observe(self._metrics, trace, chunk, self._clock() - record.started)
 
-    def _timed(self, heard: Heard) -> None:
-        match heard.pieces:
-            case [only]:
-                self._metrics.of(m.TIME_TO_FIRST_AUDIO).observe(only)
-            case [*_, before, last]:
-                self._gap.observe(last - before)
+    def _stepped(self, record: RequestTrace, chunk: ProgressChunk) -> None:
+        steps = chunk.done - record.steps.get(chunk.stage, 0)
+        record.steps[chunk.stage] = chunk.done
+        if steps > 0:  # fewer than before: the stage was lost, and starts over
+            self._metrics.of(m.STAGE_STEPS, chunk.stage).inc(steps)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def finished(self, request_id: str, part: str) -> None:
-        """The text, or the rest, is complete; the last of both ends the request."""
+        """Record that an output is complete; the last one ends the request."""
         record = self._records.get(request_id)
         if record is not None:
             record.open_parts.discard(part)
@@ -299,12 +301,12 @@ class Observer:
                 self._end(request_id, "finished")
 
     def aborted(self, request_id: str) -> None:
-        """Nobody waits for the request any more, or nobody did already."""
+        """Record that the client has disconnected; no-op for a request that has ended."""
         if request_id in self._records:
             self._end(request_id, "aborted")
 
     def failed(self, request_id: str, stage: str, error: BaseException) -> None:
-        """The request ended with an error; a cancellation counts as an abort."""
+        """Record that the request ended with an error; a cancellation counts as an abort."""
         if not isinstance(error, Exception):
             self.aborted(request_id)
         elif request_id in self._records:
@@ -312,23 +314,23 @@ class Observer:
             self._end(request_id, "failed")
 
     def refused(self, error: BaseException, stage: str = "") -> None:
-        """Count an error, also of a request that was never opened."""
+        """Count an error, also one of a request that was never opened."""
         self._metrics.of(m.ERRORS, type(error).__name__, stage).inc()
 
     def _end(self, request_id: str, outcome: Literal["finished", "aborted", "failed"]) -> None:
         record = self._records.pop(request_id)
         record.outcome, record.ended = outcome, self._clock() - record.started
         self._metrics.of(m.REQUESTS, outcome, record.asked).inc()
-        for stage, course in record.stages.items():
-            if course.last is not None:
-                self._metrics.of(m.STAGE_TIME, stage).observe(course.last - course.sent)
+        for stage, timing in record.stages.items():
+            if timing.last is not None:
+                self._metrics.of(m.STAGE_REQUEST_DURATION, stage).observe(timing.last - timing.sent)
         self._ended(record)
         if not self._records:
             self._quiet()
 
 
 def payload_bytes(payload: Any) -> int:
-    """Size of what is handed over: tensors and bytes as they are, 4 bytes an id, nothing for flags and names."""
+    """Size of a stage transfer in bytes: tensors and bytes as they are, 4 bytes per id, nothing for flags and names."""
     match payload:
         case bool() | str() | None:
             return 0
@@ -342,4 +344,6 @@ def payload_bytes(payload: Any) -> int:
             return sum(map(payload_bytes, items))
         case dict():
             return sum(map(payload_bytes, payload.values()))
+        case msgspec.Struct():
+            return sum(payload_bytes(getattr(payload, name)) for name in payload.__struct_fields__)
     return int(getattr(payload, "nbytes", 0))

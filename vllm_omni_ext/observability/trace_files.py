@@ -1,4 +1,4 @@
-"""Traces of requests that have ended, as files: whichever API server is asked, it finds them."""
+"""Traces of ended requests as files, so that every API server can return them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import json
 import os
 from pathlib import Path
 
-from vllm_omni_ext.observability.record import Record, as_trace
+from vllm_omni_ext.observability.request_trace import RequestTrace, as_trace
 
 FOLDER = "traces"
 
 
 class TraceFiles:
-    """The files of one API server, and those of the others to read.
+    """Writes the files of one API server, and reads those of all.
 
     Args:
         folder: private folder of the deployment.
-        server: which API server this is; one that follows another of the same number takes its files over.
-        keep: most files of each API server; the oldest go.
+        server: index of this API server; a replacement with the same index takes its files over.
+        keep: maximum number of files of each API server; the oldest are deleted.
     """
 
     def __init__(self, folder: str | Path, server: int, keep: int) -> None:
@@ -29,8 +29,8 @@ class TraceFiles:
         before = sorted(self._mine.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         self._written = dict.fromkeys(path.name for path in before)
 
-    def write(self, record: Record) -> None:
-        """Keep the trace of a request, in the place of an earlier one of the same id."""
+    def write(self, record: RequestTrace) -> None:
+        """Write the trace of a request, replacing an earlier one with the same id."""
         name = _name(record.request_id)
         unfinished = self._mine / f"{name}.new"
         unfinished.write_text(json.dumps(as_trace(record)), encoding="utf-8")
@@ -53,5 +53,5 @@ class TraceFiles:
 
 
 def _name(request_id: str) -> str:
-    """A file name for an id that a client may have chosen."""
+    """A safe file name for a request id, which a client may have chosen."""
     return f"{hashlib.sha256(request_id.encode('utf-8', 'surrogatepass')).hexdigest()}.json"

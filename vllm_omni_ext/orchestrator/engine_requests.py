@@ -1,25 +1,252 @@
-"""Requests for the engines of stages behind the text stage."""
+"""Builds vLLM's `EngineCoreRequest`s from the machine's effects."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from types import MappingProxyType
+from typing import Any
 
+import msgspec
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_omni_ext.orchestrator.flow import Open
-from vllm_omni_ext.wire.handoff import PROMPT
+from vllm_omni_ext.disaggregation.parameters import KEY, new_transfer_id, prefill_sampling, prefill_transfer
+from vllm_omni_ext.orchestrator import messages as m
+from vllm_omni_ext.plugins.flow import Extend, Open, Submit
+from vllm_omni_ext.wire.stage_input import CHUNK, END, EXPORT, FILLER, INPUT, PART, PartHeader, StageInput
+
+_CHUNK_PARAMS = SamplingParams()
+"""A template to copy: vLLM validates new parameters, which takes longer than all other work for a chunk."""
+for _name in ("stop", "stop_token_ids", "bad_words", "skip_reading_prefix_cache"):
+    setattr(_CHUNK_PARAMS, _name, None)  # a third of a chunk's message; the engine fills them in when it reads them
+
+SHORTEST_PROMPT = 2
+"""Tokens. The decode stage always computes the last prompt token, so a shorter prompt leaves nothing to transfer."""
 
 
-def engine_request(
-    engine_id: str, prompt: list[int], *, sampling: SamplingParams | None = None, pooling: PoolingParams | None = None
+def client_request(request: EngineCoreRequest) -> m.ClientRequest:
+    """Return a client's request with the facts that the machine needs."""
+    return m.ClientRequest(
+        request=request,
+        can_split=can_be_split(request),
+        can_resume=can_resume(request),
+        session=request.session_id,
+        media=tuple(feature.identifier for feature in request.mm_features or ()),
+    )
+
+
+def can_be_split(request: EngineCoreRequest) -> bool:
+    """Return whether a prefill stage may compute the prompt; otherwise one engine does prefill and decode.
+
+    Prompt logprobs are made where the prompt is computed, and a request that must not read the prefix cache cannot use
+    a transferred KV cache. (The skip-prefix-cache rule for exported hidden states concerns only the engine of the
+    prompt.)
+    """
+    params, prompt = request.sampling_params, request.prompt_token_ids
+    if params is None or prompt is None or len(prompt) < SHORTEST_PROMPT or request.prompt_embeds is not None:
+        return False
+    return params.prompt_logprobs is None and (not params.skip_reading_prefix_cache or EXPORT in _extra(params))
+
+
+def can_resume(request: EngineCoreRequest) -> bool:
+    """Return False for requests with more state than their tokens: a grammar's state, or prompt logprobs."""
+    params = request.sampling_params
+    return (
+        params is not None
+        and request.prompt_token_ids is not None
+        and params.structured_outputs is None
+        and params.prompt_logprobs is None
+    )
+
+
+class EngineRequests:
+    """Builds engine requests.
+
+    Args:
+        defaults: default parameter fields, by stage.
+        types: parameter types of stages with their own type, by stage.
+    """
+
+    def __init__(
+        self,
+        defaults: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        types: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    ) -> None:
+        self._defaults = defaults
+        self._types = types
+        self._makers: dict[type, Callable[[Any], EngineCoreRequest]] = {
+            m.SendPrompt: prompt_request,
+            m.SendOpen: self._opening,
+            m.SendChunk: _chunk,
+            m.SendPart: self._part,
+            m.SendStreamEnd: self._stream_end,
+            m.SendKVRelease: _kv_release,
+        }
+
+    def make(self, send: m.Send) -> EngineCoreRequest:
+        """Return the engine request for one effect; raises vLLM's errors for wrong parameters."""
+        return self._makers[type(send)](send)
+
+    def _parameters(self, stage: str, given: Any) -> tuple[SamplingParams, Any]:
+        """Return (vLLM's parameters, the stage's own parameters as plain data if it has its own type)."""
+        params = self._types.get(stage, SamplingParams)(**self._defaults.get(stage, {})) if given is None else given
+        if isinstance(params, SamplingParams):
+            return (params if given is None else params.clone()), None
+        return SamplingParams(), msgspec.to_builtins(params, builtin_types=(bytes,))
+
+    def _opening(self, send: m.SendOpen) -> EngineCoreRequest:
+        action, budget = send.action, send.budget
+        params, own = self._parameters(action.stage, send.params)
+        params.extra_args = {INPUT: _stage_input(action, own)}
+        params.output_kind = RequestOutputKind.DELTA
+        params.detokenize = False
+        if budget is not None:
+            params.max_tokens = min(params.max_tokens or budget, budget)
+        if params.max_tokens is not None:
+            params.max_tokens -= action.done
+        params.min_tokens = max(0, params.min_tokens - action.done)
+        params.stop_token_ids = [*(params.stop_token_ids or ()), *action.stop]
+        params._all_stop_token_ids = {*params._all_stop_token_ids, *action.stop}
+        return _request(send.engine_id, list(action.prompt), sampling=params, features=action.features)
+
+    def _part(self, send: m.SendPart) -> EngineCoreRequest:
+        action = send.action
+        header = PartHeader(
+            stream=send.stream,
+            part=action.part,
+            last=action.last,
+            empty=not action.prompt,
+            payload=_plain(action.payload),
+        )
+        return self._in_stream(send.engine_id, action, header, send.params)
+
+    def _stream_end(self, send: m.SendStreamEnd) -> EngineCoreRequest:
+        return self._in_stream(send.engine_id, send.action, PartHeader.end(send.stream), None)
+
+    def _in_stream(self, engine_id: str, action: Submit, header: PartHeader, given: Any) -> EngineCoreRequest:
+        ends = header.part == END
+        prompt = FILLER if ends or not action.prompt else list(action.prompt)
+        features = () if ends else action.features
+        if action.pooling_task is not None:
+            pooling = PoolingParams(task=action.pooling_task, extra_kwargs=header.as_extra())  # type: ignore[arg-type]
+            return _request(engine_id, prompt, pooling=pooling, features=features)
+        params, own = self._parameters(action.stage, given)
+        params.extra_args = {PART: msgspec.structs.replace(header, params=own).as_extra()}
+        params.output_kind = RequestOutputKind.DELTA
+        params.detokenize = False
+        return _request(engine_id, prompt, sampling=params, features=features)
+
+
+def prompt_request(send: m.SendPrompt) -> EngineCoreRequest:
+    """Return the client's request for one side of the frontend."""
+    request = _recomputed(send.request) if send.recompute else _resumed(send.request, send.tokens)
+    match send.side:
+        case "prefill":
+            return _prefill(request, send.engine_id)
+        case "decode":
+            return _decode(request, send.engine_id, send.kv or {})
+        case _:
+            return msgspec.structs.replace(request, request_id=send.engine_id)
+
+
+def _resumed(request: EngineCoreRequest, tokens: Sequence[int]) -> EngineCoreRequest:
+    """Return the request that continues after these tokens: they become part of its prompt."""
+    if not tokens:
+        return request
+    assert request.sampling_params is not None and request.prompt_token_ids is not None
+    params = request.sampling_params.clone()
+    if params.max_tokens is not None:
+        params.max_tokens -= len(tokens)
+    params.min_tokens = max(0, params.min_tokens - len(tokens))
+    return msgspec.structs.replace(
+        request, prompt_token_ids=[*request.prompt_token_ids, *tokens], sampling_params=params
+    )
+
+
+def _recomputed(request: EngineCoreRequest) -> EngineCoreRequest:
+    """Return a request that computes the same prompt and generates one token, the minimum of an engine."""
+    assert request.sampling_params is not None
+    params = request.sampling_params.clone()
+    params.max_tokens, params.min_tokens = 1, 0
+    params.logprobs = params.prompt_logprobs = params.structured_outputs = None
+    return msgspec.structs.replace(request, sampling_params=params)
+
+
+def _prefill(request: EngineCoreRequest, engine_id: str) -> EngineCoreRequest:
+    """Return the request for the prefill engine, with a new transfer id."""
+    given = request.sampling_params
+    assert given is not None
+    extra = {KEY: prefill_transfer(new_transfer_id())}
+    if EXPORT in _extra(given):
+        extra[EXPORT] = _extra(given)[EXPORT]
+    params = SamplingParams(
+        **prefill_sampling(), extra_args=extra, skip_reading_prefix_cache=given.skip_reading_prefix_cache
+    )
+    return msgspec.structs.replace(request, request_id=engine_id, sampling_params=params)
+
+
+def _decode(request: EngineCoreRequest, engine_id: str, transfer: Mapping[str, Any]) -> EngineCoreRequest:
+    """Return the request for the decode engine, which fetches the prompt's KV cache."""
+    assert request.sampling_params is not None
+    params = request.sampling_params.clone()
+    extra = {key: value for key, value in _extra(params).items() if key != EXPORT}
+    if len(extra) < len(_extra(params)):
+        params.skip_reading_prefix_cache = False
+    params.extra_args = {**extra, KEY: dict(transfer)}
+    return msgspec.structs.replace(request, request_id=engine_id, sampling_params=params)
+
+
+def _kv_release(send: m.SendKVRelease) -> EngineCoreRequest:
+    """Return the message to any decode engine that a KV cache will not be fetched. It ends at once, without an output.
+
+    vLLM's `AsyncLLM.notify_kv_transfer_request_rejected` builds the same message.
+    """
+    params = SamplingParams(max_tokens=1, extra_args={KEY: dict(send.kv)})
+    return msgspec.structs.replace(_request(send.engine_id, FILLER, sampling=params), abort_immediately=True)
+
+
+def _chunk(send: m.SendChunk) -> EngineCoreRequest:
+    """Return a chunk for an open request: the same id, without a prompt."""
+    params = copy(_CHUNK_PARAMS)
+    params.extra_args = {CHUNK: _stage_input(send.action)}
+    return msgspec.structs.replace(_request(send.engine_id, FILLER, sampling=params), resumable=True)
+
+
+def _stage_input(action: Open | Extend, own_params: Any = None) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    if isinstance(action, Open):
+        given = {"hidden_spans": tuple(map(tuple, action.hidden_spans)), "done": action.done, "params": own_params}
+    message = StageInput(
+        prompt_positions=action.prompt_positions,
+        step_inputs=action.step_inputs,
+        last=action.last,
+        hidden_states=action.hidden_states,
+        payload=_plain(action.payload),
+        **given,
+    )
+    plain: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
+    return plain
+
+
+def _plain(payload: msgspec.Struct | None) -> Any:
+    return None if payload is None else msgspec.to_builtins(payload, builtin_types=(bytes,))
+
+
+def _request(
+    engine_id: str,
+    prompt: list[int],
+    *,
+    sampling: SamplingParams | None = None,
+    pooling: PoolingParams | None = None,
+    features: Sequence[Any] = (),
 ) -> EngineCoreRequest:
-    """A request that arrives now; either `sampling` or `pooling` says what is asked for."""
     return EngineCoreRequest(
         request_id=engine_id,
         prompt_token_ids=prompt,
-        mm_features=None,
+        mm_features=list(features) or None,
         sampling_params=sampling,
         pooling_params=pooling,
         arrival_time=time.time(),
@@ -29,21 +256,5 @@ def engine_request(
     )
 
 
-def opening(request_id: str, action: Open, params: SamplingParams, room: int | None) -> EngineCoreRequest:
-    """The request that opens a fed stage.
-
-    Args:
-        params: what was asked for; changed into what the engine is told.
-        room: most tokens the stage may make, those made before included; None: no limit but its own.
-    """
-    params.extra_args = {PROMPT: dict(action.handoff)}
-    params.output_kind = RequestOutputKind.DELTA
-    params.detokenize = False
-    if room is not None:
-        params.max_tokens = min(params.max_tokens or room, room)
-    if params.max_tokens is not None:
-        params.max_tokens -= action.done
-    params.min_tokens = max(0, params.min_tokens - action.done)
-    params.stop_token_ids = [*(params.stop_token_ids or ()), *action.stop]
-    params._all_stop_token_ids = {*params._all_stop_token_ids, *action.stop}
-    return engine_request(request_id, action.prompt, sampling=params)
+def _extra(params: SamplingParams) -> Mapping[str, Any]:
+    return params.extra_args or {}

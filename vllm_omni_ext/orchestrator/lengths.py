@@ -1,21 +1,21 @@
-"""Whether a text is too long, without tokenizing all of it."""
+"""Finds out whether a text is too long, without tokenizing all of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 SHORT = 4
-"""Texts of up to so many characters for each token of the limit are tokenized at once, longer ones piece by piece."""
+"""Texts of up to this many characters per token of the limit are tokenized at once, longer ones piece by piece."""
 
 SMALLEST_PIECE = 4096
 
 CERTAIN = 2
-"""Pieces that together have more tokens than so many times the limit are enough: tokens that would cross the cuts
-between pieces do not make up for that."""
+"""Tokenization stops when the pieces together have more than this many times the limit in tokens. Tokens that would
+cross the borders between pieces cannot make up for that."""
 
 
 def needed(tokenizer: Any, text: str, limit: int, *, from_end: bool = False) -> int:
-    """How many characters of a text certainly have more than `limit` tokens; all of them if the text has not so many.
+    """Return how many characters of a text certainly have more than `limit` tokens; all if the text is short enough.
 
     Args:
         tokenizer: vLLM's.

@@ -1,1 +1,1 @@
-"""Declare, check, apply and list what we change in vLLM, and what we rely on. Imports no vLLM itself."""
+"""Declares, checks, applies and lists patches of vLLM, and the vLLM code that this package relies on."""

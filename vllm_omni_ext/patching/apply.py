@@ -1,4 +1,4 @@
-"""Put replacements in place: all or none, once per process."""
+"""Puts replacements in place: all or none, once per process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import FunctionType
 
 from vllm_omni_ext.patching.check import allowed_drift, check
-from vllm_omni_ext.patching.slot import Slot
+from vllm_omni_ext.patching.patch_target import PatchTarget
 from vllm_omni_ext.patching.source import VllmSource
 from vllm_omni_ext.patching.spec import Patch, PatchConflict, When, split_target
 
@@ -15,9 +15,9 @@ from vllm_omni_ext.patching.spec import Patch, PatchConflict, When, split_target
 def apply_all(
     patches: Sequence[Patch], source: VllmSource, *, when: When = "omni", allowed: frozenset[str] | None = None
 ) -> list[str]:
-    """Check every patch against `source`, then apply those not yet in place; return the names newly applied.
+    """Check every patch against `source`, then apply the missing ones. Returns the names of those.
 
-    If one does not fit, none is applied. Patches with another `when` are checked only.
+    If one does not fit, none is applied. Patches with another `when` are only checked.
     """
     check(patches, source, allowed=allowed_drift() if allowed is None else allowed)
     _refuse_two_on_one_target(patches)
@@ -31,8 +31,8 @@ def apply_all(
     return [slot.patch.name for slot in todo]
 
 
-def _slot(patch: Patch) -> Slot:
-    return Slot.of(patch, importlib.import_module(split_target(patch.target)[0]))
+def _slot(patch: Patch) -> PatchTarget:
+    return PatchTarget.of(patch, importlib.import_module(split_target(patch.target)[0]))
 
 
 def _refuse_two_on_one_target(patches: Sequence[Patch]) -> None:
@@ -45,10 +45,10 @@ def _refuse_two_on_one_target(patches: Sequence[Patch]) -> None:
             )
 
 
-def _refuse_foreign(slot: Slot, source: VllmSource) -> None:
-    """The text was checked, so the object in memory must be the one made from that text.
+def _refuse_foreign(slot: PatchTarget, source: VllmSource) -> None:
+    """Check that the object in memory was made from the checked text.
 
-    A definition with decorators is not looked at: its outermost function may come from anywhere.
+    A definition with decorators is not checked: its outermost function may come from anywhere.
     """
     code = source.definition(*split_target(slot.patch.target)) or ""
     function = getattr(slot.live, "__func__", slot.live)

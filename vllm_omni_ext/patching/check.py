@@ -1,4 +1,4 @@
-"""Does a patch or a seam fit a vLLM source tree?"""
+"""Checks whether a patch or a seam fits a vLLM source tree."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ State = Literal["fits", "drift allowed", "out of range", "missing", "drifted"]
 
 @dataclass(frozen=True)
 class Finding:
-    """How one patch or seam fits, and the error to raise if it does not."""
+    """How well one patch or seam fits, and the error to raise if it does not."""
 
     item: Patch | Seam
     state: State
@@ -48,7 +48,7 @@ def allowed_drift(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
 
 
 def inspect(item: Patch | Seam, source: VllmSource, *, allowed: frozenset[str] = frozenset()) -> Finding:
-    """Say how `item` fits: version first, then the target, then its code."""
+    """Check `item`: version first, then the target, then its code."""
     version = source.version
     if not in_range(version, item.vllm):
         what = f"{item.name}: tested with vLLM {item.vllm}, found {version}; install a vLLM in that range"
@@ -71,12 +71,12 @@ def inspect(item: Patch | Seam, source: VllmSource, *, allowed: frozenset[str] =
 
 
 def inspect_all(items: Iterable[Patch | Seam], source: VllmSource, *, allowed: frozenset[str]) -> list[Finding]:
-    """One finding an item, in order."""
+    """One finding per item, in order."""
     return [inspect(item, source, allowed=allowed) for item in items]
 
 
 def check(items: Iterable[Patch | Seam], source: VllmSource, *, allowed: frozenset[str]) -> None:
-    """Raise if any item does not fit, naming every one that does not."""
+    """Raise an error that names every item that does not fit."""
     errors = [finding.error for finding in inspect_all(items, source, allowed=allowed) if finding.error is not None]
     if not errors:
         return

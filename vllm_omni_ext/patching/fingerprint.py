@@ -1,7 +1,7 @@
-"""Hash a function or a class by its tokens, so that comments, docstrings and layout do not count.
+"""Hashes a function or a class by its tokens, so that comments, docstrings and layout do not count.
 
-Tokens and not syntax trees, because the text of a tree differs between Python versions. Python 3.12 splits an f-string
-into several tokens where 3.11 has one, so it is put together again.
+It hashes tokens instead of syntax trees, because the text of a tree differs between Python versions. Python 3.12 splits
+an f-string into several tokens where 3.11 has one, so these are joined again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FSTRING_END: int | None = getattr(tokenize, "FSTRING_END", None)
 
 
 def extract(tree: ast.Module, lines: list[str], qualname: str) -> str | None:
-    """Return the dedented text of `qualname`, decorators included, or None if it is not there."""
+    """Return the dedented text of `qualname`, decorators included, or None if it is not defined."""
     found: ast.AST = tree
     for part in qualname.split("."):
         inside = (node for node in getattr(found, "body", ()) if getattr(node, "name", None) == part)
@@ -56,7 +56,7 @@ def _words(code: str) -> Iterator[str]:
 
 
 def _cut(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
-    """Text between two (line, column) places; lines count from 1."""
+    """Text between two (line, column) positions; lines count from 1."""
     if start[0] == end[0]:
         return lines[start[0] - 1][start[1] : end[1]]
     between = lines[start[0] : end[0] - 1]
@@ -64,6 +64,6 @@ def _cut(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
 
 
 def _is_docstring(words: list[str], at: int) -> bool:
-    """A string that is a whole statement."""
+    """Whether a token is a string that is a whole statement."""
     alone = at > 0 and words[at - 1] in {"{", ";"} and at + 1 < len(words) and words[at + 1] == ";"
     return alone and words[at].lstrip("rRbBuU")[:1] in {'"', "'"}

@@ -1,10 +1,13 @@
-"""The vLLM symbols we rely on without changing them, and the code of each that we were tested with.
+"""The vLLM symbols that this package relies on without changing them, with fingerprints of the tested code.
 
-If one changed, our subclass, our call or our imitation of it may be wrong although nothing fails at once.
-`vllm-omni-ext doctor` lists them; the launcher checks them before it starts anything.
+If a symbol changed, our subclass, call or imitation of it may be wrong although nothing fails at once. `vllm-omni-ext
+doctor` lists them; they are checked before anything starts. A model family declares what its own classes rely on
+(`ModelFamily.seams`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from vllm_omni_ext.patching.check import allowed_drift, check
 from vllm_omni_ext.patching.source import VllmSource
@@ -186,6 +189,10 @@ SCHEDULER = (
         ("AsyncScheduler._update_after_schedule", "ff4ab5e68eab", "subclassed: placeholders count as output tokens"),
     ),
     *seams_in("vllm.v1.core.sched.output", ("SchedulerOutput", "d0962f5659b5", "carries our payload to the worker")),
+    *seams_in(
+        "vllm.v1.core.sched.utils",
+        ("check_stop", "8cac71c343aa", "called: ends the texts of plain stages"),
+    ),
     *seams_in("vllm.v1.request", ("Request.__init__", "7e19a5e2ee07", "read by the schedulers")),
 )
 
@@ -270,51 +277,6 @@ MODELS = (
         ),
         ("EagleModelMixin._maybe_add_hidden_state", "dd7962670a1d", "outputs come in the order of their layers"),
     ),
-    *seams_in(
-        "vllm.model_executor.models.qwen3_omni_moe_thinker",
-        ("Qwen3MoeLLMForCausalLM", "df9eefbcc6b2", "the talker's decoder"),
-        (
-            "Qwen3OmniMoeThinkerForConditionalGeneration._clear_deepstack_input_embeds",
-            "bd332670c07e",
-            "called after steps that export: a replayed CUDA graph does not",
-        ),
-        (
-            "Qwen3OmniMoeThinkerForConditionalGeneration.get_mrope_input_positions",
-            "ba71ba89d280",
-            "called without the model's layers: reads its config only",
-        ),
-    ),
-    *seams_in(
-        "vllm._custom_ops",
-        ("rms_norm", "373e9525f24d", "called by the code predictor and the talker's layers; reads rows without a gap"),
-        ("fused_add_rms_norm", "410d1ef85b47", "called: writes the sum into the residual and the norm into the input"),
-        ("rotary_embedding", "127c1ee8a4b1", "called: rotates in place; rows may have gaps"),
-        ("cpu_fused_moe", "f28f4e083396", "called by the talker's layers on a CPU"),
-    ),
-    *seams_in(
-        "vllm.model_executor.layers.utils",
-        ("cpu_unquantized_gemm", "c66dfe9047d0", "imitated: a layer's cpu_linear is called"),
-    ),
-    *seams_in(
-        "vllm.model_executor.models.qwen3_moe",
-        ("Qwen3MoeMLP.forward", "319f1d73f1d9", "imitated on a CPU without compilation"),
-        ("Qwen3MoeAttention.forward", "a3ac9b284cee", "imitated on a CPU without compilation"),
-        ("Qwen3MoeDecoderLayer.forward", "78d5dccaf6cb", "imitated on a CPU without compilation"),
-        ("Qwen3MoeSparseMoeBlock.forward", "d7fc67a68479", "imitated on a CPU without compilation"),
-    ),
-    *seams_in(
-        "vllm.model_executor.layers.fused_moe.router.cpu_router",
-        ("_softmax_topk", "b7f1b9428dbc", "imitated on a CPU without compilation"),
-    ),
-    *seams_in(
-        "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
-        ("CPUUnquantizedExperts.apply", "15f731d44241", "imitated on a CPU without compilation"),
-    ),
-    *seams_in(
-        "vllm.model_executor.layers.rotary_embedding.mrope",
-        ("apply_interleaved_rope", "962c89e6d0ed", "imitated on a CPU without compilation"),
-        ("MRotaryEmbedding.forward_native", "cdea1d22a786", "imitated on a CPU without compilation"),
-    ),
 )
 
 STAGE_CALLS = (
@@ -384,9 +346,11 @@ SEAMS: tuple[Seam, ...] = (
 )
 
 
-def check_seams(source: VllmSource | None = None, *, allowed: frozenset[str] | None = None) -> None:
-    """Raise IncompatibleVllm, naming each symbol, if vLLM's code is not what this package was tested with.
+def check_seams(
+    seams: Sequence[Seam] = SEAMS, source: VllmSource | None = None, *, allowed: frozenset[str] | None = None
+) -> None:
+    """Raise IncompatibleVllm, naming each symbol, if vLLM's code differs from what `seams` were tested with.
 
     Reads sources only (about half a second); imports nothing of vLLM. VLLM_OMNI_EXT_ALLOW_DRIFT accepts single names.
     """
-    check(SEAMS, source or VllmSource.installed(), allowed=allowed_drift() if allowed is None else allowed)
+    check(seams, source or VllmSource.installed(), allowed=allowed_drift() if allowed is None else allowed)

@@ -1,8 +1,8 @@
-"""Keys for the connections of vLLM's engine to its clients.
+"""CURVE keys for the connections of vLLM's engine to its clients.
 
-The engine's two threads for that (one for input, one for output) make a ZeroMQ context of their own and pass it to
-`make_zmq_socket`. Both run as vLLM has written them, but see another `make_zmq_socket`, which gives the options to the
-context before a socket for a TCP address is made. The module's own `make_zmq_socket` stays as it is.
+Two threads of the engine (one for input, one for output) each make a ZeroMQ context and pass it to `make_zmq_socket`.
+Both run vLLM's unchanged code, but with another `make_zmq_socket`, which sets the options on the context before a
+socket for a TCP address is made. The module's own `make_zmq_socket` stays unchanged.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from types import FunctionType
 from typing import Any
 
 MAKER = "make_zmq_socket"
-"""What vLLM's functions call to make a socket."""
+"""The function that vLLM calls to make a socket."""
 
 _options: dict[int, Any] = {}
 
 
 def use(options: Mapping[int, Any]) -> None:
-    """Give these options to every socket that this process's engine connects to a TCP address from now on.
+    """Set these options on every socket that this process's engine connects to a TCP address from now on.
 
     Args:
-        options: by libzmq's number of the option.
+        options: values by libzmq's option number.
     """
     _options.update(options)
 
 
 def with_options(original: FunctionType) -> FunctionType:
-    """The same function, with a `make_zmq_socket` that knows the options."""
+    """A copy of the function whose `make_zmq_socket` sets the options."""
     names = {**original.__globals__, MAKER: _knowing(original.__globals__[MAKER])}
     made = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
     made.__kwdefaults__ = original.__kwdefaults__

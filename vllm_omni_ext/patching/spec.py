@@ -1,10 +1,10 @@
-"""What a patch and a seam are: plain data, so that both can be checked and printed without touching vLLM.
+"""Definitions of patch and seam: plain data, so that both can be checked and printed without touching vLLM.
 
 IncompatibleVllm
  |- VersionOutOfRange   never tested with the installed vLLM
- |- TargetMissing       vLLM has no attribute of that name any more
- |- TargetDrifted       the attribute is there, but its code is not the one we were written against
- |- PatchConflict       somebody else replaced the attribute, or two of our patches claim it
+ |- TargetMissing       vLLM no longer has an attribute of that name
+ |- TargetDrifted       the attribute exists, but its code is not the code it was written against
+ |- PatchConflict       another package replaced the attribute, or two of our patches claim it
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class VersionOutOfRange(IncompatibleVllm):
 
 
 class TargetMissing(IncompatibleVllm):
-    """vLLM has no attribute of that name any more."""
+    """vLLM no longer has an attribute of that name."""
 
 
 class TargetDrifted(IncompatibleVllm):
-    """The attribute is there, but its code is not the one we were written against."""
+    """The attribute exists, but its code is not the code that the patch or seam was written against."""
 
 
 class PatchConflict(IncompatibleVllm):
-    """Somebody else replaced the attribute, or two of our patches claim it."""
+    """Another package replaced the attribute, or two of our patches claim it."""
 
 
 When: TypeAlias = Literal["omni", "import", "secret"]
@@ -43,17 +43,17 @@ class Patch:
     """One change to one vLLM attribute.
 
     Attributes:
-        name: short and unique; also the name of its file, and what VLLM_OMNI_EXT_ALLOW_DRIFT takes.
+        name: short and unique; also the name of its file, and its name in VLLM_OMNI_EXT_ALLOW_DRIFT.
         target: e.g. "vllm.entrypoints.llm:LLM.__init__".
         vllm: PEP 440 range the patch was tested with.
-        why: what is not possible without it.
+        why: what is impossible without the patch.
         upstream: address of the issue or pull request, or "none: <reason>".
-        remove_when: what must be true before it can go.
-        seen: fingerprints of the originals it was written against.
+        remove_when: condition under which the patch can be removed.
+        seen: fingerprints of the originals that the patch was written against.
         wrap: original -> replacement.
-        when: "omni" is put in place by `apply_all` when omni is active; "import" by the start-up hook as soon as
-            vLLM imports the module, in a plain run too, and must therefore change nothing there; "secret" by
-            `apply_all` in the process of a replica that knows the cluster's secret.
+        when: "omni": applied by `apply_all` when omni is active. "import": applied by the start-up hook as soon as vLLM
+            imports the module, in a plain run too, and must therefore change nothing there. "secret": applied by
+            `apply_all` in the process of a replica that has the cluster secret.
     """
 
     name: str
@@ -69,13 +69,13 @@ class Patch:
 
 @dataclass(frozen=True, kw_only=True)
 class Seam:
-    """One vLLM symbol we subclass, call or imitate without changing it.
+    """One vLLM symbol that this package subclasses, calls or imitates without changing it.
 
     Attributes:
-        target: e.g. "vllm.v1.engine.utils:launch_core_engines"; what VLLM_OMNI_EXT_ALLOW_DRIFT takes as name.
-        use: how we depend on it.
-        seen: fingerprints of the code we were tested with.
-        vllm: PEP 440 range of vLLM versions that have it.
+        target: e.g. "vllm.v1.engine.utils:launch_core_engines"; also its name in VLLM_OMNI_EXT_ALLOW_DRIFT.
+        use: how this package depends on it.
+        seen: fingerprints of the tested code.
+        vllm: PEP 440 range of vLLM versions that have the symbol.
     """
 
     target: str
@@ -89,6 +89,25 @@ class Seam:
         return self.target
 
 
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """One attribute of another package that is replaced at run time, in a stated scope.
+
+    Attributes:
+        target: the replaced attribute, for a reader.
+        where: the file that replaces it.
+        scope: which processes, and for how long.
+        why: what is impossible without the override.
+        remove_when: condition under which the override can be removed.
+    """
+
+    target: str
+    where: str
+    scope: str
+    why: str
+    remove_when: str
+
+
 def split_target(target: str) -> tuple[str, str]:
     """ "pkg.mod:Class.method" -> ("pkg.mod", "Class.method")."""
     module, _, qualname = target.partition(":")
@@ -96,5 +115,5 @@ def split_target(target: str) -> tuple[str, str]:
 
 
 def seams_in(module: str, *rows: tuple[str, str, str]) -> tuple[Seam, ...]:
-    """Seams of one module; rows are (qualified name, fingerprint, how we depend on it)."""
+    """Seams of one module; rows are (qualified name, fingerprint, how this package depends on it)."""
     return tuple(Seam(target=f"{module}:{name}", seen=frozenset({seen}), use=use) for name, seen, use in rows)

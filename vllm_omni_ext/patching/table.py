@@ -1,11 +1,11 @@
-"""The page that lists what we change in vLLM and what we rely on: docs/patches.md, generated."""
+"""Generates docs/patches.md: what this package changes in vLLM, and what it relies on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from vllm_omni_ext.patching.spec import TESTED_VLLM, Patch, Seam, split_target
+from vllm_omni_ext.patching.spec import TESTED_VLLM, Override, Patch, Seam, split_target
 
 _HEAD = f"""# What this package changes in vLLM, and what it relies on
 
@@ -14,13 +14,24 @@ that is installed. Tested with vLLM {TESTED_VLLM}.
 
 A *patch* replaces an attribute of vLLM. A *seam* is code of vLLM that is subclassed, called or imitated as it is. Both
 are compared with the code they were written against (a hash of its tokens) before anything omni starts; a plain vLLM
-run checks nothing. If one does not fit, nothing starts; `VLLM_OMNI_EXT_ALLOW_DRIFT=name,name` accepts single names.
+run checks nothing. If one does not fit, nothing starts; `VLLM_OMNI_EXT_ALLOW_DRIFT=name,name` accepts single names. An
+*override* replaces an attribute at run time, in a stated scope.
 """
 
 
-def markdown(patches: Sequence[Patch], seams: Iterable[Seam]) -> str:
-    """The whole page."""
-    return "\n".join([_HEAD, "## Patches", "", *_patches(patches), "## Seams", *_seams(seams), ""])
+def markdown(patches: Sequence[Patch], overrides: Sequence[Override], seams: Iterable[Seam]) -> str:
+    """Return the whole page."""
+    parts = [
+        "## Patches",
+        "",
+        *_patches(patches),
+        "## Overrides",
+        "",
+        *_overrides(overrides),
+        "## Seams",
+        *_seams(seams),
+    ]
+    return "\n".join([_HEAD, *parts, ""])
 
 
 def _patches(patches: Sequence[Patch]) -> Iterable[str]:
@@ -34,6 +45,13 @@ def _patches(patches: Sequence[Patch]) -> Iterable[str]:
         yield f"- why: {patch.why}"
         yield f"- upstream: {patch.upstream}"
         yield f"- remove when: {patch.remove_when}\n"
+
+
+def _overrides(overrides: Sequence[Override]) -> Iterable[str]:
+    yield "| what is replaced | by | scope | why | remove when |\n|---|---|---|---|---|"
+    for each in overrides:
+        yield f"| {each.target} | `{each.where}` | {each.scope} | {each.why} | {each.remove_when} |"
+    yield ""
 
 
 _WHEN = {

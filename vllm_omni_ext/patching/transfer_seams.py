@@ -1,4 +1,4 @@
-"""The vLLM symbols that prefill and decode apart relies on: its KV connectors and what calls them. See `seams.py`."""
+"""The vLLM symbols that prefill-decode disaggregation relies on: KV connectors and their callers. See `seams.py`."""
 
 from __future__ import annotations
 

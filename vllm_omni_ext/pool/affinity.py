@@ -1,4 +1,4 @@
-"""Where the last request with the same session or the same media went. Pure, of bounded size."""
+"""Remembers to which replica the last request of a session or with a media item was sent. Pure, of bounded size."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from hashlib import blake2b
 from vllm_omni_ext.ids import ReplicaId
 
 REMEMBERED = 8192
-"""Sessions and media items one stage's pool remembers; the least recently used are forgotten first."""
+"""Sessions and media items that one stage's pool remembers; the least recently used are dropped first."""
 
 _DIGEST_BYTES = 16
-"""A key is stored as a digest: clients choose the text, and it may be long."""
+"""Keys are stored as digests: clients choose the text, which may be long."""
 
 
 class Affinity:
-    """Replica by session and by media item.
+    """Maps sessions and media items to replicas.
 
     Args:
-        limit: how many keys are kept.
+        limit: most keys that are kept.
     """
 
     def __init__(self, limit: int = REMEMBERED) -> None:
@@ -30,11 +30,11 @@ class Affinity:
         return len(self._places)
 
     def places(self, keys: Sequence[bytes]) -> Iterator[ReplicaId]:
-        """Where requests with these keys went, in the order of the keys."""
+        """Replicas to which requests with these keys were sent, in the order of the keys."""
         return (self._places[key] for key in keys if key in self._places)
 
     def remember(self, keys: Sequence[bytes], replica: ReplicaId) -> None:
-        """Requests with these keys go to `replica` from now on."""
+        """Map these keys to `replica` from now on."""
         for key in keys:
             self._places[key] = replica
             self._places.move_to_end(key)
@@ -42,13 +42,13 @@ class Affinity:
             self._places.popitem(last=False)
 
     def forget(self, replica: ReplicaId) -> None:
-        """The replica is gone, and what it had cached with it."""
+        """Drop all keys of a replica that is gone: its caches are lost."""
         for key in [key for key, place in self._places.items() if place == replica]:
             del self._places[key]
 
 
 def keys(session: str | None, media: Sequence[str]) -> tuple[bytes, ...]:
-    """Keys of a request, the strongest first: its session, then its media items."""
+    """Return the keys of a request in order of preference: its session, then its media items."""
     named = [] if session is None else [("session", session)]
     return tuple(_digest(kind, text) for kind, text in (*named, *(("media", item) for item in media)))
 

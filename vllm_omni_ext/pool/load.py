@@ -1,46 +1,56 @@
-"""What a replica says about how busy it is."""
+"""Load reports of replicas, and the estimate of a replica's current load."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from vllm_omni_ext.wire.coordination import Count
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests in a replica's scheduler, and how full its KV cache is (0 to 1).
+    """Requests in a replica's scheduler, and KV cache usage (0 to 1).
 
-    `report` is given by the coordinator: a load that is equal in this too is the same report, seen again.
+    The coordinator numbers the reports: two equal loads with an equal `report` are the same report.
     """
 
-    waiting: int = 0
-    running: int = 0
-    kv_usage: float = 0.0
-    report: int = 0
+    waiting: Count = 0
+    running: Count = 0
+    kv_usage: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    report: Count = 0
 
     @property
     def queue(self) -> int:
-        """Requests it has, of all API servers."""
+        """Requests in the replica's scheduler, from all API servers."""
         return self.waiting + self.running
+
+    def within_bounds(self) -> Load:
+        """Return the load with each field clamped to the range that can be sent."""
+        kv_usage = min(1.0, max(0.0, self.kv_usage))  # 0.0 also for NaN
+        return Load(max(0, self.waiting), max(0, self.running), kv_usage, max(0, self.report))
 
 
 HALF_FULL = 0.5
-"""KV usage from which a queue counts for more: below it, waiting requests start at once (as in vLLM's own balancer)."""
+"""KV usage above which waiting requests count more: below it they start at once (as in vLLM's own balancer)."""
 
 PRESSURE = 6.0
-"""How much more, for each unit of KV usage above `HALF_FULL`: at a full cache a waiting request counts four times."""
+"""Extra weight per unit of KV usage above `HALF_FULL`: with a full cache a waiting request counts four times."""
 
 
 def estimate(published: Load | None, at_publication: int, own: int, clients: int) -> float:
-    """How loaded a replica is now, in requests.
+    """Estimate the current load of a replica, in requests.
 
-    The model is vLLM's data-parallel balancer (`DPLBAsyncMPClient`): the last published queue, moved on by what this
-    API server has sent and got back since, and never less than what it knows itself. The other API servers are taken
-    to do as this one does.
+    The model is vLLM's data-parallel balancer (`DPLBAsyncMPClient`): the last published queue, plus the requests that
+    this API server has sent since, minus those that have ended since, and never less than this API server's own
+    requests. All other API servers are assumed to have the same load as this one.
 
     Args:
-        published: the replica's last report; None if there is none that can be trusted.
-        at_publication: requests of this API server that were bound to the replica when the report came.
-        own: requests of this API server that are bound to it now.
+        published: the replica's last report; None if no recent report exists.
+        at_publication: requests of this API server that were bound to the replica when the report arrived.
+        own: requests of this API server that are bound to the replica now.
         clients: number of API servers.
     """
     known = float(clients * own)

@@ -1,4 +1,4 @@
-"""Which replica a new request goes to. Pure."""
+"""Load balancing policies: choose the replica of a new request. Pure."""
 
 from __future__ import annotations
 
@@ -8,79 +8,78 @@ from itertools import chain, islice
 from operator import itemgetter
 from typing import Protocol
 
+from vllm_omni_ext.config.checks import LB_POLICIES
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
 
-DEFAULT = "least-queue-length"
+DEFAULT = LB_POLICIES[0]
 
 
 class Policy(Protocol):
     """Picks one of several replicas."""
 
     def pick(self, load: Mapping[ReplicaId, float]) -> ReplicaId:
-        """Return one of the keys of `load` (never empty); the values are requests, estimated."""
+        """Return one of the keys of `load` (never empty); the values are estimated loads, in requests."""
 
 
 class Random:
-    """Any replica.
+    """Picks a replica at random.
 
     Args:
-        seed: the same seed picks the same replicas.
+        seed: seed of the random generator.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)
 
     def pick(self, load: Mapping[ReplicaId, float]) -> ReplicaId:
-        """Return any."""
+        """Return a random replica."""
         return self._random.choice(tuple(load))
 
 
 class RoundRobin:
-    """Each replica in turn.
+    """Picks each replica in turn.
 
     Args:
-        start: whose turn is first; API servers that start at different places do not all hit the same one.
+        start: position of the first replica; with different positions, API servers do not all pick the same replica.
     """
 
     def __init__(self, start: int = 0) -> None:
         self._turn = start
 
     def pick(self, load: Mapping[ReplicaId, float]) -> ReplicaId:
-        """Return the next."""
+        """Return the next replica."""
         at = self._turn % len(load)
         self._turn += 1
         return next(islice(load, at, None))
 
 
 class LeastQueueLength:
-    """The least loaded replica; equals take turns, so that idle replicas are all used.
+    """Picks the least loaded replica; equally loaded ones take turns, so that all idle replicas are used.
 
     Args:
-        start: whose turn is first among equals.
+        start: position of the first replica among equally loaded ones.
     """
 
     def __init__(self, start: int = 0) -> None:
         self._turn = start
 
     def pick(self, load: Mapping[ReplicaId, float]) -> ReplicaId:
-        """Return the one with the lowest load."""
+        """Return the replica with the lowest load."""
         at = self._turn % len(load)
         self._turn += 1
-        items = load.items()  # iterated, never looked up: hashing a thousand names costs more than comparing them
+        items = load.items()  # iterated without lookups: hashing a thousand names costs more than comparing them
         return min(chain(islice(items, at, None), islice(items, at)), key=itemgetter(1))[0]
 
 
-POLICIES: Mapping[str, Callable[[int], Policy]] = {
-    "random": lambda start: Random(),
-    "round-robin": RoundRobin,
-    "least-queue-length": LeastQueueLength,
-}
-"""How to make each policy; the argument is the number of the API server that will use it."""
+POLICIES: Mapping[str, Callable[[int], Policy]] = dict(
+    zip(LB_POLICIES, (LeastQueueLength, lambda start: Random(), RoundRobin), strict=True)
+)
+"""Constructor of each policy; its argument is the index of the API server that will use the policy."""
 
 
 def policy(name: str = DEFAULT, start: int = 0) -> Policy:
-    """A new policy by name; ConfigError names those there are."""
+    """Make a policy by name; ConfigError for an unknown name."""
     if name not in POLICIES:
         raise ConfigError(f"'{name}' is not a load balancing policy; use one of {', '.join(sorted(POLICIES))}")
     return POLICIES[name](start)

@@ -13,24 +13,24 @@ from vllm_omni_ext.pool.load import Load, estimate
 from vllm_omni_ext.pool.policies import LeastQueueLength, Policy
 
 Why: TypeAlias = Literal["affinity", "policy", "only"]
-"""What made a replica be picked: an earlier request, the policy, or that there is no other."""
+"""Reason of a routing decision: an earlier request, the policy, or that only one replica was available."""
 
 SLACK = 16.0
-"""Requests by which a replica may be busier than the least busy one and still get its sessions and media: a cache is
-worth a short queue, not a long one."""
+"""Affinity is ignored if the replica has this many requests more than the least loaded one: a cache hit is worth a
+short queue, not a long one."""
 
 
 class StagePool:
     """The live replicas of one stage and the requests bound to them.
 
-    A replica is open (takes requests), avoided (takes them only while none is open) or draining (takes none). One that
-    is asleep takes them only while no other does: they wait until it is woken.
+    A replica is open (takes requests), avoided (takes requests only while no replica is open) or draining (takes
+    none). A sleeping replica gets requests only while no other replica takes any; they wait until it is woken.
 
     Args:
-        changed: told how many requests are bound to a replica, whenever that changes.
+        changed: called with the number of requests bound to a replica, whenever that number changes.
         clients: number of API servers, each with a pool of its own over the same replicas.
-        affinity: what is remembered of sessions and media.
-        decided: told of every replica that is picked, and why.
+        affinity: the replicas of earlier sessions and media items.
+        decided: called for every routing decision, with its reason.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class StagePool:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether a request that is admitted now is worked on at once."""
+        """Whether an awake replica takes requests, so that a new request need not wait."""
         return bool(self._awake(self._open) or self._awake(self._avoided))
 
     def admit(self, request_id: str, *, session: str | None = None, media: Sequence[str] = ()) -> ReplicaId:
-        """Bind a request to a replica; a request that is bound stays where it is.
+        """Bind a request to a replica; a request that is bound already keeps its replica.
 
         Args:
             session: requests of one session go to one replica, as far as its load allows.
-            media: cache keys of the request's media items, which go to the replica that has seen them.
+            media: cache keys of the request's media items; a replica that has processed one of them is preferred.
 
         Raises:
             StageUnavailable: no replica takes requests.
@@ -108,11 +108,11 @@ class StagePool:
         return {replica: load for replica, load in candidates.items() if replica not in self._asleep}
 
     def replica_of(self, request_id: str) -> ReplicaId | None:
-        """Where a request is bound, or None."""
+        """The replica of a request; None if the request is not bound."""
         return self._where.get(request_id)
 
     def release(self, request_id: str) -> ReplicaId | None:
-        """Unbind a request and say where it was; None if it was not bound."""
+        """Unbind a request and return its replica; None if it was not bound."""
         replica = self._where.pop(request_id, None)
         if replica is not None:
             self._bound[replica].discard(request_id)
@@ -124,9 +124,9 @@ class StagePool:
         return len(self._requests(replica))
 
     def publish(self, loads: Mapping[ReplicaId, Load]) -> None:
-        """Take the replicas' last reports; what was said of a replica that is not in `loads` is no longer believed.
+        """Replace the replicas' last reports; a replica that is not in `loads` has no report any more.
 
-        What was sent to a replica since counts from the first time a report is seen.
+        The first time a report is seen, the requests bound to the replica are recorded with it; see `estimate`.
 
         Raises:
             UnknownMember: a replica is not in the pool; nothing is changed.
@@ -141,10 +141,10 @@ class StagePool:
                 self._weigh(replica)
 
     def add(self, replica: ReplicaId) -> None:
-        """Open a replica: a new one, or one that was avoided or draining.
+        """Open a replica: a new, avoided or draining one.
 
         Raises:
-            UnknownMember: the replica is one of another stage.
+            UnknownMember: the replica belongs to another stage.
         """
         if replica.stage != self.stage:
             raise UnknownMember(f"'{replica}' is no replica of stage '{self.stage}'")
@@ -156,28 +156,28 @@ class StagePool:
         self._weigh(replica)
 
     def avoid(self, replica: ReplicaId) -> None:
-        """Send a replica nothing new while there are others; UnknownMember if it is not in the pool."""
+        """Send a replica no new requests while other replicas are open; UnknownMember if it is not in the pool."""
         self.drain(replica)
         self._avoided[replica] = 0.0
         self._weigh(replica)
 
     def drain(self, replica: ReplicaId) -> None:
-        """Send a replica nothing new; what is bound to it stays. UnknownMember if it is not in the pool."""
+        """Send a replica no new requests; bound requests stay. UnknownMember if it is not in the pool."""
         self._requests(replica)
         self._open.pop(replica, None)
         self._avoided.pop(replica, None)
 
     def rest(self, replica: ReplicaId) -> None:
-        """A replica is put to sleep; UnknownMember if it is not in the pool."""
+        """Mark a replica as sleeping; UnknownMember if it is not in the pool."""
         self._requests(replica)
         self._asleep.add(replica)
 
     def rouse(self, replica: ReplicaId) -> None:
-        """A replica is awake again."""
+        """Mark a replica as awake."""
         self._asleep.discard(replica)
 
     def remove(self, replica: ReplicaId) -> tuple[str, ...]:
-        """Take a replica out and return the requests that were bound to it; they are unbound."""
+        """Remove a replica and return the requests that were bound to it; they are unbound."""
         lost = tuple(sorted(self._requests(replica)))
         self.drain(replica)
         self.rouse(replica)
@@ -193,7 +193,7 @@ class StagePool:
         self._changed(replica, len(self._bound[replica]))
 
     def _weigh(self, replica: ReplicaId) -> None:
-        """Estimate the load of a replica anew."""
+        """Update the estimated load of a replica."""
         load, then = self._published.get(replica, (None, 0))
         for candidates in (self._open, self._avoided):
             if replica in candidates:

@@ -1,7 +1,7 @@
 """LoRA adapters of single stages and replicas: vLLM's two endpoints with `targets`.
 
-An adapter is made for one model, so the targets of a call are of one stage, and each stage has names of its own. Those
-of the text stage are vLLM's: models that a request may ask for. No request uses an adapter of a later stage yet.
+An adapter belongs to one model, so all targets of a call must be of one stage, and each stage has its own names. The
+frontend's adapters are vLLM's: clients can request them as models. No request uses an adapter of a later stage yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm.lora.request import LoRARequest
 
 from vllm_omni_ext.errors import CallFailed, RequestError
 from vllm_omni_ext.omni import AsyncOmni
-from vllm_omni_ext.runtime.calls import Replies, failed
+from vllm_omni_ext.runtime.client.calls import Replies, failed
 from vllm_omni_ext.serving.call_reports import TARGETS, Targets, named_in, refusing, report
 from vllm_omni_ext.serving.parameters import KnownParameters
 
@@ -37,7 +37,7 @@ class UnloadAdapter(UnloadLoRAAdapterRequest):
 
 
 FIELDS = (*LoadAdapter.model_fields, *UnloadAdapter.model_fields)
-"""Of both bodies: clients send the one that has loaded an adapter to unload it too."""
+"""Fields of both bodies: some clients send the loading body to unload an adapter too."""
 
 BODIES = {"/v1/load_lora_adapter": FIELDS, "/v1/unload_lora_adapter": FIELDS}
 
@@ -58,7 +58,7 @@ async def load_lora_adapter(request: LoadAdapter, raw_request: Request, targets:
 @router.post("/v1/unload_lora_adapter", dependencies=[Depends(validate_json_request)])
 @refusing
 async def unload_lora_adapter(request: UnloadAdapter, raw_request: Request, targets: Targets = None) -> Response:
-    """Without targets, forget an adapter's name, as vLLM does; with targets, also remove it from these."""
+    """Without targets, drop an adapter's name, as vLLM does; with targets, also remove the adapter from them."""
     named = named_in(targets, request.targets)
     if named is None:
         return _as_vllm(await raw_request.app.state.openai_serving_models.unload_lora_adapter(request))
@@ -76,7 +76,7 @@ class StageAdapters:
     """The adapters of every stage, by name.
 
     Args:
-        stock: vLLM's list of models, whose adapters are the text stage's.
+        stock: vLLM's model list, which holds the adapters of the frontend.
     """
 
     def __init__(self, omni: AsyncOmni, stock: OpenAIServingModels) -> None:
@@ -85,17 +85,17 @@ class StageAdapters:
         self._by_stage: dict[str, dict[str, LoRARequest]] = {}
 
     async def load(self, request: LoadAdapter, targets: list[str]) -> Response:
-        """Load an adapter into the targets; it has its name once all of them have it."""
+        """Load an adapter into the targets; its name becomes valid when all targets have loaded it."""
         engine = _Aimed(self._omni, targets)
         answer = await self._models(self._stage(targets), engine).load_lora_adapter(request)
         return report(engine.replies) if engine.replies else _as_vllm(answer)
 
     async def unload(self, request: UnloadAdapter, targets: list[str]) -> Response:
-        """Remove an adapter from the targets; it keeps its name while there are other replicas."""
+        """Remove an adapter from the targets; its name stays valid while other replicas have it."""
         stage = self._stage(targets)
         models = self._models(stage, self._omni)
         if (known := models.lora_requests.get(request.lora_name)) is None:
-            return _as_vllm(await models.unload_lora_adapter(request))  # says so
+            return _as_vllm(await models.unload_lora_adapter(request))  # vLLM reports that the name is unknown
         replies = await self._omni.remove_lora(known.lora_int_id, targets=targets)
         if replies.keys() == set(self._omni.calls.resolve([stage])) and not failed(replies):
             await models.unload_lora_adapter(request)
@@ -108,7 +108,7 @@ class StageAdapters:
         return stage
 
     def _models(self, stage: str, engine: Any) -> OpenAIServingModels:
-        """vLLM's checks and names for one stage, in front of `engine`."""
+        """Return vLLM's checks and adapter names for one stage, in front of `engine`."""
         models = copy.copy(self._stock)
         models.engine_client = engine
         if not self._omni.calls.is_text(stage):
@@ -117,7 +117,7 @@ class StageAdapters:
 
 
 class _Aimed:
-    """What vLLM's list of models takes for its engine: some replicas."""
+    """A stand-in for the engine in vLLM's model list: calls reach only the targets."""
 
     def __init__(self, omni: AsyncOmni, targets: list[str]) -> None:
         self._omni = omni
@@ -125,7 +125,7 @@ class _Aimed:
         self.replies: Replies = {}
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter; what each replica answered is in `replies`."""
+        """Load an adapter; `replies` holds the answer of each replica."""
         self.replies = await self._omni.add_lora(lora_request, targets=self._targets)
         if failed(self.replies):
             raise CallFailed(self.replies)

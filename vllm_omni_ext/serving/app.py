@@ -23,29 +23,30 @@ from vllm.logger import init_logger
 from vllm.renderers.chat_utils import load_chat_template
 
 from vllm_omni_ext.config.schema import ALL_ROUTES
-from vllm_omni_ext.memory import trim
+from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.omni import AsyncOmni
+from vllm_omni_ext.plugins.registry import family_chat_template, family_of
+from vllm_omni_ext.plugins.spec import ModelFamily, resolve
 from vllm_omni_ext.serving import media, stage_calls, tokenization, video
 from vllm_omni_ext.serving.adapters import StageAdapters
-from vllm_omni_ext.serving.audio_routes import router
-from vllm_omni_ext.serving.bodies import TRIPPED, tripped_handler
+from vllm_omni_ext.serving.bodies import TRIPPED, malformed_body_handler
 from vllm_omni_ext.serving.body_gate import BodyGate, RefusedBody, limits_of, refused_handler
+from vllm_omni_ext.serving.chat import OmniServingChat
 from vllm_omni_ext.serving.first_error import stop_at_first_error
-from vllm_omni_ext.serving.gate import Gate
+from vllm_omni_ext.serving.gate import RequestLimitMiddleware
 from vllm_omni_ext.serving.keys import guard_all_routes
-from vllm_omni_ext.serving.measured_chat import MeasuredChat
 from vllm_omni_ext.serving.models import OmniServingModels
+from vllm_omni_ext.serving.served import ServedModel
 from vllm_omni_ext.serving.short_errors import ShortErrors
-from vllm_omni_ext.serving.speech import OmniServingSpeech
 from vllm_omni_ext.serving.status import add_routes
 
 logger = init_logger(__name__)
 
 IMAGE_PIXELS = "VLLM_MAX_IMAGE_PIXELS"
-"""Variable that vLLM reads whenever an image comes."""
+"""Environment variable that vLLM reads for every image."""
 
 GRACE_S = 1
-"""How long open connections may last after the engines are gone: nothing can be answered any more."""
+"""Seconds that open connections may last after the engines have ended, when no request can be answered any more."""
 
 SERVER_ARGS = (
     "host",
@@ -59,7 +60,7 @@ SERVER_ARGS = (
     "h11_max_incomplete_event_size",
     "h11_max_header_count",
 )
-"""Arguments that go to the HTTP server under their own name."""
+"""Arguments that the HTTP server takes under the same name."""
 
 CHAT_ARGS = (
     "response_role",
@@ -74,27 +75,27 @@ CHAT_ARGS = (
     "enable_log_deltas",
     "enable_per_request_metrics",
 )
-"""Arguments that go to the chat handler under their own name."""
+"""Arguments that the chat handler takes under the same name."""
 
 
 async def run_app(
     omni: AsyncOmni, listen_address: str, sock: socket.socket, args: Namespace, ready: Callable[[], None]
 ) -> None:
-    """Serve until the process is told to stop; returns when the server has shut down and `sock` is closed.
+    """Serve until the process gets a signal to stop; returns when the server has shut down and `sock` is closed.
 
     Args:
         listen_address: for the log.
-        sock: bound already.
+        sock: already bound.
         args: as parsed for `vllm serve`.
-        ready: called once requests will be answered.
+        ready: called when requests will be answered.
     """
     try:
         await _forget_dummies(omni)
         app = await make_app(omni, args)
-        trim()
+        malloc_trim()
         with video.install(), media.install(omni.plan.config.allow_private_media):
             logger.info("Starting the server on %s", listen_address)
-            sock.listen()  # who connects from now on is answered, as soon as the server below runs
+            sock.listen()  # from now on clients can connect; the server below answers them
             ready()
             shutdown: Awaitable[None] = await serve_http(app, sock, peer_loads=_loads(omni), **_server_options(args))
             await shutdown
@@ -103,30 +104,28 @@ async def run_app(
 
 
 async def _forget_dummies(omni: AsyncOmni) -> None:
-    """Empty the multimodal caches, where the dummy data of the start is."""
-    if omni.connections.said is None:
+    """Remove the dummy data of the start-up from the multimodal caches."""
+    if omni.connections.ready_responses is None:
         await omni.reset_mm_cache()
-    else:  # the replicas have forgotten it long ago, and work for others
+    else:  # running replicas have done so already, and serve other API servers
         await omni.renderer.clear_mm_cache_async()
 
 
 async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
-    """The application: vLLM's, with chat answered by `MeasuredChat`, speech and status."""
+    """Return vLLM's application with our chat and status routes and the model's APIs."""
     os.environ.setdefault(IMAGE_PIXELS, str(omni.plan.config.max_image_pixels))
+    args = with_chat_template(args, family_of(omni.plan.family))
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
     await init_app_state(omni, app.state, args, tasks)
-    options = _chat_options(omni, app.state, args)
-    app.state.openai_serving_chat = MeasuredChat(**options)
-    app.state.omni_serving_speech = OmniServingSpeech(
-        engine_client=omni, models=options["models"], request_logger=options["request_logger"]
-    )
+    model, options = ServedModel.of(omni), _chat_options(omni, app.state, args)
+    app.state.openai_serving_chat = OmniServingChat(model=model, **options)
     app.state.omni_adapters = StageAdapters(omni, options["models"])
-    app.state.openai_serving_models = OmniServingModels(app.state.openai_serving_models, omni.plugin)
-    app.include_router(router)
+    app.state.openai_serving_models = OmniServingModels(app.state.openai_serving_models, model)
+    _add_apis(app, model, {name: options[name] for name in ("models", "request_logger")})
     app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]
     for kind in TRIPPED:
-        app.add_exception_handler(kind, tripped_handler)
+        app.add_exception_handler(kind, malformed_body_handler)
     tokenization.install(app, omni.renderer)
     add_routes(app)
     stage_calls.add_routes(app)
@@ -138,13 +137,27 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     app.user_middleware.insert(0, Middleware(BodyGate, limits=limits_of(omni.plan.config)))
     which = omni.connections.client_index if omni.connections.client_count > 1 else None
     limits = {"max_body_mib": omni.plan.config.max_body_mib, "max_request_pixels": omni.plan.config.max_request_pixels}
-    app.user_middleware.insert(0, Middleware(Gate, server=which, **limits))
-    app.middleware_stack = app.build_middleware_stack()  # vLLM has built one already
+    app.user_middleware.insert(0, Middleware(RequestLimitMiddleware, server=which, **limits))
+    app.middleware_stack = app.build_middleware_stack()  # vLLM has built the middleware stack already
     return app
 
 
+def with_chat_template(args: Namespace, family: ModelFamily) -> Namespace:
+    """Return the arguments with the family's chat template, if it has one and the user names none."""
+    template = args.chat_template or family_chat_template(family)
+    return Namespace(**{**vars(args), "chat_template": template})
+
+
+def _add_apis(app: FastAPI, model: ServedModel, stock: dict[str, Any]) -> None:
+    """Add the ready-made APIs that the model switches on, and the routes of its own."""
+    for api in model.surface.apis:
+        resolve(api)(app, model, **stock)
+    for router in model.surface.routers(model.server):
+        app.include_router(router)
+
+
 def _chat_options(omni: AsyncOmni, state: State, args: Namespace) -> dict[str, Any]:
-    """What vLLM gives its own chat handler."""
+    """Return the arguments that vLLM passes to its own chat handler."""
     return {name: getattr(args, name) for name in CHAT_ARGS} | {
         "engine_client": omni,
         "models": state.openai_serving_models,
@@ -159,7 +172,7 @@ def _chat_options(omni: AsyncOmni, state: State, args: Namespace) -> dict[str, A
 
 
 def _loads(omni: AsyncOmni) -> tuple[Any, int] | None:
-    """The open connections of all API servers, and which of them this is; None if there is only one."""
+    """Return (open connections of all API servers, index of this one); None if there is only one."""
     board = omni.connections.board
     return None if board is None or omni.connections.client_count == 1 else (board.loads, omni.connections.client_index)
 
@@ -168,7 +181,7 @@ def _server_options(args: Namespace) -> dict[str, Any]:
     options = {name: getattr(args, name) for name in SERVER_ARGS} | {
         "log_level": args.uvicorn_log_level,
         "access_log": not args.disable_uvicorn_access_log,
-        "timeout_graceful_shutdown": GRACE_S,  # after what was in flight has ended
+        "timeout_graceful_shutdown": GRACE_S,  # used after running requests have ended
         "timeout_keep_alive": envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
     }
     log_config = get_uvicorn_log_config(args)

@@ -1,4 +1,4 @@
-"""Request bodies that vLLM's own checks trip over: some expect an object where a client may send anything."""
+"""Handles request bodies that crash vLLM's checks: some checks expect an object where a client may send any JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vllm.entrypoints.serve.exception_handling.handlers.exception import excepti
 from vllm_omni_ext.serving.failures import BadRequest, printable
 
 TRIPPED = (AttributeError, KeyError, IndexError)
-"""What such a check raises."""
+"""Errors that such a check raises."""
 
 READING = "request_body_to_args"
-"""FastAPI's function that turns a body into a request; everything below it works on what the client sent."""
+"""FastAPI's function that turns a body into a request; all functions that it calls work on client input."""
 
 
-async def tripped_handler(request: Request, error: Exception) -> JSONResponse:
-    """Status 400 if `error` was raised while a body was read, else as vLLM answers it."""
+async def malformed_body_handler(request: Request, error: Exception) -> JSONResponse:
+    """Return status 400 if `error` was raised while a body was read; otherwise answer as vLLM does."""
     if all(frame.name != READING for frame in traceback.extract_tb(error.__traceback__)):
         return await exception_handler(request, error)
     refusal = BadRequest(f"the request's body has a value of the wrong type: {printable(str(error))}", parameter="body")

@@ -1,4 +1,4 @@
-"""What every request's body passes before a route reads it: the limits of `BodyScan`."""
+"""Checks every request body against the limits of `BodyScan`, before a route reads it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from vllm_omni_ext.serving.body_scan import BodyLimits, BodyRefused, BodyScan
 from vllm_omni_ext.serving.failures import printable
 
 FORMS = ("multipart/", "application/x-www-form-urlencoded")
-"""Content types of bodies that are no JSON; a route may read JSON from them all the same if they begin like it."""
+"""Content types of bodies other than JSON; a route may still parse such a body as JSON if it starts like JSON."""
 
 LONGEST_WIDE_TEXT = 8 << 20
-"""Bytes of a text that is no base64. Twice what the longest contexts take."""
+"""Bytes of a text outside base64: twice the text of the longest contexts."""
 
 DRAIN_S = 1.0
-"""A client that still sends is listened to for so long, so that it sees why its request is refused."""
+"""Seconds to read from a refused client that is still sending, so that it can read the error response."""
 
 
 class RefusedBody(HTTPException):
-    """Status 413, as an exception that FastAPI lets through from where it reads a body."""
+    """Status 413, as an exception type that FastAPI's body parsing does not catch."""
 
     def __init__(self, reason: BodyRefused) -> None:
         super().__init__(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, printable(str(reason)))
@@ -34,14 +34,14 @@ class RefusedBody(HTTPException):
 
 
 async def refused_handler(request: Request, error: RefusedBody) -> JSONResponse:
-    """The answer: what is wrong, with the field's name."""
+    """Return the error response, with the field's name."""
     status = HTTPStatus(error.status_code)
-    said = ErrorInfo(message=error.detail, type=status.phrase, param=error.parameter, code=status.value)
-    return JSONResponse(ErrorResponse(error=said).model_dump(), status)
+    info = ErrorInfo(message=error.detail, type=status.phrase, param=error.parameter, code=status.value)
+    return JSONResponse(ErrorResponse(error=info).model_dump(), status)
 
 
 def limits_of(config: OmniConfig) -> BodyLimits:
-    """The limits that the configuration gives."""
+    """Return the limits of the configuration."""
     return BodyLimits(
         values=config.max_body_values,
         ids=config.max_body_ids,
@@ -54,7 +54,7 @@ def limits_of(config: OmniConfig) -> BodyLimits:
 
 
 class BodyGate:
-    """ASGI middleware: bodies are counted as they arrive, and refused as soon as there is too much in them."""
+    """ASGI middleware that counts bodies as they arrive and refuses them as soon as they exceed a limit."""
 
     def __init__(self, app: ASGIApp, *, limits: BodyLimits) -> None:
         self._app = app
@@ -89,7 +89,7 @@ class BodyGate:
 
 
 async def _drain(receive: Receive, message: Message) -> None:
-    """Take what the client still sends, and drop it."""
+    """Receive and drop what the client is still sending."""
     try:
         async with asyncio.timeout(DRAIN_S):
             while message.get("more_body", False):

@@ -1,8 +1,8 @@
-"""Counting what a JSON body holds while its bytes arrive, before anything is made of them.
+"""Counts the contents of a JSON body while its bytes arrive, before the body is parsed.
 
-Parsing and validating cost memory and time for every value of a body, and a value may be two bytes long. The scan looks
-only at the characters that give a body its structure, so that a long text costs next to nothing, and keeps nothing but
-counts. Of a body that is no JSON it sees at least what a parser sees up to the first mistake.
+Parsing and validation cost memory and time for every value of a body, and a value may be two bytes long. The scan looks
+only at structural characters, so that a long text costs next to nothing, and it stores only counts. Of a body that is
+not JSON it counts at least what a parser reads before the first mistake.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import numpy.typing as npt
 from vllm_omni_ext.errors import RequestError
 
 BLOCK = 1 << 16
-"""Bytes looked at in one step: the scan needs about ten times as much memory."""
+"""Bytes per step: the scan needs about ten times as much memory."""
 
 WHOLE = "body"
-"""What an error names when it is about no single field."""
+"""Parameter name of errors that concern no single field."""
 
 MOST_FIELDS = 1000
-"""Keys of the outermost object."""
+"""Largest number of keys of the outermost object."""
 
 LONGEST_KEY = 1 << 16
-"""Bytes of a key of the outermost object, which errors may repeat."""
+"""Largest length in bytes of a key of the outermost object, because errors may repeat the key."""
 
 LONGEST_NAME = 256
-"""Bytes of a field's name; of a longer one nothing is known."""
+"""Largest length in bytes of a field name; a longer name is not read."""
 
 ID_FIELDS = frozenset({"prompt", "input", "tokens", "token_ids", "prompt_token_ids", "allowed_token_ids"})
 """Fields that may be long lists of token ids."""
@@ -40,12 +40,12 @@ CONTENT_FIELDS = ID_FIELDS | frozenset(
     | {"image", "images", "mask", "audio", "ref_audio", "video", "file"}
     | {"args", "kwargs", "init_info", "update_info"}
 )
-"""Fields that may be as long as a body: prompts, media, and what an operator sends to workers."""
+"""Fields that may be as long as a body: prompts, media, and operators' messages to workers."""
 
 OTHERS = "*"
 ARRAYS, PARTS = "[]", ".*"
 PART_DEPTH = 5
-"""Depth of an object in a list in an object in the list of a field: a message's content parts and tool calls."""
+"""Depth of an object in a list in an object in the list of a field: content parts and tool calls of a message."""
 
 MOST_ELEMENTS = "max_field_elements"
 QUOTE, COMMA, COLON, OPEN_ARRAY, OPEN_OBJECT = b'",:[{'
@@ -56,10 +56,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class BodyRefused(RequestError):
-    """A body has too much of something; `parameter` is the outermost field it is in.
+    """A body exceeds a limit; `parameter` is the outermost field that does.
 
     Args:
-        what: what there is too much of, and how much is allowed.
+        what: what was counted, and its limit.
     """
 
     def __init__(self, what: str, *, parameter: str) -> None:
@@ -68,16 +68,17 @@ class BodyRefused(RequestError):
 
 @dataclass(frozen=True, kw_only=True)
 class BodyLimits:
-    """How much a body may hold.
+    """Limits for the contents of a body.
 
     Attributes:
-        values: objects, arrays, texts, numbers and keys, but for what is counted below.
+        values: objects, arrays, texts, numbers and keys, except those that another limit counts.
         ids: numbers in `ID_FIELDS`.
-        depth: objects and arrays inside of one another.
-        in_field: objects, arrays and texts directly in the list of a field, by the field's name. By the name with
-            `ARRAYS` behind it: arrays alone. With `PARTS`: objects and arrays in lists of its elements, and below.
+        depth: nesting of objects and arrays.
+        in_field: objects, arrays and texts directly in the list of a field, by the field's name. Name plus `ARRAYS`:
+            only arrays. Name plus `PARTS`: objects and arrays in lists of the field's elements, and deeper.
         field_values: values in a field, by its name.
-        field_bytes: length of a field, by its name; `OTHERS` is all that are neither named nor in `CONTENT_FIELDS`.
+        field_bytes: length of a field, by its name; `OTHERS` applies to fields without an entry outside
+            `CONTENT_FIELDS`.
         wide_text_bytes: length of a text with characters beyond ASCII, for which Python needs up to four times as much.
     """
 
@@ -91,22 +92,22 @@ class BodyLimits:
 
 
 class BodyScan:
-    """The scan of one body, which comes in pieces of any size."""
+    """The scan of one body, which arrives in pieces of any size."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self._limits = limits
         self._in_text = False
-        self._escaped = False  # the last byte was a backslash that belongs to the next one
-        self._text_bytes = 0  # of the text that has not ended
-        self._before = 0  # what is in front of it
-        self._wide = False  # it has characters beyond ASCII
+        self._escaped = False  # the last byte was a backslash that escapes the next byte
+        self._text_bytes = 0  # length so far of an unfinished text
+        self._before = 0  # the structural character before that text
+        self._wide = False  # that text has characters beyond ASCII
         self._depth = 0
-        self._tail = b""  # the end of what was read, where the name of the next field may be
-        self._fields = self._values = self._ids = 0  # of the fields before this one
+        self._tail = b""  # the last bytes read, which may contain the next field's name
+        self._fields = self._values = self._ids = 0  # of the fields before the current one
         self._field = _Field(WHOLE)
 
     def feed(self, data: bytes) -> None:
-        """Read the next piece.
+        """Scan the next piece.
 
         Raises:
             BodyRefused: a limit is exceeded.
@@ -115,7 +116,7 @@ class BodyScan:
             self._read(data[start : start + BLOCK])
 
     def _read(self, block: bytes) -> None:
-        if b"\0" in block:  # in the first bytes of every JSON in UTF-16 or UTF-32, and in none that is in UTF-8
+        if b"\0" in block:  # NUL occurs in JSON encoded as UTF-16 or UTF-32, and never in UTF-8
             raise BodyRefused("must be JSON in UTF-8", parameter=WHOLE)
         block = self._without_escapes(block)
         goes_on = self._in_text
@@ -138,14 +139,14 @@ class BodyScan:
         at = np.flatnonzero(np.frombuffer(block.translate(_STRUCTURE), np.bool_))
         kinds = codes[at]
         quotes = kinds == QUOTE
-        inside = (np.cumsum(quotes) + self._in_text) % 2 == 1  # after the quote, if it is one
+        inside = (np.cumsum(quotes) + self._in_text) % 2 == 1  # whether the scan is inside a text after each character
         if len(inside):
             self._in_text = bool(inside[-1])
-        counts = quotes == inside  # quotes that begin a text, and what is outside of texts
+        counts = quotes == inside  # opening quotes, and structural characters outside texts
         self._count(kinds[counts], at[counts], block)
 
     def _without_escapes(self, block: bytes) -> bytes:
-        r"""The same number of bytes, with `\\` and `\"` as letters."""
+        r"""Return the block with every `\\` and `\"` replaced by letters, in the same length."""
         if self._escaped and block[:1] in (b'"', b"\\"):
             block = b"_" + block[1:]
         if b"\\" not in block:
@@ -156,7 +157,7 @@ class BodyScan:
         return block
 
     def _lengthen(self, more: bytes) -> None:
-        """Refuse a key or a text beyond ASCII that goes on and has become too long."""
+        """Refuse an unfinished key, or an unfinished text beyond ASCII, that exceeds its limit."""
         self._text_bytes += len(more)
         self._wide = self._wide or not more.isascii() or b"\\u" in more
         if self._depth == 1 and self._before != COLON and self._text_bytes > LONGEST_KEY:
@@ -167,9 +168,9 @@ class BodyScan:
             )
 
     def _count(self, kinds: Bytes, at: npt.NDArray[np.intp], block: bytes) -> None:
-        """Count brackets, commas, colons and texts outside of texts; `at` is where they are in the block."""
+        """Count brackets, commas, colons and texts; `at` holds their positions in the block."""
         steps = _STEPS[kinds]
-        depths = self._depth + np.cumsum(steps, dtype=np.int64)  # after each of them
+        depths = self._depth + np.cumsum(steps, dtype=np.int64)  # depth after each character
         self._depth = int(depths[-1]) if len(depths) else self._depth
         if len(known := kinds[kinds != QUOTE]):
             self._before = int(known[-1])
@@ -190,7 +191,7 @@ class BodyScan:
             begin, begins = end, ends
 
     def _refuse(self) -> None:
-        """Raise BodyRefused if the field has too much, or the body with it."""
+        """Raise BodyRefused if the field, or the body including the field, exceeds a limit."""
         limits, field = self._limits, self._field
         others = None if field.name in CONTENT_FIELDS else limits.field_bytes.get(OTHERS)
         for what, count, most, key in (
@@ -211,7 +212,7 @@ class BodyScan:
                 raise BodyRefused(f"with it the body has more than {most} {what} ({key})", parameter=field.name)
 
     def _name(self, before: bytes) -> str:
-        """The name of a field, from what is in front of its colon."""
+        """Return the name of a field from the bytes before its colon."""
         text = (self._tail + before)[-LONGEST_NAME:].rstrip()
         name = text[text.rfind(b'"', 0, -1) :] if text.endswith(b'"') and text.count(b'"') > 1 else b'""'
         try:
@@ -221,7 +222,7 @@ class BodyScan:
 
 
 class _Field:
-    """What was counted in one outermost field, whose value is at depth 2 if it is an object or an array."""
+    """Counts of one outermost field, whose value is at depth 2 if it is an object or an array."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -229,7 +230,7 @@ class _Field:
         self._commas = self._others = 0
 
     def add(self, kinds: Bytes, depths: npt.NDArray[np.int64]) -> None:
-        """Count more of it: what there is, and how deep it is after each."""
+        """Add counts: the kinds of characters, and the depth after each."""
         if not len(kinds):
             return
         arrays, texts = kinds == OPEN_ARRAY, kinds == QUOTE
@@ -243,10 +244,10 @@ class _Field:
 
     @property
     def values(self) -> int:
-        """At least half of its values and keys: there is a comma before each element of an array but the first."""
+        """Lower bound, at least half of the values and keys: every array element but the first follows a comma."""
         return self._others if self.name in ID_FIELDS else max(self._others, self._commas)
 
     @property
     def ids(self) -> int:
-        """Numbers in a field that may be a prompt."""
+        """Number of numbers in a field that may be a prompt."""
         return max(0, self._commas - self._others) if self.name in ID_FIELDS else 0

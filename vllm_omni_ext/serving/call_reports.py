@@ -1,4 +1,4 @@
-"""How a call to several replicas is asked for and reported over HTTP."""
+"""Requests and reports of calls to several replicas over HTTP."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fastapi.responses import JSONResponse, Response
 
 from vllm_omni_ext.errors import RequestError, StageUnavailable, UnknownMember
 from vllm_omni_ext.omni import AsyncOmni
-from vllm_omni_ext.runtime.calls import Replies, Reply, failed
+from vllm_omni_ext.runtime.client.calls import Replies, Reply, failed
 from vllm_omni_ext.serving.failures import printable
 
 TARGETS = "targets"
-"""Query parameter, or key of a JSON body: stage names and replica ids."""
+"""Query parameter, or key of a JSON body, with stage names and replica ids."""
 
 Targets: TypeAlias = Annotated[list[str] | None, Query()]
 Handler: TypeAlias = Callable[..., Awaitable[Response]]
@@ -30,10 +30,10 @@ def omni_of(request: Request) -> AsyncOmni:
 
 
 def named_in(query: list[str] | None, body: Any) -> list[str] | None:
-    """Targets from where they were given; None if nowhere.
+    """Return the targets of a query or a body; None if neither has any.
 
     Raises:
-        RequestError: the body's are no list of texts, or they were given twice.
+        RequestError: the body's targets are not a list of texts, or both have targets.
     """
     if body is None:
         return query
@@ -47,7 +47,7 @@ def named_in(query: list[str] | None, body: Any) -> list[str] | None:
 
 
 def refusing(handler: Handler) -> Handler:
-    """Answer with an error that names the parameter when a call is refused; nobody was called then."""
+    """Answer a refused call with an error that names the parameter; no replica was called then."""
 
     @wraps(handler)
     async def answer(*args: Any, **kwargs: Any) -> Response:
@@ -69,7 +69,7 @@ def _refusal(error: Exception, kind: str, status: HTTPStatus, parameter: str) ->
 
 
 def report(replies: Replies) -> Response:
-    """What each replica answered; status 500 if any has failed."""
+    """Return the answer of each replica; status 500 if any failed."""
     body = {"replicas": {str(replica): _shown(reply) for replica, reply in replies.items()}}
     status = HTTPStatus.INTERNAL_SERVER_ERROR if failed(replies) else HTTPStatus.OK
     return Response(json.dumps(body, default=_plain), status, media_type="application/json")
@@ -80,5 +80,5 @@ def _shown(reply: Reply) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON cannot say: sets as lists, everything else as text, as in vLLM's `/collective_rpc`."""
+    """Convert a value for JSON: sets become lists, other unknown types text, as in vLLM's `/collective_rpc`."""
     return sorted(value) if isinstance(value, set | frozenset) else str(value)

@@ -1,70 +1,91 @@
-"""`/v1/chat/completions` with sound. vLLM's handler does everything; sound is taken out before it and put in after."""
+"""`/v1/chat/completions`. vLLM's handler does the work; other outputs than text are removed before it and added after.
+
+A request's options travel under one key of `vllm_xargs`, which vLLM copies into the engine's parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from contextvars import ContextVar
+from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError
 from typing import Any, TypeAlias
 
 from fastapi import Request
+from vllm.entrypoints.generate.base.protocol import PerRequestMetrics
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse, PromptTokenUsageInfo
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMClientError, VLLMError, VLLMUnprocessableEntityError
 from vllm.logger import init_logger
 
 from vllm_omni_ext.errors import OmniError, RequestError
-from vllm_omni_ext.omni import REQUEST_OPTIONS, AsyncOmni
-from vllm_omni_ext.serving.failures import BadRequest, as_vllm_error, printable, with_vllm_errors
+from vllm_omni_ext.modalities.fields import flag
+from vllm_omni_ext.observability.request_trace import as_metrics
+from vllm_omni_ext.omni import AsyncOmni
+from vllm_omni_ext.serving.answers import ChatAnswer, ChatStream
+from vllm_omni_ext.serving.failures import BadRequest, as_vllm_error, printable
 from vllm_omni_ext.serving.media import MediaNotFetched
-from vllm_omni_ext.serving.options import Asked, read_request
-from vllm_omni_ext.serving.spoken_reply import SpokenReply
-from vllm_omni_ext.serving.spoken_stream import SpokenStream, with_text_events
-from vllm_omni_ext.serving.turns import restore_spoken_turns
+from vllm_omni_ext.serving.served import ServedModel
+from vllm_omni_ext.serving.stage_params import apply_to_frontend
+from vllm_omni_ext.serving.turns import transcripts_for_assistant_audio
+from vllm_omni_ext.serving.values import validate_json_values
+from vllm_omni_ext.wire.stage_input import TICKET
 
 logger = init_logger(__name__)
 
 Answer: TypeAlias = AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse
 
 MESSAGES = "messages"
+METRICS = "return_stage_metrics"
+"""Field that requests the times that a request spent in each stage."""
 
 NO_RESAMPLER = "the sound's sample rate is not the model's, and to change it the server needs PyAV (pip install av)"
-"""What is meant when vLLM looks for its own package, to say what to install, under a name that it may not have."""
-
-_ASKED: ContextVar[Asked] = ContextVar("omni_chat_asked")
-"""What the request that is being handled asks for; read by the hooks, which vLLM calls in the same context."""
+"""Message for a PackageNotFoundError: to name a missing extra, vLLM looks up its own package under a fixed name."""
 
 
 class OmniServingChat(OpenAIServingChat):
-    """Chat whose answers may be text, sound or both. A request for text alone goes through vLLM unchanged."""
+    """Chat with answers of several modalities."""
 
     engine_client: AsyncOmni
+
+    def __init__(self, *, model: ServedModel, **stock: Any) -> None:
+        super().__init__(**stock)
+        self._model = model
+        self._answers: dict[Any, ChatAnswer] = {}
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
     ) -> Answer:
         """Answer a chat request."""
-        omni = self.engine_client
         try:
-            asked = read_request(request, omni.plugin, omni.plan)
-            restore_spoken_turns(request.messages)
-        except RequestError as err:
-            return self.create_error_response(as_vllm_error(err))
-        wishes, options = _ASKED.set(asked), REQUEST_OPTIONS.set(asked.options)
+            answer = await self._create(request, raw_request)
+        except OmniError as err:  # raised before the first byte of the answer
+            answer = self.create_error_response(as_vllm_error(err))
+        if isinstance(answer, ErrorResponse) and answer.error.code == HTTPStatus.BAD_REQUEST:
+            self.engine_client.observer.refused(RequestError(answer.error.message, parameter=answer.error.param or ""))
+        return answer
+
+    async def _create(self, request: ChatCompletionRequest, raw_request: Request | None) -> Answer:
+        answer = await read_chat(request, self._model)
+        transcripts_for_assistant_audio(request.messages)
+        ticket = self.engine_client.expect(answer.options)
+        request.vllm_xargs = {**(request.vllm_xargs or {}), TICKET: ticket}
+        self._answers[ticket] = answer
         try:
             return await super().create_chat_completion(request, raw_request)
-        except OmniError as err:  # known before the first byte
-            return self.create_error_response(as_vllm_error(err))
         finally:
-            REQUEST_OPTIONS.reset(options)
-            _ASKED.reset(wishes)
+            del self._answers[ticket]
+            self.engine_client.withdraw(ticket)
+
+    def _answer(self, request: ChatCompletionRequest) -> ChatAnswer:
+        assert request.vllm_xargs is not None, "the ticket is in it"
+        return self._answers[request.vllm_xargs[TICKET]]
 
     async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
-        """vLLM's step from a request to a prompt; what is wrong with its messages is the client's to know."""
+        """vLLM's step from a request to a prompt; errors in the messages become errors for the client."""
         try:
-            return await super().render_chat_request(request)
+            rendered = await super().render_chat_request(request)
         except MediaNotFetched as err:
             raise BadRequest(f"{MESSAGES}: {err}", parameter=MESSAGES) from err
         except VLLMUnprocessableEntityError as err:
@@ -73,30 +94,32 @@ class OmniServingChat(OpenAIServingChat):
             if not isinstance(err, VLLMClientError) or getattr(err, "parameter", None):
                 raise
             raise BadRequest(str(err), parameter=MESSAGES) from err
-        except Exception as err:  # media are fetched and decoded here, by libraries with errors of all kinds
+        except Exception as err:  # media libraries, which run here, raise errors of any type
             if all(isinstance(message.get("content"), str) for message in request.messages):
                 raise
             logger.warning("A request's media could not be read", exc_info=True)
-            said = NO_RESAMPLER if isinstance(err, PackageNotFoundError) else printable(str(err) or type(err).__name__)
-            raise BadRequest(f"messages: a medium could not be read: {said}", parameter=MESSAGES) from err
+            reason = (
+                NO_RESAMPLER if isinstance(err, PackageNotFoundError) else printable(str(err) or type(err).__name__)
+            )
+            raise BadRequest(f"messages: a medium could not be read: {reason}", parameter=MESSAGES) from err
+        if not isinstance(rendered, ErrorResponse):
+            _, (prompt, *_) = rendered
+            self._answer(request).prompt = list(self._extract_prompt_components(prompt).token_ids or ())
+        return rendered
 
     async def chat_completion_full_generator(
-        self, request: ChatCompletionRequest, result_generator: Any, *args: Any, **kwargs: Any
+        self, request: ChatCompletionRequest, result_generator: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> ErrorResponse | ChatCompletionResponse:
-        """vLLM's hook: the whole answer."""
-        asked = _ASKED.get()
-        source = with_vllm_errors(result_generator)
-        heard = _prompt_audio(kwargs)
-        if asked.options.text_only:
-            async with aclosing(source):
-                response = await super().chat_completion_full_generator(request, source, *args, **kwargs)
-            return _with_prompt_audio(response, heard)
-        reply = SpokenReply(asked, self.engine_client.plugin.sample_rate)
-        async with aclosing(reply.text_of(source)) as text:
-            response = await super().chat_completion_full_generator(request, text, *args, **kwargs)
+        """vLLM's hook for the whole answer."""
+        answer = self._begin(request, request_id, kwargs)
+        async with aclosing(answer.text_of(result_generator, request_id)) as text:
+            response = await super().chat_completion_full_generator(request, text, request_id, *args, **kwargs)
         if isinstance(response, ChatCompletionResponse):
-            await reply.complete(response)
-        return _with_prompt_audio(response, heard)
+            await answer.complete(response)
+            if answer.metrics:
+                stock = {} if response.metrics is None else response.metrics.model_dump(exclude_none=True)
+                response.metrics = PerRequestMetrics(**stock, **self._metrics(request_id))
+        return response
 
     def chat_completion_stream_generator(
         self,
@@ -107,34 +130,56 @@ class OmniServingChat(OpenAIServingChat):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
-        """vLLM's hook: the answer as server-sent events."""
-        asked = _ASKED.get()
-        source = with_vllm_errors(result_generator)
-        stock = super().chat_completion_stream_generator
-        if asked.options.text_only:
-            events = stock(request, source, request_id, model_name, *args, **kwargs)
-            return with_text_events(events, _prompt_audio(kwargs))
-        stream = SpokenStream(
-            asked,
-            self.engine_client.plugin.sample_rate,
-            request_id=request_id,
-            model=model_name,
-            prompt_audio=_prompt_audio(kwargs),
+        """vLLM's hook for the answer as server-sent events."""
+        answer, stock = self._begin(request, request_id, kwargs), super().chat_completion_stream_generator
+        metrics = (lambda: self._metrics(request_id)) if answer.metrics else None
+        stream = ChatStream(answer, request_id=request_id, model=model_name, metrics=metrics)
+        return stream.events(
+            result_generator, lambda text: stock(request, text, request_id, model_name, *args, **kwargs)
         )
-        text = stream.text_of(source)
-        return stream.events(stock(request, text, request_id, model_name, *args, **kwargs), text)
+
+    def _begin(self, request: ChatCompletionRequest, request_id: str, hook_arguments: dict[str, Any]) -> ChatAnswer:
+        """Return the request's answer, with the arguments of vLLM's hooks."""
+        answer = self._answer(request)
+        answer.prompt_audio = int((hook_arguments.get("mm_token_counts") or {}).get("audio", 0))
+        if answer.metrics:
+            self.engine_client.observer.keep(request_id)
+        return answer
+
+    def _metrics(self, request_id: str) -> dict[str, Any]:
+        record = self.engine_client.observer.trace(request_id)
+        return {} if record is None else as_metrics(record)
 
 
-def _prompt_audio(hook_arguments: Mapping[str, Any]) -> int:
-    """Tokens of the prompt that are sound, from what vLLM gives its hooks."""
-    return int((hook_arguments.get("mm_token_counts") or {}).get("audio", 0))
+async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatAnswer:
+    """Read and check a request; the frontend's entry of `sampling_params_list` is copied into its own fields.
+
+    Raises:
+        RequestError: a field is unknown or contradicts another one; names the field and the allowed values.
+    """
+    validate_json_values(request)
+    extra = request.model_extra or {}
+    known = {name: getattr(request, name) for name in request.model_fields_set.intersection(model.fields.names)}
+    found = model.read({**known, **extra}, stream=bool(request.stream), seed=request.seed)
+    options = await model.surface.chat_options(found.options, request, model.server)
+    model.check(found, options)
+    apply_to_frontend(model.omni.plan, request)
+    others = {name: model.modalities[name] for name in model.others(options)}
+    if others:
+        _refuse_several(request, others)
+    return ChatAnswer(
+        options=options,
+        modalities=others,
+        encodings=found.encodings,
+        stream=bool(request.stream),
+        metrics=flag(METRICS, extra.get(METRICS)),
+    )
 
 
-def _with_prompt_audio(
-    response: ErrorResponse | ChatCompletionResponse, tokens: int
-) -> ErrorResponse | ChatCompletionResponse:
-    if tokens and isinstance(response, ChatCompletionResponse):
-        details = response.usage.prompt_tokens_details or PromptTokenUsageInfo()
-        details.audio_tokens = tokens  # type: ignore[attr-defined]  # the model takes extra fields
-        response.usage.prompt_tokens_details = details
-    return response
+def _refuse_several(request: ChatCompletionRequest, others: dict[str, Any]) -> None:
+    """Refuse `n` > 1 for answers with more than text: clients must send several requests."""
+    what, instead = " and ".join(others), 'send one request for each answer, or ask for modalities ["text"]'
+    if request.use_beam_search:
+        raise RequestError(f"use_beam_search: is not available with {what}; {instead}", parameter="use_beam_search")
+    if request.n not in (None, 1):
+        raise RequestError(f"n: must be 1 when {what} is requested, got {request.n}; {instead}", parameter="n")

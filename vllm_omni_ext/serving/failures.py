@@ -1,21 +1,36 @@
-"""Our errors as vLLM's, so that its HTTP layer answers with the right status and error JSON."""
+"""Converts our errors to vLLM's, so that vLLM's HTTP layer answers with the right status and error JSON."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import Any
 
+from fastapi.responses import JSONResponse
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMError, VLLMValidationError
 
 from vllm_omni_ext.errors import OmniError, RequestError, StageUnavailable
 
 LONGEST_MESSAGE = 1000
-"""Characters of an error message or of a parameter's name."""
+"""Length limit of an error message or a parameter's name, in characters."""
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status.value: {"model": ErrorResponse}
+    for status in (
+        HTTPStatus.BAD_REQUEST,
+        HTTPStatus.NOT_FOUND,
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+    )
+}
+"""Errors that the ready-made APIs answer with, as a route's `responses`."""
 
 
 class BadRequest(VLLMValidationError):
-    """HTTP 400. Its text is the message alone, which names the field already."""
+    """HTTP 400. Its text is the plain message, which contains the field name already."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -30,14 +45,19 @@ def as_vllm_error(error: OmniError) -> VLLMError:
     return GenerationError(str(error))
 
 
+def refusal(error: ErrorResponse) -> JSONResponse:
+    """Return an error as vLLM's routes answer it."""
+    return JSONResponse(error.model_dump(), status_code=error.error.code)
+
+
 def printable(text: str) -> str:
-    """A text that may repeat what a client sent: of bounded length, and possible to encode."""
+    """Return a text that may repeat client input, cut to a limit and safe to encode."""
     short = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "..."
     return short.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 async def with_vllm_errors(source: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """The same items; what `source` raises becomes vLLM's error, also if vLLM has wrapped it. Closes `source`."""
+    """Yield the items of `source`; its errors become vLLM's errors, also if vLLM has wrapped them. Closes `source`."""
     async with aclosing(source):
         try:
             async for item in source:

@@ -1,8 +1,7 @@
-"""Fetches of a URL that a client has named: only from addresses that are meant for everybody, unless the operator
-allows others.
+"""Fetches URLs that clients name: only from public addresses, unless the operator allows others.
 
-The address is checked when a socket is made for it, which is the moment it is connected to: no name can resolve to
-something else in between, and every redirect is checked like the first URL.
+The address is checked when the socket for the connection is created, so a host name cannot resolve to another address
+in between. Every redirect is checked like the first URL.
 """
 
 from __future__ import annotations
@@ -33,29 +32,29 @@ READ_BYTES = 64 << 10
 MIB = 1 << 20
 
 LIMIT_S = 60.0
-"""For a fetch without a time limit of its own."""
+"""Seconds, for a fetch without its own time limit."""
 
 TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
-"""NAT64: the last four bytes are the IPv4 address that is connected to."""
+"""NAT64: the last four bytes are the IPv4 address at the other end."""
 
 GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 
 NOT_FOR_EVERYBODY = (ipaddress.IPv4Network("192.0.0.0/24"), ipaddress.IPv4Network("168.63.129.16/32"))
-"""Addresses that Python takes for global, and that clouds use for their metadata and hosts."""
+"""Addresses that Python considers global, but that clouds use for their metadata services and hosts."""
 
 
 class FetchRefused(PermissionError):
-    """A URL that must not be fetched."""
+    """The URL must not be fetched."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Where media may be fetched from.
+    """Rules about the sources of media.
 
     Attributes:
         private_names: hosts that may have any address.
         private_networks: networks whose addresses are allowed although they are private.
-        everything: nothing is refused.
+        everything: all URLs are allowed.
         domains: vLLM's `--allowed-media-domains`; empty: all.
     """
 
@@ -66,21 +65,21 @@ class Rules:
 
     @classmethod
     def of(cls, allowed: str | None, domains: Collection[str] = ()) -> Rules:
-        """From the stage config's `allow_private_media`, which has been checked, and vLLM's list."""
+        """Return the rules of the stage config's checked `allow_private_media` and vLLM's list of domains."""
         words = [word.strip().lower() for word in (allowed or "").split(",") if word.strip()]
         networks = [network for word in words if (network := as_network(word)) is not None]
         names = frozenset(word for word in words if as_network(word) is None and word != EVERYTHING)
         return cls(names, tuple(networks), EVERYTHING in words, frozenset(domains))
 
     def check_url(self, url: URL) -> None:
-        """FetchRefused for a URL that is not to be fetched whatever its address is."""
+        """Raise FetchRefused for a URL that is forbidden independent of its address."""
         if url.scheme not in ("http", "https") or not url.raw_host:
             raise FetchRefused("only http and https URLs of a host are fetched")
         if self.domains and url.raw_host not in self.domains:
             raise FetchRefused(f"{url.raw_host} is not one of --allowed-media-domains")
 
     def check_address(self, host: str, address: str) -> None:
-        """FetchRefused if the address that `host` has must not be connected to."""
+        """Raise FetchRefused if a connection to the address of `host` is forbidden."""
         if self.everything or host.lower() in self.private_names:
             return
         for each in destinations(ipaddress.ip_address(address.partition("%")[0])):
@@ -90,7 +89,7 @@ class Rules:
 
 
 def for_everybody(address: Address) -> bool:
-    """Whether an address is one of the public internet, for one receiver."""
+    """Return whether an address is a public unicast address."""
     if isinstance(address, ipaddress.IPv6Address):
         return address in GLOBAL_UNICAST and address.is_global
     special = address.is_multicast or address.is_reserved or any(address in network for network in NOT_FOR_EVERYBODY)
@@ -98,7 +97,7 @@ def for_everybody(address: Address) -> bool:
 
 
 def destinations(address: Address) -> Iterator[Address]:
-    """What a connection to an address may reach: the address itself, and IPv4 addresses that are written in it."""
+    """Yield the addresses that a connection may reach: the address itself, and IPv4 addresses embedded in it."""
     if isinstance(address, ipaddress.IPv4Address):
         yield address
     elif address.ipv4_mapped is not None:
@@ -113,10 +112,10 @@ def destinations(address: Address) -> Iterator[Address]:
 
 
 class Budget:
-    """Bytes of media that a process may hold at once, from their arrival until they are decoded.
+    """Limits the bytes of media that a process holds at once, from arrival to decoding.
 
     Args:
-        most: the fetch that would make them more fails.
+        most: limit in bytes; a fetch that would exceed it fails.
     """
 
     def __init__(self, most: int) -> None:
@@ -125,7 +124,7 @@ class Budget:
 
     @contextmanager
     def lease(self) -> Iterator[None]:
-        """What is fetched by this task inside the block is held until its end."""
+        """Charge fetches of this task inside the block; the end of the block returns their bytes."""
         lease = _Lease(self)
         token = _LEASE.set(lease)
         try:
@@ -135,14 +134,14 @@ class Budget:
             self.held -= lease.taken
 
     def take(self, count: int) -> None:
-        """FetchRefused if there is no room for so many more bytes."""
+        """Charge `count` more bytes; FetchRefused if they exceed the limit."""
         self.held += count
         if self.held > self._most:
             raise FetchRefused(f"all media being fetched have more than {self._most} bytes together")
 
 
 class _Lease:
-    """What one task has taken."""
+    """Bytes charged to one task."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -157,10 +156,10 @@ _LEASE: ContextVar[_Lease | None] = ContextVar("omni_media_lease", default=None)
 
 
 class Fetcher:
-    """What vLLM's `MediaConnector` takes for its connection.
+    """A replacement for the HTTP connection of vLLM's `MediaConnector`.
 
     Args:
-        rules: where from.
+        rules: allowed sources.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -169,15 +168,15 @@ class Fetcher:
     async def async_get_bytes(
         self, url: str, *, timeout: float | None = None, allow_redirects: bool = True, max_bytes: int | None = None
     ) -> bytes:
-        """The body behind a URL.
+        """Return the body behind a URL.
 
         Args:
-            timeout: seconds for everything together: names, connections, redirects and the body.
-            max_bytes: longest body; VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB limits it too.
+            timeout: seconds for the whole fetch: name resolution, connections, redirects and the body.
+            max_bytes: longest body; VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB is a limit too.
 
         Raises:
-            FetchRefused: the URL, a redirect or an address is not allowed, or the answer has a form that is not.
-            OSError, TimeoutError, aiohttp.ClientError: it could not be had.
+            FetchRefused: the URL, a redirect, an address or the form of the response is not allowed.
+            OSError, TimeoutError, aiohttp.ClientError: the fetch failed.
         """
         longest = _longest(max_bytes)
         async with asyncio.timeout(LIMIT_S if timeout is None else timeout):
@@ -190,11 +189,11 @@ class Fetcher:
         raise FetchRefused("too many redirects")
 
     def get_bytes(self, url: str, **options: Any) -> bytes:
-        """The same, in a thread without an event loop."""
+        """Like `async_get_bytes`, for a thread without an event loop."""
         return asyncio.run(self.async_get_bytes(url, **options))
 
     async def _get(self, url: URL, longest: int | None) -> bytes | URL:
-        """One request: the body, or where it leads."""
+        """Make one HTTP request; return the body, or the URL of a redirect."""
         self._rules.check_url(url)
         proxy = await self._proxy(url)
         async with (
@@ -206,7 +205,7 @@ class Fetcher:
             if answer.status not in OK:
                 raise FetchRefused(f"the answer has status {answer.status}")
             if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
-                raise FetchRefused("the answer is compressed although that was not asked for")
+                raise FetchRefused("the answer is compressed although that was not requested")
             return await _read(answer, longest)
 
     def _session(self, url: URL, *, direct: bool) -> aiohttp.ClientSession:
@@ -220,17 +219,16 @@ class Fetcher:
 
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(socket_factory=checked, use_dns_cache=False, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=None),  # the time of all requests together is limited
+            timeout=aiohttp.ClientTimeout(total=None),  # the caller limits the time of all requests together
             cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,  # a small body could become one of any size
+            auto_decompress=False,  # a small compressed body could expand to any size
             headers={"User-Agent": f"vLLM/{VLLM_VERSION}", "Accept-Encoding": "identity"},
         )
 
     async def _proxy(self, url: URL) -> dict[str, Any]:
-        """The environment's proxy for a URL, as arguments of a request; empty without one.
+        """Return the environment's proxy for a URL as request arguments; empty without a proxy.
 
-        The proxy makes the connection. What it should refuse is its own matter; names are checked as far as they can be
-        resolved here.
+        The proxy makes the connection and applies its own rules. Host names are checked if they can be resolved here.
         """
         try:
             proxy, auth = get_env_proxy_for_url(url)
@@ -251,7 +249,7 @@ def _longest(max_bytes: int | None) -> int | None:
 
 
 async def _read(answer: aiohttp.ClientResponse, longest: int | None) -> bytes:
-    """The body; FetchRefused as soon as it is known to be longer than `longest` bytes."""
+    """Return the body; FetchRefused as soon as it exceeds `longest` bytes."""
     body, lease = bytearray(), _LEASE.get()
     if longest is not None and (answer.content_length or 0) > longest:
         raise FetchRefused(f"the body has {answer.content_length} bytes, more than {longest}")

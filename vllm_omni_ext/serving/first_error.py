@@ -1,8 +1,8 @@
 """Validation that stops at the first wrong element of a list or an object.
 
-Pydantic looks at all elements, and makes an error for each of them and for each type that it might have been: 10,000
-empty objects as messages are 150,000 errors, 10,000 as `input` of `/v1/responses` are two millions. The validators of
-this server's routes are built anew from vLLM's schemas with pydantic's `fail_fast`; what is right is validated as
+Pydantic checks all elements, and creates one error for each element and each of its possible types: 10,000 empty
+objects as messages give 150,000 errors, 10,000 as `input` of `/v1/responses` two million. The validators of this
+server's routes are rebuilt from vLLM's schemas with pydantic's `fail_fast`; valid bodies give the same results as
 before.
 """
 
@@ -22,14 +22,14 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 CONTAINERS = frozenset({"list", "tuple", "set", "frozenset", "dict"})
-"""Types of schemas that take `fail_fast`."""
+"""Schema types that support `fail_fast`."""
 
 OPAQUE = frozenset({"metadata", "serialization", "default", "expected", "config", "cls"})
-"""Keys of a schema with values that are no schemas."""
+"""Keys of a schema whose values are not schemas."""
 
 
 def stop_at_first_error(app: FastAPI) -> None:
-    """Have the routes of `app` validate bodies this way. Nothing outside of `app` changes."""
+    """Make the routes of `app` validate bodies this way. Only `app` changes."""
     for route in app.routes:
         if isinstance(route, APIRoute):
             _stop_at_first_error(route)
@@ -40,19 +40,19 @@ def _stop_at_first_error(route: APIRoute) -> None:
         try:
             adapter.rebuild()
             adapter.validator = SchemaValidator(_failing_fast(adapter.core_schema), _use_prebuilt=False)
-        except (PydanticUserError, SchemaError):  # another package's type, which its route may never validate
+        except (PydanticUserError, SchemaError):  # a type of another package, which its route may never validate
             logger.warning("Bodies of %s are validated to the end: their type is not complete", route.path)
 
 
 def _adapters(route: APIRoute) -> Iterator[TypeAdapter[Any]]:
-    """What validates the route's body: FastAPI's, and those that the route keeps for itself as `/invocations` does."""
+    """Yield the validators of the route's body: FastAPI's, and those inside the route's function (`/invocations`)."""
     for field in get_flat_dependant(route.dependant).body_params:
         yield field._type_adapter
     yield from _kept_by(route.endpoint, set())
 
 
 def _kept_by(value: Any, seen: set[int]) -> Iterator[TypeAdapter[Any]]:
-    """The adapters among what a function has from around it, also inside of lists and other functions."""
+    """Yield the adapters in a function's closure, also inside lists and other functions."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -67,13 +67,13 @@ def _kept_by(value: Any, seen: set[int]) -> Iterator[TypeAdapter[Any]]:
 
 
 def _failing_fast(schema: Any) -> Any:
-    """A copy of a core schema in which all lists and objects fail fast."""
+    """Return a copy of a core schema in which all lists and objects fail fast."""
     if isinstance(schema, list | tuple):
         return type(schema)(_failing_fast(each) for each in schema)
     if not isinstance(schema, dict):
         return schema
     kind = schema.get("type")
-    if not isinstance(kind, str):  # fields or choices by name
+    if not isinstance(kind, str):  # a mapping of names to fields or choices
         return {name: _failing_fast(each) for name, each in schema.items()}
     copy = {key: each if key in OPAQUE else _failing_fast(each) for key, each in schema.items()}
     return copy | {"fail_fast": True} if kind in CONTAINERS else copy

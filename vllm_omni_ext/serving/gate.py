@@ -1,4 +1,4 @@
-"""What is in front of every route: a limit for request bodies, and when to come back to a server that is busy."""
+"""Middleware in front of every route: a size limit for request bodies, and `Retry-After` headers of a busy server."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MIB = 1 << 20
 SERVER_HEADER = "X-Api-Server"
 
 
-class Gate:
+class RequestLimitMiddleware:
     """ASGI middleware.
 
     Args:
-        server: number of this API server, said in every answer; None: there is only one.
-        max_body_mib: longest body of a request; a longer one is answered with 413, before it has been read.
-        max_request_pixels: of all images of a request together; None: no limit.
+        server: number of this API server, which becomes a response header; None: there is only one API server.
+        max_body_mib: largest request body; a larger one gets status 413 before all of it was read.
+        max_request_pixels: limit for all images of a request together; None: no limit.
     """
 
     def __init__(

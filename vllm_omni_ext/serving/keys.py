@@ -1,4 +1,4 @@
-"""Which routes need the API key: all of them but a few, where vLLM's own rule names those that do."""
+"""Requires the API key for all routes except a few; vLLM's own rule lists the routes that need a key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REFUSED = "this server needs its API key: send the header 'Authorization: Bearer
 
 
 class KeyGuard(AuthenticationMiddleware):
-    """ASGI middleware that answers 401 to every request without a key, except those for a path in `OPEN`.
+    """ASGI middleware that answers 401 to every request without a key, except for the paths in `OPEN`.
 
     vLLM's class compares the key, in constant time; only the choice of routes differs.
     """
@@ -40,7 +40,7 @@ class KeyGuard(AuthenticationMiddleware):
 
 
 def guard_all_routes(app: FastAPI) -> None:
-    """Put `KeyGuard` in the place of vLLM's middleware; without an API key there is none, and nothing changes."""
+    """Replace vLLM's middleware with `KeyGuard`; without an API key there is no middleware to replace."""
     app.user_middleware[:] = [
         Middleware(KeyGuard, *each.args, **each.kwargs) if each.cls is AuthenticationMiddleware else each  # type: ignore[arg-type]
         for each in app.user_middleware
@@ -48,9 +48,9 @@ def guard_all_routes(app: FastAPI) -> None:
 
 
 def _is_open(scope: Scope, headers: Headers) -> bool:
-    """Whether a request needs no key: its path, as the router will see it, is in `OPEN`, or it is a CORS preflight.
+    """Return whether a request needs no key: its path, as the router sees it, is in `OPEN`, or it is a CORS preflight.
 
-    A browser sends a preflight without the key, and the CORS middleware behind this one answers it by itself.
+    A browser sends a preflight without the key, and the CORS middleware behind this one answers it.
     """
     if scope["type"] != "http":
         return False

@@ -1,4 +1,4 @@
-"""vLLM's media connector for URLs that clients name: it fetches by our rules, and says one thing when that fails."""
+"""vLLM's media connector for URLs of clients, with our rules for fetching and one error for all failures."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from vllm_omni_ext.serving.pixels import BUDGET
 logger = init_logger(__name__)
 
 STOCK = "http"
-"""Name of vLLM's own connector, in whose place ours stands; one that VLLM_MEDIA_CONNECTOR names is left alone."""
+"""Name of vLLM's own connector, which ours replaces; another one that VLLM_MEDIA_CONNECTOR names stays in use."""
 
 EARLIEST_FAILURE_S = 0.5
-"""A failure is never answered sooner, so that its time does not tell a closed port from an open one nearby."""
+"""Seconds. A failure is never answered earlier, so that its time does not reveal whether a port nearby is open."""
 
 MOST_BYTES = 1 << 30
-"""Media from URLs that an API server holds at once, before they are decoded."""
+"""Bytes of media from URLs that an API server holds at once, before they are decoded."""
 
 FAILED = "could not be fetched, or is not what it should be"
 
 
 class MediaNotFetched(BadRequest):
-    """Status 400, the same whatever went wrong; the log has the reason."""
+    """Status 400, the same for every failure; the log has the reason."""
 
 
 class CarefulConnector(MediaConnector):
     """`MediaConnector` that fetches with `Fetcher`.
 
     Attributes:
-        allow_private_media: the stage config's key; set by `install`.
-        budget: of the process; set by `install`.
+        allow_private_media: the stage config's value; set by `install`.
+        budget: the process's budget; set by `install`.
     """
 
     allow_private_media: str | None = None
@@ -54,16 +54,16 @@ class CarefulConnector(MediaConnector):
         super().__init__(*args, connection=fetcher, allowed_media_domains=allowed_media_domains, **kwargs)
 
     def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
-        """A medium, in a thread without an event loop."""
+        """Load a medium, in a thread without an event loop."""
         if not _is_http(url):
             return super().load_from_url(url, media_io, fetch_timeout=fetch_timeout)
         return asyncio.run(self.load_from_url_async(url, media_io, fetch_timeout=fetch_timeout))
 
     async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
-        """A medium.
+        """Load a medium.
 
         Raises:
-            MediaNotFetched: it was not fetched, or what was fetched could not be read.
+            MediaNotFetched: the medium could not be fetched or read.
             ValueError: the host is not one of `--allowed-media-domains`.
             BadRequest: the images of the request have too many pixels together.
         """
@@ -85,7 +85,7 @@ class CarefulConnector(MediaConnector):
 
 
 def _count_pixels(media_io: Any) -> None:
-    """Have an image counted before it is decoded, which happens in a thread that knows nothing of the request."""
+    """Count the pixels of an image before it is decoded; decoding runs in a thread without the request's context."""
     budget = BUDGET.get()
     if budget is None or not isinstance(media_io, ImageMediaIO):
         return
@@ -103,10 +103,10 @@ def _count_pixels(media_io: Any) -> None:
 
 @contextmanager
 def install(allow_private_media: str | None) -> Iterator[None]:
-    """Have this process fetch the media of requests by our rules while the block runs.
+    """Inside the block, this process fetches the media of requests by our rules.
 
     Args:
-        allow_private_media: the stage config's key.
+        allow_private_media: the stage config's value.
     """
     stock = MEDIA_CONNECTOR_REGISTRY.name2class[STOCK]
     settings = {"allow_private_media": allow_private_media, "budget": Budget(MOST_BYTES)}
@@ -119,7 +119,7 @@ def install(allow_private_media: str | None) -> Iterator[None]:
 
 
 def _is_http(url: str) -> bool:
-    """Whether vLLM would fetch a URL; it decides by the same test."""
+    """Return whether vLLM would fetch a URL, by vLLM's own test."""
     return url[:5].lower() != "data:" and (parse_url(url).scheme or "").startswith("http")
 
 

@@ -1,4 +1,4 @@
-"""`/v1/models`: the model's card also says what it can answer with, and in which voices."""
+"""`/v1/models`: the model's card also lists its output modalities, and the plugin's entries (e.g. voices)."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from typing import Any
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ModelList
 
-from vllm_omni_ext.orchestrator.requests import RequestPlugin
+from vllm_omni_ext.serving.served import ServedModel
 
 
 class OmniServingModels:
-    """vLLM's model list with fuller cards; everything else is vLLM's."""
+    """vLLM's model list with additional entries in the cards."""
 
-    def __init__(self, stock: OpenAIServingModels, plugin: RequestPlugin) -> None:
+    def __init__(self, stock: OpenAIServingModels, model: ServedModel) -> None:
         self._stock = stock
-        self._plugin = plugin
+        known = model.capabilities
+        self._facts = {"modalities": list(known.modalities), **known.card, **model.surface.card()}
 
     async def show_available_models(self) -> ModelList:
-        """All cards; `modalities` and `voices` are added."""
+        """Return all cards."""
         models = await self._stock.show_available_models()
         for card in models.data:
-            card.modalities = list(self._plugin.output_modalities)  # type: ignore[attr-defined]  # extra fields
-            card.voices = list(self._plugin.voices)  # type: ignore[attr-defined]
+            for name, fact in self._facts.items():
+                setattr(card, name, fact)  # cards allow extra fields
         return models
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Parameters of operator endpoints that nobody knows are refused: what is misspelt would otherwise mean everything."""
+"""Refuses unknown parameters of operator endpoints: a misspelt `targets` would otherwise address every replica."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BODY = "body"
 
 
 class KnownParameters:
-    """A dependency of routes.
+    """A FastAPI dependency that checks parameters.
 
     Args:
-        bodies: fields of a route's body by its path; a route that is not named takes no body.
+        bodies: fields of a route's body, by path; a route without an entry takes no body.
     """
 
     def __init__(self, bodies: Mapping[str, Collection[str]] | None = None) -> None:
@@ -28,7 +28,7 @@ class KnownParameters:
         """Check one request.
 
         Raises:
-            BadRequest: names the parameter and those that are known.
+            BadRequest: names the unknown parameter and the known ones.
         """
         route = request.scope["route"]
         known = [field.alias for field in route.dependant.query_params]
@@ -38,7 +38,7 @@ class KnownParameters:
         if isinstance(body, dict):
             _check("fields of the body", body, fields)
         elif body is not None and not fields:
-            raise BadRequest(f"{BODY}: is not read here; {_told('query parameters', known)}", parameter=BODY)
+            raise BadRequest(f"{BODY}: is not read here; {_names_text('query parameters', known)}", parameter=BODY)
 
 
 def _check(what: str, given: Collection[str], known: Collection[str]) -> None:
@@ -47,15 +47,15 @@ def _check(what: str, given: Collection[str], known: Collection[str]) -> None:
             close = difflib.get_close_matches(name, known, n=1)
             advice = f"did you mean '{close[0]}'? " if close else ""
             shown = printable(name)
-            raise BadRequest(f"{shown}: is unknown; {advice}{_told(what, known)}", parameter=shown)
+            raise BadRequest(f"{shown}: is unknown; {advice}{_names_text(what, known)}", parameter=shown)
 
 
-def _told(what: str, known: Collection[str]) -> str:
+def _names_text(what: str, known: Collection[str]) -> str:
     return f"{what}: {', '.join(sorted(set(known))) or 'none'}"
 
 
 def _parsed(body: bytes) -> Any:
-    """A body; None if there is none, and the text itself if it is not JSON."""
+    """Return the parsed body; None if it is empty, and the text itself if it is not JSON."""
     if not body.strip():
         return None
     try:

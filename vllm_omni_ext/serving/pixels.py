@@ -1,7 +1,7 @@
-"""How many pixels all images of one request may have together.
+"""Limits the pixels of all images of one request together.
 
-Each image is decoded as soon as it has arrived and held until the model's processor takes all of them, at three bytes a
-pixel. The file of an image of one colour is small whatever its size, so that the length of a body limits nothing.
+Each image is decoded on arrival and held until the model's processor takes all of them, at three bytes per pixel. The
+file of a single-coloured image is small whatever its size, so a limit on the body's length does not limit the pixels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FIELD = "image_url"
 
 
 class PixelBudget:
-    """What the images of one request may still have. Used by several threads.
+    """The pixels that the images of one request may still have. Used by several threads.
 
     Args:
         most: pixels of all images together.
@@ -29,7 +29,7 @@ class PixelBudget:
         self._lock = threading.Lock()
 
     def take(self, data: bytes) -> None:
-        """Count an image before it is decoded; what is no image is left to its reader to refuse.
+        """Count an image before it is decoded; data that is no image is ignored, and its reader refuses it.
 
         Args:
             data: the image's file.
@@ -52,4 +52,4 @@ class PixelBudget:
 
 
 BUDGET: ContextVar[PixelBudget | None] = ContextVar("pixel_budget", default=None)
-"""Of the request that is being handled."""
+"""Budget of the request that is being handled."""

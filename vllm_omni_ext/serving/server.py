@@ -1,4 +1,4 @@
-"""`vllm serve --omni`: the head process, its API servers, and what happens when one of its processes ends."""
+"""`vllm serve --omni`: the head process, its API servers, and the reaction to the end of one of its processes."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from vllm.utils.system_utils import decorate_logs
 
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.lifeline import end_with
-from vllm_omni_ext.memory import trim
+from vllm_omni_ext.lifeline import die_with_parent
+from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.metrics import DIRECTORY, mark_dead, share
-from vllm_omni_ext.runtime.api_servers import ApiServers
-from vllm_omni_ext.runtime.coordination import Coordination
-from vllm_omni_ext.runtime.descriptors import receive_descriptors
-from vllm_omni_ext.runtime.fleet import About, Connections, Fleet
-from vllm_omni_ext.runtime.folders import PrivateFolder
-from vllm_omni_ext.runtime.keeper import Keeper
-from vllm_omni_ext.runtime.launcher import Deployment
-from vllm_omni_ext.runtime.progress import spinner
-from vllm_omni_ext.runtime.registrar import Registrar
-from vllm_omni_ext.runtime.replica import StockReplica
-from vllm_omni_ext.runtime.supervisor import Supervisor
+from vllm_omni_ext.runtime.client.replica import StockReplica
+from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaConnections, ReplicaInfo
+from vllm_omni_ext.runtime.launch.descriptors import receive_descriptors
+from vllm_omni_ext.runtime.launch.folders import PrivateFolder
+from vllm_omni_ext.runtime.launch.launcher import Deployment
+from vllm_omni_ext.runtime.launch.progress import spinner
+from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
+from vllm_omni_ext.runtime.supervise.coordination import Coordination
+from vllm_omni_ext.runtime.supervise.join_server import JoinServer
+from vllm_omni_ext.runtime.supervise.process_watcher import Child, Exited
+from vllm_omni_ext.runtime.supervise.replica_supervisor import ReplicaSupervisor
 from vllm_omni_ext.titles import name_process
 from vllm_omni_ext.topology.explain import unshared_caches
 from vllm_omni_ext.topology.shape import Plan
@@ -56,26 +56,22 @@ from vllm_omni_ext.wire.control import (
     decode,
     encode,
 )
-from vllm_omni_ext.wire.enrollment import Enrollment
+from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 
 GRACE_S = 3.0
-"""What ending an API server may take beyond the time for its requests."""
+"""Seconds that the end of an API server may take in addition to the time for its requests."""
 
 FAILED = 1
-"""Exit status when a process that everything depends on has ended by itself."""
+"""Exit status after the unexpected end of an essential process."""
 
-COORDINATOR = "coordinator"
 COORDINATOR_PAUSE_S = 1.0
-"""Before a coordinator that could not be started is tried again."""
-
-Name = ReplicaId | int | str
-"""Of a process: a replica, the number of an API server, or the coordinator."""
+"""Pause before another attempt to start the coordinator."""
 
 log = logging.getLogger(__name__)
 
 
 def serve(plan: Plan, args: Namespace) -> int:
-    """Start everything, stay until a signal or a failure, end everything. Returns the exit status."""
+    """Start everything, run until a signal or a failure, and stop everything. Returns the exit status."""
     stopping = threading.Event()
 
     def stop(*_: Any) -> None:
@@ -89,7 +85,7 @@ def serve(plan: Plan, args: Namespace) -> int:
     if plan.api_servers > 1:
         share_metrics(folder.path)
     for line in unshared_caches(plan):
-        tell(line)
+        print_status(line)
     try:
         with Head(plan, folder, stopping) as head:
             return head.serve(listen_address, sock, args)
@@ -102,14 +98,14 @@ def serve(plan: Plan, args: Namespace) -> int:
 
 
 def share_metrics(folder: str) -> None:
-    """Let all API servers answer `/metrics` with the figures of all."""
+    """Make every API server answer `/metrics` with the metrics of all."""
     directory = os.environ.get(DIRECTORY) or os.path.join(folder, "metrics")
     os.makedirs(directory, exist_ok=True)
     share(directory)
 
 
 def end_gently(processes: Iterable[Any], limit_s: float) -> None:
-    """SIGTERM to all, and wait until they have ended, at most `limit_s` seconds."""
+    """Send SIGTERM to all processes, and wait until they have ended, at most `limit_s` seconds."""
     left = {process.sentinel: process for process in processes if process.is_alive()}
     for process in left.values():
         process.terminate()
@@ -119,13 +115,14 @@ def end_gently(processes: Iterable[Any], limit_s: float) -> None:
             left.pop(sentinel)  # type: ignore[call-overload]
 
 
-def tell(line: str) -> None:
-    """Say something to the person who started the server."""
-    print(line, file=sys.stderr if line.startswith("error") else sys.stdout, flush=True)
+def print_status(line: str) -> None:
+    """Print a line for the operator."""
+    with contextlib.suppress(OSError):  # nothing reads the output any more
+        print(line, file=sys.stderr if line.startswith("error") else sys.stdout, flush=True)
 
 
 class Head:
-    """Everything the head process owns; leaving the block ends it."""
+    """All resources of the head process; the end of the block releases them."""
 
     def __init__(self, plan: Plan, folder: PrivateFolder, stopping: threading.Event) -> None:
         self._plan = plan
@@ -138,14 +135,13 @@ class Head:
             plan,
             clients=plan.api_servers,
             usage=UsageContext.OPENAI_API_SERVER,
-            tell=tell,
-            enroll=self._enrollment,
+            tell=print_status,
+            identity_of=self._identity,
             folder=folder,
         )
         self._servers: ApiServers | None = None
-        self._keeper: Keeper | None = None
-        self._registrar: Registrar | None = None
-        self._supervisor: Supervisor[Name] | None = None
+        self._replica_supervisor: ReplicaSupervisor | None = None
+        self._join_server: JoinServer | None = None
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Head:
@@ -153,27 +149,27 @@ class Head:
 
     def __exit__(self, *exc: object) -> None:
         self._stopping.set()
-        if self._registrar is not None:
-            self._registrar.close()
-        if self._supervisor is not None:
-            self._supervisor.stop()
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._join_server is not None:
+            self._join_server.close()
+        if self._replica_supervisor is not None:
+            self._replica_supervisor.close()
         try:
             if self._servers is not None and self._deployment.drain_s:
-                tell(f"requests in flight have {self._deployment.drain_s} s (--shutdown-timeout); again to end now")
+                print_status(
+                    f"requests in flight have {self._deployment.drain_s} s (--shutdown-timeout); again to end now"
+                )
                 end_gently(self._servers.processes.values(), self._deployment.drain_s + GRACE_S)
         finally:
             self._close()
 
     def _close(self) -> None:
         self._open.close()
-        if self._keeper is not None:
-            self._keeper.join()
+        if self._replica_supervisor is not None:
+            self._replica_supervisor.join()
         self._coordination.close()
 
     def serve(self, listen_address: str, sock: socket.socket, args: Namespace) -> int:
-        """Start everything and stay until something ends that all depends on; a signal raises SystemExit."""
+        """Start everything and run until an essential process ends; a signal raises SystemExit."""
         deployment = self._open.enter_context(self._deployment)
         self._coordination.start()
 
@@ -183,43 +179,47 @@ class Head:
         servers = self._open.enter_context(ApiServers(deployment, self._coordination.views, server))
         with spinner("loading") as show, deployment.progress.shown(show):
             deployment.wait()
-        trim()
+        malloc_trim()
         self._servers = servers
         self._keep(servers)
         if servers.wait():
             self._answering = True
             self._admit_others(servers)
-            tell(f"ready: {listen_address} after {deployment.seconds():.1f} s")
+            print_status(f"ready: {listen_address} after {deployment.seconds():.1f} s")
         self._done.wait()
         return self._status
 
     def _keep(self, servers: ApiServers) -> None:
-        processes: dict[Name, Any] = {COORDINATOR: self._coordination.process}
-        processes.update(self._deployment.processes())  # type: ignore[arg-type]
-        processes.update(servers.processes)  # type: ignore[arg-type]
-        self._supervisor = Supervisor(processes, self._ended)
         self._coordination.follow()
-        self._keeper = Keeper(
+        self._replica_supervisor = ReplicaSupervisor(
             self._deployment,
             servers,
             host=socket.gethostname(),
-            tell=tell,
-            watch=self._supervisor.watch,
+            tell=print_status,
             leave=self._coordination.leave,
+            closing=self._stopping,
         )
+        self._replica_supervisor.watch_replicas()
+        coordinator = Child("coordinator", start=self._coordination.start, ended=_coordinator_ended)
+        self._replica_supervisor.watch(coordinator, self._coordination.process)
+        for number, process in servers.processes.items():
+            ended = partial(self._server_ended, number)
+            self._replica_supervisor.watch(
+                Child(number, start=partial(servers.start_again, number), ended=ended), process
+            )
 
     def _admit_others(self, servers: ApiServers) -> None:
-        assert self._keeper is not None
+        assert self._replica_supervisor is not None
         if self._plan.config.master_address is not None:
-            self._registrar = Registrar(self._plan, self._coordination, self._keeper, servers)
+            self._join_server = JoinServer(self._plan, self._coordination, self._replica_supervisor, servers)
         missing = [stage.name for stage in self._plan.stages if not stage.replicas]
         if missing:
             where = f"{self._plan.config.master_address}:{self._plan.config.master_port}"
-            tell(f"waiting at {where} for replicas of {', '.join(missing)}")
+            print_status(f"waiting at {where} for replicas of {', '.join(missing)}")
 
-    def _enrollment(self, replica: ReplicaId) -> Enrollment:
+    def _identity(self, replica: ReplicaId) -> ReplicaIdentity:
         config = self._plan.config
-        return Enrollment(
+        return ReplicaIdentity(
             stage=replica.stage,
             index=replica.index,
             instance=uuid.uuid4().hex,
@@ -233,54 +233,28 @@ class Head:
         )
 
     def _forgotten(self, replica: ReplicaId) -> None:
-        if self._keeper is not None and self._registrar is not None and self._servers is not None:
-            self._keeper.do(partial(self._registrar.forgotten, replica))
-            self._keeper.do(partial(self._servers.forgotten, replica))
+        if self._replica_supervisor is not None and self._join_server is not None and self._servers is not None:
+            self._replica_supervisor.do(partial(self._join_server.forgotten, replica))
+            self._replica_supervisor.do(partial(self._servers.forgotten, replica))
 
-    def _ended(self, name: Name, exitcode: int | None) -> None:
-        if self._stopping.is_set():
-            return
-        assert self._keeper is not None
-        match name:
-            case ReplicaId():
-                self._keeper.ended(name, exitcode)
-            case int():
-                self._keeper.do(lambda: self._server_lost(name, exitcode))
-            case _:
-                tell(f"error: the coordinator has ended with exit code {exitcode}; it is started again")
-                self._keeper.do(self._coordinate_again)
-
-    def _server_lost(self, client: int, exitcode: int | None) -> None:
-        assert self._keeper is not None and self._servers is not None
-        if self._stopping.is_set():
-            return
-        mark_dead(self._servers.processes[client].pid)
-        pause = self._servers.lost(client) if self._answering else None
-        what = f"error: API server {client} has ended with exit code {exitcode}"
+    def _server_ended(self, number: int, error: Exception) -> float | None:
+        """Handle the end of an API server. Returns the pause before its restart; None: the whole server ends."""
+        assert self._servers is not None
+        mark_dead(self._servers.processes[number].pid)
+        pause = self._servers.lost(number) if self._answering else None
+        then = "it is not started again" if pause is None else f"it is started again in {pause:g} s"
+        print_status(f"error: API server {number} is gone: {error}; {then}")
         if pause is None:
-            tell(f"{what}; it is not started again")
-            self._status = FAILED if exitcode else 0
+            self._status = FAILED if getattr(error, "exitcode", FAILED) else 0
             self._done.set()
-            return
-        tell(f"{what}; it is started again in {pause:g} s")
-        self._keeper.after(pause, lambda: self._serve_again(client))
+        return pause
 
-    def _serve_again(self, client: int) -> None:
-        assert self._servers is not None and self._supervisor is not None
-        if not self._stopping.is_set():
-            self._supervisor.watch(client, self._servers.start_again(client))
 
-    def _coordinate_again(self) -> None:
-        if self._stopping.is_set():
-            return
-        assert self._keeper is not None and self._supervisor is not None
-        try:
-            self._coordination.start()
-        except OmniError as error:
-            tell(f"error: {error}; it is tried again in {COORDINATOR_PAUSE_S:g} s")
-            self._keeper.after(COORDINATOR_PAUSE_S, self._coordinate_again)
-            return
-        self._supervisor.watch(COORDINATOR, self._coordination.process)
+def _coordinator_ended(error: Exception) -> float:
+    """Return the pause before the coordinator's restart, which is repeated without limit: 0 if it was running."""
+    pause = 0.0 if isinstance(error, Exited) else COORDINATOR_PAUSE_S
+    print_status(f"error: the coordinator is gone: {error}; it is started again in {pause:g} s")
+    return pause
 
 
 def run_api_server(
@@ -289,25 +263,25 @@ def run_api_server(
     """Body of an API server process."""
     import uvloop
 
-    end_with(connections.head)
+    die_with_parent(connections.head)
     name_process(f"api-server/{connections.client_index}")
     for number in (signal.SIGTERM, signal.SIGINT):  # until the HTTP server installs its own handlers
         signal.signal(number, lambda *_: sys.exit(0))
     decorate_logs()
     with contextlib.ExitStack() as hushed:
-        if connections.client_index or connections.said is not None:
-            hushed.enter_context(hush())
+        if connections.client_index or connections.ready_responses is not None:
+            hushed.enter_context(quiet())
         uvloop.run(_api_server(connections, control, listen_address, sock, args, hushed.close))
 
 
 @contextlib.contextmanager
-def hush() -> Iterator[None]:
-    """Say only what is wrong: the first API server says already what is the same for all.
+def quiet() -> Iterator[None]:
+    """Log only warnings and errors: the first API server logs what is the same for all.
 
-    What the HTTP server says of its start and its end is hushed for good; requests have a logger of their own.
+    The HTTP server's messages about its start and end stay hidden after the block; requests have a separate logger.
     """
     logger = logging.getLogger("vllm")
-    logging.getLogger("uvicorn.error").addFilter(_is_wrong)  # a level is set anew when the HTTP server is made
+    logging.getLogger("uvicorn.error").addFilter(_is_wrong)  # the HTTP server resets the logger's level
     before = logger.level
     logger.setLevel(logging.WARNING)
     try:
@@ -332,64 +306,66 @@ async def _api_server(
     from vllm_omni_ext.serving.app import run_app
 
     omni = AsyncOmni(connections, log_stats=not args.disable_log_stats, log_requests=args.enable_log_requests)
-    told = ControlEnd(omni.fleet, control)
-    told.start()
+    control_end = ControlEnd(omni.replica_connections, control)
+    control_end.start()
 
     def ready() -> None:
-        told.say(ServerReady())
-        asyncio.get_running_loop().call_soon(started)  # when vLLM has listed its routes
+        control_end.send(ServerReady())
+        asyncio.get_running_loop().call_soon(started)  # after vLLM has listed its routes
 
     try:
         await run_app(omni, listen_address, sock, args, ready=ready)
     finally:
-        told.stop()
+        control_end.stop()
         omni.shutdown(timeout=0)
 
 
 class ControlEnd:
-    """An API server's end of the pipe: does what the head says."""
+    """An API server's end of the pipe to the head; executes the head's commands."""
 
-    def __init__(self, fleet: Fleet, control: Connection) -> None:
-        self._fleet = fleet
+    def __init__(self, replica_connections: ReplicaConnections, control: Connection) -> None:
+        self._replica_connections = replica_connections
         self._control = control
 
     def start(self) -> None:
-        """Read in the fleet's loop from now on."""
-        self._fleet.loop.add_reader(self._control.fileno(), self._heard)
-        self._fleet.connected = self._connected
-        for replica in self._fleet.replicas.values():
+        """Start to read commands in the event loop of the connections."""
+        self._replica_connections.loop.add_reader(self._control.fileno(), self._heard)
+        self._replica_connections.connected = self._connected
+        for replica in self._replica_connections.replicas.values():
             self._connected(replica)
 
     def stop(self) -> None:
-        """Read no more."""
-        self._fleet.loop.remove_reader(self._control.fileno())
+        """Stop reading."""
+        self._replica_connections.loop.remove_reader(self._control.fileno())
 
-    def say(self, message: Message) -> None:
-        """Tell the head something; if it is gone, this process is about to end."""
+    def send(self, message: Message) -> None:
+        """Send a message to the head; if the head has ended, this process is about to end too."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._control.send_bytes(encode(message))
 
     def _connected(self, replica: StockReplica) -> None:
-        self.say(ReplicaConnected(str(replica.id), replica.client.said))
+        self.send(ReplicaConnected(str(replica.id), replica.client.ready_response))
 
     def _heard(self) -> None:
         try:
             message = decode(self._control.recv_bytes())
-        except (EOFError, ConnectionResetError):  # the head is gone, and this process ends with it
+        except (EOFError, ConnectionResetError):  # the head has ended, and this process ends with it
             self.stop()
             return
         match message:
             case ReplicaStarting(replica):
-                self._fleet.starting(ReplicaId.parse(replica))
+                self._replica_connections.starting(ReplicaId.parse(replica))
             case ReplicaStarted(replica, pid):
-                self._fleet.started(ReplicaId.parse(replica), pid)
+                self._replica_connections.started(ReplicaId.parse(replica), pid)
             case ReplicaReady(replica, host, pid, restarts, given, taken):
                 sockets = (socket.socket(fileno=number) for number in receive_descriptors(self._control, 2))
                 listeners = ZmqListener(given, next(sockets)), ZmqListener(taken, next(sockets))
-                self._fleet.ready(ReplicaId.parse(replica), About(host=host, pid=pid, restarts=restarts), listeners)
+                self._replica_connections.ready(
+                    ReplicaId.parse(replica), ReplicaInfo(host=host, pid=pid, restarts=restarts), listeners
+                )
             case ReplicaEnded(replica, reason, again):
-                self._fleet.ended(ReplicaId.parse(replica), reason, again=again)
+                self._replica_connections.ended(ReplicaId.parse(replica), reason, again=again)
             case ServerLost(index, at):
-                self._fleet.forget_requests_of(index, at)
+                self._replica_connections.forget_requests_of(index, at)
             case Servers(servers):
-                self._fleet.servers = servers
+                self._replica_connections.servers = servers

@@ -1,4 +1,4 @@
-"""Errors that repeat what a client sent, made short: some of vLLM's name every wrong token id of a request."""
+"""Shortens errors that repeat the client's input: some of vLLM's name every wrong token id of a request."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_omni_ext.serving.failures import printable
 
 LONGEST_ERROR = 16 << 10
-"""Bytes of an answer with an error; of a longer one the message is cut."""
+"""Largest error response in bytes; the message of a longer one is cut."""
 
 
 class ShortErrors:
-    """ASGI middleware: no error is longer than `LONGEST_ERROR`."""
+    """ASGI middleware that limits every error to `LONGEST_ERROR` bytes."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -52,7 +52,7 @@ def _is_long_error(start: Message) -> bool:
 
 
 def shorten(body: bytes) -> bytes:
-    """The same answer with a short message, parameter and name of the error's kind, if it is vLLM's error."""
+    """Return the response with message, parameter and error type cut to a limit, if it is an error of vLLM's format."""
     try:
         answer = json.loads(body)
     except ValueError:

@@ -1,21 +1,22 @@
 """vLLM's operator endpoints (`/sleep`, `/collective_rpc`, ...) with `targets`: stages and replicas by name.
 
-Each is there when vLLM's server has it. Without `targets` vLLM's own handler answers.
+Each endpoint exists when vLLM's server has it. Without `targets`, vLLM's own handler answers.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from typing import Annotated, Any
+from functools import wraps
+from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import Response
 from vllm.entrypoints.serve.dev.cache import api_router as cache
 from vllm.entrypoints.serve.dev.rpc import api_router as rpc
 from vllm.entrypoints.serve.dev.sleep import api_router as sleeping
 from vllm.entrypoints.serve.profile import api_router as profile
-from vllm.v1.engine import PauseMode
 
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.serving import adapters
@@ -31,7 +32,7 @@ router = APIRouter(dependencies=[Depends(KnownParameters(BODIES))])
 
 
 def add_routes(app: FastAPI) -> None:
-    """Put ours in the place of those of vLLM that have the same path; what vLLM does not offer is left out."""
+    """Replace vLLM's routes of the same paths with ours; endpoints that vLLM does not offer are left out."""
     stock = {_path(route) for route in app.router.routes}
     ours = {_path(route): route for each in (router, adapters.router) for route in each.routes if _path(route) in stock}
     app.router.routes[:] = [*ours.values(), *(route for route in app.router.routes if _path(route) not in ours)]
@@ -41,99 +42,31 @@ def _path(route: Any) -> str | None:
     return getattr(route, "path", None)
 
 
-@router.post("/sleep")
-@refusing
-async def sleep(
-    raw_request: Request,
-    level: Annotated[int, Query(ge=0, le=2)] = 1,
-    mode: Annotated[PauseMode, Query()] = "abort",
-    targets: Targets = None,
-) -> Response:
-    """Put stages to sleep."""
-    if targets is None:
-        return await sleeping.sleep(raw_request, level, mode)
-    return report(await omni_of(raw_request).sleep(level, mode, targets=targets))
+def _add_route(stock: Any) -> None:
+    """Serve a route of vLLM with `targets` in addition to its own parameters."""
+    handler, name = stock.endpoint, stock.name
+    ours = [_parameter(TARGETS), *([_parameter("tags")] if name == "wake_up" else [])]  # vLLM reads `tags` itself
+    stocks = list(inspect.signature(handler, eval_str=True).parameters.values())[1:]
+
+    @wraps(handler)
+    async def answer(raw_request: Request, targets: list[str] | None, **given: Any) -> Any:
+        if targets is None:
+            return await handler(raw_request, **{each.name: given[each.name] for each in stocks})
+        body = given.pop("profile_request", None)
+        keywords = body.model_dump(exclude_none=True) if body else {}
+        return report(await getattr(omni_of(raw_request), name)(*given.values(), **keywords, targets=targets))
+
+    request = inspect.Parameter("raw_request", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Request)
+    answer.__signature__ = inspect.Signature([request, *stocks, *ours], return_annotation=Response)  # type: ignore[attr-defined]
+    router.add_api_route(stock.path, refusing(answer), methods=list(stock.methods))
 
 
-@router.post("/wake_up")
-@refusing
-async def wake_up(raw_request: Request, tags: Targets = None, targets: Targets = None) -> Response:
-    """Wake stages up."""
-    if targets is None:
-        return await sleeping.wake_up(raw_request)
-    return report(await omni_of(raw_request).wake_up(tags, targets=targets))
+def _parameter(name: str) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Targets)
 
 
-@router.get("/is_sleeping")
-@refusing
-async def is_sleeping(raw_request: Request, targets: Targets = None) -> Response:
-    """Whether stages sleep."""
-    if targets is None:
-        return await sleeping.is_sleeping(raw_request)
-    return report(await omni_of(raw_request).is_sleeping(targets=targets))
-
-
-@router.post("/release_kv_cache_memory")
-@refusing
-async def release_kv_cache_memory(raw_request: Request, targets: Targets = None) -> Response:
-    """Give the memory of KV caches back."""
-    if targets is None:
-        return await sleeping.release_kv_cache_memory(raw_request)
-    return report(await omni_of(raw_request).release_kv_cache_memory(targets=targets))
-
-
-@router.post("/reset_prefix_cache")
-@refusing
-async def reset_prefix_cache(
-    raw_request: Request,
-    reset_running_requests: bool = False,
-    reset_external: bool = False,
-    targets: Targets = None,
-) -> Response:
-    """Forget cached prefixes."""
-    if targets is None:
-        return await cache.reset_prefix_cache(raw_request, reset_running_requests, reset_external)
-    given = (reset_running_requests, reset_external)
-    return report(await omni_of(raw_request).reset_prefix_cache(*given, targets=targets))
-
-
-@router.post("/reset_mm_cache")
-@refusing
-async def reset_mm_cache(raw_request: Request, targets: Targets = None) -> Response:
-    """Forget processed media."""
-    if targets is None:
-        return await cache.reset_mm_cache(raw_request)
-    return report(await omni_of(raw_request).reset_mm_cache(targets=targets))
-
-
-@router.post("/reset_encoder_cache")
-@refusing
-async def reset_encoder_cache(raw_request: Request, targets: Targets = None) -> Response:
-    """Forget encoded media."""
-    if targets is None:
-        return await cache.reset_encoder_cache(raw_request)
-    return report(await omni_of(raw_request).reset_encoder_cache(targets=targets))
-
-
-@router.post("/start_profile")
-@refusing
-async def start_profile(
-    raw_request: Request, profile_request: profile.StartProfileRequest | None = None, targets: Targets = None
-) -> Response:
-    """Start profilers."""
-    if targets is None:
-        return await profile.start_profile(raw_request, profile_request)
-    given = profile_request.model_dump(exclude_none=True) if profile_request else {}
-    return report(await omni_of(raw_request).start_profile(**given, targets=targets))
-
-
-@router.post("/stop_profile")
-@refusing
-async def stop_profile(raw_request: Request, targets: Targets = None) -> Response:
-    """Stop profilers."""
-    if targets is None:
-        return await profile.stop_profile(raw_request)
-    return report(await omni_of(raw_request).stop_profile(targets=targets))
+for _route in (*sleeping.router.routes, *cache.router.routes, *profile.router.routes):
+    _add_route(_route)
 
 
 @router.post("/collective_rpc")
@@ -142,7 +75,7 @@ async def collective_rpc(raw_request: Request, targets: Targets = None) -> Respo
     """Call a method of workers; `targets` may also be a key of the body."""
     body = _object(await raw_request.body())
     named = named_in(targets, body.get(TARGETS))
-    if named is None or body.get("method") is None:  # vLLM says what is missing
+    if named is None or body.get("method") is None:  # vLLM's handler reports what is missing
         return await rpc.collective_rpc(raw_request)
     args, kwargs, timeout = body.get("args", []), body.get("kwargs", {}), body.get("timeout")
     for key, fits, wanted in (
@@ -158,10 +91,10 @@ async def collective_rpc(raw_request: Request, targets: Targets = None) -> Respo
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """A body as an object; what is none is empty here, and refused by vLLM.
+    """Return a body as an object; any other JSON becomes an empty object, which vLLM refuses.
 
     Raises:
-        RequestError: vLLM would trip over it.
+        RequestError: vLLM's handler would crash on the body.
     """
     try:
         found = json.loads(body)

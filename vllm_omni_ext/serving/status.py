@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Collection
 from http import HTTPStatus
 from typing import Any
 
@@ -12,9 +13,10 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.model_plugins.registry import KV
-from vllm_omni_ext.observability.record import as_trace
+from vllm_omni_ext.observability.request_trace import as_trace
 from vllm_omni_ext.omni import AsyncOmni
+from vllm_omni_ext.plugins.spec import KV
+from vllm_omni_ext.serving.failures import BadRequest, printable
 from vllm_omni_ext.serving.parameters import KnownParameters
 from vllm_omni_ext.topology.shape import StagePlan
 from vllm_omni_ext.wire.control import Server
@@ -25,36 +27,48 @@ router = APIRouter()
 
 
 def add_routes(app: FastAPI) -> None:
-    """Put our routes before vLLM's, of which `/health` has the same path."""
+    """Add our routes before vLLM's, so that ours answers `/health`."""
     before = list(app.router.routes)
     app.include_router(router)
     app.router.routes[:] = [route for route in app.router.routes if route not in before] + before
 
 
 @router.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
-async def health(request: Request) -> JSONResponse:
-    """200 while every stage that requests need has a live replica, else 503 with the stages that have none."""
+async def health(request: Request, kind: str | None = None) -> JSONResponse:
+    """Status 200 while every stage that requests need has a live replica, else 503 with the stages without one.
+
+    With `kind`, only the stages that requests of that kind need are checked.
+    """
     omni: AsyncOmni = request.app.state.engine_client
     stages = {stage.name: _count(omni, stage) for stage in omni.plan.stages}
-    without = [stage.name for stage in omni.plan.model_stages() if not stages[stage.name]["up"]]
+    kinds = _kinds(omni)
+    if kind is not None and kind not in kinds:
+        known = ", ".join(kinds) or "none"
+        raise BadRequest(f"kind: '{printable(kind)}' is unknown; use one of {known}", parameter="kind")
+    without = _without(omni) if kind is None else kinds[kind]
     reasons = [f"stage '{name}' has no live replica" for name in without]
     if omni.errored and not reasons:
         reasons = ["the engine client has failed"]
+    facts = {"stages": stages, "requests": _requests(kinds)}
     if not reasons:
-        return JSONResponse({"status": "healthy", "stages": stages})
-    body = {"status": "unhealthy", "reason": "; ".join(reasons), "stages": stages}
+        return JSONResponse({"status": "healthy", **facts})
+    body = {"status": "unhealthy", "reason": "; ".join(reasons), **facts}
     return JSONResponse(body, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 @router.get("/v1/omni/status", dependencies=[Depends(KnownParameters())])
 async def status(request: Request) -> dict[str, Any]:
-    """Every process, and what it has to do."""
+    """Return every process with its load."""
     omni: AsyncOmni = request.app.state.engine_client
     return {
         "stages": [
-            {"name": stage.name, "replicas": [_replica(omni, replica) for replica in omni.fleet.known(stage.name)]}
+            {
+                "name": stage.name,
+                "replicas": [_replica(omni, replica) for replica in omni.replica_connections.known(stage.name)],
+            }
             for stage in omni.plan.stages
         ],
+        "requests": _requests(_kinds(omni)),
         "kv_edges": _kv_edges(omni),
         "coordinator": _coordinator(omni),
         "api_servers": _api_servers(omni),
@@ -64,9 +78,9 @@ async def status(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/omni/trace/{request_id}", dependencies=[Depends(KnownParameters())])
 async def trace(request_id: str, request: Request) -> Response:
-    """One request as a trace file for Perfetto or chrome://tracing; one of another API server when it has ended."""
+    """Return a request's trace for Perfetto or chrome://tracing; if another API server's, only after its end."""
     omni: AsyncOmni = request.app.state.engine_client
-    record = omni.observer.course(request_id)
+    record = omni.observer.trace(request_id)
     if record is not None:
         return JSONResponse(as_trace(record))
     if omni.trace_files is not None and (kept := omni.trace_files.read(request_id)) is not None:
@@ -76,33 +90,51 @@ async def trace(request_id: str, request: Request) -> Response:
     return JSONResponse({"error": error}, HTTPStatus.NOT_FOUND)
 
 
+def _kinds(omni: AsyncOmni) -> dict[str, list[str]]:
+    """Return the kinds of requests, each with the needed stages that have no live replica."""
+    routes = omni.capabilities.routes
+    return {kind: _without(omni, needed) for kind, needed in routes.items()}
+
+
+def _requests(kinds: dict[str, list[str]]) -> dict[str, str]:
+    return {kind: DOWN if without else UP for kind, without in kinds.items()}
+
+
+def _without(omni: AsyncOmni, needed: Collection[str] | None = None) -> list[str]:
+    """Return the needed stages without a live replica; `needed=None`: stages that any kind of request needs."""
+    if needed is None:
+        needed = {name for each in omni.capabilities.routes.values() for name in each}
+    stages = [stage for stage in omni.plan.model_stages() if not needed or stage.model_stage in needed]
+    return [stage.name for stage in stages if not _live(omni, stage.name)]
+
+
 def _live(omni: AsyncOmni, stage: str) -> tuple[ReplicaId, ...]:
     return omni.orchestrator.pools[stage].replicas
 
 
 def _count(omni: AsyncOmni, stage: StagePlan) -> dict[str, int]:
-    return {"up": len(_live(omni, stage.name)), "replicas": len(omni.fleet.known(stage.name))}
+    return {"up": len(_live(omni, stage.name)), "replicas": len(omni.replica_connections.known(stage.name))}
 
 
 def _replica(omni: AsyncOmni, replica: ReplicaId) -> dict[str, Any]:
-    about, report = omni.fleet.about[replica], omni.fleet.reports.get(replica)
+    about, report = omni.replica_connections.about[replica], omni.replica_connections.reports.get(replica)
     load = None if report is None else report.entry.load
-    # What its scheduler says with its outputs goes to one API server; the coordinator tells all.
+    # Statistics in engine outputs reach only one API server; the coordinator sends them to all.
     running, waiting = omni.observer.loads.get(replica, (0, 0)) if load is None else (load.running, load.waiting)
     return {
         "id": str(replica),
-        "state": omni.fleet.state(replica),
+        "state": omni.replica_connections.state(replica),
         "host": about.host,
         "pid": about.pid,
         "running": running,
         "waiting": waiting,
         "restarts": about.restarts,
-        "heartbeat_age_s": None if report is None else round(time.monotonic() - report.heard, 3),
+        "heartbeat_age_s": None if report is None else round(time.monotonic() - report.last_seen, 3),
     }
 
 
 def _kv_edges(omni: AsyncOmni) -> list[dict[str, Any]]:
-    """Which replicas compute prompts for which; `handed` and `fetching` count requests of this API server."""
+    """Return the pairs of prefill and decode replicas; `handed` and `fetching` count requests of this API server."""
     return [
         {"source": edge.source, "target": edge.target, "connector": split.connector, "pairs": _pairs(omni)}
         for edge in omni.plan.edges
@@ -113,12 +145,12 @@ def _kv_edges(omni: AsyncOmni) -> list[dict[str, Any]]:
 def _pairs(omni: AsyncOmni) -> list[dict[str, Any]]:
     return [
         {"source": str(p.source), "target": str(p.target), "handed": p.handed, "fetching": p.fetching}
-        for p in omni.orchestrator.way.pairs()
+        for p in omni.orchestrator.pairs()
     ]
 
 
 def _api_servers(omni: AsyncOmni) -> list[dict[str, Any]]:
-    known = omni.fleet.servers or (Server(omni.connections.client_index, os.getpid(), True, 0),)
+    known = omni.replica_connections.servers or (Server(omni.connections.client_index, os.getpid(), True, 0),)
     return [
         {"index": each.index, "pid": each.pid, "state": UP if each.up else DOWN, "restarts": each.restarts}
         for each in known
@@ -126,7 +158,7 @@ def _api_servers(omni: AsyncOmni) -> list[dict[str, Any]]:
 
 
 def _coordinator(omni: AsyncOmni) -> dict[str, Any] | None:
-    watcher = omni.fleet.watcher
+    watcher = omni.replica_connections.watcher
     if watcher is None:
         return None
     age = watcher.age()

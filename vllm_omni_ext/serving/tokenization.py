@@ -1,7 +1,7 @@
-"""Long texts cost little before they are refused: tokenization stops where a text is known to be too long.
+"""Makes the refusal of long texts cheap: tokenization stops when a text is known to be too long.
 
-vLLM refuses a text with more characters than its context length in longest tokens, and tokenizes all others to their
-end. A longest token has a hundred characters and more, so megabytes pass that first check.
+vLLM refuses a text with more characters than context length times longest token, and tokenizes all other texts
+completely. A longest token has a hundred characters or more, so texts of megabytes pass that first check.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vllm_omni_ext.orchestrator.lengths import needed
 from vllm_omni_ext.serving.failures import BadRequest
 
 LENGTHS = ("input_text", "input_tokens")
-"""What vLLM calls a prompt that is too long, whatever its field is."""
+"""vLLM's parameter names for a prompt that is too long, whatever its field is."""
 
 PROMPT_FIELDS = {
     "/v1/chat/completions": "messages",
@@ -43,12 +43,12 @@ PROMPT_FIELDS = {
 
 
 def bound(renderer: Any) -> None:
-    """Have a vLLM renderer stop early; it tokenizes in its own thread as before."""
+    """Make a vLLM renderer stop early; it still tokenizes in its own thread."""
     renderer._tokenize_prompt_async = make_async(partial(_tokenize, renderer), executor=renderer._executor)
 
 
 def _tokenize(renderer: Any, prompt: dict[str, Any], params: TokenizeParams) -> Any:
-    """In the place of `BaseRenderer._tokenize_prompt`.
+    """Replaces `BaseRenderer._tokenize_prompt`.
 
     Raises:
         VLLMValidationError: the text has more tokens than the context.
@@ -76,10 +76,10 @@ def _tokenize(renderer: Any, prompt: dict[str, Any], params: TokenizeParams) -> 
 
 
 class _WithinContext:
-    """A request for tokens that has the length limit of a chat."""
+    """A tokenization request with the length limit of a chat."""
 
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
-        """vLLM's, with the limit."""
+        """Return vLLM's parameters, with the limit."""
         stock: TokenizeParams = super().build_tok_params(model_config)  # type: ignore[misc]
         return replace(stock, max_total_tokens=model_config.max_model_len)
 
@@ -93,11 +93,11 @@ class _Chat(_WithinContext, TokenizeChatRequest):
 
 
 class BoundedTokenization(ServingTokenization):
-    """`/tokenize` and `/detokenize` for what fits into the context; vLLM has no limit there."""
+    """`/tokenize` and `/detokenize` with the context length as their limit; vLLM has no limit there."""
 
     @classmethod
     def like(cls, stock: ServingTokenization) -> BoundedTokenization:
-        """One with the settings of vLLM's."""
+        """Return an instance with the settings of vLLM's."""
         return cls(
             stock.models,
             stock.online_renderer,
@@ -109,7 +109,7 @@ class BoundedTokenization(ServingTokenization):
         )
 
     async def create_tokenize(self, request: TokenizeRequest, raw_request: Request) -> TokenizeResponse | ErrorResponse:
-        """The tokens of a text or of a conversation."""
+        """Return the tokens of a text or of a conversation."""
         kind, field = (_Chat, "messages") if isinstance(request, TokenizeChatRequest) else (_Completion, "prompt")
         try:
             return await super().create_tokenize(kind.model_construct(**dict(request)), raw_request)
@@ -119,7 +119,7 @@ class BoundedTokenization(ServingTokenization):
     async def create_detokenize(
         self, request: DetokenizeRequest, raw_request: Request
     ) -> DetokenizeResponse | ErrorResponse:
-        """The text of tokens."""
+        """Return the text of tokens."""
         most = self.model_config.max_model_len
         if len(request.tokens) > most:
             raise BadRequest(
@@ -129,7 +129,7 @@ class BoundedTokenization(ServingTokenization):
 
 
 def install(app: FastAPI, renderer: Any) -> None:
-    """Bound what tokenizes: the renderer that all handlers share, the two endpoints, and how they name what is long."""
+    """Bound the renderer that all handlers share and the two endpoints, and name the field in errors about length."""
     bound(renderer)
     app.state.serving_tokenization = BoundedTokenization.like(app.state.serving_tokenization)
     app.add_exception_handler(VLLMValidationError, _handler)  # type: ignore[arg-type]
@@ -142,5 +142,5 @@ async def _handler(request: Request, error: VLLMValidationError) -> Response:
 
 
 def _named(error: VLLMValidationError, field: str) -> VLLMValidationError:
-    """The same error; a prompt that is too long names its field."""
+    """Return the same error; a prompt that is too long gets its field's name."""
     return BadRequest(str(error.args[0]), parameter=field) if error.parameter in LENGTHS else error

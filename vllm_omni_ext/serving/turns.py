@@ -7,14 +7,14 @@ from typing import Any
 from vllm_omni_ext.errors import RequestError
 
 
-def restore_spoken_turns(messages: list[Any]) -> None:
+def transcripts_for_assistant_audio(messages: list[Any]) -> None:
     """Replace `audio` of assistant messages by its text, in place.
 
-    OpenAI's API lets a client name an earlier sound by its id alone. Nothing of a finished request is kept here, so
-    the message must bring its text: as `content`, or as `audio.transcript` (a message sent back as it came has it).
+    OpenAI's API lets a client name an earlier sound by its id. This server keeps nothing of finished requests, so the
+    message must contain its text: as `content`, or as `audio.transcript` (an unchanged answer message has it).
 
     Raises:
-        RequestError: a message with neither.
+        RequestError: a message has neither.
     """
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or message.get("role") != "assistant":

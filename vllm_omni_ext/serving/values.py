@@ -1,4 +1,4 @@
-"""Values that JSON can say and no engine can take: NaN, integers of more than 64 bits, halves of characters."""
+"""Refuses values that are valid JSON but crash engines: NaN, integers beyond 64 bits, lone surrogates."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from pydantic import BaseModel
 
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.serving.stage_sampling import LARGEST_INTEGER
-from vllm_omni_ext.wire.handoff import RESERVED
+from vllm_omni_ext.serving.stage_params import LARGEST_INTEGER
+from vllm_omni_ext.wire.stage_input import RESERVED
 
 MOST_VALUES = 100_000
-"""Values and keys looked at outside of messages and tools; more are refused before any of them is looked at."""
+"""Largest number of values and keys outside of messages and tools; more are refused before they are checked."""
 
 CONVERSATION = frozenset({"messages", "tools"})
-"""Fields that never reach an engine as they are."""
+"""Fields that do not reach an engine unchanged."""
 
 EXTRA_ARGS = "vllm_xargs"
 
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
-def refuse_absurd_values(request: BaseModel) -> None:
-    """Look at every value of a request outside its conversation.
+def validate_json_values(request: BaseModel) -> None:
+    """Check every value of a request outside its conversation.
 
     Raises:
         RequestError: names the field.
@@ -36,23 +36,23 @@ def refuse_absurd_values(request: BaseModel) -> None:
             raise RequestError(f"{name}: must be a finite number, got {value}", parameter=name)
         if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
             raise RequestError(f"{name}: must be an integer of at most 64 bits", parameter=name)
-        if isinstance(value, str) and has_half_characters(value):
+        if isinstance(value, str) and has_lone_surrogate(value):
             raise RequestError(f"{name}: must be text; it has half of a surrogate pair in it", parameter=name)
     for key in fields.get(EXTRA_ARGS) or ():
         if key in RESERVED:
             raise RequestError(f"{EXTRA_ARGS}.{key}: is reserved", parameter=f"{EXTRA_ARGS}.{key}")
 
 
-def has_half_characters(text: str) -> bool:
-    """Whether a text cannot be encoded: JSON may escape one half of a surrogate pair without the other."""
+def has_lone_surrogate(text: str) -> bool:
+    """Return whether a text cannot be encoded: JSON may escape one half of a surrogate pair without the other."""
     return _HALF_CHARACTER.search(text) is not None
 
 
 def _walk(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every value with its path, and every key as a value of its own.
+    """Yield every value with its path, and every key as a value with a path.
 
     Raises:
-        RequestError: there are too many; names where they are, and has made nothing of them.
+        RequestError: there are too many values; names the field, and is raised before any value is yielded.
     """
     waiting = list(fields.items())
     due = len(waiting)

@@ -1,4 +1,4 @@
-"""What replicas on different hosts must have in common, as short texts that are compared before one may join."""
+"""Settings that replicas on different hosts must share, as short texts that are compared before a replica may join."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_omni_ext.config.connectors import LOCAL
 from vllm_omni_ext.config.disaggregation import stage_path
-from vllm_omni_ext.config.schema import SENDS, TAKES
+from vllm_omni_ext.config.schema import INCOMING, OUTGOING
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.topology.shape import Plan
 
@@ -35,7 +35,7 @@ LOCAL_FIELDS = frozenset(
         "numa_bind_cpus",
         "numa_bind_nodes",
         "shutdown_timeout",
-        # Where and how it reads the model; which model it is, `model_identity` says.
+        # Where and how this host reads the model; `model_identity` compares which model it is.
         "download_dir",
         "hf_config_path",
         "hf_token",
@@ -46,7 +46,7 @@ LOCAL_FIELDS = frozenset(
         "safetensors_prefetch_block_size",
         "safetensors_prefetch_num_threads",
         "use_tqdm_on_load",
-        # What is written down about it.
+        # Logging.
         "aggregate_engine_logging",
         "collect_detailed_traces",
         "cudagraph_metrics",
@@ -62,7 +62,7 @@ LOCAL_FIELDS = frozenset(
         "otlp_traces_endpoint",
         "profiler_config",
         "show_hidden_metrics_for_version",
-        # What only the head's server looks at.
+        # Used only by the head's server.
         "allowed_local_media_path",
         "allowed_media_domains",
         "generation_config",
@@ -76,21 +76,21 @@ LOCAL_FIELDS = frozenset(
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _CONFIG = "config.json"
 _CONFIG_NOISE = frozenset({"_name_or_path", "transformers_version"})
-"""Keys of a config that say where and by what it was written."""
+"""Keys of a config that record its path and the version that wrote it."""
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
-"""How much of a weight file is looked at. Names and sizes do not tell a model from what was trained further."""
+"""Size of the samples of a weight file. Names and sizes alone do not tell a model from a fine-tuned one."""
 
 
 def config_hash(plan: Plan, stage_name: str) -> str:
     """Hash of everything in which all replicas of a stage must agree; 16 hexadecimal digits.
 
-    Memory, devices, logging, sampling defaults and the number of replicas are not part of it.
+    The hash does not include memory, devices, logging, default parameters and the number of replicas.
 
     Raises:
         UnknownMember: no such stage.
-        ConfigError: an engine argument that has no stable text.
+        ConfigError: an engine argument has no stable text.
     """
     stage = plan.stage(stage_name)
     path = f"{stage_path(stage.name)}.engine"
@@ -108,7 +108,7 @@ def config_hash(plan: Plan, stage_name: str) -> str:
 
 
 def model_identity(model: str, *, revision: str | None = None, config_path: str | None = None) -> str:
-    """Which model it is, however its path reads on this host.
+    """Identity of a model, independent of its path on this host.
 
     Args:
         model: as on the command line: a directory, a file or a hub id.
@@ -116,11 +116,11 @@ def model_identity(model: str, *, revision: str | None = None, config_path: str 
         config_path: `EngineArgs.hf_config_path`, if the config lies elsewhere.
 
     Returns:
-        For a directory (or file) a hash of its config and of names, sizes and samples of its weights; for a hub id
-        the id with its revision.
+        For a directory (or file) a hash of its config and of names, sizes and samples of its weights; for a hub id the
+        id with its revision.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the model cannot be read.
     """
     path = Path(model).expanduser()
     if not path.exists():
@@ -162,14 +162,14 @@ def _weight_file(path: Path) -> list[Any]:
 
 
 def _sample_starts(size: int) -> Iterator[int]:
-    """Places of the samples: evenly spread, the first at the start and the last at the end."""
+    """Offsets of the samples: evenly spread, the first at the start and the last at the end."""
     last = max(0, size - _SAMPLE_BYTES)
     return (last * number // (_SAMPLES - 1) for number in range(_SAMPLES))
 
 
 def _without_places(additional: Any) -> Any:
-    """vLLM's `additional_config` without where connectors listen."""
-    ends = {key: additional[key] for key in (SENDS, TAKES) if key in additional}
+    """vLLM's `additional_config` without the addresses of connectors."""
+    ends = {key: additional[key] for key in (OUTGOING, INCOMING) if key in additional}
     agreed = {
         key: {edge: {k: v for k, v in fields.items() if k not in LOCAL} for edge, fields in edges.items()}
         for key, edges in ends.items()
@@ -178,7 +178,7 @@ def _without_places(additional: Any) -> Any:
 
 
 def _plain(path: str, value: Any) -> Any:
-    """The same value as JSON can hold it, the same text in every process."""
+    """Convert a value to plain JSON data with the same text in every process."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, Mapping):

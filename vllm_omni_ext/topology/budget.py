@@ -1,4 +1,4 @@
-"""How the memory of CUDA devices is divided between replicas, and the refusal when it is too small. Pure."""
+"""Divides the memory of CUDA devices between replicas, and refuses devices that are too small. Pure."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from vllm_omni_ext.topology.needs import GIB, Need
 from vllm_omni_ext.topology.placement import Devices
 
 DRIVER_BYTES = int(0.8 * GIB)
-"""What the driver keeps: a process sees that much less than NVML reports (0.4 GiB on a small card, 0.8 on an A100)."""
+"""Memory of the driver: a process sees that much less than NVML reports (0.4 GiB on a small card, 0.8 on an A100)."""
 
 MARGIN = 0.02
-"""Part of the memory that a process sees which is not handed out: fragmentation, and what the estimates leave out."""
+"""Part of the visible memory that is kept free for fragmentation and for errors of the estimates."""
 
 DEFAULT_UTILIZATION = 0.92
-"""vLLM's `gpu_memory_utilization` where nothing is said; a replica alone on its devices takes no more without need."""
+"""vLLM's default `gpu_memory_utilization`; a replica alone on its devices takes no more without need."""
 
 _STEPS = 10_000
 """Shares are written with four decimals."""
 
 
 class DoesNotFit(ConfigError):
-    """Some device is too small.
+    """A device is too small.
 
     Args:
-        sheets: the devices as they would be with the smallest KV caches.
+        sheets: the devices with the smallest KV caches.
     """
 
     def __init__(self, message: str, sheets: Sequence[Sheet]) -> None:
@@ -38,12 +38,12 @@ class DoesNotFit(ConfigError):
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What is known about the memory of one stage.
+    """Memory needs of one stage.
 
     Attributes:
-        need: on each device of each of its replicas.
+        need: memory needed on each device of each replica.
         utilization: `gpu_memory_utilization` if the user set it.
-        kv_bytes: KV cache of a device if the user set it.
+        kv_bytes: KV cache per device if the user set it.
     """
 
     stage: str
@@ -53,22 +53,22 @@ class Ask:
 
     @property
     def kv(self) -> int:
-        """The KV cache it gets at least."""
+        """Minimum size of the KV cache."""
         return self.need.least_kv if self.kv_bytes is None else self.kv_bytes
 
     @property
     def grows(self) -> bool:
-        """Whether its KV cache takes what is left over."""
+        """Whether the KV cache grows into the remaining memory."""
         return bool(self.need.kv_token) and self.utilization is None and self.kv_bytes is None
 
     def least(self, visible: int) -> int:
-        """Bytes of a device that it takes at least, without its context."""
+        """Minimum bytes of a device for the replica, without its context."""
         return self.need.fixed + self.kv if self.utilization is None else int(self.utilization * visible)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one replica has of one device. `kv_bytes` may be too small for `need` only where the user said so."""
+    """One replica's part of one device. `kv_bytes` is below the minimum of `need` only if the user set it."""
 
     replica: str
     need: Need
@@ -81,13 +81,13 @@ class Share:
 
     @property
     def total(self) -> int:
-        """Everything it takes, its context included."""
+        """All bytes of the replica on the device, its context included."""
         return self.need.fixed + self.need.context + self.kv_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
-    """One device: its memory in bytes as NVML reports it, and who has what of it."""
+    """One device: its memory in bytes as NVML reports it, and the shares of its replicas."""
 
     device: int
     device_bytes: int
@@ -95,45 +95,45 @@ class Sheet:
 
     @property
     def usable(self) -> int:
-        """What may be handed out."""
+        """Bytes that can be assigned to replicas."""
         return usable_bytes(self.device_bytes)
 
     @property
     def taken(self) -> int:
-        """What all shares take together."""
+        """Bytes of all shares together."""
         return sum(share.total for share in self.shares)
 
     @property
     def free(self) -> int:
-        """What nobody takes; below 0 if the device is too small. The reserve is not part of it."""
+        """Unassigned bytes, without the reserve; negative if the device is too small."""
         return self.usable - self.taken
 
 
 def visible_bytes(device_bytes: int) -> int:
-    """What a process sees of a device: `gpu_memory_utilization` is a part of that."""
+    """Bytes of a device that a process sees; `gpu_memory_utilization` is a part of them."""
     return max(0, device_bytes - DRIVER_BYTES)
 
 
 def usable_bytes(device_bytes: int) -> int:
-    """What is handed out of a device, contexts included."""
+    """Bytes of a device that can be assigned, contexts included."""
     return int(visible_bytes(device_bytes) * (1 - MARGIN))
 
 
 def divide(
     asks: Sequence[Ask], placed: Mapping[str, tuple[Devices, ...]], device_bytes: Sequence[int]
 ) -> tuple[dict[str, float], tuple[Sheet, ...]]:
-    """Hand out the memory of all devices.
+    """Assign the memory of all devices to replicas.
 
-    Every replica gets what it needs with the KV cache of one full sequence. What is left of a device goes to the KV
-    caches on it, in equal numbers of tokens; a replica alone on a device takes at most `DEFAULT_UTILIZATION` that way.
-    What the user set is taken as it is. All replicas of a stage have the values of its fullest device.
+    Every replica gets its need with the KV cache of one full sequence. The remaining memory of a device goes to its KV
+    caches, in equal numbers of tokens; a replica alone on a device takes at most `DEFAULT_UTILIZATION` that way. Values
+    set by the user stay unchanged. All replicas of a stage have the values of its fullest device.
 
     Returns:
-        `gpu_memory_utilization` by stage, for those that cannot be left to vLLM's default, and one sheet a device.
+        `gpu_memory_utilization` by stage, where it differs from vLLM's default, and one sheet per device.
 
     Raises:
         DoesNotFit: a device is too small.
-        ConfigError: what the user set for one stage is too small for it.
+        ConfigError: a value that the user set for one stage is too small.
     """
     known = {ask.stage: ask for ask in asks if placed[ask.stage]}
     users = {
@@ -191,7 +191,7 @@ def _extra_tokens(ask: Ask, users: _Users, device_bytes: Sequence[int]) -> int:
 
 
 def _utilization(ask: Ask, extra: int, users: _Users, device_bytes: Sequence[int]) -> float | None:
-    """The part of its fullest device that a stage takes; None if vLLM's default says the same."""
+    """The part of its fullest device that a stage takes; None if that is vLLM's default."""
     mine = [(device, len(found)) for device, found in users.items() if any(other is ask for _, other in found)]
     take = ask.least(0) + extra * ask.need.kv_token
     sizes = {visible_bytes(device_bytes[device]) for device, _ in mine}
@@ -209,7 +209,7 @@ def _utilization(ask: Ask, extra: int, users: _Users, device_bytes: Sequence[int
 
 
 def _check_said(ask: Ask, device: int, visible: int) -> None:
-    """Refuse a size the user set in which not even weights and one sequence have room."""
+    """Refuse a user's size that cannot hold the weights and one sequence."""
     need, path = ask.need, stage_path(ask.stage)
     if ask.kv_bytes is not None and need.kv_token and ask.kv_bytes < need.least_kv:
         tokens = max(0, ask.kv_bytes // (need.kv_token * need.block_tokens) - 1) * need.block_tokens
@@ -228,7 +228,7 @@ def _check_said(ask: Ask, device: int, visible: int) -> None:
 
 
 def _check_fits(sheets: Sequence[Sheet], users: _Users) -> None:
-    """Refuse devices that are too small, by the worst; where the user set every share, their sum alone counts."""
+    """Refuse devices that are too small, by the worst. If the user set every share, only their sum is checked."""
     short: list[tuple[int, Sheet]] = []
     for sheet in sheets:
         visible = visible_bytes(sheet.device_bytes)

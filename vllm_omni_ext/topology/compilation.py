@@ -1,4 +1,4 @@
-"""What a pipeline asks of vLLM's compilation, beside what the user asks of it."""
+"""A pipeline's settings of vLLM's compilation, merged with the user's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def with_custom_ops(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, 
     """Engine arguments whose compilation keeps operators as vLLM's own kernels.
 
     Args:
-        args: `EngineArgs` fields; what they say about an operator by name, for it or against it, stays.
-        names: of the operators, as vLLM has registered them.
+        args: `EngineArgs` fields; operators that they enable or disable by name stay as they are.
+        names: names of the operators, as registered in vLLM.
     """
     given = args.get(FIELD)
     config = {"mode": given} if isinstance(given, int) else copy.copy(given) if given else {}
@@ -24,6 +24,6 @@ def with_custom_ops(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, 
         return dict(args)
     if isinstance(config, dict):
         config["custom_ops"] = said + missing
-    else:  # vLLM's own object, from its command line
+    else:  # a config object of vLLM, from its command line
         config.custom_ops = said + missing
     return {**args, FIELD: config}

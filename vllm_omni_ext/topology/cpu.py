@@ -1,4 +1,4 @@
-"""Defaults of a replica on a CPU machine, where several engines must live in one memory and on a few cores."""
+"""Defaults of a replica on a CPU machine, where several engines share the memory and a few cores."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.config.schema import ReplicasConfig
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.model_plugins.registry import ModelFacts, StageSpec
+from vllm_omni_ext.plugins.memory import ModelFacts
+from vllm_omni_ext.plugins.spec import StageSpec
 from vllm_omni_ext.topology.shape import Machine
 
 MAX_NUM_SEQS = 16
 """Sequences a replica runs at once."""
 
 SMALL_CACHE_BYTES = 32 << 20
-"""The least a stage with a KV cache gets when its size is worked out: many short sequences instead of a long one."""
+"""Minimum KV cache when the size is computed: enough for many short sequences instead of a long one."""
 
 SPARE_TOKENS = 512
-"""Room beside the one sequence of full length: vLLM keeps a block for itself and rounds up to whole blocks."""
+"""Room beside one sequence of full length: vLLM keeps a block for itself and rounds up to whole blocks."""
 
 SMALLEST_CACHE_BYTES = 16 << 20
 """For a stage without a KV cache: an explicit size keeps the engine from claiming most of the memory at start."""
@@ -30,13 +31,13 @@ CACHE_PART_OF_MEMORY = 0.5
 
 
 def engine_defaults(spec: StageSpec, facts: ModelFacts, machine: Machine, replicas: int) -> dict[str, Any]:
-    """`EngineArgs` of a replica when nobody says otherwise.
+    """`EngineArgs` of a replica that the user did not set.
 
     Args:
         replicas: number of replicas of all stages.
 
     The cache holds one sequence of full length if the facts are known and half of the memory, divided by all replicas,
-    suffices; if not, `max_model_len` is lowered to what fits.
+    suffices; otherwise `max_model_len` is lowered to what fits.
     """
     defaults: dict[str, Any] = {
         "dtype": "float32",
@@ -56,7 +57,7 @@ def engine_defaults(spec: StageSpec, facts: ModelFacts, machine: Machine, replic
 
 
 def environment(stage: ReplicasConfig, machine: Machine, replicas: int) -> dict[str, str]:
-    """Environment of a replica: one process (no worker process besides), no pinning, its part of the cores."""
+    """Environment of a replica: a single process without worker processes, no pinning, its part of the cores."""
     threads = stage.cpu_threads or max(1, machine.cpu_count // replicas)
     return {
         THREADS: str(threads),
@@ -66,6 +67,6 @@ def environment(stage: ReplicasConfig, machine: Machine, replicas: int) -> dict[
 
 
 def check_devices(name: str, stage: ReplicasConfig) -> None:
-    """Refuse devices on a machine that has none."""
+    """Refuse devices on a machine without any."""
     if stage.devices is not None:
         raise ConfigError(f"{stage_path(name)}.devices: this machine has no CUDA device; remove it")

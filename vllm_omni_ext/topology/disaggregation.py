@@ -1,4 +1,4 @@
-"""A stage with `prefill_decode` becomes two, with a KV edge between them. Pure; what is split is not split again."""
+"""A stage with `prefill_decode` becomes two, with a KV edge between them. Pure; a split pipeline stays unchanged."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from vllm_omni_ext.config.disaggregation import (
-    DECODE,
     OF_A_SIDE,
-    PREFILL,
     PREFILL_DECODE,
-    SIDES,
     check_said_below,
     side_name,
     split_name,
@@ -21,18 +18,19 @@ from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, ReplicasConfi
 from vllm_omni_ext.disaggregation import parameters
 from vllm_omni_ext.disaggregation.parameters import Settings
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.model_plugins.registry import KV, EdgeSpec, PipelineSpec, StageSpec
+from vllm_omni_ext.ids import DECODE, PREFILL, SIDES
+from vllm_omni_ext.plugins.spec import KV, EdgeSpec, PipelineSpec, StageSpec
 
 
 def expand(pipeline: PipelineSpec, config: OmniConfig) -> tuple[PipelineSpec, OmniConfig]:
-    """Split every stage that is to be split.
+    """Split every stage that has `prefill_decode`.
 
     Returns:
         A pipeline with `X.prefill` and `X.decode` in the place of X, in this order, and a configuration with settings
         for both and none for X. Without `prefill_decode` they are returned as they are.
 
     Raises:
-        ConfigError: a stage cannot be split, or what is said about it contradicts itself.
+        ConfigError: a stage cannot be split, or its settings contradict each other.
     """
     for name, stage in config.stages.items():
         if stage.prefill_decode is not None and split_name(name) is None:
@@ -44,19 +42,19 @@ def expand(pipeline: PipelineSpec, config: OmniConfig) -> tuple[PipelineSpec, Om
 
 
 def settings_of(split: PrefillDecode) -> Settings:
-    """What the engines of both sides are told; what was left out has the connector's default."""
+    """Connector settings of the engines of both sides; missing ones have the connector's default."""
     given = {f.name: getattr(split, f.name) for f in fields(Settings)}
     return Settings(**{name: value for name, value in given.items() if value is not None})
 
 
 def check_pairs(edges: tuple[EdgeSpec, ...], engine_args: Mapping[str, Mapping[str, Any]], config: OmniConfig) -> None:
-    """Refuse engine arguments with which the target of a KV edge cannot use what its source has computed.
+    """Refuse engine arguments with which the target of a KV edge cannot use the KV cache of its source.
 
     Args:
         engine_args: `EngineArgs` fields by stage.
 
     Raises:
-        ConfigError: starts with the path of `prefill_decode`.
+        ConfigError: the message starts with the path of `prefill_decode`.
     """
     for edge in edges:
         split = config.stage(edge.target).prefill_decode
@@ -72,12 +70,12 @@ def _path(stage: str) -> str:
 
 
 def _check(spec: StageSpec, stage: StageConfig, split: PrefillDecode, pipeline: PipelineSpec) -> None:
-    if not spec.text_stage:
-        text = next(each.name for each in pipeline.stages if each.text_stage)
-        raise ConfigError(
-            f"{_path(spec.name)}: '{spec.name}' takes its input while it decodes, so its prompts cannot be computed "
-            f"elsewhere; only '{text}' can be split; remove it"
-        )
+    if not spec.splittable:
+        why = "cannot have its prompts computed elsewhere"
+        if spec.accepts == "chunks":
+            why = "takes its input while it decodes, so its prompts cannot be computed elsewhere"
+        able = " and ".join(f"'{each.name}'" for each in pipeline.stages if each.splittable)
+        raise ConfigError(f"{_path(spec.name)}: '{spec.name}' {why}; only {able or 'none'} can be split; remove it")
     default = StageConfig()
     said = [key for key in OF_A_SIDE if getattr(stage, key) != getattr(default, key)]
     check_said_below(f"stages.{spec.name}", said)
@@ -93,7 +91,6 @@ def _split_pipeline(pipeline: PipelineSpec, spec: StageSpec, settings: Settings)
             spec,
             name=side_name(spec.name, side),
             part_of=spec.name,
-            text_stage=side == DECODE,
             engine={**spec.engine, **parameters.engine_fields(side, settings)},
         )
         for side in SIDES
@@ -102,6 +99,7 @@ def _split_pipeline(pipeline: PipelineSpec, spec: StageSpec, settings: Settings)
     return replace(
         pipeline,
         stages=(*pipeline.stages[:at], *sides, *pipeline.stages[at + 1 :]),
+        frontend=side_name(spec.name, DECODE) if pipeline.frontend == spec.name else pipeline.frontend,
         edges=(
             EdgeSpec(side_name(spec.name, PREFILL), side_name(spec.name, DECODE), KV),
             *(_moved(edge, spec.name) for edge in pipeline.edges),
@@ -110,7 +108,7 @@ def _split_pipeline(pipeline: PipelineSpec, spec: StageSpec, settings: Settings)
 
 
 def _moved(edge: EdgeSpec, stage: str) -> EdgeSpec:
-    """The same edge beside a split stage: prompts go into prefill, and rows of the prompt come out of it."""
+    """The same edge beside a split stage: prompts go into prefill, and hidden states of the prompt come out of it."""
     source, target = edge.source, edge.target
     if source == stage:
         source = side_name(stage, PREFILL if edge.kind == "tensors" else DECODE)
@@ -122,7 +120,7 @@ def _moved(edge: EdgeSpec, stage: str) -> EdgeSpec:
 def _split_config(config: OmniConfig, name: str, stage: StageConfig, split: PrefillDecode) -> OmniConfig:
     sides = {
         side_name(name, PREFILL): _side(stage, split, split.prefill, {}),
-        side_name(name, DECODE): _side(stage, split, split.decode, stage.sampling),
+        side_name(name, DECODE): _side(stage, split, split.decode, stage.params),
     }
     stages: dict[str, StageConfig] = {}
     for each, settings in config.stages.items():
@@ -130,8 +128,8 @@ def _split_config(config: OmniConfig, name: str, stage: StageConfig, split: Pref
     return replace(config, stages=stages)
 
 
-def _side(stage: StageConfig, split: PrefillDecode, side: ReplicasConfig, sampling: Mapping[str, Any]) -> StageConfig:
-    """What is said of a side, over what is said of the whole stage."""
+def _side(stage: StageConfig, split: PrefillDecode, side: ReplicasConfig, params: Mapping[str, Any]) -> StageConfig:
+    """Settings of a side, merged into those of the whole stage."""
     return StageConfig(
         replicas=side.replicas,
         devices=side.devices,
@@ -141,6 +139,6 @@ def _side(stage: StageConfig, split: PrefillDecode, side: ReplicasConfig, sampli
         engine={**stage.engine, **side.engine},
         env={**parameters.environment(settings_of(split)), **stage.env, **side.env},
         engine_overrides={**stage.engine_overrides, **side.engine_overrides},
-        sampling=sampling,
+        params=params,
         prefill_decode=split,
     )

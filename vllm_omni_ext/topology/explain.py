@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from vllm_omni_ext.model_plugins.registry import KV, EdgeSpec
+from vllm_omni_ext.plugins.spec import KV, EdgeSpec
 from vllm_omni_ext.topology.agreement import config_hash
 from vllm_omni_ext.topology.budget import gib
 from vllm_omni_ext.topology.memory_table import as_data, as_lines
@@ -20,7 +21,7 @@ _SECRET_MARKS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
 
 
 def explain(plan: Plan, headless: Headless | None = None) -> str:
-    """The plan as text: process tree, hand-overs, devices, then each stage with what differs from vLLM's defaults."""
+    """The plan as text: process tree, edges, devices, then each stage with its differences from vLLM's defaults."""
     lines = [f"model     {plan.model}", f"pipeline  {plan.pipeline}", f"machine   {_machine(plan)}", "", "processes"]
     lines += [f"  {line}" for line in _processes(plan, headless)]
     lines += ["", "hand-overs"]
@@ -34,11 +35,12 @@ def explain(plan: Plan, headless: Headless | None = None) -> str:
 
 
 def as_json(plan: Plan, headless: Headless | None = None) -> dict[str, Any]:
-    """The plan as plain data (JSON can hold it): the same content as the text."""
+    """The plan as plain JSON data, with the same content as the text."""
     config = asdict(plan.config)
     del config["stages"]
     return {
         "model": plan.model,
+        "family": plan.family,
         "pipeline": plan.pipeline,
         "machine": asdict(plan.machine),
         "api_servers": 0 if headless else plan.api_servers,
@@ -52,11 +54,12 @@ def as_json(plan: Plan, headless: Headless | None = None) -> dict[str, Any]:
             {
                 "name": stage.name,
                 "part_of": stage.part_of,
-                "text_stage": stage.text_stage,
+                "frontend": stage is plan.frontend(),
+                "accepts": stage.accepts,
                 "config_hash": config_hash(plan, stage.name),
                 "engine_args": _plain(_visible(stage.engine_args)),
                 "env": _visible(stage.env),
-                "sampling": _plain(stage.sampling),
+                "params": _plain(stage.params),
                 "replicas": [{"id": str(r.id), "devices": list(r.devices)} for r in stage.replicas],
             }
             for stage in plan.stages
@@ -77,7 +80,7 @@ def _edge(plan: Plan, edge: EdgeSpec) -> str:
 
 
 def unshared_caches(plan: Plan) -> list[str]:
-    """What to say of multimodal caches that several processes would have to share, and do not."""
+    """Warnings about multimodal caches that several processes should share but do not."""
     lines = []
     if plan.api_servers > 1:
         lines.append(f"{plan.api_servers} API servers, each with its own multimodal processor cache; none is shared")
@@ -104,7 +107,7 @@ def _sizes(machine: Machine) -> str:
 
 def _processes(plan: Plan, headless: Headless | None) -> list[str]:
     if headless:
-        host, port = headless.master
+        host, port = headless.head
         replicas = (_replica(replica, headless.stage) for replica in plan.replicas())
         return [f"headless, joins {host} port {port}", *(f"|- {replica}" for replica in replicas)]
     children = ["coordinator", *(f"api_server {index}" for index in range(plan.api_servers))]
@@ -120,7 +123,7 @@ def _replica(replica: ReplicaPlan, name: str) -> str:
 
 def _settings(plan: Plan) -> list[str]:
     config = plan.config
-    deadline = "none" if config.request_deadline_s is None else f"{config.request_deadline_s:g} s"
+    deadline = "none" if config.request_timeout_s is None else f"{config.request_timeout_s:g} s"
     return _table(
         {
             "async_chunk": str(config.async_chunk).lower(),
@@ -135,11 +138,11 @@ def _settings(plan: Plan) -> list[str]:
 def _stage(plan: Plan, stage: StagePlan) -> list[str]:
     count = len(stage.replicas)
     number = f"{count} replica{'' if count == 1 else 's'}{'' if count else ' here'}"
-    lines = [f"stage {stage.name}: {number}{', answers text' if stage.text_stage else ''}"]
+    lines = [f"stage {stage.name}: {number}{', the frontend' if stage is plan.frontend() else ''}"]
     lines[0] += "".join(
         f", computes the prompts of {e.target}" for e in plan.edges if e.kind == KV and e.source == stage.name
     )
-    for title, values in (("engine", stage.engine_args), ("sampling", stage.sampling), ("env", stage.env)):
+    for title, values in (("engine", stage.engine_args), ("params", stage.params), ("env", stage.env)):
         if values:
             lines += [f"  {title}", *(f"  {line}" for line in _table(_visible(values)))]
     return lines
@@ -165,10 +168,4 @@ def _is_secret(name: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    return str(value)
+    return json.loads(json.dumps(value, default=lambda each: dict(each) if isinstance(each, Mapping) else str(each)))

@@ -1,4 +1,4 @@
-"""Engine arguments of one stage, from all who have a say: the strongest layer wins, nothing is dropped silently."""
+"""Merges the engine arguments of one stage from all layers: the strongest layer wins, nothing is dropped silently."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.config.schema import ReplicasConfig
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.model_plugins.registry import StageSpec
+from vllm_omni_ext.plugins.spec import StageSpec
 
 SHARED_FIELDS = frozenset(
     {
@@ -38,39 +38,50 @@ SHARED_FIELDS = frozenset(
         "use_tqdm_on_load",
     }
 )
-"""Stock flags that say something about the whole model or the whole server: they apply to every stage.
-All other stock flags apply to the text stage alone."""
+"""Stock flags about the whole model or the whole server, which apply to every stage. All other stock flags apply to the
+frontend alone.
+"""
 
 _ONE_HOST = "a replica runs on one host; remove it"
 _REPLICAS = "write {path}.replicas instead"
 _API = "write api_servers instead"
+DATA_PARALLEL: Mapping[str, object] = {
+    "data_parallel_size": 1,
+    "data_parallel_size_local": None,
+    "data_parallel_rank": None,
+    "data_parallel_start_rank": None,
+    "data_parallel_address": None,
+    "data_parallel_rpc_port": None,
+    "data_parallel_hybrid_lb": False,
+    "data_parallel_external_lb": False,
+    "data_parallel_multi_port_external_lb": False,
+    "enable_elastic_ep": False,
+}
+"""Engine fields in whose place a stage has replicas, with the one value that is accepted."""
+
 _RESERVED: Mapping[str, tuple[str, object]] = {
     "model": ("the model is given once, on the command line; remove it", None),
     "device_ids": ("write {path}.devices instead", None),
-    "data_parallel_size": (_REPLICAS, 1),
-    "data_parallel_size_local": (_REPLICAS, None),
-    "data_parallel_rank": (_REPLICAS, None),
-    "data_parallel_start_rank": (_REPLICAS, None),
-    "data_parallel_address": (_REPLICAS, None),
-    "data_parallel_rpc_port": (_REPLICAS, None),
-    "data_parallel_hybrid_lb": (_REPLICAS, False),
-    "data_parallel_external_lb": (_REPLICAS, False),
-    "data_parallel_multi_port_external_lb": (_REPLICAS, False),
-    "enable_elastic_ep": (_REPLICAS, False),
+    **{name: (_REPLICAS, harmless) for name, harmless in DATA_PARALLEL.items()},
     "enable_fault_tolerance": ("a lost replica is handled by the pool; remove it", False),
     "nnodes": (_ONE_HOST, 1),
     "node_rank": (_ONE_HOST, 0),
     "_api_process_count": (_API, 1),
     "_api_process_rank": (_API, 0),
 }
-"""Engine fields that the plan decides: what to write instead, and the one value that changes nothing."""
+"""Engine fields that the plan decides: what to write instead, and the one value that is accepted."""
 
 _INSTEAD: Mapping[str, str] = {"pipeline_parallel_size": "write tensor_parallel_size instead"}
-"""What to write instead of a field that a pipeline has settled."""
+"""What to write instead of a field that a pipeline fixes."""
 
 
-def said(spec: StageSpec, stage: ReplicasConfig, text_args: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user said about a stage's engine: `--stage-overrides` over stock flags over the file.
+def user_engine_args(
+    spec: StageSpec, stage: ReplicasConfig, text_args: Mapping[str, Any], takes_stock_flags: bool
+) -> dict[str, Any]:
+    """The user's engine arguments of a stage: `--stage-overrides` over stock flags over the file.
+
+    Args:
+        takes_stock_flags: all stock flags apply to the stage; otherwise only those about the whole model.
 
     Raises:
         ConfigError: a field that the pipeline or the plan decides.
@@ -79,9 +90,9 @@ def said(spec: StageSpec, stage: ReplicasConfig, text_args: Mapping[str, Any]) -
     flags = {
         key: value
         for key, value in text_args.items()
-        # A shared flag does not reach a stage whose pipeline says something else about the field.
+        # A shared flag does not reach a stage whose pipeline sets the field.
         if key != "model"
-        and (spec.stock_flags or (key in SHARED_FIELDS and key not in {**spec.engine, **spec.engine_defaults}))
+        and (takes_stock_flags or (key in SHARED_FIELDS and key not in {**spec.engine, **spec.engine_defaults}))
     }
     for layer, prefix in ((flags, ""), (stage.engine, f"{path}."), (stage.engine_overrides, f"{path}.")):
         for key, value in layer.items():

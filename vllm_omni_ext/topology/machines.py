@@ -1,4 +1,4 @@
-"""A machine in words, for planning one that is not here: `cuda:80GiBx2`."""
+"""A machine as text, to plan for a machine other than this one: `cuda:80GiBx2`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
 
 
 def parse_machine(text: str, here: Machine) -> Machine:
-    """Read a machine.
+    """Parse a machine.
 
     Args:
         text: `cuda:SIZExCOUNT` with the size of each device as `nvidia-smi` shows it, in GiB or MiB, and their number
             (1 if left out); or `cpu`.
-        here: has the cores and the memory of the host, which the text does not say.
+        here: supplies the cores and the memory of the host, which the text does not name.
 
     Raises:
         ConfigError: the text is neither.

@@ -12,7 +12,7 @@ _WIDTHS = (0, 9, 10, 13, 8, 9, 9, 8, 12)
 
 
 def as_lines(sheets: Sequence[Sheet]) -> list[str]:
-    """One block a device: what each replica has of it, and what is left; all in GiB."""
+    """One block of lines per device: the memory of each replica and the remaining memory, in GiB."""
     names = max([len("free"), *(len(share.replica) for sheet in sheets for share in sheet.shares)])
     lines = []
     for sheet in sheets:

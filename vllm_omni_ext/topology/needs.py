@@ -1,4 +1,4 @@
-"""What one replica takes of each of its CUDA devices, from the sizes of its stage and its engine arguments. Pure."""
+"""Memory that one replica needs on each of its CUDA devices, from its stage's sizes and engine arguments. Pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_omni_ext.model_plugins.registry import EncoderMemory, StageMemory
+from vllm_omni_ext.plugins.memory import EncoderMemory, StageMemory
 
 GIB = 1 << 30
 MIB = 1 << 20
 
 CONTEXT_BYTES = 600 * MIB
-"""A process's CUDA context with the code of its kernels. About 0.5 GiB on an H100, taken before vLLM measures free
-memory, so that it is outside `gpu_memory_utilization`."""
+"""A process's CUDA context with the code of its kernels. About 0.5 GiB on an H100, allocated before vLLM measures free
+memory, so that it is outside `gpu_memory_utilization`.
+"""
 
 COMMUNICATION_BYTES = GIB
-"""NCCL's channels and vLLM's buffers for all-reduce where a replica has several devices. An estimate; also taken before
-vLLM measures."""
+"""NCCL's channels and vLLM's buffers for all-reduce, if a replica has several devices. An estimate; also allocated
+before vLLM measures.
+"""
 
 LIBRARY_BYTES = 512 * MIB
 """Workspaces: FlashInfer's attention has 394 MiB (`VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE`), cuBLAS and cuDNN the
@@ -26,22 +28,23 @@ rest."""
 
 GRAPH_LAYER_BYTES = 512 << 10
 """A layer in one captured graph. vLLM logs 0.5 to 0.85 GiB for 67 sizes of models with 32 to 36 layers, which is half
-of this; the rest is for layers with experts. An estimate."""
+of this; the other half is for layers with experts. An estimate.
+"""
 
 MOST_CAPTURED_TOKENS = 512
 """The largest batch vLLM captures by default; the default is twice `max_num_seqs` below that."""
 
 LOGIT_BYTES = 18
-"""Of a logit at the peak of sampling: in 16 bits, in float32, scaled, as probability and sorted."""
+"""Bytes per logit at the peak of sampling: in 16 bits, in float32, scaled, as probability and sorted."""
 
 COUNT_BITS = 33
-"""Of a vocabulary entry of each sequence, kept for penalties: an int32 count and one bit for the prompt."""
+"""Bits per vocabulary entry of each sequence for penalties: an int32 count and one bit for the prompt."""
 
 DEFAULT_BLOCK_TOKENS = 16
 """Tokens of a block of vLLM's KV cache."""
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float": 4}
-"""Bytes of a number by `EngineArgs.dtype`; all others have 2, also `auto`, which is never float32 on CUDA."""
+"""Bytes per number by `EngineArgs.dtype`; all others have 2, also `auto`, which is never float32 on CUDA."""
 
 ONLINE_BYTES: Mapping[str, float] = {
     "fp8": 1,
@@ -52,7 +55,7 @@ ONLINE_BYTES: Mapping[str, float] = {
     "mxfp8": 1 + 1 / 32,
     "nvfp4_per_token": 0.5 + 1 / 16,
 }
-"""Bytes of a weight by `EngineArgs.quantization`, for those that vLLM applies to any checkpoint while it loads."""
+"""Bytes per weight by `EngineArgs.quantization`, for those that vLLM applies to any checkpoint while loading."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +63,12 @@ class Need:
     """Bytes on each device of a replica.
 
     Attributes:
-        weights: as loaded, after quantization.
-        activations: most that a step, or the profile run of the encoder, holds at once; workspaces included.
+        weights: weights as loaded, after quantization.
+        activations: peak of a step or of the encoder's profile run, workspaces included.
         graphs: CUDA graphs.
-        buffers: what is kept for each sequence, besides the KV cache.
-        context: taken before vLLM measures free memory.
-        kv_token: KV cache of one token; 0 = the stage has none.
+        buffers: buffers for all sequences, besides the KV cache.
+        context: memory allocated before vLLM measures free memory.
+        kv_token: KV cache of one token; 0 = the stage has no KV cache.
         sequence_tokens: the longest sequence, for which the KV cache must have room.
         block_tokens: tokens of a block of the KV cache.
     """
@@ -81,18 +84,18 @@ class Need:
 
     @property
     def fixed(self) -> int:
-        """What `gpu_memory_utilization` must cover besides the KV cache."""
+        """Bytes that `gpu_memory_utilization` must cover besides the KV cache."""
         return self.weights + self.activations + self.graphs + self.buffers
 
     @property
     def least_kv(self) -> int:
-        """KV cache of one sequence of full length, with the block vLLM keeps for itself."""
+        """KV cache of one sequence of full length, with the block that vLLM keeps for itself."""
         blocks = -(-self.sequence_tokens // self.block_tokens) + 1
         return blocks * self.block_tokens * self.kv_token
 
 
 def need(memory: StageMemory, args: Mapping[str, Any], longest: int) -> Need:
-    """Work out what a replica needs.
+    """Compute the memory that a replica needs.
 
     Args:
         args: the resolved `EngineArgs` fields of the stage.
@@ -102,7 +105,7 @@ def need(memory: StageMemory, args: Mapping[str, Any], longest: int) -> Need:
     width = DTYPE_BYTES.get(str(args.get("dtype", "auto")).removeprefix("torch."), 2)
     sequences = int(args.get("max_num_seqs") or 0)
     said = args.get("max_model_len") or longest
-    length: int = said if isinstance(said, int) and said > 0 else 1  # -1: vLLM takes what fits
+    length: int = said if isinstance(said, int) and said > 0 else 1  # -1: vLLM chooses what fits
     kv_width = _kv_width(str(args.get("kv_cache_dtype", "auto")), width)
     heads = max(1, memory.kv_heads // tensor) if memory.kv_layers else 0
     return Need(
@@ -128,7 +131,7 @@ def _weights(memory: StageMemory, args: Mapping[str, Any], width: int, ranks: in
 
 
 def _activations(memory: StageMemory, args: Mapping[str, Any], width: int, tensor: int, length: int) -> int:
-    """The largest of a step of the decoder, sampling and the encoder; rows the encoder made are there all the time."""
+    """The largest of a decoder step, sampling and the encoder; the encoder's output is always held."""
     tokens = int(args.get("max_num_batched_tokens") or 0)
     step: int = tokens * (memory.step_elements + memory.split_step_elements // tensor) + memory.pass_elements
     logits = int(args.get("max_num_seqs") or 0) * memory.vocabulary * LOGIT_BYTES
@@ -142,7 +145,7 @@ def _activations(memory: StageMemory, args: Mapping[str, Any], width: int, tenso
 
 
 def _encoded_tokens(encoder: EncoderMemory, args: Mapping[str, Any], length: int) -> int:
-    """Tokens of the pictures, or of the video, with which vLLM profiles the encoder."""
+    """Tokens of the images, or of the video, with which vLLM profiles the encoder."""
     limits = args.get("limit_mm_per_prompt") or {}
     allowed = {kind: _count(limits.get(kind, 1)) > 0 for kind in ("image", "video")}
     if not any(allowed.values()):
@@ -159,7 +162,7 @@ def _count(limit: Any) -> int:
 
 
 def _graphs(layers: int, sequences: int) -> int:
-    """All captured sizes: 1, 2, 4, then every 8th up to 256 and every 16th above."""
+    """Bytes of all captured sizes: 1, 2, 4, then every 8th up to 256 and every 16th above."""
     largest = min(2 * sequences, MOST_CAPTURED_TOKENS)
     sizes = (1, 2, 4, *range(8, 256, 8), *range(256, MOST_CAPTURED_TOKENS + 1, 16))
     captured: int = sum(size <= largest for size in sizes)
@@ -167,7 +170,7 @@ def _graphs(layers: int, sequences: int) -> int:
 
 
 def _kv_width(dtype: str, width: int) -> int:
-    """Bytes of a number in the KV cache."""
+    """Bytes per number in the KV cache."""
     if dtype == "auto":
         return width
     return 1 if dtype.startswith(("fp8", "int8")) else 2

@@ -1,4 +1,4 @@
-"""Which CUDA devices each replica gets, and how much of a shared device's memory."""
+"""Assigns CUDA devices to replicas, and parts of a shared device's memory."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.errors import ConfigError
 
 SHARED_DEVICE_MEMORY = 0.9
-"""Part of a device's memory that is handed out when several replicas share it; the rest is for CUDA contexts."""
+"""Part of a device's memory that replicas sharing it get together; the remainder is for CUDA contexts."""
 
 Devices = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What one stage asks for.
+    """Devices and memory that one stage asks for.
 
     Attributes:
         tensor_parallel, pipeline_parallel: their product is the number of devices of one replica.
-        replicas: 0 = the stage is on other hosts; it gets no device, whatever is written.
-        devices: what the user wrote under `stages.<name>.devices`: all devices of all replicas in order, or the first
-            replica's, after which the others follow; None = place automatically.
+        replicas: 0 = the stage is on other hosts and gets no device, even if `devices` is set.
+        devices: `stages.<name>.devices`: all devices of all replicas in order, or only those of the first replica; None
+            = place automatically.
         share: relative part of a shared device's memory (`StageSpec.gpu_share`).
         utilization: `gpu_memory_utilization` if the user set it.
     """
@@ -43,15 +43,15 @@ class Demand:
 
 
 def place(demands: Sequence[Demand], device_count: int) -> dict[str, tuple[Devices, ...]]:
-    """Give every replica its devices.
+    """Assign devices to every replica.
 
-    Written devices are taken as written; those of one replica alone are a template, which replica r gets shifted by r
-    times the devices of a replica: '0,1' makes 0,1 and 2,3. The other replicas follow in stage order, each on the
-    devices with the least load so far, where the load of a replica is its stage's share. So with enough devices every
-    replica has its own, with two the largest stage keeps one for itself, and with one all are on it.
+    Configured devices are used as written. Devices of one replica alone are a template that replica r shifts by r times
+    the devices per replica: '0,1' makes 0,1 and 2,3. Replicas without configured devices follow in stage order, each on
+    the devices with the least load so far, where the load of a replica is its stage's share. With enough devices every
+    replica has its own; with two, the largest stage has one for itself; with one, all replicas share it.
 
     Raises:
-        ConfigError: counts that do not fit; the message does the arithmetic.
+        ConfigError: counts that do not match; the message shows the arithmetic.
     """
     placed: dict[str, tuple[Devices, ...]] = {}
     load = [0.0] * device_count
@@ -71,8 +71,9 @@ def place(demands: Sequence[Demand], device_count: int) -> dict[str, tuple[Devic
 def memory_shares(demands: Sequence[Demand], placed: Mapping[str, tuple[Devices, ...]]) -> dict[str, float]:
     """`gpu_memory_utilization` for each stage that shares a device and whose user did not set it.
 
-    The users' own values are taken off `SHARED_DEVICE_MEMORY` first, the rest is split by share. A stage has one value
-    for all its replicas: that of its fullest device. A stage alone on its devices is left to vLLM's default.
+    Values set by the user are subtracted from `SHARED_DEVICE_MEMORY` first, and the remainder is split by share. A
+    stage has one value for all its replicas: that of its fullest device. A stage alone on its devices has vLLM's
+    default.
     """
     shares: dict[str, float] = {}
     for device in sorted({d for replicas in placed.values() for devices in replicas for d in devices}):
@@ -112,7 +113,7 @@ def _written(demand: Demand, text: str, device_count: int) -> tuple[Devices, ...
 
 
 def _check_template(demand: Demand, text: str, replicas: tuple[Devices, ...], device_count: int) -> None:
-    """Replicas that follow from the first one's devices have their own, and these exist."""
+    """Check that the devices derived from the first replica's exist and do not overlap."""
     path = f"{stage_path(demand.stage)}.devices"
     used = [device for devices in replicas for device in devices]
     come_out = " and ".join(f"'{','.join(map(str, devices))}'" for devices in replicas)
@@ -142,7 +143,7 @@ def _least_loaded(demand: Demand, load: list[float]) -> Devices:
 
 
 def _unit_share(device: int, users: Sequence[Demand]) -> float:
-    """Memory of one unit of `share` on that device."""
+    """Memory of one unit of `share` on a device."""
     written = [(demand.stage, demand.utilization) for demand in users if demand.utilization is not None]
     taken = sum(value for _, value in written)
     sum_text = " + ".join(f"{stage} {value:g}" for stage, value in written)

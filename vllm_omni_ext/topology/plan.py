@@ -8,16 +8,17 @@ from typing import Any
 
 from vllm_omni_ext.config.checks import ADAPTIVE, ALL_AT_ONCE, unknown_key
 from vllm_omni_ext.config.disaggregation import stage_path
-from vllm_omni_ext.config.schema import STREAM_IDLE_S, OmniConfig
+from vllm_omni_ext.config.schema import STREAM_IDLE_TIMEOUT_S, OmniConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.model_plugins.registry import ModelFacts, PipelineSpec, StageSpec
+from vllm_omni_ext.plugins.memory import ModelFacts
+from vllm_omni_ext.plugins.spec import PipelineSpec, StageSpec
 from vllm_omni_ext.topology import cpu
 from vllm_omni_ext.topology.budget import Ask, DoesNotFit, Sheet, divide
 from vllm_omni_ext.topology.compilation import with_custom_ops
-from vllm_omni_ext.topology.connections import Connections, connections, told
+from vllm_omni_ext.topology.connections import Connections, connections, connector_config
 from vllm_omni_ext.topology.disaggregation import check_pairs, expand
-from vllm_omni_ext.topology.layers import SHARED_FIELDS, parallel_size, said
+from vllm_omni_ext.topology.layers import SHARED_FIELDS, parallel_size, user_engine_args
 from vllm_omni_ext.topology.needs import GIB, need
 from vllm_omni_ext.topology.placement import Demand, Devices, memory_shares, place
 from vllm_omni_ext.topology.remedies import advice
@@ -31,7 +32,7 @@ __all__ = [
     "StagePlan",
     "make_plan",
     "plan_as_asked",
-    "resolved_sampling",
+    "resolved_params",
 ]
 
 
@@ -43,18 +44,18 @@ def make_plan(
     text_args: Mapping[str, Any],
     machine: Machine,
     facts: ModelFacts | None = None,
-    headless: bool = False,
+    family: str = "",
 ) -> Plan:
-    """Decide everything that is going to be started.
+    """Decide which processes to start, and with which settings.
 
     Args:
-        text_args: the `EngineArgs` fields the user really gave as stock flags or keywords. They apply to the text
-            stage; those in `SHARED_FIELDS` to every stage.
-        facts: what the checkpoint says about its stages, if known.
-        headless: the text stage is on another host.
+        text_args: the `EngineArgs` fields that the user gave as stock flags or keywords. They apply to the frontend;
+            those in `SHARED_FIELDS` to every stage.
+        facts: facts of the checkpoint about its stages, if known.
+        family: name of the model family that the pipeline is from.
 
     Raises:
-        DoesNotFit: a CUDA device is too small; the message says for what, and what helps.
+        DoesNotFit: a CUDA device is too small; the message says for what, and which flags help.
         ConfigError: the settings contradict each other, the pipeline or the machine.
     """
     facts = facts or ModelFacts()
@@ -67,14 +68,14 @@ def make_plan(
             text_args={**text_args, **flags},
             machine=where,
             facts=facts,
-            headless=headless,
+            family=family,
         )
 
     try:
         return attempt({}, machine)
     except DoesNotFit as err:
         said = text_args.get("max_model_len")
-        longest = said if isinstance(said, int) else _text_length(pipeline, facts)
+        longest = said if isinstance(said, int) else facts.max_model_len.get(pipeline.frontend, 0)
         helps = advice(attempt, text_args, machine, longest)
         raise DoesNotFit(f"{err}; {helps}", err.sheets) from None
 
@@ -87,18 +88,19 @@ def plan_as_asked(
     text_args: Mapping[str, Any],
     machine: Machine,
     facts: ModelFacts,
-    headless: bool = False,
+    family: str = "",
 ) -> Plan:
-    """As `make_plan`, without looking for what helps when a device is too small."""
+    """As `make_plan`, without a search for flags that help when a device is too small."""
     pipeline, config = expand(pipeline, config)
     if config.pipeline not in (None, pipeline.name):
         raise ConfigError(f"pipeline: the stage config is for '{config.pipeline}', but the model is '{pipeline.name}'")
     for name in config.stages:
         pipeline.stage(name)
-    if not headless:
-        _check_text_stage(pipeline, config)
     _check_chunks(pipeline, config)
-    user = {spec.name: said(spec, config.stage(spec.name), text_args) for spec in pipeline.stages}
+    user = {
+        spec.name: user_engine_args(spec, config.stage(spec.name), text_args, pipeline.takes_stock_flags(spec))
+        for spec in pipeline.stages
+    }
     connected = connections(pipeline, config)
     around = _Surroundings(pipeline, config, machine, facts, _replica_count(pipeline, config), connected)
     args = {spec.name: _engine_args(spec, user[spec.name], around) for spec in pipeline.stages}
@@ -109,7 +111,9 @@ def plan_as_asked(
     check_pairs(pipeline.edges, {stage.name: stage.engine_args for stage in stages}, config)
     return Plan(
         model=model,
+        family=family,
         pipeline=pipeline.name,
+        frontend_stage=pipeline.frontend,
         machine=machine,
         stages=stages,
         edges=pipeline.edges,
@@ -121,13 +125,8 @@ def plan_as_asked(
     )
 
 
-def _text_length(pipeline: PipelineSpec, facts: ModelFacts) -> int:
-    """The longest sequence of the stage that answers text, in tokens; 0 if it is not known."""
-    return next((facts.max_model_len.get(spec.model_stage, 0) for spec in pipeline.stages if spec.text_stage), 0)
-
-
 CORES_PER_API_SERVER, MOST_API_SERVERS = 2, 8
-"""What `auto` means: one API server for every two cores, as its engines need some too, and a bound for large hosts."""
+"""`auto`: one API server for every two cores, since its engines need cores too, up to a bound for large hosts."""
 
 
 def _api_servers(config: OmniConfig, machine: Machine) -> int:
@@ -141,27 +140,27 @@ def _check_chunks(pipeline: PipelineSpec, config: OmniConfig) -> None:
     for name in config.chunks:
         if name not in known:
             raise unknown_key("chunks", name, known)
-    if config.stream_idle_s <= config.chunk_deadline_s:
+    if config.stream_idle_timeout_s <= config.chunk_timeout_s:
         raise ConfigError(
-            f"{STREAM_IDLE_S}: must be more than chunk_deadline_s ({config.chunk_deadline_s:g}), "
-            f"got {config.stream_idle_s:g}"
+            f"{STREAM_IDLE_TIMEOUT_S}: must be more than chunk_timeout_s ({config.chunk_timeout_s:g}), "
+            f"got {config.stream_idle_timeout_s:g}"
         )
 
 
 def _chunks(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, Any]:
-    """Chunk sizes by hand-over, and whether they adapt."""
+    """Chunk sizes by edge, and whether they adapt."""
     sizes: dict[str, Any] = {**pipeline.chunks(), ADAPTIVE: True, **config.chunks}
     return sizes if config.async_chunk else sizes | dict.fromkeys(pipeline.chunks(), ALL_AT_ONCE)
 
 
-def resolved_sampling(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[str, Any]]:
-    """Sampling defaults by stage: what the configuration says over what the pipeline says."""
-    return {spec.name: {**spec.sampling, **config.stage(spec.name).sampling} for spec in pipeline.stages}
+def resolved_params(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[str, Any]]:
+    """Default parameters by stage: the configuration's over the pipeline's."""
+    return {spec.name: {**spec.defaults, **config.stage(spec.name).params} for spec in pipeline.stages}
 
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """What is the same for all stages; `replicas` counts all of them on this host, at least 1."""
+    """Values that are the same for all stages; `replicas` is the number of all replicas on this host, at least 1."""
 
     pipeline: PipelineSpec
     config: OmniConfig
@@ -173,14 +172,6 @@ class _Surroundings:
 
 def _replica_count(pipeline: PipelineSpec, config: OmniConfig) -> int:
     return max(1, sum(config.stage(spec.name).replicas for spec in pipeline.stages))
-
-
-def _check_text_stage(pipeline: PipelineSpec, config: OmniConfig) -> None:
-    for spec in pipeline.stages:
-        if spec.text_stage and not config.stage(spec.name).replicas:
-            raise ConfigError(
-                f"{stage_path(spec.name)}.replicas: the stage that answers text needs at least 1 here, got 0"
-            )
 
 
 _Placement = tuple[dict[str, tuple[Devices, ...]], dict[str, float], tuple[Sheet, ...]]
@@ -205,7 +196,7 @@ def _devices(args: Mapping[str, dict[str, Any]], user: Mapping[str, Mapping[str,
 
 
 def _asks(args: Mapping[str, dict[str, Any]], a: _Surroundings) -> dict[str, Ask]:
-    """What each stage needs of a device; empty unless the sizes of all stages and of the devices are known."""
+    """Memory needs of each stage; empty unless the sizes of all stages and of the devices are known."""
     memory, lengths = a.facts.memory, a.facts.max_model_len
     if not a.machine.device_bytes or any(spec.model_stage not in memory for spec in a.pipeline.stages):
         return {}
@@ -234,14 +225,14 @@ def _demand(spec: StageSpec, config: OmniConfig, user: Mapping[str, Any]) -> Dem
 
 
 def _engine_args(spec: StageSpec, user: Mapping[str, Any], around: _Surroundings) -> dict[str, Any]:
-    """What the engines of a stage are given, but for their part of a device's memory."""
+    """Engine arguments of a stage, without its part of a device's memory."""
     defaults = dict(spec.cuda_defaults)
     if around.machine.platform == "cpu":
         defaults = cpu.engine_defaults(spec, around.facts, around.machine, around.replicas)
         if user.get("tensor_parallel_size", 1) == user.get("pipeline_parallel_size", 1) == 1:
             defaults["distributed_executor_backend"] = "uni"
     args = with_custom_ops({**defaults, **spec.engine_defaults, **user, **spec.engine}, spec.custom_ops)
-    if ends := told(around.pipeline, spec, around.connected):
+    if ends := connector_config(around.pipeline, spec, around.connected):
         args["additional_config"] = {**args.get("additional_config", {}), **ends}
     return _one_step(spec, args, around)
 
@@ -253,23 +244,27 @@ def _stage_plan(
     env = cpu.environment(stage, around.machine, around.replicas) if on_cpu else {}
     return StagePlan(
         name=spec.name,
-        text_stage=spec.text_stage,
         part_of=spec.part_of,
         engine_args=args,
         env={**env, **stage.env},
         replicas=tuple(ReplicaPlan(id=ReplicaId(spec.name, i), devices=ids) for i, ids in enumerate(devices)),
-        sampling={**spec.sampling, **stage.sampling},
+        params={**spec.defaults, **stage.params},
+        params_type=spec.params,
+        accepts=spec.accepts,
     )
 
 
 def _one_step(spec: StageSpec, args: dict[str, Any], around: _Surroundings) -> dict[str, Any]:
-    """A pooling stage takes a sequence in one step, so a step must hold the longest sequence. It keeps streams."""
-    if args.get("runner") != "pooling":
+    """A stage that accepts parts computes each in one step, so a step must hold the longest. It also keeps streams."""
+    if spec.accepts != "parts":
         return args
     lengths = around.facts.max_model_len
     if spec.model_stage in lengths:
         args.setdefault("max_model_len", lengths[spec.model_stage])
-    args["additional_config"] = {STREAM_IDLE_S: around.config.stream_idle_s, **args.get("additional_config", {})}
+    args["additional_config"] = {
+        STREAM_IDLE_TIMEOUT_S: around.config.stream_idle_timeout_s,
+        **args.get("additional_config", {}),
+    }
     if "max_model_len" in args:
         args.setdefault("max_num_batched_tokens", args["max_model_len"])
     return args

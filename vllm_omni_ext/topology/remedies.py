@@ -1,4 +1,4 @@
-"""What makes a model fit that does not fit as it was asked for. Pure; a proposal is planned before it is made."""
+"""Finds flags or machines with which a model fits that did not. Pure; every proposal has been planned successfully."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.topology.shape import Machine
 
 FEWEST_TOKENS = 4096
-"""No shorter `max_model_len` is proposed."""
+"""The smallest `max_model_len` that is proposed."""
 
 LENGTH_STEP = 1024
 """Proposed lengths are multiples of this."""
@@ -20,12 +20,12 @@ SHORT_PART = 0.5
 """A `max_model_len` of at least this part of the longest is the mildest of all proposals; a shorter one is the last."""
 
 MOST_DEVICES = 8
-"""No larger machine is proposed."""
+"""The largest number of devices that is proposed."""
 
 _PARALLEL = (2, 4, 8)
 
 Attempt = Callable[[Mapping[str, Any], Machine], object]
-"""Plans with these stock flags on top of the user's, on this machine; ConfigError if that cannot be."""
+"""Plans for a machine with these stock flags on top of the user's; ConfigError if that is impossible."""
 
 Flags = Mapping[str, Any]
 """Stock flags by the name of their `EngineArgs` field."""
@@ -36,7 +36,7 @@ def flags_that_help(attempt: Attempt, args: Flags, machine: Machine, longest: in
 
     Args:
         args: the stock flags that were given.
-        longest: longest sequence the text stage may have now, in tokens.
+        longest: longest sequence the frontend may have now, in tokens.
     """
     kinds = ("tensor_parallel_size", "quantization", "max_model_len")
 
@@ -52,12 +52,12 @@ def flags_that_help(attempt: Attempt, args: Flags, machine: Machine, longest: in
 
 
 def devices_that_help(attempt: Attempt, machine: Machine) -> int | None:
-    """How many devices of the same size the plan needs as it is; None: more than `MOST_DEVICES` or a larger device."""
+    """The smallest number of devices of the same size on which the unchanged plan fits; None: there is none."""
     return next((larger.device_count for larger in _larger(machine) if _fits(attempt, {}, larger)), None)
 
 
 def advice(attempt: Attempt, args: Flags, machine: Machine, longest: int) -> str:
-    """Half a sentence that names what is known to help."""
+    """Half a sentence that names the remedies found."""
     ways = [as_text(flags) for flags in flags_that_help(attempt, args, machine, longest)]
     if (count := devices_that_help(attempt, machine)) is not None:
         ways.append(f"{count} devices of this size")
@@ -83,7 +83,7 @@ def as_text(flags: Flags) -> str:
 
 
 def _try(kinds: tuple[str, ...], attempt: Attempt, machine: Machine, longest: int) -> dict[str, Any]:
-    """The mildest values of these flags that make it fit; empty if none do."""
+    """The mildest values of these flags with which the plan fits; empty if there are none."""
     fixed = [kind for kind in kinds if kind != "max_model_len"]
     for flags in _values(fixed, machine.device_count):
         if "max_model_len" not in kinds:

@@ -1,21 +1,24 @@
-"""What a plan is made of. Frozen data that can be pickled into every process."""
+"""The data of a plan: frozen, and picklable into every process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import UnknownMember
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.model_plugins.registry import KV, EdgeSpec
+from vllm_omni_ext.plugins.spec import KV, SAMPLING_PARAMS, Accepts, EdgeSpec
 from vllm_omni_ext.topology.budget import Sheet
+
+_Name = TypeVar("_Name")
+_Member = TypeVar("_Member")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where the replicas will run. `memory_bytes` is the host's.
+    """The machine of the replicas. `memory_bytes` is the host's.
 
     Attributes:
         device_bytes: memory of each CUDA device as NVML reports it; empty if not known.
@@ -38,28 +41,36 @@ class ReplicaPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """One stage, everything decided.
+    """One stage of a plan, with all settings.
 
     Attributes:
-        engine_args: `EngineArgs` fields of its replicas, without `model` and devices; what is not named is left to
-            vLLM's default.
-        part_of: the stage of the model it is a side of; "" if it is a whole one.
+        engine_args: `EngineArgs` fields of its replicas, without `model` and devices; missing fields have vLLM's
+            default.
+        part_of: for a prefill or decode stage, the stage of the model that was split; else "".
         env: environment variables of the replica processes, on top of the inherited ones.
-        sampling: default `SamplingParams` fields.
+        params: default parameters of a request: fields of `params_type`.
+        params_type: "pkg.mod:attr" of the type of its parameters (see `plugins.params`).
+        accepts: the kind of input that the stage takes (see `StageSpec`).
     """
 
     name: str
-    text_stage: bool
     engine_args: Mapping[str, Any]
     env: Mapping[str, str]
     replicas: tuple[ReplicaPlan, ...]
-    sampling: Mapping[str, Any]
+    params: Mapping[str, Any]
+    params_type: str = SAMPLING_PARAMS
+    accepts: Accepts = "requests"
     part_of: str = ""
 
     @property
     def model_stage(self) -> str:
-        """The stage as the model's flow and its callers know it."""
+        """Name of the stage in the model's flow, where a split stage is one."""
         return self.part_of or self.name
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """The default parameters as fields of vLLM's `SamplingParams`; empty if the stage has a type of its own."""
+        return self.params if self.params_type == SAMPLING_PARAMS else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,31 +79,35 @@ class Headless:
 
     Attributes:
         stage: the one stage it runs.
-        replicas: how many of it.
-        master: host and TCP port where the head takes registrations.
-        replica_address: host under which the head reaches the replicas; None = the one that routes to the head.
+        replicas: number of its replicas.
+        head: host and TCP port where the head takes registrations.
+        replica_address: host under which the head reaches the replicas; None = the address with a route to the head.
     """
 
     stage: str
     replicas: int
-    master: tuple[str, int]
+    head: tuple[str, int]
     replica_address: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is going to be started.
+    """Everything that a deployment starts.
 
     Attributes:
-        pipeline: name of the pipeline.
+        family: name of the model's family.
+        pipeline: name of the pipeline, one of the family's.
+        frontend_stage: name of the stage that `frontend` returns.
         stages: in start order.
-        chunks: sizes of successive chunks, or "all", by the name of the hand-over; "adaptive": whether they adapt.
-        connectors: fields of `ConnectorConfig` by the name of the hand-over.
-        sheets: who has what of each CUDA device; empty on a CPU machine, and where sizes are not known.
+        chunks: sizes of successive chunks, or "all", by the name of the edge; "adaptive": whether they adapt.
+        connectors: fields of `ConnectorConfig` by the name of the edge.
+        sheets: shares of each CUDA device; empty on a CPU machine, and where sizes are not known.
     """
 
     model: str
+    family: str
     pipeline: str
+    frontend_stage: str
     machine: Machine
     stages: tuple[StagePlan, ...]
     edges: tuple[EdgeSpec, ...]
@@ -104,55 +119,45 @@ class Plan:
 
     def stage(self, name: str) -> StagePlan:
         """Return the stage of that name; UnknownMember names the known ones."""
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        raise UnknownMember(f"no stage '{name}'; the plan has {', '.join(s.name for s in self.stages)}")
+        return _member("stage", name, {stage.name: stage for stage in self.stages})
 
-    def text_stage(self) -> StagePlan:
-        """Return the stage that answers text."""
-        return next(stage for stage in self.stages if stage.text_stage)
+    def frontend(self) -> StagePlan:
+        """Return the stage whose config, tokenizer and renderer vLLM's server uses; the decode side if it is split."""
+        return self.stage(self.frontend_stage)
 
     def sides(self) -> dict[str, tuple[str, ...]]:
-        """The stages that are one stage of the model, by its name there."""
+        """The prefill and decode stages of each split stage, by the name of the split stage."""
         whole = dict.fromkeys(stage.part_of for stage in self.stages if stage.part_of)
         return {name: tuple(stage.name for stage in self.stages if stage.part_of == name) for name in whole}
 
     def source_of(self, name: str) -> str | None:
-        """The stage that computes the prompts of another one; None if that does it itself."""
+        """The stage that prefills the prompts of a stage; None if the stage does so itself."""
         return next((edge.source for edge in self.edges_to(name) if edge.kind == KV), None)
 
     def model_stage(self, name: str) -> StagePlan:
         """Return the stage that callers know by that name; UnknownMember names the known ones."""
-        stages = self.model_stages()
-        for stage in stages:
-            if stage.model_stage == name:
-                return stage
-        raise UnknownMember(f"no stage '{name}'; the plan has {', '.join(s.model_stage for s in stages)}")
+        return _member("stage", name, {stage.model_stage: stage for stage in self.model_stages()})
 
     def model_stages(self) -> tuple[StagePlan, ...]:
-        """The stages as callers know them: those that only compute prompts for another one are left out."""
+        """The stages as callers know them, without prefill stages."""
         sources = {edge.source for edge in self.edges if edge.kind == KV}
         return tuple(stage for stage in self.stages if stage.name not in sources)
 
     def replica(self, replica_id: ReplicaId) -> ReplicaPlan:
         """Return the replica of that name; UnknownMember names the known ones of its stage."""
-        replicas = self.stage(replica_id.stage).replicas
-        for replica in replicas:
-            if replica.id == replica_id:
-                return replica
-        raise UnknownMember(f"no replica '{replica_id}'; the plan has {', '.join(str(r.id) for r in replicas)}")
+        return _member("replica", replica_id, {each.id: each for each in self.stage(replica_id.stage).replicas})
 
     def replicas(self) -> tuple[ReplicaPlan, ...]:
         """All replicas, stage by stage."""
         return tuple(replica for stage in self.stages for replica in stage.replicas)
 
-    def edges_from(self, name: str) -> tuple[EdgeSpec, ...]:
-        """The hand-overs that start at a stage."""
-        source = self.stage(name).name
-        return tuple(edge for edge in self.edges if edge.source == source)
-
     def edges_to(self, name: str) -> tuple[EdgeSpec, ...]:
-        """The hand-overs that end at a stage."""
+        """The edges that end at a stage."""
         target = self.stage(name).name
         return tuple(edge for edge in self.edges if edge.target == target)
+
+
+def _member(kind: str, name: _Name, known: Mapping[_Name, _Member]) -> _Member:
+    if name not in known:
+        raise UnknownMember(f"no {kind} '{name}'; the plan has {', '.join(map(str, known))}")
+    return known[name]

@@ -1,7 +1,7 @@
-"""In which order replicas start: those that share a CUDA device one after the other, all others at once.
+"""The order in which replicas start: those that share a CUDA device one after the other, all others at once.
 
-vLLM finds out how much memory a KV cache may take by looking at the device's free memory before it loads the weights
-and after its profile run. What another replica takes or gives back in between is counted as this one's own.
+vLLM sizes a KV cache from the device's free memory before it loads the weights and after its profile run. Memory that
+another replica allocates or frees in between is attributed to this replica.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.topology.shape import Plan, ReplicaPlan
 
 WHOLE_DEVICE = 1.0
-"""The part of a device's memory that a replica is taken to want if its plan does not say."""
+"""Part of a device's memory that a replica is assumed to take if its plan does not say."""
 
 
 def start_order(plan: Plan) -> list[ReplicaId]:
-    """The replicas of a plan, those that take the most device memory first; equal ones in the plan's order.
+    """The replicas of a plan, largest device memory first, equal ones in the plan's order.
 
-    The largest one goes first because loading and profiling take more for a moment than is kept (weights that are
-    quantized while they are read, activations of the profile run), which an empty device has room for. A model that
-    does not fit is also noticed before anything else was started on the device.
+    The largest one goes first because loading and profiling temporarily need more memory than the replica keeps
+    (weights that are quantized while they are read, activations of the profile run), which an empty device has. A model
+    that does not fit is also detected before another replica starts on the device.
     """
 
     def memory(replica: ReplicaPlan) -> float:
@@ -31,12 +31,12 @@ def start_order(plan: Plan) -> list[ReplicaId]:
 
 
 def devices_of(plan: Plan) -> dict[ReplicaId, tuple[int, ...]]:
-    """The devices of every replica, in the order of the start; none on a CPU machine."""
+    """The devices of every replica, in start order; none on a CPU machine."""
     return {replica: plan.replica(replica).devices for replica in start_order(plan)}
 
 
 def longest_sequence(devices: Mapping[ReplicaId, Sequence[int]]) -> int:
-    """How many starts follow each other at most if all replicas enter `Turns` in this order; at least 1."""
+    """The largest number of consecutive starts if all replicas enter `Turns` in this order; at least 1."""
     last: dict[int, int] = {}
     for used in devices.values():
         mine = 1 + max((last.get(device, 0) for device in used), default=0)
@@ -45,24 +45,24 @@ def longest_sequence(devices: Mapping[ReplicaId, Sequence[int]]) -> int:
 
 
 class Turns:
-    """Whose turn it is to start. A replica waits for all that share a device with it and came before it.
+    """Start turns. A replica waits for all that entered before it and share a device with it.
 
     Args:
-        devices: of every replica that may enter; no device: it never waits.
+        devices: devices of every replica that may enter; a replica without devices never waits.
     """
 
     def __init__(self, devices: Mapping[ReplicaId, Sequence[int]]) -> None:
         self._devices = {replica: frozenset(used) for replica, used in devices.items()}
         self._queue: dict[ReplicaId, bool] = {}
-        """Those that wait (False) or are starting (True), in the order in which they came."""
+        """Replicas that wait (False) or are starting (True), in order of arrival."""
 
     def enter(self, replica: ReplicaId) -> list[ReplicaId]:
-        """A replica wants to start. Returns it if it may do so now, else nothing: `leave` will name it."""
+        """Request a replica's turn. Returns the replica if it may start now; otherwise `leave` will return it."""
         self._queue[replica] = False
         return self._next()
 
     def leave(self, replica: ReplicaId) -> list[ReplicaId]:
-        """The start of a replica is over, or is not wanted any more. Returns those whose turn it is now, in order."""
+        """End the turn of a replica, or its wait. Returns the replicas whose turn it is now, in order."""
         self._queue.pop(replica, None)
         return self._next()
 

@@ -1,7 +1,7 @@
-"""Messages between the ends of an edge. msgpack, tagged; never pickle. Tensors follow in frames of their own, as bytes.
+"""Messages between producer and consumer of an edge. msgpack, tagged; never pickle. Tensor bytes follow in own frames.
 
-A connection begins with `Hello`, which must know the producer's token, and `Welcome`. What `Malformed` refuses is
-dropped and counted by whoever reads it.
+A connection begins with `Hello`, which must contain the producer's token, and `Welcome`. A reader drops and counts
+messages that raise `Malformed`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_omni_ext.wire.coordination import Message as _Message
 __all__ = ["TO_CONSUMER", "TO_PRODUCER", "encode"]
 
 MAX_MESSAGE_BYTES = 64 * 1024
-"""Of a message without the tensors' bytes."""
+"""Longest message, without the tensors' bytes."""
 
 Request = Annotated[str, Meta(min_length=1, max_length=512)]
 Name = Annotated[str, Meta(max_length=512)]
@@ -26,14 +26,14 @@ Count = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """Consumer to producer: which edge it wants, and that it was told the address."""
+    """Consumer to producer: the edge it reads, and the token from the producer's address."""
 
     token: Name
     edge: Name
 
 
 class Open(_Message, frozen=True, tag="open"):
-    """Consumer to producer: send the request's chunks, `window` bytes ahead of what was taken; 0: without limit."""
+    """Consumer to producer: send the request's chunks, at most `window` unread bytes; 0: without limit."""
 
     request: Request
     window: Count
@@ -47,33 +47,33 @@ class Want(_Message, frozen=True, tag="want"):
 
 
 class Taken(_Message, frozen=True, tag="taken"):
-    """Consumer to producer: so many bytes more have been read."""
+    """Consumer to producer: `nbytes` more bytes have been read."""
 
     request: Request
     nbytes: Count
 
 
 class Forget(_Message, frozen=True, tag="forget"):
-    """Consumer to producer: this consumer does not need the request any more, and reads nothing of it."""
+    """Consumer to producer: this consumer no longer needs the request and reads none of its memory."""
 
     request: Request
 
 
 class Release(_Message, frozen=True, tag="release"):
-    """Consumer to producer, after `Failed` or `Gone`: it reads nothing of the request any more."""
+    """Consumer to producer, after `Failed` or `Gone`: this consumer no longer reads the request's memory."""
 
     request: Request
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """Producer to consumer: how to reach its memory, if it has one; the connector knows what that means."""
+    """Producer to consumer: name and size of its memory, if the connector uses one; the format is the connector's."""
 
     memory: Name = ""
     size: Count = 0
 
 
 class Refused(_Message, frozen=True, tag="refused"):
-    """Producer to consumer: it may not read here."""
+    """Producer to consumer: the consumer may not read from this producer."""
 
     reason: Text
 
@@ -87,8 +87,8 @@ class PartHead(Struct, frozen=True, array_like=True):
     nbytes: Count
 
 
-class Head(_Message, frozen=True, tag="chunk"):
-    """Producer to consumer: a chunk of `nbytes` bytes, at `place` in the producer's memory or in the slices to come."""
+class ChunkHeader(_Message, frozen=True, tag="chunk"):
+    """Producer to consumer: a chunk of `nbytes` bytes, at `place` in the producer's memory or in `Slice`s to come."""
 
     request: Request
     index: Count
@@ -100,7 +100,7 @@ class Head(_Message, frozen=True, tag="chunk"):
 
 
 class Slice(_Message, frozen=True, tag="slice"):
-    """Producer to consumer, with a frame: bytes of the chunk whose head came before, from `start`."""
+    """Producer to consumer, with a frame: the chunk's bytes from `start`. The `ChunkHeader` was sent before."""
 
     request: Request
     index: Count
@@ -121,11 +121,11 @@ class Gone(_Message, frozen=True, tag="gone"):
 
 
 class Ping(_Message, frozen=True, tag="ping"):
-    """Producer to consumer: nothing. Sending it shows whether the connection is still there."""
+    """Producer to consumer: no content. Sending it shows whether the connection still exists."""
 
 
 ToProducer: TypeAlias = Hello | Open | Want | Taken | Forget | Release
-ToConsumer: TypeAlias = Welcome | Refused | Head | Slice | Failed | Gone | Ping
+ToConsumer: TypeAlias = Welcome | Refused | ChunkHeader | Slice | Failed | Gone | Ping
 
 TO_PRODUCER: Channel[ToProducer] = Channel(msgspec.msgpack.Decoder(ToProducer), MAX_MESSAGE_BYTES)
 TO_CONSUMER: Channel[ToConsumer] = Channel(msgspec.msgpack.Decoder(ToConsumer), MAX_MESSAGE_BYTES)

@@ -1,4 +1,4 @@
-"""What the head and its API servers tell each other. msgpack, tagged; never pickle. Replicas are written `talker/0`."""
+"""Messages between the head and its API servers. msgpack, tagged; never pickle. Replicas are written `talker/0`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import msgspec
 
 
 class ReplicaStarting(msgspec.Struct, frozen=True, tag=True):
-    """Head to API server: a replica is going to start."""
+    """Head to API server: a replica will start."""
 
     replica: str
 
 
 class ReplicaStarted(msgspec.Struct, frozen=True, tag=True):
-    """Head to API server: a replica that was announced before it had a process has this one (process id)."""
+    """Head to API server: the process id of a replica that was announced before its process existed."""
 
     replica: str
     pid: int
 
 
 class ReplicaReady(msgspec.Struct, frozen=True, tag=True):
-    """Head to API server: a replica can be used. Two file descriptors follow: of the listeners it has connected to."""
+    """Head to API server: a replica is ready. Two file descriptors follow, of the listeners it has connected to."""
 
     replica: str
     host: str
@@ -30,14 +30,14 @@ class ReplicaReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaConnected(msgspec.Struct, frozen=True, tag=True):
-    """API server to head: what a replica said when it was connected; a later API server must know it."""
+    """API server to head: the ready response of a connected replica. A restarted API server needs it."""
 
     replica: str
-    said: bytes
+    ready_response: bytes
 
 
 class Server(msgspec.Struct, frozen=True):
-    """One API server; `restarts` counts how often it was started again."""
+    """One API server; `restarts` counts its restarts."""
 
     index: int
     pid: int
@@ -46,20 +46,20 @@ class Server(msgspec.Struct, frozen=True):
 
 
 class Servers(msgspec.Struct, frozen=True, tag=True):
-    """Head to API server: all of them."""
+    """Head to API server: the state of all API servers."""
 
     servers: tuple[Server, ...]
 
 
 class ServerLost(msgspec.Struct, frozen=True, tag=True):
-    """Head to API server: another one has died at a Unix time, and the replicas must end its requests."""
+    """Head to API server: another API server died at the Unix time `at`; the replicas must end its requests."""
 
     index: int
     at: float
 
 
 class ReplicaEnded(msgspec.Struct, frozen=True, tag=True):
-    """Head to API server: a replica is gone; `again` if it will be started once more."""
+    """Head to API server: a replica has ended; `again` if it will be restarted."""
 
     replica: str
     reason: str
@@ -67,7 +67,7 @@ class ReplicaEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class ServerReady(msgspec.Struct, frozen=True, tag=True):
-    """API server to head: it answers requests."""
+    """API server to head: the API server accepts requests."""
 
 
 Message = (
@@ -85,7 +85,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """One message as bytes."""
+    """Return a message as bytes."""
     return _encoder.encode(message)
 
 

@@ -1,8 +1,7 @@
-"""Messages between coordinator, replicas and API servers. msgpack, tagged, versioned; never pickle.
+"""Encoding of the control plane's messages: msgpack, tagged, versioned; never pickle.
 
-What is between versions: a field may be added if it has a default, and readers ignore fields they do not know, so both
-sides of such a change understand each other. Every other change needs another `PROTOCOL`, and a message of another
-protocol is refused with a text that names both.
+Compatibility: a field with a default may be added, since readers ignore unknown fields. Every other change needs
+another `PROTOCOL`; a message of another protocol is refused with a text that names both.
 """
 
 from __future__ import annotations
@@ -17,27 +16,26 @@ from vllm_omni_ext.errors import OmniError
 PROTOCOL = 1
 
 MAX_MESSAGE_BYTES = 4096
-"""Of a message from a replica."""
+"""Longest message from a replica."""
 
 MAX_REPLY_BYTES = 16 * 1024
-"""Of an answer to it, which may quote what it and the coordinator said."""
+"""Longest reply to a replica, which may quote the replica's message and the coordinator's configuration."""
 
 MAX_VIEW_BYTES = 16 * 1024 * 1024
-"""Of a view: a few hundred bytes for each replica."""
+"""Longest view: a few hundred bytes for each replica."""
 
 Text = Annotated[str, Meta(max_length=512)]
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Epoch = Annotated[int, Meta(ge=0, le=2**62)]
-Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 
 
 class Malformed(OmniError):
-    """Bytes that are no message of this kind.
+    """Bytes that are not a message of the expected kind.
 
     Attributes:
-        protocol: the sender's, if it is that which differs.
+        protocol: the sender's protocol if it differs, else None.
     """
 
     def __init__(self, message: str, *, protocol: int | None = None) -> None:
@@ -50,107 +48,10 @@ class _Versioned(Struct, frozen=True, kw_only=True):
 
 
 class Message(Struct, frozen=True, kw_only=True):
-    """What all messages have."""
+    """Base of all messages."""
 
     protocol: int = PROTOCOL
 
-
-class Bearer(Struct, frozen=True):
-    """A replica's name and epoch."""
-
-    stage: Name
-    index: Count
-    epoch: Epoch
-
-
-class Load(Struct, frozen=True):
-    """How busy a replica is; `report` is the coordinator's number for it, 0 on the way there."""
-
-    waiting: Count
-    running: Count
-    kv_usage: Share
-    report: Count = 0
-
-
-class Register(Message, frozen=True, tag="register"):
-    """Replica to coordinator: it wants to join; `index` and `epoch` are what it was or would like to be."""
-
-    instance: Name
-    stage: Name
-    model: Text
-    config_hash: Text
-    version: Text
-    address: Text = ""
-    index: Count | None = None
-    epoch: Epoch | None = None
-
-
-class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """Replica to coordinator: it lives. `proof`: its instance."""
-
-    member: Bearer
-    load: Load
-    proof: Text = ""
-
-
-class Leave(Message, frozen=True, tag="leave"):
-    """Replica to coordinator: it ends, after its requests (`drain`) or now. `proof`: its instance, or the warrant."""
-
-    member: Bearer
-    drain: bool
-    proof: Text = ""
-
-
-class Admitted(Message, frozen=True, tag="admitted"):
-    """Coordinator to replica: who it is and how often it shall send heartbeats."""
-
-    member: Bearer
-    interval_s: Seconds
-
-
-class Refused(Message, frozen=True, tag="refused"):
-    """Coordinator to replica: why it may not join."""
-
-    reason: str
-
-
-class NotYet(Message, frozen=True, tag="not_yet"):
-    """Coordinator to replica: ask again a little later."""
-
-
-class RegisterAgain(Message, frozen=True, tag="register_again"):
-    """Coordinator to replica: this member is unknown."""
-
-    member: Bearer
-
-
-class Released(Message, frozen=True, tag="released"):
-    """Coordinator to replica: nothing more is expected of this member."""
-
-    member: Bearer
-
-
-class Standing(Struct, frozen=True):
-    """One replica in a view; `state` is a value of `coordinator.members.State`."""
-
-    member: Bearer
-    state: Name
-    load: Load | None = None
-    address: Text = ""
-
-
-class Published(Message, frozen=True, tag="view"):
-    """Coordinator to API servers: all replicas."""
-
-    generation: Epoch
-    settled: bool
-    timeout_s: Seconds
-    replicas: tuple[Standing, ...]
-    dropped: Count = 0
-
-
-ToCoordinator = Register | Heartbeat | Leave
-ToReplica = Admitted | Refused | NotYet | RegisterAgain | Released
 
 Kind = TypeVar("Kind")
 
@@ -182,11 +83,7 @@ class Channel(Generic[Kind]):
 _versions = msgspec.msgpack.Decoder(_Versioned)
 _encoder = msgspec.msgpack.Encoder()
 
-TO_COORDINATOR: Channel[ToCoordinator] = Channel(msgspec.msgpack.Decoder(ToCoordinator), MAX_MESSAGE_BYTES)
-TO_REPLICA: Channel[ToReplica] = Channel(msgspec.msgpack.Decoder(ToReplica), MAX_REPLY_BYTES)
-VIEWS: Channel[Published] = Channel(msgspec.msgpack.Decoder(Published), MAX_VIEW_BYTES)
-
 
 def encode(message: Message) -> bytes:
-    """One message as bytes."""
+    """Return a message as bytes."""
     return _encoder.encode(message)

@@ -1,36 +1,33 @@
-"""Messages between a head and processes on other hosts whose replicas join it. Tagged msgpack, versioned; no pickle."""
+"""Messages between the head and headless nodes, whose replicas join the head. Tagged msgpack, versioned; no pickle."""
 
 from __future__ import annotations
 
 import msgspec
 from msgspec import Struct
 
+from vllm_omni_ext.coordinator.members import Descriptor
 from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, Channel, Count, Message, Name, Text
 
 MAX_ANSWER_BYTES = 256 * 1024
-"""Of an answer, which names the addresses of every API server."""
+"""Longest reply; it contains the addresses of every API server."""
 
 
-class Join(Message, frozen=True, tag="join"):
-    """One replica wants to join.
+class Join(Descriptor, frozen=True, kw_only=True, tag="join"):
+    """Request of one replica to join.
 
     Attributes:
-        ticket: text that no other attempt uses; the same one asked again gets the same answer.
-        host: the address of its host, as it reaches the head.
-        index: the index it had before, if it had one.
+        ticket: unique text of this attempt; a repeated request with the same ticket gets the same reply.
+        host: the address of the replica's host from which it reaches the head.
+        index: the index that the replica had before, if any.
     """
 
     ticket: Name
-    stage: Name
-    model: Text
-    config_hash: Text
-    version: Text
     host: Text
     index: Count | None = None
 
 
 class Started(Message, frozen=True, tag="started"):
-    """The replica that joined with this ticket is ready; said again and again, and refused if the head knows it not."""
+    """The replica that joined with this ticket is ready. Sent repeatedly; a head that does not know it refuses it."""
 
     ticket: Name
     pid: Count
@@ -38,7 +35,7 @@ class Started(Message, frozen=True, tag="started"):
 
 
 class Gone(Message, frozen=True, tag="gone"):
-    """The replica that joined with this ticket has ended; `again` if another will take its place."""
+    """The replica that joined with this ticket has ended; `again` if it will be restarted."""
 
     ticket: Name
     reason: str
@@ -46,26 +43,26 @@ class Gone(Message, frozen=True, tag="gone"):
 
 
 class Ping(Message, frozen=True, tag="ping"):
-    """Is the head there?"""
+    """Asks whether the head is running."""
 
 
 class Endpoints(Struct, frozen=True):
-    """Where a replica connects to for one API server."""
+    """Addresses of one API server to which a replica connects."""
 
     input: str
     output: str
 
 
 class Joined(Message, frozen=True, tag="joined"):
-    """What a replica needs to know to start.
+    """The values with which a joining replica starts.
 
     Attributes:
-        deployment: text that no other head uses.
-        index: of the replica in its stage.
-        servers: for each API server, in their order.
+        deployment: unique text of this head.
+        index: the replica's index in its stage.
+        servers: the addresses of each API server, in order of their index.
         events: the coordinator's address for replicas.
-        views: the coordinator's address for those who watch.
-        drain_s: how long it may take to finish its requests when it leaves, in seconds.
+        views: the coordinator's address for subscribers.
+        drain_s: time that a leaving replica has to finish its requests, in seconds.
     """
 
     ticket: Name
@@ -78,14 +75,14 @@ class Joined(Message, frozen=True, tag="joined"):
 
 
 class Refusal(Message, frozen=True, tag="refused"):
-    """Why it may not join, or is no member any more."""
+    """Why the replica may not join, or is no longer a member."""
 
     ticket: str
     reason: str
 
 
 class Pong(Message, frozen=True, tag="pong"):
-    """The head is there, and it is this one."""
+    """Answer to `Ping`: the head is running; `deployment` identifies it."""
 
     deployment: str
 

@@ -1,4 +1,4 @@
-"""How far a replica's start is, as its process tells the one that has started it: datagrams on a unix socket."""
+"""Progress reports of a starting replica's process to its parent: datagrams on a unix socket."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Literal
 import msgspec
 
 VARIABLE = "OMNI_LOADING"
-"""The environment variable with the socket's path and the replica's name, in this order, with a blank between."""
+"""The environment variable with the socket's path and the replica's name, separated by a blank."""
 
 PATIENCE_S = 0.2
-"""How long a report waits for room: the system queues few datagrams."""
+"""How long sending a report may wait: the system queues few datagrams."""
 
 Phase = Literal["downloading", "loading", "warming up"]
-"""Fetching the checkpoint; reading its weights; everything between the weights and being ready."""
+"""Fetching the checkpoint; reading its weights; everything from then until the replica is ready."""
 
 
 class Loading(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica says of itself.
+    """One progress report.
 
     Attributes:
-        replica: its name, such as `talker/0`.
-        loaded, total: bytes of weights; `total` 0: not known.
-        folder: where the checkpoint comes to while it is downloaded.
+        replica: the replica's name, such as `talker/0`.
+        loaded, total: bytes of weights; `total` is 0 if unknown.
+        folder: the folder to which the checkpoint is downloaded.
     """
 
     replica: str
@@ -36,7 +36,7 @@ class Loading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def variable(path: str, replica: str) -> dict[str, str]:
-    """As an environment variable."""
+    """Return the environment variable for a replica's process."""
     return {VARIABLE: f"{path} {replica}"}
 
 
@@ -46,7 +46,7 @@ def decode(data: bytes) -> Loading:
 
 
 class Teller:
-    """Says how far this process's replica is. Never fails: nobody may be there any more."""
+    """Sends the progress of this process's replica. Errors are ignored: the receiver may have ended."""
 
     def __init__(self, path: str, replica: str) -> None:
         self._path, self._replica = path, replica
@@ -55,16 +55,16 @@ class Teller:
 
     @classmethod
     def of_this_process(cls) -> Teller | None:
-        """As the environment says; None if nobody wants to know."""
+        """Return a teller as configured in the environment; None without the variable."""
         path, _, replica = os.environ.get(VARIABLE, "").rpartition(" ")
         return cls(path, replica) if path else None
 
     def say(self, phase: Phase, *, loaded: int = 0, total: int = 0, folder: str = "") -> None:
-        """Send one report; it is dropped if nobody takes it in time."""
+        """Send one report; it is dropped if the receiver does not read it within `PATIENCE_S`."""
         report = Loading(replica=self._replica, phase=phase, loaded=loaded, total=total, folder=folder)
         with contextlib.suppress(OSError):
             self._socket.sendto(msgspec.msgpack.encode(report), self._path)
 
     def close(self) -> None:
-        """Say no more."""
+        """Close the socket."""
         self._socket.close()

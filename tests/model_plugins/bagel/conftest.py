@@ -14,7 +14,7 @@ import torch
 from vllm_omni_ext.model_plugins.bagel.checkpoint import load_bagel
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.prompts import Prompts
-from vllm_omni_ext.tiny.bagel import write_bagel
+from vllm_omni_ext.model_plugins.bagel.tiny.bagel import write_bagel
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model_plugins.bagel.runs import difference, golden, picture, run
+from tests.support.bagel_runs import difference, golden, picture, run
 from vllm_omni_ext.model_plugins.bagel.generate import generate_image, generate_text, prepare_image
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import image_parameters

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from tests.model_plugins.bagel.runs import GOLDEN, difference, golden, run, stacked
+from tests.support.bagel_runs import GOLDEN, difference, golden, run, stacked
 from vllm_omni_ext.model_plugins.bagel.denoise import begin, finish, seeded
 from vllm_omni_ext.model_plugins.bagel.images import resize, to_rgb
 from vllm_omni_ext.model_plugins.bagel.model import Bagel

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[3] / "model_plugins" / "bagel"
+FAMILY, SPEC = FOLDER / "family.py", "vllm_omni_ext.plugins.spec"
+"""The one module that declares what the core may use, and the one module of the core that it needs for that."""
 OWN = "vllm_omni_ext.model_plugins.bagel."
 
 
@@ -18,10 +20,14 @@ def imported(file: Path) -> set[str]:
 
 
 def test_it_imports_nothing_of_the_core() -> None:
-    found = {name for file in FOLDER.glob("*.py") for name in imported(file)}
+    found = {name for file in FOLDER.glob("*.py") for name in imported(file) - ({SPEC} if file == FAMILY else set())}
     allowed = {"torch", "numpy", "PIL", "safetensors", "tokenizers", *sys.stdlib_module_names}
     strange = {name for name in found if not (name + ".").startswith(OWN) and name.partition(".")[0] not in allowed}
     assert strange == set()
+
+
+def test_only_the_family_knows_the_plugin_contract() -> None:
+    assert SPEC in imported(FAMILY)
 
 
 def test_parameters_and_errors_are_light() -> None:

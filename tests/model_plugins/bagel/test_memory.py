@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.model_plugins.bagel.runs import picture
+from tests.support.bagel_runs import picture
 from vllm_omni_ext.model_plugins.bagel import memory
 from vllm_omni_ext.model_plugins.bagel.context import Context
 from vllm_omni_ext.model_plugins.bagel.denoise import begin

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.model_plugins.bagel.runs import difference, picture, run
+from tests.support.bagel_runs import difference, picture, run
 from vllm_omni_ext.model_plugins.bagel.attention import Rows, sdpa
 from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser, RunningImage, begin, decode, finish, seeded
 from vllm_omni_ext.model_plugins.bagel.generate import prepare_image

@@ -1,0 +1,185 @@
+"""The tables of docs/memory.md: what each released model needs to run on which machine, by the planner itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_omni_ext.config.load import load_config
+from vllm_omni_ext.config.parse import Names
+from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.model_plugins.bagel import family as bagel_family
+from vllm_omni_ext.model_plugins.bagel.stages import facts as bagel_facts
+from vllm_omni_ext.model_plugins.bagel.stages import stage_memory as bagel_memory
+from vllm_omni_ext.model_plugins.bagel.tiny import bagel as bagel_files
+from vllm_omni_ext.model_plugins.bagel.tiny import sizes as bagel_sizes
+from vllm_omni_ext.model_plugins.qwen3_omni.facts import facts
+from vllm_omni_ext.model_plugins.qwen3_omni.family import FAMILY, QWEN3_OMNI
+from vllm_omni_ext.model_plugins.qwen3_omni.memory import memory
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import model_config
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.sizes import RELEASED
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import real_vocabulary
+from vllm_omni_ext.plugins.memory import ModelFacts, StageMemory
+from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec
+from vllm_omni_ext.topology.plan import Machine, Plan, plan_as_asked, resolved_params
+from vllm_omni_ext.topology.remedies import as_text, flags_that_help
+
+PAGE = Path("docs/memory.md")
+BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
+
+MIB = 1 << 20
+
+CARDS: Mapping[str, int] = {
+    "24 GB (RTX 4090)": 24_564 * MIB,
+    "40 GB (A100)": 40_960 * MIB,
+    "48 GB (L40S)": 46_068 * MIB,
+    "80 GB (H100)": 81_559 * MIB,
+    "141 GB (H200)": 143_771 * MIB,
+}
+"""Memory of a device as `nvidia-smi` shows it."""
+
+COUNTS = (1, 2, 3, 4, 8)
+
+
+@dataclass(frozen=True)
+class Released:
+    """A released model with one of the stage configs of its plugin.
+
+    Attributes:
+        name: of the model.
+        shape: returns its Hugging Face config.
+        facts, memory: the functions of its family.
+    """
+
+    name: str
+    family: ModelFamily
+    pipeline: PipelineSpec
+    shape: Callable[[], Any]
+    facts: Callable[[Any, Mapping[str, Mapping[str, Any]]], ModelFacts]
+    memory: Callable[[Any], Mapping[str, StageMemory]]
+
+
+def bagel_shape() -> Any:
+    """Return BAGEL's config; the autoencoder's stays a mapping, as Transformers reads it."""
+    config = bagel_files.model_config(bagel_sizes.RELEASED, bagel_files.bagel_vocabulary())
+    parts = {name: _as_attributes(config[name]) for name in ("llm_config", "vit_config")}
+    return SimpleNamespace(**{**config, **parts})
+
+
+QWEN = Released(
+    name="Qwen3-Omni-30B-A3B",
+    family=FAMILY,
+    pipeline=QWEN3_OMNI,
+    shape=lambda: _as_attributes(model_config(RELEASED, real_vocabulary())),
+    facts=facts,
+    memory=memory,
+)
+BAGEL, BAGEL_SINGLE = (
+    Released(
+        name="BAGEL-7B-MoT",
+        family=bagel_family.FAMILY,
+        pipeline=pipeline,
+        shape=bagel_shape,
+        facts=bagel_facts.facts,
+        memory=bagel_memory.memory,
+    )
+    for pipeline in bagel_family.FAMILY.pipelines
+)
+CONFIGS: Mapping[str, Released] = {
+    "qwen3_omni": QWEN,
+    "qwen3_omni_pd": QWEN,
+    "qwen3_omni_replicas": QWEN,
+    "bagel": BAGEL,
+    "bagel_replicas": BAGEL,
+    "bagel_single": BAGEL_SINGLE,
+}
+"""Stage configs of the models."""
+
+TABLES = ("qwen3_omni", "qwen3_omni_pd", "bagel", "bagel_single")
+"""Stage configs with a table."""
+
+
+def machine(size: int, count: int) -> Machine:
+    """A machine with so many devices of so many bytes."""
+    return Machine(
+        platform="cuda", device_count=count, cpu_count=32, memory_bytes=1 << 38, device_bytes=(size,) * count
+    )
+
+
+@cache
+def released(config: str) -> tuple[OmniConfig, ModelFacts]:
+    """A stage config of this package, and the facts of its released model with it."""
+    model = CONFIGS[config]
+    names = Names(stages=tuple(stage.name for stage in model.pipeline.stages))
+    settings = load_config(config, names, model.family.presets)
+    params = resolved_params(model.pipeline, settings)
+    shape = model.shape()
+    return settings, replace(model.facts(shape, params), memory=model.memory(shape))
+
+
+def plan_released(config: str, flags: Mapping[str, Any], where: Machine) -> Plan:
+    """Plan the released model; DoesNotFit if it does not fit."""
+    model = CONFIGS[config]
+    settings, known = released(config)
+    return plan_as_asked(
+        model=model.name, pipeline=model.pipeline, config=settings, text_args=flags, machine=where, facts=known
+    )
+
+
+def tables() -> str:
+    """All tables in Markdown."""
+    return "\n".join(line for config in TABLES for line in _table(config))
+
+
+def write(page: Path = PAGE) -> None:
+    """Put the tables into the page, between the marks."""
+    text = page.read_text(encoding="utf-8")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text(f"{before}{BEGIN}{tables()}{END}{after}", encoding="utf-8")
+
+
+def _table(config: str) -> Iterator[str]:
+    yield f"{CONFIGS[config].name}, `--stage-config {config}`:"
+    yield ""
+    yield "| devices | " + " | ".join(CARDS) + " |"
+    yield "|---|" + "---|" * len(CARDS)
+    for count in COUNTS:
+        yield f"| {count} | " + " | ".join(_cell(config, machine(size, count)) for size in CARDS.values()) + " |"
+    yield ""
+
+
+def _cell(config: str, where: Machine) -> str:
+    def attempt(flags: Mapping[str, Any], there: Machine) -> Plan:
+        return plan_released(config, flags, there)
+
+    try:
+        return f"as it is{_tokens(attempt({}, where))}"
+    except ConfigError:
+        longest = released(config)[1].max_model_len[CONFIGS[config].pipeline.frontend]
+        ways = flags_that_help(attempt, {}, where, longest)
+    if not ways:
+        return "no"
+    return f"`{as_text(ways[0])}`{_tokens(attempt(ways[0], where))}"
+
+
+def _tokens(plan: Plan) -> str:
+    """Tokens in the KV cache of the frontend, in thousands; empty if it has none."""
+    name = str(plan.frontend().replicas[0].id)
+    tokens = min(share.kv_tokens for sheet in plan.sheets for share in sheet.shares if share.replica == name)
+    return f": {tokens // 1000}k" if tokens else ""
+
+
+def _as_attributes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return SimpleNamespace(**{key: _as_attributes(item) for key, item in value.items()})
+    return value
+
+
+if __name__ == "__main__":
+    write()
+    print(PAGE)

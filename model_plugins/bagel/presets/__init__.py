@@ -1,0 +1,1 @@
+"""Stage configs of the family."""

@@ -1,0 +1,80 @@
+"""BAGEL over HTTP: chat, `/v1/images/generations` and `/v1/images/edits`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.modalities.base import IMAGE, TEXT
+from vllm_omni_ext.model_plugins.bagel.requests.fields import LATENTS, PREVIEWS, SEED, SIZE, THINK
+from vllm_omni_ext.model_plugins.bagel.requests.payloads import DIT
+from vllm_omni_ext.model_plugins.bagel.requests.thought import NAME as THOUGHT
+from vllm_omni_ext.plugins.http import IMAGES, HttpSurface, OmniServer
+from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
+
+ACCEPTED: Mapping[str, tuple[str, ...]] = {
+    "quality": ("auto", "standard"),
+    "background": ("auto", "opaque"),
+    "moderation": ("auto", "low"),
+    "style": (),
+}
+"""Values of OpenAI's fields that ask for nothing but what the model does anyway."""
+
+INSTEAD: Mapping[str, str] = {
+    "quality": "use num_inference_steps",
+    "background": "pictures are opaque",
+    "moderation": "the server has no other",
+    "style": "describe it in the prompt",
+}
+
+
+class BagelHttp(HttpSurface):
+    """Chat and pictures."""
+
+    apis = (IMAGES,)
+
+    async def chat_options(self, options: RequestOptions, body: Any, server: OmniServer) -> RequestOptions:
+        """Add the thought to the outputs of a picture that is thought about without being answered with text."""
+        _refuse_latents(options)
+        if options.fields.get(PREVIEWS) and not body.stream:
+            raise RequestError(f"{PREVIEWS}: needs stream: true", parameter=PREVIEWS)
+        stage = options.params.get(DIT)
+        thinks = options.fields.get(THINK, getattr(stage, THINK, None))
+        if not thinks or IMAGE not in options.modalities or TEXT in options.modalities:
+            return options
+        return replace(options, modalities=(*options.modalities, THOUGHT))
+
+    async def image(self, body: Any, options: RequestOptions, server: OmniServer) -> tuple[Rendered, RequestOptions]:
+        """Turn a prompt, after its pictures, into a request for one picture.
+
+        Raises:
+            RequestError: the prompt is empty, or the body asks for something that the model cannot do.
+        """
+        _refuse_latents(options)
+        refuse_others(body)
+        if not body.prompt.strip():
+            raise RequestError("prompt: must not be empty", parameter="prompt")
+        given = {SIZE: body.size, SEED: body.seed, PREVIEWS: body.partial_images}
+        fields = {**options.fields, **{name: value for name, value in given.items() if value is not None}}
+        ids = await server.tokenize(body.prompt, special=False)
+        parts = await asyncio.to_thread(server.runtime.parts, body.images, ids)
+        return Rendered(data=parts, input_tokens=len(ids)), replace(options, fields=fields)
+
+
+def refuse_others(body: Any) -> None:
+    """Refuse OpenAI's fields with values that the model cannot follow; RequestError names the field."""
+    for name, allowed in ACCEPTED.items():
+        value = getattr(body, name)
+        if value is not None and value not in allowed:
+            listed = f"use {' or '.join(allowed)}; " if allowed else ""
+            raise RequestError(f"{name}: '{value:.100}' is not available; {listed}{INSTEAD[name]}", parameter=name)
+    if body.mask is not None:
+        raise RequestError("mask: is not available; say in the prompt which part to change", parameter="mask")
+
+
+def _refuse_latents(options: RequestOptions) -> None:
+    if options.fields.get(LATENTS):
+        raise RequestError(f"{LATENTS}: is only available in Python, with LLM(..., omni=True)", parameter=LATENTS)

@@ -1,0 +1,121 @@
+"""Messages between the flow and the stage `dit`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+AR, DIT = "ar", "dit"
+"""Names of the stages."""
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class DitParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of the stage `dit`, with their names in the reference implementation.
+
+    None: the default of the task, text to image or edit (`parameters.image_parameters`). Values are checked there too.
+    """
+
+    height: Positive | None = None
+    width: Positive | None = None
+    num_timesteps: Annotated[int, msgspec.Meta(ge=2, le=1000)] | None = None
+    timestep_shift: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    cfg_text_scale: float | None = None
+    cfg_img_scale: float | None = None
+    cfg_interval: tuple[float, float] | None = None
+    cfg_renorm_type: Literal["global", "channel", "text_channel"] | None = None
+    cfg_renorm_min: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    think: bool | None = None
+    max_think_token_n: Positive | None = None
+
+
+class Text(msgspec.Struct, frozen=True, array_like=True, tag="text"):
+    """A text of a prompt: its token ids, with the start and end ids around them."""
+
+    ids: list[int]
+
+
+class Picture(msgspec.Struct, frozen=True, array_like=True, tag="picture"):
+    """A picture of a prompt, resized for the autoencoder: uint8 [height, width, 3] RGB, row by row."""
+
+    height: int
+    width: int
+    pixels: bytes
+
+
+Part = Text | Picture
+
+
+def last_size(parts: Sequence[Part]) -> tuple[int, int] | None:
+    """Return height and width of the last picture in pixels; None if there is no picture."""
+    sizes = [(part.height, part.width) for part in parts if isinstance(part, Picture)]
+    return sizes[-1] if sizes else None
+
+
+class Draw(msgspec.Struct, frozen=True, kw_only=True, tag="draw"):
+    """One picture. The same message makes the same picture in every replica.
+
+    Attributes:
+        parts: texts and pictures of the client, in order, without the system prompt.
+        parameters: all of them set, except height and width, and the seed is given.
+        thought: ids that the stage `ar` generated, without the start; None: if `parameters.think`, this stage writes
+            the thought itself.
+        previews: number of previews.
+        latent: the answer contains the latent.
+    """
+
+    parts: list[Part]
+    parameters: DitParams
+    thought: list[int] | None = None
+    previews: int = 0
+    latent: bool = False
+
+
+class Drawn(msgspec.Struct, frozen=True, kw_only=True, tag="drawn"):
+    """A finished picture.
+
+    Attributes:
+        pixels: uint8 [height, width, 3], row by row.
+        latent: float32 [tokens, channels], row by row; None if it was not asked for.
+        thought: the text that the model planned; None if the request did not think.
+        thought_tokens: number of its tokens, without start and end.
+        seconds: time spent by part: "queue", "prefill", "think", "steps", "vae".
+    """
+
+    height: int
+    width: int
+    pixels: bytes
+    latent: bytes | None = None
+    thought: str | None = None
+    thought_tokens: int = 0
+    seconds: dict[str, float] = {}
+
+
+class Preview(msgspec.Struct, frozen=True, kw_only=True, tag="preview"):
+    """The picture as `done` of `total` steps predict it; `number` counts previews from 0. `pixels` as in `Drawn`."""
+
+    number: int
+    height: int
+    width: int
+    pixels: bytes
+    done: int
+    total: int
+
+
+DitAnswer = Drawn | Preview
+
+_DECODER = msgspec.msgpack.Decoder(DitAnswer)
+
+
+def encode(answer: DitAnswer) -> bytes:
+    """Return an answer as bytes; the stage sends them as a one-dimensional uint8 tensor."""
+    return msgspec.msgpack.encode(answer)
+
+
+def decode(data: bytes | memoryview) -> DitAnswer:
+    """Return the answer in these bytes; msgspec.DecodeError if they are none."""
+    return _DECODER.decode(data)

@@ -1,0 +1,87 @@
+"""What the model thought before it drew, as an output beside the picture.
+
+It is `message.reasoning` in a chat, where vLLM puts the reasoning of language models, and `think_text` in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from vllm_omni_ext.modalities.base import Assembled, OutputChunk
+
+NAME = "thought"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThoughtChunk(OutputChunk):
+    """The whole thought, and the number of its tokens."""
+
+    modality: ClassVar[str] = NAME
+    text: str
+    tokens: int = 0
+
+
+class ThoughtStream:
+    """The thought of one streamed answer."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+
+    async def chunk(self, chunk: OutputChunk) -> list[dict[str, Any]]:
+        """Return the choice with the thought."""
+        assert isinstance(chunk, ThoughtChunk)
+        self._tokens += chunk.tokens
+        return [{"index": 0, "delta": {"reasoning": chunk.text}, "logprobs": None, "finish_reason": None}]
+
+    def text(self, delta: dict[str, Any]) -> None:
+        """Leave the delta as it is."""
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return nothing: the thought is one chunk."""
+        return []
+
+    def usage(self) -> Mapping[str, int]:
+        """Count the thought's tokens."""
+        return {"reasoning_tokens": self._tokens}
+
+
+class Thought:
+    """The modality."""
+
+    name = NAME
+    chunk: type[OutputChunk] = ThoughtChunk
+    body_fields: tuple[str, ...] = ()
+
+    def read(self, body: Mapping[str, Any], *, stream: bool) -> tuple[Any, Mapping[str, Any]]:
+        """Read nothing."""
+        return None, {}
+
+    async def assemble(self, chunks: Sequence[OutputChunk], encoding: Any, text: str) -> Assembled:
+        """Return the thought as `reasoning` of the message."""
+        found = [chunk for chunk in chunks if isinstance(chunk, ThoughtChunk)]
+        if not found:
+            return Assembled()
+        tokens = sum(chunk.tokens for chunk in found)
+        return Assembled(message={"reasoning": _joined(found)}, usage={"reasoning_tokens": tokens})
+
+    def stream(self, encoding: Any) -> ThoughtStream:
+        """Begin one streamed answer."""
+        return ThoughtStream()
+
+    def offline(self, chunks: Sequence[OutputChunk]) -> Mapping[str, Any]:
+        """Return `think_text`; None if the model did not think."""
+        found = [chunk for chunk in chunks if isinstance(chunk, ThoughtChunk)]
+        return {"think_text": _joined(found) if found else None}
+
+    def observe(self, metrics: Any, trace: Any, chunk: OutputChunk, at: float) -> None:
+        """Record when the thought was there."""
+        trace.times.append(at)
+
+
+def _joined(chunks: Sequence[ThoughtChunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+THOUGHT = Thought()

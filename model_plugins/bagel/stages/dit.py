@@ -1,0 +1,186 @@
+"""The stage `dit`: makes pictures; as the only stage of a pipeline it also reads pictures and writes text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from vllm_omni_ext.engine.plain_stage import Answer, PlainModel, PlainRequest
+from vllm_omni_ext.model_plugins.bagel.checkpoint import empty_bagel, load_bagel
+from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser
+from vllm_omni_ext.model_plugins.bagel.model import Bagel
+from vllm_omni_ext.model_plugins.bagel.requests.payloads import Draw
+from vllm_omni_ext.model_plugins.bagel.stages.cuda_attention import attention_for
+from vllm_omni_ext.model_plugins.bagel.stages.drawing import Drawing
+from vllm_omni_ext.model_plugins.bagel.stages.files import checkpoint_directory
+from vllm_omni_ext.model_plugins.bagel.stages.processor import PAD, PictureDummies, PictureInfo, PictureProcessor
+from vllm_omni_ext.model_plugins.bagel.stages.reply import Reply
+from vllm_omni_ext.model_plugins.bagel.text import RunningText, next_logits
+from vllm_omni_ext.wire.envelope import StageError
+
+log = logging.getLogger(__name__)
+
+
+class Job(Protocol):
+    """A request of the stage.
+
+    Attributes:
+        text: what the request writes; None while it writes nothing.
+        needs_turn, denoises, writes: kind of the request's next work; at most one of them is true.
+    """
+
+    text: RunningText | None
+
+    @property
+    def needs_turn(self) -> bool: ...
+    @property
+    def denoises(self) -> bool: ...
+    @property
+    def writes(self) -> bool: ...
+
+    def turn(self) -> Answer | None:
+        """Do a prefill, or use the autoencoder."""
+
+    def wrote(self, logits: Tensor) -> Answer | None:
+        """Choose the next token from its logits, `[vocabulary]` float32."""
+
+
+_FATAL = (torch.AcceleratorError,)
+"""After these the device cannot be used any more: the engine ends, and its supervisor starts it again."""
+
+
+class BagelDit(PlainModel):
+    """Makes pictures, all running ones in one denoise step.
+
+    An engine step is at most one turn (prefill or autoencoder) of one request, then one denoise step of all running
+    pictures, then one token of each running text. A request that the autoencoder was used for does nothing else in that
+    step.
+
+    Attributes:
+        bagel: the model; set by `load_weights`, or at once with `load_format: dummy`.
+    """
+
+    payloads = Draw
+    bagel: Bagel
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+        self._config = vllm_config
+        self._jobs: dict[str, Job] = {}
+        if vllm_config.load_config.load_format == "dummy":  # vLLM fills all parameters and does not call load_weights
+            self._read(empty_bagel)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Read the checkpoint's files ourselves: vLLM's loader does not know which of them belong to the model."""
+        self._read(load_bagel)
+        return {f"bagel.{name}" for name, _ in self.bagel.named_parameters()}
+
+    def _read(self, read: Callable[..., Bagel]) -> None:
+        config, device = self._config.model_config, self._config.device_config.device
+        self.bagel = read(checkpoint_directory(config), dtype=config.dtype, device=device)
+        llm = self.bagel.llm
+        llm.attention = attention_for(self.bagel.device, self.bagel.dtype, llm.sizes.head_dim)
+        self._denoiser = Denoiser(self.bagel)
+
+    def open(self, request: PlainRequest) -> None:
+        """Check a request and queue it for its first turn."""
+        if request.payload is None:
+            raise ValueError("the stage makes pictures: a request needs the message Draw")
+        self._jobs[request.req_id] = Drawing(self.bagel, request.payload, request.waited)
+
+    def close(self, req_id: str) -> None:
+        """Free a request."""
+        self._jobs.pop(req_id, None)
+
+    def step(self, req_ids: Sequence[str]) -> Mapping[str, Answer]:
+        """Do one engine step."""
+        answers = self._turn(req_ids)
+        answers |= self._together(self._denoise, [r for r in req_ids if r not in answers and self._jobs[r].denoises])
+        answers |= self._together(self._write, [r for r in req_ids if r not in answers and self._jobs[r].writes])
+        if self.bagel.device.type != "cpu":
+            torch.accelerator.synchronize(self.bagel.device)  # progress and aborts must not lag behind the work
+        return answers
+
+    def _turn(self, req_ids: Sequence[str]) -> dict[str, Answer]:
+        """Give the first request that needs a turn one, and put it behind all others."""
+        known = set(req_ids)
+        req_id = next((r for r, each in self._jobs.items() if r in known and each.needs_turn), None)
+        if req_id is None:
+            return {}
+        job = self._jobs[req_id] = self._jobs.pop(req_id)
+        return _attributed(req_id, job.turn)
+
+    def _together(
+        self, work: Callable[[Sequence[str]], dict[str, Answer]], req_ids: Sequence[str]
+    ) -> dict[str, Answer]:
+        """Do work for requests together. If it fails, do it for each alone, so that only those fail that must."""
+        if not req_ids:
+            return {}
+        try:
+            return work(req_ids)
+        except _FATAL:
+            raise
+        except Exception as error:
+            if len(req_ids) == 1:
+                return {req_ids[0]: _failed(req_ids[0], error)}
+        answers: dict[str, Answer] = {}
+        for req_id in req_ids:
+            answers |= self._together(work, [req_id])
+        return answers
+
+    def _denoise(self, req_ids: Sequence[str]) -> dict[str, Answer]:
+        drawings = [job for req_id in req_ids if isinstance(job := self._jobs[req_id], Drawing)]
+        evaluations = self._denoiser.step([each.image for each in drawings if each.image is not None])
+        return {r: each.denoised(done) for r, each, done in zip(req_ids, drawings, evaluations, strict=True)}
+
+    def _write(self, req_ids: Sequence[str]) -> dict[str, Answer]:
+        jobs = [self._jobs[req_id] for req_id in req_ids]
+        rows = next_logits(self.bagel, [job.text for job in jobs if job.text is not None])
+        answers: dict[str, Answer] = {}
+        for req_id, job, row in zip(req_ids, jobs, rows, strict=True):
+            answers |= _attributed(req_id, partial(job.wrote, row))
+        return answers
+
+
+@MULTIMODAL_REGISTRY.register_processor(PictureProcessor, info=PictureInfo, dummy_inputs=PictureDummies)
+class BagelSingle(BagelDit, SupportsMultiModal):
+    """Makes pictures, and answers ordinary requests of vLLM with text, token by token."""
+
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        """Return the text that stands for a picture in a chat's prompt."""
+        if modality.startswith("image"):
+            return PAD
+        raise ValueError(f"{modality}: only pictures can be read")
+
+    def open(self, request: PlainRequest) -> None:
+        """Check a request and queue it for its first turn."""
+        if request.payload is not None:
+            return super().open(request)
+        self._jobs[request.req_id] = Reply(self.bagel, request)
+
+
+def _attributed(req_id: str, work: Callable[[], Answer | None]) -> dict[str, Answer]:
+    """Do work of one request; an exception ends that request."""
+    try:
+        answer = work()
+    except _FATAL:
+        raise
+    except Exception as error:
+        answer = _failed(req_id, error)
+    return {} if answer is None else {req_id: answer}
+
+
+def _failed(req_id: str, error: Exception) -> Answer:
+    """Return the answer of a request that an exception ends; a ValueError's message is for the client."""
+    if isinstance(error, ValueError):
+        return Answer(StageError(str(error)))
+    log.error("request %s failed", req_id, exc_info=error)
+    return Answer(StageError(f"{type(error).__name__}: {error}"))

@@ -1,0 +1,159 @@
+"""One picture in the stage `dit`, from its message to its answer, as turns and steps.
+
+A turn is a prefill or a use of the autoencoder; the stage gives one turn per engine step, to one request. All other
+work is done in steps that the stage takes for all requests together.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from vllm_omni_ext.engine.plain_stage import Answer
+from vllm_omni_ext.model_plugins.bagel.denoise import Evaluation, FinishedImage, RunningImage, begin, decode, seeded
+from vllm_omni_ext.model_plugins.bagel.model import Bagel
+from vllm_omni_ext.model_plugins.bagel.prefill import Prefill
+from vllm_omni_ext.model_plugins.bagel.prompts import ImagePlan, Prompts
+from vllm_omni_ext.model_plugins.bagel.requests.payloads import DitAnswer, Draw, Drawn, Preview, encode
+from vllm_omni_ext.model_plugins.bagel.stages.segments import check, plan
+from vllm_omni_ext.model_plugins.bagel.text import RunningText
+from vllm_omni_ext.wire.envelope import StageProgress
+
+
+class Drawing:
+    """A picture request.
+
+    Attributes:
+        image: the image between prefill and answer; None before.
+        text: the thought while the model writes it.
+    """
+
+    def __init__(self, model: Bagel, draw: Draw, waited: float) -> None:
+        """Check a request that waited for `waited` seconds before it was opened. ValueError: it cannot succeed."""
+        self._parameters = check(draw, model.sizes)
+        self._model, self._draw = model, draw
+        self._seconds = {"queue": waited}
+        self._since = time.perf_counter()
+        self._prefill: Prefill | None = None
+        self._plan: ImagePlan | None = None
+        self._thought: str | None = None
+        self._thought_tokens = 0
+        self._preview_steps = preview_steps(self._parameters.evaluations, draw.previews)
+        self._preview: torch.Tensor | None = None
+        self.image: RunningImage | None = None
+        self.text: RunningText | None = None
+
+    @property
+    def needs_turn(self) -> bool:
+        """Whether the request's next work is a prefill or a use of the autoencoder."""
+        if self.image is None:
+            return self.text is None or self.text.done
+        return self.image.done or self._preview is not None
+
+    @property
+    def denoises(self) -> bool:
+        """Whether the request's next work is a denoise step."""
+        return self.image is not None and not self.needs_turn
+
+    @property
+    def writes(self) -> bool:
+        """Whether the request's next work is a token of its thought."""
+        return self.text is not None and not self.text.done
+
+    def turn(self) -> Answer | None:
+        """Do the request's next prefill, or use the autoencoder; returns an answer in the second case."""
+        if self.image is None:
+            self._begin()
+            return None
+        if self._preview is not None:
+            return self._show(self._preview)
+        return self._finish()
+
+    def _begin(self) -> None:
+        """Prefill the prompt, and after a thought the thought, until the image or the thought can start."""
+        model, thinks = self._model, self._parameters.think
+        prompts = Prompts(model.tokens, model.sizes)
+        if self._plan is None or self._prefill is None:
+            self._spent("queue")
+            self._plan = plan(self._draw, prompts, think=thinks)
+            self._prefill = Prefill(model, seeded(self._parameters))
+        if thinks:
+            if self._draw.thought is None and self.text is None:
+                context = self._prefill.context(self._plan.cond)
+                self.text = RunningText(model, context, self._parameters.max_think_token_n)
+                self._spent("prefill")
+                return
+            if self.text is not None:
+                self._spent("think")
+            ids = [model.tokens.start, *(self._draw.thought or ())] if self.text is None else self.text.ids
+            self._thought, self._thought_tokens = model.tokens.reply(ids), len(ids) - 1
+            self._plan = self._plan.with_thought(prompts.text(self._thought))
+        self.image = begin(
+            model, self._plan, self._parameters, generator=self._prefill.generator, prefill=self._prefill
+        )
+        self.text = self._prefill = None
+        self._spent("prefill")
+
+    def denoised(self, evaluation: Evaluation) -> Answer:
+        """Record a denoise step; returns the progress."""
+        assert self.image is not None
+        done, total = self.image.index, self._parameters.evaluations
+        if done in self._preview_steps:
+            self._preview = evaluation.preview()
+        if self.image.done:
+            self._spent("steps")
+        return Answer(StageProgress(done, total))
+
+    def wrote(self, logits: torch.Tensor) -> None:
+        """Choose the next token of the thought, greedily; `logits`: `[vocabulary]` float32."""
+        assert self.text is not None
+        self.text.add(int(logits.argmax()))
+
+    def _show(self, latent: torch.Tensor) -> Answer:
+        assert self.image is not None
+        shown, self._preview = decode(self._model, latent, self.image.rows), None
+        height, width = self.image.size
+        done, total = self.image.index, self._parameters.evaluations
+        number = self._preview_steps.index(done)
+        return _answer(Preview(number=number, height=height, width=width, pixels=_bytes(shown), done=done, total=total))
+
+    def _finish(self) -> Answer:
+        assert self.image is not None
+        finished = decode(self._model, self.image.latent, self.image.rows)
+        height, width = self.image.size
+        pixels = _bytes(finished)
+        latent = finished.latent.cpu().numpy().tobytes() if self._draw.latent else None
+        self._spent("vae")
+        return _answer(
+            Drawn(
+                height=height,
+                width=width,
+                pixels=pixels,
+                latent=latent,
+                thought=self._thought,
+                thought_tokens=self._thought_tokens,
+                seconds=self._seconds,
+            ),
+            last=True,
+        )
+
+    def _spent(self, name: str) -> None:
+        """Add the time since the last call to a part of the answer's `seconds`."""
+        now = time.perf_counter()
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+        self._since = now
+
+
+def preview_steps(evaluations: int, previews: int) -> list[int]:
+    """Return after which evaluations a preview is shown: evenly spread, at most one each, and none after the last."""
+    number = min(previews, evaluations - 1)
+    return [evaluations * at // (number + 1) for at in range(1, number + 1)]
+
+
+def _bytes(finished: FinishedImage) -> bytes:
+    return finished.image.contiguous().cpu().numpy().tobytes()
+
+
+def _answer(message: DitAnswer, *, last: bool = False) -> Answer:
+    return Answer(torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8), last=last)

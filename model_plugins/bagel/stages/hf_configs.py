@@ -1,0 +1,47 @@
+"""`hf_overrides` of the stages: the checkpoint's config with the architecture of the stage's model class.
+
+vLLM first calls each function with a dummy config, which the function returns unchanged. The functions are sent to
+other processes by name, so they stay at module level.
+"""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+UNDERSTANDING_ARCHITECTURE = "BagelUnderstanding"
+DIT_ARCHITECTURE = "BagelDit"
+SINGLE_ARCHITECTURE = "BagelSingle"
+
+
+def ar(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config with M-RoPE, which lets all tokens of a picture have one position.
+
+    All three rows of positions are equal, so the sections do not matter: everything is in the first one.
+    """
+    if not _is_bagel(config):
+        return config
+    llm = config.llm_config
+    rotated = llm.hidden_size // llm.num_attention_heads
+    llm.rope_parameters = {**llm.rope_parameters, "mrope_section": [rotated // 2, 0, 0]}
+    config.architectures = [UNDERSTANDING_ARCHITECTURE]
+    return config
+
+
+def dit(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config of the stage that makes pictures."""
+    return _named(config, DIT_ARCHITECTURE)
+
+
+def single(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config of the stage that does everything."""
+    return _named(config, SINGLE_ARCHITECTURE)
+
+
+def _named(config: PretrainedConfig, architecture: str) -> PretrainedConfig:
+    if _is_bagel(config):
+        config.architectures = [architecture]
+    return config
+
+
+def _is_bagel(config: PretrainedConfig) -> bool:
+    return hasattr(config, "llm_config")

@@ -1,0 +1,94 @@
+"""One text in the stage `dit`: an ordinary request of vLLM, whose tokens the scheduler returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+
+from vllm_omni_ext.engine.plain_stage import Answer, PlainRequest
+from vllm_omni_ext.model_plugins.bagel.model import Bagel
+from vllm_omni_ext.model_plugins.bagel.prefill import Prefill
+from vllm_omni_ext.model_plugins.bagel.prompts import Prompts, Segments, TextSegment
+from vllm_omni_ext.model_plugins.bagel.requests.parts import cut_at_pictures
+from vllm_omni_ext.model_plugins.bagel.stages.processor import VIT
+from vllm_omni_ext.model_plugins.bagel.stages.sampling import Sampling
+from vllm_omni_ext.model_plugins.bagel.text import RunningText
+
+
+class Reply:
+    """A text request. Its end is the scheduler's decision.
+
+    Attributes:
+        text: the running text; None before the prefill.
+    """
+
+    def __init__(self, model: Bagel, request: PlainRequest) -> None:
+        """Check a request. ValueError: it cannot succeed."""
+        self._model, self._prompt, self._features = model, list(request.prompt), list(request.features)
+        self._sampling = Sampling(self._prompt, request.params)
+        ends = [feature.mm_position.offset + feature.mm_position.length for feature in self._features]
+        if len(self._prompt) <= max(ends, default=0):
+            raise ValueError("prompt: must end with text")
+        self.text: RunningText | None = None
+
+    @property
+    def needs_turn(self) -> bool:
+        """Whether the request's next work is its prefill."""
+        return self.text is None
+
+    @property
+    def denoises(self) -> bool:
+        """Whether the request's next work is a denoise step: never."""
+        return False
+
+    @property
+    def writes(self) -> bool:
+        """Whether the request's next work is a token."""
+        return self.text is not None
+
+    def turn(self) -> None:
+        """Prefill the prompt except its last id."""
+        model = self._model
+        segments = reply_segments(self._prompt[:-1], self._features, Prompts(model.tokens, model.sizes))
+        context = Prefill(model, torch.Generator()).context(segments)
+        self.text = RunningText(model, context, len(self._prompt), first=self._prompt[-1])
+
+    def wrote(self, logits: torch.Tensor) -> Answer:
+        """Choose the next token; `logits`: `[vocabulary]` float32."""
+        assert self.text is not None
+        token = self._sampling.choose(logits, self.text.ids[1:])
+        self.text.ids.append(token)
+        return Answer(None, tokens=(token,))
+
+
+def reply_segments(ids: Sequence[int], features: Sequence[Any], prompts: Prompts) -> Segments:
+    """Return a rendered prompt as segments.
+
+    Args:
+        ids: token ids with those of the pictures.
+        features: vLLM's `MultiModalFeatureSpec`s; `data` has the picture for the ViT (`processor.py`).
+        prompts: of the model.
+
+    Raises:
+        ValueError: the data of a picture is missing.
+    """
+    found: Segments = ()
+    for before, feature in cut_at_pictures(ids, features):
+        found = (*found, *_text(before))
+        if feature is None:
+            continue
+        if feature.data is None:
+            raise ValueError("prompt: the data of a picture is missing")
+        found = (*found, prompts.seen(_picture(feature.data[VIT].data)))
+    return found
+
+
+def _text(ids: Sequence[int]) -> Segments:
+    return (TextSegment(tuple(ids)),) if ids else ()
+
+
+def _picture(pixels: torch.Tensor) -> Image.Image:
+    return Image.fromarray(pixels.cpu().numpy())

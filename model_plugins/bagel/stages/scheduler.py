@@ -1,0 +1,88 @@
+"""Admits requests of the stage `dit` by what their contexts and their denoise steps take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.request import Request
+
+from vllm_omni_ext.engine.plain_stage import PlainScheduler
+from vllm_omni_ext.model_plugins.bagel.memory import FLOAT32_BYTES, kv_bytes_per_token
+from vllm_omni_ext.model_plugins.bagel.model import Bagel
+from vllm_omni_ext.model_plugins.bagel.requests.payloads import Draw
+from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes
+from vllm_omni_ext.model_plugins.bagel.stages.files import checkpoint_directory, model_sizes
+from vllm_omni_ext.model_plugins.bagel.stages.segments import costs
+from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
+from vllm_omni_ext.wire.stage_input import END, PART, PartHeader, StageInput
+
+CONTEXT_BYTES, ROW_TOKENS = "bytes of context", "tokens of a denoise step"
+"""Resources; these names are part of the message to a client whose request is too large."""
+
+CPU_CONTEXT_BYTES = 2 << 30
+"""Memory for contexts on a CPU."""
+
+_WORKSPACE_SHARE = 0.15
+"""Part of a device's memory for activations and the autoencoder."""
+
+
+class DitScheduler(PlainScheduler):
+    """Runs as many requests as there is memory for contexts, room in a denoise step, and `max_num_seqs`.
+
+    A picture adds (branches x (latent tokens + 2)) tokens to a step; `max_num_batched_tokens` is the limit.
+    """
+
+    def __init__(self, vllm_config: Any, **given: Any) -> None:
+        super().__init__(vllm_config, **given)
+        config = vllm_config.model_config
+        self._sizes = model_sizes(config)
+        self._tokens = Tokens.from_directory(checkpoint_directory(config))
+        self._element_bytes = config.dtype.itemsize
+        self.limits = {
+            CONTEXT_BYTES: context_budget(vllm_config, self._sizes),
+            ROW_TOKENS: vllm_config.scheduler_config.max_num_batched_tokens,
+        }
+
+    def costs(self, request: Request) -> Mapping[str, float]:
+        """Return what a picture or a reply takes. ValueError: it cannot succeed."""
+        payload, ends_stream = _message(request)
+        if ends_stream:
+            return {}
+        if payload is not None:
+            kept, rows = costs(msgspec.convert(payload, Draw), self._sizes, self._tokens, self._element_bytes)
+            return {CONTEXT_BYTES: kept, ROW_TOKENS: rows}
+        longest = min(request.num_prompt_tokens + request.max_tokens, self._model_config.max_model_len)
+        return {CONTEXT_BYTES: longest * kv_bytes_per_token(self._sizes.llm, self._element_bytes), ROW_TOKENS: 1}
+
+
+def context_budget(vllm_config: Any, sizes: BagelSizes) -> int:
+    """Return the bytes that all contexts may take.
+
+    On a device it is what `gpu_memory_utilization` leaves beside the weights, activations and the autoencoder.
+    """
+    if vllm_config.device_config.device_type == "cpu":
+        return CPU_CONTEXT_BYTES
+    total = current_platform.get_device_total_memory()
+    left = vllm_config.cache_config.gpu_memory_utilization - _WORKSPACE_SHARE
+    return max(0, int(total * left) - weight_bytes(sizes, vllm_config.model_config.dtype))
+
+
+def weight_bytes(sizes: BagelSizes, dtype: torch.dtype) -> int:
+    """Return the bytes of all weights; the autoencoder is float32."""
+    with torch.device("meta"):
+        model = Bagel(sizes)
+    whole, vae = (sum(each.numel() for each in part.parameters()) for part in (model, model.vae))
+    return (whole - vae) * dtype.itemsize + vae * FLOAT32_BYTES
+
+
+def _message(request: Request) -> tuple[Any, bool]:
+    """Return the plugin's message in a request, None for a reply; and whether the request only ends a stream."""
+    extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
+    if PART not in extra:
+        return StageInput.of(extra)[0].payload, False
+    part = PartHeader.of(extra[PART])
+    return part.payload, part.part == END

@@ -1,0 +1,119 @@
+"""From the messages of a picture request to what the model computes with, and to what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from PIL import Image
+
+from vllm_omni_ext.model_plugins.bagel import memory
+from vllm_omni_ext.model_plugins.bagel.errors import ParameterError
+from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters, image_parameters
+from vllm_omni_ext.model_plugins.bagel.prompts import (
+    THINK_THEN_DRAW,
+    ImagePlan,
+    Piece,
+    Prompts,
+    TextSegment,
+    image_plan,
+)
+from vllm_omni_ext.model_plugins.bagel.requests.payloads import Draw, Part, Picture, last_size
+from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes
+from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
+
+_CHANNELS = 3
+
+
+def parameters_of(draw: Draw) -> ImageParameters:
+    """Return a request's parameters; missing ones have the default of the task. ParameterError if one is wrong."""
+    given = {name: value for name, value in msgspec.structs.asdict(draw.parameters).items() if value is not None}
+    return image_parameters(given, edit=last_size(draw.parts) is not None)
+
+
+def check(draw: Draw, sizes: BagelSizes) -> ImageParameters:
+    """Check everything about a request that can be checked without computing; return its parameters.
+
+    Raises:
+        ValueError: the request cannot succeed; the message names the field.
+    """
+    parameters = parameters_of(draw)
+    parameters.image_size(sizes, last_size(draw.parts))
+    if not draw.parts:
+        raise ParameterError("prompt: must be at least one text or picture", parameter="prompt")
+    if draw.previews < 0:
+        raise ValueError(f"previews: must be 0 or more, not {draw.previews}")
+    for part in draw.parts:
+        if isinstance(part, Picture):
+            _check_picture(part, sizes)
+        else:
+            _check_ids("prompt", part.ids, sizes)
+            if not part.ids:
+                raise ValueError("prompt: a text has no token ids")
+    _check_ids("thought", draw.thought or (), sizes)
+    return parameters
+
+
+def plan(draw: Draw, prompts: Prompts, *, think: bool) -> ImagePlan:
+    """Return the prompts of a request's branches, without a thought."""
+    return image_plan([_piece(part, prompts) for part in draw.parts], prompts.text(THINK_THEN_DRAW) if think else None)
+
+
+def costs(draw: Draw, sizes: BagelSizes, tokens: Tokens, element_bytes: int) -> tuple[int, int]:
+    """Return what a request needs while it runs, without touching its pixels.
+
+    Args:
+        draw: the request.
+        sizes, tokens: of the checkpoint.
+        element_bytes: of one element of keys and values.
+
+    Returns:
+        Bytes of its contexts and latent, and the tokens that it adds to a denoise step. A thought that is not written
+        yet counts with its greatest length.
+
+    Raises:
+        ValueError: as in `check`.
+    """
+    parameters = check(draw, sizes)
+    system = TextSegment(tokens.text(THINK_THEN_DRAW)) if parameters.think else None
+    drawn = image_plan([_sized_piece(part, sizes) for part in draw.parts], system)
+    if parameters.think:
+        length = parameters.max_think_token_n if draw.thought is None else len(draw.thought)
+        drawn = drawn.with_thought(_text_of(length + 2))
+    size = parameters.image_size(sizes, drawn.size)
+    kept = memory.context_bytes(sizes.llm, memory.branches_of(drawn, parameters), element_bytes)
+    return kept + memory.latent_bytes(sizes, size), memory.row_tokens(sizes, parameters, size)
+
+
+def _check_picture(part: Picture, sizes: BagelSizes) -> None:
+    """The sides have the limits of any resized picture: multiples of a latent token, as many as there are positions."""
+    step, largest = sizes.token_pixels, sizes.largest_side
+    for name, side in (("height", part.height), ("width", part.width)):
+        if side < step or side % step or side > largest:
+            raise ValueError(f"prompt: the {name} of a picture must be a multiple of {step}, at most {largest}")
+    if len(part.pixels) != part.height * part.width * _CHANNELS:
+        raise ValueError(f"prompt: a picture of {part.width}x{part.height} pixels has {len(part.pixels)} bytes")
+
+
+def _check_ids(name: str, ids: Sequence[int], sizes: BagelSizes) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < sizes.llm.vocabulary:
+        raise ValueError(f"{name}: token ids must be from 0 to {sizes.llm.vocabulary - 1}")
+
+
+def _piece(part: Part, prompts: Prompts) -> Piece:
+    if isinstance(part, Picture):
+        return prompts.picture(Image.frombytes("RGB", (part.width, part.height), part.pixels))
+    return Piece((TextSegment(tuple(part.ids)),))
+
+
+def _sized_piece(part: Part, sizes: BagelSizes) -> Piece:
+    """Return a piece whose segments have the right lengths and no content."""
+    if isinstance(part, Picture):
+        size = part.height, part.width
+        lengths = memory.latent_tokens(sizes, *size), memory.patch_tokens(sizes, *size)
+        return Piece(tuple(_text_of(length) for length in lengths), size)
+    return Piece((TextSegment(tuple(part.ids)),))
+
+
+def _text_of(length: int) -> TextSegment:
+    return TextSegment((0,) * length)

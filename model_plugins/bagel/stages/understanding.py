@@ -1,0 +1,167 @@
+"""The stage `ar`: vLLM's BAGEL with pictures as the reference reads them.
+
+What vLLM's class does in another way, and what is done about it here:
+
+* It resizes pictures to a square without markers: `processor.py`.
+* Each token of a picture has a position of its own: `get_mrope_input_positions` counts a picture once.
+* It computes the connector's table of positions: this class loads it.
+* It takes the number of ViT layers from a config that is wrong in the release: this class counts them in the weights.
+* On a CPU, pictures are causal: `picture_attention.py`.
+
+vLLM's own class is right about text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.models.bagel import BagelForConditionalGeneration
+from vllm.model_executor.models.interfaces import MultiModalEmbeddings, SupportsMRoPE
+from vllm.model_executor.models.utils import PPMissingLayer, WeightsMapper
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from vllm_omni_ext.model_plugins.bagel.checkpoint import model_sources
+from vllm_omni_ext.model_plugins.bagel.errors import CheckpointError
+from vllm_omni_ext.model_plugins.bagel.images import bytes_to_pixels, places
+from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes
+from vllm_omni_ext.model_plugins.bagel.stages.files import checkpoint_directory, model_sizes
+from vllm_omni_ext.model_plugins.bagel.stages.picture_attention import PictureAttention
+from vllm_omni_ext.model_plugins.bagel.stages.processor import VIT, PictureDummies, PictureInfo, PictureProcessor
+from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
+
+_AUTOENCODER = ("encoder.", "decoder.")
+"""Beginnings of the names in `ae.safetensors`."""
+
+_SHOWN = 5
+
+
+class PlaceTable(nn.Module):
+    """The connector's position embeddings; `pos_embed` is `[side * side, hidden]`."""
+
+    def __init__(self, side: int, hidden: int) -> None:
+        super().__init__()
+        self.pos_embed = nn.Parameter(torch.empty(side**2, hidden), requires_grad=False)
+
+
+@MULTIMODAL_REGISTRY.register_processor(PictureProcessor, info=PictureInfo, dummy_inputs=PictureDummies)
+class BagelUnderstanding(BagelForConditionalGeneration, SupportsMRoPE):
+    """Reads texts and pictures, writes text."""
+
+    hf_to_vllm_mapper = WeightsMapper()
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        model_config = vllm_config.model_config
+        sizes = model_sizes(model_config)
+        _correct(model_config.hf_config, sizes)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.sizes = sizes
+        self.vit_pos_embed = PlaceTable(sizes.vit.side, sizes.llm.hidden)
+        tokens = Tokens.from_directory(checkpoint_directory(model_config))
+        self._markers = [tokens.image_start, tokens.image_end]
+        _attend_inside_pictures(self.language_model.model.layers)
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
+    ) -> tuple[Tensor, int]:
+        """Return positions in which each picture counts as one token.
+
+        Args:
+            input_tokens: the prompt, with the tokens of its pictures.
+            mm_features: the pictures.
+
+        Returns:
+            `[3, tokens]` int64 with equal rows; the next position less the number of tokens.
+        """
+        lengths = {feature.mm_position.offset: feature.mm_position.length for feature in mm_features}
+        positions: list[int] = []
+        position = 0
+        while len(positions) < len(input_tokens):
+            positions += [position] * lengths.get(len(positions), 1)
+            position += 1
+        return torch.tensor(positions).expand(3, -1), position - len(input_tokens)
+
+    def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
+        """Return the embeddings of each picture, `[tokens, hidden]`, markers included."""
+        pictures: Any = kwargs.get(VIT)
+        return [] if pictures is None else [self._embed(picture) for picture in pictures]
+
+    def _embed(self, picture: Tensor) -> Tensor:
+        """Embed a picture, uint8 `[height, width, 3]`."""
+        vit = self.vit_model.vision_model
+        table = self.vit_pos_embed.pos_embed
+        rows, columns = (side // self.sizes.vit.patch for side in picture.shape[:2])
+        where = places(rows, columns, self.sizes.vit.side).to(table.device)
+        pixels = bytes_to_pixels(picture.to(table.device)).to(table.dtype)
+        patches = vit.embeddings.patch_embedding(pixels[None]).flatten(2).transpose(1, 2)
+        encoded = vit.encoder(patches + vit.embeddings.position_embedding(where), return_all_hidden_states=False)
+        seen = self.connector(vit.post_layernorm(encoded))[0] + table[where]
+        markers = torch.tensor(self._markers, device=table.device)
+        start, end = self.language_model.model.embed_input_ids(markers).split(1)
+        return torch.cat((start, seen.to(start.dtype), end))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load the weights for text and pictures.
+
+        Those for making pictures, and the autoencoder, are in the same files and are not loaded.
+
+        Raises:
+            CheckpointError: a tensor is missing or unknown.
+        """
+        check = CheckedNames(self.sizes)
+        loaded: set[str] = super().load_weights(check.passed(weights))
+        check.finish()
+        return loaded
+
+
+class CheckedNames:
+    """Compares the names of the loaded tensors with those of the model."""
+
+    def __init__(self, sizes: BagelSizes) -> None:
+        sources = model_sources(sizes)
+        self._known = {name for names in sources.values() for name in names}
+        self._read = {name for ours, names in sources.items() if _is_read(ours) for name in names}
+        self._missing = set(self._read)
+        self._unknown: set[str] = set()
+
+    def passed(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors for reading; note those that no part of the model has."""
+        for name, tensor in weights:
+            if name in self._read:
+                self._missing.discard(name)
+                yield name, tensor
+            elif name not in self._known and not name.startswith(_AUTOENCODER):
+                self._unknown.add(name)
+
+    def finish(self) -> None:
+        """Check that there was all of the model and nothing else."""
+        for what, names in (("missing", self._missing), ("unknown", self._unknown)):
+            if names:
+                some = ", ".join(sorted(names)[:_SHOWN])
+                raise CheckpointError(f"the checkpoint's files: {len(names)} {what} tensors: {some}")
+
+
+def _is_read(ours: str) -> bool:
+    """Return whether a parameter (its name in our own model) is needed to read pictures and texts."""
+    return not ours.startswith("latents.") and ".gen." not in ours
+
+
+def _correct(config: Any, sizes: BagelSizes) -> None:
+    """Replace sizes of the config by those of the weights, in place; without the ViT there would be no pictures."""
+    config.visual_und = True
+    config.vit_max_num_patch_per_side = sizes.vit.side
+    config.vit_config.num_hidden_layers = sizes.vit.layers
+    config.vit_config.image_size = sizes.vit.side * sizes.vit.patch
+
+
+def _attend_inside_pictures(layers: Sequence[nn.Module]) -> None:
+    """Give the layers a backend with full attention inside pictures, if vLLM has chosen one without it."""
+    for layer in layers:
+        attention: Any = None if isinstance(layer, PPMissingLayer) else layer.self_attn.attn
+        if attention is not None and attention.attn_backend is CPUAttentionBackend:
+            attention.attn_backend = PictureAttention

@@ -1,0 +1,177 @@
+"""Random weights of a tiny BAGEL checkpoint: every tensor comes from numpy's stable generator, seeded by its name."""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_omni_ext.model_plugins.bagel.tiny.sizes import BagelSizes
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import Vocabulary
+
+_FIRST_PRINTABLE, _AFTER_PRINTABLE = 0x20, 0x7F
+_TIME_CHANNELS = 256
+
+
+class Tensors(dict[str, Tensor]):
+    """Tensors by name, with methods that add whole layers. Without a seed, the tensors have shapes and no values."""
+
+    def __init__(self, seed: int | None, prefix: str = "") -> None:
+        super().__init__()
+        self._seed, self._prefix = seed, prefix
+
+    def normal(self, name: str, shape: tuple[int, ...], spread: float, mean: float = 0.0) -> Tensor:
+        """Add normal numbers, float32, that depend only on the seed and the name."""
+        if self._seed is None:
+            return torch.empty(shape, device="meta")
+        key = zlib.crc32(f"{self._seed}/{self._prefix}{name}".encode()) & 0x7FFFFFFF
+        numbers = np.random.RandomState(key).standard_normal(shape) * spread + mean
+        return torch.from_numpy(numbers.astype(np.float32))
+
+    def linear(self, name: str, outputs: int, inputs: int, *, bias: bool = True, gain: float = 1.0) -> None:
+        self[f"{name}.weight"] = self.normal(f"{name}.weight", (outputs, inputs), gain / math.sqrt(inputs))
+        if bias:
+            self[f"{name}.bias"] = self.normal(f"{name}.bias", (outputs,), 0.1)
+
+    def norm(self, name: str, channels: int, *, mean: float = 1.0, bias: bool = False) -> None:
+        self[f"{name}.weight"] = self.normal(f"{name}.weight", (channels,), 0.1, mean)
+        if bias:
+            self[f"{name}.bias"] = self.normal(f"{name}.bias", (channels,), 0.1)
+
+    def conv(self, name: str, outputs: int, inputs: int, kernel: int) -> None:
+        shape = (outputs, inputs, kernel, kernel)
+        self[f"{name}.weight"] = self.normal(f"{name}.weight", shape, 1.0 / math.sqrt(inputs * kernel * kernel))
+        self[f"{name}.bias"] = self.normal(f"{name}.bias", (outputs,), 0.05)
+
+    def residual(self, name: str, inputs: int, outputs: int) -> None:
+        self.norm(f"{name}.norm1", inputs, bias=True)
+        self.conv(f"{name}.conv1", outputs, inputs, 3)
+        self.norm(f"{name}.norm2", outputs, bias=True)
+        self.conv(f"{name}.conv2", outputs, outputs, 3)
+        if inputs != outputs:
+            self.conv(f"{name}.nin_shortcut", outputs, inputs, 1)
+
+    def middle(self, name: str, channels: int) -> None:
+        self.residual(f"{name}.block_1", channels, channels)
+        self.residual(f"{name}.block_2", channels, channels)
+        self.norm(f"{name}.attn_1.norm", channels, bias=True)
+        for part in ("q", "k", "v", "proj_out"):
+            self.conv(f"{name}.attn_1.{part}", channels, channels, 1)
+
+
+def model_weights(size: BagelSizes, words: Vocabulary, seed: int | None) -> dict[str, Tensor]:
+    """Return all tensors of `ema.safetensors`, bfloat16; without a seed, most of them are on the meta device."""
+    tensors = Tensors(seed)
+    _language_model(tensors, size, words)
+    _vision_model(tensors, size)
+    latent = size.latent_patch**2 * size.autoencoder["z_channels"]
+    tensors.linear("vae2llm", size.hidden, latent)
+    tensors.linear("llm2vae", latent, size.hidden)
+    tensors.linear("time_embedder.mlp.0", size.hidden, _TIME_CHANNELS, gain=1.4)
+    tensors.linear("time_embedder.mlp.2", size.hidden, size.hidden, gain=1.4)
+    tensors["latent_pos_embed.pos_embed"] = position_table(size.hidden, size.latent_side)
+    tensors["vit_pos_embed.pos_embed"] = position_table(size.hidden, size.vit_side)
+    tensors.linear("connector.fc1", size.hidden, size.vit_hidden)
+    tensors.linear("connector.fc2", size.hidden, size.hidden)
+    return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+
+
+def _language_model(tensors: Tensors, size: BagelSizes, words: Vocabulary) -> None:
+    model, head_dim = "language_model.model", size.head_dim
+    tensors[f"{model}.embed_tokens.weight"] = tensors.normal("embed", (size.vocabulary, size.hidden), 0.7)
+    for layer in range(size.layers):
+        for expert in ("", "_moe_gen"):
+            at = f"{model}.layers.{layer}"
+            tensors.linear(f"{at}.self_attn.q_proj{expert}", size.heads * head_dim, size.hidden)
+            tensors.linear(f"{at}.self_attn.k_proj{expert}", size.kv_heads * head_dim, size.hidden)
+            tensors.linear(f"{at}.self_attn.v_proj{expert}", size.kv_heads * head_dim, size.hidden)
+            output = f"{at}.self_attn.o_proj{expert}"
+            tensors.linear(output, size.hidden, size.heads * head_dim, bias=False, gain=0.8)
+            tensors.norm(f"{at}.self_attn.q_norm{expert}", head_dim, mean=1.4)
+            tensors.norm(f"{at}.self_attn.k_norm{expert}", head_dim, mean=1.4)
+            tensors.linear(f"{at}.mlp{expert}.gate_proj", size.feed_forward, size.hidden, bias=False)
+            tensors.linear(f"{at}.mlp{expert}.up_proj", size.feed_forward, size.hidden, bias=False)
+            tensors.linear(f"{at}.mlp{expert}.down_proj", size.hidden, size.feed_forward, bias=False)
+            tensors.norm(f"{at}.input_layernorm{expert}", size.hidden)
+            tensors.norm(f"{at}.post_attention_layernorm{expert}", size.hidden)
+    tensors.norm(f"{model}.norm", size.hidden)
+    tensors.norm(f"{model}.norm_moe_gen", size.hidden)
+    head = tensors.normal("lm_head", (size.vocabulary, size.hidden), 3.0 / math.sqrt(size.hidden))
+    quiet = sorted(set(range(size.vocabulary)) - printable_ids(words))
+    head[quiet] *= 0.02
+    tensors["language_model.lm_head.weight"] = head
+
+
+def printable_ids(words: Vocabulary) -> set[int]:
+    """Return the text ids that decode to printable ASCII, of which greedy replies consist."""
+    byte_of = {letter: id_ for letter, id_ in words.ids.items() if id_ < 256}
+    return {
+        id_
+        for token, id_ in words.ids.items()
+        if all(_FIRST_PRINTABLE <= byte_of[letter] < _AFTER_PRINTABLE for letter in token)
+    }
+
+
+def _vision_model(tensors: Tensors, size: BagelSizes) -> None:
+    model, hidden = "vit_model.vision_model", size.vit_hidden
+    tensors.linear(f"{model}.embeddings.patch_embedding", hidden, 3 * size.vit_patch**2)
+    positions = tensors.normal("vitpos", (size.vit_side**2, hidden), 0.5)
+    tensors[f"{model}.embeddings.position_embedding.weight"] = positions
+    for layer in range(size.vit_layers):
+        at = f"{model}.encoder.layers.{layer}"
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            tensors.linear(f"{at}.self_attn.{part}", hidden, hidden)
+        tensors.linear(f"{at}.mlp.fc1", size.vit_feed_forward, hidden)
+        tensors.linear(f"{at}.mlp.fc2", hidden, size.vit_feed_forward)
+        tensors.norm(f"{at}.layer_norm1", hidden, bias=True)
+        tensors.norm(f"{at}.layer_norm2", hidden, bias=True)
+    tensors.norm(f"{model}.post_layernorm", hidden, bias=True)
+
+
+def position_table(channels: int, side: int) -> Tensor:
+    """Return sine and cosine of column, then of row, for each place of a square: `[side * side, channels]` float32."""
+
+    def of(places: np.ndarray) -> np.ndarray:
+        half = channels // 4
+        rates = 1.0 / 10000 ** (np.arange(half, dtype=np.float64) / float(half))
+        angles = np.einsum("m,d->md", places.reshape(-1), rates)
+        return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+
+    places = np.arange(side, dtype=np.float32)
+    columns, rows = np.meshgrid(places, places)
+    return torch.from_numpy(np.concatenate([of(columns), of(rows)], axis=1)).float()
+
+
+def autoencoder_weights(size: BagelSizes, seed: int | None) -> dict[str, Tensor]:
+    """Return all tensors of `ae.safetensors`, float32; without a seed, they are on the meta device."""
+    tensors, vae = Tensors(seed, "ae."), size.autoencoder
+    width, blocks, latent = vae["ch"], vae["num_res_blocks"], vae["z_channels"]
+    widths = [width * factor for factor in vae["ch_mult"]]
+    last = len(widths) - 1
+    tensors.conv("encoder.conv_in", width, 3, 3)
+    channels = width
+    for level, outputs in enumerate(widths):
+        for block in range(blocks):
+            tensors.residual(f"encoder.down.{level}.block.{block}", channels, outputs)
+            channels = outputs
+        if level != last:
+            tensors.conv(f"encoder.down.{level}.downsample.conv", channels, channels, 3)
+    tensors.middle("encoder.mid", channels)
+    tensors.norm("encoder.norm_out", channels, bias=True)
+    tensors.conv("encoder.conv_out", 2 * latent, channels, 3)
+
+    channels = widths[-1]
+    tensors.conv("decoder.conv_in", channels, latent, 3)
+    tensors.middle("decoder.mid", channels)
+    for level in range(last, -1, -1):
+        for block in range(blocks + 1):
+            tensors.residual(f"decoder.up.{level}.block.{block}", channels, widths[level])
+            channels = widths[level]
+        if level:
+            tensors.conv(f"decoder.up.{level}.upsample.conv", channels, channels, 3)
+    tensors.norm("decoder.norm_out", channels, bias=True)
+    tensors.conv("decoder.conv_out", 3, channels, 3)
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}

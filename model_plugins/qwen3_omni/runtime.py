@@ -1,0 +1,218 @@
+"""Checks Qwen3-Omni requests and plans their flows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from vllm_omni_ext.config.checks import ADAPTIVE, BOOLEAN, CHUNK_SIZES
+from vllm_omni_ext.connectors.chunks import ChunkSchedule
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.modalities.base import AUDIO, TEXT
+from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER, THINKER, ReadAloudFlow, SpeechFlow, SpeechPlan
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, PADS, PromptSegments, SpecialIds, find_parts
+from vllm_omni_ext.model_plugins.qwen3_omni.read_aloud import MOST_SPEECH_TOKENS, ReadAloud, too_long
+from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV
+from vllm_omni_ext.plugins.flow import ForwardFlow
+from vllm_omni_ext.plugins.runtime import Capabilities, Planned, Rendered, RequestOptions, RuntimeContext
+from vllm_omni_ext.wire.stage_input import EXPORT
+
+SAMPLE_RATE_HZ = 24_000  # the vocoder's output rate; the public config has no field for it
+PREFERRED_VOICE = "ethan"  # Transformers' default speaker
+TALKER_TAIL = HEADER + PADS + 2  # talker prompt positions after the user segments
+
+
+VOICE = "voice"
+
+
+class Fields(BaseModel):
+    """Qwen3-Omni's own request fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    voice: str | None = Field(None, validation_alias=AliasChoices(VOICE, "speaker"))
+    """Name of the speaker; None takes the checkpoint's default."""
+
+
+class Qwen3OmniRuntime:
+    """Plans requests of one checkpoint."""
+
+    fields = Fields
+
+    def __init__(self, context: RuntimeContext) -> None:
+        config = context.hf_config
+        self._config = config
+        self._chunks: dict[str, Any] = {**context.chunks, ADAPTIVE: context.chunks.get(ADAPTIVE, True)}
+        self._limits = context.limits
+        self._speaks = bool(config.enable_audio_output)
+        self._ids = SpecialIds.of(config) if self._speaks else None
+        self._positions: Any = None
+
+    @property
+    def voices(self) -> tuple[str, ...]:
+        """Names of the speakers, sorted."""
+        return tuple(sorted(self._ids.speakers)) if self._ids else ()
+
+    @property
+    def default_voice(self) -> str:
+        """The speaker of requests that name none."""
+        return PREFERRED_VOICE if PREFERRED_VOICE in self.voices else self.voices[0]
+
+    @property
+    def most_frames(self) -> int:
+        """Largest number of frames that code2wav can decode for one request."""
+        return self._limits[CODE2WAV] // int(self._config.talker_config.num_code_groups)
+
+    def capabilities(self) -> Capabilities:
+        """Return the modalities: text, and sound unless the checkpoint has no talker."""
+        text = frozenset({THINKER})
+        if not self._speaks:
+            return Capabilities(modalities=(TEXT,), default_modalities=(TEXT,), routes={TEXT: text})
+        return Capabilities(
+            modalities=(TEXT, AUDIO),
+            default_modalities=(TEXT, AUDIO),
+            routes={TEXT: text, AUDIO: SpeechFlow.stages, "speech": ReadAloudFlow.stages},
+            card={
+                "voices": list(self.voices),
+                "default_voice": self.default_voice,
+                MOST_SPEECH_TOKENS: self.most_frames,
+            },
+        )
+
+    def validate(self, options: RequestOptions) -> None:
+        """Raise RequestError if the checkpoint cannot meet the options."""
+        available = self.capabilities().modalities
+        for modality in options.modalities:
+            if modality not in available:
+                allowed = ", ".join(available)
+                raise RequestError(f"modalities: '{modality}' is not available; use {allowed}", parameter="modalities")
+        if not options.modalities:
+            raise RequestError("modalities: name at least one", parameter="modalities")
+        voice = options.fields.get(VOICE)
+        if voice is not None and voice.lower() not in self.voices:
+            allowed = ", ".join(self.voices)
+            raise RequestError(f"voice: '{voice}' is unknown; use one of {allowed}", parameter=VOICE)
+        for key, value in options.chunks.items():
+            self._check_chunks(f"chunks.{key}", key, value)
+
+    def _check_chunks(self, name: str, key: str, value: Any) -> None:
+        if key not in self._chunks:
+            raise RequestError(f"{name}: is unknown; use one of {', '.join(self._chunks)}", parameter=name)
+        rule = BOOLEAN if key == ADAPTIVE else CHUNK_SIZES
+        if not rule.accepts(value):
+            raise RequestError(f"{name}: must be {rule.expected}, got {value!r:.100}", parameter=name)
+
+    def plan(self, request: Rendered, options: RequestOptions) -> Planned:
+        """Plan a request; text-only prompts export no hidden states.
+
+        Raises:
+            RequestError: the prompt does not end in an assistant turn, so there is nothing to speak; or the prompt
+                fills the talker's context; or the request allows more frames than code2wav can decode.
+        """
+        if AUDIO not in options.modalities:
+            return Planned(flow=ForwardFlow(THINKER))
+        aloud = request.data if isinstance(request.data, ReadAloud) else None
+        prompt = request.prompt if aloud is None else aloud.prompt
+        parts = self._parts(prompt)
+        budget = self._budget(parts, options)
+        if aloud is not None and len(aloud.reply) > budget:
+            raise too_long(f"{len(aloud.reply)} tokens", budget)
+        voice = (options.fields.get(VOICE) or self.default_voice).lower()
+        speech = SpeechPlan(
+            prompt=prompt,
+            parts=parts,
+            voice=voice,
+            ids=self._ids,
+            sample_rate=SAMPLE_RATE_HZ,
+            positions=self._talker_positions(request, parts) if parts.multimodal else None,
+        )
+        text, frames = self._schedules(options)
+        budgets = {TALKER: budget}
+        if aloud is not None:
+            return Planned(flow=ReadAloudFlow(speech, aloud.reply, frames=frames), budgets=budgets)
+        return Planned(
+            flow=SpeechFlow(speech, text=text, frames=frames, text_too=TEXT in options.modalities),
+            budgets=budgets,
+            frontend_args={EXPORT: [list(span) for span in parts.multimodal]} if parts.multimodal else {},
+            skip_prefix_cache=bool(parts.multimodal),
+        )
+
+    def _schedules(self, options: RequestOptions) -> tuple[ChunkSchedule, ChunkSchedule]:
+        """Return the chunk schedules of text and frames."""
+        sizes = {**self._chunks, **options.chunks}
+        rate = self._frame_rate() if sizes[ADAPTIVE] else 0.0
+        return ChunkSchedule.of(sizes["text"]), ChunkSchedule.of(sizes["frames"], rate)
+
+    def _frame_rate(self) -> float:
+        """Return the number of frames in a second of sound."""
+        vocoder = self._config.code2wav_config
+        return SAMPLE_RATE_HZ / math.prod((*vocoder.upsampling_ratios, *vocoder.upsample_rates))
+
+    def _budget(self, parts: PromptSegments, options: RequestOptions) -> int:
+        """Return the largest number of tokens that the talker may generate: limits are its context and code2wav."""
+        most, groups = self.most_frames, self._config.talker_config.num_code_groups
+        wanted = options.params.get(TALKER)
+        if wanted is not None and wanted.max_tokens is not None and wanted.max_tokens > most:
+            raise RequestError(
+                f"talker.max_tokens: {wanted.max_tokens} frames of {groups} codes are {wanted.max_tokens * groups} "
+                f"codes, and the code2wav stage takes {self._limits[CODE2WAV]}; use at most {most}",
+                parameter="talker.max_tokens",
+            )
+        length = sum(stop - start for start, stop in parts.user) + TALKER_TAIL
+        left = self._limits[TALKER] - length
+        if left < 1:
+            raise RequestError(
+                f"messages: the user turns and the header are {length} tokens for the talker, whose context holds "
+                f'{self._limits[TALKER]}; shorten them, or ask for modalities ["text"]',
+                parameter="messages",
+            )
+        return min(left, most)
+
+    def _parts(self, prompt: Sequence[int]) -> PromptSegments:
+        assert self._ids is not None
+        parts = find_parts(prompt, self._ids)
+        if parts is None:
+            raise RequestError(
+                "prompt: sound needs a chat prompt that ends in an assistant turn; use chat messages, or end the "
+                "prompt with the assistant header of the chat template",
+                parameter="prompt",
+            )
+        return parts
+
+    def decode(self, stage: str, tensor: Any) -> Any:
+        """Return the tensor: frames of the talker, or sound of code2wav."""
+        return tensor
+
+    def _talker_positions(self, request: Rendered, parts: PromptSegments) -> bytes:
+        """Return M-RoPE positions over the talker's own prompt, which consists of the joined user segments."""
+        if self._positions is None:
+            self._positions = _position_model(self._config)
+        thinker, _ = self._positions.get_mrope_input_positions(list(request.prompt), list(request.features))
+        return join_segments(thinker.numpy(), parts.user, TALKER_TAIL)
+
+
+def join_segments(positions: np.ndarray, segments: Sequence[tuple[int, int]], tail: int) -> bytes:
+    """Return positions of the joined segments, then `tail` text positions; int32 [3, n], row-major."""
+    pieces: list[np.ndarray] = []
+    after = 0
+    for start, stop in segments:
+        piece = positions[:, start:stop] - positions[0, start] + after  # a segment starts with a text token
+        pieces.append(piece)
+        after = int(piece.max()) + 1
+    pieces.append(np.broadcast_to(np.arange(after, after + tail), (3, tail)))
+    return np.ascontiguousarray(np.concatenate(pieces, axis=1), dtype=np.int32).tobytes()
+
+
+def _position_model(config: Any) -> Any:
+    """Return vLLM's thinker class without layers: only its M-RoPE arithmetic is used, which reads only the config."""
+    from torch import nn
+    from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
+
+    model = Qwen3OmniMoeThinkerForConditionalGeneration.__new__(Qwen3OmniMoeThinkerForConditionalGeneration)
+    nn.Module.__init__(model)
+    model.config = config.thinker_config
+    return model

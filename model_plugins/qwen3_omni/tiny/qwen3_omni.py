@@ -1,0 +1,76 @@
+"""Writes tiny random Qwen3-Omni checkpoints that Transformers and vLLM load like the released one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny import config, sizes, texts, vocabulary, weights
+from vllm_omni_ext.tiny.directory import MARKER, make_room, write_json
+
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors",
+)
+"""All files of a checkpoint, except the marker."""
+
+
+def write_qwen3_omni(
+    directory: str | Path, *, seed: int = 0, real_vocab: bool = False, released_shape: bool = False
+) -> Path:
+    """Write a complete checkpoint and return its directory.
+
+    The default has a vocabulary of a few hundred ids, 4 code groups of 64 codes and about a million parameters.
+    The same arguments give the same bytes.
+
+    Args:
+        directory: created if needed; a checkpoint written here before is replaced.
+        seed: all weights come from it.
+        real_vocab: keep the released token ids, 16 x 2048 codes and 1920 samples a frame; about 25 million parameters.
+        released_shape: the sizes of Qwen3-Omni-30B-A3B-Instruct as in its public `config.json`, without weights.
+
+    Raises:
+        ConfigError: `real_vocab` and `released_shape` together, or a directory with other files in it.
+    """
+    if real_vocab and released_shape:
+        raise ConfigError(
+            "model_plugins.qwen3_omni.tiny.qwen3_omni: real_vocab and released_shape exclude each other; choose one"
+        )
+    path = Path(directory)
+    size = sizes.RELEASED if released_shape else sizes.REAL_VOCAB if real_vocab else sizes.SMALL
+    words = vocabulary.small_vocabulary() if size is sizes.SMALL else vocabulary.real_vocabulary()
+    make_room(path, FILES)
+    write_json(path / MARKER, {"model": "qwen3-omni", "sizes": size.name, "seed": seed})
+    _write_texts(path, size, words)
+    if not released_shape:
+        _write_weights(path, size, words, seed)
+    return path
+
+
+def _write_texts(path: Path, size: sizes.Sizes, words: vocabulary.Vocabulary) -> None:
+    write_json(path / "config.json", config.model_config(size, words))
+    write_json(path / "generation_config.json", texts.generation_config(size, words))
+    write_json(path / "preprocessor_config.json", texts.preprocessor_config(size))
+    write_json(path / "tokenizer.json", texts.tokenizer_json(words))
+    write_json(path / "tokenizer_config.json", texts.tokenizer_config(words))
+    (path / "chat_template.jinja").write_text(texts.CHAT_TEMPLATE)
+
+
+def _write_weights(path: Path, size: sizes.Sizes, words: vocabulary.Vocabulary, seed: int) -> None:
+    """Create the Transformers model with random weights; Transformers writes it in its own checkpoint format."""
+    import torch
+    from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
+
+    shape = Qwen3OmniMoeConfig(**config.model_config(size, words))
+    with torch.random.fork_rng(devices=[]):
+        model = Qwen3OmniMoeForConditionalGeneration(shape)
+    weights.fill(model, size, words, seed)
+    texts_before = {name: (path / name).read_bytes() for name in ("config.json", "generation_config.json")}
+    model.save_pretrained(path)
+    for name, content in texts_before.items():
+        (path / name).write_bytes(content)

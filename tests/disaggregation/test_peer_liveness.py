@@ -1,0 +1,52 @@
+"""A connection that tells when the process at its other end is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+
+from vllm_omni_ext.disaggregation.peer_liveness import PeerLiveness
+
+LISTEN = """
+import zmq
+socket = zmq.Context().socket(zmq.ROUTER)
+print(socket.bind_to_random_port("tcp://127.0.0.1"), flush=True)
+socket.recv()
+"""
+SOON_S = 3.0
+
+
+def listener() -> tuple[subprocess.Popen[str], str]:
+    process = subprocess.Popen([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, f"tcp://127.0.0.1:{process.stdout.readline().strip()}"
+
+
+async def test_a_killed_process_is_noticed_and_a_stopped_one_is_not() -> None:
+    process, address = listener()
+    lines = PeerLiveness()
+    try:
+        gone = lines.gone(address)
+        assert lines.gone(address) is gone
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(1.0)
+        assert not gone.done()
+        process.kill()
+        await asyncio.wait_for(gone, SOON_S)
+        assert lines.gone(address) is not gone
+        await asyncio.wait_for(lines.gone(address), SOON_S)
+    finally:
+        process.kill()
+        process.communicate()
+        lines.close()
+
+
+async def test_peer_is_dead_where_no_process_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
+    lines = PeerLiveness()
+    await asyncio.wait_for(lines.gone(address), SOON_S)
+    lines.close()

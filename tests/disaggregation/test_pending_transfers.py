@@ -1,0 +1,61 @@
+"""When a transfer is settled: the request knows, and nobody writes any more."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_omni_ext.disaggregation.pending_transfers import PendingTransfers
+
+A, B = ("a", "1"), ("b", "2")
+
+
+@pytest.fixture
+def pulls() -> PendingTransfers:
+    made = PendingTransfers()
+    made.begin(A, 10.0)
+    return made
+
+
+def test_blocks_that_come_in_time(pulls: PendingTransfers) -> None:
+    pulls.ask([A], 1)
+    assert pulls.waits(A)
+    assert pulls.arrived(A, 12.5) == 2.5
+    assert not pulls.waits(A)
+    assert pulls.answer([A]) == ([A], [])
+    assert not pulls
+
+
+def test_given_up_is_not_settled_before_the_worker_answers(pulls: PendingTransfers) -> None:
+    pulls.ask([A], 1)
+    pulls.failed(A)
+    assert pulls.settle([A]) == ([], [])
+    assert pulls
+    assert pulls.answer([A]) == ([], [A])
+    assert not pulls
+
+
+def test_every_worker_must_answer(pulls: PendingTransfers) -> None:
+    pulls.ask([A], 2)
+    pulls.failed(A)
+    assert pulls.answer([A]) == ([], [])
+    assert pulls.answer([A]) == ([], [A])
+
+
+def test_an_answer_does_not_settle_what_still_waits(pulls: PendingTransfers) -> None:
+    pulls.ask([A], 2)
+    assert pulls.answer([A]) == ([], [])
+    assert pulls.waits(A)
+
+
+def test_transfer_that_was_never_requested_is_settled_at_once(pulls: PendingTransfers) -> None:
+    pulls.failed(A)
+    assert pulls.settle([A]) == ([], [A])
+
+
+def test_answer_settles_no_other_transfer(pulls: PendingTransfers) -> None:
+    pulls.begin(B, 11.0)
+    pulls.ask([A, B, ("unknown", "3")], 1)
+    pulls.arrived(B, 12.0)
+    assert pulls.answer([B, ("unknown", "3")]) == ([B], [])
+    assert pulls.waits(A)
+    assert not pulls.waits(B)

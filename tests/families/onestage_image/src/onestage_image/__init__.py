@@ -1,0 +1,1 @@
+"""A model family of one stage that makes pictures."""

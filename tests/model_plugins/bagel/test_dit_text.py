@@ -1,0 +1,195 @@
+"""Text from the stage `dit`: ordinary requests of vLLM, beside pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from vllm import SamplingParams
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.v1.engine import FinishReason
+
+from tests.support.bagel_runs import golden, picture
+from tests.support.dit_room import Room, assert_almost_equal, draw_of, pixels_of
+from vllm_omni_ext.model_plugins.bagel.generate import generate_text
+from vllm_omni_ext.model_plugins.bagel.images import resize, to_rgb
+from vllm_omni_ext.model_plugins.bagel.model import Bagel
+from vllm_omni_ext.model_plugins.bagel.prompts import Part
+from vllm_omni_ext.model_plugins.bagel.stages.dit import BagelSingle
+from vllm_omni_ext.model_plugins.bagel.stages.sampling import Sampling
+from vllm_omni_ext.wire.envelope import StageError, unpack
+
+PAD = 372
+PROMPTS: dict[str, list[Part]] = {
+    "chat": golden("chat_fp32").parts,
+    "understand": golden("understand_fp32").parts,
+    "two pictures": [picture(40, 160, 3), "and", picture(300, 200, 2), "Which one is larger?"],
+}
+
+
+@pytest.fixture(scope="module")
+def room(checkpoint: Path) -> Callable[..., Room]:
+    return lambda **given: Room(checkpoint, BagelSingle, **given)
+
+
+def rendered(parts: Sequence[Part], model: Bagel) -> tuple[list[int], list[MultiModalFeatureSpec]]:
+    """A prompt as vLLM's processor gives it."""
+    ids: list[int] = []
+    features = []
+    for part in parts:
+        if isinstance(part, str):
+            ids += model.tokens.text(part)
+            continue
+        vit = resize(resize(to_rgb(part), model.sizes.vae_resize), model.sizes.vit_resize)
+        tokens = (vit.width // 14) * (vit.height // 14) + 2
+        features.append(feature(vit, PlaceholderRange(offset=len(ids), length=tokens)))
+        ids += [PAD] * tokens
+    return [*ids, model.tokens.start], features
+
+
+def feature(vit: Image.Image | None, where: PlaceholderRange) -> MultiModalFeatureSpec:
+    data = None
+    if vit is not None:
+        pixels = MultiModalFieldElem(data=torch.from_numpy(np.array(vit)), field=MultiModalBatchedField())
+        data = MultiModalKwargsItem({"vit": pixels})
+    return MultiModalFeatureSpec(data=data, modality="image", identifier="x", mm_position=where)
+
+
+def params(model: Bagel, max_tokens: int = 16, **given: Any) -> SamplingParams:
+    made = SamplingParams(temperature=given.pop("temperature", 0), max_tokens=max_tokens, **given)
+    made._eos_token_id = model.tokens.end  # as vLLM's input processor does
+    return made
+
+
+def tokens_of(engine: Room, name: str) -> list[int]:
+    return [token for each in engine.got[name] for token in each.new_token_ids]
+
+
+def ask(engine: Room, name: str, parts: Sequence[Part], model: Bagel, **given: Any) -> None:
+    ids, features = rendered(parts, model)
+    engine.add(name, ids, params(model, **given), features)
+
+
+@pytest.mark.parametrize("case", ["chat", "understand"])
+def test_replies_of_the_reference(case: str, model: Bagel, room: Callable[..., Room]) -> None:
+    engine = room()
+    expected = golden(f"{case}_fp32").info["generated_ids"][0][1:]
+    ask(engine, "r", PROMPTS[case], model, max_tokens=len(expected))
+    engine.run()
+    assert tokens_of(engine, "r") == expected
+    assert all(len(each.new_token_ids) == 1 for each in engine.got["r"])
+    assert engine.got["r"][-1].finish_reason == FinishReason.LENGTH
+
+
+def test_replies_and_pictures_beside_each_other(model: Bagel, room: Callable[..., Room]) -> None:
+    engine, expected = room(), golden("t2i_fp32")
+    engine.draw("picture", draw_of(model, expected.parts, expected.parameters))
+    for name, parts in PROMPTS.items():
+        ask(engine, name, parts, model)
+    engine.run()
+    assert_almost_equal(pixels_of(engine.drawn("picture")), expected.tensors["image_u8"])
+    for name, parts in PROMPTS.items():
+        assert model.tokens.reply([model.tokens.start, *tokens_of(engine, name)]) == generate_text(
+            model, parts, max_tokens=17
+        )
+
+
+@pytest.mark.parametrize("before", [1, 5, 15])
+def test_a_reply_that_is_resumed_goes_on_as_before(before: int, model: Bagel, room: Callable[..., Room]) -> None:
+    engine = room()
+    ask(engine, "whole", PROMPTS["understand"], model)
+    engine.run()
+    whole = tokens_of(engine, "whole")
+    ids, features = rendered(PROMPTS["understand"], model)
+    engine.add("rest", [*ids, *whole[:before]], params(model, 16 - before), features)
+    engine.run()
+    assert whole[:before] + tokens_of(engine, "rest") == whole
+
+
+def test_a_reply_ends_at_its_stop_tokens(model: Bagel, room: Callable[..., Room]) -> None:
+    engine = room()
+    ask(engine, "whole", PROMPTS["chat"], model)
+    engine.run()
+    whole = tokens_of(engine, "whole")
+    stop = next(token for token in whole[2:] if token not in whole[:2])
+    ask(engine, "stopped", PROMPTS["chat"], model, stop_token_ids=[stop])
+    end = params(model)
+    end._eos_token_id = stop
+    ids, _ = rendered(PROMPTS["chat"], model)
+    engine.add("ended", ids, end)
+    engine.run()
+    for name, reason in (("stopped", stop), ("ended", None)):
+        assert tokens_of(engine, name) == whole[: whole.index(stop) + 1]
+        last = engine.got[name][-1]
+        assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, reason)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"logprobs": 2}, "logprobs: is not possible"),
+        ({"min_p": 0.5}, "min_p: is not possible"),
+        ({"min_tokens": 3}, "min_tokens: is not possible"),
+        ({"logit_bias": {3: 1.0}}, "logit_bias: is not possible"),
+    ],
+)
+def test_parameters_that_are_not_possible_are_named(
+    given: dict[str, Any], why: str, model: Bagel, room: Callable[..., Room]
+) -> None:
+    engine = room()
+    ask(engine, "r", PROMPTS["chat"], model, temperature=1.0, **given)
+    engine.run()
+    assert_refused(engine, "r", why)
+
+
+def test_a_picture_without_data_and_a_prompt_without_text_are_refused(model: Bagel, room: Callable[..., Room]) -> None:
+    engine = room()
+    place = PlaceholderRange(offset=0, length=3)
+    engine.add("lost", [PAD] * 3 + [1], params(model), [feature(None, place)])
+    engine.add("silent", [PAD] * 3, params(model), [feature(None, place)])
+    engine.run()
+    assert_refused(engine, "lost", "the data of a picture is missing")
+    assert_refused(engine, "silent", "must end with text")
+
+
+def assert_refused(engine: Room, name: str, why: str) -> None:
+    (output,) = engine.got[name]
+    message = unpack(output.pooling_output)
+    assert isinstance(message, StageError)
+    assert why in message.reason
+    assert output.finish_reason == FinishReason.ERROR
+
+
+LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0])
+
+
+def drawn(number: int = 300, generated: Sequence[int] = (), **given: Any) -> set[int]:
+    sampling = Sampling([3], SamplingParams(seed=5, **given))
+    return {sampling.choose(LOGITS, generated) for _ in range(number)}
+
+
+def test_sampling() -> None:
+    assert drawn() == {0, 1, 2, 3}
+    assert drawn(top_k=2) == {2, 3}
+    assert drawn(top_p=0.5) == {3}
+    assert drawn(temperature=0) == {3}
+    assert drawn(temperature=0, repetition_penalty=2.0) == {2}  # 3 is in the prompt
+    assert drawn(temperature=0, generated=[3], presence_penalty=2.0) == {2}
+
+
+def test_a_seed_gives_the_same_tokens() -> None:
+    runs = [[Sampling([3], SamplingParams(seed=seed)) for _ in range(2)] for seed in (1, 2)]
+    same, other = ([[each.choose(LOGITS, ()) for _ in range(40)] for each in pair] for pair in runs)
+    assert same[0] == same[1]
+    assert other[0] != same[0]

@@ -1,0 +1,99 @@
+"""Bodies of `/v1/images/*` and of chats."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.bagel_runs import picture
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.model_plugins.bagel.requests.http import BagelHttp
+from vllm_omni_ext.model_plugins.bagel.requests.payloads import DitParams
+from vllm_omni_ext.model_plugins.bagel.requests.thought import THOUGHT, ThoughtChunk
+from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
+from vllm_omni_ext.serving.apis.images import ImageRequest
+
+
+class Server:
+    """Tokenizes characters, and returns what the runtime is given."""
+
+    capabilities: Any = None
+    runtime: Any = SimpleNamespace(parts=lambda pictures, ids: [*pictures, ids])
+
+    async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        assert not special
+        return list(text.encode())
+
+
+def read(prompt: str = "blue", pictures: Any = (), mask: Any = None, **fields: Any) -> tuple[Rendered, RequestOptions]:
+    body = ImageRequest(prompt=prompt, **fields)
+    body.images, body.mask = list(pictures), mask
+    server: Any = Server()
+    return asyncio.run(BagelHttp().image(body, RequestOptions(modalities=("image",)), server))
+
+
+def chat(*modalities: str, stream: bool = False, dit: DitParams | None = None, **fields: Any) -> tuple[str, ...]:
+    given = RequestOptions(modalities=modalities, fields=fields, params={} if dit is None else {"dit": dit})
+    body, server = SimpleNamespace(stream=stream), None
+    return asyncio.run(BagelHttp().chat_options(given, body, server)).modalities  # type: ignore[arg-type]
+
+
+def test_pictures_come_before_the_prompt_and_tokens_are_counted() -> None:
+    shown = picture(16, 16, 0)
+    rendered, options = read(pictures=[shown], size="64x64", seed=3, partial_images=2, stream=True)
+    assert rendered.data == [shown, list(b"blue")]
+    assert rendered.input_tokens == 4
+    assert options.fields == {"size": "64x64", "seed": 3, "previews": 2}
+
+
+def test_what_clients_send_by_default_is_accepted() -> None:
+    read(quality="auto", background="auto", moderation="auto", response_format="b64_json", user="me")
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"quality": "hd"}, "quality"),
+        ({"background": "transparent"}, "background"),
+        ({"moderation": "strict"}, "moderation"),
+        ({"style": "vivid"}, "style"),
+        ({"prompt": " "}, "prompt"),
+        ({"mask": object()}, "mask"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(**fields)
+    assert caught.value.parameter == name
+
+
+def test_a_chat_with_a_thought() -> None:
+    assert chat("image", think=True) == ("image", "thought")
+    assert chat("image", dit=DitParams(think=True)) == ("image", "thought")
+    assert chat("image", think=False, dit=DitParams(think=True)) == ("image",)
+    assert chat("text", "image", think=True) == ("text", "image")
+    assert chat("text") == ("text",)
+
+
+def test_latents_and_previews_have_their_places() -> None:
+    for fields, name in (({"return_latents": True}, "return_latents"), ({"previews": 1}, "previews")):
+        with pytest.raises(RequestError) as caught:
+            chat("image", **fields)
+        assert caught.value.parameter == name
+    chat("image", stream=True, previews=1)
+
+
+def test_the_thought_of_an_answer() -> None:
+    chunks = [ThoughtChunk(text="a plan", tokens=3)]
+    whole = asyncio.run(THOUGHT.assemble(chunks, None, ""))
+    assert (whole.message, whole.usage) == ({"reasoning": "a plan"}, {"reasoning_tokens": 3})
+    assert asyncio.run(THOUGHT.assemble([], None, "")).message == {}
+    stream = THOUGHT.stream(None)
+    [choice] = asyncio.run(stream.chunk(chunks[0]))
+    assert choice["delta"] == {"reasoning": "a plan"}
+    assert stream.usage() == {"reasoning_tokens": 3}
+    assert THOUGHT.offline(chunks) == {"think_text": "a plan"}
+    assert THOUGHT.offline([]) == {"think_text": None}

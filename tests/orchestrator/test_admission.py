@@ -1,0 +1,268 @@
+"""Tickets, the one plan of each request, and what the plan asks of vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from tests.support.fakes import Bench, ScriptedFlow, drained, text_request
+from vllm_omni_ext.errors import RequestError, RequestFailed, StageUnavailable
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.omni import AsyncOmni
+from vllm_omni_ext.orchestrator.admission import Admission
+from vllm_omni_ext.orchestrator.answers import chunks, merged, until
+from vllm_omni_ext.orchestrator.messages import END
+from vllm_omni_ext.plugins.flow import Finished, Forward, ForwardFlow, Open
+from vllm_omni_ext.plugins.runtime import Capabilities, Planned, Rendered, RequestOptions
+from vllm_omni_ext.wire.stage_input import CHUNK, INPUT, PART, TICKET
+
+BOTH = RequestOptions(modalities=("text", "audio"))
+TEXT = RequestOptions(modalities=("text",))
+RENDERED = Rendered(prompt=[1, 2, 3])
+
+
+@dataclass
+class Runtime:
+    """Plans what a test says, and remembers what it was asked."""
+
+    planned: list[tuple[Rendered, RequestOptions]] = field(default_factory=list)
+    frontend_args: dict[str, Any] = field(default_factory=dict)
+    error: RequestError | None = None
+    fields: Any = None
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(modalities=("text", "audio"), default_modalities=("text", "audio"))
+
+    def validate(self, options: RequestOptions) -> None:
+        if "smell" in options.modalities:
+            raise RequestError("modalities: 'smell' is not available", parameter="modalities")
+
+    def plan(self, request: Rendered, options: RequestOptions) -> Planned:
+        self.planned.append((request, options))
+        if self.error is not None:
+            raise self.error
+        if options.modalities == ("text",):
+            return Planned(flow=ForwardFlow("text"))
+        flow = ScriptedFlow(lambda event: [], [Open(stage="voice", prompt=[0])])
+        return Planned(
+            flow=flow,
+            frontend_args=self.frontend_args,
+            skip_prefix_cache=bool(self.frontend_args),
+            budgets={"voice": 7},
+        )
+
+    def decode(self, stage: str, tensor: Any) -> Any:
+        return tensor
+
+
+class Desk:
+    """An admission over fake replicas."""
+
+    def __init__(self, **counts: int) -> None:
+        self.runtime = Runtime()
+        self.bench = Bench(lambda event: [], **counts)
+        self.admission = Admission(self.runtime, self.bench.orchestrator, "text")
+
+
+def test_a_ticket_leads_to_its_options_once() -> None:
+    desk = Desk()
+    tickets = [desk.admission.expect(options) for options in (BOTH, TEXT)]
+    assert len(set(tickets)) == 2 and desk.admission.held() == 2
+    params = SamplingParams(extra_args={TICKET: tickets[0], "mine": 1})
+    assert desk.admission.options_of(params, None) is BOTH
+    assert params.extra_args == {"mine": 1}
+    params = SamplingParams(extra_args={TICKET: tickets[0]})
+    assert desk.admission.options_of(params, None).modalities == ("text",), "text alone is the default"
+    assert params.extra_args is None
+    desk.admission.withdraw(tickets[1])
+    desk.admission.withdraw("unknown")
+    assert desk.admission.held() == 0
+
+
+@pytest.mark.parametrize("key", [INPUT, CHUNK, PART])
+def test_keys_that_stages_read_are_not_a_clients_to_set(key: str) -> None:
+    params = SamplingParams(extra_args={key: {"last": True}, TICKET: 7, "mine": 1})
+    Desk().admission.options_of(params, None)
+    assert params.extra_args == {"mine": 1}
+
+
+def test_options_that_cannot_be_met_are_refused_at_once() -> None:
+    desk, smell = Desk(), RequestOptions(modalities=("smell",))
+    for refuse in (lambda: desk.admission.expect(smell), lambda: desk.admission.options_of(SamplingParams(), smell)):
+        with pytest.raises(RequestError, match="smell"):
+            refuse()
+    assert desk.admission.held() == 0
+
+
+def test_what_the_plugin_refuses_is_not_started() -> None:
+    desk = Desk()
+    desk.runtime.error = RequestError("prompt: no", parameter="prompt")
+    with pytest.raises(RequestError, match="prompt: no"):
+        desk.admission.admit(RENDERED, BOTH)
+    assert desk.bench.of("text/0").added == [] and desk.admission.held() == 0
+
+
+def test_only_the_stages_of_the_flow_are_needed() -> None:
+    desk = Desk(voice=0)
+    with pytest.raises(StageUnavailable, match="stage 'voice' has no live replica"):
+        desk.admission.admit(RENDERED, BOTH)
+    assert desk.admission.admit(RENDERED, TEXT).forwarded
+
+
+def test_several_answers_are_for_text_alone() -> None:
+    desk = Desk()
+    assert desk.admission.admit(RENDERED, TEXT, answers=3).sink is None
+    with pytest.raises(RequestError, match="n: must be 1 when text, audio is requested") as refused:
+        desk.admission.admit(RENDERED, BOTH, answers=2)
+    assert refused.value.parameter == "n"
+
+
+async def test_what_the_plan_asks_of_the_frontend_is_in_its_request_and_nothing_else() -> None:
+    desk = Desk()
+    desk.runtime.frontend_args = {"export": [[0, 2]]}
+    admitted, request = desk.admission.admit(RENDERED, BOTH), text_request("r", {"mine": 1})
+    ticket = desk.admission.attach(admitted, request)
+    await desk.admission.open(request)
+    (sent,) = desk.bench.of("text/0").added
+    assert sent.sampling_params is not None
+    assert sent.sampling_params.extra_args == {"export": [[0, 2]], "mine": 1}
+    assert sent.sampling_params.skip_reading_prefix_cache is True
+    (opened,) = desk.bench.of("voice/0").added
+    assert opened.sampling_params is not None and opened.sampling_params.max_tokens == 7
+    assert desk.runtime.planned == [(RENDERED, BOTH)], "planned once"
+    desk.admission.detach(ticket)
+    await desk.bench.orchestrator.abort(["r"])
+    assert desk.admission.held() == desk.bench.orchestrator.held() == 0
+
+
+async def test_several_answers_share_one_plan() -> None:
+    desk = Desk()
+    admitted, extra = desk.admission.admit(RENDERED, TEXT, answers=2), {"mine": 1}
+    first, second = text_request("0_r", extra), text_request("1_r", extra)
+    desk.admission.attach(admitted, first)
+    assert first.sampling_params is not None and second.sampling_params is not None
+    second.sampling_params.extra_args = first.sampling_params.extra_args
+    for request in (first, second):
+        await desk.admission.open(request)
+    sent = desk.bench.of("text/0").added
+    assert [each.sampling_params.extra_args for each in sent if each.sampling_params] == [{"mine": 1}] * 2
+    assert len(desk.runtime.planned) == 1
+
+
+async def test_what_comes_without_a_plan_is_the_frontends() -> None:
+    desk = Desk()
+    await desk.admission.open(text_request("r"))
+    await desk.bench.produce("text", "r", 10, end="stop")
+    assert desk.bench.orchestrator.held() == 0 and desk.runtime.planned == []
+
+
+async def test_a_request_without_the_frontend() -> None:
+    desk = Desk(text=0)
+    desk.runtime.plan = lambda request, options: Planned(flow=Alone())  # type: ignore[method-assign]
+    admitted = desk.admission.admit(Rendered(), RequestOptions(modalities=("audio",)))
+    assert not admitted.forwarded and admitted.sink is not None
+    await desk.admission.start(admitted, "r", "external r")
+    assert desk.bench.orchestrator.count(frontend=False) == 1 and desk.bench.orchestrator.count(frontend=True) == 0
+    await desk.bench.produce("voice", "r", 1, end="stop")
+    assert admitted.sink.get_nowait() is END and drained(admitted.sink) == []
+    assert desk.bench.orchestrator.held() == 0
+
+
+class Alone:
+    """One request to one stage, whose end is all there is."""
+
+    stages = frozenset({"voice"})
+    outputs = frozenset({"audio"})
+
+    def begin(self) -> list[Any]:
+        return [Open(stage="voice", prompt=[0])]
+
+    def handle(self, event: Any) -> list[Any]:
+        return [Finished()]
+
+    def replay(self, stage: str) -> list[Any]:
+        return self.begin()
+
+
+# -- what callers iterate over -----------------------------------------------------------------------
+
+
+async def frontend(*outputs: Any) -> Any:
+    for output in outputs:
+        await asyncio.sleep(0)
+        if isinstance(output, Exception):
+            raise output
+        yield output
+
+
+async def test_both_ends_have_to_come() -> None:
+    sink: asyncio.Queue[Any] = asyncio.Queue()
+    for item in ("sound", END):
+        sink.put_nowait(item)
+    assert [item async for item in merged(frontend("a", "b"), sink)] == ["sound", "a", "b"]
+
+
+async def test_an_error_ends_both() -> None:
+    error = RequestFailed("no")
+    sink: asyncio.Queue[Any] = asyncio.Queue()
+    sink.put_nowait(error)
+    with pytest.raises(RequestFailed, match="no"):
+        _ = [item async for item in chunks(sink)]
+    wrapped = ValueError("vLLM's")
+    wrapped.__cause__ = error
+    with pytest.raises(RequestFailed, match="no"):
+        _ = [item async for item in merged(frontend(wrapped), asyncio.Queue())]
+
+
+async def test_an_answer_has_a_deadline() -> None:
+    with pytest.raises(RequestFailed, match=r"longer than 0\.01 s"):
+        _ = [item async for item in until(0.01, chunks(asyncio.Queue()))]
+
+
+def test_replicas_that_may_come_are_there() -> None:
+    desk = Desk(voice=0)
+    desk.bench.orchestrator.announce(ReplicaId("voice", 0))
+    desk.admission.admit(RENDERED, BOTH)
+    desk.bench.orchestrator.announce(ReplicaId("voice", 0), coming=False)
+    with pytest.raises(StageUnavailable):
+        desk.admission.admit(RENDERED, BOTH)
+
+
+def test_a_flow_begins_once() -> None:
+    admitted = Desk().admission.admit(RENDERED, BOTH)
+    assert [type(action) for action in admitted.actions] == [Forward, Open]
+
+
+async def test_a_caller_that_is_cancelled_while_vllm_sends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM then ends nothing: neither its output processor nor the orchestrator may keep the request."""
+    desk, sending = Desk(), asyncio.Event()
+    request, aborted = text_request("r"), list[set[str]]()
+
+    async def generate(*_: Any, **__: Any) -> Any:
+        sending.set()
+        await asyncio.Event().wait()
+        yield None
+
+    async def abort(request_ids: set[str]) -> None:
+        aborted.append(request_ids)
+
+    def known(request_ids: list[str], *, internal: bool) -> list[str]:
+        return request_ids if internal else []
+
+    monkeypatch.setattr(AsyncLLM, "generate", generate)
+    omni: Any = AsyncOmni.__new__(AsyncOmni)
+    omni._admission = desk.admission
+    omni.output_processor, omni.orchestrator = SimpleNamespace(abort_requests=known), SimpleNamespace(abort=abort)
+    answer = omni._answer(request, desk.admission.admit(RENDERED, TEXT), {})
+    asking = asyncio.ensure_future(anext(answer))
+    await sending.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    omni._fleet_open = None
+    assert aborted == [{"r"}] and desk.admission.held() == 0

@@ -1,0 +1,150 @@
+"""Unclaimed hidden states are freed at their replica; lost ones are computed again by a separate engine request."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+
+from tests.support.fakes import Bench, output, text_request
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.orchestrator.engine_requests import prompt_request
+from vllm_omni_ext.orchestrator.messages import SendPrompt
+from vllm_omni_ext.plugins.flow import Action, Finished, Open, Produced, Recompute
+from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError, pack
+from vllm_omni_ext.wire.stage_input import EXPORT
+
+READY = HiddenStatesChunkReady(source="tcp://a", name="0/r", first=0, count=3)
+LOST = pack(StageError("lost"))
+FORGET = ("collective_rpc_async", "forget_hidden_states", None, (["0/r"],))
+
+
+def ready() -> torch.Tensor:
+    return pack(READY)
+
+
+def speaks(event: Produced) -> list[Action]:
+    """Opens the voice at the first token; done when it has spoken, or at the token 5."""
+    if event.stage == "voice":
+        return [Recompute("text")] if isinstance(event.payload, StageError) else [Finished()]
+    return [Finished()] if 5 in event.tokens else [Open(stage="voice", prompt=[0])] if event.tokens else []
+
+
+async def start(made: Bench) -> str:
+    ticket, _ = await made.start("r", request=text_request("r", {EXPORT: [[0, 3]]}))
+    return ticket
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_the_consumer_frees_hidden_states_that_it_took() -> None:
+    made = Bench(speaks)
+    await start(made)
+    await made.produce("text", "r", 1, tensor=ready())
+    await made.produce("voice", "r", 1, end="stop")
+    await settle()
+    assert made.of("text/0").calls == []
+
+
+async def test_hidden_states_taken_by_a_dead_consumer_are_freed() -> None:
+    """The other one's leaving frees nothing, as long as the first is not known to be gone."""
+    made = Bench(speaks, voice=2)
+    ticket = await start(made)
+    await made.produce("text", "r", 1, tensor=ready())
+    await made.produce("text", "r", end="length")
+    gone = made.pools["voice"].replica_of("r")
+    assert gone is not None
+    await made.orchestrator.replica_down(gone, "killed")
+    await made.produce("voice", "r", 1, end="stop")
+    await settle()
+    assert made.of("text/0").calls == [FORGET]
+    await made.orchestrator.abort([ticket])
+    assert made.orchestrator.held() == 0
+
+
+@pytest.mark.parametrize("voice", [False, True])
+async def test_hidden_states_of_an_aborted_request_are_freed(voice: bool) -> None:
+    made = Bench(speaks)
+    ticket = await start(made)
+    await made.produce("text", "r", *([1] if voice else []), tensor=ready())
+    await made.orchestrator.abort([ticket])
+    await settle()
+    assert made.of("text/0").calls == [FORGET]
+    assert made.orchestrator.held() == 0
+
+
+async def test_hidden_states_of_a_request_without_consumer_are_freed() -> None:
+    made = Bench(speaks)
+    await start(made)
+    await made.produce("text", "r", 5, tensor=ready())
+    await settle()
+    assert made.of("text/0").calls == [FORGET]
+
+
+async def test_hidden_states_announced_after_the_end_are_freed() -> None:
+    made = Bench(speaks)
+    ticket = await start(made)
+    await made.orchestrator.abort([ticket])
+    await made.produce("text", "r", tensor=ready())
+    await settle()
+    assert made.of("text/0").calls == [FORGET]
+
+
+async def test_recomputing_hidden_states_produces_no_tokens() -> None:
+    made = Bench(speaks)
+    ticket = await start(made)
+    await made.produce("text", "r", 1, tensor=ready())
+    await made.produce("voice", "r", tensor=LOST, end="error")
+    first, again = made.of("text/0").added
+    assert again.request_id != first.request_id and again.prompt_token_ids == first.prompt_token_ids
+    assert again.sampling_params is not None and again.sampling_params.extra_args == {EXPORT: [[0, 3]]}
+    events = made.flows[0].events
+    before = len(events)
+    replica, text = ReplicaId("text", 0), again.request_id
+    for end in ("", "length"):
+        assert not await made.orchestrator.produced(replica, output(text, 7, tensor=ready(), end=end))
+    assert [(e.stage, e.tokens, e.payload, e.finish) for e in events[before:]] == [("text", (), READY, None)] * 2
+    await made.orchestrator.abort([ticket])
+    assert made.orchestrator.held() == 0
+
+
+async def read_again() -> tuple[Bench, str, str]:
+    """A bench whose request recomputes lost hidden states, its ticket, and the engine request that does so."""
+    made = Bench(speaks)
+    ticket = await start(made)
+    await made.produce("text", "r", 1, tensor=ready())
+    await made.produce("voice", "r", tensor=LOST, end="error")
+    return made, ticket, made.of("text/0").added[-1].request_id
+
+
+async def test_a_prompt_that_is_read_again_ends_with_its_request() -> None:
+    made, ticket, again = await read_again()
+    await made.orchestrator.abort([ticket])
+    assert set(made.of("text/0").aborted) == {"r", again}
+    assert made.orchestrator.held() == 0
+
+
+def test_it_asks_for_one_token_and_nothing_else() -> None:
+    text = text_request("r")
+    text.sampling_params = SamplingParams(max_tokens=50, min_tokens=9, logprobs=3, temperature=0.7)
+    again = prompt_request(SendPrompt(ReplicaId("text", 0), "r", "r/again/0", request=text, recompute=True))
+    params: Any = again.sampling_params
+    assert (params.max_tokens, params.min_tokens, params.logprobs, params.temperature) == (1, 0, None, 0.7)
+    assert text.sampling_params.max_tokens == 50 and (text.request_id, again.request_id) == ("r", "r/again/0")
+
+
+async def test_a_request_that_ends_first_stops_the_reading_and_frees_what_came_of_it() -> None:
+    made, ticket, again = await read_again()
+    await made.produce("text", "r", 5, end="stop")
+    assert made.of("text/0").aborted == [again]
+    assert not await made.orchestrator.produced(ReplicaId("text", 0), output(again, 7, tensor=ready()))
+    await settle()
+    assert made.of("text/0").calls == [FORGET]
+    await made.orchestrator.abort([ticket])
+    assert made.orchestrator.held() == 0

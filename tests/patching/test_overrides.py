@@ -1,0 +1,69 @@
+"""Every attribute of another package that is replaced at run time is declared."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_omni_ext.compat import overrides_of
+from vllm_omni_ext.patching.overrides import OVERRIDES as CORE
+from vllm_omni_ext.plugins.registry import family_of
+
+ROOT = Path(__file__).parents[2]
+OURS = ("vllm_omni_ext", "__future__")
+OVERRIDES = (*CORE, *overrides_of(family_of("qwen3_omni")))
+DECLARED = {ROOT / override.where for override in OVERRIDES}
+ALLOWED = {"tempfile.tempdir", "sys.argv"}
+"""Settings of the standard library, which are meant to be assigned."""
+
+
+def foreign_names(tree: ast.Module) -> set[str]:
+    """Names in a module that stand for modules or objects of other packages."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {(each.asname or each.name).split(".")[0] for each in node.names if not each.name.startswith(OURS)}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith(OURS):
+            names |= {each.asname or each.name for each in node.names}
+    return names
+
+
+def root_of(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def replaced(path: Path) -> Iterator[str]:
+    """Assignments to attributes of imported objects of other packages."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    foreign = foreign_names(tree)
+    for node in ast.walk(tree):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            for each in target.elts if isinstance(target, ast.Tuple) else (target,):
+                text = ast.unparse(each)
+                if isinstance(each, ast.Attribute) and root_of(each) in foreign and text not in ALLOWED:
+                    yield text
+
+
+def sources() -> list[Path]:
+    return [path for folder in ("vllm_omni_ext", "model_plugins", "patches") for path in (ROOT / folder).rglob("*.py")]
+
+
+def test_assignments_to_foreign_attributes_are_declared() -> None:
+    undeclared = {str(path.relative_to(ROOT)): found for path in sources() if (found := list(replaced(path)))}
+    assert {path for path in undeclared if ROOT / path not in DECLARED} == set(), undeclared
+
+
+def test_the_scan_finds_an_assignment(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("import torch\nfrom os import path\ntorch.a.b = 1\npath.join = 2\nself.x = 3\n")
+    assert list(replaced(tmp_path / "module.py")) == ["torch.a.b", "path.join"]
+
+
+@pytest.mark.parametrize("override", OVERRIDES, ids=lambda override: override.target[:40])
+def test_an_override_says_where_why_and_until_when(override) -> None:
+    assert (ROOT / override.where).is_file()
+    assert override.scope and override.why and override.remove_when

@@ -1,0 +1,180 @@
+"""Model families are found by entry points; a wrong one costs its own models and nobody else's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.plugins.conftest import PAINTER, Install
+from vllm_omni_ext import doctor
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.plugins.registry import families, family_for, family_of, model_classes, plugins
+
+QWEN = "Qwen3OmniMoeForConditionalGeneration"
+BAGEL = "BagelForConditionalGeneration"
+
+
+def error_of(call: Callable[[str], object], name: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call(name)
+    return str(caught.value)
+
+
+def test_ours_are_found_like_any_other() -> None:
+    assert [plugin.name for plugin in plugins()] == ["bagel", "qwen3_omni"]
+    assert all(plugin.distribution.startswith("vllm-omni-ext ") and not plugin.error for plugin in plugins())
+    assert family_for(QWEN) is family_of("qwen3_omni")
+    assert family_for(QWEN).pipeline().name == "qwen3_omni"
+    assert family_for(BAGEL).pipeline().name == "bagel"
+
+
+def test_a_family_of_another_package(install: Install) -> None:
+    install("omni-painter")
+    family = family_for("Painter")
+    assert (family.name, family.pipeline().frontend, family.architectures) == ("painter", "canvas", ("Painter",))
+    assert model_classes(family) == {"PainterModel": "painter_models:Canvas"}
+    assert family_for(QWEN).name == "qwen3_omni"
+
+
+def test_what_is_supported_is_listed(install: Install) -> None:
+    install("omni-painter")
+    message = error_of(family_for, "Llama")
+    assert message == f"model: architecture 'Llama' has no omni pipeline; supported: {BAGEL}, Painter, {QWEN}"
+    assert error_of(family_of, "llama") == (
+        "model: no model family 'llama' is installed; there are bagel, painter, qwen3_omni"
+    )
+
+
+def test_an_unknown_pipeline_lists_the_known_ones() -> None:
+    message = "pipeline: model family 'qwen3_omni' has no pipeline 'x'; use one of qwen3_omni"
+    assert error_of(family_of("qwen3_omni").pipeline, "x") == message
+    assert [pipeline.name for pipeline in family_of("bagel").pipelines] == ["bagel", "bagel_single"]
+
+
+def test_a_family_may_have_no_pipeline_yet(install: Install) -> None:
+    install("omni-painter", PAINTER.replace("pipelines=(PIPELINE,)", "pipelines=()"))
+    assert error_of(family_of("painter").pipeline, "") == "pipeline: model family 'painter' has no pipeline yet"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("raise ImportError('no module\\nof that name')", "cannot be imported: ImportError: no module of that name"),
+        ("import nothing_of_that_name", "cannot be imported: ModuleNotFoundError: "),
+        ("X = 1", "cannot be imported: AttributeError: "),
+        ("FAMILY = 3", "is not a ModelFamily"),
+    ],
+)
+def test_a_plugin_that_cannot_be_loaded_is_named_where_something_is_missing(
+    install: Install, source: str, why: str
+) -> None:
+    install("omni-painter", source)
+    message = error_of(family_for, "Painter")
+    assert message.startswith(f"model: architecture 'Painter' has no omni pipeline; supported: {BAGEL}, {QWEN}; ")
+    assert f"model plugin 'painter' of omni-painter 1.0: omni_painter_module:FAMILY {why}" in message
+    assert "\n" not in message
+    assert family_for(QWEN).name == "qwen3_omni"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (
+            "api_version=1",
+            "api_version=7",
+            "is for version 7 of the plugin API, this is version 1; update vllm-omni-ext",
+        ),
+        ("api_version=1", "api_version=0", "is for version 0 of the plugin API, this is version 1; update the plugin"),
+        ("stages=(CANVAS,)", "stages=(CANVAS, CANVAS)", "pipeline 'painter': stage 'canvas' is there twice"),
+        ('frontend="canvas"', 'frontend="brush"', "pipeline 'painter': 'brush' is not one of its stages: canvas"),
+        ('name="canvas"', 'name="can.vas"', "pipeline 'painter': 'can.vas' is not a name for a stage: no dot and"),
+        ("pipelines=(PIPELINE,)", "pipelines=(PIPELINE, PIPELINE)", "pipeline 'painter' is there twice"),
+        (
+            'modalities=("image",)',
+            'modalities=("image",), edges=(EdgeSpec("canvas", "frame", "tokens"),)',
+            "pipeline 'painter': 'frame' is not one of its stages: canvas",
+        ),
+        ('runtime="painter:Runtime"', 'runtime=""', "family 'painter' has pipelines, so it needs architectures and a"),
+    ],
+)
+def test_a_wrong_family_is_an_error_for_its_own_models_only(install: Install, old: str, new: str, why: str) -> None:
+    assert old in PAINTER
+    install("omni-painter", PAINTER.replace(old, new))
+    message = f"model: model plugin 'painter' of omni-painter 1.0: {why}"
+    assert error_of(family_for, "Painter").startswith(message)
+    assert error_of(family_of, "painter").startswith(message)
+    assert [family.name for family in families()] == ["bagel", "qwen3_omni"]
+    assert error_of(family_for, "Llama").endswith(f"supported: {BAGEL}, {QWEN}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "claim"),
+    [
+        ({}, "family 'painter'"),
+        ({'name="painter", api': 'name="other", api', "PainterModel": "OtherModel"}, "architecture 'Painter'"),
+        ({'name="painter", api': 'name="other", api', '"Painter"': '"Other"'}, "model class 'PainterModel'"),
+    ],
+)
+def test_what_two_packages_claim_neither_has(install: Install, changes: dict[str, str], claim: str) -> None:
+    install("omni-painter")
+    source = PAINTER
+    for old, new in changes.items():
+        source = source.replace(old, new)
+    install("better-painter", source, entry="other", version="2.0")
+    message = error_of(family_for, "Painter")
+    several = "plugin 'other' of better-painter 2.0 and plugin 'painter' of omni-painter 1.0"
+    assert message == f"model: {claim} is claimed by {several}; uninstall all but one of them"
+    assert [family.name for family in families()] == ["bagel", "qwen3_omni"]
+
+
+def test_one_that_cannot_be_used_is_in_nobody_s_way(install: Install) -> None:
+    install("a-painter", PAINTER.replace("api_version=1", "api_version=7"), entry="a_painter")
+    install("omni-painter")
+    assert family_for("Painter") is family_of("painter")
+
+
+def test_the_doctor_lists_all_of_them(install: Install) -> None:
+    install("omni-painter")
+    install("omni-broken", "raise ValueError('no')", entry="broken")
+    section = doctor.models()
+    assert not section.ok
+    assert {line.name: line.ok for line in section.lines} == {
+        "bagel": True,
+        "broken": False,
+        "painter": True,
+        "qwen3_omni": True,
+    }
+    lines = {line.name: line for line in section.lines}
+    assert lines["painter"].state == "Painter"
+    assert lines["painter"].details == {"from": "omni-painter 1.0", "pipelines": "painter"}
+    assert "omni-broken 1.0: omni_broken_module:FAMILY cannot be imported: ValueError: no" in lines["broken"].state
+    assert "omni-painter" not in doctor.page()
+
+
+def test_model_classes_are_registered_but_not_in_the_place_of_vllm_s(install: Install) -> None:
+    from vllm.model_executor.models import ModelRegistry
+
+    from vllm_omni_ext.plugin import register
+
+    theirs = ModelRegistry.models["LlamaForCausalLM"]
+    both = '{"PainterModel": "painter_models:Canvas", "LlamaForCausalLM": "painter_models:Mine"}'
+    install("omni-painter", PAINTER.replace('{"PainterModel": "painter_models:Canvas"}', both))
+    try:
+        register()
+        register()
+        assert "PainterModel" in ModelRegistry.get_supported_archs()
+        assert ModelRegistry.models["LlamaForCausalLM"] is theirs
+    finally:
+        ModelRegistry.models.pop("PainterModel", None)
+
+
+def test_families_are_found_without_vllm_and_torch() -> None:
+    code = (
+        "import sys; from vllm_omni_ext.plugins.registry import families; families()\n"
+        "print([name for name in ('vllm', 'torch', 'transformers', 'pydantic') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,117 @@
+"""From a command line to the plan of somebody else's family: variants, parameters of its own, no stage config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.plugins.conftest import Install
+from vllm_omni_ext.cli.args import parse_serve
+from vllm_omni_ext.cli.settings import from_cli, from_kwargs
+from vllm_omni_ext.errors import ConfigError, IncompatibleVllm
+from vllm_omni_ext.topology.plan import Plan
+
+SOURCE = """
+import msgspec
+
+class Denoise(msgspec.Struct, frozen=True, kw_only=True):
+    steps: int = 50
+    guidance: float = 4.0
+
+READER = StageSpec(name="reader", splittable=True)
+PAINTER = StageSpec(
+    name="painter", accepts="parts", params="omni_painter_module:Denoise", defaults={"steps": 8},
+    engine={"enable_prefix_caching": False}, models={"PainterModel": "painter_models:Painter"},
+)
+BOTH = PipelineSpec(name="both", stages=(PAINTER, READER), frontend="reader", modalities=("text", "image"))
+ALONE = PipelineSpec(name="alone", stages=(PAINTER,), frontend="painter", modalities=("image",))
+FAMILY = ModelFamily(
+    name="painter", api_version=1, architectures=("Painter",), pipelines=(BOTH, ALONE), runtime="painter:Runtime",
+    seams="omni_painter_module:SEAMS",
+)
+SEAMS = ()
+"""
+DRIFTED = """
+from vllm_omni_ext.patching.spec import seams_in
+SEAMS = seams_in("vllm.v1.engine.core", ("EngineCore.sleep", "000000000000", "called"))
+"""
+
+
+@pytest.fixture
+def plan_of(install: Install, tmp_path: Path) -> Callable[..., Plan]:
+    """Plans a model of the family; the words are those of the command line."""
+    install("omni-painter", SOURCE)
+    config = {"architectures": ["Painter"], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return lambda *words: from_cli(parse_serve([str(tmp_path), *words]))[0]
+
+
+def test_without_any_stage_config(plan_of: Callable[..., Plan]) -> None:
+    plan = plan_of("--max-num-seqs", "3")
+    assert (plan.family, plan.pipeline, plan.frontend().name) == ("painter", "both", "reader")
+    assert [str(replica.id) for replica in plan.replicas()] == ["painter/0", "reader/0"]
+    assert [stage.engine_args.get("max_num_seqs") == 3 for stage in plan.stages] == [False, True]
+    assert [stage.accepts for stage in plan.stages] == ["parts", "requests"]
+    assert "stream_idle_timeout_s" in plan.stage("painter").engine_args["additional_config"]
+    assert "additional_config" not in plan.stage("reader").engine_args
+
+
+def test_the_stage_config_chooses_the_pipeline(plan_of: Callable[..., Plan], tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("pipeline: alone\nstages: {painter: {params: {guidance: 2}}}\n")
+    plan = plan_of("--stage-config", str(file), "--max-num-seqs", "3")
+    assert (plan.pipeline, plan.frontend().name) == ("alone", "painter")
+    assert plan.frontend().engine_args["max_num_seqs"] == 3
+    assert plan.frontend().params == {"steps": 8, "guidance": 2}
+    assert plan.frontend().params_type == "omni_painter_module:Denoise"
+
+
+def test_a_keyword_chooses_the_pipeline(plan_of: Callable[..., Plan], tmp_path: Path) -> None:
+    assert from_kwargs(str(tmp_path), pipeline="alone").pipeline == "alone"
+
+
+def test_the_frontend_may_be_split(plan_of: Callable[..., Plan]) -> None:
+    plan = plan_of("--stage-overrides", '{"reader": {"prefill_decode": {}}}', "--max-num-seqs", "3")
+    assert plan.frontend().name == "reader.decode"
+    assert [stage.engine_args.get("max_num_seqs") == 3 for stage in plan.stages] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("pipeline: third", "pipeline: model family 'painter' has no pipeline 'third'; use one of both, alone"),
+        ("pipeline: alone\nstages: {reader: {}}", "stages.reader: no such stage; use one of painter"),
+        ("stages: {painter: {params: {step: 3}}}", "stages.painter.params.step: unknown key; did you mean 'steps'?"),
+        (
+            "stages: {painter: {params: {steps: many}}}",
+            "stages.painter.params: Expected `int`, got `str` - at `$.steps`",
+        ),
+        ("stages: {painter: {params: {temperature: 1}}}", "stages.painter.params.temperature: unknown key"),
+        ("stages: {reader: {params: {temperature: -1}}}", "stages.reader.params: temperature must be non-negative"),
+        (
+            "stages: {painter: {prefill_decode: {}}}",
+            "stages.painter.prefill_decode: 'painter' cannot have its prompts computed elsewhere; only 'reader' can",
+        ),
+    ],
+)
+def test_refusals(plan_of: Callable[..., Plan], tmp_path: Path, file: str, message: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(file)
+    with pytest.raises(ConfigError) as caught:
+        plan_of("--stage-config", str(path))
+    assert str(caught.value).removeprefix(f"{path}: ").startswith(message)
+
+
+def test_a_preset_that_is_not_there(plan_of: Callable[..., Plan]) -> None:
+    with pytest.raises(ConfigError, match=r"^qwen3_omni: no such stage config; give the path of a \.yaml file$"):
+        plan_of("--stage-config", "qwen3_omni")
+
+
+def test_seams_of_the_family_are_checked(install: Install, tmp_path: Path) -> None:
+    install("omni-painter", SOURCE.replace("SEAMS = ()\n", DRIFTED))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Painter"], "model_type": "llama"}))
+    with pytest.raises(IncompatibleVllm, match=r"vllm\.v1\.engine\.core:EngineCore\.sleep changed"):
+        from_cli(parse_serve([str(tmp_path)]))

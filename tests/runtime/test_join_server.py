@@ -1,0 +1,440 @@
+"""The registration port, over real sockets: who may join, under which name, and what noise does (nothing)."""
+
+from __future__ import annotations
+
+import queue
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from tests.support import noise
+from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.coordinator.keys import Keys, as_client
+from vllm_omni_ext.coordinator.membership import Expected
+from vllm_omni_ext.coordinator.refusals import WITHHELD
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
+from vllm_omni_ext.runtime.supervise import headless
+from vllm_omni_ext.runtime.supervise.join_server import JoinServer
+from vllm_omni_ext.topology.shape import Headless
+from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, Malformed, Message, encode
+from vllm_omni_ext.wire.joining import FROM_HEAD, TO_HEAD, Endpoints, Gone, Join, Joined, Ping, Pong, Refusal, Started
+
+PATIENCE_S = 5.0
+LATE_S = 0.3
+HOST = "127.0.0.1"
+JOIN = Join(ticket="t", stage="talker", model="m", config_hash="t", version="1", host="10.0.0.2")
+EXPECTED = Expected(model="m", version="1", stages={"talker": "t", "thinker": "h"})
+
+
+class ReplicaSupervisor:
+    """A thread that does what it is handed; what is to be done after a pause waits for the test."""
+
+    def __init__(self) -> None:
+        self.later: list[tuple[float, Callable[[], None]]] = []
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[], None]) -> None:
+        self._todo.put(work)
+
+    def after(self, pause_s: float, work: Callable[[], None]) -> None:
+        self.later.append((pause_s, work))
+
+    def done(self, work: Callable[[], None] = lambda: None) -> None:
+        """Have something done, and wait until it is."""
+        over = threading.Event()
+        self.do(work)
+        self.do(over.set)
+        assert over.wait(PATIENCE_S)
+
+    def _work(self) -> None:
+        while (work := self._todo.get()) is not None:
+            work()
+
+    def close(self) -> None:
+        self._todo.put(None)
+        self._thread.join()
+
+
+class ReplicaListener:
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.error: OSError | None = None
+
+    def listen(self, replica: ReplicaId, host: str | None = None) -> list[tuple[str, str]]:
+        self.told.append(("listen", replica, host))
+        if self.error is not None:
+            raise self.error
+        return [("tcp://in", "tcp://out")]
+
+    def ready(self, replica: ReplicaId, about: ReplicaInfo) -> None:
+        self.told.append(("ready", replica, about))
+
+    def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
+        self.told.append(("ended", replica, reason, again))
+
+
+class Bench:
+    """A join server; `talker/0` is planned here."""
+
+    def __init__(self, secret_file: str | None = None) -> None:
+        with socket.create_server((HOST, 0)) as free:
+            self.port = free.getsockname()[1]
+        config = OmniConfig(
+            master_address=HOST, master_port=self.port, startup_timeout_s=60.0, cluster_secret_file=secret_file
+        )
+        plans = {
+            "talker": SimpleNamespace(replicas=(SimpleNamespace(id=ReplicaId("talker", 0)),)),
+            "thinker": SimpleNamespace(replicas=()),
+        }
+        plan: Any = SimpleNamespace(config=config, stage=plans.__getitem__)
+        self.replica_supervisor: Any = ReplicaSupervisor()
+        self.users: Any = ReplicaListener()
+        self.left: list[ReplicaId] = []
+        coordination: Any = SimpleNamespace(
+            expected=EXPECTED, events="tcp://events", views="tcp://views", leave=self.left.append
+        )
+        self.join_server = JoinServer(plan, coordination, self.replica_supervisor, self.users)
+        self.context = zmq.Context()
+        self.dealer = self.dial()
+
+    def dial(self, keys: Keys | None = None) -> Any:
+        """One more connection."""
+        dealer = self.context.socket(zmq.DEALER)
+        dealer.linger = 0
+        as_client(dealer, keys)
+        dealer.connect(f"tcp://{HOST}:{self.port}")
+        return dealer
+
+    def ask(self, message: Message | bytes, dealer: Any = None, wait_s: float = PATIENCE_S) -> Any:
+        """Send a message and return the answer; None if there is none in time."""
+        dealer = dealer or self.dealer
+        dealer.send(message if isinstance(message, bytes) else encode(message))
+        return FROM_HEAD.decode(dealer.recv()) if dealer.poll(wait_s * 1000) else None
+
+    def tell(self, message: Message, dealer: Any = None) -> None:
+        """Send a message that is not answered, and wait until it was taken: a ping is answered after it."""
+        dealer = dealer or self.dealer
+        dealer.send(encode(message))
+        assert isinstance(self.ask(Ping(), dealer), Pong)
+        self.replica_supervisor.done()
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+        self.join_server.close()
+        self.replica_supervisor.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.close()
+
+
+def wish(ticket: str, **fields: Any) -> Join:
+    return msgspec.structs.replace(JOIN, ticket=ticket, **fields)
+
+
+def test_a_replica_joins(bench: Bench) -> None:
+    answer = bench.ask(JOIN)
+    assert isinstance(answer, Joined) and answer.ticket == "t"
+    assert answer.servers == (Endpoints("tcp://in", "tcp://out"),)
+    assert (answer.index, answer.events, answer.views) == (1, "tcp://events", "tcp://views"), "talker/0 is planned"
+    bench.tell(Started(ticket="t", pid=7, restarts=2))
+    bench.tell(Started(ticket="t", pid=7, restarts=2))
+    name = ReplicaId("talker", 1)
+    assert bench.users.told == [
+        ("listen", name, HOST),
+        ("ready", name, ReplicaInfo(host="10.0.0.2", pid=7, restarts=2)),
+    ]
+
+
+def test_asked_again_the_answer_is_the_same(bench: Bench) -> None:
+    first = bench.ask(JOIN)
+    assert bench.ask(JOIN) == first
+    assert bench.ask(JOIN, bench.dial()) == first, "through a new connection too"
+    assert len(bench.users.told) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"stage": "nose"}, "there is no stage 'nose'; there are talker, thinker"),
+        ({"model": "other"}, "model is 'other' there and 'm' here"),
+        ({"version": "0"}, "package version is '0' there and '1' here"),
+        ({"config_hash": "x"}, "configuration hash of stage 'talker' is 'x' there and 't' here"),
+        ({"stage": "thinker"}, "configuration hash of stage 'thinker' is 't' there and 'h' here"),
+    ],
+    ids=str,
+)
+def test_a_differing_replica_gets_the_reason_only_with_the_secret(
+    bench: Bench, secret: str, wrong: dict[str, str], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed = Bench(secret)
+    for made, dealer, told in ((bench, None, WITHHELD), (closed, closed.dial(Keys.read(secret)), says)):
+        caplog.clear()
+        answer = made.ask(wish("t", **wrong), dealer)
+        assert isinstance(answer, Refusal) and answer.ticket == "t" and answer.reason == told
+        assert made.users.told == []
+        assert caplog.messages == [f"refused a replica of '{wrong.get('stage', 'talker')}' on 10.0.0.2: {says}"]
+    closed.close()
+
+
+def test_refusals_without_the_secret_are_identical(bench: Bench) -> None:
+    """One that differs from the head in one thing learns no more than one that differs in everything."""
+    nearly = [{"model": "other"}, {"version": "0"}, {"config_hash": "x"}, {"stage": "nose"}, {"stage": "thinker"}]
+    everything = {"stage": "nose", "model": "?", "version": "?", "config_hash": "?"}
+    answers = {encode(bench.ask(wish("t", **wrong))) for wrong in (*nearly, everything)}
+    assert answers == {encode(Refusal(ticket="t", reason=WITHHELD))}
+
+
+def test_another_protocol_is_refused_whatever_it_says(bench: Bench) -> None:
+    answer = bench.ask(msgspec.structs.replace(JOIN, protocol=9))
+    assert isinstance(answer, Refusal) and answer.ticket == "" and "protocol 9 there" in answer.reason
+
+
+def test_names_are_the_lowest_that_are_free_and_wishes_count(bench: Bench) -> None:
+    def joined(ticket: str, index: int | None = None, stage: str = "talker", config_hash: str = "t") -> int:
+        answer = bench.ask(wish(ticket, index=index, stage=stage, config_hash=config_hash))
+        assert isinstance(answer, Joined)
+        return answer.index
+
+    assert [joined("a"), joined("b"), joined("c", 7), joined("d", 7), joined("e", 0)] == [1, 2, 7, 3, 4]
+    assert joined("f", stage="thinker", config_hash="h") == 0, "names are a stage's own"
+    assert joined("g", 2**31 - 1) == 5
+    bench.left.clear()
+    bench.tell(Gone(ticket="b", reason="ended", again=False))
+    assert bench.left == [ReplicaId("talker", 2)]
+    assert joined("h") == 2
+
+
+def test_a_replica_that_is_gone(bench: Bench) -> None:
+    bench.ask(JOIN)
+    bench.tell(Started(ticket="t", pid=7))
+    other = bench.dial()
+    for ticket in ("T", "", "u"):
+        bench.tell(Gone(ticket=ticket or "x", reason="guessed", again=False), other)
+    name = ReplicaId("talker", 1)
+    bench.left.clear()
+    assert [told[0] for told in bench.users.told] == ["listen", "ready"], "only who has the ticket speaks for it"
+    bench.tell(Gone(ticket="t", reason="killed", again=True))
+    bench.tell(Gone(ticket="t", reason="killed", again=True))
+    assert bench.users.told[2:] == [("ended", name, "killed", True)] and bench.left == [name]
+
+
+def test_a_connection_may_be_lost_between_joining_and_starting(bench: Bench) -> None:
+    first = bench.dial()
+    assert isinstance(bench.ask(JOIN, first), Joined)
+    first.close()
+    bench.tell(Started(ticket="t", pid=7))
+    assert bench.users.told[-1][:2] == ("ready", ReplicaId("talker", 1))
+    bench.tell(Gone(ticket="t", reason="ended", again=False), bench.dial())
+    assert bench.users.told[-1][0] == "ended"
+
+
+def test_an_unknown_replica_gets_a_refusal(bench: Bench) -> None:
+    answer = bench.ask(Started(ticket="from before", pid=7))
+    assert isinstance(answer, Refusal) and answer.ticket == "from before"
+    assert bench.users.told == []
+
+
+def test_a_forgotten_name_is_free_and_its_bearer_has_to_join_again(bench: Bench) -> None:
+    bench.ask(JOIN)
+    bench.tell(Started(ticket="t", pid=7))
+    bench.left.clear()
+    bench.replica_supervisor.done(lambda: bench.join_server.forgotten(ReplicaId("talker", 1)))
+    assert isinstance(bench.ask(Started(ticket="t", pid=7)), Refusal)
+    assert bench.left == [], "the coordinator knows"
+    answer = bench.ask(wish("u"))
+    assert isinstance(answer, Joined) and answer.index == 1
+    assert bench.left == [ReplicaId("talker", 1)], "it may have woken up, and have taken its name again"
+
+
+def test_a_name_that_was_given_to_another_is_not_freed_by_news_of_the_one_before(bench: Bench) -> None:
+    bench.ask(JOIN)
+    bench.tell(Started(ticket="t", pid=7))
+    bench.tell(Gone(ticket="t", reason="ended", again=False))
+    assert isinstance(bench.ask(wish("u")), Joined)
+    bench.replica_supervisor.done(lambda: bench.join_server.forgotten(ReplicaId("talker", 1)))
+    bench.tell(Started(ticket="u", pid=8))
+    assert bench.users.told[-1] == ("ready", ReplicaId("talker", 1), ReplicaInfo(host="10.0.0.2", pid=8))
+
+
+def test_replica_not_ready_in_time_loses_its_name(bench: Bench) -> None:
+    bench.ask(JOIN)
+    bench.ask(wish("u"))
+    bench.tell(Started(ticket="t", pid=7))
+    assert [pause for pause, _ in bench.replica_supervisor.later] == [60.0, 60.0]
+    for _, expire in bench.replica_supervisor.later:
+        bench.replica_supervisor.done(expire)
+    (ended,) = [told for told in bench.users.told if told[0] == "ended"]
+    assert ended[1] == ReplicaId("talker", 2) and "startup_timeout_s" in ended[2] and ended[3] is False
+    assert isinstance(bench.ask(Started(ticket="u", pid=7)), Refusal)
+
+
+def test_a_head_that_cannot_listen_says_why_and_keeps_nothing(bench: Bench) -> None:
+    bench.users.error = OSError(99, "Cannot assign requested address")
+    answer = bench.ask(JOIN)
+    assert isinstance(answer, Refusal) and "Cannot assign requested address" in answer.reason
+    assert [told[0] for told in bench.users.told] == ["listen", "ended"], "some may listen already"
+    bench.users.error = None
+    assert isinstance(bench.ask(JOIN), Joined)
+
+
+def test_pings_are_answered_while_the_keeper_is_busy(bench: Bench) -> None:
+    busy = threading.Event()
+    bench.replica_supervisor.do(lambda: busy.wait(PATIENCE_S))
+    first = bench.ask(Ping())
+    assert isinstance(first, Pong) and first == bench.ask(Ping())
+    busy.set()
+
+
+def test_two_heads_are_told_apart() -> None:
+    one, two = Bench(), Bench()
+    assert one.ask(Ping()) != two.ask(Ping())
+    one.close()
+    two.close()
+
+
+def test_closing_during_a_join_decision(bench: Bench) -> None:
+    """What is decided afterwards goes nowhere."""
+    made, go_on = Bench(), threading.Event()
+    made.replica_supervisor.do(lambda: go_on.wait(PATIENCE_S))
+    made.dealer.send(encode(JOIN))
+    assert isinstance(made.ask(Ping()), Pong)
+    made.join_server.close()
+    go_on.set()
+    made.replica_supervisor.done()
+    made.context.destroy(linger=0)
+    made.replica_supervisor.close()
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> str:
+    file = tmp_path / "secret"
+    file.write_text("correct horse battery staple\n")
+    return str(file)
+
+
+def test_with_a_secret_nobody_joins_without_it(secret: str, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("another horse, another staple")
+    right, wrong = Keys.read(secret), Keys.read(str(other))
+    assert right is not None and wrong is not None
+    half = replace(wrong, server=right.server)  # knows the head's public key and nothing else
+    made = Bench(secret)
+    try:
+        for keys in (None, wrong, half):
+            assert made.ask(JOIN, made.dial(keys), wait_s=0.2) is None
+        assert made.users.told == []
+        assert isinstance(made.ask(JOIN, made.dial(right)), Joined)
+    finally:
+        made.close()
+
+
+def test_replica_without_the_secret_learns_the_reason_even_if_refused_early(
+    secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq tells of a failed handshake once, and does not try again."""
+    plan: Any = SimpleNamespace(config=OmniConfig(startup_timeout_s=PATIENCE_S), model="m")
+    monkeypatch.setattr(headless, "config_hash", lambda plan, stage: "t")
+    monkeypatch.setattr(headless, "model_identity", lambda model: model)
+    listen_for_events = zmq.Socket.get_monitor_socket
+
+    def late(*args: Any) -> Any:
+        time.sleep(LATE_S)
+        return listen_for_events(*args)
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", late)
+    made = Bench(secret)
+    joining = Headless(stage="talker", replicas=1, head=(HOST, made.port), replica_address=HOST)
+    head = headless.HeadClient(plan, joining)
+    try:
+        with pytest.raises(headless.Refused, match="another secret"):
+            head.listen(ReplicaId("talker", 0))
+    finally:
+        head.close()
+        made.close()
+
+
+# -- noise -----------------------------------------------------------------------------------------
+
+EACH = 10_000
+GROWTH_BYTES = 16 * 1024 * 1024
+HARMLESS = (
+    encode(wish("x" * 32, model="wrong" * 9, config_hash="wrong", version="0")),
+    encode(Started(ticket="y" * 32, pid=1)),
+    encode(Gone(ticket="z" * 32, reason="because", again=True)),
+)
+"""Well formed, and none of them may change anything, whichever bytes are altered."""
+
+
+garbage = partial(noise.garbage, longest=MAX_MESSAGE_BYTES)
+mutated = partial(noise.mutated, harmless=HARMLESS)
+
+
+def is_malformed(data: bytes) -> bool:
+    try:
+        TO_HEAD.decode(data)
+    except Malformed:
+        return True
+    return False
+
+
+def test_noise_changes_nothing(bench: Bench) -> None:
+    rng, process = random.Random(1), psutil.Process()
+    joined = bench.ask(JOIN)
+    bench.tell(Started(ticket="t", pid=7))
+    before, told = dict(bench.join_server._entries), list(bench.users.told)
+    malformed = 0
+    for make in (garbage, mutated):
+        messages = [make(rng) for _ in range(EACH)]
+        malformed += sum(map(is_malformed, messages))
+        for start in range(0, EACH, 1000):  # answers are not read
+            attacker = bench.dial()
+            for data in messages[start : start + 1000]:
+                attacker.send(data)
+            attacker.send_multipart([HARMLESS[1], b""])
+            attacker.send(encode(Ping()))
+            malformed += 1
+            while not isinstance(FROM_HEAD.decode(attacker.recv()), Pong):
+                pass
+            attacker.close()
+        if make is garbage:
+            memory = process.memory_info().rss
+    assert bench.join_server.dropped == malformed > 0.9 * EACH
+    for _ in range(50):
+        with socket.create_connection((HOST, bench.port)) as raw:
+            raw.sendall(rng.randbytes(200))
+    assert bench.ask(JOIN) == joined
+    bench.replica_supervisor.done()
+    assert (bench.join_server._entries, bench.users.told) == (before, told)
+    assert process.memory_info().rss - memory < GROWTH_BYTES
+
+
+def test_a_flood_while_the_keeper_is_busy_does_not_pile_up(bench: Bench) -> None:
+    busy = threading.Event()
+    bench.replica_supervisor.do(lambda: busy.wait(PATIENCE_S))
+    flood = encode(Started(ticket="y" * 32, pid=1))
+    for _ in range(5000):
+        bench.dealer.send(flood)
+    assert isinstance(bench.ask(Ping()), Pong)
+    assert bench.join_server._undecided.qsize() <= 1024
+    busy.set()
+    bench.replica_supervisor.done()
+    assert isinstance(bench.ask(JOIN, bench.dial()), Joined)

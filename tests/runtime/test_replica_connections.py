@@ -1,0 +1,538 @@
+"""Who is connected, who is lost, who comes back: what the head and the coordinator say, in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from tests.support.fakes import FakeRuntime, check_always, opened, output, text_request
+from vllm_omni_ext import metrics as m
+from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.coordinator.follower import ViewDiff
+from vllm_omni_ext.coordinator.members import Entry, Member, State, View
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.metrics import Metric, Metrics
+from vllm_omni_ext.observability.observer import Observer
+from vllm_omni_ext.orchestrator.engine_requests import EngineRequests
+from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
+from vllm_omni_ext.orchestrator.placement import Settings
+from vllm_omni_ext.pool.load import Load
+from vllm_omni_ext.pool.stage_pool import StagePool
+from vllm_omni_ext.runtime.client import replica_connections as replica_connections_module
+from vllm_omni_ext.runtime.client.replica_connections import ReplicaConnections, ReplicaInfo
+
+A, B, FAR = (ReplicaId("text", i) for i in range(3))
+"""Two that are planned here and one of another host."""
+
+HERE, THERE = ReplicaInfo(host="here", pid=1), ReplicaInfo(host="there", pid=2)
+
+
+class Connected:
+    """A connection; it takes down what passes through it, and answers the fence when the test says so."""
+
+    def __init__(self, replica: ReplicaId) -> None:
+        self.id = replica
+        self.sent: list[Any] = []
+        self.closed = 0
+        self.fences: list[asyncio.Future[None]] = []
+        self._said: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def add(self, request: Any) -> None:
+        self.sent.append(request.request_id)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.sent.append(("abort", *request_ids))
+
+    async def fence(self) -> None:
+        self.sent.append("fence")
+        self.fences.append(asyncio.get_running_loop().create_future())
+        await self.fences[-1]
+
+    async def outputs(self) -> Any:
+        item = await self._said.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def say(self, item: Any) -> None:
+        self._said.put_nowait(item)
+
+    def fail(self, error: Exception) -> None:
+        self.say(error)
+
+    def close(self, timeout: float | None = None) -> None:
+        self.closed += 1
+
+
+class Views:
+    """A watcher whose views the test writes."""
+
+    fresh = True
+
+    def __init__(self, address: str, keys: Any = None) -> None:
+        self._follower = ViewDiff()
+        self._views: asyncio.Queue[View] = asyncio.Queue()
+
+    def __aiter__(self) -> Views:
+        return self
+
+    async def __anext__(self) -> Any:
+        view = await self._views.get()
+        changes = self._follower.take(view)
+        return self._follower.view, changes
+
+    def show(self, *entries: Entry) -> None:
+        self._views.put_nowait(View(generation=1, settled=True, timeout_s=1.0, replicas=tuple(sorted_by_id(entries))))
+
+    def age(self) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        pass
+
+
+def sorted_by_id(entries: Any) -> list[Entry]:
+    return sorted(entries, key=lambda entry: entry.member)
+
+
+def entry(replica: ReplicaId, state: State = State.UP, epoch: int = 1, load: Load | None = None) -> Entry:
+    return Entry(Member(replica.stage, replica.index, epoch), state, load)
+
+
+class Bench:
+    """A fleet over fake connections. `connections` has every one that was ever made."""
+
+    def __init__(self, *, client_index: int = 0, ready_responses: Any = None, about: ReplicaInfo = HERE) -> None:
+        self.connections: list[Connected] = []
+        self.gates: list[threading.Event] = []
+        """One for every connection that is being made; set it to let it go on."""
+        self.gated = False
+        self.broken = False
+        self.delivered: list[tuple[ReplicaId, str]] = []
+        self.joined: list[ReplicaId] = []
+        self.lost: list[ReplicaId] = []
+        first = {replica: Connected(replica) for replica in (A, B)}
+        self.connections.extend(first.values())
+        runtime: Any = FakeRuntime()
+        self.registry = CollectorRegistry()
+        observer = Observer(Metrics("tiny", self.registry), frontend="text", replicas=first)
+        self.pool = StagePool("text", first, changed=observer.bound, decided=observer.decided)
+        replicas: Any = first
+        self.orchestrator = Orchestrator(
+            Settings(frontend="text", wait_s=60.0),
+            runtime=runtime,
+            pools={"text": self.pool},
+            replicas=replicas,
+            requests=EngineRequests(),
+            observer=observer,
+        )
+        check_always(self.orchestrator)
+        plan = SimpleNamespace(config=OmniConfig(), replicas=lambda: [SimpleNamespace(id=A), SimpleNamespace(id=B)])
+        told: Any = SimpleNamespace(
+            plan=plan,
+            about={A: about, B: about},
+            starting=(),
+            ready_responses=ready_responses,
+            views="views",
+            client_index=client_index,
+            connect=self._connect,
+        )
+        self.replica_connections = ReplicaConnections(
+            told,
+            self.orchestrator,
+            replicas,
+            take=self._take,
+            joined=lambda replica: self.joined.append(replica.id),
+            lost=self.lost.append,
+        )
+        self.replica_connections.start()
+        self.views: Any = self.replica_connections.watcher
+
+    def _connect(self, replica: ReplicaId, listeners: Any) -> Any:
+        if self.gated:
+            gate = threading.Event()
+            self.gates.append(gate)
+            assert gate.wait(5)
+        if self.broken:
+            raise TimeoutError("it says nothing")
+        self.connections.append(Connected(replica))
+        return self.connections[-1]
+
+    async def _take(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
+        for each in outputs.outputs:
+            if await self.orchestrator.produced(replica, each):
+                self.delivered.append((replica, each.request_id))
+
+    def of(self, replica: ReplicaId) -> Connected:
+        """Its newest connection."""
+        return next(each for each in reversed(self.connections) if each.id == replica)
+
+    async def settle(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def up(self, replica: ReplicaId, about: ReplicaInfo = THERE) -> None:
+        """It is announced, started and connected."""
+        self.replica_connections.starting(replica)
+        made = len(self.connections)
+        listeners: Any = None
+        self.replica_connections.ready(replica, about, listeners)
+        async with asyncio.timeout(5):
+            while len(self.connections) == made or replica not in self.pool.replicas:
+                await asyncio.sleep(0.001)
+
+    async def view(self, *entries: Entry) -> None:
+        self.views.show(*entries)
+        await self.settle()
+
+    async def open(self, *names: str) -> None:
+        for name in names:
+            await self.orchestrator.open(opened(text_request(name)))
+
+    def shown(self, metric: Metric, **labels: str) -> float | None:
+        """The value of a metric."""
+        return self.registry.get_sample_value(metric.full_name, {"model_name": "tiny", **labels})
+
+    def where(self, name: str) -> ReplicaId | None:
+        return self.pool.replica_of(name)
+
+
+@pytest_asyncio.fixture
+async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    monkeypatch.setattr(replica_connections_module, "Watcher", Views)
+    made = Bench()
+    await made.settle()
+    yield made
+    for gate in made.gates:
+        gate.set()
+    tasks = set(made.replica_connections._tasks)
+    made.replica_connections.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    live = list(made.replica_connections.replicas.values())
+    assert [each.id for each in made.connections if each.closed != (each not in live)] == []
+    assert not any(task.exception() for task in tasks if not task.cancelled())
+
+
+# -- what the head says ----------------------------------------------------------------------------
+
+
+async def test_a_replica_that_ends_and_is_started_again(bench: Bench) -> None:
+    await bench.open("a", "b")
+    assert {bench.where("a"), bench.where("b")} == {A, B}
+    name = "a" if bench.where("a") == A else "b"
+    bench.of(A).say(EngineCoreOutputs(outputs=[output(name, 5)]))
+    bench.replica_connections.ended(A, "killed by signal 9", again=True)
+    await bench.settle()
+    assert bench.delivered == [(A, name)], "what it said before its end is read"
+    assert bench.where("a") == bench.where("b") == B
+    assert (
+        bench.orchestrator.machine.placement.hopeful("text")
+        and bench.replica_connections.state(A) == "DOWN"
+        and bench.lost == [A]
+    )
+    assert bench.replica_connections.known("text") == [A, B], "it is planned, so people are told of it"
+    await bench.up(A, ReplicaInfo(host="here", pid=9, restarts=1))
+    assert (
+        bench.replica_connections.about[A].restarts == 1
+        and bench.replica_connections.state(A) == "UP"
+        and bench.joined == [A]
+    )
+    assert not bench.orchestrator.machine.placement.hopeful("text")
+    await bench.open("c")
+    assert bench.where("c") == A and bench.of(A).sent == ["c"]
+
+
+async def test_the_process_of_one_that_began_later_is_shown(bench: Bench) -> None:
+    bench.replica_connections.about[A] = ReplicaInfo(host="here", pid=0)
+    bench.replica_connections.started(A, 4711)
+    assert bench.replica_connections.about[A] == ReplicaInfo(host="here", pid=4711)
+
+
+async def test_requests_wait_while_no_replica_is_connected(bench: Bench) -> None:
+    for replica in (A, B):
+        bench.replica_connections.ended(replica, "gone", again=replica == A)
+    await bench.settle()
+    await bench.open("a")
+    assert bench.where("a") is None and len(bench.orchestrator.machine.placement.waiting) == 1
+    await bench.up(A)
+    assert bench.where("a") == A
+    bench.replica_connections.ended(A, "gone", again=False)
+    await bench.settle()
+    assert bench.orchestrator.held() == 0, "there is nothing to wait for"
+
+
+async def test_one_that_ends_while_it_is_connected_is_closed_and_never_up(bench: Bench) -> None:
+    bench.gated = True
+    listeners: Any = None
+    bench.replica_connections.starting(FAR)
+    bench.replica_connections.ready(FAR, THERE, listeners)
+    while not bench.gates:
+        await asyncio.sleep(0.001)
+    bench.replica_connections.ended(FAR, "gone", again=False)
+    await bench.settle()
+    bench.gates[0].set()
+    while len(bench.connections) == 2:
+        await asyncio.sleep(0.001)
+    await bench.settle()
+    while not bench.of(FAR).closed:
+        await asyncio.sleep(0.001)
+    assert FAR not in bench.pool.replicas and FAR not in bench.replica_connections.about and bench.joined == []
+
+
+async def test_replica_that_cannot_be_connected_is_not_waited_for(bench: Bench) -> None:
+    for replica in (A, B):
+        bench.replica_connections.ended(replica, "gone", again=replica == A)
+    await bench.settle()
+    await bench.open("a")
+    bench.broken = True
+    listeners: Any = None
+    bench.replica_connections.ready(A, HERE, listeners)
+    while bench.orchestrator.held():
+        await asyncio.sleep(0.001)
+    assert not bench.orchestrator.machine.placement.hopeful("text")
+    bench.broken = False
+    await bench.up(A)
+
+
+@pytest.mark.parametrize("seed", range(100))
+async def test_any_order_of_the_heads_messages_ends_in_the_same_state(bench: Bench, seed: int) -> None:
+    """After it all is settled: in the pool is who was ready last, everything else is closed, no request is lost."""
+    rng = random.Random(seed)
+    listeners: Any = None
+    there = {A: True, B: True, FAR: False}
+    await bench.open("a", "b", "c")
+    for _ in range(12):
+        replica = rng.choice((A, B, FAR))
+        if there[replica]:
+            bench.replica_connections.ended(replica, "gone", again=True)
+            there[replica] = False
+        else:
+            bench.replica_connections.starting(replica)
+            if rng.random() < 0.3:
+                bench.replica_connections.ended(replica, "it did not start", again=True)
+            else:
+                bench.replica_connections.ready(replica, THERE, listeners)
+                there[replica] = True
+        if rng.random() < 0.5:
+            await asyncio.sleep(rng.choice((0, 0.002)))
+    async with asyncio.timeout(5):
+        while (
+            set(bench.pool.replicas) != {each for each, up in there.items() if up} or bench.replica_connections._coming
+        ):
+            await asyncio.sleep(0.001)
+    await bench.settle()
+    assert set(bench.replica_connections.replicas) == set(bench.pool.replicas)
+    held = sum(bench.where(name) is not None for name in "abc") + len(bench.orchestrator.machine.placement.waiting)
+    assert held == 3
+
+
+# -- what the coordinator says ---------------------------------------------------------------------
+
+
+async def silent(bench: Bench) -> str:
+    """A falls silent with one request, whose name is returned; B takes it over."""
+    await bench.view(entry(A), entry(B))
+    await bench.open("a", "b")
+    name = "a" if bench.where("a") == A else "b"
+    await bench.view(entry(A, State.DOWN), entry(B))
+    assert bench.where("a") == bench.where("b") == B
+    assert bench.of(A).closed == 0 and bench.replica_connections.state(A) == "DOWN"
+    return name
+
+
+async def test_silent_replica_takes_requests_after_its_fence_is_answered(bench: Bench) -> None:
+    name = await silent(bench)
+    await bench.view(entry(A), entry(B))
+    assert bench.of(A).sent == [name, ("abort", name), "fence"]
+    await bench.open("c")
+    assert bench.where("c") == B, "the fence is not answered yet"
+    bench.of(A).say(EngineCoreOutputs(outputs=[output(name, 66)]))
+    await bench.settle()
+    assert bench.delivered == [], "the request is another replica's"
+    bench.of(A).fences[0].set_result(None)
+    await bench.settle()
+    assert bench.replica_connections.state(A) == "UP"
+    await bench.open("d")
+    assert bench.where("d") == A and bench.of(A).sent[-1] == "d"
+
+
+async def test_replica_silent_again_before_its_fence_is_answered(bench: Bench) -> None:
+    name = await silent(bench)
+    await bench.view(entry(A), entry(B))
+    await bench.view(entry(A, State.DOWN), entry(B))
+    bench.of(A).fences[0].set_result(None)
+    await bench.settle()
+    assert A not in bench.pool.replicas
+    await bench.view(entry(A), entry(B))
+    assert A not in bench.pool.replicas
+    bench.of(A).fences[1].set_result(None)
+    await bench.settle()
+    assert A in bench.pool.replicas
+    assert bench.of(A).sent == [name, ("abort", name), "fence", ("abort",), "fence"]
+
+
+async def test_replica_dead_before_its_fence_is_answered(bench: Bench) -> None:
+    await silent(bench)
+    await bench.view(entry(A), entry(B))
+    bench.of(A).fail(EngineDeadError("gone"))
+    await bench.settle()
+    assert bench.of(A).closed == 1 and A not in bench.pool.replicas
+    assert bench.of(A).fences[0].cancelled(), "nobody waits for it any more"
+    await bench.up(A)
+
+
+async def test_a_request_waits_for_a_silent_replica_that_may_come_back(bench: Bench) -> None:
+    bench.replica_connections.ended(B, "gone", again=False)
+    await bench.view(entry(A))
+    await bench.open("a")
+    await bench.view(entry(A, State.DOWN))
+    assert len(bench.orchestrator.machine.placement.waiting) == 1
+    await bench.view(entry(A))
+    bench.of(A).fences[0].set_result(None)
+    await bench.settle()
+    assert bench.where("a") == A
+
+
+async def test_one_that_runs_here_keeps_its_connection_when_it_is_forgotten(bench: Bench) -> None:
+    """Its process lives, or its end would have been noticed; it may wake up under the same name and epoch."""
+    await silent(bench)
+    await bench.view(entry(B))
+    assert bench.of(A).closed == 0 and bench.replica_connections.known("text") == [A, B]
+    await bench.view(entry(A), entry(B))
+    bench.of(A).fences[0].set_result(None)
+    await bench.settle()
+    assert A in bench.pool.replicas
+
+
+async def test_one_of_another_host_that_is_forgotten_is_closed_and_shown_no_more(bench: Bench) -> None:
+    await bench.up(FAR)
+    await bench.view(entry(A), entry(B), entry(FAR))
+    assert bench.replica_connections.known("text") == [A, B, FAR]
+    await bench.view(entry(A), entry(B))
+    assert bench.of(FAR).closed == 1 and FAR not in bench.pool.replicas
+    assert bench.replica_connections.known("text") == [A, B] and FAR not in bench.replica_connections.reports
+    shown = {sample.labels.get("replica") for family in bench.registry.collect() for sample in family.samples}
+    assert {"text/0", "text/1"} <= shown and "text/2" not in shown
+
+
+async def test_one_of_another_host_that_ended_first_is_shown_no_more_either(bench: Bench) -> None:
+    await bench.up(FAR)
+    await bench.view(entry(A), entry(B), entry(FAR))
+    bench.replica_connections.ended(FAR, "gone", again=False)
+    await bench.settle()
+    await bench.view(entry(A), entry(B))
+    assert bench.replica_connections.known("text") == [A, B]
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_the_name_of_one_that_is_forgotten_may_be_anothers_already(bench: Bench, known: bool) -> None:
+    """The end of the old bearer is heard of after the new one was connected: that one stays."""
+    await bench.up(FAR)
+    await bench.view(entry(A), entry(B), entry(FAR, epoch=1))
+    bench.replica_connections.ended(FAR, "gone", again=True)
+    await bench.settle()
+    await bench.up(FAR, ReplicaInfo(host="elsewhere", pid=3))
+    await bench.view(entry(A), entry(B), *([entry(FAR, epoch=2)] if known else []))
+    assert FAR in bench.pool.replicas and bench.of(FAR).closed == 0
+    assert bench.replica_connections.about[FAR].host == "elsewhere"
+    await bench.view(entry(A), entry(B), entry(FAR, epoch=2))
+    await bench.view(entry(A), entry(B))
+    assert FAR not in bench.pool.replicas and FAR not in bench.replica_connections.about
+
+
+async def test_what_is_waited_for_ends_when_the_last_one_is_forgotten(bench: Bench) -> None:
+    await bench.up(FAR)
+    for replica in (A, B):
+        bench.replica_connections.ended(replica, "gone", again=False)
+    await bench.view(entry(FAR))
+    await bench.open("a")
+    await bench.view(entry(FAR, State.DOWN))
+    assert len(bench.orchestrator.machine.placement.waiting) == 1
+    await bench.view()
+    assert bench.orchestrator.held() == 0
+
+
+async def test_states_steer_the_pool(bench: Bench) -> None:
+    await bench.view(entry(A, State.DRAINING), entry(B))
+    await bench.open("a", "b")
+    assert bench.where("a") == bench.where("b") == B
+    await bench.view(entry(A, State.SUSPECT), entry(B))
+    await bench.open("c")
+    assert bench.where("c") == B
+    assert [bench.replica_connections.state(replica) for replica in (A, B)] == ["SUSPECT", "UP"]
+    await bench.view(entry(A, load=Load(0, 0, 0.0, 1)), entry(B, load=Load(0, 9, 0.0, 1)))
+    await bench.open("d")
+    assert bench.where("d") == A
+
+
+async def test_the_age_of_a_heartbeat_is_that_of_the_last_new_report(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(replica_connections_module.time, "monotonic", lambda: now)
+    heard = []
+    for report in (1, 1, 2):
+        await bench.view(entry(A, load=Load(0, 0, 0.0, report)), entry(B))
+        heard.append(bench.replica_connections.reports[A].last_seen)
+        now += 1
+    monkeypatch.undo()
+    assert heard == [100.0, 100.0, 102.0]
+
+
+async def test_an_api_server_that_died_is_forgotten_everywhere(bench: Bench) -> None:
+    bench.replica_connections.forget_requests_of(3, 1000.0)
+    await bench.settle()
+    assert [len(bench.of(replica).sent) for replica in (A, B)] == [1, 1]
+
+
+async def test_what_is_shown_in_metrics(bench: Bench) -> None:
+    await bench.open("a", "b")
+    bench.replica_connections.ended(A, "gone", again=True)
+    await bench.settle()
+    assert bench.shown(m.REQUEST_FAILOVERS, stage="text") == 1
+    bench.replica_connections.ended(B, "gone", again=True)
+    await bench.settle()
+    assert bench.shown(m.REQUEST_FAILOVERS, stage="text") == 3, "those that wait go on too"
+    assert bench.shown(m.REQUESTS_WAITING, stage="text") == 2
+    await bench.up(A, ReplicaInfo(host="here", pid=9, restarts=4))
+    assert bench.shown(m.REQUESTS_WAITING, stage="text") == 0
+    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == 4
+    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/1") == 0
+    assert bench.shown(m.ROUTING_DECISIONS, stage="text", replica="text/0", reason="policy") == 1
+    assert bench.shown(m.ROUTING_DECISIONS, stage="text", replica="text/0", reason="only") == 2
+    before = time.time()
+    await bench.view(entry(A))
+    heard, seen = bench.shown(m.REPLICA_HEARTBEAT, stage="text", replica="text/0"), bench.shown(m.COORDINATOR_VIEW)
+    assert heard is not None and seen is not None and before <= min(heard, seen)
+    await bench.view(entry(A))
+    assert bench.shown(m.REPLICA_HEARTBEAT, stage="text", replica="text/0") == heard, "nothing new was said"
+
+
+@pytest.mark.parametrize(
+    ("settings", "at_start", "then"),
+    [({}, 1, 3), ({"ready_responses": {}}, 0, 2), ({"client_index": 1}, None, None)],
+    ids=["first", "replaces the first", "second"],
+)
+async def test_one_api_server_counts_each_restart_once(
+    settings: dict[str, Any], at_start: int | None, then: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counters of several API servers are summed, also those of API servers that have died."""
+    monkeypatch.setattr(replica_connections_module, "Watcher", Views)
+    bench = Bench(about=replace(HERE, restarts=1), **settings)
+    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == at_start
+    await bench.up(A, replace(HERE, restarts=3))
+    await bench.up(A, replace(HERE, restarts=3))
+    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == then
+    bench.replica_connections.close()

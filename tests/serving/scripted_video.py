@@ -1,0 +1,47 @@
+"""A video loader that does what its data say; a module of its own, so that a new process imports little for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from typing import Any
+
+import numpy as np
+from vllm.multimodal.video import VideoLoader
+
+MEMORY_BYTES = 1 << 30
+"""What a call may take; the script `memory` takes twice as much."""
+
+
+def open_files() -> dict[int, str]:
+    """By number: what is listed and gone at once is not one of them."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+class Scripted(VideoLoader):
+    """Does what its data say."""
+
+    @classmethod
+    def load_bytes(cls, data: bytes, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        match data[:8].split()[0]:
+            case b"crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case b"hang":
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+                while True:
+                    signal.pause()
+            case b"memory":
+                np.ones(2 * MEMORY_BYTES, np.uint8)
+            case b"raise":
+                raise AssertionError("that is no video")
+            case b"silent":
+                raise AssertionError
+            case b"nothing":
+                return np.empty((0, 4, 4, 3), np.uint8), {}
+        about = {"options": options, "bytes": len(data), "pid": os.getpid(), "files": open_files()}
+        return np.arange(2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 3, 4, 3)[::-1], about | {"fps": np.float64(2.5)}

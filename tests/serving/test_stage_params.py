@@ -1,0 +1,51 @@
+"""A stage's parameters as an object, or as a dict of what differs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.model_plugins.bagel.requests.payloads import DitParams
+from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
+from vllm_omni_ext.serving.stage_params import stage_params
+
+OWN: Any = SimpleNamespace(
+    model_stage="draw", params_type="vllm_omni_ext.model_plugins.bagel.requests.payloads:DitParams"
+)
+SAMPLED: Any = SimpleNamespace(model_stage="write", params_type=SAMPLING_PARAMS)
+
+
+def test_of_a_stage_with_its_own_type() -> None:
+    given = DitParams(seed=3)
+    assert stage_params(OWN, given, {}) is given
+    configured = {"seed": 1, "height": 16}
+    assert stage_params(OWN, {"seed": 2, "cfg_interval": [0, 1]}, configured) == DitParams(
+        seed=2, height=16, cfg_interval=(0.0, 1.0)
+    )
+
+
+def test_of_a_stage_that_samples() -> None:
+    made = stage_params(SAMPLED, {"max_tokens": 5, "stop": "x"}, {"temperature": 0.5})
+    assert isinstance(made, SamplingParams)
+    assert (made.max_tokens, made.temperature, made.stop) == (5, 0.5, ["x"])
+
+
+@pytest.mark.parametrize(
+    ("stage", "given", "name"),
+    [
+        (OWN, {"steps": 1}, "draw.steps"),
+        (OWN, {"cfg_interval": [1.0]}, "draw.cfg_interval"),
+        (OWN, 3, "draw"),
+        (SAMPLED, {"temperature": "hot"}, "write.temperature"),
+        (SAMPLED, {"seeds": 1}, "write.seeds"),
+        (SAMPLED, DitParams(), "write"),
+    ],
+)
+def test_what_is_wrong_is_named(stage: Any, given: Any, name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        stage_params(stage, given, {})
+    assert caught.value.parameter == name

@@ -1,0 +1,225 @@
+"""Drives a server of several processes: asks it, looks at its replicas, and finds the processes to do harm to."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import random
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import soundfile
+from prometheus_client.parser import text_string_to_metric_families
+
+from examples.server import HOST, Program, Server, command
+from vllm_omni_ext.metrics import PREFIX
+from vllm_omni_ext.serving.gate import SERVER_HEADER
+
+MODEL = "tiny"
+STAGES = ("thinker", "talker", "code2wav")
+LENGTH = ["--served-model-name", MODEL, "--max-model-len", "2048"]
+ANSWER_S = 120.0
+SETTLE_S = 30.0
+LOOK_EVERY_S = 0.02
+LARGEST_DIFFERENCE = 1
+"""Between two samples of 16 bits that are the same: sums in another order round differently."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client gets: text, int16 samples, which replica of each stage was asked first, and which API server."""
+
+    text: str
+    samples: np.ndarray
+    where: Mapping[str, str]
+    server: str = ""
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Answer)
+        return (
+            self.text == other.text
+            and self.samples.shape == other.samples.shape
+            and bool((np.abs(self.samples.astype(np.int32) - other.samples) <= LARGEST_DIFFERENCE).all())
+        )
+
+
+class Headless(Program):
+    """Replicas that join a head. Use as a context manager; entering does not wait for anything."""
+
+    def __init__(self, model: Path, log: Path, stage: str, port: int, *flags: str, host: str = HOST) -> None:
+        words = [*command(), "serve", str(model), "--omni", "--headless", "--stage", stage, "--max-model-len", "2048"]
+        super().__init__([*words, "-oma", host, "-omp", str(port), *flags], log)
+
+    def __enter__(self) -> Headless:
+        self.start()
+        return self
+
+
+_chance = random.SystemRandom()  # another test process may have seeded the common one alike
+
+
+def free_ports(count: int) -> int:
+    """The first of so many neighbouring ports that nobody listens on now, and that no connection is given by itself."""
+    while True:
+        port = _chance.randrange(10_000, 32_000)
+        if all(_free(port + i) for i in range(count)):
+            return port
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as sock:
+        try:
+            sock.bind((HOST, port))
+        except OSError:
+            return False
+        return True
+
+
+def overrides(**stages: dict[str, Any]) -> list[str]:
+    """`--stage-overrides` of these stages."""
+    return ["--stage-overrides", json.dumps(stages)]
+
+
+def until(true: Callable[[], Any], seconds: float = SETTLE_S) -> bool:
+    """Wait until something is true; false if it is not in time."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(LOOK_EVERY_S)
+    return True
+
+
+def get(server: Server, path: str) -> tuple[int, bytes]:
+    """Status and body; (0, b"") if nobody answers."""
+    try:
+        with urllib.request.urlopen(f"http://{HOST}:{server.port}{path}", timeout=10) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+    except OSError:
+        return 0, b""
+
+
+def status(server: Server) -> dict[str, Any]:
+    """What `/v1/omni/status` says."""
+    code, body = get(server, "/v1/omni/status")
+    assert code == 200, (code, server.tail())
+    return json.loads(body)
+
+
+def replicas(server: Server) -> dict[str, dict[str, Any]]:
+    """Every replica by its name."""
+    return {each["id"]: each for stage in status(server)["stages"] for each in stage["replicas"]}
+
+
+def states(server: Server) -> dict[str, str]:
+    """The state of every replica by its name."""
+    return {name: each["state"] for name, each in replicas(server).items()}
+
+
+def all_up(server: Server, count: int) -> bool:
+    """Whether there are so many replicas, all of them up and heard of."""
+    found = replicas(server).values()
+    return len(found) == count and all(r["state"] == "UP" and r["heartbeat_age_s"] is not None for r in found)
+
+
+def coordinator(server: Server) -> psutil.Process:
+    """The head's child that is neither a replica nor an API server."""
+    said = status(server)
+    known = {each["pid"] for each in (*replicas(server).values(), *said["api_servers"])}
+    (found,) = (
+        child
+        for child in psutil.Process(server.pid).children()
+        if child.pid not in known and child.status() != psutil.STATUS_ZOMBIE
+    )
+    return found
+
+
+def open_requests(server: Server) -> float:
+    """Requests the API servers hold open in replicas."""
+    families = text_string_to_metric_families(get(server, "/metrics")[1].decode())
+    name = PREFIX + "replica_requests_in_flight"
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+
+def idle(server: Server) -> bool:
+    """Whether nothing is held, in engines and in API servers."""
+    return not open_requests(server) and not any(r["running"] + r["waiting"] for r in replicas(server).values())
+
+
+@contextmanager
+def stopped(server: Server, stage: str) -> Iterator[None]:
+    """All replicas of a stage are stopped by SIGSTOP and seen as down; afterwards they are up again."""
+    before = states(server)
+    found = {name: each["pid"] for name, each in replicas(server).items() if name.startswith(f"{stage}/")}
+    for pid in found.values():
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        assert until(lambda: all(states(server)[name] != "UP" for name in found), 60)
+        yield
+    finally:
+        for pid in found.values():
+            os.kill(pid, signal.SIGCONT)
+        assert until(lambda: all_up(server, len(before)), 120)
+
+
+def kill(server: Server, name: str, number: signal.Signals = signal.SIGKILL) -> int:
+    """Send a replica's process a signal; its process id."""
+    pid = int(replicas(server)[name]["pid"])
+    os.kill(pid, number)
+    return pid
+
+
+def body(content: Any, words: int = 24, frames: int = 40, **more: Any) -> dict[str, Any]:
+    """A greedy request for so many tokens and frames, text and sound."""
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": content}],
+        "modalities": ["text", "audio"],
+        "audio": {"voice": "ethan", "format": "wav"},
+        "temperature": 0,
+        "max_completion_tokens": words,
+        "ignore_eos": True,
+        "return_stage_metrics": True,
+        "talker": {"temperature": 0, "min_tokens": frames, "max_tokens": frames + 1},
+        **more,
+    }
+
+
+def ask(server: Server, fields: dict[str, Any]) -> Answer:
+    """What is answered; AssertionError with the error if it is one."""
+    answer = httpx.post(f"{server.base_url}/chat/completions", json=fields, timeout=ANSWER_S)
+    assert answer.status_code == 200, answer.text[:500]
+    said = answer.json()
+    message = said["choices"][0]["message"]
+    sound = base64.b64decode(message["audio"]["data"])
+    samples = soundfile.read(io.BytesIO(sound), dtype="int16")[0].astype(np.int32)
+    where = {stage: course["replica"] for stage, course in said["metrics"]["stages"].items()}
+    return Answer(message["content"], samples, where, answer.headers.get(SERVER_HEADER, ""))
+
+
+def ask_all(server: Server, bodies: Sequence[dict[str, Any]], at_once: int) -> list[Answer]:
+    """All of them answered, at most so many at a time, in order."""
+    with ThreadPoolExecutor(at_once) as threads:
+        return list(threads.map(lambda fields: ask(server, fields), bodies))
+
+
+def used(answers: Sequence[Answer]) -> Counter[str]:
+    """How many of these requests each replica was given."""
+    return Counter(replica for answer in answers for replica in answer.where.values())

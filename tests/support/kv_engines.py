@@ -1,0 +1,115 @@
+"""A prefill, a decode and a plain engine of the tiny thinker, forked from this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+import torch
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+}
+os.environ.update(ENVIRONMENT)
+
+from vllm import SamplingParams  # noqa: E402
+from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
+
+from vllm_omni_ext.config.schema import OUTGOING  # noqa: E402
+from vllm_omni_ext.disaggregation.parameters import (  # noqa: E402
+    KEY,
+    Settings,
+    decode_transfer,
+    engine_fields,
+    environment,
+    new_transfer_id,
+    prefill_sampling,
+    prefill_transfer,
+)
+from vllm_omni_ext.runtime.launch.engine_args import _config_classes  # noqa: E402
+
+PLAIN = "plain"
+ROWS = {OUTGOING: {"hidden_states": {"name": "shared_memory"}}}
+"""The edge over which a replica's worker would send hidden states."""
+CACHE_BYTES = 32 << 20
+MAX_LEN = 2304
+BACK_WITHIN_S = 30.0
+"""For machines that other programs keep busy."""
+
+LOOK_EVERY_S = 0.1
+
+
+class Engine:
+    """One engine process and its client."""
+
+    def __init__(self, model: str, role: str, settings: Settings, **args: Any) -> None:
+        torch.set_num_threads(1)
+        self.role = role
+        fields: Mapping[str, Any] = {} if role == PLAIN else engine_fields(role, settings)
+        os.environ.update(environment(settings))
+        before = set(psutil.Process().children())
+        values = {name: _config_classes()[name](**value) for name, value in fields.items()}
+        config = AsyncEngineArgs(
+            model=model,
+            dtype="float32",
+            enforce_eager=True,
+            max_num_seqs=16,
+            max_model_len=MAX_LEN,
+            kv_cache_memory_bytes=CACHE_BYTES,
+            worker_cls="tests.support.kv_probe.ProbeWorker",
+            scheduler_cls="tests.support.kv_probe.probe_scheduler",
+            distributed_executor_backend="uni",
+            **{"enable_prefix_caching": False, "additional_config": ROWS, **values, **args},
+        ).create_engine_config()
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just said spawn
+        self.llm = AsyncLLM.from_vllm_config(config)
+        self.processes = sorted(set(psutil.Process().children()) - before, key=lambda each: each.pid)
+
+    async def ask(self, what: str, *args: Any) -> Any:
+        """Call a method of the worker."""
+        return (await self.llm.collective_rpc(what, args=args))[0]
+
+    async def run(self, prompt: Any, params: SamplingParams, transfer: dict[str, Any] | None = None) -> Any:
+        """The last output of a request."""
+        if transfer is not None:
+            params = params.clone()
+            params.extra_args = {**(params.extra_args or {}), KEY: transfer}
+        return [output async for output in self.llm.generate(prompt, params, uuid.uuid4().hex)][-1]
+
+    async def reject(self, transfer: dict[str, Any]) -> None:
+        """A decode replica says that it will not fetch these blocks."""
+        await self.llm.notify_kv_transfer_request_rejected(uuid.uuid4().hex, transfer)
+
+    def signal(self, number: int) -> None:
+        for process in self.processes:
+            process.send_signal(number)
+
+    async def empty(self, within_s: float = BACK_WITHIN_S) -> float:
+        """Seconds until no block is in use and no request is held; AssertionError if that takes too long."""
+        since = time.monotonic()
+        while (held := (await self.ask("used_blocks"), await self.ask("held_requests"))) != (0, 0):
+            assert time.monotonic() - since < within_s, f"{self.role} still holds {held} (blocks, requests)"
+            await asyncio.sleep(LOOK_EVERY_S)
+        return time.monotonic() - since
+
+    def close(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.signal(signal.SIGCONT)
+        self.llm.shutdown()
+
+
+async def prefill(engine: Engine, prompt: Any, **changes: Any) -> dict[str, Any] | None:
+    """Prefill a prompt; its answer."""
+    params = SamplingParams(**{**prefill_sampling(), **changes})
+    output = await engine.run(prompt, params, prefill_transfer(new_transfer_id()))
+    return decode_transfer(output.kv_transfer_params)

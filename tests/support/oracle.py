@@ -1,0 +1,163 @@
+"""What Transformers says: the reference for every token, frame and sample.
+
+Messages are those of `tests.support.media`. The processor call below gives the prompt ids that stock vLLM gives for the
+same media:
+
+* audio is padded with zeros to a multiple of the feature hop (160 samples), as vLLM does before it calls the
+  processor; without it, a ragged end changes the number of features;
+* video frames go in as they are (`do_sample_frames=False`) and without `fps`: both sides then count one frame a second,
+  2 seconds to each pair of frames, whatever the file said;
+* `use_audio_in_video` is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from transformers import Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeProcessor
+
+from tests.support.media import Message, of_kind
+
+FEATURE_HOP = 160
+"""Samples between two mel frames at 16 kHz."""
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """The complete result of one request.
+
+    Attributes:
+        prompt_ids: the thinker's prompt, media placeholders expanded.
+        thinker_ids: generated text ids with the final token, be it an end token or the last one allowed.
+        talker_ids: generated codes of the first group with the final token; empty for a reply of one token.
+        frames: [frames, groups] int64; one frame fewer than `talker_ids`.
+        wav: [samples] float32 at 24 kHz: all frames decoded in one piece.
+    """
+
+    prompt_ids: list[int]
+    thinker_ids: list[int]
+    talker_ids: list[int]
+    frames: np.ndarray
+    wav: np.ndarray
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch's threads wait for each other by spinning: beside other programs, small models take minutes with two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Oracle:
+    """A checkpoint in Transformers on the CPU in float32.
+
+    Attributes:
+        checkpoint: digest of the weights, the same for checkpoints that answer alike.
+    """
+
+    def __init__(self, model_dir: str | Path) -> None:
+        weights = sorted(Path(model_dir).glob("*.safetensors"))
+        self.checkpoint = hashlib.sha256(b"".join(file.read_bytes() for file in weights)).hexdigest()
+        self.model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
+        # In Transformers 5.19 the talker's get_rope_index reads an audio_config that only the thinker's configuration
+        # has: without this line, generate() fails for audio together with an image or video.
+        self.model.talker.config.audio_config = self.model.config.thinker_config.audio_config
+        self.processor = Qwen3OmniMoeProcessor.from_pretrained(model_dir)
+        generation = json.loads((Path(model_dir) / "generation_config.json").read_text())
+        self.eos_ids: int | list[int] = generation.get("eos_token_id", self.model.config.im_end_token_id)
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """The chat template with one placeholder for each medium."""
+        return self.processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+
+    def inputs(self, messages: Sequence[Message]) -> dict[str, torch.Tensor]:
+        """What the processor makes of the messages: ids and features of one request (batch of 1)."""
+        audio = [_whole_hops(np.asarray(clip, dtype=np.float32)) for clip in of_kind(messages, "audio")]
+        batch = self.processor(
+            text=[self.prompt(messages)],
+            audio=audio or None,
+            images=of_kind(messages, "image") or None,
+            videos=of_kind(messages, "video") or None,
+            return_tensors="pt",
+        )
+        return dict(batch)
+
+    @one_thread()
+    @torch.no_grad()
+    def run(
+        self,
+        messages: Sequence[Message],
+        *,
+        voice: str,
+        thinker_max_tokens: int,
+        talker_max_tokens: int,
+        talker_sampling: Mapping[str, Any] | None = None,
+    ) -> Golden:
+        """Thinker greedy, talker greedy (or with `talker_sampling`, e.g. `{"do_sample": True, "top_k": 50}`)."""
+        inputs = self.inputs(messages)
+        prompt_ids = inputs["input_ids"][0].tolist()
+        text = {"thinker_max_new_tokens": thinker_max_tokens, "thinker_eos_token_id": self.eos_ids}
+        sequences = self.model.generate(**inputs, **text, thinker_do_sample=False, return_audio=False)
+        thinker_ids = sequences[0, len(prompt_ids) :].tolist()
+        groups = self.model.config.talker_config.num_code_groups
+        if len(thinker_ids) < 2:  # nothing to speak: generate() itself would fail here
+            return Golden(prompt_ids, thinker_ids, [], np.zeros((0, groups), np.int64), np.zeros(0, np.float32))
+        talker = {f"talker_{name}": value for name, value in (talker_sampling or {"do_sample": False}).items()}
+        talker_ids, codes = self._speak(
+            inputs | text, voice, {"talker_max_new_tokens": talker_max_tokens, "thinker_do_sample": False, **talker}
+        )
+        wav = self.model.code2wav(codes) if codes.shape[-1] else torch.zeros(0)
+        return Golden(prompt_ids, thinker_ids, talker_ids, codes[0].T.numpy(), wav.flatten().numpy())
+
+    def _speak(
+        self, inputs: Mapping[str, Any], voice: str, options: Mapping[str, Any]
+    ) -> tuple[list[int], torch.Tensor]:
+        """Run `generate` and listen in: the talker's tokens and the codes [1, groups, frames] it hands to code2wav."""
+        groups = self.model.config.talker_config.num_code_groups
+        talked = _Recorder(self.model.talker.generate)
+        decoded = _Recorder(self.model.code2wav.chunked_decode)
+        with (
+            mock.patch.object(self.model.talker, "generate", talked),
+            mock.patch.object(self.model.code2wav, "chunked_decode", decoded),
+        ):
+            try:
+                self.model.generate(**inputs, **options, speaker=voice, return_audio=True)
+            except RuntimeError:
+                # generate() cannot stack zero frames: the talker ended with its first token
+                if talked.result is None or talked.result.sequences.shape[1] != 1:
+                    raise
+        talker_ids = talked.result.sequences[0].tolist()
+        codes = decoded.arguments[0] if decoded.arguments else torch.zeros((1, groups, 0), dtype=torch.int64)
+        return talker_ids, codes
+
+
+class _Recorder:
+    """Calls through and remembers the last positional arguments and result."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.arguments: tuple[Any, ...] = ()
+        self.result: Any = None
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.arguments = arguments
+        self.result = self.function(*arguments, **options)
+        return self.result
+
+
+def _whole_hops(samples: np.ndarray) -> np.ndarray:
+    """Zero-pad [samples] to a multiple of the feature hop."""
+    return np.pad(samples, (0, -len(samples) % FEATURE_HOP))

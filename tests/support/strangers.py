@@ -1,0 +1,88 @@
+"""Somebody who can reach the ports of a deployment and knows everything about it but its secret."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pwd
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from vllm_omni_ext.coordinator.members import Leave, Member
+from vllm_omni_ext.wire.coordination import encode
+
+ENGINE = (0).to_bytes(2, "little")
+"""How vLLM's engines call themselves."""
+
+NOBODY = "nobody"
+PATIENCE_S = 60.0
+
+
+def as_nobody(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns in a process of the user `nobody`; of this user where that is not allowed.
+
+    The process is forked, since that user may not be able to read this Python.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(theirs, function, arguments))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(PATIENCE_S), "the stranger says nothing"
+        return ours.recv()
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _run(pipe: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    if os.geteuid() == 0:
+        user = pwd.getpwnam(NOBODY)
+        os.setgroups([])
+        os.setgid(user.pw_gid)
+        os.setuid(user.pw_uid)
+    pipe.send(function(*arguments))
+
+
+def ask(addresses: Sequence[str], messages: Sequence[bytes], wait_s: float) -> list[Any]:
+    """Say everything to everybody, listen everywhere, and pretend to be an engine; whatever was heard."""
+    heard: list[Any] = []
+    with zmq.Context() as context:
+        context.sockopts.update({zmq.LINGER: 0})
+        poller, sockets = zmq.Poller(), []
+        for address in addresses:
+            for kind in (zmq.DEALER, zmq.SUB, zmq.PUSH, zmq.PULL):
+                socket = context.socket(kind)
+                sockets.append(socket)
+                if kind == zmq.SUB:
+                    socket.subscribe(b"")
+                if kind == zmq.DEALER:
+                    socket.setsockopt(zmq.IDENTITY, ENGINE)
+                socket.connect(address)
+                if kind in (zmq.DEALER, zmq.PUSH):
+                    for message in messages:
+                        socket.send(message)
+                if kind != zmq.PUSH:
+                    poller.register(socket, zmq.POLLIN)
+        deadline = time.monotonic() + wait_s
+        while (left := deadline - time.monotonic()) > 0:
+            heard.extend(socket.recv_multipart() for socket, _ in poller.poll(left * 1000))
+        for socket in sockets:
+            socket.close()
+    return heard
+
+
+def leaves(replicas: Sequence[str], epochs: Sequence[int]) -> list[bytes]:
+    """That each of these replicas leaves, now and after its requests."""
+    names = [name.split("/") for name in replicas]
+    return [
+        encode(Leave(member=Member(stage, int(index), epoch), drain=drain))
+        for stage, index in names
+        for epoch in epochs
+        for drain in (True, False)
+    ]

@@ -1,0 +1,76 @@
+"""Test processes side by side (pytest-xdist): which tests stay together, in which order, and what is not shared."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+PROCESSES = "tests/processes/"
+SHARED = {
+    **dict.fromkeys(("test_parity", "test_requests", "test_recital", "test_text_only", "test_starved"), "omni"),
+    **dict.fromkeys(("test_replicas", "test_take_over", "test_hidden_states"), "twofold"),
+}
+"""Process tests by the engines of the session that they use: tests of one group start these engines once."""
+
+APART = ("test_kv_transfer", "test_prefill_decode", "test_v2")
+"""Process tests that are suites in processes of their own: each may run beside the others."""
+
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 1 << 18
+"""Of unshare(2) and mount(2)."""
+
+
+class Groups(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives each process whole groups, in the order of `longest_first`."""
+
+    def __init__(self, config: pytest.Config, log: Any = None) -> None:
+        config.option.loadscopereorder = False
+        super().__init__(config, log)
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+def group_of(nodeid: str) -> str:
+    """Name of the group whose tests run in one process."""
+    file, _, _ = nodeid.partition("::")
+    if file.startswith("tests/serving/"):
+        return "serving"  # one application of the session, made of all of vLLM's routes
+    name = file.removeprefix(PROCESSES).removesuffix(".py")
+    return nodeid if name in APART else SHARED.get(name, file)
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Sort tests by group: those with real engines first, or the last of these would run alone at the end."""
+    groups = [group_of(item.nodeid) for item in items]
+    engines = {group for group, item in zip(groups, items, strict=True) if item.get_closest_marker("engine")}
+    sizes, first = Counter(groups), {group: -at for at, group in reversed(list(enumerate(groups)))}
+    rank = {group: (group in engines, group in SHARED.values(), sizes[group], first[group]) for group in sizes}
+    items.sort(key=lambda item: rank[group_of(item.nodeid)], reverse=True)
+
+
+@contextlib.contextmanager
+def own_folders() -> Iterator[None]:
+    """A /dev/shm and a folder for temporary files that no other test process sees: tests look at what is left there.
+
+    Without the right to mount, /dev/shm stays the one of all. The folder is not below pytest's: paths of sockets begin
+    with it, and the kernel allows 107 characters.
+    """
+    _own_shared_memory()
+    with tempfile.TemporaryDirectory(prefix="t-") as temporary, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", temporary)
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+
+
+def _own_shared_memory() -> None:
+    """For this thread, and for the threads and processes that this thread starts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS) == 0 and libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) == 0:
+        libc.mount(b"tests", b"/dev/shm", b"tmpfs", 0, None)

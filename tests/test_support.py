@@ -1,0 +1,75 @@
+"""What the tests rely on themselves: capabilities, groups of test processes, the pace of the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import capabilities, goldens, workers
+from tests.support.capabilities import needs
+from tests.support.nested import run_suite
+from tests.support.pace import pace
+
+LACKING = "library no_such_module_anywhere"
+
+
+def test_a_missing_capability_skips_here_and_fails_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="no no_such_module_anywhere here: ModuleNotFoundError"):
+        needs(LACKING)
+    monkeypatch.setenv("CI", "1")
+    with pytest.raises(pytest.fail.Exception, match=f"this machine lacks: {LACKING}"):
+        needs(LACKING)
+
+
+def test_a_capability_that_is_there_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "1")
+    needs("library json")
+
+
+def test_an_unknown_capability_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        capabilities.missing("a flying carpet")
+
+
+def test_files_that_share_engines_are_one_group() -> None:
+    groups = {name: workers.group_of(f"tests/processes/{name}.py::test_x[y::z]") for name in workers.SHARED}
+    assert groups == workers.SHARED
+    assert workers.group_of("tests/serving/test_wav.py::test_a") == workers.group_of(
+        "tests/serving/test_keys.py::test_b"
+    )
+    assert workers.group_of("tests/wire/test_hidden_states.py::test_a") == "tests/wire/test_hidden_states.py"
+    apart = [f"tests/processes/{workers.APART[0]}.py::test_{name}" for name in "ab"]
+    assert list(map(workers.group_of, apart)) == apart
+
+
+def test_every_file_of_a_group_exists() -> None:
+    for name in (*workers.SHARED, *workers.APART):
+        assert Path(Path(__file__).parents[1], workers.PROCESSES, f"{name}.py").is_file(), name
+
+
+@pytest.mark.parametrize(("body", "fits"), [("assert True", True), ("assert False, 'the reason'", False)])
+def test_the_output_of_a_nested_suite_is_shown(
+    body: str, fits: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = tmp_path / "test_it.py"
+    suite.write_text(f"def test_one():\n    {body}\n")
+    if fits:
+        run_suite(suite, timeout_s=60, isolated=False)
+        assert "1 passed" in capsys.readouterr().out
+    else:
+        with pytest.raises(AssertionError, match="exit code 1"):
+            run_suite(suite, timeout_s=60, isolated=False)
+        assert "the reason" in capsys.readouterr().out
+
+
+def test_a_result_is_computed_once_for_each_key() -> None:
+    computed: list[int] = []
+    for key in (1, 2, 1):
+        assert goldens.once(lambda key=key: computed.append(key) or key, "a test", key) == key  # type: ignore[misc]
+    assert computed == [1, 2]
+
+
+def test_the_pace_is_at_least_that_of_a_quiet_machine() -> None:
+    assert 1.0 <= pace() < 1000.0

@@ -1,0 +1,76 @@
+"""Keeps KV blocks of a decode replica allocated while a transfer may still write into them.
+
+A cancelled transfer may still write: data on its way arrives as soon as the sender, or this process, runs again. Other
+requests must not use its blocks by then. Target blocks therefore carry an extra reference, from allocation until every
+worker reports that no write can follow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+
+from vllm_omni_ext.disaggregation.pending_transfers import Transfer
+
+
+class Pool(Protocol):
+    """The part of vLLM's `BlockPool` that is used."""
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Add one reference to each block."""
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Drop one reference to each block."""
+
+
+@dataclass
+class Settled(KVConnectorWorkerMetadata):
+    """For each transfer: the number of workers that report that no write can follow."""
+
+    counts: Counter[Transfer]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Settled:
+        """Add up the reports of several workers."""
+        assert isinstance(other, Settled)
+        return Settled(self.counts + other.counts)
+
+
+class BlockHold:
+    """Holds blocks until every worker has reported that the transfer into them is settled."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._pool: Pool | None = None
+        self._held: dict[Transfer, list[Any]] = {}
+        self._said: Counter[Transfer] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    @property
+    def blocks(self) -> int:
+        """Number of held blocks."""
+        return sum(map(len, self._held.values()))
+
+    def bind(self, pool: Pool) -> None:
+        """Set the pool to which the blocks belong."""
+        self._pool = pool
+
+    def hold(self, transfer: Transfer, blocks: Sequence[Any]) -> None:
+        """Hold the target blocks of a transfer."""
+        assert self._pool is not None
+        self._pool.touch(blocks)
+        self._held.setdefault(transfer, []).extend(blocks)
+
+    def settle(self, counts: Mapping[Transfer, int]) -> None:
+        """Count the workers' reports; free the blocks of transfers that all workers have reported."""
+        assert self._pool is not None
+        self._said.update(counts)
+        for transfer in counts:
+            if self._said[transfer] >= self._workers:
+                del self._said[transfer]
+                self._pool.free_blocks(reversed(self._held.pop(transfer, [])))

@@ -1,0 +1,75 @@
+"""State of the transfers into this worker's blocks, until each is settled. Pure, for one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Transfer = tuple[str, str]
+"""(Request id in the decode replica, transfer id.)"""
+
+
+@dataclass
+class _Pull:
+    since: float
+    workers_asked: int = 0
+    answered: int = 0
+    over: bool = False
+    failed: bool = False
+
+
+class PendingTransfers:
+    """A transfer begins, prefill workers are queried, and the transfer is settled when all have answered or ended."""
+
+    def __init__(self) -> None:
+        self._open: dict[Transfer, _Pull] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def begin(self, transfer: Transfer, now: float) -> None:
+        """Register a transfer that the scheduler has requested."""
+        self._open[transfer] = _Pull(now)
+
+    def waits(self, transfer: Transfer) -> bool:
+        """Whether the request still waits: its blocks have neither arrived nor failed."""
+        pull = self._open.get(transfer)
+        return pull is not None and not pull.over
+
+    def arrived(self, transfer: Transfer, now: float) -> float:
+        """All blocks have arrived. Returns the duration of the transfer, in the unit of `now`."""
+        pull = self._open[transfer]
+        pull.over = True
+        return now - pull.since
+
+    def failed(self, transfer: Transfer) -> None:
+        """The transfer has failed; the request no longer waits for its blocks."""
+        pull = self._open[transfer]
+        pull.over = pull.failed = True
+
+    def ask(self, transfers: Iterable[Transfer], workers: int) -> None:
+        """Record how many prefill workers will be queried; from now on they may write."""
+        for transfer in transfers:
+            if transfer in self._open:
+                self._open[transfer].workers_asked = workers
+
+    def answer(self, transfers: Iterable[Transfer]) -> tuple[list[Transfer], list[Transfer]]:
+        """One prefill worker will not write for these transfers any more.
+
+        Returns:
+            (successful, failed): the transfers that are settled by this answer.
+        """
+        for transfer in transfers:
+            if transfer in self._open:
+                self._open[transfer].answered += 1
+        return self.settle(transfers)
+
+    def settle(self, transfers: Iterable[Transfer]) -> tuple[list[Transfer], list[Transfer]]:
+        """Remove the settled ones of these transfers: no worker was queried, or all have answered. As `answer`."""
+        done: tuple[list[Transfer], list[Transfer]] = ([], [])
+        for transfer in transfers:
+            pull = self._open.get(transfer)
+            if pull is not None and pull.over and pull.answered >= pull.workers_asked:
+                del self._open[transfer]
+                done[pull.failed].append(transfer)
+        return done

@@ -1,0 +1,154 @@
+"""Duties of every replica, independent of its scheduler.
+
+A replica reports its load to the coordinator, ends with its parent process, sets its process title, and ends the
+requests of an API server that has died. `ReplicaAgent` does this next to a scheduler, through vLLM's
+`SchedulerInterface`: a plugin's own scheduler needs no code for these duties.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_omni_ext.compat import use_keys
+from vllm_omni_ext.coordinator.keys import Keys
+from vllm_omni_ext.coordinator.members import Member, Register
+from vllm_omni_ext.coordinator.reporter import Reporter
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.lifeline import die_with_parent
+from vllm_omni_ext.pool.load import Load
+from vllm_omni_ext.titles import name_process
+from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
+from vllm_omni_ext.wire.stage_input import FORGET
+
+log = logging.getLogger(__name__)
+
+
+class ReplicaAgent:
+    """Reports from `start` to `stop`, if this process is registered with a coordinator.
+
+    Args:
+        scheduler: the scheduler of this replica's engine. It keeps the `Request` of every unfinished request.
+    """
+
+    def __init__(self, scheduler: SchedulerInterface) -> None:
+        self._scheduler = scheduler
+        self._requests: WeakSet[Request] = WeakSet()
+        self._reporter: Reporter | None = None
+
+    def start(self) -> None:
+        """Tie this process to its parent and its coordinator, both of which its environment names."""
+        enrolled = ReplicaIdentity.read()
+        if enrolled is not None and enrolled.parent is not None:
+            die_with_parent(enrolled.parent)
+            name_process(f"{enrolled.stage}/{enrolled.index}")
+        if enrolled is None or enrolled.events is None:
+            return
+        keys = Keys.read(enrolled.secret_file)
+        if keys is not None:
+            use_keys(keys.connecting)  # the engine creates its sockets after its scheduler
+        self._reporter = self._make_reporter(enrolled, enrolled.events, keys)
+        self._reporter.start()
+
+    def load(self) -> Load:
+        """Return the scheduler's load. The reporter's thread calls this: the numbers may be one step old."""
+        running, waiting = self._scheduler.get_request_counts()
+        return Load(waiting, running, self._scheduler.get_kv_cache_usage())
+
+    def intercept(self, request: Request) -> bool:
+        """Return whether a request is a command to the agent (the key `FORGET`); if so, execute the command."""
+        params = request.sampling_params
+        order = None if params is None or params.extra_args is None else params.extra_args.get(FORGET)
+        if order is None:
+            self._requests.add(request)
+            return False
+        stale = [
+            each.request_id
+            for each in self._requests
+            if each.client_index == order["client"] and each.arrival_time < order["before"] and not each.is_finished()
+        ]
+        self._scheduler.finish_requests(stale, RequestStatus.FINISHED_ABORTED)
+        return True
+
+    def stop(self) -> None:
+        """Disconnect from the coordinator."""
+        if self._reporter is not None:
+            self._reporter.stop()
+
+    def _make_reporter(self, enrolled: ReplicaIdentity, events: str, keys: Keys | None) -> Reporter:
+        return Reporter(
+            events,
+            Register(
+                instance=enrolled.instance,
+                stage=enrolled.stage,
+                model=enrolled.model,
+                config_hash=enrolled.config_hash,
+                version=enrolled.version,
+            ),
+            self.load,
+            index=enrolled.index,
+            keys=keys,
+            admitted=_IdentityGuard(ReplicaId(enrolled.stage, enrolled.index)),
+        )
+
+
+def with_agent(scheduler: SchedulerInterface) -> SchedulerInterface:
+    """Start an agent for a scheduler and stop it when the scheduler is shut down; return the scheduler."""
+    agent = ReplicaAgent(scheduler)
+    add_request, shutdown = scheduler.add_request, scheduler.shutdown
+
+    def intercepted(request: Request) -> None:
+        if not agent.intercept(request):
+            add_request(request)
+
+    def stopped() -> None:
+        agent.stop()
+        shutdown()
+
+    vars(scheduler).update(add_request=intercepted, shutdown=stopped)
+    agent.start()
+    return scheduler
+
+
+@dataclass(frozen=True)
+class WithAgent:
+    """A `scheduler_cls` for vLLM that adds an agent to any scheduler.
+
+    Attributes:
+        scheduler_cls: the scheduler: a class, a function, or the name of either; None = vLLM's choice.
+    """
+
+    scheduler_cls: Any = None
+
+    def __call__(self, **kwargs: Any) -> SchedulerInterface:
+        """Build the scheduler; vLLM calls a `scheduler_cls` with keywords only."""
+        config = copy(kwargs["vllm_config"].scheduler_config)
+        config.scheduler_cls = self.scheduler_cls
+        return with_agent(config.get_scheduler_cls()(**kwargs))
+
+
+class _IdentityGuard:
+    """Ends the process when the coordinator assigns the replica a name or epoch other than its first one.
+
+    API servers address a replica by its first name and epoch. When a replica was silent for so long that its name was
+    reassigned, it is unreachable. Its supervisor starts another one.
+    """
+
+    def __init__(self, name: ReplicaId) -> None:
+        self._name = name
+        self._member: Member | None = None
+
+    def __call__(self, member: Member) -> None:
+        if member.id == self._name and self._member in (None, member):
+            self._member = member
+            return
+        log.error("this replica was %s and is %s now, where no client reaches it: it ends", self._member, member)
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,55 @@
+"""Limits how far a request may be computed while its input arrives in chunks. Pure: no vLLM, no torch, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_omni_ext.wire.stage_input import StageInput
+
+
+@dataclass(slots=True)
+class InputProgress:
+    """The input that one request has received so far.
+
+    Attributes:
+        size: prompt positions, without those of tokens that the request made before it moved to this engine.
+        known: number of leading prompt positions whose input has arrived.
+        spans: ranges [start, stop) of positions whose input is hidden states of another stage, ascending.
+        hidden_states: number of these hidden states that can be taken, in the order of the positions.
+        step_inputs: number of positions after the prompt whose input has arrived.
+        complete: no chunk follows; every later position has its input.
+    """
+
+    size: int = 0
+    known: int = 0
+    spans: Sequence[tuple[int, int]] = ()
+    hidden_states: int = 0
+    step_inputs: int = 0
+    complete: bool = False
+
+    def limit(self) -> int | None:
+        """Return how many positions (prompt and sampled tokens) can be computed; None: no limit."""
+        left = self.hidden_states
+        for start, stop in self.spans:
+            if left < stop - start:
+                return min(self.known, start + left)
+            left -= stop - start
+        if self.known < self.size:
+            return self.known
+        return None if self.complete else self.size + self.step_inputs
+
+    def add(self, chunk: StageInput) -> None:
+        """Account for one chunk."""
+        self.known = self.size if chunk.prompt_positions is None else self.known + chunk.prompt_positions
+        self.step_inputs += chunk.step_inputs
+        self.complete = self.complete or chunk.last
+        if chunk.hidden_states is not None:  # after a failover, the new source may be behind the old one
+            self.hidden_states = max(self.hidden_states, chunk.hidden_states.count)
+
+    @classmethod
+    def of(cls, opening: StageInput, length: int) -> InputProgress:
+        """Begin with the opening input of a request and the length of its prompt as the engine counts it."""
+        progress = cls(size=length - opening.done, spans=opening.hidden_spans)
+        progress.add(opening)
+        return progress

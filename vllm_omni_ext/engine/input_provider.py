@@ -1,0 +1,88 @@
+"""Interfaces of the model of a stage that accepts chunks (used by `engine.worker.StreamingInputWorker`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`count` consecutive positions of one request, from absolute position `start`."""
+
+    req_id: str
+    start: int
+    count: int
+
+
+class InputProvider(Protocol):
+    """Per-request inputs of a stage. It lives in the worker and does not depend on schedulers or runners.
+
+    Every input embedding is a function of the request's own history, so that preemption, chunked prefill and any batch
+    order give the same embeddings.
+
+    Attributes:
+        payloads: the `msgspec.Struct` of the plugin's messages, or a union of tagged ones.
+    """
+
+    payloads: Any
+
+    def open(self, req_id: str, payload: Any, hidden_spans: Sequence[tuple[int, int]], params: Any) -> None:
+        """Start a request. A known id changes nothing: vLLM adds a preempted request again.
+
+        Args:
+            payload: the message that came with the request; None if there is none.
+            hidden_spans: ranges [start, stop) of prompt positions whose input is hidden states.
+            params: the request's vLLM `SamplingParams`.
+        """
+
+    def extend(self, req_id: str, payload: Any) -> None:
+        """Take the message of one more chunk of a request that is open."""
+
+    def add_hidden_states(self, req_id: str, hidden: torch.Tensor) -> None:
+        """Take the next hidden states [n, width] of a request, in the order of its spans."""
+
+    def blank(self, req_id: str) -> None:
+        """Use zeros for all missing hidden states of a request: they were lost, and the request is about to end."""
+
+    def close(self, req_id: str) -> None:
+        """Forget a request; unknown ids are ignored (vLLM may report an end twice)."""
+
+    def rows(self, spans: Sequence[Span]) -> torch.Tensor:
+        """Return input embeddings of the spans in order: [sum of counts, hidden], model dtype."""
+
+    def positions(self, req_id: str, length: int) -> tuple[torch.Tensor, int]:
+        """Return M-RoPE positions int64 [3, length] and the delta added to later positions."""
+
+    def sampled(
+        self, req_ids: Sequence[str], tokens: Sequence[Sequence[int]], hidden: torch.Tensor
+    ) -> list[torch.Tensor | None]:
+        """Turn sampled tokens into stage outputs; row i of `hidden` [requests, hidden] belongs to request i."""
+
+
+class StreamingInputModel(Protocol):
+    """A vLLM model whose input embeddings come from its `InputProvider`.
+
+    Attributes:
+        sampled_hidden: hidden states [requests, hidden] from which the last step was sampled.
+    """
+
+    input_provider: InputProvider
+    sampled_hidden: torch.Tensor | None
+
+    def after_load(self) -> None:
+        """Allocate what lasts as long as the engine besides the weights; vLLM measures the memory afterwards."""
+
+    def begin_step(self, *, rows: Callable[[Sequence[str] | None], torch.Tensor], opened: list[str]) -> None:
+        """Begin a step.
+
+        Args:
+            rows: returns the step's input embeddings for a batch order (None: the V1 runner's own order).
+            opened: requests that the runner is about to add, in order.
+        """
+
+    def end_step(self) -> None:
+        """End the step: drop the references that `begin_step` took."""

@@ -1,0 +1,406 @@
+"""A stage that is no language model: its model works step by step on all running requests at once.
+
+A model plugin names `PlainScheduler` and `PlainWorker` in the `engine` of its `StageSpec`, with
+`async_scheduling: False` and `enforce_eager: True`, and writes a `PlainModel`, which vLLM's loader builds and loads. A
+step is the work between two points at which requests may begin and be aborted, e.g. one denoise step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+from torch import nn
+from vllm.model_executor.models.interfaces import IsAttentionFree
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.utils import check_stop
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from vllm_omni_ext.engine.worker import StageWorker
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.memory import malloc_trim
+from vllm_omni_ext.wire.envelope import Message, StageError, pack, unpack
+from vllm_omni_ext.wire.stage_input import END, PART, PartHeader, StageInput
+
+_LAST = -1
+"""Follows the tokens of an answer that ends its request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainRequest:
+    """One request, as the flow opened or submitted it.
+
+    Attributes:
+        req_id: the engine's id of the request.
+        prompt: token ids; may be empty.
+        payload: the flow's message, converted to `PlainModel.payloads`; None if there is none.
+        params: vLLM's `SamplingParams`, or the stage's own parameters, converted to `PlainModel.params`.
+        features: vLLM `MultiModalFeatureSpec`s of the prompt.
+        part: number of the part and its stream; None for a request that is no part.
+        waited: seconds that the request waited in the scheduler.
+    """
+
+    req_id: str
+    prompt: Sequence[int]
+    payload: Any
+    params: Any
+    features: Sequence[Any] = ()
+    part: PartHeader | None = None
+    waited: float = 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The output of one step for one request.
+
+    Attributes:
+        output: a tensor on the CPU, a message, or None if the step has no output for the request.
+        last: the request ends with this answer; a `StageError` ends the request in any case.
+        tokens: generated token ids. As in any vLLM engine, the request ends at its stop tokens or its longest length,
+            and the tokens after that are dropped.
+    """
+
+    output: torch.Tensor | Message | None
+    last: bool = False
+    tokens: Sequence[int] = ()
+
+
+class PlainModel(nn.Module, IsAttentionFree):
+    """Base class. Like every vLLM model, a subclass takes `vllm_config` and `prefix` and has `load_weights`."""
+
+    payloads: ClassVar[Any] = Any
+    """The `msgspec.Struct` of the plugin's messages, or a union of tagged ones."""
+
+    params: ClassVar[Any] = None
+    """The `msgspec.Struct` of the stage's own parameters; None: vLLM's `SamplingParams`."""
+
+    def open(self, request: PlainRequest) -> None:
+        """Begin a request.
+
+        Raises:
+            ValueError: the request cannot be served; the client gets the message.
+        """
+        raise NotImplementedError
+
+    def step(self, req_ids: Sequence[str]) -> Mapping[str, Answer]:
+        """Do one step of these requests. A request that is missing in the result continues without an output."""
+        raise NotImplementedError
+
+    def close(self, req_id: str) -> None:
+        """Free the state of a request that has ended or was aborted. Unknown ids are ignored."""
+
+    def forget(self, stream: str) -> None:
+        """Free the state of a stream that stops before its last part. Unknown streams are ignored."""
+
+    def warm_up(self) -> None:
+        """Prepare what would otherwise delay the first request; called once, after loading."""
+
+    @staticmethod
+    def get_model_state_cls() -> type:
+        """Keep Model Runner V2 from treating a model without attention as a Mamba model."""
+        from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+        return DefaultModelState
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Part of vLLM's model interface; never called."""
+        raise NotImplementedError
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Part of vLLM's model interface; never called."""
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Part of vLLM's model interface; never called."""
+        raise NotImplementedError
+
+
+class PlainWorker(StageWorker):
+    """Runs a `PlainModel` in place of vLLM's model runner."""
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Warm the model up."""
+        self.model_runner.get_model().warm_up()
+        malloc_trim()
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Return vLLM's task for requests with sampling parameters."""
+        return ("generate",)
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Do one step of the model."""
+        model: PlainModel = self.model_runner.get_model()
+        for req_id in scheduler_output.finished_req_ids:
+            model.close(req_id)
+        answers: dict[str, Answer] = {}
+        waited = getattr(scheduler_output, "waited", {})
+        for new in scheduler_output.scheduled_new_reqs:
+            answer = _begin(model, new, waited.get(new.req_id, 0.0))
+            if answer is not None:
+                answers[new.req_id] = answer
+        running = [req_id for req_id in scheduler_output.num_scheduled_tokens if req_id not in answers]
+        if running:
+            answers |= model.step(running)
+        ids = [req_id for req_id in scheduler_output.num_scheduled_tokens if req_id in answers]
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
+            sampled_token_ids=[_tokens(answers[req_id]) for req_id in ids],
+            pooler_output=[_tensor(answers[req_id].output) for req_id in ids],
+        )
+
+
+def _begin(model: PlainModel, new: NewRequestData, waited: float) -> Answer | None:
+    """Open a request. Returns an answer at once if the request only ends a stream or cannot be served."""
+    assert new.sampling_params is not None, "a plain stage takes sampling parameters"
+    extra = new.sampling_params.extra_args or {}
+    try:
+        part = PartHeader.of(extra[PART]) if PART in extra else None
+        if part is not None and part.part == END:
+            model.forget(part.stream)
+            return Answer(None, last=True)
+        given = part or StageInput.of(extra)[0]
+        own = model.params
+        request = PlainRequest(
+            req_id=new.req_id,
+            prompt=() if part is not None and part.empty else new.prompt_token_ids or (),
+            payload=None if given.payload is None else msgspec.convert(given.payload, model.payloads),
+            params=new.sampling_params if own is None else msgspec.convert(given.params or {}, own),
+            features=new.mm_features,
+            part=part,
+            waited=waited,
+        )
+        model.open(request)
+    except (ValueError, msgspec.ValidationError) as error:
+        return Answer(StageError(str(error)))
+    return None
+
+
+def _tokens(answer: Answer) -> list[int]:
+    """Return the answer's tokens, and `_LAST` if the answer ends the request."""
+    return [*answer.tokens, _LAST] if answer.last or _failed(answer.output) else [*answer.tokens]
+
+
+def _tensor(output: torch.Tensor | Message | None) -> torch.Tensor | None:
+    return output if output is None or isinstance(output, torch.Tensor) else pack(output)
+
+
+def _failed(output: Any) -> bool:
+    return isinstance(output, StageError)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A request of the scheduler. `since`: when it was queued, in seconds of a monotonic clock."""
+
+    request: Request
+    costs: Mapping[str, float]
+    since: float
+
+
+class PlainScheduler(SchedulerInterface):
+    """First come, first served: up to `max_num_seqs` requests run, and every step includes all of them.
+
+    A subclass may limit what the running requests take of memory or of a step: it sets `limits` and overrides `costs`.
+    The first waiting request waits until there is room for it, and all others wait behind it.
+
+    Attributes:
+        limits: name of a resource -> what the running requests may take of it together.
+
+    Raises:
+        ConfigError: the engine has async scheduling, which would begin a step before the previous one has ended.
+    """
+
+    def __init__(self, vllm_config: Any, log_stats: bool = False, **_: Any) -> None:
+        if vllm_config.scheduler_config.async_scheduling:
+            raise ConfigError("async_scheduling: a stage with PlainScheduler needs false")
+        self.connector = self.ec_connector = None  # the engine reads both attributes
+        self.limits: Mapping[str, float] = {}
+        self._most: int = vllm_config.scheduler_config.max_num_seqs
+        self._model_config = vllm_config.model_config
+        self._log_stats = log_stats
+        self._waiting: dict[str, _Entry] = {}
+        self._running: dict[str, _Entry] = {}
+        self._refused: dict[str, tuple[Request, str]] = {}
+        self._ended: set[str] = set()
+        self._pause = PauseState.UNPAUSED
+
+    def costs(self, request: Request) -> Mapping[str, float]:
+        """Return what a request takes of each resource in `limits`; called once, when the request is queued.
+
+        Raises:
+            ValueError: the request cannot be served; the client gets the message.
+        """
+        return {}
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request, or refuse it if it would not even run alone."""
+        self._record(request, EngineCoreEventType.QUEUED)
+        try:
+            costs = self.costs(request)
+            for name, cost in costs.items():
+                if cost > self.limits[name]:
+                    raise ValueError(f"the request needs {cost:,.0f} {name}, but the limit is {self.limits[name]:,.0f}")
+        except ValueError as error:
+            self._refused[request.request_id] = request, str(error)
+        else:
+            self._waiting[request.request_id] = _Entry(request, costs, time.monotonic())
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule one step of the running requests; waiting requests join while there is room."""
+        output, waited = SchedulerOutput.make_empty(), {}
+        while self._pause is PauseState.UNPAUSED and self._waiting and self._has_room():
+            req_id = next(iter(self._waiting))
+            entry = self._running[req_id] = self._waiting.pop(req_id)
+            entry.request.status = RequestStatus.RUNNING
+            self._record(entry.request, EngineCoreEventType.SCHEDULED)
+            output.scheduled_new_reqs.append(NewRequestData.from_request(entry.request, ()))
+            waited[req_id] = time.monotonic() - entry.since
+        if self._pause is not PauseState.PAUSED_ALL:
+            output.num_scheduled_tokens = dict.fromkeys(self._running, 1)
+        output.total_num_scheduled_tokens = len(output.num_scheduled_tokens)
+        output.finished_req_ids, self._ended = self._ended, set()
+        vars(output)["waited"] = waited
+        return output
+
+    def _has_room(self) -> bool:
+        """Return whether the first waiting request can run beside the running ones."""
+        costs = next(iter(self._waiting.values())).costs
+        return len(self._running) < self._most and all(
+            cost + sum(entry.costs.get(name, 0) for entry in self._running.values()) <= self.limits[name]
+            for name, cost in costs.items()
+        )
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Return the step's answers by client."""
+        clients: dict[int, EngineCoreOutputs] = {}
+
+        def add(request: Request, tokens: list[int], tensor: torch.Tensor | None) -> None:
+            output = _output(request, tokens, tensor)
+            clients.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+
+        for request, reason in list(self._refused.values()):
+            self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+            add(request, [], pack(StageError(reason)))
+        answers = model_runner_output
+        for req_id, tokens, tensor in zip(
+            answers.req_ids, answers.sampled_token_ids, answers.pooler_output or (), strict=True
+        ):
+            if (entry := self._running.get(req_id)) is not None:  # else aborted meanwhile
+                add(entry.request, self._advance(entry.request, tokens, tensor), tensor)
+        stats = self.make_stats()
+        if stats is not None:
+            clients.setdefault(next(iter(clients), 0), EngineCoreOutputs()).scheduler_stats = stats
+        return clients
+
+    def _advance(self, request: Request, tokens: list[int], tensor: torch.Tensor | None) -> list[int]:
+        """Add an answer to a request, and end the request if it ends there; return the tokens up to its end."""
+        status, given = None, [token for token in tokens if token != _LAST]
+        for number, token in enumerate(given, 1):
+            request.append_output_token_ids(token)
+            if check_stop(request, self._model_config.max_model_len):
+                status, given = request.status, given[:number]
+                break
+        if status is None and tokens[-1:] == [_LAST]:
+            failed = tensor is not None and _failed(unpack(tensor))
+            status = RequestStatus.FINISHED_ERROR if failed else RequestStatus.FINISHED_STOPPED
+        if status is not None:
+            self.finish_requests(request.request_id, status)
+        return given
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        """End the named requests, or all if None; return those that had not ended."""
+        if request_ids is None:
+            request_ids = [*self._running, *self._waiting, *self._refused]
+        names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        ended = []
+        for req_id in names:
+            if req_id in self._running:
+                self._ended.add(req_id)  # the worker has opened the request
+            entry = self._running.pop(req_id, None) or self._waiting.pop(req_id, None)
+            request = self._refused.pop(req_id, (None, ""))[0] if entry is None else entry.request
+            if request is not None:
+                request.status = finished_status
+                ended.append(request)
+        return ended
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return how many requests the next step can work on."""
+        if self._pause is PauseState.PAUSED_ALL:
+            return 0
+        waiting = len(self._waiting) if self._pause is PauseState.UNPAUSED else 0
+        return len(self._running) + len(self._refused) + waiting
+
+    def has_finished_requests(self) -> bool:
+        """Return whether the worker must still close ended requests."""
+        return bool(self._ended)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Return the numbers of running and of waiting requests."""
+        return len(self._running), len(self._waiting) + len(self._refused)
+
+    @property
+    def pause_state(self) -> PauseState:
+        """Which requests are paused."""
+        return self._pause
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Pause or resume requests."""
+        self._pause = pause_state
+
+    def make_stats(self) -> SchedulerStats | None:
+        """Return the numbers of requests, if statistics are enabled."""
+        return SchedulerStats(*self.get_request_counts()) if self._log_stats else None
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Return True: there is no prefix cache."""
+        return True
+
+    def reset_encoder_cache(self) -> None:
+        """There is no encoder cache."""
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> None:
+        """Return None: there are no grammars."""
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """There are no draft tokens."""
+
+    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: SchedulerOutput) -> None:
+        """There are no draft tokens."""
+
+    def shutdown(self) -> None:
+        """Do nothing: the scheduler owns no resources."""
+
+    def _record(self, request: Request, event: EngineCoreEventType) -> None:
+        if self._log_stats:
+            request.record_event(event, time.monotonic())
+
+
+def _output(request: Request, tokens: list[int], tensor: torch.Tensor | None) -> EngineCoreOutput:
+    """Return an answer as vLLM sends it, with the reason if it is the request's last one."""
+    stats = request.take_prefill_stats() if tokens else None
+    if stats is not None:
+        stats.set(request.num_prompt_tokens, 0, 0)
+    return EngineCoreOutput(
+        request.request_id,
+        tokens,
+        pooling_output=tensor,
+        finish_reason=RequestStatus.get_finished_reason(request.status),
+        stop_reason=request.stop_reason,
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
+        prefill_stats=stats,
+    )

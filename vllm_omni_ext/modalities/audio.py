@@ -1,0 +1,241 @@
+"""Sound as an output: OpenAI's `audio` of a chat, WAV and other files, and metrics of sound."""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.metrics import GAP_S, LATENCY_S, Metric
+from vllm_omni_ext.modalities.base import AUDIO, Assembled, OutputChunk
+from vllm_omni_ext.modalities.chunks import AudioChunk
+from vllm_omni_ext.modalities.fields import choice, flag
+from vllm_omni_ext.modalities.sound import (
+    CHANNELS,
+    CHAT_FORMATS,
+    WAV,
+    Base64Pieces,
+    encode,
+    encode_aside,
+    pcm16,
+    streaming,
+    wav_stream_header,
+)
+
+KEYS = ("voice", "format")
+"""Keys of OpenAI's object `audio`. The voice is a field of the model."""
+
+AUDIO_IN_CONTENT = "audio_in_content"
+"""Field that also requests streamed sound in `delta.content`, where clients of vllm-omni look for it."""
+
+TIME_TO_FIRST_AUDIO = Metric(
+    name="time_to_first_audio_seconds",
+    kind="histogram",
+    unit="seconds",
+    text="Time from a request's arrival to its first piece of sound.",
+    buckets=LATENCY_S,
+)
+AUDIO_CHUNK_GAP = Metric(
+    name="audio_chunk_gap_seconds",
+    kind="histogram",
+    unit="seconds",
+    text="Time between two pieces of sound of a request.",
+    buckets=GAP_S,
+)
+AUDIO_SECONDS = Metric(
+    name="audio_seconds_total", kind="counter", unit="seconds", text="Sound made, counted in seconds of playing time."
+)
+AUDIO_UNDERRUN = Metric(
+    name="audio_underrun_seconds_total",
+    kind="counter",
+    unit="seconds",
+    text="Time for which somebody who plays sound as it comes had none left while more was to come.",
+)
+REAL_TIME_FACTOR = Metric(
+    name="real_time_factor",
+    kind="histogram",
+    unit="ratio",
+    text="Time from arrival to the last piece of sound, divided by the sound's playing time; below 1 keeps up.",
+    buckets=(0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 5, 10, 25),
+)
+METRICS = (TIME_TO_FIRST_AUDIO, AUDIO_CHUNK_GAP, AUDIO_SECONDS, AUDIO_UNDERRUN, REAL_TIME_FACTOR)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioEncoding:
+    """The encoding of an answer's sound: a name of `CHAT_FORMATS`, and whether `delta.content` has the sound too."""
+
+    format: str
+    in_content: bool = False
+
+
+class AudioStream:
+    """The sound of one streamed answer."""
+
+    def __init__(self, encoding: AudioEncoding) -> None:
+        self._encoding = encoding
+        self._audio_id: str | None = new_audio_id()
+        self._pieces = Base64Pieces()
+        self._header_due = encoding.format == WAV
+        self._rate = self._samples = self._frames = 0
+        self._note: str | None = None
+
+    async def chunk(self, chunk: OutputChunk) -> list[dict[str, Any]]:
+        """Return the choice with the sound that is due."""
+        assert isinstance(chunk, AudioChunk)
+        samples = len(chunk.samples)
+        self._rate, self._frames, self._note = chunk.sample_rate, frames_of(chunk), chunk.note
+        self._samples += samples
+        data = pcm16(chunk.samples)
+        if self._header_due and data:
+            data, self._header_due = wav_stream_header(self._rate) + data, False
+        text = self._pieces.write(data, last=chunk.last)
+        delta: dict[str, Any] = {"audio": self._audio(data=text)} if text else {}
+        if self._encoding.in_content and samples:
+            # A chunk in the content is a complete file, with its own header if the format has one.
+            whole = encode(chunk.samples, self._rate, CHAT_FORMATS[self._encoding.format])
+            delta = {"role": "assistant", "content": base64.b64encode(whole).decode("ascii"), **delta}
+        return [self._choice(delta, samples)] if delta else []
+
+    def text(self, delta: dict[str, Any]) -> None:
+        """Repeat text as the transcript."""
+        if content := delta.get("content"):
+            delta["audio"] = self._audio(transcript=content)
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return the choice that marks the end of the sound."""
+        return [self._choice({"audio": {"expires_at": expiry()}}, self._samples)]
+
+    def usage(self) -> Mapping[str, int]:
+        """Count codec frames."""
+        return {"audio_tokens": self._frames}
+
+    def _audio(self, **fields: str) -> dict[str, str]:
+        """Return a delta of the sound. Only the first one has the id: clients concatenate the strings of deltas."""
+        named = {} if self._audio_id is None else {"id": self._audio_id}
+        self._audio_id = None
+        return named | fields
+
+    def _choice(self, delta: dict[str, Any], samples: int) -> dict[str, Any]:
+        facts = metadata(self._encoding.format, self._rate, samples, self._note)
+        return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "audio_metadata": facts}
+
+
+class Audio:
+    """The modality."""
+
+    name = AUDIO
+    chunk: type[OutputChunk] = AudioChunk
+    body_fields: tuple[str, ...] = (AUDIO, AUDIO_IN_CONTENT)
+
+    def read(self, body: Mapping[str, Any], *, stream: bool) -> tuple[AudioEncoding, Mapping[str, Any]]:
+        """Read `audio` and `audio_in_content`; the voice is a request field."""
+        audio = body.get(AUDIO)
+        audio = {} if audio is None else audio
+        if not isinstance(audio, dict):
+            raise RequestError(f"audio: must be an object with {' and '.join(KEYS)}", parameter=AUDIO)
+        for key in audio:
+            if key not in KEYS:
+                raise RequestError(f"audio.{key}: is unknown; use {', '.join(KEYS)}", parameter=f"audio.{key}")
+        given = audio.get("format")
+        name = choice("audio.format", WAV if given is None else given, CHAT_FORMATS)
+        if stream and not CHAT_FORMATS[name].streams:
+            allowed = ", ".join(streaming(CHAT_FORMATS))
+            raise RequestError(f"audio.format: '{name}' cannot be streamed; use {allowed}", parameter="audio.format")
+        in_content = flag(AUDIO_IN_CONTENT, body.get(AUDIO_IN_CONTENT))
+        fields = {"audio.voice": checked_voice("audio.voice", audio["voice"])} if "voice" in audio else {}
+        return AudioEncoding(format=name, in_content=in_content), fields
+
+    async def assemble(self, chunks: Sequence[OutputChunk], encoding: AudioEncoding, text: str) -> Assembled:
+        """Return the sound as a file beside its transcript; an answer too short to be spoken keeps its text."""
+        if not chunks:
+            return Assembled(keep_text=True)
+        from openai.types.chat.chat_completion_audio import ChatCompletionAudio
+
+        last, samples = _joined(chunks)
+        facts = metadata(encoding.format, last.sample_rate, len(samples), last.note)
+        message: dict[str, Any] = {}
+        if len(samples):
+            data = await encode_aside(samples, last.sample_rate, CHAT_FORMATS[encoding.format])
+            encoded = base64.b64encode(data).decode("ascii")
+            message["audio"] = ChatCompletionAudio(
+                id=new_audio_id(), data=encoded, expires_at=expiry(), transcript=text
+            )
+        usage = {"audio_tokens": frames_of(last)}
+        return Assembled(message=message, choice={"audio_metadata": facts}, usage=usage, keep_text=not len(samples))
+
+    def stream(self, encoding: AudioEncoding) -> AudioStream:
+        """Begin one streamed answer."""
+        return AudioStream(encoding)
+
+    def offline(self, chunks: Sequence[OutputChunk]) -> Mapping[str, Any]:
+        """Return `audio`, `sample_rate`, `frames` and `note`."""
+        if not chunks:
+            return {}
+        last, samples = _joined(chunks)
+        whole = samples if len(samples) else None
+        return {"audio": whole, "sample_rate": last.sample_rate, "frames": last.frames, "note": last.note}
+
+    def observe(self, metrics: Any, trace: Any, chunk: OutputChunk, at: float) -> None:
+        """Record when sound arrived, and how long a live player had no sound to play."""
+        assert isinstance(chunk, AudioChunk)
+        facts, samples = trace.facts, len(chunk.samples)
+        facts.setdefault("samples", 0)
+        facts.setdefault("seconds", 0.0)
+        facts.setdefault("underrun_s", 0.0)
+        facts["frames"] = frames_of(chunk)
+        if samples:
+            seconds, times = samples / chunk.sample_rate, trace.times
+            if times:
+                metrics.of(AUDIO_CHUNK_GAP).observe(at - times[-1])
+                gap = max(0.0, at - (times[0] + facts["seconds"] + facts["underrun_s"]))
+                facts["underrun_s"] += gap
+                metrics.of(AUDIO_UNDERRUN).inc(gap)
+            else:
+                metrics.of(TIME_TO_FIRST_AUDIO).observe(at)
+            metrics.of(AUDIO_SECONDS).inc(seconds)
+            times.append(at)
+            facts["samples"] += samples
+            facts["seconds"] = facts["samples"] / chunk.sample_rate
+        if chunk.last and facts["samples"]:
+            metrics.of(REAL_TIME_FACTOR).observe(trace.times[-1] / facts["seconds"])
+
+
+def new_audio_id() -> str:
+    """Return an id for one answer's sound."""
+    return f"audio-{uuid.uuid4().hex}"
+
+
+def expiry() -> int:
+    """Return the expiry time of a sound's id: now, because nothing is kept after the answer."""
+    return int(time.time())
+
+
+def metadata(sound_format: str, rate: int, samples: int, note: str | None = None) -> dict[str, Any]:
+    """Return `audio_metadata`, which describes the sound of the same choice."""
+    facts = {"format": sound_format, "sample_rate_hz": rate, "frame_count": samples, "channels": CHANNELS}
+    return facts if note is None else {**facts, "note": note}
+
+
+def frames_of(chunk: AudioChunk) -> int:
+    """Return the number of codec frames spoken up to the end of a chunk."""
+    return 0 if chunk.frames is None else len(chunk.frames)
+
+
+def checked_voice(name: str, voice: Any) -> Any:
+    """Return the name of a voice; OpenAI's clients may also send an object with the id of a custom voice."""
+    if voice is not None and not isinstance(voice, str):
+        raise RequestError(f"{name}: must be the name of a voice; custom voices do not exist", parameter=name)
+    return voice
+
+
+def _joined(chunks: Sequence[OutputChunk]) -> tuple[AudioChunk, np.ndarray[Any, Any]]:
+    """Return the last chunk, and the samples of all chunks."""
+    pieces = [chunk for chunk in chunks if isinstance(chunk, AudioChunk)]
+    return pieces[-1], np.concatenate([piece.samples for piece in pieces])

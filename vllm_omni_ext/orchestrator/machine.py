@@ -1,0 +1,499 @@
+"""State machine of all requests: events in, effects out. Pure: no vLLM, no asyncio, no sockets, no clock.
+
+The machine owns the state of every request (`state.RequestState`). It executes the decisions of flows, binds requests
+to replicas, opens them again on another replica after a failure, queues them while a stage has no replica, fails them
+when input is late, and releases all their resources when they end. The router decides how a prompt passes through the
+frontend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
+from vllm_omni_ext.modalities.base import TEXT, ProgressChunk
+from vllm_omni_ext.orchestrator import messages as m
+from vllm_omni_ext.orchestrator.placement import Placement, Settings
+from vllm_omni_ext.orchestrator.router import DirectRouter, DisaggregatedRouter, Router
+from vllm_omni_ext.orchestrator.state import Binding, Prompt, RequestState
+from vllm_omni_ext.plugins.flow import (
+    Action,
+    Emit,
+    Extend,
+    Fail,
+    Finish,
+    Finished,
+    Forward,
+    ForwardFlow,
+    Open,
+    Produced,
+    Progress,
+    Recompute,
+    Submit,
+)
+from vllm_omni_ext.pool.stage_pool import StagePool
+
+
+class RequestMachine:
+    """All requests of one API server.
+
+    Args:
+        pools: one per stage; only the machine binds requests to replicas.
+    """
+
+    def __init__(self, settings: Settings, pools: Mapping[str, StagePool]) -> None:
+        self.settings = settings
+        self.requests: dict[str, RequestState] = {}
+        self.now = 0.0
+        """Time of the last event that has a time."""
+        self._effects: list[m.Effect] = []
+        self.placement = Placement(settings, pools, self.out)
+        self.router: Router = (
+            DirectRouter(self, settings.frontend)
+            if settings.prefill is None
+            else DisaggregatedRouter(self, settings.prefill, settings.frontend)
+        )
+        self._model_frontend = settings.model_frontend or settings.frontend
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            m.Output: self._output,
+            m.Opened: self._opened,
+            m.TextStopped: self._text_stopped,
+            m.Aborted: self._aborted,
+            m.SendFailed: self._send_failed,
+            m.ReplicaAnnounced: self._replica_announced,
+            m.ReplicaUp: self._replica_up,
+            m.ReplicaLost: self._replica_lost,
+            m.NeverUp: self._never_up,
+            m.TimerFired: self._timer_fired,
+        }
+
+    def handle(self, event: m.Event) -> list[m.Effect]:
+        """Handle an event; return the effects in the order of their execution."""
+        effects: list[m.Effect] = []
+        self._effects = effects
+        self.now = getattr(event, "at", self.now)
+        self._handlers[type(event)](event)
+        return effects
+
+    def held(self) -> int:
+        """Number of entries that the machine holds for requests (0 when idle)."""
+        return len(self.requests) + len(self.placement)
+
+    def unavailable(self, stages: Iterable[str]) -> str | None:
+        """Return the first of these stages (named as in flows) that has no replica and expects none, or None."""
+        planned = sorted(map(self._planned, stages))
+        return next((stage for stage in planned if not self.placement.available(stage)), None)
+
+    def check(self) -> None:
+        """Raise AssertionError if the machine's state is inconsistent; tests call this after every event."""
+        self.placement.check()
+        for request_id, state in self.requests.items():
+            assert state.request_id == request_id, f"{request_id} is kept under another id"
+            assert not state.finished or state.prompts, f"{request_id} has ended and is held"
+            assert not state.finished or not state.hidden_states, f"{request_id} has ended and keeps hidden states"
+            for binding in state:
+                self.placement.check_binding(binding)
+                assert not state.finished or isinstance(binding, Prompt) or binding.replica is None, (
+                    f"{request_id} has ended and is bound in {binding.stage}"
+                )
+        owners = {binding.state.request_id for routes in self.placement.routes.values() for binding in routes.values()}
+        assert owners <= self.requests.keys(), f"engine requests of {owners - self.requests.keys()} are left"
+
+    def out(self, effect: m.Effect) -> None:
+        """Emit an effect."""
+        self._effects.append(effect)
+
+    def observe(self, method: str, *arguments: Any, **keywords: Any) -> None:
+        """Emit a call of the observer."""
+        self.out(m.Observe(method, arguments, keywords))
+
+    def _planned(self, stage: str) -> str:
+        """Return the plan's name of a stage of the model: the decode side of a split stage."""
+        return self.settings.frontend if stage == self._model_frontend else stage
+
+    def _model_stage(self, stage: str) -> str:
+        return self._model_frontend if stage in self.router.stages else stage
+
+    # -- the beginning ----------------------------------------------------------------------------------------------
+
+    def _opened(self, event: m.Opened) -> None:
+        flow, frontend = event.flow, self.settings.frontend
+        state = self.requests[event.request_id] = RequestState.of(event)
+        actions = flow.begin() if event.actions is None else event.actions
+        state.forwarded = any(isinstance(action, Forward) for action in actions)
+        self.observe(
+            "opened",
+            event.request_id,
+            event.external_id,
+            event.options.modalities,
+            parts=sorted(flow.outputs | ({TEXT} if state.forwarded else set())),
+            arrival=event.arrival,
+            trace_headers=event.trace_headers,
+        )
+        try:
+            self._perform(state, frontend if state.forwarded else None, actions, event.at)
+        except Exception as error:
+            self._failed(state, frontend if state.forwarded else "", error)
+
+    # -- outputs ------------------------------------------------------------------------------------------------
+
+    def _output(self, event: m.Output) -> None:
+        routes = self.placement.routes.get(event.replica)
+        binding = None if routes is None else routes.get(event.engine_id)
+        if binding is None:  # the request has ended there, or moved to another replica
+            if event.hidden_states is not None:
+                self.out(m.FreeHiddenStates(event.replica, event.hidden_states[1]))
+            self.router.unclaimed(event)
+        elif isinstance(binding, Prompt):
+            self.out(m.Accept(binding.name, self.router.answers(binding)))
+            self.router.output(binding, event)
+        else:
+            self.out(m.Accept(binding.state.request_id))
+            self._stage_output(binding, event)
+
+    def _stage_output(self, binding: Binding, event: m.Output) -> None:
+        state, stage, finish = binding.state, binding.stage, event.finish
+        part = binding.engine_ids[event.engine_id]
+        if finish is not None:
+            if part is None or part.last or finish != "stop":
+                binding.part = None
+                self.placement.release(binding)
+                state.done.add(stage)
+            else:
+                self.placement.unroute(binding, event.engine_id)
+        self._keep(state, event)
+        number = None if part is None else part.part
+        self._decide(state, stage, Produced(stage, event.tokens, event.payload, finish, number, event.at))
+
+    def prompt_output(self, prompt: Prompt, event: m.Output) -> None:
+        """Handle the frontend's output for a prompt."""
+        state = prompt.state
+        prompt.tokens += event.tokens
+        if event.finish is not None:
+            del state.prompts[prompt.name]
+        self._keep(state, event)
+        if not prompt.recompute:
+            self._prompt_event(state, event.tokens, event.payload, event.finish, event.at)
+        elif event.payload is not None or event.finish in ("abort", "error"):
+            failed = event.finish if event.finish in ("abort", "error") else None
+            self._decide(state, prompt.stage, Produced(self._model_frontend, (), event.payload, failed, None, event.at))
+        self._drop_if_over(state)
+
+    def prompt_payload(self, prompt: Prompt, event: m.Output) -> None:
+        """Handle the payload that came with a prompt's output."""
+        self._keep(prompt.state, event)
+        if event.payload is not None:
+            produced = Produced(self._model_frontend, payload=event.payload, at=event.at)
+            self._decide(prompt.state, self.settings.frontend, produced)
+
+    def _prompt_event(
+        self, state: RequestState, tokens: tuple[int, ...], payload: Any, finish: Finish | None, at: float
+    ) -> None:
+        if finish is not None:
+            state.done.add(self.settings.frontend)
+            state.open_outputs.discard(TEXT)
+            if isinstance(state.flow, ForwardFlow):
+                state.open_outputs.clear()
+        self._decide(state, self.settings.frontend, Produced(self._model_frontend, tokens, payload, finish, None, at))
+
+    def _keep(self, state: RequestState, event: m.Output) -> None:
+        """Note that a replica stores hidden states for a request; free them if no stage will take them."""
+        if event.hidden_states is None:
+            return
+        if state.finished:
+            self.out(m.FreeHiddenStates(event.replica, event.hidden_states[1]))
+        else:
+            state.hidden_states.add((event.replica, *event.hidden_states))
+
+    # -- decisions of flows -----------------------------------------------------------------------------------------
+
+    def _decide(self, state: RequestState, stage: str, event: Produced) -> None:
+        """Let the flow decide on an event of a stage (named as in the plan), and execute its actions."""
+        state.history.append((stage, len(event.tokens), event.finish, event.part))
+        if state.finished:
+            return
+        state.stages_seen.add(stage)
+        try:
+            self._perform(state, stage, state.flow.handle(event), event.at)
+        except Exception as error:  # one request's failure must not stop the others
+            self._failed(state, stage, error)
+
+    def _perform(self, state: RequestState, source: str | None, actions: Sequence[Action], at: float) -> None:
+        for action in actions:
+            if state.finished:
+                return  # an earlier action has ended the request
+            match action:
+                case Emit():
+                    self._emit(state, source, action)
+                case Fail():
+                    self.fail(state, source or "", RequestFailed(action.message))
+                case Finished():
+                    self._finish_flow(state)
+                case Progress(stage, done, total):
+                    chunk = ProgressChunk(request_id=state.external_id, stage=stage, done=done, total=total)
+                    self.observe("emitted", state.request_id, source, chunk)
+                    self.out(m.ToCaller(state.sink, chunk))
+                case _:
+                    self._stage_action(state, source, action, at)
+        if not (state.open_outputs or state.finished):
+            self._finish_flow(state)
+
+    def _emit(self, state: RequestState, source: str | None, action: Emit) -> None:
+        chunk = replace(action.chunk, request_id=state.external_id)
+        self.observe("emitted", state.request_id, source, chunk)
+        self.out(m.ToCaller(state.sink, chunk))
+        if chunk.last:
+            state.open_outputs.discard(chunk.modality)
+
+    def _stage_action(
+        self, state: RequestState, source: str | None, action: Forward | Open | Extend | Submit | Recompute, at: float
+    ) -> None:
+        stage = self._planned(action.stage)
+        if action.stage not in state.flow.stages or stage not in self.placement.pools:
+            raise RequestFailed(f"the flow names stage '{action.stage}', which is none of those it may use")
+        try:
+            match action:
+                case Open():
+                    self._open(state, source, stage, action, at)
+                case Extend():
+                    self._extend(state, source, stage, action, at)
+                case Submit():
+                    self._submit(state, source, stage, action, at)
+                case _:
+                    self._start_prompt(state, stage, recompute=isinstance(action, Recompute))
+        except StageUnavailable as error:
+            self.fail(state, stage, error)
+
+    def _start_prompt(self, state: RequestState, stage: str, *, recompute: bool) -> None:
+        if state.client is None or stage != self.settings.frontend:
+            raise RequestFailed(f"the flow forwards a request to stage '{stage}' that was not made for it")
+        name = state.request_id
+        if recompute:
+            name = f"{name}/again/{state.recomputations}"
+            state.recomputations += 1
+        state.prompts[name] = prompt = Prompt(state, stage, name, recompute=recompute)
+        self.router.begin(prompt)
+
+    def _binding(self, state: RequestState, source: str | None, stage: str) -> Binding:
+        if stage not in state.bindings:
+            # In the frontend, the client's own request has the plain request id as its name.
+            name = f"{state.request_id}/{stage}" if stage in self.router.stages else state.request_id
+            state.bindings[stage] = Binding(state, stage, name, source=source)
+        return state.bindings[stage]
+
+    def _open(self, state: RequestState, source: str | None, stage: str, action: Open, at: float) -> None:
+        binding = self._binding(state, source, stage)
+        state.done.discard(stage)
+        replica = self.placement.bind(binding)
+        if source in state.stages_seen:  # before its first output, the source's own input may still be queued
+            self.placement.input_sent(binding, last=action.last, at=at)
+        if replica is None:
+            return
+        self.placement.route(binding, binding.name)
+        self.observe("sent", state.request_id, source, replica, action.payload or action.prompt)
+        params, budget = _params(state, action), state.budgets.get(action.stage)
+        self.out(m.SendOpen(replica, state.request_id, binding.name, action=action, params=params, budget=budget))
+
+    def _extend(self, state: RequestState, source: str | None, stage: str, action: Extend, at: float) -> None:
+        binding = state.bindings.get(stage)
+        if binding is None or binding.replica is None:
+            return  # the stage has ended the request, or a pending open will include the chunk
+        self.placement.input_sent(binding, last=action.last, at=at)
+        self.observe("sent", state.request_id, source, binding.replica, action.payload)
+        self.out(m.SendChunk(binding.replica, state.request_id, binding.name, action=action))
+
+    def _submit(self, state: RequestState, source: str | None, stage: str, action: Submit, at: float) -> None:
+        binding = self._binding(state, source, stage)
+        if action.part == 0:
+            for engine_id in tuple(binding.engine_ids):  # of an older stream
+                self.placement.unroute(binding, engine_id)
+            state.done.discard(stage)
+            if self.placement.bind(binding) is not None:
+                binding.streams += 1
+        elif binding.replica is None:
+            return  # the stage has ended the stream, or will begin it again
+        self.placement.input_sent(binding, last=action.last, at=at)
+        if (replica := binding.replica) is None:
+            return
+        binding.part, stream = action, binding.stream
+        engine_id = f"{stream}/{action.part}"
+        self.placement.route(binding, engine_id, action)
+        self.observe("sent", state.request_id, source, replica, action.prompt or action.payload)
+        params = _params(state, action)
+        self.out(m.SendPart(replica, state.request_id, engine_id, stream=stream, action=action, params=params))
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _text_stopped(self, event: m.TextStopped) -> None:
+        self.observe("finished", event.request_id, TEXT)
+        state = self.requests.get(event.request_id)
+        prompt = None if state is None else state.prompts.pop(event.request_id, None)
+        if state is not None and prompt is not None:
+            self.router.forget(prompt)
+            self._prompt_event(state, (), None, "stop", event.at)
+            self._drop_if_over(state)
+
+    def _aborted(self, event: m.Aborted) -> None:
+        self.observe("aborted", event.request_id)
+        if (state := self.requests.get(event.request_id)) is not None:
+            self._end(state)
+
+    def _send_failed(self, event: m.SendFailed) -> None:
+        if (state := self.requests.get(event.request_id)) is not None:
+            self._failed(state, event.stage, event.error)
+
+    def _failed(self, state: RequestState, stage: str, error: Exception) -> None:
+        if not isinstance(error, OmniError):
+            cause, error = error, RequestFailed(str(error))
+            error.__cause__ = cause
+        if self.requests.get(state.request_id) is state:
+            self.fail(state, stage, error)
+
+    def fail(self, state: RequestState, stage: str, error: OmniError) -> None:
+        """End a request in all stages, with an error for the caller."""
+        error.add_note(state.story())
+        self._end(state)
+        self.out(m.FailRequest(state.request_id, stage, error, state.sink))
+
+    def _end(self, state: RequestState) -> None:
+        """Release all resources of a request."""
+        self.requests.pop(state.request_id, None)
+        state.finished = True
+        prompts = list(state.prompts.values())
+        state.prompts.clear()
+        for prompt in prompts:
+            self.router.forget(prompt)
+        for binding in state.bindings.values():
+            self._withdraw(binding)
+        self._free_hidden_states(state, taken=False)
+
+    def _finish_flow(self, state: RequestState) -> None:
+        """End the flow: release all resources of the request outside the frontend."""
+        state.finished = True
+        # After a failover, a replica that opened the hidden states may have died, so closing them elsewhere frees
+        # nothing.
+        replayed = any(binding.replays for binding in state.bindings.values())
+        self._free_hidden_states(state, taken=bool(state.stages_seen - {*self.router.stages}) and not replayed)
+        for output in sorted(state.flow.outputs):
+            if output != TEXT or not state.forwarded:
+                self.observe("finished", state.request_id, output)
+        for binding in state.bindings.values():
+            self._withdraw(binding)
+        for prompt in [prompt for prompt in state.prompts.values() if prompt.recompute]:
+            del state.prompts[prompt.name]
+            self.router.forget(prompt)
+        self.out(m.ToCaller(state.sink, m.END))
+        self._drop_if_over(state)
+
+    def _drop_if_over(self, state: RequestState) -> None:
+        if state.finished and not state.prompts:
+            self.requests.pop(state.request_id, None)
+
+    def _free_hidden_states(self, state: RequestState, *, taken: bool) -> None:
+        """Free the hidden states that replicas store for a request.
+
+        Args:
+            taken: a consumer has read one copy and frees that copy itself; the other copies are freed here.
+        """
+        if len(state.hidden_states) > taken:
+            for replica, _, name in sorted(state.hidden_states):
+                self.out(m.FreeHiddenStates(replica, name))
+        state.hidden_states.clear()
+
+    def _withdraw(self, binding: Binding) -> None:
+        """Remove a request from a stage that may still have it."""
+        part, binding.part = binding.part, None
+        if (released := self.placement.release(binding)) is None:
+            return
+        replica, engine_ids = released
+        if engine_ids:
+            self.out(m.AbortEngineRequests(replica, engine_ids))
+        if part is not None:  # harmless if the stream has ended meanwhile
+            stream = binding.stream
+            self.out(m.SendStreamEnd(replica, binding.state.request_id, f"{stream}/end", stream=stream, action=part))
+
+    def _timer_fired(self, event: m.TimerFired) -> None:
+        settings = self.settings
+        if event.timer.kind == "replica":
+            if (binding := self.placement.expired(event.timer)) is not None:
+                limit = f"{settings.wait_s:g} s (replica_wait_timeout_s)"
+                error = StageUnavailable(f"stage '{binding.stage}' has had no live replica for {limit}")
+                self.fail(binding.state, binding.stage, error)
+        elif (binding := self.placement.late(event.timer, event.at)) is not None:
+            late = f"the {binding.stage} stage got nothing more from the {binding.source} stage for"
+            limit = f"{settings.input_deadline_s:g} s (chunk_timeout_s)"
+            self.fail(binding.state, binding.stage, RequestFailed(f"{late} {limit}"))
+
+    # -- replicas -----------------------------------------------------------------------------------------------
+
+    def _replica_announced(self, event: m.ReplicaAnnounced) -> None:
+        if event.coming:
+            self.placement.announced.add(event.replica)
+        else:
+            self.placement.announced.discard(event.replica)
+
+    def _replica_up(self, event: m.ReplicaUp) -> None:
+        """Send the requests that wait for the stage to the replica."""
+        replica = event.replica
+        self.placement.announced.discard(replica)
+        self.placement.pools[replica.stage].add(replica)
+        self.router.replica_up(replica)
+        for binding in self.placement.take_waiting(replica.stage):
+            self._place_again(binding, "it could not be opened")
+
+    def _replica_lost(self, event: m.ReplicaLost) -> None:
+        """Move the requests of a lost replica to other replicas, at once or when one is up.
+
+        If no replica will come, all requests that need the stage fail.
+        """
+        replica, reason = event.replica, f"replica {event.replica} is gone: {event.reason}"
+        lost = self.placement.lose(replica)
+        for binding in (*lost, *self.router.replica_lost(replica)):
+            self._place_again(binding, reason)
+            if self.requests.get(binding.state.request_id) is binding.state:
+                self.observe("taken_over", replica.stage)
+        self._give_up(replica.stage, reason)
+
+    def _never_up(self, event: m.NeverUp) -> None:
+        self.placement.announced.discard(event.replica)
+        self._give_up(event.replica.stage, f"replica {event.replica} is gone: {event.reason}")
+
+    def _give_up(self, stage: str, reason: str) -> None:
+        """Fail the requests of a stage that has no replica and expects none."""
+        if self.placement.available(stage) or stage in self.router.stages[:-1]:
+            return
+        waiting = [binding.state for (waited, _), binding in self.placement.waiting.items() if waited == stage]
+        name = self._model_stage(stage)
+        need = [s for s in self.requests.values() if name in s.flow.stages and stage not in s.done and not s.finished]
+        for state in dict.fromkeys([*waiting, *need]):
+            self.fail(state, stage, StageUnavailable(reason))
+
+    def _place_again(self, binding: Binding, reason: str) -> None:
+        """Open a request again in a stage that lost it; the request fails if that is impossible."""
+        state, stage = binding.state, binding.stage
+        if state.prompts.get(binding.name) is not binding if isinstance(binding, Prompt) else state.finished:
+            return  # it has ended meanwhile
+        state.history.append((reason,))
+        try:
+            if isinstance(binding, Prompt):
+                self._begin_again(binding)
+            else:
+                self._perform(state, binding.source, state.flow.replay(self._model_stage(stage)), self.now)
+        except StageUnavailable as error:
+            self.fail(state, stage, StageUnavailable(f"{reason}; {error}"))
+        except Exception as error:  # other lost requests must still be placed
+            failure = RequestFailed(f"{reason}; {error}")
+            failure.__cause__ = error
+            self.fail(state, stage, failure)
+
+    def _begin_again(self, prompt: Prompt) -> None:
+        if prompt.tokens and prompt.state.client is not None and not prompt.state.client.can_resume:
+            raise StageUnavailable("what it had made of this answer cannot be continued elsewhere")
+        self.router.forget(prompt)
+        self.router.begin(prompt)
+
+
+def _params(state: RequestState, action: Open | Submit) -> Any:
+    return state.options.params.get(action.stage) if action.params is None else action.params

@@ -1,0 +1,320 @@
+"""Events that the request machine handles, and effects that it returns. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.plugins.flow import Action, Extend, Finish, Flow, Open, Submit
+from vllm_omni_ext.plugins.runtime import RequestOptions
+
+
+class Message(msgspec.Struct, frozen=True):
+    """Base of events and effects: a Struct is created ten times faster than a frozen dataclass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientRequest:
+    """The client's own engine request, for the frontend.
+
+    Attributes:
+        request: vLLM's `EngineCoreRequest`; the machine does not read it.
+        can_split: a prefill stage may compute the prompt.
+        can_resume: another replica can continue from the prompt and the tokens; False if the request has more state.
+        session: requests of one session go to the same replica, as far as its load allows.
+        media: cache keys of the media items; placement prefers a replica that has processed them before.
+    """
+
+    request: Any
+    can_split: bool = True
+    can_resume: bool = True
+    session: str | None = None
+    media: tuple[str, ...] = ()
+
+
+class Timer(Message, frozen=True):
+    """Names a timer.
+
+    Attributes:
+        kind: "replica": a request waits for a replica of a stage. "input": a stage waits for more input.
+        stage: the stage.
+        name: the request's name in the stage's pool.
+    """
+
+    kind: Literal["replica", "input"]
+    stage: str
+    name: str
+
+
+# -- events -----------------------------------------------------------------------------------------------------
+# `at` is the time of an event in seconds of a monotonic clock.
+
+
+class Opened(Message, frozen=True, kw_only=True):
+    """A planned request begins.
+
+    Attributes:
+        request_id: unique among all requests.
+        external_id: the caller's id of the request.
+        sink: the queue from which the caller reads chunks and errors; the machine does not read it.
+        client: the client's request for the frontend; None if the request does not use the frontend.
+        actions: the result of `flow.begin()`, if that was called already.
+        budgets: largest number of tokens that a stage may generate, by stage.
+        arrival: Unix time, seconds.
+    """
+
+    request_id: str
+    external_id: str
+    flow: Flow
+    options: RequestOptions
+    sink: Any = None
+    client: ClientRequest | None = None
+    actions: tuple[Action, ...] | None = None
+    budgets: Mapping[str, int] = {}
+    arrival: float = 0.0
+    trace_headers: Mapping[str, str] | None = None
+    at: float = 0.0
+
+
+class Output(Message, frozen=True, kw_only=True):
+    """An engine returned an output.
+
+    Attributes:
+        engine_id: the engine's id of the request.
+        payload: the decoded tensor of the output.
+        hidden_states: (address of the producer, name) of hidden states that the replica stores, if the output reports
+            any.
+        kv: transfer parameters of the finished prompt's KV cache, if the engine keeps that cache.
+    """
+
+    replica: ReplicaId
+    engine_id: str
+    tokens: tuple[int, ...] = ()
+    payload: Any = None
+    finish: Finish | None = None
+    hidden_states: tuple[str, str] | None = None
+    kv: Mapping[str, Any] | None = None
+    at: float = 0.0
+
+
+class TextStopped(Message, frozen=True):
+    """The API server found a stop string in the text: the frontend must stop, the other stages go on."""
+
+    request_id: str
+    at: float = 0.0
+
+
+class Aborted(Message, frozen=True):
+    """The caller has gone: the request ends. Unknown ids are ignored."""
+
+    request_id: str
+
+
+class SendFailed(Message, frozen=True):
+    """A message for a stage could not be built or sent."""
+
+    request_id: str
+    stage: str
+    error: Exception
+
+
+class ReplicaAnnounced(Message, frozen=True):
+    """A replica is starting, or may come back; with `coming=False`, that wait has ended, with or without a replica."""
+
+    replica: ReplicaId
+    coming: bool = True
+
+
+class ReplicaUp(Message, frozen=True):
+    """A replica accepts requests, for the first time or again."""
+
+    replica: ReplicaId
+    at: float = 0.0
+
+
+class ReplicaLost(Message, frozen=True):
+    """A replica has ended or stopped answering: other replicas take over its requests."""
+
+    replica: ReplicaId
+    reason: str
+    at: float = 0.0
+
+
+class NeverUp(Message, frozen=True):
+    """A replica that was announced will not start."""
+
+    replica: ReplicaId
+    reason: str
+
+
+class TimerFired(Message, frozen=True):
+    """A timer has expired."""
+
+    timer: Timer
+    at: float = 0.0
+
+
+Event = (
+    Opened
+    | Output
+    | TextStopped
+    | Aborted
+    | SendFailed
+    | ReplicaAnnounced
+    | ReplicaUp
+    | ReplicaLost
+    | NeverUp
+    | TimerFired
+)
+
+
+# -- effects ----------------------------------------------------------------------------------------------------
+
+
+class Send(Message, frozen=True):
+    """Base of the messages to a replica about one request."""
+
+    replica: ReplicaId
+    request_id: str
+    engine_id: str
+
+
+class SendPrompt(Send, frozen=True, kw_only=True):
+    """The client's request to the frontend, or to the stage that computes the prompt.
+
+    Attributes:
+        side: "whole": the stage does prefill and decode. "prefill": the prompt only. "decode": the answer only, with
+            `kv`.
+        tokens: the tokens generated so far; the stage continues after them.
+        recompute: the prompt is computed again, to export its hidden states again.
+    """
+
+    request: Any
+    side: Literal["whole", "prefill", "decode"] = "whole"
+    tokens: tuple[int, ...] = ()
+    recompute: bool = False
+    kv: Mapping[str, Any] | None = None
+
+
+class SendOpen(Send, frozen=True, kw_only=True):
+    """A request to a stage. `budget`: largest number of tokens the stage may generate; None: the stage's own limit."""
+
+    action: Open
+    params: Any = None
+    budget: int | None = None
+
+
+class SendChunk(Send, frozen=True, kw_only=True):
+    """One more chunk of a request that is open in a stage."""
+
+    action: Extend
+
+
+class SendPart(Send, frozen=True, kw_only=True):
+    """One part of a stream."""
+
+    stream: str
+    action: Submit
+    params: Any = None
+
+
+class SendStreamEnd(Send, frozen=True, kw_only=True):
+    """A stage must free a stream. `action` is the last part that was sent."""
+
+    stream: str
+    action: Submit
+
+
+class SendKVRelease(Send, frozen=True, kw_only=True):
+    """A replica that fetches KV caches must have one freed at its source, because no replica will fetch it."""
+
+    kv: Mapping[str, Any]
+
+
+class AbortEngineRequests(Message, frozen=True):
+    """A replica must end engine requests."""
+
+    replica: ReplicaId
+    engine_ids: tuple[str, ...]
+
+
+class FreeHiddenStates(Message, frozen=True):
+    """A replica must free hidden states that no stage will take."""
+
+    replica: ReplicaId
+    name: str
+
+
+class ArmTimer(Message, frozen=True):
+    """Set a timer."""
+
+    timer: Timer
+    after_s: float
+
+
+class CancelTimer(Message, frozen=True):
+    """Cancel a timer."""
+
+    timer: Timer
+
+
+class Accept(Message, frozen=True):
+    """The output is valid.
+
+    Attributes:
+        name: the request's name for observers.
+        to_client: vLLM's output processor receives the output, under that name.
+    """
+
+    name: str
+    to_client: bool = False
+
+
+class ToCaller(Message, frozen=True):
+    """An output chunk for the caller, or `END` after the last chunk."""
+
+    sink: Any
+    item: Any
+
+
+class FailRequest(Message, frozen=True):
+    """The caller gets an error; the request state is gone."""
+
+    request_id: str
+    stage: str
+    error: OmniError
+    sink: Any
+
+
+class Observe(Message, frozen=True):
+    """Call a method of the observer."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any] = {}
+
+
+Effect = (
+    SendPrompt
+    | SendOpen
+    | SendChunk
+    | SendPart
+    | SendStreamEnd
+    | SendKVRelease
+    | AbortEngineRequests
+    | FreeHiddenStates
+    | ArmTimer
+    | CancelTimer
+    | Accept
+    | ToCaller
+    | FailRequest
+    | Observe
+)
+
+END = "end"
+"""The caller of a request receives this after the last chunk of the flow."""

@@ -1,0 +1,227 @@
+"""Placement of requests: bound to a replica, waiting for a replica, or waiting for input. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from vllm_omni_ext.errors import StageUnavailable
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.orchestrator.messages import ArmTimer, CancelTimer, Effect, Observe, Timer
+from vllm_omni_ext.orchestrator.state import Binding, Prompt
+from vllm_omni_ext.plugins.flow import Submit
+from vllm_omni_ext.pool.stage_pool import StagePool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Constants of the machine.
+
+    Attributes:
+        frontend: name in the plan of the stage that answers the client's own engine requests.
+        model_frontend: name of the same stage in flows; "" = the same name.
+        prefill: the stage that computes prompts for the frontend; None: the frontend computes them itself.
+        wait_s: how long a request waits for a replica of a stage that expects one, in seconds.
+        joinable: replicas may join without announcement (from other hosts).
+        input_deadline_s: how long a stage waits for input that is due before the request fails, in seconds.
+    """
+
+    frontend: str
+    model_frontend: str = ""
+    prefill: str | None = None
+    wait_s: float = 0.0
+    joinable: bool = False
+    input_deadline_s: float = 30.0
+
+
+class Placement:
+    """All bindings of all requests.
+
+    Args:
+        pools: one per stage; only this class binds requests to replicas.
+        out: called with each effect.
+    """
+
+    def __init__(self, settings: Settings, pools: Mapping[str, StagePool], out: Callable[[Effect], None]) -> None:
+        self.settings = settings
+        self.pools = pools
+        self.announced: set[ReplicaId] = set()
+        self.waiting: dict[tuple[str, str], Binding] = {}
+        """Bindings that wait for a replica, by stage and name, in order of arrival."""
+        self.routes: dict[ReplicaId, dict[str, Binding]] = {}
+        """Owner of each engine request, by replica."""
+        self._owed: dict[tuple[str, str], Binding] = {}
+        self._bound: dict[ReplicaId, dict[Binding, None]] = {}
+        self._out = out
+
+    def __len__(self) -> int:
+        """Number of bindings, waits and deadlines."""
+        return sum(map(len, self._bound.values())) + len(self.waiting) + len(self._owed)
+
+    def hopeful(self, stage: str) -> bool:
+        """Return whether a replica of the stage may come up."""
+        return self.settings.joinable or any(replica.stage == stage for replica in self.announced)
+
+    def available(self, stage: str) -> bool:
+        """Return whether the stage has a replica or may get one."""
+        return stage in self.pools and bool(self.pools[stage].replicas or self.hopeful(stage))
+
+    # -- replicas -----------------------------------------------------------------------------------------------
+
+    def bind(self, binding: Binding) -> ReplicaId | None:
+        """Bind a request to a replica of its stage; None: it waits for a replica and must then be opened again.
+
+        Raises:
+            StageUnavailable: the stage has no replica and expects none.
+        """
+        pool, client = self.pools[binding.stage], binding.state.client
+        try:
+            if client is not None and isinstance(binding, Prompt):
+                replica = pool.admit(binding.name, session=client.session, media=client.media)
+            else:
+                replica = pool.admit(binding.name)
+        except StageUnavailable:
+            if not self.hopeful(binding.stage):
+                raise
+            self._wait(binding)
+            return None
+        binding.replica = replica
+        self._bound.setdefault(replica, {})[binding] = None
+        return replica
+
+    def route(self, binding: Binding, engine_id: str, part: Submit | None = None) -> None:
+        """Assign the outputs of the binding's replica with this engine id to the binding."""
+        assert binding.replica is not None
+        binding.engine_ids[engine_id] = part
+        self.routes.setdefault(binding.replica, {})[engine_id] = binding
+
+    def unroute(self, binding: Binding, engine_id: str) -> None:
+        """Ignore all further outputs of this engine request."""
+        assert binding.replica is not None
+        del binding.engine_ids[engine_id]
+        del self.routes[binding.replica][engine_id]
+
+    def release(self, binding: Binding) -> tuple[ReplicaId, tuple[str, ...]] | None:
+        """Release a request from a stage; return its replica and engine requests, or None if it had no replica."""
+        self.settle(binding)
+        if binding.waiting:
+            self._stop_waiting(binding)
+            self._out(CancelTimer(_timer("replica", binding)))
+        if (replica := binding.replica) is None:
+            return None
+        engine_ids = tuple(binding.engine_ids)
+        for engine_id in engine_ids:
+            self.unroute(binding, engine_id)
+        self.pools[binding.stage].release(binding.name)
+        del self._bound[replica][binding]
+        binding.replica = None
+        return replica, engine_ids
+
+    def lose(self, replica: ReplicaId) -> list[Binding]:
+        """Remove a replica; return the bindings it had, which have no replica now."""
+        self.pools[replica.stage].remove(replica)
+        self.routes.pop(replica, None)
+        lost = list(self._bound.pop(replica, ()))
+        for binding in lost:
+            binding.replica = None
+            binding.replays += 1
+            binding.engine_ids.clear()
+        return lost
+
+    # -- waits --------------------------------------------------------------------------------------------------
+
+    def _wait(self, binding: Binding) -> None:
+        """Let a request wait for a replica; a running wait continues."""
+        if not binding.waiting:
+            binding.waiting = True
+            self.waiting[binding.stage, binding.name] = binding
+            self._out(ArmTimer(_timer("replica", binding), self.settings.wait_s))
+            self._count_waiting(binding.stage)
+
+    def _stop_waiting(self, binding: Binding) -> None:
+        binding.waiting = False
+        del self.waiting[binding.stage, binding.name]
+        self._count_waiting(binding.stage)
+
+    def take_waiting(self, stage: str) -> list[Binding]:
+        """Return the requests that wait for a stage, in order of arrival, and end their waits."""
+        found = [binding for (waited, _), binding in self.waiting.items() if waited == stage]
+        for binding in found:
+            self._stop_waiting(binding)
+            self._out(CancelTimer(_timer("replica", binding)))
+        return found
+
+    def expired(self, timer: Timer) -> Binding | None:
+        """Return the binding whose wait has exceeded the limit; None if the wait has ended already."""
+        binding = self.waiting.get((timer.stage, timer.name))
+        if binding is not None:
+            self._stop_waiting(binding)
+        return binding
+
+    def _count_waiting(self, stage: str) -> None:
+        self._out(Observe("waiting", (stage, sum(waited == stage for waited, _ in self.waiting))))
+
+    # -- input that is due ------------------------------------------------------------------------------------------
+
+    def input_sent(self, binding: Binding, *, last: bool, at: float) -> None:
+        """Note that a stage got input; unless that was the last, more input is due from now on."""
+        if last:
+            self.settle(binding)
+            return
+        if binding.owed_since is None:  # a running timer checks this when it fires: cheaper than one per chunk
+            self._owed[binding.stage, binding.name] = binding
+            self._out(ArmTimer(_timer("input", binding), self.settings.input_deadline_s))
+        binding.owed_since = at
+
+    def settle(self, binding: Binding) -> None:
+        """Note that a stage has all its input, or has ended."""
+        if binding.owed_since is not None:
+            binding.owed_since = None
+            del self._owed[binding.stage, binding.name]
+            self._out(CancelTimer(_timer("input", binding)))
+
+    def late(self, timer: Timer, at: float) -> Binding | None:
+        """Return the binding whose input is late when its timer fires; None if its input is not late."""
+        binding = self._owed.get((timer.stage, timer.name))
+        if binding is None or binding.owed_since is None:
+            return None
+        if binding.state.waits:  # waiting for a replica has its own limit
+            binding.owed_since = at
+        due = binding.owed_since + self.settings.input_deadline_s
+        if at < due:
+            self._out(ArmTimer(timer, due - at))
+            return None
+        binding.owed_since = None
+        del self._owed[timer.stage, timer.name]
+        return binding
+
+    # -- for tests ----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise AssertionError if the state is inconsistent."""
+        for key, waits in self.waiting.items():
+            assert key == (waits.stage, waits.name) and waits.waiting, f"{key} does not wait"
+        for replica, routes in self.routes.items():
+            for engine_id, owner in routes.items():
+                assert owner.replica == replica and engine_id in owner.engine_ids, f"{engine_id} is not at {replica}"
+        for stage, pool in self.pools.items():
+            here = sum(len(self._bound.get(replica, ())) for replica in pool.replicas)
+            counted = sum(pool.in_flight(replica) for replica in pool.replicas)
+            assert counted == here, f"the pool of {stage} counts {counted} requests of {here}"
+
+    def check_binding(self, binding: Binding) -> None:
+        """Check one binding, as `check` does."""
+        where, key = f"{binding.name} in {binding.stage}", (binding.stage, binding.name)
+        assert not (binding.waiting and binding.replica), f"{where} waits and is bound"
+        assert binding.waiting == (key in self.waiting), f"{where}: wrong about waiting"
+        assert (binding.owed_since is not None) == (key in self._owed), f"{where}: wrong about its input"
+        assert self.pools[binding.stage].replica_of(binding.name) == binding.replica, f"{where}: the pool disagrees"
+        assert binding.replica is not None or not binding.engine_ids, f"{where} has engine requests nowhere"
+        if binding.replica is not None:
+            assert binding in self._bound[binding.replica], f"{where} would not be missed"
+            routes = self.routes.get(binding.replica, {})
+            assert all(routes.get(each) is binding for each in binding.engine_ids), f"{where}: lost engine requests"
+
+
+def _timer(kind: str, binding: Binding) -> Timer:
+    return Timer(kind, binding.stage, binding.name)  # type: ignore[arg-type]

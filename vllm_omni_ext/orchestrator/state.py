@@ -1,0 +1,148 @@
+"""The state of one request. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.orchestrator.messages import ClientRequest, Opened
+from vllm_omni_ext.plugins.flow import Flow, Submit
+from vllm_omni_ext.plugins.runtime import RequestOptions
+
+REMEMBERED_EVENTS = 16
+"""Length of a request's event history, which is logged with its error."""
+
+
+@dataclass(eq=False, slots=True)
+class Binding:
+    """One request in one stage.
+
+    Attributes:
+        stage: the stage's name in the plan.
+        name: the request's name in the stage's pool; also its engine id if the stage has one engine request for it.
+        replica: the replica that has the request; None while it waits for a replica, and after the stage has ended it.
+        engine_ids: its engine requests on the replica, with the part if the stage works on parts, else None.
+        waiting: the request waits for a replica.
+        source: the stage that its input comes from; None: the client.
+        owed_since: time of its last input while more input is due; None: no input is due.
+        replays: number of failovers.
+        streams: number of streams that were begun.
+        part: the last part that was sent.
+    """
+
+    state: RequestState
+    stage: str
+    name: str
+    replica: ReplicaId | None = None
+    engine_ids: dict[str, Submit | None] = field(default_factory=dict)
+    waiting: bool = False
+    source: str | None = None
+    owed_since: float | None = None
+    replays: int = 0
+    streams: int = 0
+    part: Submit | None = None
+
+    @property
+    def stream(self) -> str:
+        """Name of the open stream."""
+        return f"{self.name}/{self.streams - 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """The KV cache of a prompt.
+
+    Attributes:
+        holder: the replica that stores it.
+        transfer: the transfer parameters for the replica that fetches it.
+    """
+
+    holder: ReplicaId
+    transfer: Mapping[str, Any]
+
+
+@dataclass(eq=False, slots=True)
+class Prompt(Binding):
+    """The client's request in the frontend, or a second computation of its prompt.
+
+    Attributes:
+        recompute: the prompt is computed again, to export its hidden states again.
+        tokens: generated so far.
+        attempts: number of engine requests that were built for it.
+        kv: the KV cache that the frontend may still have to fetch; None after the frontend's first output.
+        handed: (number of the message, time, replica) of the message that gave the frontend `kv` to fetch; None before
+            that message, and after the frontend's first output.
+    """
+
+    recompute: bool = False
+    tokens: list[int] = field(default_factory=list)
+    attempts: int = 0
+    kv: KVCache | None = None
+    handed: tuple[int, float, ReplicaId] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """One request.
+
+    Attributes:
+        bindings: by stage, without those of prompts.
+        prompts: the client's request in the frontend, under the request's id, and recomputations.
+        forwarded: the request uses the frontend.
+        stages_seen: stages that have returned an output for it.
+        done: stages that have ended it.
+        open_outputs: outputs of the flow whose last chunk is missing.
+        hidden_states: (replica, address of the producer, name) of hidden states that replicas store for it.
+        finished: the flow has ended; only the frontend may still work.
+    """
+
+    request_id: str
+    external_id: str
+    flow: Flow
+    options: RequestOptions
+    sink: Any
+    client: ClientRequest | None
+    budgets: Mapping[str, int]
+    open_outputs: set[str]
+    bindings: dict[str, Binding] = field(default_factory=dict)
+    prompts: dict[str, Prompt] = field(default_factory=dict)
+    stages_seen: set[str] = field(default_factory=set)
+    done: set[str] = field(default_factory=set)
+    hidden_states: set[tuple[ReplicaId, str, str]] = field(default_factory=set)
+    recomputations: int = 0
+    forwarded: bool = False
+    finished: bool = False
+    history: deque[tuple[Any, ...]] = field(default_factory=lambda: deque(maxlen=REMEMBERED_EVENTS))
+
+    @classmethod
+    def of(cls, event: Opened) -> RequestState:
+        """Return the state of a request that begins."""
+        return cls(
+            request_id=event.request_id,
+            external_id=event.external_id,
+            flow=event.flow,
+            options=event.options,
+            sink=event.sink,
+            client=event.client,
+            budgets=event.budgets,
+            open_outputs=set(event.flow.outputs),
+        )
+
+    def __iter__(self) -> Iterator[Binding]:
+        """Iterate over all its bindings."""
+        yield from self.bindings.values()
+        yield from self.prompts.values()
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a replica of any stage."""
+        return any(binding.waiting for binding in self)
+
+    def story(self) -> str:
+        """Its last events, as text for the log."""
+        return f"request {self.external_id}, last events: " + "; ".join(
+            " ".join(str(word) for word in entry if word is not None and word != "") for entry in self.history
+        )

@@ -1,0 +1,213 @@
+"""Request flow: events in, actions out. Pure: no vLLM, no torch, no sockets, no clock.
+
+A plugin implements `Flow` for each kind of request. The orchestrator passes stage outputs to the flow and executes the
+actions that the flow returns. The orchestrator handles order, routing, failover, deadlines and abort; a flow decides
+and never waits. Tensors pass through as opaque objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from vllm_omni_ext.modalities.base import OutputChunk
+
+Finish = Literal["stop", "length", "abort", "error", "repetition"]
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """The output of one engine step of a stage for this request.
+
+    Attributes:
+        stage: name of the stage in the model's pipeline.
+        tokens: new token ids.
+        payload: `wire.envelope.StageError` if the stage could not serve its input; a message of the core (e.g.
+            `HiddenStatesChunkReady`); else the step's tensor as decoded by `ModelRuntime.decode`; None if there is
+            none.
+        finish: why the request (or the stream) has ended in that stage; None while it continues.
+        part: the part of a stream that this output belongs to (see `Submit`); None for other stages.
+        at: time of the output, in seconds of a monotonic clock.
+    """
+
+    stage: str
+    tokens: tuple[int, ...] = ()
+    payload: Any = None
+    finish: Finish | None = None
+    part: int | None = None
+    at: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Send the client's own engine request to the frontend; its tokens become vLLM's text output.
+
+    After the loss of a replica, the core resumes the request on another one without calling `Flow.replay`.
+    """
+
+    stage: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """Open the request in a stage that accepts requests or chunks.
+
+    Attributes:
+        prompt: token ids as the stage's engine counts them.
+        payload: the plugin's message for the stage's worker.
+        last: no `Extend` follows.
+        prompt_positions: number of leading prompt positions whose input is known; None = all of them.
+        step_inputs: number of positions after the prompt whose input is known (a stage that accepts chunks samples only
+            as far as its inputs reach; once the input is complete, it continues until its end).
+        hidden_spans: ranges [start, stop) of prompt positions whose input is hidden states of another stage.
+        hidden_states: location of these hidden states, as far as they exist (`wire.hidden_states.HiddenStatesRef`).
+        done: number of tokens at the end of `prompt` that this stage generated before it was lost.
+        stop: token ids that end the request in that stage.
+        params: parameters of this request; None = the request's options over the stage's defaults.
+        features: vLLM `MultiModalFeatureSpec`s of the prompt.
+    """
+
+    stage: str
+    prompt: list[int]
+    payload: msgspec.Struct | None = None
+    last: bool = True
+    prompt_positions: int | None = None
+    step_inputs: int = 0
+    hidden_spans: Sequence[tuple[int, int]] = ()
+    hidden_states: Any = None
+    done: int = 0
+    stop: tuple[int, ...] = ()
+    params: Any = None
+    features: Sequence[Any] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extend:
+    """Send one more chunk to a stage in which the request is open.
+
+    Attributes:
+        payload: the plugin's message for the stage's worker.
+        last: no further chunk follows.
+        prompt_positions: number of additional prompt positions whose input comes with this chunk.
+        step_inputs: number of additional positions after the prompt whose input comes with this chunk.
+        hidden_states: current location of the prompt's hidden states (`wire.hidden_states.HiddenStatesRef`).
+    """
+
+    stage: str
+    payload: msgspec.Struct | None = None
+    last: bool = False
+    prompt_positions: int = 0
+    step_inputs: int = 0
+    hidden_states: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Send the next part of a stream to a stage that accepts parts.
+
+    A stage may answer a part several times; its last answer has a finish reason. The stage keeps state between the
+    parts of a stream, so all parts go to the same replica.
+
+    Attributes:
+        part: counts from 0; 0 begins the stream, also again after the stage was lost.
+        prompt: token ids of the part; may be empty.
+        payload: the plugin's message for the stage.
+        last: no part follows.
+        pooling_task: vLLM's task of a pooling stage; None = the stage takes sampling parameters.
+        params: parameters of this request; None = the request's options over the stage's defaults.
+        features: vLLM `MultiModalFeatureSpec`s of the prompt.
+    """
+
+    stage: str
+    part: int = 0
+    prompt: Sequence[int] = ()
+    payload: msgspec.Struct | None = None
+    last: bool = True
+    pooling_task: str | None = None
+    params: Any = None
+    features: Sequence[Any] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Compute the prompt of a forwarded request again, so that the stage exports its hidden states again.
+
+    Only payload events follow, no tokens.
+    """
+
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Send an output chunk to the client; `chunk.last` ends the output of this modality."""
+
+    chunk: OutputChunk
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Report a stage's progress to the client: `done` of `total` steps."""
+
+    stage: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """End the request in all stages, with an error for the client."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """End the flow: the request's resources outside the frontend are released."""
+
+
+Action = Forward | Open | Extend | Submit | Recompute | Emit | Progress | Fail | Finished
+
+
+class Flow(Protocol):
+    """The route of one request through the stages."""
+
+    stages: frozenset[str]
+    """Stages that the request may use; it is refused or fails only if one of these is unavailable."""
+
+    outputs: frozenset[str]
+    """Modalities of the answer: the request ends when each had its last chunk. The "text" of a forwarded request ends
+    with vLLM's text output."""
+
+    def begin(self) -> list[Action]:
+        """Return the first actions."""
+
+    def handle(self, event: Produced) -> list[Action]:
+        """Return the actions that follow an event."""
+
+    def replay(self, stage: str) -> list[Action]:
+        """Return the actions that open the request again in a stage that lost it, from everything known so far."""
+
+
+class ForwardFlow:
+    """A request that only the frontend answers."""
+
+    def __init__(self, frontend: str, output: str = "text") -> None:
+        self.stages = frozenset((frontend,))
+        self.outputs = frozenset((output,))
+        self._frontend = frontend
+
+    def begin(self) -> list[Action]:
+        """Forward the client's request."""
+        return [Forward(self._frontend)]
+
+    def handle(self, event: Produced) -> list[Action]:
+        """Do nothing: the frontend's tokens go to the client."""
+        return []
+
+    def replay(self, stage: str) -> list[Action]:
+        """Do nothing: the core resumes a forwarded request itself."""
+        return []

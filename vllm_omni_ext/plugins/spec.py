@@ -1,0 +1,194 @@
+"""The declarations of a model plugin. Pure data: no vLLM, no torch, no HTTP.
+
+A plugin is a package with an entry point of the group `vllm_omni_ext.models` that names a `ModelFamily`:
+
+    [project.entry-points."vllm_omni_ext.models"]
+    bagel = "vllm_omni_bagel.family:FAMILY"
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vllm_omni_ext.errors import ConfigError
+
+API_VERSION = 1
+"""Version of this contract; a family with another version is refused when it is loaded."""
+
+ENTRY_POINTS = "vllm_omni_ext.models"
+"""Entry-point group of families."""
+
+KV: Literal["kv"] = "kv"
+"""Kind of an edge that transfers KV caches."""
+
+SAMPLING_PARAMS = "vllm.sampling_params:SamplingParams"
+"""Type of a stage's parameters unless the stage declares its own."""
+
+Accepts = Literal["requests", "chunks", "parts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSpec:
+    """One stage of a pipeline, before any user setting.
+
+    Attributes:
+        name: e.g. "talker".
+        accepts: what the flow may send to the stage. "requests": whole requests (`Forward`, or `Open` with
+            `last=True`). "chunks": a request that is opened and gets more input later (`Open`, then `Extend`).
+            "parts": separate engine requests of one stream, between which the stage keeps state (`Submit`).
+        engine: vLLM `EngineArgs` fields that the user cannot override (worker_cls, hf_overrides, ...).
+            Values are plain data; a string of the form "pkg.mod:attr" under `hf_overrides` names a function.
+        engine_defaults: `EngineArgs` fields the user may override, for this stage by name.
+        cuda_defaults: `EngineArgs` fields of a replica on a CUDA machine that the user may override.
+        custom_ops: vLLM's names of operators that keep vLLM's own kernels in compiled code, unless the user's
+            `compilation_config` configures them.
+        models: vLLM architecture -> "module:class" of model classes that this stage's engine may need. Classes of
+            vLLM are not replaced: use another name, and set it with `hf_overrides`.
+        params: "pkg.mod:attr" of the type of the stage's parameters: vLLM's `SamplingParams`, or a frozen
+            `msgspec.Struct` of the plugin (e.g. the number of denoise steps).
+        defaults: fields of `params`; a user overrides them with `stages.<name>.params`.
+        payloads: "pkg.mod:attr" of the `msgspec.Struct`s that the flow sends to the stage.
+        splittable: another stage may compute this stage's prompts (prefill/decode disaggregation).
+        cpu_kv_bytes: default KV cache bytes of a replica on a CPU machine; 0 = no KV cache.
+        gpu_share: a replica's share of a CUDA device's memory, relative to other replicas on the device; used when the
+            sizes of the model or of the device are unknown.
+        part_of: the stage of the model of which this is the prefill or decode side; "" if it is not split. Set by the
+            planner.
+    """
+
+    name: str
+    accepts: Accepts = "requests"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    engine_defaults: Mapping[str, Any] = field(default_factory=dict)
+    cuda_defaults: Mapping[str, Any] = field(default_factory=dict)
+    custom_ops: tuple[str, ...] = ()
+    models: Mapping[str, str] = field(default_factory=dict)
+    params: str = SAMPLING_PARAMS
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    payloads: tuple[str, ...] = ()
+    splittable: bool = False
+    cpu_kv_bytes: int = 0
+    gpu_share: float = 1.0
+    part_of: str = ""
+
+    @property
+    def model_stage(self) -> str:
+        """The stage's name in the model's flow and facts."""
+        return self.part_of or self.name
+
+
+@dataclass(frozen=True)
+class EdgeSpec:
+    """A connection between two stages: `tokens` travel in request messages, `tensors` through a connector.
+
+    `kv`: the source computes a request's prompt; the target fetches its KV cache and continues.
+
+    Attributes:
+        name: key of its chunk sizes, or of its connector, in a configuration; "" if it has neither.
+        chunks: default sizes of successive chunks; the last one repeats.
+    """
+
+    source: str
+    target: str
+    kind: Literal["tokens", "tensors", "kv"]
+    name: str = ""
+    chunks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSpec:
+    """One way to run a family: its stages and how they are connected.
+
+    Attributes:
+        name: e.g. "qwen3_omni"; `pipeline:` of a stage config selects it, and a preset of this name is its default.
+        stages: in start order; names are unique.
+        frontend: the stage whose config, tokenizer and renderer vLLM's server gets; stock `vllm serve` flags apply to
+            it. A request need not use it.
+        modalities: what this pipeline can answer with, e.g. ("text", "audio").
+        edges: connections, by stage name.
+    """
+
+    name: str
+    stages: tuple[StageSpec, ...]
+    frontend: str
+    modalities: tuple[str, ...]
+    edges: tuple[EdgeSpec, ...] = ()
+
+    def chunks(self) -> dict[str, tuple[int, ...]]:
+        """Return the default chunk sizes by the name of the edge."""
+        return {edge.name: edge.chunks for edge in self.edges if edge.chunks}
+
+    def takes_stock_flags(self, stage: StageSpec) -> bool:
+        """Return whether stock `vllm serve` flags apply to a stage: the frontend, or a side of a split frontend."""
+        return stage.model_stage == self.stage(self.frontend).model_stage
+
+    def stage(self, name: str) -> StageSpec:
+        """Return the stage of that name; ConfigError names the known ones."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        known = ", ".join(s.name for s in self.stages)
+        raise ConfigError(f"stages.{name}: pipeline '{self.name}' has no such stage; use one of {known}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFamily:
+    """The object that an entry point names. All strings of the form "pkg.mod:attr" are imported only where they are
+    needed.
+
+    Attributes:
+        name: unique among all installed families.
+        api_version: the `API_VERSION` the family was written for.
+        architectures: `architectures[0]` of the Hugging Face configs that the family serves.
+        pipelines: the first one is the default; `pipeline:` of a stage config chooses another. A family without
+            pipelines serves nothing and only writes a `tiny` checkpoint.
+        facts: "pkg.mod:attr" of `(hf_config, params by stage) -> plugins.memory.ModelFacts`; "" if there is none.
+        memory: "pkg.mod:attr" of `(hf_config, StoredTensors or None) -> StageMemory by stage` (see `plugins.memory`);
+            "" if there is none.
+        runtime: "pkg.mod:attr" of the `plugins.runtime.ModelRuntime` class; imported in API servers only.
+        http: "pkg.mod:attr" of the `plugins.http.HttpSurface` class; "" = chat only. Imported in API servers only.
+        presets: package with stage configs (`*.yaml`) that travel with the plugin; "" if there are none.
+        chat_template: "pkg:file" of a Jinja template in a package, which is used unless the user names one; "" = the
+            checkpoint's own. For checkpoints whose template is missing or wrong.
+        modalities: "pkg.mod:attr" of `modalities.base.Modality` objects that the family brings along.
+        seams: "pkg.mod:attr" of a tuple of `patching.spec.Seam`s: what of vLLM the plugin's classes rely on.
+        overrides: "pkg.mod:attr" of a tuple of `patching.spec.Override`s: what of vLLM the plugin replaces at run time.
+        tiny: "pkg.mod:attr" of `(directory, *, ...) -> Path` that writes a tiny random checkpoint; its keyword
+            arguments (int, or bool that is False) become options of `vllm-omni-ext tiny`. "" if there is none.
+    """
+
+    name: str
+    api_version: int
+    architectures: tuple[str, ...]
+    pipelines: tuple[PipelineSpec, ...]
+    runtime: str
+    facts: str = ""
+    memory: str = ""
+    http: str = ""
+    presets: str = ""
+    chat_template: str = ""
+    modalities: tuple[str, ...] = ()
+    seams: str = ""
+    overrides: str = ""
+    tiny: str = ""
+
+    def pipeline(self, name: str = "") -> PipelineSpec:
+        """Return the pipeline of that name, or the default one; ConfigError names the known ones."""
+        if not self.pipelines:
+            raise ConfigError(f"pipeline: model family '{self.name}' has no pipeline yet")
+        if not name:
+            return self.pipelines[0]
+        for pipeline in self.pipelines:
+            if pipeline.name == name:
+                return pipeline
+        known = ", ".join(each.name for each in self.pipelines)
+        raise ConfigError(f"pipeline: model family '{self.name}' has no pipeline '{name}'; use one of {known}")
+
+
+def resolve(name: str) -> Any:
+    """Import and return the object that "pkg.mod:attr" names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,1 @@
+"""Connections from an API server to replicas."""

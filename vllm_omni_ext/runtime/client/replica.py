@@ -1,0 +1,121 @@
+"""The `Replica` protocol that the orchestrator uses, and its implementation with the stock vLLM client."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.wire.stage_input import FORGET
+
+
+class Replica(Protocol):
+    """A replica, as the orchestrator uses it."""
+
+    id: ReplicaId
+
+    async def add(self, request: EngineCoreRequest) -> None:
+        """Send a request, or a chunk of one."""
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests; unknown ids are ignored by the engine."""
+
+    async def call(self, utility: str, *args: Any) -> Any:
+        """Call one of the client's utilities, e.g. `sleep_async`; EngineDeadError if the replica is dead."""
+
+    async def outputs(self) -> EngineCoreOutputs:
+        """The next outputs; EngineDeadError if the replica is dead."""
+
+    def close(self, timeout: float | None = None) -> None:
+        """Close the connection."""
+
+
+class StockReplica:
+    """A replica reached through vLLM's own `AsyncMPClient`."""
+
+    def __init__(self, replica_id: ReplicaId, client: AsyncMPClient) -> None:
+        self.id = replica_id
+        self.client = client
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._gone = False
+
+    async def add(self, request: EngineCoreRequest) -> None:
+        """Send a request or a chunk of one. No-op if the replica is dead: `replica_down` replays its requests."""
+        if not self.dead:
+            await self.client.add_request_async(request)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests."""
+        await self.client.abort_requests_async(request_ids)
+
+    async def call(self, utility: str, *args: Any) -> Any:
+        """Call one of the client's utilities.
+
+        Raises:
+            EngineDeadError: the replica is dead, or died before it answered (vLLM's client would wait for ever).
+        """
+        if self._gone:
+            raise EngineDeadError()
+        call = asyncio.ensure_future(getattr(self.client, utility)(*args))
+        self._calls.add(call)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if self._gone:
+                raise EngineDeadError() from None
+            raise
+        finally:
+            self._calls.discard(call)
+
+    async def outputs(self) -> EngineCoreOutputs:
+        """The next outputs of this replica for this API server. A pending call ends when the replica has no more
+        outputs.
+        """
+        try:
+            return await self.client.get_output_async()
+        except (EngineDeadError, asyncio.CancelledError):
+            self._gone = True
+            for call in self._calls:
+                call.cancel()
+            raise
+
+    async def fence(self) -> None:
+        """Wait until the engine has processed everything sent before: it answers the call of a utility in order."""
+        await self.client.get_supported_tasks_async()
+
+    def fail(self, error: Exception) -> None:
+        """Make `outputs` raise: called when a supervisor saw the process die (vLLM's client does not notice)."""
+        self.client.resources.engine_dead = True
+        self.client.outputs_queue.put_nowait(error)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Close the sockets. The launcher owns the process."""
+        self.client.shutdown(timeout=timeout)
+
+    @property
+    def dead(self) -> bool:
+        """Whether vLLM's client has marked the engine as dead."""
+        return bool(self.client.resources.engine_dead)
+
+
+def forget_request(client: int, before: float) -> EngineCoreRequest:
+    """A request that aborts what a dead API server had sent until `before` (Unix seconds); see
+    `wire.stage_input.FORGET`.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    return EngineCoreRequest(
+        request_id=f"forget-{client}-{before}",
+        prompt_token_ids=[0],
+        mm_features=None,
+        sampling_params=SamplingParams(extra_args={FORGET: {"client": client, "before": before}}),
+        pooling_params=None,
+        arrival_time=before,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )

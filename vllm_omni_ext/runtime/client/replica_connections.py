@@ -1,0 +1,427 @@
+"""The replicas that one API server is connected to: connecting, losing and reconnecting them.
+
+The head announces a replica that starts. The API server listens for the replica and connects once the replica is ready.
+The connection of a replica whose process has ended is closed for good. A replica that only misses heartbeats keeps its
+connection: when the coordinator sees it again, its old requests are aborted first, and then it takes new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+
+from vllm_omni_ext.coordinator.follower import Change, apply_view
+from vllm_omni_ext.coordinator.keys import Keys
+from vllm_omni_ext.coordinator.members import Attach, Detach, Entry, Forget, Member, View
+from vllm_omni_ext.coordinator.watcher import Watcher
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.observability.observer import Observer
+from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
+from vllm_omni_ext.pool.stage_pool import StagePool
+from vllm_omni_ext.runtime.client.board import SharedCounters
+from vllm_omni_ext.runtime.client.client import Client, Listeners, addresses
+from vllm_omni_ext.runtime.client.replica import StockReplica, forget_request
+from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.topology.turns import devices_of, longest_sequence
+from vllm_omni_ext.wire.control import Server
+
+log = logging.getLogger(__name__)
+
+
+AFTER_THE_LAUNCHER_S = 30.0
+"""An API server waits this much longer than the head, because the head's error states why a replica is not ready."""
+
+
+def connect_limit_s(plan: Plan) -> float:
+    """How long an API server waits for a replica, in seconds: enough for all starts that may precede its own."""
+    return plan.config.startup_timeout_s * longest_sequence(devices_of(plan)) + AFTER_THE_LAUNCHER_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaInfo:
+    """Facts about a replica for status pages. `restarts`: how often the replica was restarted."""
+
+    host: str
+    pid: int
+    restarts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connections:
+    """What one API server needs to reach every replica.
+
+    Attributes:
+        configs: vLLM config by stage.
+        listeners: the sockets on which this API server listens for each replica: input and output.
+        folder: private directory of the deployment.
+        ready_responses: ready messages of the replicas, if this API server replaces one that has died; else None.
+        starting: replicas that are being started.
+        client_count: number of API servers.
+        client_index: index of this API server.
+        about: facts about the replicas for status pages.
+        started: Unix time at which the command began, seconds.
+        views: address at which the coordinator publishes views; None without a coordinator.
+        head: process id of the head.
+        drain_s: how long requests may take to end when the API server shuts down, in seconds.
+        board: counters shared by the API servers; None without API servers.
+    """
+
+    plan: Plan
+    configs: Mapping[str, VllmConfig]
+    listeners: Mapping[ReplicaId, Listeners]
+    folder: str
+    ready_responses: Mapping[ReplicaId, bytes] | None = None
+    starting: tuple[ReplicaId, ...] = ()
+    client_count: int = 1
+    client_index: int = 0
+    about: Mapping[ReplicaId, ReplicaInfo] = field(default_factory=dict)
+    started: float = 0.0
+    views: str | None = None
+    head: int = 0
+    drain_s: int = 0
+    board: SharedCounters | None = None
+
+    def connect(self, replica: ReplicaId, listeners: Listeners, ready_response: bytes | None = None) -> StockReplica:
+        """Connect to a replica that is ready.
+
+        Args:
+            ready_response: the replica's ready message, if an earlier API server has received it; else None.
+        """
+        config = deepcopy(self.configs[replica.stage])  # vLLM's client writes into its config
+        client = Client(
+            config,
+            Executor.get_class(config),
+            False,
+            client_addresses=addresses(listeners),
+            client_count=self.client_count,
+            client_index=self.client_index,
+            ready_response=ready_response,
+            keys=self._keys(listeners),
+            ready_within_s=connect_limit_s(self.plan),
+        )
+        return StockReplica(replica, client)
+
+    def _keys(self, listeners: Listeners) -> Keys | None:
+        """CURVE keys for a replica that connects over TCP; None for unix sockets, which lie in a private folder."""
+        return Keys.read(self.plan.config.cluster_secret_file) if listeners[0].address.startswith("tcp:") else None
+
+    def connect_all(self) -> dict[ReplicaId, StockReplica]:
+        """Connect to the replicas that run at the start."""
+        return {
+            replica: self.connect(
+                replica, listeners, None if self.ready_responses is None else self.ready_responses.get(replica, b"")
+            )
+            for replica, listeners in self.listeners.items()
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """The coordinator's last news of a replica, and when its last heartbeat was seen (monotonic seconds)."""
+
+    entry: Entry
+    last_seen: float
+
+
+Take = Callable[[ReplicaId, EngineCoreOutputs], Awaitable[None]]
+
+
+class ReplicaConnections:
+    """Runs in the event loop of one API server.
+
+    Args:
+        replicas: the replicas that are connected already.
+        take: receives everything a replica puts out.
+        joined: called with every replica that is connected later.
+        lost: called with every replica whose connection has been closed.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        orchestrator: Orchestrator,
+        replicas: Mapping[ReplicaId, StockReplica],
+        *,
+        take: Take,
+        joined: Callable[[StockReplica], None],
+        lost: Callable[[ReplicaId], None],
+    ) -> None:
+        self.replicas = dict(replicas)
+        self.about = dict(connections.about)
+        self.reports: dict[ReplicaId, Report] = {}
+        self.servers: tuple[Server, ...] = ()
+        """All API servers, from the head's latest message."""
+        self.connected: Callable[[StockReplica], None] = lambda replica: None
+        """Called with every replica that is connected after the start."""
+        self.watcher: Watcher | None = None
+        self._connections = connections
+        self._orchestrator = orchestrator
+        self._take, self._joined, self._lost = take, joined, lost
+        self._local = {each.id for each in connections.plan.replicas()}
+        self._bearers: dict[ReplicaId, Member] = {}
+        self._silent: dict[ReplicaId, tuple[str, ...]] = {}
+        self._coming: dict[ReplicaId, asyncio.Task[None]] = {}
+        """Tasks that connect to a replica."""
+        self._returning: dict[ReplicaId, asyncio.Task[None]] = {}
+        """Tasks that make a replica, silent until now, end its old requests."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def _observer(self) -> Observer:
+        return self._orchestrator.observer
+
+    @property
+    def _pools(self) -> Mapping[str, StagePool]:
+        return self._orchestrator.pools
+
+    def start(self) -> None:
+        """Start reading from the replicas, and following the coordinator if there is one."""
+        for name in self._connections.starting:
+            self.starting(name)
+        for name, about in self.about.items():
+            counted = self._connections.ready_responses is not None  # by the API server that this one replaces
+            self._count_restarts(name, 0 if counted else about.restarts)
+        for replica in self.replicas.values():
+            self._spawn(self._read(replica))
+        if self._connections.ready_responses is not None:
+            self.forget_requests_of(self._connections.client_index, time.time())
+        if self._connections.views is not None:
+            keys = Keys.read(self._connections.plan.config.cluster_secret_file)
+            self.watcher = Watcher(self._connections.views, keys=keys)
+            self._spawn(self._follow(self.watcher))
+
+    def close(self) -> None:
+        """Stop reading and following; called in the loop. The caller closes the connections."""
+        for task in self._tasks:
+            task.cancel()
+        if self.watcher is not None:
+            self.watcher.close()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of these connections."""
+        return self._loop
+
+    def state(self, replica: ReplicaId) -> str:
+        """State of a replica for status pages: the coordinator's, or DOWN without a connection."""
+        if replica not in self._pools[replica.stage].replicas:
+            return "DOWN"
+        report = self.reports.get(replica)
+        return "UP" if report is None else report.entry.state.name
+
+    def known(self, stage: str) -> list[ReplicaId]:
+        """The planned replicas of a stage and the replicas that have joined it, live or not."""
+        return sorted(replica for replica in self.about if replica.stage == stage)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a replica is not followed any more", exc_info=error)
+
+    # -- messages of the head ------------------------------------------------------------------------------------
+
+    def starting(self, replica: ReplicaId) -> None:
+        """A replica is going to start, so requests may wait for it."""
+        self._orchestrator.announce(replica)
+
+    def started(self, replica: ReplicaId, pid: int) -> None:
+        """Record the process of a replica that is connected from the start; the process did not exist when this one
+        started.
+        """
+        self.about[replica] = replace(self.about[replica], pid=pid)
+
+    def ready(self, replica: ReplicaId, about: ReplicaInfo, listeners: Listeners) -> None:
+        """A replica is ready: connect, and send it requests. Returns at once."""
+        self._coming[replica] = self._spawn(self._connect(replica, about, listeners))
+
+    async def _connect(self, replica: ReplicaId, about: ReplicaInfo, listeners: Listeners) -> None:
+        try:
+            connected = await _in_thread(partial(self._connections.connect, replica, listeners))
+        except Exception as error:
+            log.exception("replica %s is ready and cannot be connected", replica)
+            self._coming.pop(replica, None)
+            await self._orchestrator.never_up(replica, f"it cannot be connected: {error}")
+            return
+        if (before := self.replicas.get(replica)) is not None:  # its end is known, but it has not been dropped yet
+            await self._drop(before, "another process has its place")
+        self._coming.pop(replica, None)
+        known = self.about.get(replica)
+        self._count_restarts(replica, about.restarts - (known.restarts if known else 0))
+        self.about[replica] = about
+        self.replicas[replica] = connected
+        self.connected(connected)
+        self._joined(connected)
+        self._spawn(self._read(connected))
+        await self._orchestrator.replica_up(connected)
+
+    def _count_restarts(self, replica: ReplicaId, more: int) -> None:
+        if self._connections.client_index == 0:
+            self._observer.restarted(replica, max(more, 0))
+
+    def forget_requests_of(self, client: int, before: float) -> None:
+        """Make all replicas abort the requests that a dead API server had sent until `before` (Unix time, seconds)."""
+        for replica in self.replicas.values():
+            self._spawn(replica.add(forget_request(client, before)))
+
+    def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
+        """A replica's process has ended or failed to start; `again` if the process will be restarted."""
+        _cancel(self._coming, replica)
+        if again:
+            self._orchestrator.announce(replica)
+        else:
+            self._orchestrator.announce(replica, coming=False)
+        connected = self.replicas.get(replica)
+        if connected is not None:  # read the outputs that precede its end first
+            connected.fail(EngineDeadError(reason))
+        elif not again:
+            self._spawn(self._orchestrator.never_up(replica, reason))
+
+    # -- outputs of replicas -------------------------------------------------------------------------------------
+
+    async def _read(self, replica: StockReplica) -> None:
+        try:
+            while True:
+                await self._take(replica.id, await replica.outputs())
+        except EngineDeadError as error:
+            await self._drop(replica, str(error))
+
+    async def _drop(self, replica: StockReplica, reason: str) -> None:
+        if self.replicas.get(replica.id) is not replica:
+            return
+        _cancel(self._returning, replica.id)
+        # Close now and in the loop: a socket that is still open when its context is collected blocks the collector for
+        # ever.
+        replica.close(timeout=0)
+        del self.replicas[replica.id]
+        self._silent.pop(replica.id, None)
+        self._bearers.pop(replica.id, None)
+        self.reports.pop(replica.id, None)
+        self._lost(replica.id)
+        await self._leave(replica.id, reason)
+
+    async def _leave(self, replica: ReplicaId, reason: str) -> tuple[str, ...]:
+        if replica not in self._pools[replica.stage].replicas:
+            return ()
+        return await self._orchestrator.replica_down(replica, reason)
+
+    # -- views of the coordinator --------------------------------------------------------------------------------
+
+    async def _follow(self, watcher: Watcher) -> None:
+        async for view, changes in watcher:
+            self._observer.viewed(watcher.age())
+            for change in changes:
+                await self._change(change)
+            self._note(view)
+            for pool in self._pools.values():
+                apply_view(pool, view)
+
+    def _note(self, view: View) -> None:
+        now, before = time.monotonic(), self.reports
+        self.reports = {}
+        for entry in view.replicas:
+            last = before.get(entry.member.id)
+            last_seen = last.last_seen if last is not None and last.entry.load == entry.load else now
+            self.reports[entry.member.id] = Report(entry, last_seen)
+            if last_seen == now:
+                self._observer.heartbeat(entry.member.id)
+
+    async def _change(self, change: Change) -> None:
+        replica = change.member.id
+        connected = self.replicas.get(replica)
+        match change:
+            case Attach(member):
+                self._bearers[replica] = member
+                if connected is not None and replica in self._silent:
+                    self._returning[replica] = self._spawn(self._attach_again(connected))
+            case Detach(member, reason) if connected is not None and self._bearers.get(replica) == member:
+                self._orchestrator.announce(replica)  # it may come back
+                self._silent[replica] = await self._leave(replica, reason)
+            case Forget(member) if replica not in self._local:
+                # A local replica keeps its connection: the end of its process is noticed, and it may still come back.
+                await self._forget(member, connected)
+
+    async def _forget(self, member: Member, connected: StockReplica | None) -> None:
+        """Drop a replica of another host. A replica that already has the same name is kept."""
+        replica = member.id
+        if self._bearers.get(replica) == member:
+            del self._bearers[replica]
+            if connected is not None:
+                await self._drop(connected, "it has left")
+            await self._orchestrator.never_up(replica, "it has left")
+        if replica not in self.replicas and replica not in self._coming:
+            self.about.pop(replica, None)
+            self._observer.forgotten(replica)
+
+    async def _attach_again(self, replica: StockReplica) -> None:
+        """Reattach a replica that was silent: abort the requests that were replayed elsewhere, then send it requests
+        again.
+
+        After the fence, no output for such a request can arrive.
+        """
+        stale = self._silent.pop(replica.id)
+        try:
+            await replica.abort(list(stale))
+            await replica.fence()
+        except EngineDeadError:
+            return  # its reader receives the error too
+        self._returning.pop(replica.id, None)
+        if self.replicas.get(replica.id) is replica and replica.id not in self._silent:
+            log.warning("replica %s is back", replica.id)
+            await self._orchestrator.replica_up(replica)
+
+
+def _cancel(tasks: dict[ReplicaId, asyncio.Task[None]], replica: ReplicaId) -> None:
+    if (task := tasks.pop(replica, None)) is not None:
+        task.cancel()
+
+
+async def _in_thread(make: Callable[[], StockReplica]) -> StockReplica:
+    """Run blocking code that waits for a replica's message in a daemon thread, which cannot keep the process alive."""
+    loop = asyncio.get_running_loop()
+    made: asyncio.Future[StockReplica] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = make()
+        except BaseException as error:
+            loop.call_soon_threadsafe(_settle, made, None, error)
+        else:
+            loop.call_soon_threadsafe(_settle, made, result, None)
+
+    threading.Thread(target=run, name="omni-connect", daemon=True).start()
+    try:
+        return await made
+    except asyncio.CancelledError:
+        if made.done() and not made.cancelled() and made.exception() is None:  # cancelled at the moment of success
+            made.result().close(timeout=0)
+        raise
+
+
+def _settle(made: asyncio.Future[StockReplica], result: StockReplica | None, error: BaseException | None) -> None:
+    if made.cancelled():  # the replica ended while it was being connected
+        if result is not None:
+            result.close(timeout=0)
+        return
+    if error is not None:
+        made.set_exception(error)
+    elif result is not None:
+        made.set_result(result)

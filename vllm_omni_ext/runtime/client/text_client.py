@@ -1,0 +1,112 @@
+"""The engine client of `AsyncLLM`: all replicas of the frontend, behind the orchestrator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.orchestrator.admission import Admission
+from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
+from vllm_omni_ext.runtime.client.calls import Calls
+from vllm_omni_ext.runtime.client.replica import StockReplica
+
+
+class Resources:
+    """`engine_dead` as vLLM's server reads it. True would end the server; it stays false when a stage is lost."""
+
+    def __init__(self) -> None:
+        self.engine_dead = False
+
+
+class TextClient:
+    """Duck-typed `EngineCoreClient` over the replicas of the frontend.
+
+    Args:
+        config: of the frontend.
+        replicas: the frontend's replicas (shared with the orchestrator, which removes lost ones).
+        admission: starts requests.
+        sides: the prefill and decode stages that callers address by one name, by that name.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        replicas: Mapping[ReplicaId, StockReplica],
+        orchestrator: Orchestrator,
+        sides: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        *,
+        admission: Admission,
+    ) -> None:
+        self._replicas = dict(replicas)
+        self._admission = admission
+        self._orchestrator = orchestrator
+        self.calls = Calls(orchestrator.replicas, orchestrator.pools, orchestrator.frontend, sides)
+        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._handling = False
+        self.resources = Resources()
+        self.engine_ranks_managed = [replica.index for replica in self._replicas]
+        self.vllm_config = config
+        self.stats_update_address = None
+
+    def deliver(self, outputs: EngineCoreOutputs) -> None:
+        """Pass outputs on to `AsyncLLM`, after the orchestrator has seen them."""
+        self._outputs.put_nowait(outputs)
+
+    def joined(self, replica: StockReplica) -> None:
+        """A replica is connected."""
+        self._replicas[replica.id] = replica
+
+    def lost(self, replica: ReplicaId) -> None:
+        """A replica is lost. The server stays up even without replicas: it answers 503 and reports its state."""
+        self._replicas.pop(replica, None)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """The next outputs of any replica. A call also acknowledges the previous outputs (see `delivered`)."""
+        if self._handling:
+            self._outputs.task_done()
+        self._handling = False
+        outputs = await self._outputs.get()
+        self._handling = True
+        return outputs
+
+    async def delivered(self) -> None:
+        """Wait until `AsyncLLM` has processed all outputs passed to it."""
+        await self._outputs.join()
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Start a client's request."""
+        await self._admission.open(request)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """Called by vLLM's output loop when a request met a stop string (`AsyncOmni.abort` comes first otherwise)."""
+        await self._orchestrator.text_stopped(request_ids)
+
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        """KV event publishers of the replicas."""
+        return {
+            replica.index: s for replica, r in self._replicas.items() for s in r.client.get_kv_event_sources().values()
+        }
+
+    def dp_engines_running(self) -> bool:
+        """Always false: replicas are independent, so there are no data parallel waves."""
+        return False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Close all connections."""
+        for replica in self._replicas.values():
+            replica.close(timeout)
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        """Utilities (`reset_prefix_cache_async`, `collective_rpc_async`, ...) are sent to all replicas that the call
+        concerns.
+        """
+        if not name.endswith("_async"):
+            raise AttributeError(f"TextClient has no attribute '{name}'")
+        return partial(self.calls.everywhere, name)

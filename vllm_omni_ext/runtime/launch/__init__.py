@@ -1,0 +1,1 @@
+"""Start replicas: arguments, folders, logs, progress."""

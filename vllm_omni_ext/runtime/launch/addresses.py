@@ -1,0 +1,88 @@
+"""Addresses of this host: which one another host can reach, and whether an address is local."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from typing import cast
+
+from vllm_omni_ext.errors import ConfigError
+
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+_Address = tuple[str, int] | tuple[str, int, int, int]
+"""Socket address as `getaddrinfo` returns it: host and port, for IPv6 also flow and zone."""
+
+
+def reach(head: str, port: int) -> str:
+    """The local address from which packets to the head are sent. Asks the kernel's routes and sends nothing.
+
+    Args:
+        head: IPv4 or IPv6 address, or a name. Of a name's addresses the first with a route counts.
+
+    Raises:
+        ConfigError: the name is unknown or there is no route; the message says which.
+    """
+    reason = "it has neither an IPv4 nor an IPv6 address"
+    for family, address in _resolve(head, port):
+        if _ip(address[0]).is_unspecified:
+            raise ConfigError(f"master_address: '{head}' stands for all addresses of a host; write one of the head's")
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return str(_ip(probe.getsockname()[0]))
+        except OSError as err:
+            reason = str(err.strerror or err)
+    raise ConfigError(f"master_address: no route to '{head}' from this host: {reason}")
+
+
+def endpoint(host: str, port: int) -> str:
+    """The ZeroMQ endpoint of a TCP address; an IPv6 address is put in brackets."""
+    plain = _unbracketed(host)
+    return f"tcp://[{plain}]:{port}" if ":" in plain else f"tcp://{plain}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """True if all addresses of a host are loopback addresses; False for an unknown name."""
+    try:
+        addresses = [address[0] for _, address in _resolve(host, 0)]
+    except ConfigError:
+        return False
+    return bool(addresses) and all(_ip(address).is_loopback for address in addresses)
+
+
+def is_here(host: str) -> bool:
+    """True if an address of a host is one of this machine's; False for an unknown name."""
+    try:
+        found = _resolve(host, 0)
+    except ConfigError:
+        return False
+    return any(_is_ours(family, address) for family, address in found)
+
+
+def _is_ours(family: socket.AddressFamily, address: _Address) -> bool:
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.bind(address)  # the kernel refuses to bind to an address of another machine
+        return True
+    return False
+
+
+def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, _Address]]:
+    """The addresses of a host, in the system's order of preference."""
+    try:
+        found = socket.getaddrinfo(_unbracketed(host), port, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError) as err:  # UnicodeError: a label that is empty or too long
+        reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
+        raise ConfigError(f"master_address: '{host}' is not an address or a known name: {reason}") from err
+    return [(family, cast(_Address, address)) for family, _, _, _, address in found if family in _FAMILIES]
+
+
+def _unbracketed(host: str) -> str:
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Parse an address; an IPv4 address mapped into IPv6 becomes the IPv4 address."""
+    found = ipaddress.ip_address(address)
+    return getattr(found, "ipv4_mapped", None) or found

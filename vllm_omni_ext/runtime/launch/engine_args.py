@@ -1,0 +1,90 @@
+"""The vLLM engine arguments of one replica."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from vllm_omni_ext.config.disaggregation import stage_path
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.plugins.spec import resolve
+from vllm_omni_ext.topology.plan import Plan
+
+HEAD = -1
+"""`api_process` of the process that starts the engines, which is not an API server."""
+
+_FEWEST_API_PROCESSES = 2
+"""With one API process, vLLM mirrors the multimodal cache into "the" engine. That fails with several replicas: the
+second replica never received the item. With two or more, the cache stays in the API process, as it must.
+"""
+
+
+def stage_engine_args(plan: Plan, replica_id: ReplicaId, *, api_process: int = HEAD) -> AsyncEngineArgs:
+    """The arguments of a replica's engine, for the engine itself and for its clients.
+
+    Args:
+        api_process: index of the API server that asks; `HEAD` for the process that starts the engine.
+
+    Raises:
+        UnknownMember: the plan has no such replica.
+        ConfigError: vLLM does not accept a value.
+    """
+    return any_replica_args(plan, replica_id.stage, devices=plan.replica(replica_id).devices, api_process=api_process)
+
+
+def any_replica_args(
+    plan: Plan, stage_name: str, *, devices: Sequence[int] = (), api_process: int = HEAD
+) -> AsyncEngineArgs:
+    """As `stage_engine_args`, for a stage whose replicas may all be on other hosts."""
+    stage = plan.stage(stage_name)
+    values = {name: _value(stage.name, name, value) for name, value in stage.engine_args.items()}
+    if devices:
+        values["device_ids"] = list(devices)
+    return AsyncEngineArgs(
+        model=plan.model,
+        _api_process_count=max(_FEWEST_API_PROCESSES, plan.api_servers),
+        _api_process_rank=api_process,
+        **values,
+    )
+
+
+def as_asked(config: VllmConfig, args: AsyncEngineArgs) -> VllmConfig:
+    """Undo, in place, what vLLM relaxes for a KV consumer, because vLLM assumes a proxy of its own in front.
+
+    This server is its own proxy: it treats media given as embeddings or left out as any other server does.
+    """
+    media = config.model_config.multimodal_config
+    if media is not None:
+        media.enable_mm_embeds = args.enable_mm_embeds
+        media.allow_missing_mm_embeddings = False
+    return config
+
+
+def _value(stage: str, name: str, value: Any) -> Any:
+    if name == "hf_overrides" and isinstance(value, str):
+        return resolve(value)
+    if isinstance(value, Mapping) and name in _config_classes():
+        cls = _config_classes()[name]
+        try:
+            return cls(**value)
+        except (TypeError, ValueError) as err:
+            raise ConfigError(f"{stage_path(stage)}.engine.{name}: {' '.join(str(err).split())}") from err
+    return value
+
+
+@cache
+def _config_classes() -> dict[str, type]:
+    """Engine fields that hold one of vLLM's config objects: a mapping from YAML or JSON becomes that object."""
+    found: dict[str, type] = {}
+    for field in dataclasses.fields(AsyncEngineArgs):
+        for option in typing.get_args(field.type) or (field.type,):
+            if isinstance(option, type) and dataclasses.is_dataclass(option):
+                found[field.name] = option
+    return found

@@ -1,0 +1,78 @@
+"""Private folders of deployments, and the removal of abandoned ones.
+
+A killed deployment leaves its folder behind. Each folder holds a file that is locked while a process of the deployment
+lives. The system releases the lock when the last process ends, and the next start removes the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from zmq import IPC_PATH_MAX_LEN
+
+PREFIX = "omni-"
+
+LOCK = "lock"
+"""File name of the lock. The file gets this name once it is locked; a folder without it is still being created."""
+
+LONGEST_NAME = 75
+"""Characters kept free for what follows the parent folder in a socket's path: the private folder's name (14), that of a
+replica's folder, and vLLM's name for the socket (37)."""
+
+SHORT = "/tmp"
+"""Parent of private folders where the path of the folder for temporary files is too long for sockets."""
+
+
+class PrivateFolder:
+    """A new folder for sockets, logs and temporary files that other users cannot read.
+
+    Processes forked from this one also hold the folder's lock.
+
+    Attributes:
+        path: path of the folder.
+    """
+
+    def __init__(self) -> None:
+        remove_abandoned()
+        self.path = tempfile.mkdtemp(prefix=PREFIX, dir=_parent())
+        unlocked = Path(self.path, f"{LOCK}.new")
+        self._lock: int | None = os.open(unlocked, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlocked.rename(unlocked.with_name(LOCK))
+
+    def remove(self) -> None:
+        """Remove the folder with its contents; a second call does nothing."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
+
+
+def remove_abandoned() -> None:
+    """Remove this user's deployment folders that no live process holds."""
+    for lock in Path(_parent()).glob(f"{PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError):  # owned by another user, in use, or being removed by another process
+            if lock.parent.lstat().st_uid == os.getuid() and not _in_use(lock):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+
+
+def _parent() -> str:
+    """Return the folder for temporary files, or `SHORT` where sockets below that folder would have too long paths."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) + LONGEST_NAME <= IPC_PATH_MAX_LEN else SHORT
+
+
+def _in_use(lock: Path) -> bool:
+    descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,496 @@
+"""Starts and ends the processes of a plan: replicas first, API servers beside them.
+
+Replicas that share a CUDA device start one after the other, all other replicas at once (`topology.turns`). A replica is
+one stock `EngineCoreProc` with its own listeners, config and process manager, so that its end affects no other replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_any
+from dataclasses import dataclass
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import psutil
+import zmq
+from vllm.config import VllmConfig
+from vllm.model_executor.models import ModelRegistry
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.plugins import load_general_plugins
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.utils.network_utils import ZmqListener, make_zmq_listener
+from vllm.v1.engine.utils import (
+    CoreEngineLaunch,
+    EngineZmqAddresses,
+    EngineZmqListeners,
+    launch_core_engines,
+)
+from vllm.v1.executor import Executor
+
+from vllm_omni_ext.disaggregation.parameters import HOST, LOOPBACK
+from vllm_omni_ext.engine.agent import WithAgent
+from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.plugins.registry import family_of, model_classes
+from vllm_omni_ext.plugins.spec import resolve
+from vllm_omni_ext.runtime.client.board import SharedCounters
+from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
+from vllm_omni_ext.runtime.launch.addresses import endpoint
+from vllm_omni_ext.runtime.launch.engine_args import any_replica_args, as_asked, stage_engine_args
+from vllm_omni_ext.runtime.launch.folders import PrivateFolder
+from vllm_omni_ext.runtime.launch.inherit import compute_threads, environment, frozen_heap, temporary_files_in
+from vllm_omni_ext.runtime.launch.logs import FileLogs, Logs, TerminalLogs
+from vllm_omni_ext.runtime.launch.progress import Listener, Progress
+from vllm_omni_ext.topology.cpu import THREADS
+from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.topology.turns import Turns, devices_of
+from vllm_omni_ext.wire import loading
+from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
+
+ANY_PORT = 0
+
+NOT_STARTED = 0
+"""Process id of a replica that has no process yet."""
+
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+class StartFailed(OmniError):
+    """A replica did not come up."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A replica that can be started: its config, its folder, and where it connects to."""
+
+    config: VllmConfig
+    place: str
+    addresses: EngineZmqAddresses
+
+
+class Deployment:
+    """The running replicas of a plan. Use as a context manager; leaving it ends every process.
+
+    Args:
+        plan: what to start.
+        clients: number of local API servers, which connect to every replica; 0: they run on the head, and each replica
+            is started with `start_again` once their addresses are known.
+        usage: how vLLM accounts for the start (server or offline).
+        tell: receives progress lines of the start.
+        folder: private folder, removed at the end; None: a new one.
+        host: the address under which replicas of other hosts reach those that are started here; None: the head's, or
+            loopback if there are no others.
+        identity_of: returns what a replica reports to the coordinator; called for every start. None: it reports
+            nothing.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        clients: int,
+        usage: UsageContext,
+        tell: Callable[[str], None] = lambda line: None,
+        identity_of: Callable[[ReplicaId], ReplicaIdentity] | None = None,
+        folder: PrivateFolder | None = None,
+        host: str | None = None,
+    ) -> None:
+        self.plan = plan
+        self.clients = clients
+        self._identity_of = identity_of
+        self._host = host or plan.config.master_address or LOOPBACK
+        self.configs: dict[str, VllmConfig] = {}
+        self.drain_s = 0
+        self._listeners: dict[ReplicaId, EngineZmqListeners] = {}
+        self._launches: dict[ReplicaId, CoreEngineLaunch] = {}
+        self._barriers: dict[ReplicaId, contextlib.ExitStack] = {}
+        self._prepared: dict[ReplicaId, _Prepared] = {}
+        self._deadlines: dict[ReplicaId, float] = {}
+        self._turns = Turns({})
+        self.launched: Callable[[ReplicaId, int], None] = lambda replica, pid: None
+        """Called with every replica of the plan and its process id when the process is made."""
+        self._usage = usage
+        self.fork = may_fork(plan, usage)
+        self._private = folder or PrivateFolder()
+        self.folder = self._private.path
+        self.logs: Logs = TerminalLogs()
+        self.began = psutil.Process().create_time()
+        self.progress = Progress(plan, tell, self.seconds)
+        self._listener: Listener | None = None
+
+    def __enter__(self) -> Deployment:
+        if not self.plan.config.verbose:
+            self.logs = FileLogs(Path(self.plan.config.log_dir or Path(self.folder, "logs")))
+        if self.fork:
+            register_classes(self.plan.family)
+        self._listener = Listener(self.folder, self.progress)
+        try:
+            if self.clients:
+                self.start_all()
+        except BaseException:
+            self.close()
+            raise
+        self.progress.starting(self.logs.where)
+        return self
+
+    def start_all(self) -> None:
+        """Start the first replica of every device; `wait` starts the remaining ones."""
+        devices = devices_of(self.plan)
+        self._turns = Turns(devices)
+        for replica in devices:
+            self._prepare(replica)
+            self._start(self._turns.enter(replica))
+
+    def _prepare(self, replica: ReplicaId) -> None:
+        """Prepare everything that needs no turn: API servers must know their sockets before the replica starts."""
+        place = self._place(replica)
+        with self._surroundings(replica.stage, place):
+            addresses = _as_vllm(self.listen(replica))
+            self._prepared[replica] = _Prepared(self._config(replica), place, addresses)
+
+    def _start(self, replicas: Sequence[ReplicaId]) -> None:
+        for replica in replicas:
+            prepared = self._prepared[replica]
+            with self._surroundings(replica.stage, prepared.place):
+                self._launch(replica, prepared.config, prepared.addresses)
+            self.launched(replica, self.processes()[replica].pid)
+
+    def listen(self, replica: ReplicaId, host: str | None = None) -> Sequence[tuple[str, str]]:
+        """Listen for a replica that is going to start, on behalf of the API servers.
+
+        The listeners stay open in this process, so that a restarted API server can take over those of its predecessor.
+
+        Args:
+            host: the address of this host that the replica can reach; None for a local replica.
+
+        Returns:
+            Addresses that the replica connects to, for each API server: input, output.
+        """
+        self.unlisten(replica)
+        listeners = EngineZmqListeners(inputs=[], outputs=[])
+        for client in range(self.clients):
+            unique = f"{replica.stage}-{replica.index}-{client}-{time.monotonic_ns()}"
+            local = f"ipc://{self.folder}/{unique}"
+            listeners.inputs.append(make_zmq_listener(endpoint(host, ANY_PORT) if host else f"{local}-i", zmq.ROUTER))
+            listeners.outputs.append(make_zmq_listener(endpoint(host, ANY_PORT) if host else f"{local}-o", zmq.PULL))
+        self._listeners[replica] = listeners
+        return [(i.address, o.address) for i, o in zip(listeners.inputs, listeners.outputs, strict=True)]
+
+    def unlisten(self, replica: ReplicaId) -> None:
+        """Close the listeners of a replica."""
+        listeners = self._listeners.pop(replica, None)
+        if listeners is not None:
+            listeners.cleanup()
+
+    def listeners(self, replica: ReplicaId, client: int) -> tuple[ZmqListener, ZmqListener]:
+        """The sockets on which one API server listens for a replica: input, output."""
+        listeners = self._listeners[replica]
+        return listeners.inputs[client], listeners.outputs[client]
+
+    def seconds(self) -> float:
+        """Seconds since the command began."""
+        return time.time() - self.began
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _surroundings(self, stage: str, folder: str) -> Iterator[None]:
+        """The environment in which configs of a stage are made and its replicas are started.
+
+        Args:
+            folder: for sockets and temporary files.
+        """
+        variables = {"VLLM_RPC_BASE_PATH": folder, **self.plan.config.stage(stage).env}
+        with environment(variables, defaults=self.plan.stage(stage).env), temporary_files_in(folder):
+            yield
+
+    def _place(self, replica: ReplicaId) -> str:
+        """Create an empty folder for a replica's files; files of a killed predecessor are removed."""
+        place = Path(self.folder, f"{replica.stage}-{replica.index}")
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        return str(place)
+
+    def _config(self, replica: ReplicaId) -> VllmConfig:
+        args = stage_engine_args(self.plan, replica)
+        config = as_asked(args.create_engine_config(self._usage), args)
+        self._keep(replica.stage, config)
+        if config.kv_transfer_config is not None:  # not in the plan, which hosts compare
+            config.kv_transfer_config.kv_connector_extra_config[HOST] = self._host
+        scheduling: Any = config.scheduler_config
+        scheduling.scheduler_cls = WithAgent(scheduling.scheduler_cls)
+        return config
+
+    def _keep(self, stage: str, config: VllmConfig) -> None:
+        """Store a stage's config and how long API servers drain; engines themselves end at once."""
+        if stage == self.plan.frontend_stage:
+            self.drain_s = config.shutdown_timeout
+        config.shutdown_timeout = 0
+        self.configs.setdefault(stage, config)
+
+    def _launch(self, replica: ReplicaId, config: VllmConfig, addresses: EngineZmqAddresses) -> None:
+        if self.fork:  # after the config was made, because making it sets spawn on vLLM's CPU platform
+            os.environ[START_METHOD] = "fork"
+            preload(config)
+        launch = launch_core_engines(config, Executor.get_class(config), True, addresses)
+        threads = int(self.plan.stage(replica.stage).env.get(THREADS, 1))
+        told = {} if self._identity_of is None else self._identity_of(replica).variable()
+        if self._listener is not None:
+            told |= loading.variable(self._listener.path, str(replica))
+        self.progress.begun(replica)
+        with self.forking(threads), self.logs.of(replica), environment(told, defaults={}):
+            barrier = contextlib.ExitStack()
+            self._deadlines[replica] = time.monotonic() + self.plan.config.startup_timeout_s
+            self._launches[replica] = barrier.enter_context(launch)
+            self._barriers[replica] = barrier
+
+    def start_again(self, replica: ReplicaId, addresses: Sequence[tuple[str, str]]) -> None:
+        """Start a replica whose process has ended; `wait_for` says when it is ready.
+
+        Args:
+            addresses: addresses that the replica connects to, for each API server: input, output.
+        """
+        with self._surroundings(replica.stage, self._place(replica)):
+            self._launch(replica, self._config(replica), _as_vllm(addresses))
+
+    def wait_for(self, replica: ReplicaId) -> None:
+        """Wait until a restarted replica is ready.
+
+        Raises:
+            StartFailed: the replica ended while starting, or took too long and was ended.
+        """
+        limit = self.plan.config.startup_timeout_s
+        late = threading.Event()
+        process = self.processes()[replica]
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(limit, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            self._barriers.pop(replica).close()
+        except RuntimeError as error:
+            if late.is_set():
+                raise StartFailed(f"{replica} was not ready after {limit:g} s (startup_timeout_s)") from error
+            process.join(self.plan.config.shutdown_timeout_s)
+            raise StartFailed(f"its process ended with exit code {process.exitcode} while starting") from error
+        finally:
+            timer.cancel()
+            self.progress.over(replica)
+
+    def discard(self, replica: ReplicaId) -> None:
+        """Forget a replica whose process has ended."""
+        launch = self._launches.pop(replica, None)
+        if launch is not None:
+            launch.engine_manager.shutdown(timeout=0)
+        self.unlisten(replica)
+
+    @contextlib.contextmanager
+    def forking(self, threads: int = 1) -> Iterator[None]:
+        """Context in which processes of this deployment are started; forked ones get `threads` compute threads.
+
+        Progress lines are held back meanwhile: they would end up in a replica's log, and a forked process would inherit
+        a locked output.
+        """
+        with contextlib.ExitStack() as inside:
+            inside.enter_context(self.progress.speaking)
+            if self.fork:  # the server's head needs no garbage collector any more
+                inside.enter_context(frozen_heap(keep=self._usage is UsageContext.OPENAI_API_SERVER))
+                inside.enter_context(compute_threads(threads))
+            yield
+
+    def wait(self) -> None:
+        """Wait until every replica is ready; start those that share a device in turn.
+
+        Serves the start-up handshakes of all replicas at once: a replica loads nothing before its handshake is
+        answered. Must be called by the thread that entered the block, because replicas end with the thread that started
+        them.
+
+        Raises:
+            StartFailed: a replica ended while starting, or took too long; the message has the end of its log.
+        """
+        with ThreadPoolExecutor(max_workers=max(1, len(self._prepared))) as threads:
+            waits: dict[Future[None], ReplicaId] = {}
+            try:
+                while self._follow(threads, waits):
+                    self._take_ready(waits)
+            finally:
+                if waits:  # a start failed or was interrupted: the remaining ones need no wait
+                    self.end()
+
+    def _follow(self, threads: ThreadPoolExecutor, waits: dict[Future[None], ReplicaId]) -> bool:
+        """Also wait for the replicas started since the last call. Returns whether any replica is awaited."""
+        waits.update({threads.submit(barrier.close): replica for replica, barrier in self._barriers.items()})
+        self._barriers.clear()
+        return bool(waits)
+
+    def _take_ready(self, waits: dict[Future[None], ReplicaId]) -> None:
+        """Wait until one replica is ready, and start the replicas whose turn follows."""
+        next_deadline = min(self._deadlines[replica] for replica in waits.values())
+        done, _ = wait_for_any(waits, max(0.0, next_deadline - time.monotonic()), FIRST_COMPLETED)
+        if not done:
+            raise self._late(waits)
+        for wait in done:
+            replica = waits[wait]
+            try:
+                wait.result()
+            except RuntimeError as error:
+                raise self._failed(replica) from error
+            del waits[wait]
+            self.progress.ready(replica)
+            self._start(self._turns.leave(replica))
+
+    def _failed(self, replica: ReplicaId) -> StartFailed:
+        process = self.processes()[replica]
+        process.join(self.plan.config.shutdown_timeout_s)
+        return StartFailed(
+            f"{replica} did not start: its process ended with exit code {process.exitcode}; {self.logs.tail(replica)}"
+        )
+
+    def _late(self, waits: Mapping[Future[None], ReplicaId]) -> StartFailed:
+        late = min(waits.values(), key=self._deadlines.__getitem__)
+        limit = self.plan.config.startup_timeout_s
+        return StartFailed(f"{late} was not ready after {limit:g} s (startup_timeout_s); {self.logs.tail(late)}")
+
+    def processes(self) -> dict[ReplicaId, Any]:
+        """The process of each replica."""
+        return {replica: launch.engine_manager.processes[0] for replica, launch in self._launches.items()}
+
+    def connections(
+        self,
+        client: int,
+        *,
+        views: str | None = None,
+        board: SharedCounters | None = None,
+        about: Mapping[ReplicaId, ReplicaInfo] | None = None,
+        ready_responses: Mapping[ReplicaId, bytes] | None = None,
+        starting: tuple[ReplicaId, ...] = (),
+    ) -> Connections:
+        """What API server `client` needs to reach every replica; the listeners are passed on to its process.
+
+        Args:
+            views: address at which the coordinator publishes views.
+            board: counters shared by the API servers.
+            about: the replicas to connect to; None: all that were started here.
+            ready_responses: ready messages of the replicas, if the API server replaces one that has died.
+            starting: replicas that are being started.
+        """
+        if about is None:
+            about = self.about()
+        for stage in self.plan.stages:
+            if stage.name not in self.configs:  # it has no local replica
+                with self._surroundings(stage.name, self.folder):
+                    args = any_replica_args(self.plan, stage.name)
+                    self._keep(stage.name, as_asked(args.create_engine_config(self._usage), args))
+        return Connections(
+            plan=self.plan,
+            configs=self.configs,
+            views=views,
+            board=board,
+            listeners={replica: self.listeners(replica, client) for replica in about},
+            folder=self.folder,
+            ready_responses=ready_responses,
+            starting=starting,
+            drain_s=self.drain_s,
+            client_count=self.clients,
+            client_index=client,
+            about=about,
+            started=self.began,
+            head=os.getpid(),
+        )
+
+    def end(self, others: Sequence[Any] = ()) -> None:
+        """End all replicas and `others`; processes that have not ended within `shutdown_timeout_s` are killed.
+
+        A forked replica is killed at once: it is a single process without cleanup work, and a regular exit of the
+        inherited interpreter takes seconds.
+        """
+        replicas = list(self.processes().values())
+        end_processes([*others, *(() if self.fork else replicas)], self.plan.config.shutdown_timeout_s)
+        for process in replicas:
+            process.kill()
+            process.join()
+
+    def about(self) -> dict[ReplicaId, ReplicaInfo]:
+        """Facts about the replicas started here; the process id of a replica that has not started yet is 0."""
+        running = self.processes()
+        pids = dict.fromkeys(self._prepared, NOT_STARTED) | {replica: each.pid for replica, each in running.items()}
+        return {replica: ReplicaInfo(host=gethostname(), pid=pid) for replica, pid in pids.items()}
+
+    def close(self) -> None:
+        """End all processes and remove all files; a second call does nothing."""
+        self.end()
+        for launch in self._launches.values():
+            launch.engine_manager.shutdown(timeout=0)
+        for barrier in self._barriers.values():  # after a start cut short, whose replicas have been ended
+            with contextlib.suppress(RuntimeError):
+                barrier.close()
+        self._barriers.clear()
+        for listeners in self._listeners.values():
+            listeners.cleanup()
+        if self._listener is not None:
+            self._listener.close()
+        self._launches.clear()
+        self._prepared.clear()
+        self._listeners.clear()
+        self._private.remove()
+
+
+def _as_vllm(addresses: Sequence[tuple[str, str]]) -> EngineZmqAddresses:
+    return EngineZmqAddresses(inputs=[i for i, _ in addresses], outputs=[o for _, o in addresses])
+
+
+def end_processes(processes: list[Any], timeout_s: float) -> None:
+    """Send SIGTERM to all processes at once, then SIGKILL to those alive after `timeout_s` seconds."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def may_fork(plan: Plan, usage: UsageContext) -> bool:
+    """Whether replicas are forked, so that vLLM is imported once; otherwise vLLM's own choice (spawn) applies.
+
+    Only on a CPU machine, and only where OpenMP survives a fork: the head has never computed anything, but a user's
+    program may have, and then a forked process may use one thread only.
+    """
+    if plan.machine.platform != "cpu":
+        return False
+    return usage is UsageContext.OPENAI_API_SERVER or all(stage.env.get(THREADS) == "1" for stage in plan.stages)
+
+
+def register_classes(family: str) -> None:
+    """Register a family's models as classes. To inspect a name, vLLM would start a process that imports vLLM again."""
+    load_general_plugins()  # first, because it registers the plugin's models by name
+    for architecture, target in model_classes(family_of(family)).items():
+        ModelRegistry.register_model(architecture, resolve(target))
+
+
+def preload(config: VllmConfig) -> None:
+    """Import the worker and fill vLLM's caches of tokenizer and processor once, for all forked processes."""
+    resolve_obj_by_qualname(config.parallel_config.worker_cls)
+    model = config.model_config
+    if model.skip_tokenizer_init:
+        return
+    cached_tokenizer_from_config(model)
+    if model.is_multimodal_model:
+        MULTIMODAL_REGISTRY.create_processor(model).info.get_hf_processor()

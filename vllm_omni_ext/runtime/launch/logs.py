@@ -1,0 +1,92 @@
+"""Log output of replicas: one file each, or the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from vllm_omni_ext.ids import ReplicaId
+
+TAIL_LINES = 30
+"""How many lines of a log an error shows."""
+
+_OUT, _ERR = 1, 2
+
+
+class Logs(Protocol):
+    """Where the output of replicas goes."""
+
+    where: str
+
+    def of(self, replica: ReplicaId) -> contextlib.AbstractContextManager[None]:
+        """Processes started inside the block write to this replica's log."""
+
+    def tail(self, replica: ReplicaId) -> str:
+        """The end of the replica's log, for error messages."""
+
+
+class TerminalLogs:
+    """Replicas write to the terminal."""
+
+    where = "on this terminal"
+
+    def of(self, replica: ReplicaId) -> contextlib.AbstractContextManager[None]:
+        """No redirection."""
+        return contextlib.nullcontext()
+
+    def tail(self, replica: ReplicaId) -> str:
+        """A reference to the terminal: the log is above the error."""
+        return "see its log lines above"
+
+
+class FileLogs:
+    """Each replica writes to a file in `folder`, which is created; an existing file is appended to."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self.where = f"in {folder}"
+
+    def path(self, replica: ReplicaId) -> Path:
+        """The replica's file."""
+        return self._folder / f"{replica.stage}-{replica.index}.log"
+
+    def of(self, replica: ReplicaId) -> contextlib.AbstractContextManager[None]:
+        """Processes started inside the block write to the replica's file, forked or spawned."""
+        return output_to(self.path(replica))
+
+    def tail(self, replica: ReplicaId) -> str:
+        """The last lines of the file."""
+        path = self.path(replica)
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        return "\n".join([f"the end of its log ({path}):", *(f"  {line}" for line in lines[-TAIL_LINES:])])
+
+
+@contextlib.contextmanager
+def output_to(path: Path) -> Iterator[None]:
+    """Redirect standard output and error of this process to the end of a file; children inherit the redirection.
+
+    The redirection works on file descriptors, so that it holds for forked and spawned children and for output of C
+    code.
+    """
+    _flush()
+    kept = {number: os.dup(number) for number in (_OUT, _ERR)}
+    try:
+        with path.open("ab") as log:
+            for number in kept:
+                os.dup2(log.fileno(), number)
+        yield
+    finally:
+        _flush()
+        for number, before in kept.items():
+            os.dup2(before, number)
+            os.close(before)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -1,0 +1,1 @@
+"""Watch processes and restart them."""

@@ -1,0 +1,233 @@
+"""The API server processes: the head starts them, sends them messages, and restarts them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vllm.utils.system_utils import get_mp_context
+
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.runtime.client.board import SharedCounters
+from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
+from vllm_omni_ext.runtime.launch.descriptors import send_descriptors
+from vllm_omni_ext.runtime.launch.inherit import environment
+from vllm_omni_ext.runtime.launch.launcher import START_METHOD, Deployment
+from vllm_omni_ext.runtime.supervise.restarts import restarts_of
+from vllm_omni_ext.wire.control import (
+    Message,
+    ReplicaConnected,
+    ReplicaEnded,
+    ReplicaReady,
+    ReplicaStarted,
+    ReplicaStarting,
+    Server,
+    ServerLost,
+    ServerReady,
+    Servers,
+    decode,
+    encode,
+)
+
+Start = Callable[[Connections, Connection], tuple[Callable[..., None], tuple[Any, ...]]]
+"""Returns the entry function of an API server process and its arguments, from its connections and its pipe end."""
+
+
+@dataclass
+class _Running:
+    process: Any
+    pipe: Connection
+    up: bool = True
+
+
+class ApiServers:
+    """The processes and the pipes to them; a `ReplicaListener` of the replica supervisor. Leaving the block ends them
+    and the replicas.
+
+    Methods of `ReplicaListener` run in the replica supervisor's thread, all others in the head's.
+
+    Args:
+        views: address at which the coordinator publishes views.
+        start: returns the entry function of each process.
+    """
+
+    def __init__(self, deployment: Deployment, views: str, start: Start) -> None:
+        self._deployment = deployment
+        self._views = views
+        self._start = start
+        self._servers: dict[int, _Running] = {}
+        self._restarts = {client: restarts_of(deployment.plan.config) for client in range(deployment.clients)}
+        self._about: dict[ReplicaId, ReplicaInfo] = {}
+        self._starting: set[ReplicaId] = set()
+        self._board = SharedCounters(deployment.clients)
+        self._sending = threading.Lock()
+        self._ready_responses: dict[ReplicaId, bytes] = {}
+        self._reader: threading.Thread | None = None
+        self._wake, self._waker = connection.Pipe(duplex=False)
+
+    @property
+    def processes(self) -> dict[int, Any]:
+        """Process by number."""
+        return {client: server.process for client, server in self._servers.items()}
+
+    def __enter__(self) -> ApiServers:
+        self._about = self._deployment.about()
+        for client in range(self._deployment.clients):
+            self._launch(client, self._deployment.connections(client, views=self._views, board=self._board))
+        self._deployment.launched = self._replica_started
+        return self
+
+    def _launch(self, client: int, connections: Connections) -> None:
+        with environment({START_METHOD: "fork"} if self._deployment.fork else {}, defaults={}):
+            context = get_mp_context()
+            theirs, ours = context.Pipe()
+            body, arguments = self._start(connections, theirs)
+            process = context.Process(target=body, name=f"ApiServer_{client}", args=arguments)
+            with self._deployment.forking():
+                process.start()
+            theirs.close()
+        self._servers[client] = _Running(process, ours)
+
+    def __exit__(self, *exc: object) -> None:
+        # Ended together with the replicas: a replica whose API server is gone would wait seconds to deliver its last
+        # message.
+        self._deployment.end(list(self.processes.values()))
+        if self._reader is not None:
+            self._waker.send_bytes(b"end")
+            self._reader.join()
+        for pipe in (*(server.pipe for server in self._servers.values()), self._wake, self._waker):
+            pipe.close()
+
+    def _replica_started(self, replica: ReplicaId, pid: int) -> None:
+        """Send the API servers the process id of a replica, whose process did not exist when they were started."""
+        self._about[replica] = replace(self._about[replica], pid=pid)
+        self._tell(ReplicaStarted(str(replica), pid))
+
+    def wait(self) -> bool:
+        """Wait until all API servers answer requests; False if one has ended instead."""
+        try:
+            for server in self._servers.values():
+                while not isinstance(message := decode(server.pipe.recv_bytes()), ServerReady):
+                    self._heard(message)
+        except (EOFError, ConnectionResetError):
+            return False
+        self._reader = threading.Thread(target=self._read, name="omni-servers", daemon=True)
+        self._reader.start()
+        self._tell_servers()
+        return True
+
+    # -- messages of the replica supervisor -----------------------------------------------------------------------
+
+    def listen(self, replica: ReplicaId, host: str | None = None) -> Sequence[tuple[str, str]]:
+        """Listen for a replica that is going to start. Returns the addresses it connects to, for each API server.
+
+        Raises:
+            OSError: this process cannot listen at that address.
+        """
+        addresses = self._deployment.listen(replica, host)
+        self._starting.add(replica)
+        self._tell(ReplicaStarting(str(replica)))
+        return addresses
+
+    def ready(self, replica: ReplicaId, about: ReplicaInfo) -> None:
+        """A replica is ready, and can be used."""
+        self._starting.discard(replica)
+        self._about[replica] = about
+        for client, server in self._servers.items():
+            given, taken = self._deployment.listeners(replica, client)
+            message = ReplicaReady(
+                str(replica), about.host, about.pid, about.restarts, input=given.address, output=taken.address
+            )
+            self._send(server, message, given.socket.fileno(), taken.socket.fileno())
+
+    def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
+        """A replica is gone; `again` if it will be restarted."""
+        (self._starting.add if again else self._starting.discard)(replica)
+        self._about.pop(replica, None)
+        self._ready_responses.pop(replica, None)
+        self._deployment.unlisten(replica)
+        self._tell(ReplicaEnded(str(replica), reason, again))
+
+    def forgotten(self, replica: ReplicaId) -> None:
+        """A replica's name is free again."""
+        if self._about.pop(replica, None) is not None:
+            self._ready_responses.pop(replica, None)
+            self._deployment.unlisten(replica)
+
+    # -- when an API server dies ---------------------------------------------------------------------------------
+
+    def lost(self, client: int) -> float | None:
+        """Handle the death of an API server: have the replicas abort its requests. Its clients' connections are gone.
+
+        Returns:
+            Pause before its restart, in seconds; None: no restart.
+        """
+        self._servers[client].up = False
+        self._board.clear(client)
+        self._tell(ServerLost(client, time.time()))
+        self._tell_servers()
+        return self._restarts[client].failed(time.monotonic())
+
+    def start_again(self, client: int) -> Any:
+        """Restart an API server that has died. Returns its process."""
+        about = dict(self._about)
+        connections = self._deployment.connections(
+            client,
+            views=self._views,
+            board=self._board,
+            about=about,
+            ready_responses={replica: self._ready_responses.get(replica, b"") for replica in about},
+            starting=tuple(self._starting),
+        )
+        self._launch(client, connections)
+        self._waker.send_bytes(b"look")
+        self._tell_servers()
+        return self._servers[client].process
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _tell_servers(self) -> None:
+        known = tuple(
+            Server(client, server.process.pid, server.up, self._restarts[client].count)
+            for client, server in sorted(self._servers.items())
+        )
+        self._tell(Servers(known))
+
+    def _tell(self, message: Message) -> None:
+        for server in self._servers.values():
+            self._send(server, message)
+
+    def _send(self, server: _Running, message: Message, *descriptors: int) -> None:
+        if not server.up:
+            return
+        # The process may be gone, which the supervisor notices too. Descriptors must directly follow their message.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError), self._sending:
+            server.pipe.send_bytes(encode(message))
+            if descriptors:
+                send_descriptors(server.pipe, descriptors)
+
+    def _read(self) -> None:
+        gone: set[Any] = set()
+        while True:
+            pipes = {server.pipe for server in self._servers.values()}
+            gone &= pipes  # drops the old pipe of a restarted server, which closes it
+            ready = connection.wait([*(pipes - gone), self._wake])
+            if self._wake in ready:
+                if self._wake.recv_bytes() == b"end":
+                    return
+                continue
+            for pipe in ready:
+                try:
+                    self._heard(decode(pipe.recv_bytes()))  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    gone.add(pipe)
+
+    def _heard(self, message: Message) -> None:
+        if isinstance(message, ReplicaConnected) and message.ready_response:  # empty: a replacing API server
+            self._ready_responses[ReplicaId.parse(message.replica)] = message.ready_response

@@ -1,0 +1,162 @@
+"""The head's side of the coordinator: starts and restarts its process, and reports dead replicas to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import zmq
+
+from vllm_omni_ext.coordinator import server
+from vllm_omni_ext.coordinator.keys import Keys
+from vllm_omni_ext.coordinator.members import Forget, Leave, Member
+from vllm_omni_ext.coordinator.membership import Expected
+from vllm_omni_ext.coordinator.server import CoordinatorConfig, listening
+from vllm_omni_ext.coordinator.sockets import connect
+from vllm_omni_ext.coordinator.timing import Timing
+from vllm_omni_ext.coordinator.watcher import Watcher
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.lifeline import die_with_parent
+from vllm_omni_ext.runtime.launch.addresses import endpoint
+from vllm_omni_ext.titles import name_process
+from vllm_omni_ext.topology.agreement import config_hash, model_identity
+from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.wire.coordination import MAX_REPLY_BYTES, encode
+
+log = logging.getLogger(__name__)
+
+EVENTS_PORT, VIEWS_PORT = 1, 2
+"""Offsets from the head's port: for heartbeats, and for views."""
+
+FAREWELL_MS = 200
+
+
+def expected(plan: Plan) -> Expected:
+    """What replicas must agree with to join this deployment."""
+    from vllm_omni_ext import __version__
+
+    return Expected(
+        model=model_identity(plan.model),
+        version=__version__,
+        stages={stage.name: config_hash(plan, stage.name) for stage in plan.stages},
+    )
+
+
+class Coordination:
+    """Owns the coordinator's process, whose addresses stay the same after a restart.
+
+    Args:
+        folder: private directory, for unix sockets; TCP is used if the head has a `master_address`.
+        forgotten: called with every replica whose name has become free, in a separate thread.
+    """
+
+    def __init__(self, plan: Plan, folder: str, *, forgotten: Callable[[ReplicaId], None]) -> None:
+        config = plan.config
+        if config.master_address is not None and config.master_port is not None:
+            host, port = config.master_address, config.master_port
+            self.events, self.views = endpoint(host, port + EVENTS_PORT), endpoint(host, port + VIEWS_PORT)
+        else:
+            self.events, self.views = f"ipc://{folder}/events", f"ipc://{folder}/views"
+        self.expected = expected(plan)
+        self._config = CoordinatorConfig(
+            expected=self.expected,
+            timing=Timing(timeout_s=config.heartbeat_timeout_s, drain_s=config.drain_timeout_s),
+            events=self.events,
+            views=self.views,
+            secret_file=config.cluster_secret_file,
+            warrant=secrets.token_hex(16),
+        )
+        self._startup_s = plan.config.startup_timeout_s
+        self._keys = Keys.read(config.cluster_secret_file)
+        self._forgotten = forgotten
+        self._bearers: dict[ReplicaId, Member] = {}
+        self._control: Connection | None = None
+        self._context: zmq.Context[Any] | None = None
+        self._events: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watcher: Watcher | None = None
+        self._thread = threading.Thread(target=self._watch, name="omni-views", daemon=True)
+        self.process: Any = None
+
+    def start(self) -> Any:
+        """Start the process, for the first time or again; returns it once it listens.
+
+        Raises:
+            OmniError: the process does not listen; the message says why.
+        """
+        if self._control is not None:
+            self._control.close()
+        ours, theirs = get_context("fork").Pipe()
+        process = get_context("fork").Process(
+            target=_run, name="Coordinator", args=(self._config, theirs, ours, os.getpid()), daemon=True
+        )
+        process.start()
+        theirs.close()
+        self._control, self.process = ours, process
+        listening(ours, self._startup_s)
+        return process
+
+    def follow(self) -> None:
+        """Start following the views, after all processes of the start have been forked."""
+        self._context = zmq.Context()
+        self._events = connect(self._context, zmq.DEALER, self.events, self._keys, limit=MAX_REPLY_BYTES)
+        self._thread.start()
+
+    def leave(self, replica: ReplicaId) -> None:
+        """Tell the coordinator that a replica's process has ended, so that its name is free at once."""
+        member = self._bearers.get(replica)
+        if member is None or self._events is None:
+            return
+        try:
+            leave = Leave(member, drain=False, proof=self._config.warrant)
+            self._events.send(encode(leave), zmq.NOBLOCK)
+        except zmq.Again:
+            log.warning("the coordinator is not there: it will notice by itself that %s is gone", replica)
+
+    def close(self) -> None:
+        """End the process and the thread; a second call does nothing."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(self._close_watcher)
+            self._thread.join()
+        if self._context is not None:
+            self._context.destroy(linger=FAREWELL_MS)
+            self._context = None
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.process = None
+
+    def _close_watcher(self) -> None:
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def _watch(self) -> None:
+        asyncio.run(self._take_views())
+
+    async def _take_views(self) -> None:
+        self._watcher = Watcher(self.views, keys=self._keys)
+        self._loop = asyncio.get_running_loop()
+        async for view, changes in self._watcher:
+            self._bearers = {entry.member.id: entry.member for entry in view.replicas}
+            for change in changes:
+                if isinstance(change, Forget) and change.member.id not in self._bearers:
+                    self._forgotten(change.member.id)
+
+
+def _run(config: CoordinatorConfig, control: Connection, parents_end: Connection, parent: int) -> None:
+    """Entry function of the process, which ends with the head."""
+    parents_end.close()
+    die_with_parent(parent)
+    name_process("coordinator")
+    server.run(config, control)

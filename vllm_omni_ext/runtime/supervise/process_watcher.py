@@ -1,0 +1,196 @@
+"""Keeps child processes running: a child that has ended is restarted after a pause.
+
+All decisions are made in one thread, which sleeps until a process ends, a timer is due, or another thread submits work.
+vLLM's own clients do not notice that an engine was killed. Waiting for a child to be ready takes a thread per child, so
+that several can start at once; children that share a CUDA device take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import connection
+from typing import Any
+
+from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.topology.turns import Turns
+
+log = logging.getLogger(__name__)
+
+
+class Final(OmniError):
+    """An error that a restart would not fix."""
+
+
+class Exited(OmniError):
+    """A process has ended by itself."""
+
+    def __init__(self, exitcode: int | None) -> None:
+        super().__init__(f"its process ended with exit code {exitcode}")
+        self.exitcode = exitcode
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True, eq=False)
+class Child:
+    """A process that is kept running. All attributes but `wait_ready` are called in the supervisor's thread.
+
+    Attributes:
+        start: starts the process and returns it; an exception counts as the end of the process.
+        ended: called with the reason (`Exited`, or why the start failed). Returns the pause before a restart in
+            seconds; None: no restart.
+        wait_ready: waits until the process can be used; an exception counts as the end of the process.
+        ready: called with the process once it can be used.
+    """
+
+    name: Any
+    start: Callable[[], Any]
+    ended: Callable[[Exception], float | None]
+    wait_ready: Callable[[], None] = _nothing
+    ready: Callable[[Any], None] = _nothing
+
+
+class ChildSupervisor:
+    """Restarts children after their end.
+
+    Args:
+        turns: which children start one after the other.
+        closing: once set, events of children are ignored.
+    """
+
+    def __init__(self, turns: Turns, *, closing: threading.Event | None = None) -> None:
+        self._turns = turns
+        self._closing = closing or threading.Event()
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._watched: dict[Any, tuple[Child, Any]] = {}
+        self._starting: dict[Any, Child] = {}
+        self._waits: list[threading.Thread] = []
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
+        self._thread = threading.Thread(target=self._work, name="omni-supervisor", daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[], None] | None) -> None:
+        """Run `work` in the supervisor's thread; may be called by any thread. None ends the thread."""
+        self._todo.put(work)
+        with contextlib.suppress(OSError):  # full: the thread wakes up anyway; closed: the thread has ended
+            self._waker.send(b".")
+
+    def after(self, pause_s: float, work: Callable[[], None]) -> None:
+        """Run `work` after a pause; called in the supervisor's thread."""
+        heapq.heappush(self._later, (time.monotonic() + pause_s, next(self._numbers), work))
+
+    def watch(self, child: Child, process: Any) -> None:
+        """Supervise a running child; may be called by any thread."""
+        self.do(partial(self._watched.__setitem__, process.sentinel, (child, process)))
+
+    def start(self, child: Child) -> None:
+        """Start a child now, or once the children on the same device are ready or have failed; by any thread."""
+        self.do(partial(self._start, child))
+
+    def close(self) -> None:
+        """Stop starting and watching children. The caller must end the children and then call `join`."""
+        self._closing.set()
+        idle = threading.Event()
+        self.do(idle.set)
+        idle.wait()
+
+    def join(self) -> None:
+        """End the threads. Children that the supervisor's thread started end with it."""
+        self.do(None)
+        self._thread.join()
+        for wait in self._waits:
+            wait.join()
+        self._wake.close()
+        self._waker.close()
+
+    def _work(self) -> None:
+        while True:
+            self._look(self._due_in() if self._todo.empty() else 0.0)
+            while self._due_in() == 0.0:
+                self._try(heapq.heappop(self._later)[2])
+            with contextlib.suppress(queue.Empty):
+                work = self._todo.get_nowait()
+                if work is None:
+                    return
+                self._try(work)
+
+    def _due_in(self) -> float | None:
+        return max(0.0, self._later[0][0] - time.monotonic()) if self._later else None
+
+    def _look(self, wait_s: float | None) -> None:
+        """Wait for an event, and handle the processes that have ended."""
+        sentinels = () if self._closing.is_set() else tuple(self._watched)  # on closing, the caller ends and joins them
+        ready = connection.wait([self._wake, *sentinels], wait_s)
+        if self._wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                self._wake.recv(4096)
+        for sentinel in () if self._closing.is_set() else set(ready) - {self._wake}:
+            child, process = self._watched.pop(sentinel)
+            process.join()
+            self._try(partial(self._failed, child, Exited(process.exitcode)))
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:  # a bug here must not prevent all later restarts
+            log.exception("a process could not be looked after")
+
+    def _start(self, child: Child) -> None:
+        self._starting[child.name] = child
+        for name in self._turns.enter(child.name):
+            self._begin(self._starting.pop(name))
+
+    def _start_others(self, child: Child) -> None:
+        """The start of a child is over: start the children whose turn follows."""
+        for name in self._turns.leave(child.name):
+            self.do(partial(self._begin, self._starting.pop(name)))
+
+    def _begin(self, child: Child) -> None:
+        if self._closing.is_set():
+            return
+        try:
+            process = child.start()
+        except Exception as error:
+            self._failed(child, error)
+            return
+        wait = threading.Thread(target=self._wait, args=(child, process), name=f"omni-start-{child.name}", daemon=True)
+        self._waits = [thread for thread in self._waits if thread.is_alive()]
+        self._waits.append(wait)
+        wait.start()
+
+    def _wait(self, child: Child, process: Any) -> None:
+        try:
+            child.wait_ready()
+        except Exception as error:  # vLLM's errors too: the child must not be lost with this thread
+            self.do(partial(self._failed, child, error))
+        else:
+            self.do(partial(self._ready, child, process))
+
+    def _ready(self, child: Child, process: Any) -> None:
+        if not self._closing.is_set():
+            self._start_others(child)
+            self._watched[process.sentinel] = child, process
+            child.ready(process)
+
+    def _failed(self, child: Child, error: Exception) -> None:
+        if not self._closing.is_set():
+            self._start_others(child)
+            pause = child.ended(error)
+            if pause is not None:
+                self.after(pause, partial(self._start, child))

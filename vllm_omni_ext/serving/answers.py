@@ -1,0 +1,240 @@
+"""Chat answers with more than text in OpenAI's format: whole answers, and streams.
+
+    role, content + audio.transcript ..., audio.data ..., audio.expires_at, finish_reason, [usage], [DONE]
+
+vLLM's own handler writes the text. It reads from `text_of`, which removes the other outputs, so the end of a stream
+- the usage and `[DONE]` - comes after all outputs, and an error of any stage becomes vLLM's error. Only the finish
+reason is moved: many clients stop reading there. `modality` of every chunk names its content, as in vllm-omni.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo, PromptTokenUsageInfo
+
+from vllm_omni_ext.modalities.base import TEXT, Modality, ModalityStream, OutputChunk, ProgressChunk
+from vllm_omni_ext.modalities.chunks import TextChunk
+from vllm_omni_ext.plugins.runtime import RequestOptions
+from vllm_omni_ext.serving import sse
+from vllm_omni_ext.serving.failures import with_vllm_errors
+from vllm_omni_ext.serving.text_outputs import TextOutputs
+
+AUDIO_TOKENS = "audio_tokens"
+
+
+@dataclass(kw_only=True)
+class ChatAnswer:
+    """One chat request, from its body to its answer.
+
+    Attributes:
+        modalities: modalities of the answer other than text, by name.
+        encodings: encoding of each modality that clients can ask for.
+        stream: the answer is streamed.
+        metrics: the answer contains `metrics`.
+        prompt: token ids, once the request has been rendered.
+        prompt_audio: number of the prompt's tokens that are sound.
+        chunks: the chunks of a whole answer other than text, by modality.
+    """
+
+    options: RequestOptions
+    modalities: Mapping[str, Modality]
+    encodings: Mapping[str, Any]
+    stream: bool
+    metrics: bool = False
+    prompt: list[int] = field(default_factory=list)
+    prompt_audio: int = 0
+    chunks: dict[str, list[OutputChunk]] = field(default_factory=dict)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the answer's content includes the text."""
+        return TEXT in self.options.modalities
+
+    async def text_of(
+        self, source: AsyncGenerator[Any, None], request_id: str, stream: ChatStream | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """Yield the text outputs of `source`, at least one; other chunks are stored or streamed. Closes `source`.
+
+        Raises:
+            VLLMError: the error of `source`, as vLLM's error.
+        """
+        outputs, spoke = TextOutputs(request_id, delta=self.stream), False
+        async with aclosing(with_vllm_errors(source)) as items:
+            async for item in items:
+                if isinstance(item, TextChunk):
+                    item = outputs.of(item, self.prompt)
+                if not isinstance(item, OutputChunk):
+                    spoke = True
+                    yield item
+                elif stream is not None:
+                    await stream.take(item)
+                else:
+                    self.chunks.setdefault(item.modality, []).append(item)
+        if not spoke:
+            yield outputs.empty(self.prompt)
+        if stream is not None:
+            stream.end()
+
+    async def complete(self, response: ChatCompletionResponse) -> None:
+        """Add the other outputs of a whole answer, and their usage, to vLLM's response."""
+        if self.modalities:
+            await self._assemble(response)
+        if self.prompt_audio:
+            details = response.usage.prompt_tokens_details or PromptTokenUsageInfo()
+            setattr(details, AUDIO_TOKENS, self.prompt_audio)  # the model allows extra fields
+            response.usage.prompt_tokens_details = details
+
+    async def _assemble(self, response: ChatCompletionResponse) -> None:
+        choice = response.choices[0]
+        text = choice.message.content or ""
+        whole = [
+            await modality.assemble(self.chunks.get(name, ()), self.encodings.get(name), text)
+            for name, modality in self.modalities.items()
+        ]
+        if not self.has_text and not any(each.keep_text for each in whole):
+            choice.message.content = None
+        details = response.usage.completion_tokens_details or CompletionTokenUsageInfo()
+        for each in whole:
+            parts: list[tuple[Any, Mapping[str, Any]]] = [
+                (choice.message, each.message),
+                (choice, each.choice),
+                (details, each.usage),
+            ]
+            for target, values in parts:  # vLLM's models allow extra fields
+                for name, value in values.items():
+                    both = name == "content" and choice.message.content
+                    setattr(target, name, [{"type": "text", "text": both}, *value] if both else value)
+        if any(each.usage for each in whole):
+            response.usage.completion_tokens_details = details
+
+
+class ChatStream:
+    """The events of one streamed answer.
+
+    Args:
+        metrics: returns `metrics` for the end of the answer; None: the answer has no `metrics`.
+    """
+
+    def __init__(
+        self, answer: ChatAnswer, *, request_id: str, model: str, metrics: Callable[[], dict[str, Any]] | None
+    ) -> None:
+        self._answer = answer
+        self._request_id = request_id
+        self._metrics = metrics
+        self._head = {"id": request_id, "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
+        self._streams: dict[str, ModalityStream] = {
+            name: modality.stream(answer.encodings.get(name)) for name, modality in answer.modalities.items()
+        }
+        self._finish: dict[str, Any] | None = None
+        self._out: asyncio.Queue[str | None] = asyncio.Queue()
+
+    async def events(
+        self, source: AsyncGenerator[Any, None], stock: Callable[[AsyncGenerator[Any, None]], AsyncGenerator[str, None]]
+    ) -> AsyncGenerator[str, None]:
+        """Yield all events. Closes `source`.
+
+        Args:
+            source: outputs and chunks of the request.
+            stock: returns vLLM's events for the text outputs.
+        """
+        text = self._answer.text_of(source, self._request_id, self)
+        if not self._streams:  # text only: vLLM's events pass unchanged
+            async with aclosing(text), aclosing(stock(text)) as events:
+                async for stock_event in events:
+                    yield self._rewritten(stock_event)
+            return
+        task = asyncio.create_task(self._run(stock(text), text))
+        try:
+            while (event := await self._out.get()) is not None:
+                yield event
+            await task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _run(self, stock: AsyncGenerator[str, None], text: AsyncGenerator[Any, None]) -> None:
+        try:
+            async with aclosing(text), aclosing(stock):
+                async for event in stock:
+                    self._out.put_nowait(self._rewritten(event))
+        finally:
+            self._out.put_nowait(None)
+
+    # -- other outputs ------------------------------------------------------------------------------------------
+
+    async def take(self, chunk: OutputChunk) -> None:
+        """Send a chunk other than text."""
+        if isinstance(chunk, ProgressChunk):
+            progress = {"stage": chunk.stage, "done": chunk.done, "total": chunk.total}
+            choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
+            self._put({**self._head, "choices": [choice], "modality": chunk.modality, "progress": progress})
+        elif (stream := self._streams.get(chunk.modality)) is not None:
+            self._send(chunk.modality, await stream.chunk(chunk))
+
+    def end(self) -> None:
+        """Send the last chunk of each modality, then the finish reason of the text."""
+        for name, stream in self._streams.items():
+            self._send(name, stream.end())
+        end = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+        self._put(self._finish or {**self._head, "choices": [end], "modality": TEXT})  # vLLM omits it for empty text
+
+    def _send(self, modality: str, choices: list[dict[str, Any]]) -> None:
+        for choice in choices:
+            self._put({**self._head, "choices": [choice], "modality": modality})
+
+    def _put(self, chunk: dict[str, Any]) -> None:
+        self._out.put_nowait(sse.write(chunk))
+
+    # -- vLLM's events ------------------------------------------------------------------------------------------
+
+    def _rewritten(self, event: str) -> str:
+        """Return an event of vLLM as the client gets it."""
+        if event == sse.DONE:
+            if self._metrics is None:
+                return event
+            return sse.write({**self._head, "choices": [], "metrics": self._metrics()}) + event
+        chunk = sse.read(event)
+        if "error" in chunk:
+            return event
+        if self._streams:
+            chunk["created"] = self._head["created"]
+        if chunk["choices"]:
+            chunk["modality"] = TEXT
+            if self._streams:
+                self._rewrite_choice(chunk, chunk["choices"][0])
+        else:
+            self._count(chunk)
+        return sse.write(chunk)
+
+    def _count(self, chunk: dict[str, Any]) -> None:
+        """Complete the usage chunk with the usage of the whole answer."""
+        usage = chunk["usage"]
+        if self._streams:
+            details = usage.setdefault("completion_tokens_details", {"reasoning_tokens": 0})
+            for stream in self._streams.values():
+                details.update(stream.usage())
+        if self._answer.prompt_audio:
+            details = usage.get("prompt_tokens_details") or {}
+            usage["prompt_tokens_details"] = {**details, AUDIO_TOKENS: self._answer.prompt_audio}
+        if self._metrics is not None:
+            chunk["metrics"] = {**(chunk.get("metrics") or {}), **self._metrics()}
+            self._metrics = None
+
+    def _rewrite_choice(self, chunk: dict[str, Any], choice: dict[str, Any]) -> None:
+        delta = choice["delta"]
+        for stream in self._streams.values():
+            stream.text(delta)
+        if not self._answer.has_text:
+            delta.pop("content", None)
+        if choice.get("finish_reason") is not None:
+            end = {"index": choice["index"], "delta": {}, "logprobs": None}
+            end["finish_reason"], choice["finish_reason"] = choice["finish_reason"], None
+            end["stop_reason"] = choice.pop("stop_reason", None)
+            self._finish = {**chunk, "choices": [end]}

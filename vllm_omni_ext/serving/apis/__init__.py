@@ -1,0 +1,1 @@
+"""Ready-made APIs that a model's `HttpSurface` switches on."""

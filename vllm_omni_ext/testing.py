@@ -1,0 +1,500 @@
+"""For tests of model plugins: a flow in a simulated world, and tokenizers for tiny checkpoints.
+
+`check_flow` runs a flow on simulated stages. At every step a replica may die, stop responding or come back, and the
+client may disconnect. A stage is simulated by a generator function, e.g.
+
+    def painter(work: Work) -> Iterator[Reply | None]:
+        paint = work.take().payload
+        for done in range(1, 3):
+            yield Reply(payload=StageProgress(done, 3))
+        yield Reply(payload=picture_of(paint), finish="stop")
+
+The function is called once for each request sent to a replica, or for each stream of parts. It yields one `Reply` per
+step, or None while it waits for more input. Its replies must depend on its input alone.
+
+A stage exports hidden states with `Reply(hidden_states=...)`; the flow gets `HiddenStatesChunkReady`, as from a real
+stage. Another stage reads them with `Work.read`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.modalities.base import OutputChunk, ProgressChunk
+from vllm_omni_ext.modalities.chunks import AudioChunk, ImageChunk, TextChunk
+from vllm_omni_ext.orchestrator import messages as m
+from vllm_omni_ext.orchestrator.machine import RequestMachine
+from vllm_omni_ext.orchestrator.placement import Settings
+from vllm_omni_ext.plugins.flow import Extend, Finish, Flow, Forward, Open, Submit
+from vllm_omni_ext.plugins.runtime import RequestOptions
+from vllm_omni_ext.pool.stage_pool import StagePool
+from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError
+from vllm_omni_ext.wire.stage_input import HiddenStatesRef
+
+BYTES = 256
+SPECIAL_TOKENS = ("<|begin|>", "<|end|>")
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+MOST_STEPS = 10_000
+"""Limit of one run; a flow that needs more never ends."""
+
+Disturbance = Literal["none", "kill", "restart", "gone", "freeze", "abort", "refuse"]
+DISTURBANCES: tuple[Disturbance, ...] = ("kill", "restart", "gone", "freeze", "abort", "refuse")
+"""kill: the replica that has the request dies, and another one exists. restart: it dies, and is restarted later. gone:
+it dies, and no other exists. freeze: its requests fail over to another replica, but it continues them too. abort: the
+client disconnects. refuse: the stage returns an error.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """Result of one step of a simulated stage.
+
+    Attributes:
+        payload: what `ModelRuntime.decode` would return.
+        hidden_states: hidden states that this step exports, one value for each exported position; instead of a payload.
+    """
+
+    tokens: tuple[int, ...] = ()
+    payload: Any = None
+    finish: Finish | None = None
+    hidden_states: Sequence[Any] = ()
+
+
+Stores = dict[str, dict[str, list[Any]]]
+"""Hidden states of all replicas, by the replica's address and the name of the request there."""
+
+
+@dataclass
+class Work:
+    """Input of a replica for one request, or for one stream.
+
+    Attributes:
+        resumed: tokens of a forwarded request that another replica has generated already.
+        recompute: only the prompt is computed again, to export its hidden states once more.
+    """
+
+    resumed: tuple[int, ...] = ()
+    recompute: bool = False
+    messages: deque[tuple[str, Forward | Open | Extend | Submit]] = field(default_factory=deque)
+    engine_id: str = ""
+    last: bool = True
+    stores: Stores = field(default_factory=dict)
+    source: HiddenStatesRef | None = None
+
+    def read(self, ref: HiddenStatesRef) -> list[Any] | None:
+        """Return the hidden states at a location; None if they are lost, e.g. because their replica has died.
+
+        They are freed when the request ends in this stage, or when it reads from another location.
+        """
+        if self.source is not None and (self.source.source, self.source.name) != (ref.source, ref.name):
+            self.free()
+        self.source = ref
+        stored = self.stores.get(ref.source, {}).get(ref.name)
+        return None if stored is None else stored[: ref.count]
+
+    def free(self) -> None:
+        """Free the hidden states that were read."""
+        if self.source is not None:
+            self.stores.get(self.source.source, {}).pop(self.source.name, None)
+
+    def take(self) -> Any:
+        """The next message (`Forward`, `Open`, `Extend` or `Submit`); None if there is none yet."""
+        if not self.messages:
+            return None
+        self.engine_id, message = self.messages.popleft()
+        self.last = not isinstance(message, Submit) or message.last
+        return message
+
+
+Stage = Callable[[Work], Iterator[Reply | None]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Everything that a client receives.
+
+    Attributes:
+        text: tokens of the frontend.
+        outputs: outputs by modality: audio and text are joined, previews of images are left out.
+        failed: why the request failed; "" if it did not.
+    """
+
+    text: tuple[int, ...]
+    outputs: Mapping[str, Any]
+    failed: str
+
+
+def check_flow(
+    make_flow: Callable[[], Flow],
+    stages: Mapping[str, Stage],
+    *,
+    frontend: str,
+    disturbances: Sequence[Disturbance] = DISTURBANCES,
+    requests: int = 2,
+    options: RequestOptions | None = None,
+) -> Answer:
+    """Check that a flow gives the same answer under every disturbance at every step, and releases everything.
+
+    Args:
+        make_flow: makes a new flow for the same request.
+        stages: simulation of each stage of the pipeline.
+        frontend: name of the frontend stage.
+        disturbances: disturbances to apply, each at every step and to every stage that the flow may use.
+        requests: number of concurrent requests.
+        options: options of the requests.
+
+    Returns:
+        The answer of an undisturbed run, for the caller to check.
+
+    Raises:
+        AssertionError: names the disturbance, its step, and the failed check.
+    """
+    given = options or RequestOptions(modalities=tuple(sorted(make_flow().outputs)))
+
+    def run(disturbance: Disturbance, stage: str, step: int, seed: int) -> World:
+        world = World(make_flow, stages, frontend, given, requests, random.Random(seed))
+        where = f"{disturbance} of {stage} at step {step}: " if stage else "undisturbed: "
+        try:
+            world.run(disturbance, stage, step)
+        except Exception as error:
+            raise AssertionError(f"{where}{error}") from error
+        return world
+
+    calm = run("none", "", -1, 0)
+    expected = calm.answers["request 0"]
+    assert not expected.failed, f"undisturbed: the request fails: {expected.failed}"
+    for disturbance in disturbances:
+        for stage in sorted(make_flow().stages):
+            for step in range(calm.steps + 1):
+                for name, answer in run(disturbance, stage, step, seed=step).answers.items():
+                    if disturbance == "refuse" or (disturbance == "abort" and name == "request 0"):
+                        continue
+                    wrong = f"{disturbance} of {stage} at step {step}: {name} "
+                    assert not answer.failed or disturbance == "gone", f"{wrong}fails: {answer.failed}"
+                    assert answer.failed or _same(answer, expected), f"{wrong}gets {answer} instead of {expected}"
+    return expected
+
+
+class Replica:
+    """One replica of a stage: its inbox, the generators of its requests and streams, and exported hidden states.
+
+    Args:
+        address: differs from that of any other replica, and of the same replica before a restart.
+        stores: hidden states of all replicas.
+    """
+
+    def __init__(self, stage: Stage, address: str, stores: Stores) -> None:
+        self._stage = stage
+        self.address = address
+        self._stores = stores
+        stores[address] = {}
+        self._exports: dict[str, HiddenStatesRef] = {}
+        self._freed: set[str] = set()
+        self._numbers = itertools.count()
+        self.inbox: deque[m.Effect] = deque()
+        self.running: dict[str, tuple[Work, Iterator[Reply | None]]] = {}
+        self._streams: dict[str, str] = {}
+
+    def read(self) -> None:
+        """Process the inbox."""
+        while self.inbox:
+            match self.inbox.popleft():
+                case m.SendPrompt(engine_id=engine_id, tokens=tokens, recompute=recompute, replica=replica):
+                    self._begin(engine_id, engine_id, Forward(replica.stage), tokens, recompute)
+                case m.SendOpen(engine_id=engine_id, action=action):
+                    self._begin(engine_id, engine_id, action)
+                case m.SendChunk(engine_id=engine_id, action=action):
+                    if engine_id in self.running:  # otherwise the request has ended here
+                        self.running[engine_id][0].messages.append((engine_id, action))
+                case m.SendPart(engine_id=engine_id, stream=stream, action=action) if action.part == 0:
+                    self._streams[engine_id] = stream
+                    self._begin(stream, engine_id, action)
+                case m.SendPart(engine_id=engine_id, stream=stream, action=action):
+                    assert stream in self.running, f"part {action.part} of a stream comes that {action.stage} has not"
+                    self._streams[engine_id] = stream
+                    self.running[stream][0].messages.append((engine_id, action))
+                case m.SendStreamEnd(stream=stream):
+                    self._end(stream)
+                case m.AbortEngineRequests(engine_ids=engine_ids):
+                    for engine_id in engine_ids:
+                        self._end(self._streams.get(engine_id, engine_id))
+                case m.FreeHiddenStates(name=name):
+                    self._stores[self.address].pop(name, None)
+                    self._freed.add(name)
+
+    def _begin(
+        self, key: str, engine_id: str, message: Any, resumed: tuple[int, ...] = (), recompute: bool = False
+    ) -> None:
+        assert key not in self.running, f"{key} is opened twice"
+        work = Work(resumed, recompute, stores=self._stores)
+        work.messages.append((engine_id, message))
+        self.running[key] = work, self._stage(work)
+
+    def step(self, key: str, *, refuse: bool = False) -> tuple[str, Reply] | None:
+        """Run one step of a request or stream. Returns (engine id, reply), or None if it waits for input.
+
+        Args:
+            refuse: reply with an error instead.
+        """
+        work, replies = self.running[key]
+        reply = next(replies, None)
+        if reply is None:
+            return None
+        if refuse:
+            reply = Reply(payload=StageError("refused"), finish="error")
+        if reply.hidden_states:
+            assert reply.payload is None, "a step that exports hidden states has no other payload"
+            reply = replace(reply, payload=self._export(work.engine_id, reply.hidden_states))
+        if reply.finish is not None:
+            self._streams.pop(work.engine_id, None)
+            if work.last or reply.finish != "stop":
+                self._end(key)
+        return work.engine_id, reply
+
+    def _export(self, engine_id: str, values: Sequence[Any]) -> HiddenStatesChunkReady | None:
+        """Store hidden states of a request; None if no stage wants them any more."""
+        known = self._exports.get(engine_id)
+        if known is None:
+            name = f"{next(self._numbers)}/{engine_id}"
+            known = HiddenStatesRef(source=self.address, name=name, count=0)
+        if known.name in self._freed:
+            return None
+        self._stores[self.address].setdefault(known.name, []).extend(values)
+        count = known.count + len(values)
+        self._exports[engine_id] = HiddenStatesRef(source=self.address, name=known.name, count=count)
+        return HiddenStatesChunkReady(source=self.address, name=known.name, first=known.count, count=len(values))
+
+    def _end(self, key: str) -> None:
+        self._exports.pop(key, None)
+        if (ended := self.running.pop(key, None)) is not None:
+            ended[0].free()
+
+
+class World:
+    """A request machine, and replicas that execute its effects, one step of one request at a time."""
+
+    def __init__(
+        self,
+        make_flow: Callable[[], Flow],
+        stages: Mapping[str, Stage],
+        frontend: str,
+        options: RequestOptions,
+        requests: int,
+        order: random.Random,
+    ) -> None:
+        self._stages, self._order = stages, order
+        self._flows = {f"request {i}": make_flow() for i in range(requests)}
+        self._options = options
+        pools = {stage: StagePool(stage, ()) for stage in stages}
+        self.machine = RequestMachine(Settings(frontend=frontend), pools)
+        self.replicas: dict[ReplicaId, Replica] = {}
+        self._stores: Stores = {}
+        self._starts = itertools.count()
+        self.steps = 0
+        self._timers: set[m.Timer] = set()
+        self._texts: dict[str, list[int]] = {name: [] for name in self._flows}
+        self._chunks: dict[str, list[OutputChunk]] = {name: [] for name in self._flows}
+        self._ends: Counter[str] = Counter()
+        self._forwarded: set[str] = set()
+        self._failed: dict[str, str] = {}
+        self._refuse = ""
+
+    @property
+    def answers(self) -> dict[str, Answer]:
+        """The outputs that each client has received."""
+        return {
+            name: Answer(tuple(self._texts[name]), _outputs(self._chunks[name]), self._failed.get(name, ""))
+            for name in self._flows
+        }
+
+    def run(self, disturbance: Disturbance, stage: str, at: int) -> None:
+        """Run all requests to their end, with a disturbance of `stage` at step `at`."""
+        for name in self._stages:
+            for index in range(2 if disturbance in ("kill", "freeze") else 1):
+                self._up(ReplicaId(name, index))
+        for name, flow in self._flows.items():
+            opened = m.Opened(
+                request_id=name,
+                external_id=name,
+                flow=flow,
+                options=self._options,
+                sink=name,
+                client=m.ClientRequest(request=None),
+            )
+            self._tell(opened)
+        after: Callable[[], None] | None = None
+        while True:
+            if self.steps == at and disturbance != "none":
+                after, at = self._disturb(disturbance, stage), -1
+            if self._step():
+                continue
+            if after is None:
+                break
+            after()
+            after = None
+        self._check_the_end(disturbance)
+
+    # -- disturbances --------------------------------------------------------------------------------------------
+
+    def _disturb(self, disturbance: Disturbance, stage: str) -> Callable[[], None]:
+        """Apply a disturbance. Returns its second half, which runs once no request makes progress."""
+        if disturbance == "abort":
+            self._tell(m.Aborted("request 0"))
+        elif disturbance == "refuse":
+            self._refuse = stage
+        else:
+            return self._lose(disturbance, stage)
+        return lambda: None
+
+    def _lose(self, disturbance: Disturbance, stage: str) -> Callable[[], None]:
+        busy = self.machine.placement.routes
+        replica = max((r for r in self.replicas if r.stage == stage), key=lambda r: (len(busy.get(r, ())), -r.index))
+        old = self.replicas.pop(replica)
+        coming = disturbance in ("restart", "freeze")
+        if coming:
+            self._tell(m.ReplicaAnnounced(replica))
+        self._tell(m.ReplicaLost(replica, "it is gone"))
+        if disturbance == "freeze":  # its outputs still arrive
+            old.read()
+            for key in list(old.running):
+                if (said := old.step(key)) is not None:
+                    self._said(replica, *said)
+        del self._stores[old.address]
+        return (lambda: self._up(replica)) if coming else (lambda: None)
+
+    def _up(self, replica: ReplicaId) -> None:
+        address = f"{replica}, start {next(self._starts)}"
+        self.replicas[replica] = Replica(self._stages[replica.stage], address, self._stores)
+        self._tell(m.ReplicaUp(replica))
+
+    # -- progress ------------------------------------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        """Run one step of some request; False if no replica has work."""
+        for replica in self.replicas.values():
+            replica.read()
+        choices = [(name, key) for name, replica in self.replicas.items() for key in replica.running]
+        self._order.shuffle(choices)
+        for name, key in choices:
+            refuse = name.stage == self._refuse
+            if (said := self.replicas[name].step(key, refuse=refuse)) is not None:
+                self.steps += 1
+                assert self.steps < MOST_STEPS, f"the flow has not ended after {MOST_STEPS} steps"
+                if refuse:
+                    self._refuse = ""
+                self._said(name, *said)
+                return True
+        return False
+
+    def _said(self, replica: ReplicaId, engine_id: str, reply: Reply) -> None:
+        ready = reply.payload
+        output = m.Output(
+            replica=replica,
+            engine_id=engine_id,
+            tokens=reply.tokens,
+            payload=ready,
+            finish=reply.finish,
+            hidden_states=(ready.source, ready.name) if isinstance(ready, HiddenStatesChunkReady) else None,
+        )
+        self._tell(output, reply.tokens)
+
+    def _tell(self, event: m.Event, tokens: tuple[int, ...] = ()) -> None:
+        """Pass an event to the machine, and execute the effects."""
+        for effect in self.machine.handle(event):
+            if isinstance(effect, m.SendPrompt):
+                self._forwarded.add(effect.request_id)
+            match effect:
+                case m.Send() | m.AbortEngineRequests() | m.FreeHiddenStates():
+                    if effect.replica in self.replicas:
+                        self.replicas[effect.replica].inbox.append(effect)
+                case m.ArmTimer(timer=timer):
+                    assert timer not in self._timers, f"{timer} is armed twice"
+                    self._timers.add(timer)
+                case m.CancelTimer(timer=timer):
+                    self._timers.remove(timer)
+                case m.Accept(name=name, to_client=True):
+                    self._texts[name] += tokens
+                case m.ToCaller(sink=sink, item=m.END):
+                    self._ends[sink] += 1
+                case m.ToCaller(sink=sink, item=item):
+                    assert sink not in self._failed and not self._ends[sink], f"{sink} gets more after its end"
+                    self._chunks[sink].append(item)
+                case m.FailRequest(sink=sink, error=error):
+                    self._failed[sink] = str(error)
+        self.machine.check()
+
+    # -- checks at the end ---------------------------------------------------------------------------------------
+
+    def _check_the_end(self, disturbance: Disturbance) -> None:
+        waiting = ", ".join(f"{state.story()}" for state in self.machine.requests.values())
+        assert not self.machine.requests, f"nothing goes on, and has not ended: {waiting}"
+        assert not self.machine.held(), f"{self.machine.held()} things are held after the end"
+        assert not self._timers, f"timers are left: {self._timers}"
+        for replica_id, replica in self.replicas.items():
+            assert not replica.running, f"{replica_id} still works on {list(replica.running)}"
+            assert not (left := self._stores[replica.address]), f"{replica_id} still stores hidden states of {left}"
+        for name, flow in self._flows.items():
+            if name in self._failed or (disturbance == "abort" and name == "request 0"):
+                continue
+            assert self._ends[name] == 1, f"{name} has ended {self._ends[name]} times"
+            last = Counter(chunk.modality for chunk in self._chunks[name] if chunk.last)
+            assert set(last.values()) <= {1}, f"{name} has several last chunks: {last}"
+            missing = set(flow.outputs) - set(last) - ({"text"} if name in self._forwarded else set())
+            assert not missing, f"{name} has no last chunk of {sorted(missing)}"
+
+
+def _outputs(chunks: Sequence[OutputChunk]) -> dict[str, Any]:
+    """Outputs by modality, independent of the chunk boundaries."""
+    outputs: dict[str, Any] = {}
+    for chunk in chunks:
+        match chunk:
+            case ProgressChunk() | ImageChunk(partial=True):
+                continue
+            case AudioChunk(samples=samples):
+                before = outputs.get(chunk.modality, np.zeros(0, samples.dtype))
+                outputs[chunk.modality] = np.concatenate([before, samples])
+            case TextChunk(text=text):
+                outputs[chunk.modality] = outputs.get(chunk.modality, "") + text
+            case ImageChunk(pixels=pixels):
+                outputs.setdefault(chunk.modality, []).append(pixels)
+            case _:
+                outputs.setdefault(chunk.modality, []).append(replace(chunk, request_id=""))
+    return outputs
+
+
+def _same(one: Answer, other: Answer) -> bool:
+    same = one.text == other.text and one.outputs.keys() == other.outputs.keys()
+    return same and all(_equal(value, other.outputs[name]) for name, value in one.outputs.items())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+def write_byte_tokenizer(directory: Path, *, chat_template: str = CHAT_TEMPLATE) -> int:
+    """Write a tokenizer whose tokens are bytes into a checkpoint's directory; returns the size of its vocabulary."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    begin, end = SPECIAL_TOKENS
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=begin, eos_token=end, pad_token=end)
+    fast.chat_template = chat_template
+    fast.save_pretrained(directory)
+    return BYTES + len(SPECIAL_TOKENS)

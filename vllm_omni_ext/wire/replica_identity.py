@@ -1,0 +1,45 @@
+"""Identity of a replica's process, passed in its environment: its name, its parent and its coordinator."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+VARIABLE = "OMNI_REPLICA_IDENTITY"
+"""The environment variable, as JSON. vLLM's config is not used, since it is part of the key of compiled kernels."""
+
+
+class ReplicaIdentity(Struct, frozen=True, kw_only=True):
+    """One replica, as its parent started it.
+
+    Attributes:
+        parent: process id of the parent; the replica ends when the parent ends. None: it keeps running.
+        events: the coordinator's address for replicas; None: there is no coordinator.
+        instance: unique text of this process.
+        host: address under which other hosts reach this host; "" if they cannot.
+        secret_file: file with the cluster's secret.
+    """
+
+    stage: str
+    index: Annotated[int, Meta(ge=0)]
+    instance: str
+    parent: int | None = None
+    events: str | None = None
+    model: str = ""
+    config_hash: str = ""
+    version: str = ""
+    host: str = ""
+    secret_file: str | None = None
+
+    def variable(self) -> dict[str, str]:
+        """Return the identity as an environment variable."""
+        return {VARIABLE: msgspec.json.encode(self).decode()}
+
+    @classmethod
+    def read(cls) -> ReplicaIdentity | None:
+        """Return the identity of this process; None if the variable is not set."""
+        text = os.environ.get(VARIABLE)
+        return None if text is None else msgspec.json.decode(text, type=cls)

@@ -1,0 +1,111 @@
+"""Input for a stage inside vLLM's own request messages (msgpack; never pickle). Pure.
+
+A flow opens a request with an ordinary ADD whose `SamplingParams.extra_args` contain a `StageInput` under `INPUT`. A
+later chunk is another ADD with the same request id and a `StageInput` under `CHUNK`. A part of a stream is a separate
+request with a `PartHeader`, under `PART` in `extra_args` or as `PoolingParams.extra_kwargs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+INPUT = "omni_input"
+CHUNK = "omni_chunk"
+PART = "omni_part"
+EXPORT = "omni_export"
+"""Prompt ranges [start, stop) of a forwarded request whose hidden states another stage needs."""
+TICKET = "omni_ticket"
+"""Ticket with which the frontend finds a request's options; never leaves the API server."""
+FORGET = "omni_forget"
+"""Marks a message that is not a request: it ends the requests that a dead API server sent before a given time."""
+RESERVED = frozenset({INPUT, CHUNK, PART, EXPORT, TICKET, FORGET})
+"""Keys of `extra_args` that a client must not set."""
+
+END = -1
+"""Part number of a request that only ends its stream."""
+
+FILLER = [0]
+"""Prompt of a part without tokens: vLLM accepts no empty prompt."""
+
+
+class HiddenStatesRef(msgspec.Struct, frozen=True, kw_only=True):
+    """The first `count` hidden states of a request can be read from the producer at `source`, under `name`."""
+
+    source: str
+    name: str
+    count: int
+
+
+class StageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One chunk of a request's input for a stage, with the fields of `plugins.flow.Open` and `Extend`.
+
+    Attributes:
+        prompt_positions: how many (more) positions of the prompt have their input; None = all of them.
+        step_inputs: how many (more) positions after the prompt have their input.
+        last: no chunk follows.
+        hidden_spans: ranges [start, stop) of prompt positions whose input is hidden states of another stage.
+        hidden_states: where these hidden states can be read.
+        done: how many tokens at the end of the engine's prompt this stage has generated already.
+        payload: the plugin's message as decoded msgpack; the stage's worker converts it to the plugin's Struct.
+        params: the stage's own parameters, if the stage defines a type for them.
+    """
+
+    prompt_positions: int | None = None
+    step_inputs: int = 0
+    last: bool = True
+    hidden_spans: tuple[tuple[int, int], ...] = ()
+    hidden_states: HiddenStatesRef | None = None
+    done: int = 0
+    payload: Any = None
+    params: Any = None
+
+    @classmethod
+    def of(cls, extra_args: Mapping[str, Any] | None) -> tuple[StageInput, bool]:
+        """Return (input, whether it is a later chunk). A request without a `StageInput` has all its input."""
+        extra = extra_args or {}
+        if CHUNK in extra:
+            return msgspec.convert(extra[CHUNK], cls), True
+        return msgspec.convert(extra.get(INPUT, {}), cls), False
+
+
+class PartHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The stream and part that a request belongs to.
+
+    Attributes:
+        stream: name of the stream, unique for each attempt.
+        part: counts from 0, or END.
+        last: the stream ends with this part.
+        empty: the prompt is `FILLER`.
+        payload: the plugin's message as decoded msgpack.
+        params: the stage's own parameters, if the stage defines a type for them.
+    """
+
+    stream: str
+    part: int
+    last: bool
+    empty: bool = False
+    payload: Any = None
+    params: Any = None
+
+    def as_extra(self) -> dict[str, Any]:
+        """Return the header as plain data for `PoolingParams.extra_kwargs`."""
+        plain: dict[str, Any] = msgspec.to_builtins(self, builtin_types=(bytes,))
+        return plain
+
+    @classmethod
+    def of(cls, extra: Any) -> PartHeader:
+        """Read `extra_kwargs`; msgspec.ValidationError for anything else."""
+        return msgspec.convert(extra, cls)
+
+    @classmethod
+    def end(cls, stream: str) -> PartHeader:
+        """Return the header of a request that makes a stage drop a stream."""
+        return cls(stream=stream, part=END, last=True, empty=True)
+
+
+def export_ranges(extra_args: Mapping[str, Any] | None) -> list[tuple[int, int]]:
+    """Prompt ranges [start, stop) whose hidden states another stage needs; empty for most requests."""
+    return [(int(a), int(b)) for a, b in (extra_args or {}).get(EXPORT, ())]
