@@ -15,7 +15,7 @@ from vllm_omni_ext.errors import RequestFailed
 from vllm_omni_ext.model_plugins.bagel.images import resize
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.requests.parts import picture_part, split_prompt, text_ids
-from vllm_omni_ext.model_plugins.bagel.requests.payloads import Picture, Text
+from vllm_omni_ext.model_plugins.bagel.requests.payloads import Picture, Text, last_size
 
 START, END, PAD = -1, -2, 9
 TOKENS: Any = SimpleNamespace(start=START, end=END)
