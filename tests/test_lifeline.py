@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_omni_ext.lifeline import die_with_parent
+from vllm_omni_ext.lifeline import die_with_parent, leave_interrupts_to_parent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
 NOBODY = 2**22 + 1
@@ -66,3 +66,12 @@ def test_a_parent_that_lives_changes_nothing() -> None:
     parent = os.getpid()
     pid = forked(lambda: die_with_parent(parent))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_an_interrupt_from_the_terminal_does_not_reach_the_child() -> None:
+    def child() -> None:
+        leave_interrupts_to_parent()
+        os.kill(os.getpid(), signal.SIGINT)
+        os._exit(7)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(forked(child), 0)[1]) == 7

@@ -1,4 +1,4 @@
-"""Makes a process end with its parent, however the parent ends."""
+"""Ties a process to its parent: the process ends when its parent has ended, and leaves Ctrl-C to its parent."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def leave_interrupts_to_parent() -> None:
+    """Ignore SIGINT from now on; called in the main thread.
+
+    A terminal sends SIGINT to all processes of its group. vLLM's engine would abort its requests at once, while the
+    parent still gives them time to end.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

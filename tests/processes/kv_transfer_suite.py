@@ -428,12 +428,13 @@ async def test_blocks_of_another_size_are_refused(pair: Pair) -> None:
     await pair.empty()
 
 
-async def test_decode_can_be_told_to_fail_instead(pair: Pair) -> None:
-    with pair.another(DECODE, replace(SETTINGS, on_failure="fail")) as second:
+async def test_decode_can_be_told_to_fail_instead(patient: Pair) -> None:
+    settings = replace(SETTINGS, on_failure="fail", transfer_timeout_s=PATIENT_S)
+    with patient.another(DECODE, settings) as second:
         asked = prompt()
-        told = await prefill(pair.prefill, asked)
+        told = await prefill(patient.prefill, asked)
         output = await second.run(asked, GREEDY, {**told, "remote_engine_id": "nobody"})
         assert output.outputs[0].finish_reason == "error"
         await second.empty()
-        await pair.check(asked, told, decode=second)
-    await pair.empty()
+        await patient.check(asked, told, decode=second)
+    await patient.empty()

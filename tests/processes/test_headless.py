@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -109,17 +110,25 @@ def undisturbed(cluster: Cluster) -> list[Answer]:
     return ask_all(cluster.head, BODIES, AT_ONCE)
 
 
-def check_parity(server: Server, oracle: Oracle, expected: dict[str, Golden], names: list[str]) -> None:
-    """What a server answers is what Transformers says."""
+def check_parity(
+    server: Server,
+    oracle: Oracle,
+    expected: dict[str, Golden],
+    names: list[str],
+    client: httpx.Client | None = None,
+) -> list[Answer]:
+    """What a server answers, over new connections or a client's, is what Transformers says."""
+    answers = []
     for name in names:
         case, golden = CASES[name], expected[name]
         fields = body("", case.text, case.frames, ignore_eos=False)
         fields["messages"] = openai_messages(case.messages)
         fields["talker"] = {"temperature": 0, "max_tokens": case.frames}
-        answer = ask(server, fields)
+        answers.append(answer := ask(server, fields, client))
         assert answer.text == oracle.processor.tokenizer.decode(golden.thinker_ids, skip_special_tokens=True)
         assert answer.samples.shape == golden.wav.shape
         assert np.abs(answer.samples / 2**15 - golden.wav).max() <= TOLERANCE + 1 / 2**15
+    return answers
 
 
 def during(head: Server, stage: str, do: Callable[[], Any]) -> list[Answer]:

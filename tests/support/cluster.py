@@ -202,9 +202,10 @@ def body(content: Any, words: int = 24, frames: int = 40, **more: Any) -> dict[s
     }
 
 
-def ask(server: Server, fields: dict[str, Any]) -> Answer:
-    """What is answered; AssertionError with the error if it is one."""
-    answer = httpx.post(f"{server.base_url}/chat/completions", json=fields, timeout=ANSWER_S)
+def ask(server: Server, fields: dict[str, Any], client: httpx.Client | None = None) -> Answer:
+    """What is answered, over a new connection or a client's; AssertionError with the error if it is one."""
+    post = httpx.post if client is None else client.post
+    answer = post(f"{server.base_url}/chat/completions", json=fields, timeout=ANSWER_S)
     assert answer.status_code == 200, answer.text[:500]
     said = answer.json()
     message = said["choices"][0]["message"]

@@ -23,7 +23,7 @@ from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import Member, Register
 from vllm_omni_ext.coordinator.reporter import Reporter
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.lifeline import die_with_parent
+from vllm_omni_ext.lifeline import die_with_parent, leave_interrupts_to_parent
 from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.titles import name_process
 from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
@@ -49,6 +49,7 @@ class ReplicaAgent:
         enrolled = ReplicaIdentity.read()
         if enrolled is not None and enrolled.parent is not None:
             die_with_parent(enrolled.parent)
+            leave_interrupts_to_parent()
             name_process(f"{enrolled.stage}/{enrolled.index}")
         if enrolled is None or enrolled.events is None:
             return

@@ -27,8 +27,10 @@ from vllm_omni_ext.engine.exporter import Exporter
 from vllm_omni_ext.engine.input_provider import Span, StreamingInputModel
 from vllm_omni_ext.engine.loading import progress_reported
 from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.lifeline import leave_interrupts_to_parent
 from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.wire.envelope import StageError, pack
+from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 from vllm_omni_ext.wire.stage_input import StageInput, export_ranges
 
 if current_platform.is_cpu():
@@ -87,6 +89,8 @@ class StageWorker(_Worker):  # type: ignore[misc]
 
     def init_device(self) -> Any:
         """Initialize the device: the first step of the start-up."""
+        if (identity := ReplicaIdentity.read()) is not None and identity.parent is not None:
+            leave_interrupts_to_parent()  # with tensor parallelism each worker is a process
         with alone():
             return super().init_device()
 
