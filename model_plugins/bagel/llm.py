@@ -7,9 +7,9 @@ matrix is read once for any number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +74,12 @@ class MotLayer(nn.Module):
         self.und = ExpertLayer(sizes)
         self.gen = ExpertLayer(sizes)
 
+    def project(self, und: Tensor, gen: Tensor, order: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Return Q, K and V of both sets' tokens in the order of rows, with RoPE; arguments as in `Layout`."""
+        each = zip(self.und.project(und), self.gen.project(gen), strict=True)
+        query, key, value = (torch.cat(parts)[order] for parts in each)
+        return _rotate(query, (cos, sin)), _rotate(key, (cos, sin)), value
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -108,16 +114,37 @@ class Output:
 
 
 class LanguageModel(nn.Module):
-    """The decoder. `attention` may be replaced by another implementation of `Attention`."""
+    """The decoder. `attention` may be replaced by another implementation of `Attention`.
+
+    Attributes:
+        project, finish: what a layer computes before and after attention for latent tokens: `MotLayer.project` and
+            `ExpertLayer.finish`, or the same compiled.
+    """
 
     def __init__(self, sizes: LlmSizes) -> None:
         super().__init__()
         self.sizes = sizes
         self.attention: Attention = sdpa
+        self.project: Callable[..., Any]
+        self.finish: Callable[..., Any]
+        self.do_not_compile_layers()
         self.embed = nn.Embedding(sizes.vocabulary, sizes.hidden)
         self.layers = nn.ModuleList(MotLayer(sizes) for _ in range(sizes.layers))
         self.norm = nn.ModuleDict({name: RmsNorm(sizes.hidden, sizes.epsilon) for name in ("und", "gen")})
         self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+
+    def compile_layers(self, **options: Any) -> None:
+        """Compile what the layers compute for latent tokens, once for all layers and all numbers of tokens.
+
+        Args:
+            options: options of `torch.compile`.
+        """
+        self.project = torch.compile(MotLayer.project, dynamic=True, fullgraph=True, **options)
+        self.finish = torch.compile(ExpertLayer.finish, dynamic=True, fullgraph=True, **options)
+
+    def do_not_compile_layers(self) -> None:
+        """Undo `compile_layers`."""
+        self.project, self.finish = MotLayer.project, ExpertLayer.finish
 
     def text_layout(self, seen: Sequence[Seen], lengths: Sequence[int]) -> Layout:
         """Return the layout of text rows of these lengths, at successive positions, causal."""
@@ -194,17 +221,19 @@ class LanguageModel(nn.Module):
             attended = attended if layout.back is None else attended[layout.back]
             parts = dict(zip(tokens, attended.split(sizes), strict=True))
             wanted = tokens if at != last else {name: x for name, x in tokens.items() if name == hidden}
-            tokens = {name: layer.get_submodule(name).finish(x, parts[name]) for name, x in wanted.items()}
+            finish = ExpertLayer.finish if gen is None else self.finish
+            tokens = {name: finish(layer.get_submodule(name), x, parts[name]) for name, x in wanted.items()}
         assert hidden is not None
         return Output(self.norm[hidden](tokens[hidden]), tuple(kept))
 
     def _project(self, layer: nn.Module, tokens: dict[str, Tensor], layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         """Return Q, K and V in the order of rows, with RoPE."""
-        each = [layer.get_submodule(name).project(x) for name, x in tokens.items()]
-        query, key, value = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*each, strict=True))
         if layout.order is not None:
-            query, key, value = query[layout.order], key[layout.order], value[layout.order]
-        return _rotate(query, layout.angles), _rotate(key, layout.angles), value.contiguous()
+            query, key, value = self.project(layer, tokens["und"], tokens["gen"], layout.order, *layout.angles)
+        else:
+            query, key, value = layer.get_submodule("und").project(tokens["und"])
+            query, key = _rotate(query, layout.angles), _rotate(key, layout.angles)
+        return query, key, value.contiguous()
 
 
 def _rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

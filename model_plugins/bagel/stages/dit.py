@@ -22,6 +22,7 @@ from vllm_omni_ext.model_plugins.bagel.stages.drawing import Drawing
 from vllm_omni_ext.model_plugins.bagel.stages.files import checkpoint_directory
 from vllm_omni_ext.model_plugins.bagel.stages.processor import PAD, PictureDummies, PictureInfo, PictureProcessor
 from vllm_omni_ext.model_plugins.bagel.stages.reply import Reply
+from vllm_omni_ext.model_plugins.bagel.stages.warm_up import warm_up
 from vllm_omni_ext.model_plugins.bagel.text import RunningText, next_logits
 from vllm_omni_ext.wire.envelope import StageError
 
@@ -88,6 +89,11 @@ class BagelDit(PlainModel):
         llm = self.bagel.llm
         llm.attention = attention_for(self.bagel.device, self.bagel.dtype, llm.sizes.head_dim)
         self._denoiser = Denoiser(self.bagel)
+
+    def warm_up(self) -> None:
+        """Compile and warm up on a GPU. Compiling can be switched off with torch's variable TORCH_COMPILE_DISABLE=1."""
+        if self.bagel.device.type != "cpu":
+            warm_up(self.bagel, compiled=True)
 
     def open(self, request: PlainRequest) -> None:
         """Check a request and queue it for its first turn."""

@@ -109,6 +109,10 @@ def test_replies(case: str, model: Bagel, prompts: Prompts) -> None:
 
 @pytest.mark.parametrize("case", ["t2i", "t2i_nocfg"])
 def test_an_image_in_bfloat16(case: str, model_bf16: Bagel, prompts: Prompts) -> None:
+    check_bfloat16(case, model_bf16, prompts)
+
+
+def check_bfloat16(case: str, model_bf16: Bagel, prompts: Prompts) -> None:
     expected = golden(f"{case}_bf16")
     running = begin(model_bf16, prompts.image(expected.parts), expected.parameters)
     run(model_bf16, running)
