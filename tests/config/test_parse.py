@@ -190,7 +190,11 @@ def test_one_device_may_be_a_number() -> None:
         (
             {"stages": {"talker": {"zzz": 1}}},
             "stages.talker.zzz: unknown key; use one of cpu_threads, devices, engine, env, kv_cache_bytes, lb_policy, "
-            "params, prefill_decode, replicas",
+            "params, prefill_decode, replicas, step_timeout_s",
+        ),
+        (
+            {"stages": {"talker": {"step_timeout_s": 0}}},
+            "stages.talker.step_timeout_s: must be a number of seconds > 0, got 0",
         ),
         (
             {"stages": {"talker": {"max_num_seqs": 4}}},
@@ -211,7 +215,7 @@ def test_one_device_may_be_a_number() -> None:
         (
             {"stages": {"talker": {"engine_overrides": {}}}},
             "stages.talker.engine_overrides: unknown key; use one of cpu_threads, devices, engine, env, "
-            "kv_cache_bytes, lb_policy, params, prefill_decode, replicas",
+            "kv_cache_bytes, lb_policy, params, prefill_decode, replicas, step_timeout_s",
         ),
     ],
 )

@@ -98,6 +98,12 @@ class OwnScheduler:
     def get_kv_cache_usage(self) -> float:
         return 0.0
 
+    def schedule(self) -> str:
+        return "what to compute"
+
+    def update_from_output(self, scheduled: str, output: str) -> str:
+        return f"{scheduled}: {output}"
+
     def shutdown(self) -> None:
         self.shut_down = True
 
@@ -216,7 +222,7 @@ class Built:
     def add_request(self, request: Request) -> None:
         raise NotImplementedError
 
-    shutdown = add_request
+    shutdown = schedule = update_from_output = add_request
 
 
 @pytest.mark.parametrize("given", [f"{__name__}.build_own", build_own, None], ids=["name", "function", "stock"])

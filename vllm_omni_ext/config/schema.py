@@ -125,6 +125,12 @@ class StageConfig(ReplicasConfig):
         "Default parameters of this stage: fields of `SamplingParams`, or of the type that the stage declares. For the "
         "frontend, endpoints other than chat read those that a generation config has, without `max_tokens`."
     )
+    step_timeout_s: Seconds | None = _key(
+        60.0,
+        "A replica whose engine step takes longer is unresponsive, and is killed and started again when the step takes "
+        "half as long again. The first step after the start may take ten times as long. Null: no limit.",
+        "seconds",
+    )
     prefill_decode: Annotated[PrefillDecode | None, NullIsEmpty] = None
     """Below `stages.<name>.prefill_decode`; None: every replica does prefill and decode."""
 

@@ -1,8 +1,8 @@
 """Duties of every replica, independent of its scheduler.
 
-A replica reports its load to the coordinator, ends with its parent process, sets its process title, and ends the
-requests of an API server that has died. `ReplicaAgent` does this next to a scheduler, through vLLM's
-`SchedulerInterface`: a plugin's own scheduler needs no code for these duties.
+A replica reports its load to the coordinator, ends with its parent process, sets its process title, ends the requests
+of an API server that has died, and ends itself when a step of its engine loop hangs. `ReplicaAgent` does this next to a
+scheduler, through vLLM's `SchedulerInterface`: a plugin's own scheduler needs no code for these duties.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import signal
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -22,6 +23,7 @@ from vllm_omni_ext.compat import use_keys
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import Member, Register
 from vllm_omni_ext.coordinator.reporter import Reporter
+from vllm_omni_ext.engine.step_watch import StepClock, StepWatch, end_hung_process
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import die_with_parent, leave_interrupts_to_parent
 from vllm_omni_ext.pool.load import Load
@@ -37,10 +39,14 @@ class ReplicaAgent:
 
     Args:
         scheduler: the scheduler of this replica's engine. It keeps the `Request` of every unfinished request.
+        step_timeout_s: seconds after which a step counts as hung; None: never.
     """
 
-    def __init__(self, scheduler: SchedulerInterface) -> None:
+    def __init__(self, scheduler: SchedulerInterface, step_timeout_s: float | None = None) -> None:
         self._scheduler = scheduler
+        self._step_timeout_s = step_timeout_s
+        self._watch: StepWatch | None = None
+        self.clock = StepClock()
         self._requests: WeakSet[Request] = WeakSet()
         self._reporter: Reporter | None = None
 
@@ -51,6 +57,7 @@ class ReplicaAgent:
             die_with_parent(enrolled.parent)
             leave_interrupts_to_parent()
             name_process(f"{enrolled.stage}/{enrolled.index}")
+        self._watch_steps("this replica" if enrolled is None else f"{enrolled.stage}/{enrolled.index}")
         if enrolled is None or enrolled.events is None:
             return
         keys = Keys.read(enrolled.secret_file)
@@ -59,8 +66,13 @@ class ReplicaAgent:
         self._reporter = self._make_reporter(enrolled, enrolled.events, keys)
         self._reporter.start()
 
-    def load(self) -> Load:
-        """Return the scheduler's load. The reporter's thread calls this: the numbers may be one step old."""
+    def load(self) -> Load | None:
+        """Return the scheduler's load, or None while a step takes too long: then no heartbeat is sent.
+
+        The reporter's thread calls this: the numbers may be one step old.
+        """
+        if self._watch is not None and self._watch.late:
+            return None
         running, waiting = self._scheduler.get_request_counts()
         return Load(waiting, running, self._scheduler.get_kv_cache_usage())
 
@@ -80,9 +92,17 @@ class ReplicaAgent:
         return True
 
     def stop(self) -> None:
-        """Disconnect from the coordinator."""
+        """Disconnect from the coordinator, and watch no steps any more."""
+        if self._watch is not None:
+            self._watch.stop()
         if self._reporter is not None:
             self._reporter.stop()
+
+    def _watch_steps(self, name: str) -> None:
+        if self._step_timeout_s is None:
+            return
+        self._watch = StepWatch(self.clock, self._step_timeout_s, partial(end_hung_process, name, self._step_timeout_s))
+        self._watch.start()
 
     def _make_reporter(self, enrolled: ReplicaIdentity, events: str, keys: Keys | None) -> Reporter:
         return Reporter(
@@ -101,10 +121,14 @@ class ReplicaAgent:
         )
 
 
-def with_agent(scheduler: SchedulerInterface) -> SchedulerInterface:
-    """Start an agent for a scheduler and stop it when the scheduler is shut down; return the scheduler."""
-    agent = ReplicaAgent(scheduler)
+def with_agent(scheduler: SchedulerInterface, step_timeout_s: float | None = None) -> SchedulerInterface:
+    """Start an agent for a scheduler and stop it when the scheduler is shut down; return the scheduler.
+
+    A step begins when the scheduler is asked for one, and ends when it has been told what came of it.
+    """
+    agent = ReplicaAgent(scheduler, step_timeout_s)
     add_request, shutdown = scheduler.add_request, scheduler.shutdown
+    schedule, update_from_output = scheduler.schedule, scheduler.update_from_output
 
     def intercepted(request: Request) -> None:
         if not agent.intercept(request):
@@ -114,7 +138,16 @@ def with_agent(scheduler: SchedulerInterface) -> SchedulerInterface:
         agent.stop()
         shutdown()
 
-    vars(scheduler).update(add_request=intercepted, shutdown=stopped)
+    def begun(*args: Any, **kwargs: Any) -> Any:
+        agent.clock.begun += 1
+        return schedule(*args, **kwargs)
+
+    def ended(*args: Any, **kwargs: Any) -> Any:
+        outputs = update_from_output(*args, **kwargs)
+        agent.clock.ended += 1
+        return outputs
+
+    vars(scheduler).update(add_request=intercepted, shutdown=stopped, schedule=begun, update_from_output=ended)
     agent.start()
     return scheduler
 
@@ -125,15 +158,17 @@ class WithAgent:
 
     Attributes:
         scheduler_cls: the scheduler: a class, a function, or the name of either; None = vLLM's choice.
+        step_timeout_s: seconds after which a step of the engine loop counts as hung; None: never.
     """
 
     scheduler_cls: Any = None
+    step_timeout_s: float | None = None
 
     def __call__(self, **kwargs: Any) -> SchedulerInterface:
         """Build the scheduler; vLLM calls a `scheduler_cls` with keywords only."""
         config = copy(kwargs["vllm_config"].scheduler_config)
         config.scheduler_cls = self.scheduler_cls
-        return with_agent(config.get_scheduler_cls()(**kwargs))
+        return with_agent(config.get_scheduler_cls()(**kwargs), self.step_timeout_s)
 
 
 class _IdentityGuard:

@@ -140,5 +140,6 @@ def _side(stage: StageConfig, split: PrefillDecode, side: ReplicasConfig, params
         env={**parameters.environment(settings_of(split)), **stage.env, **side.env},
         engine_overrides={**stage.engine_overrides, **side.engine_overrides},
         params=params,
+        step_timeout_s=stage.step_timeout_s,
         prefill_decode=split,
     )

@@ -229,7 +229,9 @@ class Deployment:
         if config.kv_transfer_config is not None:  # not in the plan, which hosts compare
             config.kv_transfer_config.kv_connector_extra_config[HOST] = self._host
         scheduling: Any = config.scheduler_config
-        scheduling.scheduler_cls = WithAgent(scheduling.scheduler_cls)
+        scheduling.scheduler_cls = WithAgent(
+            scheduling.scheduler_cls, self.plan.config.stage(replica.stage).step_timeout_s
+        )
         return config
 
     def _keep(self, stage: str, config: VllmConfig) -> None:
