@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -114,7 +114,14 @@ def entry(replica: ReplicaId, state: State = State.UP, epoch: int = 1, load: Loa
 class Bench:
     """A fleet over fake connections. `connections` has every one that was ever made."""
 
-    def __init__(self, *, client_index: int = 0, ready_responses: Any = None, about: ReplicaInfo = HERE) -> None:
+    def __init__(
+        self,
+        *,
+        client_index: int = 0,
+        ready_responses: Any = None,
+        about: ReplicaInfo = HERE,
+        restarts: Mapping[ReplicaId, int] | None = None,
+    ) -> None:
         self.connections: list[Connected] = []
         self.gates: list[threading.Event] = []
         """One for every connection that is being made; set it to let it go on."""
@@ -143,6 +150,7 @@ class Bench:
         told: Any = SimpleNamespace(
             plan=plan,
             about={A: about, B: about},
+            restarts=restarts or {},
             starting=(),
             ready_responses=ready_responses,
             views="views",
@@ -522,8 +530,8 @@ async def test_what_is_shown_in_metrics(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "at_start", "then"),
-    [({}, 1, 3), ({"ready_responses": {}}, 0, 2), ({"client_index": 1}, None, None)],
-    ids=["first", "replaces the first", "second"],
+    [({}, 1, 3), ({"ready_responses": {}}, 1, 3), ({"client_index": 1}, None, None)],
+    ids=["first", "replaces one whose counts are lost", "second"],
 )
 async def test_one_api_server_counts_each_restart_once(
     settings: dict[str, Any], at_start: int | None, then: int | None, monkeypatch: pytest.MonkeyPatch
@@ -535,4 +543,23 @@ async def test_one_api_server_counts_each_restart_once(
     await bench.up(A, replace(HERE, restarts=3))
     await bench.up(A, replace(HERE, restarts=3))
     assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == then
+    bench.replica_connections.close()
+
+
+async def test_restarts_while_the_counting_api_server_is_down_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one has counted 1; the replica is restarted twice before the next one counts. B ended meanwhile."""
+    monkeypatch.setattr(replica_connections_module, "Watcher", Views)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            Metrics, "shared_counts", lambda self, counter: {("text", "text/0"): 1.0, ("text", "text/1"): 2.0}
+        )
+        bench = Bench(about=replace(HERE, restarts=3), ready_responses={}, restarts={A: 3, B: 3, FAR: 2})
+    counts = [bench.shown(m.REPLICA_RESTARTS, stage="text", replica=f"text/{index}") for index in range(3)]
+    assert counts == [2, 1, 2], "beside what the first one has counted, which is added"
+    await bench.up(A, replace(HERE, restarts=4))
+    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == 3
+    await bench.up(A, replace(HERE, restarts=2))
+    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == 3, "it never falls"
     bench.replica_connections.close()

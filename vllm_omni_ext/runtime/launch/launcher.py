@@ -379,6 +379,7 @@ class Deployment:
         about: Mapping[ReplicaId, ReplicaInfo] | None = None,
         ready_responses: Mapping[ReplicaId, bytes] | None = None,
         starting: tuple[ReplicaId, ...] = (),
+        restarts: Mapping[ReplicaId, int] | None = None,
     ) -> Connections:
         """What API server `client` needs to reach every replica; the listeners are passed on to its process.
 
@@ -388,6 +389,7 @@ class Deployment:
             about: the replicas to connect to; None: all that were started here.
             ready_responses: ready messages of the replicas, if the API server replaces one that has died.
             starting: replicas that are being started.
+            restarts: how often replicas have been restarted; None: never.
         """
         if about is None:
             about = self.about()
@@ -409,6 +411,7 @@ class Deployment:
             client_count=self.clients,
             client_index=client,
             about=about,
+            restarts=restarts or {},
             started=self.began,
             head=os.getpid(),
         )
