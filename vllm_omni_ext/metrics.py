@@ -286,6 +286,8 @@ class Metrics:
         self._model = model
         self._made = in_default_registry() if registry is None else make_all(registry)
         self._series: dict[tuple[Metric, tuple[str, ...]], Any] = {}
+        self.shared = DIRECTORY in os.environ
+        """Whether several processes share their values."""
 
     def of(self, metric: Metric, *labels: str) -> Any:
         """Return the series of a metric with these labels."""
@@ -296,7 +298,7 @@ class Metrics:
 
     def remove(self, metric: Metric, *labels: str) -> bool:
         """Remove the series, if it exists. Returns False, and keeps it, if several processes share their values."""
-        if DIRECTORY in os.environ:
+        if self.shared:
             return False
         self._series.pop((metric, labels), None)
         self._made[metric].remove(self._model, *labels)
@@ -304,7 +306,7 @@ class Metrics:
 
     def shared_counts(self, counter: Metric) -> dict[tuple[str, ...], float]:
         """Return a counter's totals over all processes, also ended ones, by its labels; empty if nothing is shared."""
-        if DIRECTORY not in os.environ:
+        if not self.shared:
             return {}
         files = glob.glob(os.path.join(glob.escape(os.environ[DIRECTORY]), "counter_*.db"))
         return {

@@ -163,10 +163,13 @@ class Observer:
     def loaded(self, replica: ReplicaId, stats: SchedulerStats) -> None:
         """Record the statistics of a replica's scheduler."""
         load = stats.num_running_reqs, stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        self.loads[replica] = load
-        running, waiting = self._load[replica]
-        running.set(load[0])
-        waiting.set(load[1])
+        if (
+            self.loads.get(replica) != load or self._metrics.shared
+        ):  # shared: another process may have set another value
+            self.loads[replica] = load
+            running, waiting = self._load[replica]
+            running.set(load[0])
+            waiting.set(load[1])
         if stats.kv_connector_stats:
             self._transferred(replica, stats.kv_connector_stats)
 
