@@ -250,7 +250,7 @@ async def test_a_replica_that_ends_and_is_started_again(bench: Bench) -> None:
         and bench.replica_connections.state(A) == "DOWN"
         and bench.lost == [A]
     )
-    assert bench.replica_connections.known("text") == [A, B], "it is planned, so people are told of it"
+    assert bench.replica_connections.replica_names("text") == [A, B], "it is planned, so people are told of it"
     await bench.up(A, ReplicaInfo(host="here", pid=9, restarts=1))
     assert (
         bench.replica_connections.about[A].restarts == 1
@@ -417,7 +417,7 @@ async def test_one_that_runs_here_keeps_its_connection_when_it_is_forgotten(benc
     """Its process lives, or its end would have been noticed; it may wake up under the same name and epoch."""
     await silent(bench)
     await bench.view(entry(B))
-    assert bench.of(A).closed == 0 and bench.replica_connections.known("text") == [A, B]
+    assert bench.of(A).closed == 0 and bench.replica_connections.replica_names("text") == [A, B]
     await bench.view(entry(A), entry(B))
     bench.of(A).fences[0].set_result(None)
     await bench.settle()
@@ -427,10 +427,10 @@ async def test_one_that_runs_here_keeps_its_connection_when_it_is_forgotten(benc
 async def test_one_of_another_host_that_is_forgotten_is_closed_and_shown_no_more(bench: Bench) -> None:
     await bench.up(FAR)
     await bench.view(entry(A), entry(B), entry(FAR))
-    assert bench.replica_connections.known("text") == [A, B, FAR]
+    assert bench.replica_connections.replica_names("text") == [A, B, FAR]
     await bench.view(entry(A), entry(B))
     assert bench.of(FAR).closed == 1 and FAR not in bench.pool.replicas
-    assert bench.replica_connections.known("text") == [A, B] and FAR not in bench.replica_connections.reports
+    assert bench.replica_connections.replica_names("text") == [A, B] and FAR not in bench.replica_connections.reports
     shown = {sample.labels.get("replica") for family in bench.registry.collect() for sample in family.samples}
     assert {"text/0", "text/1"} <= shown and "text/2" not in shown
 
@@ -441,7 +441,7 @@ async def test_one_of_another_host_that_ended_first_is_shown_no_more_either(benc
     bench.replica_connections.ended(FAR, "gone", again=False)
     await bench.settle()
     await bench.view(entry(A), entry(B))
-    assert bench.replica_connections.known("text") == [A, B]
+    assert bench.replica_connections.replica_names("text") == [A, B]
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -225,7 +225,7 @@ class ReplicaConnections:
         report = self.reports.get(replica)
         return "UP" if report is None else report.entry.state.name
 
-    def known(self, stage: str) -> list[ReplicaId]:
+    def replica_names(self, stage: str) -> list[ReplicaId]:
         """The planned replicas of a stage and the replicas that have joined it, live or not."""
         return sorted(replica for replica in self.about if replica.stage == stage)
 

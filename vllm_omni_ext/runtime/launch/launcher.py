@@ -245,11 +245,11 @@ class Deployment:
             preload(config)
         launch = launch_core_engines(config, Executor.get_class(config), True, addresses)
         threads = int(self.plan.stage(replica.stage).env.get(THREADS, 1))
-        told = {} if self._identity_of is None else self._identity_of(replica).variable()
+        variables = {} if self._identity_of is None else self._identity_of(replica).variable()
         if self._listener is not None:
-            told |= loading.variable(self._listener.path, str(replica))
+            variables |= loading.variable(self._listener.path, str(replica))
         self.progress.begun(replica)
-        with self.forking(threads), self.logs.of(replica), environment(told, defaults={}):
+        with self.forking(threads), self.logs.of(replica), environment(variables, defaults={}):
             barrier = contextlib.ExitStack()
             self._deadlines[replica] = time.monotonic() + self.plan.config.startup_timeout_s
             self._launches[replica] = barrier.enter_context(launch)
