@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -114,7 +114,14 @@ def entry(replica: ReplicaId, state: State = State.UP, epoch: int = 1, load: Loa
 class Bench:
     """A fleet over fake connections. `connections` has every one that was ever made."""
 
-    def __init__(self, *, client_index: int = 0, ready_responses: Any = None, about: ReplicaInfo = HERE) -> None:
+    def __init__(
+        self,
+        *,
+        client_index: int = 0,
+        ready_responses: Any = None,
+        about: ReplicaInfo = HERE,
+        restarts: Mapping[ReplicaId, int] | None = None,
+    ) -> None:
         self.connections: list[Connected] = []
         self.gates: list[threading.Event] = []
         """One for every connection that is being made; set it to let it go on."""
@@ -143,6 +150,7 @@ class Bench:
         told: Any = SimpleNamespace(
             plan=plan,
             about={A: about, B: about},
+            restarts=restarts or {},
             starting=(),
             ready_responses=ready_responses,
             views="views",
@@ -242,7 +250,7 @@ async def test_a_replica_that_ends_and_is_started_again(bench: Bench) -> None:
         and bench.replica_connections.state(A) == "DOWN"
         and bench.lost == [A]
     )
-    assert bench.replica_connections.known("text") == [A, B], "it is planned, so people are told of it"
+    assert bench.replica_connections.replica_names("text") == [A, B], "it is planned, so people are told of it"
     await bench.up(A, ReplicaInfo(host="here", pid=9, restarts=1))
     assert (
         bench.replica_connections.about[A].restarts == 1
@@ -409,7 +417,7 @@ async def test_one_that_runs_here_keeps_its_connection_when_it_is_forgotten(benc
     """Its process lives, or its end would have been noticed; it may wake up under the same name and epoch."""
     await silent(bench)
     await bench.view(entry(B))
-    assert bench.of(A).closed == 0 and bench.replica_connections.known("text") == [A, B]
+    assert bench.of(A).closed == 0 and bench.replica_connections.replica_names("text") == [A, B]
     await bench.view(entry(A), entry(B))
     bench.of(A).fences[0].set_result(None)
     await bench.settle()
@@ -419,10 +427,10 @@ async def test_one_that_runs_here_keeps_its_connection_when_it_is_forgotten(benc
 async def test_one_of_another_host_that_is_forgotten_is_closed_and_shown_no_more(bench: Bench) -> None:
     await bench.up(FAR)
     await bench.view(entry(A), entry(B), entry(FAR))
-    assert bench.replica_connections.known("text") == [A, B, FAR]
+    assert bench.replica_connections.replica_names("text") == [A, B, FAR]
     await bench.view(entry(A), entry(B))
     assert bench.of(FAR).closed == 1 and FAR not in bench.pool.replicas
-    assert bench.replica_connections.known("text") == [A, B] and FAR not in bench.replica_connections.reports
+    assert bench.replica_connections.replica_names("text") == [A, B] and FAR not in bench.replica_connections.reports
     shown = {sample.labels.get("replica") for family in bench.registry.collect() for sample in family.samples}
     assert {"text/0", "text/1"} <= shown and "text/2" not in shown
 
@@ -433,7 +441,7 @@ async def test_one_of_another_host_that_ended_first_is_shown_no_more_either(benc
     bench.replica_connections.ended(FAR, "gone", again=False)
     await bench.settle()
     await bench.view(entry(A), entry(B))
-    assert bench.replica_connections.known("text") == [A, B]
+    assert bench.replica_connections.replica_names("text") == [A, B]
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -522,8 +530,8 @@ async def test_what_is_shown_in_metrics(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "at_start", "then"),
-    [({}, 1, 3), ({"ready_responses": {}}, 0, 2), ({"client_index": 1}, None, None)],
-    ids=["first", "replaces the first", "second"],
+    [({}, 1, 3), ({"ready_responses": {}}, 1, 3), ({"client_index": 1}, None, None)],
+    ids=["first", "replaces one whose counts are lost", "second"],
 )
 async def test_one_api_server_counts_each_restart_once(
     settings: dict[str, Any], at_start: int | None, then: int | None, monkeypatch: pytest.MonkeyPatch
@@ -535,4 +543,23 @@ async def test_one_api_server_counts_each_restart_once(
     await bench.up(A, replace(HERE, restarts=3))
     await bench.up(A, replace(HERE, restarts=3))
     assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == then
+    bench.replica_connections.close()
+
+
+async def test_restarts_while_the_counting_api_server_is_down_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one has counted 1; the replica is restarted twice before the next one counts. B ended meanwhile."""
+    monkeypatch.setattr(replica_connections_module, "Watcher", Views)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            Metrics, "shared_counts", lambda self, counter: {("text", "text/0"): 1.0, ("text", "text/1"): 2.0}
+        )
+        bench = Bench(about=replace(HERE, restarts=3), ready_responses={}, restarts={A: 3, B: 3, FAR: 2})
+    counts = [bench.shown(m.REPLICA_RESTARTS, stage="text", replica=f"text/{index}") for index in range(3)]
+    assert counts == [2, 1, 2], "beside what the first one has counted, which is added"
+    await bench.up(A, replace(HERE, restarts=4))
+    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == 3
+    await bench.up(A, replace(HERE, restarts=2))
+    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == 3, "it never falls"
     bench.replica_connections.close()

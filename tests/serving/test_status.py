@@ -27,7 +27,7 @@ from vllm_omni_ext.wire.control import Server
 def omni(engine: ScriptedOmni, tmp_path: Path) -> Iterator[Any]:
     """One of several API servers, without any replica."""
     made: Any = engine
-    made.replica_connections = SimpleNamespace(servers=(), known=lambda stage: [], watcher=None)
+    made.replica_connections = SimpleNamespace(servers=(), replica_names=lambda stage: [], watcher=None)
     made.connections = SimpleNamespace(client_index=1, client_count=2, started=time.time(), board=None)
     made.trace_files = TraceFiles(tmp_path, 1, keep=2)
     yield made

@@ -184,7 +184,7 @@ class Head:
         self._keep(servers)
         if servers.wait():
             self._answering = True
-            self._admit_others(servers)
+            self._admit_remote_replicas(servers)
             print_status(f"ready: {listen_address} after {deployment.seconds():.1f} s")
         self._done.wait()
         return self._status
@@ -208,7 +208,7 @@ class Head:
                 Child(number, start=partial(servers.start_again, number), ended=ended), process
             )
 
-    def _admit_others(self, servers: ApiServers) -> None:
+    def _admit_remote_replicas(self, servers: ApiServers) -> None:
         assert self._replica_supervisor is not None
         if self._plan.config.master_address is not None:
             self._join_server = JoinServer(self._plan, self._coordination, self._replica_supervisor, servers)
@@ -268,10 +268,10 @@ def run_api_server(
     for number in (signal.SIGTERM, signal.SIGINT):  # until the HTTP server installs its own handlers
         signal.signal(number, lambda *_: sys.exit(0))
     decorate_logs()
-    with contextlib.ExitStack() as hushed:
+    with contextlib.ExitStack() as quieted:
         if connections.client_index or connections.ready_responses is not None:
-            hushed.enter_context(quiet())
-        uvloop.run(_api_server(connections, control, listen_address, sock, args, hushed.close))
+            quieted.enter_context(quiet())
+        uvloop.run(_api_server(connections, control, listen_address, sock, args, quieted.close))
 
 
 @contextlib.contextmanager
@@ -329,7 +329,7 @@ class ControlEnd:
 
     def start(self) -> None:
         """Start to read commands in the event loop of the connections."""
-        self._replica_connections.loop.add_reader(self._control.fileno(), self._heard)
+        self._replica_connections.loop.add_reader(self._control.fileno(), self._read_message)
         self._replica_connections.connected = self._connected
         for replica in self._replica_connections.replicas.values():
             self._connected(replica)
@@ -346,7 +346,7 @@ class ControlEnd:
     def _connected(self, replica: StockReplica) -> None:
         self.send(ReplicaConnected(str(replica.id), replica.client.ready_response))
 
-    def _heard(self) -> None:
+    def _read_message(self) -> None:
         try:
             message = decode(self._control.recv_bytes())
         except (EOFError, ConnectionResetError):  # the head has ended, and this process ends with it
@@ -357,9 +357,9 @@ class ControlEnd:
                 self._replica_connections.starting(ReplicaId.parse(replica))
             case ReplicaStarted(replica, pid):
                 self._replica_connections.started(ReplicaId.parse(replica), pid)
-            case ReplicaReady(replica, host, pid, restarts, given, taken):
+            case ReplicaReady(replica, host, pid, restarts, input_address, output_address):
                 sockets = (socket.socket(fileno=number) for number in receive_descriptors(self._control, 2))
-                listeners = ZmqListener(given, next(sockets)), ZmqListener(taken, next(sockets))
+                listeners = ZmqListener(input_address, next(sockets)), ZmqListener(output_address, next(sockets))
                 self._replica_connections.ready(
                     ReplicaId.parse(replica), ReplicaInfo(host=host, pid=pid, restarts=restarts), listeners
                 )

@@ -245,11 +245,11 @@ class Deployment:
             preload(config)
         launch = launch_core_engines(config, Executor.get_class(config), True, addresses)
         threads = int(self.plan.stage(replica.stage).env.get(THREADS, 1))
-        told = {} if self._identity_of is None else self._identity_of(replica).variable()
+        variables = {} if self._identity_of is None else self._identity_of(replica).variable()
         if self._listener is not None:
-            told |= loading.variable(self._listener.path, str(replica))
+            variables |= loading.variable(self._listener.path, str(replica))
         self.progress.begun(replica)
-        with self.forking(threads), self.logs.of(replica), environment(told, defaults={}):
+        with self.forking(threads), self.logs.of(replica), environment(variables, defaults={}):
             barrier = contextlib.ExitStack()
             self._deadlines[replica] = time.monotonic() + self.plan.config.startup_timeout_s
             self._launches[replica] = barrier.enter_context(launch)
@@ -379,6 +379,7 @@ class Deployment:
         about: Mapping[ReplicaId, ReplicaInfo] | None = None,
         ready_responses: Mapping[ReplicaId, bytes] | None = None,
         starting: tuple[ReplicaId, ...] = (),
+        restarts: Mapping[ReplicaId, int] | None = None,
     ) -> Connections:
         """What API server `client` needs to reach every replica; the listeners are passed on to its process.
 
@@ -388,6 +389,7 @@ class Deployment:
             about: the replicas to connect to; None: all that were started here.
             ready_responses: ready messages of the replicas, if the API server replaces one that has died.
             starting: replicas that are being started.
+            restarts: how often replicas have been restarted; None: never.
         """
         if about is None:
             about = self.about()
@@ -409,6 +411,7 @@ class Deployment:
             client_count=self.clients,
             client_index=client,
             about=about,
+            restarts=restarts or {},
             started=self.began,
             head=os.getpid(),
         )
