@@ -171,6 +171,7 @@ def _use_a_team(length: int) -> None:
     torch.zeros(length).add_(1).sum()
 
 
+@pytest.mark.engine
 def test_a_process_forked_from_one_that_has_computed_can_compute() -> None:
     if torch.get_num_threads() == 1:
         pytest.skip("one core: there is never a team")

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from tests.support.examples import seeds
 from tests.support.fakes import FakeRuntime, check_always, opened, output, text_request
 from vllm_omni_ext import metrics as m
 from vllm_omni_ext.config.schema import OmniConfig
@@ -314,7 +315,7 @@ async def test_replica_that_cannot_be_connected_is_not_waited_for(bench: Bench) 
     await bench.up(A)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100))
 async def test_any_order_of_the_heads_messages_ends_in_the_same_state(bench: Bench, seed: int) -> None:
     """After it all is settled: in the pool is who was ready last, everything else is closed, no request is lost."""
     rng = random.Random(seed)
