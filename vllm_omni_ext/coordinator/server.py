@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -173,7 +174,7 @@ class Coordinator:
         for action in self._membership.handle(event, time.monotonic()):
             match action:
                 case View():
-                    self._views.send(encode(replace(action, dropped=self.dropped)), zmq.NOBLOCK)
+                    self._views.send(encode(replace(action, dropped=self.dropped, pid=os.getpid())), zmq.NOBLOCK)
                 case Attach(member):
                     log.info("%s is up", member)
                 case Detach(member, reason):
