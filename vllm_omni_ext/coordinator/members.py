@@ -169,6 +169,10 @@ class Attach(Struct, frozen=True):
     member: Member
 
 
+LEFT = "it has left"
+"""Reason of `Detach` for a replica that left by itself, after its requests or at the end of its engine."""
+
+
 class Detach(Struct, frozen=True):
     """The requests of a replica are lost."""
 

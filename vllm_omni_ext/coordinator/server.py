@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, answer_handshake
 from vllm_omni_ext.coordinator.members import (
+    LEFT,
     TO_COORDINATOR,
     Attach,
     Detach,
@@ -177,6 +178,8 @@ class Coordinator:
                     self._views.send(encode(replace(action, dropped=self.dropped, pid=os.getpid())), zmq.NOBLOCK)
                 case Attach(member):
                     log.info("%s is up", member)
+                case Detach(member, reason) if reason == LEFT:
+                    log.info("%s has left", member)
                 case Detach(member, reason):
                     log.warning("%s is lost: %s", member, reason)
                 case Forget(member):

@@ -211,7 +211,9 @@ class Head:
     def _admit_others(self, servers: ApiServers) -> None:
         assert self._replica_supervisor is not None
         if self._plan.config.master_address is not None:
-            self._join_server = JoinServer(self._plan, self._coordination, self._replica_supervisor, servers)
+            self._join_server = JoinServer(
+                self._plan, self._coordination, self._replica_supervisor, servers, tell=print_status
+            )
         missing = [stage.name for stage in self._plan.stages if not stage.replicas]
         if missing:
             where = f"{self._plan.config.master_address}:{self._plan.config.master_port}"
@@ -232,9 +234,9 @@ class Head:
             secret_file=config.cluster_secret_file,
         )
 
-    def _forgotten(self, replica: ReplicaId) -> None:
+    def _forgotten(self, replica: ReplicaId, silent: bool) -> None:
         if self._replica_supervisor is not None and self._join_server is not None and self._servers is not None:
-            self._replica_supervisor.do(partial(self._join_server.forgotten, replica))
+            self._replica_supervisor.do(partial(self._join_server.forgotten, replica, silent=silent))
             self._replica_supervisor.do(partial(self._servers.forgotten, replica))
 
     def _server_ended(self, number: int, error: Exception) -> float | None:

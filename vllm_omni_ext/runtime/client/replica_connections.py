@@ -24,7 +24,7 @@ from vllm.v1.executor import Executor
 
 from vllm_omni_ext.coordinator.follower import Change, apply_view
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import Attach, Detach, Entry, Forget, Member, State, View
+from vllm_omni_ext.coordinator.members import LEFT, Attach, Detach, Entry, Forget, Member, State, View
 from vllm_omni_ext.coordinator.watcher import Watcher
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import Observer
@@ -370,8 +370,8 @@ class ReplicaConnections:
         if self._bearers.get(replica) == member:
             del self._bearers[replica]
             if connected is not None:
-                await self._drop(connected, "it has left")
-            await self._orchestrator.never_up(replica, "it has left")
+                await self._drop(connected, LEFT)
+            await self._orchestrator.never_up(replica, LEFT)
         if replica not in self.replicas and replica not in self._coming:
             self.about.pop(replica, None)
             self._observer.forgotten(replica)
