@@ -80,7 +80,12 @@ def serve(plan: Plan, args: Namespace) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    listen_address, sock = setup_server(args, reuse_port=False)
+    try:
+        listen_address, sock = setup_server(args, reuse_port=False)
+    except OSError as error:
+        where = f"--uds {args.uds}" if args.uds else f"--host {args.host or '0.0.0.0'} --port {args.port}"
+        print(f"error: the server cannot listen at {where}: {error.strerror or error}", file=sys.stderr)
+        return FAILED
     folder = PrivateFolder()
     if plan.api_servers > 1:
         share_metrics(folder.path)

@@ -47,7 +47,7 @@ from vllm_omni_ext.plugins.spec import resolve
 from vllm_omni_ext.runtime.client.board import SharedCounters
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
 from vllm_omni_ext.runtime.launch.addresses import endpoint
-from vllm_omni_ext.runtime.launch.engine_args import any_replica_args, as_asked, stage_engine_args
+from vllm_omni_ext.runtime.launch.engine_args import any_replica_args, engine_config, stage_engine_args
 from vllm_omni_ext.runtime.launch.folders import PrivateFolder
 from vllm_omni_ext.runtime.launch.inherit import compute_threads, environment, frozen_heap, temporary_files_in
 from vllm_omni_ext.runtime.launch.logs import FileLogs, Logs, TerminalLogs
@@ -228,7 +228,7 @@ class Deployment:
 
     def _config(self, replica: ReplicaId) -> VllmConfig:
         args = stage_engine_args(self.plan, replica)
-        config = as_asked(args.create_engine_config(self._usage), args)
+        config = engine_config(replica.stage, args, self._usage)
         self._keep(replica.stage, config)
         if config.kv_transfer_config is not None:  # not in the plan, which hosts compare
             config.kv_transfer_config.kv_connector_extra_config[HOST] = self._host
@@ -403,7 +403,7 @@ class Deployment:
             if stage.name not in self.configs:  # it has no local replica
                 with self._surroundings(stage.name, self.folder):
                     args = any_replica_args(self.plan, stage.name)
-                    self._keep(stage.name, as_asked(args.create_engine_config(self._usage), args))
+                    self._keep(stage.name, engine_config(stage.name, args, self._usage))
         return Connections(
             plan=self.plan,
             configs=self.configs,
