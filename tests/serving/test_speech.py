@@ -238,3 +238,13 @@ async def test_chunks(app: Any, engine: ScriptedOmni) -> None:
     for chunks, parameter in ((3, "chunks"), ({"frames": []}, "chunks.frames")):
         response = await post(app, chunks=chunks)
         assert (response.status_code, response.json()["error"]["param"]) == (400, parameter)
+
+
+async def test_every_refusal_is_counted_once(app: Any, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[str] = []
+    monkeypatch.setattr(engine.observer, "refused", lambda error, stage="": counted.append(type(error).__name__))
+    for fields in ({"voice": "nobody"}, {"response_format": "aac"}, {"speed": 9.0}):
+        assert (await post(app, **fields)).status_code == 400
+    assert counted == ["RequestError"] * 3
+    engine.script = PIECES
+    assert (await post(app)).status_code == 200 and len(counted) == 3
