@@ -135,8 +135,8 @@ async def test_sampling(app: Any, engine: ScriptedOmni) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
-    "voice": ({"voice": "alloy"}, "voice", "ethan"),
-    "speaker": ({"speaker": "alloy"}, "speaker", "ethan"),
+    "voice": ({"voice": "nobody"}, "voice", "ethan"),
+    "speaker": ({"speaker": "nobody"}, "speaker", "ethan"),
     "custom voice": ({"voice": {"id": "v"}}, "voice", "name of a voice"),
     "format": ({"response_format": "aac"}, "response_format", "wav, pcm, flac, mp3, opus"),
     "speed": ({"speed": 2}, "speed", "1.0"),

@@ -24,7 +24,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.network_utils import ZmqListener
 from vllm.utils.system_utils import decorate_logs
 
-from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.errors import ConfigError, OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import die_with_parent
 from vllm_omni_ext.memory import malloc_trim
@@ -278,7 +278,11 @@ def run_api_server(
     with contextlib.ExitStack() as hushed:
         if connections.client_index or connections.ready_responses is not None:
             hushed.enter_context(quiet())
-        uvloop.run(_api_server(connections, control, listen_address, sock, args, hushed.close))
+        try:
+            uvloop.run(_api_server(connections, control, listen_address, sock, args, hushed.close))
+        except ConfigError as error:  # only the loaded model knows what it can do
+            print_status(f"error: {error}")
+            sys.exit(FAILED)
 
 
 @contextlib.contextmanager
