@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -74,7 +75,7 @@ def test_what_a_server_makes_is_named_by_its_metrics() -> None:
 
 
 def test_the_table() -> None:
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=160, record=True, file=io.StringIO())
     console.print(table(sample(0.0), sample(2.0, tokens=5.0, images=3.0), "http://here"))
     text = console.export_text()
     assert "http://here, up 62 s" in text and "images 1.50/s" in text
@@ -163,3 +164,10 @@ def test_no_server(url: str, says: str, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_address_may_be_that_of_the_api() -> None:
     assert Client("https://here:1/v1/").url == Client("https://here:1").url == "https://here:1"
+
+
+def test_names_are_whole_on_a_narrow_terminal() -> None:
+    console = Console(width=60, record=True, file=io.StringIO())
+    console.print(table(sample(0.0), sample(2.0), "http://here"))
+    text = console.export_text()
+    assert all(name in text for name in ("ar/0", "ar/1", "dit/0", "DOWN"))

@@ -121,7 +121,7 @@ def table(before: Sample, now: Sample, url: str) -> Table:
     rates = ", ".join(f"{name} {rate:.2f}/s" for name, rate in made(before, now).items())
     shown = Table(title=f"{url}, up {now.status['uptime_s']:.0f} s", caption=rates or None)
     for name in ("stage", "replica", "state"):
-        shown.add_column(name)
+        shown.add_column(name, no_wrap=True)  # names are not cut on a narrow terminal
     for name in ("running", "waiting", "tokens/s", "restarts", "pid"):
         shown.add_column(name, justify="right")
     shown.add_column("host")
