@@ -18,9 +18,9 @@ import pytest
 import torch
 from vllm.usage.usage_lib import UsageContext
 
+from vllm_omni_ext.lifeline import end_processes
 from vllm_omni_ext.runtime.launch.launcher import (
     compute_threads,
-    end_processes,
     environment,
     may_fork,
     temporary_files_in,

@@ -486,6 +486,21 @@ async def test_states_steer_the_pool(bench: Bench) -> None:
     assert bench.where("d") == A
 
 
+async def test_a_replica_that_sleeps_is_shown_as_sleeping(bench: Bench) -> None:
+    def states() -> list[str]:
+        return [bench.replica_connections.state(replica) for replica in (A, B)]
+
+    bench.pool.rest(A)
+    assert states() == ["SLEEPING", "UP"], "known at once to who put it to sleep"
+    await bench.view(entry(A, load=Load()), entry(B, load=Load(asleep=True)))
+    assert states() == ["SLEEPING", "SLEEPING"], "another API server's call is known from the replica's report"
+    await bench.view(entry(A, State.SUSPECT, load=Load()), entry(B, State.DRAINING, load=Load(asleep=True)))
+    assert states() == ["SUSPECT", "DRAINING"], "what is wrong with it matters more"
+    bench.pool.rouse(A)
+    await bench.view(entry(A, load=Load()), entry(B, load=Load()))
+    assert states() == ["UP", "UP"]
+
+
 async def test_the_age_of_a_heartbeat_is_that_of_the_last_new_report(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

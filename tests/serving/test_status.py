@@ -52,6 +52,17 @@ async def test_api_servers(app: Any, omni: Any) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="session")
+async def test_the_coordinator_and_its_process(app: Any, omni: Any) -> None:
+    views: list[Any] = [None, SimpleNamespace(pid=0), SimpleNamespace(pid=4711)]
+    said = []
+    for view in views:
+        omni.replica_connections.watcher = SimpleNamespace(view=view, fresh=view is not None, age=lambda: 0.25)
+        said.append((await get(app, "/v1/omni/status")).json()["coordinator"])
+    assert [each["pid"] for each in said] == [None, None, 4711]
+    assert said[2] == {"state": "UP", "pid": 4711, "view_age_s": 0.25}
+
+
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_trace_of_another_server(app: Any, omni: Any, tmp_path: Path) -> None:
     missing = await get(app, "/v1/omni/trace/chatcmpl-1")
     assert missing.status_code == 404 and missing.json()["error"]["param"] == "request_id"

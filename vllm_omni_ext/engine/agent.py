@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
-from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.compat import use_keys
@@ -62,7 +62,8 @@ class ReplicaAgent:
     def load(self) -> Load:
         """Return the scheduler's load. The reporter's thread calls this: the numbers may be one step old."""
         running, waiting = self._scheduler.get_request_counts()
-        return Load(waiting, running, self._scheduler.get_kv_cache_usage())
+        asleep = self._scheduler.pause_state != PauseState.UNPAUSED
+        return Load(waiting, running, self._scheduler.get_kv_cache_usage(), asleep=asleep)
 
     def intercept(self, request: Request) -> bool:
         """Return whether a request is a command to the agent (the key `FORGET`); if so, execute the command."""

@@ -24,7 +24,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.network_utils import ZmqListener
 from vllm.utils.system_utils import decorate_logs
 
-from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.errors import ConfigError, OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import die_with_parent
 from vllm_omni_ext.memory import malloc_trim
@@ -80,7 +80,12 @@ def serve(plan: Plan, args: Namespace) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    listen_address, sock = setup_server(args, reuse_port=False)
+    try:
+        listen_address, sock = setup_server(args, reuse_port=False)
+    except OSError as error:
+        where = f"--uds {args.uds}" if args.uds else f"--host {args.host or '0.0.0.0'} --port {args.port}"
+        print(f"error: the server cannot listen at {where}: {error.strerror or error}", file=sys.stderr)
+        return FAILED
     folder = PrivateFolder()
     if plan.api_servers > 1:
         share_metrics(folder.path)
@@ -211,7 +216,9 @@ class Head:
     def _admit_remote_replicas(self, servers: ApiServers) -> None:
         assert self._replica_supervisor is not None
         if self._plan.config.master_address is not None:
-            self._join_server = JoinServer(self._plan, self._coordination, self._replica_supervisor, servers)
+            self._join_server = JoinServer(
+                self._plan, self._coordination, self._replica_supervisor, servers, tell=print_status
+            )
         missing = [stage.name for stage in self._plan.stages if not stage.replicas]
         if missing:
             where = f"{self._plan.config.master_address}:{self._plan.config.master_port}"
@@ -232,9 +239,9 @@ class Head:
             secret_file=config.cluster_secret_file,
         )
 
-    def _forgotten(self, replica: ReplicaId) -> None:
+    def _forgotten(self, replica: ReplicaId, silent: bool) -> None:
         if self._replica_supervisor is not None and self._join_server is not None and self._servers is not None:
-            self._replica_supervisor.do(partial(self._join_server.forgotten, replica))
+            self._replica_supervisor.do(partial(self._join_server.forgotten, replica, silent=silent))
             self._replica_supervisor.do(partial(self._servers.forgotten, replica))
 
     def _server_ended(self, number: int, error: Exception) -> float | None:
@@ -271,7 +278,11 @@ def run_api_server(
     with contextlib.ExitStack() as quieted:
         if connections.client_index or connections.ready_responses is not None:
             quieted.enter_context(quiet())
-        uvloop.run(_api_server(connections, control, listen_address, sock, args, quieted.close))
+        try:
+            uvloop.run(_api_server(connections, control, listen_address, sock, args, quieted.close))
+        except ConfigError as error:  # only the loaded model knows what it can do
+            print_status(f"error: {error}")
+            sys.exit(FAILED)
 
 
 @contextlib.contextmanager

@@ -162,4 +162,8 @@ def _coordinator(omni: AsyncOmni) -> dict[str, Any] | None:
     if watcher is None:
         return None
     age = watcher.age()
-    return {"state": UP if watcher.fresh else DOWN, "view_age_s": round(age, 3) if math.isfinite(age) else None}
+    return {
+        "state": UP if watcher.fresh else DOWN,
+        "pid": (watcher.view.pid or None) if watcher.view is not None else None,
+        "view_age_s": round(age, 3) if math.isfinite(age) else None,
+    }

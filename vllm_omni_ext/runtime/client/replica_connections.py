@@ -24,7 +24,7 @@ from vllm.v1.executor import Executor
 
 from vllm_omni_ext.coordinator.follower import Change, apply_view
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import Attach, Detach, Entry, Forget, Member, View
+from vllm_omni_ext.coordinator.members import LEFT, Attach, Detach, Entry, Forget, Member, State, View
 from vllm_omni_ext.coordinator.watcher import Watcher
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import Observer
@@ -219,11 +219,16 @@ class ReplicaConnections:
         return self._loop
 
     def state(self, replica: ReplicaId) -> str:
-        """State of a replica for status pages: the coordinator's, or DOWN without a connection."""
-        if replica not in self._pools[replica.stage].replicas:
+        """State of a replica for status pages: the coordinator's, DOWN without a connection, or SLEEPING.
+
+        A replica sleeps if this API server put it to sleep, or if its own report says so: another API server may have.
+        """
+        pool, report = self._pools[replica.stage], self.reports.get(replica)
+        if replica not in pool.replicas:
             return "DOWN"
-        report = self.reports.get(replica)
-        return "UP" if report is None else report.entry.state.name
+        state = State.UP if report is None else report.entry.state
+        reported = report is not None and report.entry.load is not None and report.entry.load.asleep
+        return "SLEEPING" if state is State.UP and (reported or pool.is_asleep(replica)) else state.name
 
     def replica_names(self, stage: str) -> list[ReplicaId]:
         """The planned replicas of a stage and the replicas that have joined it, live or not."""
@@ -374,8 +379,8 @@ class ReplicaConnections:
         if self._bearers.get(replica) == member:
             del self._bearers[replica]
             if connected is not None:
-                await self._drop(connected, "it has left")
-            await self._orchestrator.never_up(replica, "it has left")
+                await self._drop(connected, LEFT)
+            await self._orchestrator.never_up(replica, LEFT)
         if replica not in self.replicas and replica not in self._coming:
             self.about.pop(replica, None)
             self._observer.forgotten(replica)
