@@ -6,6 +6,7 @@ import gc
 import importlib
 import logging
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,7 @@ examples.register()
 gc.disable()  # until all is imported
 
 GOLDENS = pytest.StashKey[str | None]()
+THREADS = pytest.StashKey[int]()
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -101,7 +103,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Heed the marker `needs`."""
+    """Heed the marker `needs`; without engines compute with one thread: two wait for each other beside other programs.
+
+    What an engine inherits is as it was.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        usual = item.config.stash.setdefault(THREADS, torch.get_num_threads())
+        torch.set_num_threads(usual if item.get_closest_marker("engine") else 1)
     for mark in item.iter_markers("needs"):
         needs(*mark.args)

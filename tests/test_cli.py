@@ -35,7 +35,8 @@ def test_the_rest_of_the_line_belongs_to_the_command(name, commands):
 def test_what_uses_vllm_s_inside_checks_it_first(commands, monkeypatch, capsys):
     for name in cli.COMMANDS:
         cli.main([name])
-    assert commands == ["checked", ("serve", []), "checked", ("plan", []), ("doctor", []), ("tiny", []), ("bench", [])]
+    unchecked = [(name, []) for name in ("doctor", "tiny", "bench", "top")]
+    assert commands == ["checked", ("serve", []), "checked", ("plan", []), *unchecked]
 
     def wrong():
         raise IncompatibleVllm("vLLM 0.99 is installed")
@@ -73,7 +74,7 @@ def test_an_unknown_command_names_the_known_ones(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["serv"])
     assert stop.value.code == 2
-    assert "'serve', 'plan', 'doctor', 'tiny', 'bench'" in capsys.readouterr().err
+    assert "'serve', 'plan', 'doctor', 'tiny', 'bench', 'top'" in capsys.readouterr().err
 
 
 def test_version(capsys):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_omni_ext.lifeline import die_with_parent, leave_interrupts_to_parent
+from vllm_omni_ext.lifeline import die_with_parent, how_it_ended, leave_interrupts_to_parent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
 NOBODY = 2**22 + 1
@@ -75,3 +75,18 @@ def test_an_interrupt_from_the_terminal_does_not_reach_the_child() -> None:
         os._exit(7)
 
     assert os.waitstatus_to_exitcode(os.waitpid(forked(child), 0)[1]) == 7
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "words"),
+    [
+        (1, "its process ended with exit code 1"),
+        (0, "its process ended with exit code 0"),
+        (None, "its process ended with exit code None"),
+        (-9, "its process was killed by SIGKILL"),
+        (-11, "its process was killed by SIGSEGV"),
+        (-36, "its process was killed by signal 36"),
+    ],
+)
+def test_how_a_process_ended(exitcode: int | None, words: str) -> None:
+    assert how_it_ended(exitcode) == words

@@ -60,12 +60,14 @@ def test_the_example_is_small(package: Path) -> None:
     assert sum(len(path.read_text().splitlines()) for path in files) < MOST_LINES
 
 
+@pytest.mark.engine
 def test_the_family_is_listed(environment: dict[str, str]) -> None:
     words = [sys.executable, "-m", "vllm_omni_ext", "doctor"]
     said = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300).stdout
     assert re.search(r"ok\s+stripes\s+Stripes", said), said
 
 
+@pytest.mark.engine
 def test_the_examples_own_test(package: Path, environment: dict[str, str]) -> None:
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(package), "tests"]
     done = subprocess.run(words, env=environment, cwd=package, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,7 @@
-"""Ties a process to its parent: the process ends when its parent has ended, and leaves Ctrl-C to its parent."""
+"""Ties a process to its parent: the process ends when its parent has ended, and leaves Ctrl-C to its parent.
+
+Also ends processes (`end_processes`), and says in words how one has ended (`how_it_ended`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from typing import Any
 
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
@@ -33,3 +38,27 @@ def leave_interrupts_to_parent() -> None:
     parent still gives them time to end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def how_it_ended(exitcode: int | None) -> str:
+    """Say how a process has ended: the name of the signal that killed it, or its exit code (negative: a signal)."""
+    if exitcode is None or exitcode >= 0:
+        return f"its process ended with exit code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    return f"its process was killed by {name}"
+
+
+def end_processes(processes: list[Any], timeout_s: float) -> None:
+    """Send SIGTERM to all processes at once, then SIGKILL to those alive after `timeout_s` seconds."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()

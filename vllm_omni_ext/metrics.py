@@ -6,6 +6,7 @@ of the process's default registry, always on, and also have the label `model_nam
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -285,6 +286,8 @@ class Metrics:
         self._model = model
         self._made = in_default_registry() if registry is None else make_all(registry)
         self._series: dict[tuple[Metric, tuple[str, ...]], Any] = {}
+        self.shared = DIRECTORY in os.environ
+        """Whether several processes share their values."""
 
     def of(self, metric: Metric, *labels: str) -> Any:
         """Return the series of a metric with these labels."""
@@ -293,11 +296,25 @@ class Metrics:
             series = self._series[metric, labels] = self._made[metric].labels(self._model, *labels)
         return series
 
-    def remove(self, metric: Metric, *labels: str) -> None:
-        """Remove the series, if it exists. Does nothing if several processes share their values."""
-        if DIRECTORY not in os.environ:
-            self._series.pop((metric, labels), None)
-            self._made[metric].remove(self._model, *labels)
+    def remove(self, metric: Metric, *labels: str) -> bool:
+        """Remove the series, if it exists. Returns False, and keeps it, if several processes share their values."""
+        if self.shared:
+            return False
+        self._series.pop((metric, labels), None)
+        self._made[metric].remove(self._model, *labels)
+        return True
+
+    def shared_counts(self, counter: Metric) -> dict[tuple[str, ...], float]:
+        """Return a counter's totals over all processes, also ended ones, by its labels; empty if nothing is shared."""
+        if not self.shared:
+            return {}
+        files = glob.glob(os.path.join(glob.escape(os.environ[DIRECTORY]), "counter_*.db"))
+        return {
+            tuple(sample.labels[label] for label in counter.labels): sample.value
+            for family in multiprocess.MultiProcessCollector.merge(files)
+            for sample in family.samples
+            if sample.name == counter.full_name and sample.labels[MODEL] == self._model
+        }
 
 
 class Registered(dict[Metric, Any]):

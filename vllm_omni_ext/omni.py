@@ -123,7 +123,9 @@ class AsyncOmni(TargetedLLM):
             observer=self.observer,
             failed=self._tell_caller,
         )
-        self._admission = Admission(self.runtime, self.orchestrator, frontend.model_stage)
+        self._admission = Admission(
+            self.runtime, self.orchestrator, frontend.model_stage, default_modalities=limits.default_modalities
+        )
         logging.getLogger("vllm.v1.engine.async_llm").addFilter(_not_about_engine_requests)
         text = {replica: each for replica, each in replicas.items() if self._is_frontend(replica)}
         self.engine_core = TextClient(config, text, self.orchestrator, self.plan.sides(), admission=self._admission)

@@ -127,7 +127,7 @@ class ReadAloudFlow:
             return [Fail(f"code2wav could not decode the frames: {error}")]
         if piece is None:
             return []
-        emit = self._sound(piece.samples.float().reshape(-1).numpy(), piece.frames, last=piece.last)
+        emit = self._sound(piece.samples.float().numpy().reshape(-1), piece.frames, last=piece.last)
         return [emit, Finished()] if piece.last else [emit]
 
     def _silence(self, note: str) -> Emit:

@@ -28,6 +28,13 @@ TALKER_TAIL = HEADER + PADS + 2  # talker prompt positions after the user segmen
 
 VOICE = "voice"
 
+OPENAI_VOICES = {
+    **dict.fromkeys(("alloy", "coral", "marin", "nova", "sage", "shimmer"), "chelsie"),
+    **dict.fromkeys(("ash", "cedar", "echo", "onyx"), "ethan"),
+    **dict.fromkeys(("ballad", "fable", "verse"), "aiden"),
+}
+"""OpenAI's names of voices, for clients that know no others: each stands for a speaker of the released checkpoint."""
+
 
 class Fields(BaseModel):
     """Qwen3-Omni's own request fields."""
@@ -62,6 +69,18 @@ class Qwen3OmniRuntime:
         """The speaker of requests that name none."""
         return PREFERRED_VOICE if PREFERRED_VOICE in self.voices else self.voices[0]
 
+    def speaker(self, voice: str | None) -> str | None:
+        """Return the speaker for a voice of a request: its own name, or one of `OPENAI_VOICES`; None: unknown.
+
+        For a name of OpenAI's whose speaker the checkpoint lacks, and for no name, it is the default one.
+        """
+        name = self.default_voice if voice is None else voice.lower()
+        if name in self.voices:
+            return name
+        if name not in OPENAI_VOICES or not self.voices:
+            return None
+        return OPENAI_VOICES[name] if OPENAI_VOICES[name] in self.voices else self.default_voice
+
     @property
     def most_frames(self) -> int:
         """Largest number of frames that code2wav can decode for one request."""
@@ -93,7 +112,7 @@ class Qwen3OmniRuntime:
         if not options.modalities:
             raise RequestError("modalities: name at least one", parameter="modalities")
         voice = options.fields.get(VOICE)
-        if voice is not None and voice.lower() not in self.voices:
+        if voice is not None and self.speaker(voice) is None:
             allowed = ", ".join(self.voices)
             raise RequestError(f"voice: '{voice}' is unknown; use one of {allowed}", parameter=VOICE)
         for key, value in options.chunks.items():
@@ -121,7 +140,8 @@ class Qwen3OmniRuntime:
         budget = self._budget(parts, options)
         if aloud is not None and len(aloud.reply) > budget:
             raise too_long(f"{len(aloud.reply)} tokens", budget)
-        voice = (options.fields.get(VOICE) or self.default_voice).lower()
+        voice = self.speaker(options.fields.get(VOICE) or None)
+        assert voice is not None, "it has been checked"
         speech = SpeechPlan(
             prompt=prompt,
             parts=parts,

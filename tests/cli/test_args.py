@@ -44,6 +44,22 @@ def test_the_word_serve_may_be_left_out(model: str) -> None:
     assert (args.subparser, args.model, args.max_num_seqs, args.omni) == ("serve", model, 3, True)
 
 
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("--omni-logdir=x", "; did you mean --omni-log-dir?"),
+        ("--omni_lb_policies", "; did you mean --omni-lb-policy?"),
+        ("--max-model-length", "; did you mean --max-model-len?"),
+        ("--nothing-like-it", ": --nothing-like-it"),
+    ],
+)
+def test_a_misspelt_flag_gets_advice(model: str, word: str, advice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_serve([model, "--omni", word])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].endswith(advice)
+
+
 def test_stock_flags_apply_to_the_frontend(model: str) -> None:
     plan = plan_of(model, "--omni", "--max-num-seqs", "3", "--seed", "0", "--max-model-len", "1k")
     thinker, talker = plan.stage("thinker").engine_args, plan.stage("talker").engine_args

@@ -151,6 +151,10 @@ def test_one_device_may_be_a_number() -> None:
         ({"startup_timeout_s": None}, "startup_timeout_s: must be a number of seconds > 0, got None"),
         ({"request_timeout_s": "x"}, "request_timeout_s: must be a number of seconds > 0, or null, got 'x'"),
         ({"shutdown_timeout_s": float("nan")}, "shutdown_timeout_s: must be a number of seconds > 0, got nan"),
+        (
+            {"default_modalities": "text,"},
+            "default_modalities: must be a comma-separated list of names such as 'text,audio', or null, got 'text,'",
+        ),
         ({"log_dir": ""}, "log_dir: must be a non-empty string, or null, got ''"),
         (
             {"lb_policy": "fastest"},

@@ -147,6 +147,13 @@ def test_names_are_the_lowest_free_ones_and_epochs_are_new() -> None:
     assert desk.states() == dict.fromkeys(("talker/0", "talker/1", "talker/2"), State.UP)
 
 
+def test_why_a_replica_is_gone_differs_by_who_says_so() -> None:
+    desk = Desk()
+    killed, ended = desk.join("a"), desk.join("b")
+    assert Detach(killed, "its process has ended") in desk.leave(killed, drain=False, proof=WARRANT)
+    assert Detach(ended, "it has left") in desk.leave(ended, drain=False)
+
+
 def test_a_requested_name_is_granted_if_it_is_free() -> None:
     desk = Desk()
     assert desk.join("a", index=3).id.index == 3

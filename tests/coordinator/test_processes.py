@@ -76,7 +76,9 @@ async def test_a_replica_leaves_when_its_requests_have_ended(coordinator, replic
     control = coordinator()
     leaving = replica(control.events)
     async with watching(control.views) as witness:
-        member = (await witness.states(talker_0=UP)).replicas[0].member
+        view = await witness.states(talker_0=UP)
+        assert view.pid == control.process.pid, "a view names its coordinator's process"
+        member = view.replicas[0].member
         leaving.stdin.write("drain\n")
         leaving.stdin.flush()
         await witness.states(talker_0=DRAINING)

@@ -65,25 +65,29 @@ def test_two_secrets_are_never_the_same(state: Path, monkeypatch: pytest.MonkeyP
     assert find_or_make()[0].read_bytes() != one
 
 
-def _start(together: Barrier, said: Any) -> None:
-    together.wait()
-    file, made = find_or_make()
-    said.put((made, file.read_bytes()))
+def _start(together: Barrier, said: Any, folders: list[Path]) -> None:
+    for number, folder in enumerate(folders):
+        os.environ["XDG_STATE_HOME"] = str(folder)
+        together.wait()
+        file, made = find_or_make()
+        said.put((number, made, file.read_bytes()))
 
 
 def test_all_that_start_at_once_have_the_same(state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    for number in range(ROUNDS):
-        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / str(number)))
-        together, said = context.Barrier(AT_ONCE), context.Queue()
-        processes = [context.Process(target=_start, args=(together, said)) for _ in range(AT_ONCE)]
-        for process in processes:
-            process.start()
-        found = [said.get(timeout=30) for _ in processes]
-        for process in processes:
-            process.join()
+    together, said = context.Barrier(AT_ONCE), context.Queue()
+    folders = [tmp_path / str(number) for number in range(ROUNDS)]
+    processes = [context.Process(target=_start, args=(together, said, folders)) for _ in range(AT_ONCE)]
+    for process in processes:
+        process.start()
+    answers = [said.get(timeout=30) for _ in range(AT_ONCE * ROUNDS)]
+    for process in processes:
+        process.join()
+    for number, folder in enumerate(folders):
+        found = [(made, content) for which, made, content in answers if which == number]
         assert sorted(made for made, _ in found) == [False] * (AT_ONCE - 1) + [True]
         assert len({content for _, content in found}) == 1
+        monkeypatch.setenv("XDG_STATE_HOME", str(folder))
         assert list(default_file().parent.iterdir()) == [default_file()]
 
 

@@ -77,6 +77,26 @@ async def test_an_old_view_is_reported_once(publisher: Publisher) -> None:
     watcher.close()
 
 
+async def test_a_delay_of_this_process_is_no_silence_of_the_coordinator(
+    publisher: Publisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    watcher = Watcher(publisher.address, clock=lambda: now)
+    await publisher.ready()
+    publisher.say(encode(VIEW))
+    await following(watcher)
+    waiting = asyncio.create_task(following(watcher))
+    await asyncio.sleep(0)
+    now = 54.0  # the loop was busy with something else, and what has arrived meanwhile is not read yet
+    await asyncio.sleep(1.5 * VIEW.timeout_s)
+    assert not waiting.done() and not caplog.messages
+    publisher.say(encode(VIEW))
+    assert (await waiting)[0].replicas == VIEW.replicas, "its loads are trusted"
+    now += 2 * VIEW.timeout_s
+    assert (await following(watcher))[0].replicas[0].load is None and "no message" in caplog.text
+    watcher.close()
+
+
 async def test_what_is_no_view_is_ignored_and_counted(publisher: Publisher) -> None:
     watcher = Watcher(publisher.address)
     await publisher.ready()

@@ -139,6 +139,23 @@ def test_blocks_are_not_sent_to_an_unreachable_peer() -> None:
     assert sender._send_blocks("nowhere", [1], [2], [30]) == -1
 
 
+def test_all_writes_have_ended_when_blocks_count_as_sent() -> None:
+    sender, statuses, started = Sender(), {1: [0, 1], 2: [1], 3: [0, 0, 0, 1]}, iter((1, 2, 3))
+    sender.engine.batch_transfer_async_write = lambda session, src, dst, length: next(started)
+    sender.engine.transfer_check_status = lambda batch: statuses[batch].pop(0)
+    assert sender._send_blocks("somewhere", [1, 2, 3], [4, 5, 6], [30, 40, 50]) == 0
+    assert not any(statuses.values())
+    assert sender.xfer_stats.totals["bytes"] == 120
+
+
+def test_a_failed_write_is_reported_after_the_others_have_ended() -> None:
+    sender, statuses, started = Sender(), {1: [-1], 3: [0, 0, 1]}, iter((1, 0, 3))
+    sender.engine.batch_transfer_async_write = lambda session, src, dst, length: next(started)
+    sender.engine.transfer_check_status = lambda batch: statuses[batch].pop(0)
+    assert sender._send_blocks("somewhere", [1, 2, 3], [4, 5, 6], [30, 40, 50]) == -1
+    assert not any(statuses.values())
+
+
 class Receiver(ReceiveMixin):
     """The half that receives."""
 

@@ -11,7 +11,7 @@ import pytest
 from vllm.config import SchedulerConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -68,6 +68,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Ended:
 def bare(cls: type[Any]) -> Any:
     made = cls.__new__(cls)
     made.requests, made._progress, made._chunks, made._parked = {}, {}, {}, {}
+    made._pause_state = PauseState.UNPAUSED
     return made
 
 
@@ -77,6 +78,8 @@ def scheduler(cls: type[Any]) -> Any:
 
 class OwnScheduler:
     """A scheduler of a plugin: as much of `SchedulerInterface` as the agent uses, and nothing of vLLM's."""
+
+    pause_state = PauseState.UNPAUSED
 
     def __init__(self, ended: list[str]) -> None:
         self._ended = ended
@@ -190,6 +193,14 @@ def test_the_load_is_less_at_once(ended: Ended) -> None:
     assert watched.load() == Load(waiting=1, running=1, kv_usage=0.5)
     assert watched.intercept(forget(1))
     assert watched.load() == Load(waiting=0, running=0, kv_usage=0.5)
+
+
+def test_a_report_says_whether_the_scheduler_is_paused(ended: Ended) -> None:
+    made = OwnScheduler(ended)
+    agents: Any = ReplicaAgent(made)  # type: ignore[arg-type]
+    assert not agents.load().asleep
+    made.pause_state = PauseState.PAUSED_NEW
+    assert agents.load().asleep and agents.load().within_bounds().asleep
 
 
 def test_an_agent_holds_no_request(ended: Ended) -> None:

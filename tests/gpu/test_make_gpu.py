@@ -315,6 +315,7 @@ def call(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
+@pytest.mark.engine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 def test_without_cuda_one_line_says_so(tmp_path: Path) -> None:
     done = call("--folder", str(tmp_path))

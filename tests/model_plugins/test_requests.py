@@ -32,7 +32,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.flow import ReadAloudFlow, SpeechFlo
 from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerPrompt
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import SpecialIds
 from vllm_omni_ext.model_plugins.qwen3_omni.read_aloud import MOST_SPEECH_TOKENS, OPENING, ReadAloud, rendered
-from vllm_omni_ext.model_plugins.qwen3_omni.runtime import Qwen3OmniRuntime, join_segments
+from vllm_omni_ext.model_plugins.qwen3_omni.runtime import OPENAI_VOICES, Qwen3OmniRuntime, join_segments
 from vllm_omni_ext.plugins.flow import ForwardFlow, Open, Produced
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions, RuntimeContext
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady
@@ -100,6 +100,25 @@ def test_without_the_preferred_voice_the_first_one_speaks(requests: Qwen3OmniRun
         assert requests.default_voice == "bea"
 
 
+def test_openai_s_names_of_voices_stand_for_the_checkpoint_s(requests: Qwen3OmniRuntime) -> None:
+    assert {name: requests.speaker(name) for name in (None, "Ethan", "alloy", "Ash", "ECHO", "nova", "nobody", "")} == {
+        None: "ethan",
+        "Ethan": "ethan",
+        "alloy": "chelsie",
+        "Ash": "ethan",
+        "ECHO": "ethan",
+        "nova": "chelsie",
+        "nobody": None,
+        "": None,
+    }
+    assert requests.speaker("verse") == "ethan", "aiden is not there: the default one"
+    assert all(requests.speaker(name) in requests.voices for name in OPENAI_VOICES)
+    requests.validate(options(modalities=("audio",), voice="alloy"))
+    with mock.patch.object(Qwen3OmniRuntime, "voices", ("alloy", "bea")):
+        assert requests.speaker("alloy") == "alloy", "the checkpoint's own comes first"
+    assert SILENT.speaker("alloy") is None
+
+
 @pytest.mark.parametrize("modalities", [("text",), ("audio",), BOTH])
 @pytest.mark.parametrize("voice", [None, "ethan", "Chelsie", "ETHAN"])
 def test_what_is_offered_can_be_asked_for(requests: Any, modalities: tuple[str, ...], voice: str | None) -> None:
@@ -154,7 +173,7 @@ def test_a_prompt_without_a_speaker_is_refused(requests: Qwen3OmniRuntime, promp
     assert refused.value.parameter == "prompt"
 
 
-@pytest.mark.parametrize(("voice", "speaker"), [(None, 80), ("Chelsie", 81)])
+@pytest.mark.parametrize(("voice", "speaker"), [(None, 80), ("Chelsie", 81), ("Alloy", 81), ("verse", 80)])
 def test_the_voice_reaches_the_talker(requests: Qwen3OmniRuntime, voice: str | None, speaker: int) -> None:
     flow = requests.plan(Rendered(prompt=user(20) + HEADER), options(voice=voice)).flow
     (opened,) = flow.handle(Produced("thinker", (40, 9), None, "stop"))

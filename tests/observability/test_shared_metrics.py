@@ -95,3 +95,43 @@ m.mark_dead(os.getpid())
         tmp_path,
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_restarts_are_counted_on_by_the_api_server_that_follows(tmp_path: Path) -> None:
+    run(
+        """
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.observability.observer import Observer
+TALKER, OTHER = ReplicaId("talker", 0), ReplicaId("talker", 1)
+
+def counts(follows, *totals):
+    pid = os.fork()
+    if pid == 0:
+        observer = Observer(m.Metrics("tiny"), frontend="talker", replicas=())
+        if follows:
+            observer.continue_restarts()
+        for total in totals:
+            observer.restarted(TALKER, total)
+        m.Metrics("another model").of(m.REPLICA_RESTARTS, "talker", "talker/0").inc(100)
+        observer.restarted(OTHER, 1)
+        observer.forgotten(OTHER)
+        observer.restarted(OTHER, 1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    m.mark_dead(pid)
+
+def shown():
+    return sorted(m.Metrics("tiny").shared_counts(m.REPLICA_RESTARTS).items())
+
+assert shown() == []
+counts(False, 0, 1)
+assert shown() == [(("talker", "talker/0"), 1), (("talker", "talker/1"), 1)]
+counts(True, 3, 3)
+assert shown() == [(("talker", "talker/0"), 3), (("talker", "talker/1"), 1)], "two restarts while none counted"
+counts(True, 2)
+assert shown()[0][1] == 3, "it never falls"
+counts(True, 5)
+assert shown()[0][1] == 5
+""",
+        tmp_path,
+    )

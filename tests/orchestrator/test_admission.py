@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.fakes import Bench, ScriptedFlow, drained, text_request
-from vllm_omni_ext.errors import RequestError, RequestFailed, StageUnavailable
+from vllm_omni_ext.errors import ConfigError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.orchestrator.admission import Admission
@@ -266,3 +266,20 @@ async def test_a_caller_that_is_cancelled_while_vllm_sends_its_request(monkeypat
     await asyncio.gather(asking, return_exceptions=True)
     omni._fleet_open = None
     assert aborted == [{"r"}] and desk.admission.held() == 0
+
+
+def test_the_default_modalities_may_be_configured() -> None:
+    runtime, orchestrator = Runtime(), Desk().bench.orchestrator
+
+    def default(names: str | None) -> tuple[str, ...]:
+        made = Admission(runtime, orchestrator, "text", default_modalities=names)
+        assert made.capabilities.modalities == ("text", "audio")
+        return made.capabilities.default_modalities
+
+    assert [default(names) for names in (None, "text", "audio,text")] == [
+        ("text", "audio"),
+        ("text",),
+        ("audio", "text"),
+    ]
+    with pytest.raises(ConfigError, match="default_modalities: this model has no 'smell'; use text, audio"):
+        default("text,smell")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
+from tests.support.examples import seeds
 from tests.support.fakes import owners, text_request
 from tests.support.simulation import PREFILL, STAGES, TOKENS, Engine, Speech, World, text_of
 from vllm_omni_ext.disaggregation.parameters import KEY
@@ -448,7 +449,7 @@ LEFT_ON_THE_WAY = (1519, 1872)
 """In which a client leaves while its request is given to another replica, or while a replica that has it dies."""
 
 
-@pytest.mark.parametrize("seed", [*range(200), *DIED_UNREAD, *LEFT_ON_THE_WAY])
+@pytest.mark.parametrize("seed", [*seeds(200), *DIED_UNREAD, *LEFT_ON_THE_WAY])
 async def test_any_course_of_events(seed: int) -> None:
     """Everybody dies, freezes, comes back, and clients leave, at random; who stays gets the undisturbed answer."""
     rng = random.Random(seed)

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from tests.support.examples import seeds
 from tests.support.simulation import AHEAD, STAGES, TOKENS, Speech, World, spoken, text_of
 from vllm_omni_ext.errors import RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
@@ -224,7 +225,7 @@ async def test_a_replica_is_lost_while_it_is_sent_something(stage: str, ticks: i
         await world.end()
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", seeds(150))
 async def test_any_course_of_events(seed: int) -> None:
     """Everybody dies, freezes and comes back at random; once all are there, every answer is the undisturbed one."""
     rng = random.Random(seed)

@@ -15,16 +15,19 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from vllm import SamplingParams
 
 from tests.support.kv_engines import PLAIN, Engine, prefill
 from tests.support.media import audio
+from tests.support.mooncake_target import target, transfer_engine
 from vllm_omni_ext.disaggregation.parameters import (
     DECODE,
     KEY,
@@ -36,6 +39,8 @@ from vllm_omni_ext.disaggregation.parameters import (
     prefill_sampling,
     prefill_transfer,
 )
+from vllm_omni_ext.disaggregation.prefill_worker import SendMixin
+from vllm_omni_ext.disaggregation.transfer_stats import TransferStats
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -438,3 +443,36 @@ async def test_decode_can_be_told_to_fail_instead(patient: Pair) -> None:
         await second.empty()
         await patient.check(asked, told, decode=second)
     await patient.empty()
+
+
+class Writer(SendMixin):
+    """The sending half of a worker, on an engine of this process."""
+
+    def __init__(self) -> None:
+        self.engine = transfer_engine()
+        self.xfer_stats = TransferStats()
+
+    def __del__(self) -> None:
+        """Nothing was started."""
+
+
+async def test_blocks_are_in_place_when_they_count_as_sent(tmp_path: Path) -> None:
+    """Several transfers at a time, each of several blocks, into memory that this process sees too."""
+    block, blocks, threads, rounds = 32 << 10, 4, 4, 200
+    part = block * blocks
+    writer, source = Writer(), np.zeros(part * threads, np.uint8)
+    assert writer.engine.register_memory(source.ctypes.data, source.nbytes) == 0
+    with target(tmp_path / "memory", source.nbytes) as (session, address, memory):
+
+        def send(number: int) -> int:
+            """How many transfers had not arrived when they counted as sent."""
+            offsets, late = [number * part + at for at in range(0, part, block)], 0
+            for content in range(1, rounds + 1):
+                source[offsets[0] :][:part] = content
+                sources, targets = ([base + offset for offset in offsets] for base in (source.ctypes.data, address))
+                assert writer._send_blocks(session, sources, targets, [block] * blocks) == 0
+                late += not (memory[offsets[0] :][:part] == content).all()
+            return late
+
+        with ThreadPoolExecutor(threads) as pool:
+            assert list(pool.map(send, range(threads))) == [0] * threads

@@ -23,7 +23,7 @@ import pytest
 import soundfile
 
 from examples.server import Server, alive
-from tests.support.cluster import LENGTH, MODEL, STAGES, all_up, ask, body, get, idle, kill, replicas, until
+from tests.support.cluster import ANSWER_S, LENGTH, MODEL, STAGES, all_up, ask, body, get, idle, kill, replicas, until
 from tests.support.pace import pace
 from vllm_omni_ext.runtime.launch.folders import PrivateFolder
 
@@ -82,11 +82,11 @@ def working(server: Server, stage: str) -> bool:
 
 async def killed_under(server: Server, stage: str, modalities: list[str]) -> tuple[float, Exception]:
     """Kill a stage's process under a request; seconds until the client hears of it, and what it hears."""
-    client = openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60)
+    client = openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=ANSWER_S)
     asking = asyncio.create_task(client.chat.completions.create(**ENDLESS, modalities=modalities))
-    await asyncio.to_thread(until, lambda: replica(server, "thinker")["running"] > 0)
-    if stage == "talker":
-        await asyncio.to_thread(until, lambda: replica(server, "talker")["running"] > 0)
+    for works in ("thinker", "talker")[: 1 + (stage == "talker")]:
+        seen = await asyncio.to_thread(until, lambda name=works: replica(server, name)["running"] > 0)
+        assert seen, f"{works} does not work on the request; {asking=}, {replicas(server)}\n{server.tail()}"
     pid = (await asyncio.to_thread(replica, server, stage))["pid"]
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
@@ -146,7 +146,7 @@ def test_requests_wait_for_a_killed_replica(stage: str, recovering: Server) -> N
 def test_a_replica_that_dies_too_often_is_given_up(recovering: Server) -> None:
     assert replica(recovering, "talker")["restarts"] == 1
     check_lost(recovering, "talker", asyncio.run(killed_under(recovering, "talker", ["text", "audio"])))
-    assert "talker/0 is gone: its process ended with exit code -9; it is not started again" in recovering.tail()
+    assert "talker/0 is gone: its process was killed by SIGKILL; it is not started again" in recovering.tail()
 
 
 def test_a_killed_head_takes_everything_with_it(recovering: Server) -> None:
@@ -228,7 +228,7 @@ def test_requests_aborted_anywhere_leave_nothing(tiny: Path, tmp_path: Path) -> 
         after = client.chat.completions.create(**EXACT, modalities=["text", "audio"]).choices[0].message
         assert alike(after, before)
         told, error = asyncio.run(killed_under(server, "talker", ["text", "audio"]))
-        assert WAIT_S <= told < WAIT_S + TOLD_S
+        assert WAIT_S <= told < (WAIT_S + TOLD_S) * pace()
         assert isinstance(error, openai.APIStatusError) and error.status_code == 503
         assert "talker" in error.message and "replica_wait_timeout_s" in error.message
         assert until(lambda: all_up(server, 3))

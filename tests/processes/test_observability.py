@@ -20,6 +20,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from examples.server import HOST, Server
+from vllm_omni_ext.cli import main as commands
+from vllm_omni_ext.cli.top import Client, rows
 from vllm_omni_ext.metrics import ALL, PREFIX
 from vllm_omni_ext.modalities.audio import METRICS as AUDIO
 
@@ -292,6 +294,22 @@ def test_status(server: Server, reply: Any) -> None:
         assert psutil.pid_exists(replica["pid"])
     assert now["api_servers"][0]["state"] == "UP" and psutil.pid_exists(now["api_servers"][0]["pid"])
     assert 0 < now["uptime_s"] < 3600
+
+
+def test_top(
+    server: Server, traffic: Series, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    before = Client(server.base_url).sample()
+    assert [(row.replica, row.state, row.restarts) for row in rows(before, before)] == [
+        (f"{name}/0", "UP", 0) for name in STAGES
+    ]
+    assert commands.main(["top", "--url", server.base_url, "--interval", "0.2", "--once"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"{name}/0" in told for name in STAGES) and "tokens/s" in told
+    assert "audio seconds 0.00/s" in told, "an idle server makes nothing"
+    now = Client(server.base_url).sample()
+    assert all(row.tokens_per_s == 0.0 for row in rows(before, now) if row.stage != "code2wav")
 
 
 def test_health(server: Server) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -254,3 +255,16 @@ def test_a_process_that_is_made_later_is_told_and_known_to_a_server_that_follows
         servers.start_again(1)
         client, said = bench.deployment.made[-1]
         assert client == 1 and said["about"] == {TALKER: ReplicaInfo(host="here", pid=77, restarts=1)}
+
+
+def test_restarted_api_server_is_told_of_restarts_that_happened_while_it_was_down(bench: Bench) -> None:
+    bench.servers.listen(LATE)
+    bench.servers.ready(LATE, ABOUT)
+    kill(bench, 0)
+    bench.servers.lost(0)
+    bench.servers.listen(TALKER)
+    bench.servers.ready(TALKER, replace(ABOUT, restarts=2))
+    bench.servers.ended(TALKER, "killed", again=False)
+    bench.servers.ended(LATE, "it has left", again=False)
+    bench.servers.start_again(0)
+    assert bench.deployment.made[-1][1]["restarts"] == {TALKER: 2}, "one of the plan, though it is down"

@@ -20,10 +20,10 @@ from vllm.utils.network_utils import ZmqListener
 
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.lifeline import end_processes
 from vllm_omni_ext.runtime.client.board import NOT_ACCEPTING
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
 from vllm_omni_ext.runtime.launch.descriptors import receive_descriptors, send_descriptors
-from vllm_omni_ext.runtime.launch.launcher import end_processes
 from vllm_omni_ext.runtime.supervise import api_servers
 from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
 from vllm_omni_ext.wire.control import (

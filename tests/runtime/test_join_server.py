@@ -24,6 +24,7 @@ from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.coordinator.keys import Keys, as_client
 from vllm_omni_ext.coordinator.membership import Expected
 from vllm_omni_ext.coordinator.refusals import WITHHELD
+from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
 from vllm_omni_ext.runtime.supervise import headless
@@ -108,7 +109,8 @@ class Bench:
         coordination: Any = SimpleNamespace(
             expected=EXPECTED, events="tcp://events", views="tcp://views", leave=self.left.append
         )
-        self.join_server = JoinServer(plan, coordination, self.replica_supervisor, self.users)
+        self.lines: list[str] = []
+        self.join_server = JoinServer(plan, coordination, self.replica_supervisor, self.users, tell=self.lines.append)
         self.context = zmq.Context()
         self.dealer = self.dial()
 
@@ -161,6 +163,28 @@ def test_a_replica_joins(bench: Bench) -> None:
     assert bench.users.told == [
         ("listen", name, HOST),
         ("ready", name, ReplicaInfo(host="10.0.0.2", pid=7, restarts=2)),
+    ]
+
+
+def test_the_operator_reads_who_joined_left_was_killed_or_fell_silent(bench: Bench) -> None:
+    for ticket, pid, restarts in (("a", 7, 0), ("b", 8, 0), ("c", 9, 2)):
+        bench.ask(wish(ticket))
+        bench.tell(Started(ticket=ticket, pid=pid, restarts=restarts))
+    assert bench.lines == [
+        "replica talker/1 of 10.0.0.2 has joined (process 7)",
+        "replica talker/2 of 10.0.0.2 has joined (process 8)",
+        "replica talker/3 of 10.0.0.2 is up again (process 9)",
+    ]
+    bench.lines.clear()
+    bench.replica_supervisor.done(lambda: bench.join_server.forgotten(ReplicaId("talker", 1)))
+    bench.tell(Gone(ticket="b", reason="its process was killed by SIGKILL", again=True, log="/logs/talker-2.log"))
+    bench.replica_supervisor.done(lambda: bench.join_server.forgotten(ReplicaId("talker", 2)))  # told already
+    bench.replica_supervisor.done(lambda: bench.join_server.forgotten(ReplicaId("talker", 3), silent=True))
+    assert bench.lines == [
+        "replica talker/1 of 10.0.0.2 has left",
+        "error: replica talker/2 of 10.0.0.2 is gone: its process was killed by SIGKILL; it is started again there; "
+        "its log there: /logs/talker-2.log",
+        "error: replica talker/3 of 10.0.0.2 is gone: nothing was heard of it for too long",
     ]
 
 
@@ -345,6 +369,56 @@ def test_with_a_secret_nobody_joins_without_it(secret: str, tmp_path: Path) -> N
         assert isinstance(made.ask(JOIN, made.dial(right)), Joined)
     finally:
         made.close()
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., headless.HeadClient]]:
+    """Makes headless sides of a head at a port, without a secret."""
+    plan: Any = SimpleNamespace(config=OmniConfig(startup_timeout_s=PATIENCE_S), model="m")
+    monkeypatch.setattr(headless, "config_hash", lambda plan, stage: "t")
+    monkeypatch.setattr(headless, "model_identity", lambda model: model)
+    monkeypatch.setattr(headless, "__version__", "1")
+    made: list[headless.HeadClient] = []
+
+    def make(port: int, **options: Any) -> headless.HeadClient:
+        joining = Headless(stage="talker", replicas=1, head=(HOST, port), replica_address=HOST)
+        made.append(headless.HeadClient(plan, joining, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_a_headless_side_says_that_it_waits_for_the_head(
+    client: Callable[..., headless.HeadClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(headless, "ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr(headless, "WAITING_S", 0.05)
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    lines: list[str] = []
+    head = client(port, tell=lambda line: (lines.append(line), head.stop() if len(lines) == 2 else None))
+    with pytest.raises(OmniError, match="no head answers"):
+        head.listen(ReplicaId("talker", 0))
+    assert lines == [f"waiting for the head at {HOST}:{port}: no answer for 0 s (of {PATIENCE_S:g} s)"] * 2
+
+
+def test_a_headless_side_calls_its_replica_what_the_head_calls_it(
+    bench: Bench, client: Callable[..., headless.HeadClient]
+) -> None:
+    lines: list[str] = []
+    head, slot = client(bench.port, tell=lines.append), ReplicaId("talker", 0)
+    assert head.name_of(slot) == slot
+    head.listen(slot)
+    assert head.name_of(slot) == ReplicaId("talker", 1) and lines == [], "talker/0 is planned on the head"
+    head.log_of = lambda replica: Path(f"/logs/{replica.stage}-{replica.index}.log")
+    head.ready(slot, ReplicaInfo(host=HOST, pid=7))
+    head.ended(slot, "its process was killed by SIGKILL", again=False)
+    assert head.name_of(slot) == ReplicaId("talker", 1), "also when it is gone"
+    assert head.disowned() == []
+    bench.replica_supervisor.done()
+    assert bench.lines[-1].endswith("it is not started again there; its log there: /logs/talker-1.log")
 
 
 def test_replica_without_the_secret_learns_the_reason_even_if_refused_early(

@@ -18,9 +18,9 @@ import pytest
 import torch
 from vllm.usage.usage_lib import UsageContext
 
+from vllm_omni_ext.lifeline import end_processes
 from vllm_omni_ext.runtime.launch.launcher import (
     compute_threads,
-    end_processes,
     environment,
     may_fork,
     temporary_files_in,
@@ -171,6 +171,7 @@ def _use_a_team(length: int) -> None:
     torch.zeros(length).add_(1).sum()
 
 
+@pytest.mark.engine
 def test_a_process_forked_from_one_that_has_computed_can_compute() -> None:
     if torch.get_num_threads() == 1:
         pytest.skip("one core: there is never a team")

@@ -201,7 +201,7 @@ def test_what_ends_or_cannot_start_is_started_again_until_it_is_given_up(start: 
     assert told.get(timeout=DEADLINE_S) == "not ready"
     process = told.get(timeout=DEADLINE_S)
     process.kill()
-    assert told.get(timeout=DEADLINE_S) == "its process ended with exit code -9"
+    assert told.get(timeout=DEADLINE_S) == "its process was killed by SIGKILL"
     process_watcher.close()
     process_watcher.join()
     assert processes.qsize() == 2 and told.empty()

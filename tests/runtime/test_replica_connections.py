@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from tests.support.examples import seeds
 from tests.support.fakes import FakeRuntime, check_always, opened, output, text_request
 from vllm_omni_ext import metrics as m
 from vllm_omni_ext.config.schema import OmniConfig
@@ -114,7 +115,14 @@ def entry(replica: ReplicaId, state: State = State.UP, epoch: int = 1, load: Loa
 class Bench:
     """A fleet over fake connections. `connections` has every one that was ever made."""
 
-    def __init__(self, *, client_index: int = 0, ready_responses: Any = None, about: ReplicaInfo = HERE) -> None:
+    def __init__(
+        self,
+        *,
+        client_index: int = 0,
+        ready_responses: Any = None,
+        about: ReplicaInfo = HERE,
+        restarts: Mapping[ReplicaId, int] | None = None,
+    ) -> None:
         self.connections: list[Connected] = []
         self.gates: list[threading.Event] = []
         """One for every connection that is being made; set it to let it go on."""
@@ -143,6 +151,7 @@ class Bench:
         told: Any = SimpleNamespace(
             plan=plan,
             about={A: about, B: about},
+            restarts=restarts or {},
             starting=(),
             ready_responses=ready_responses,
             views="views",
@@ -242,7 +251,7 @@ async def test_a_replica_that_ends_and_is_started_again(bench: Bench) -> None:
         and bench.replica_connections.state(A) == "DOWN"
         and bench.lost == [A]
     )
-    assert bench.replica_connections.known("text") == [A, B], "it is planned, so people are told of it"
+    assert bench.replica_connections.replica_names("text") == [A, B], "it is planned, so people are told of it"
     await bench.up(A, ReplicaInfo(host="here", pid=9, restarts=1))
     assert (
         bench.replica_connections.about[A].restarts == 1
@@ -306,7 +315,7 @@ async def test_replica_that_cannot_be_connected_is_not_waited_for(bench: Bench) 
     await bench.up(A)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100))
 async def test_any_order_of_the_heads_messages_ends_in_the_same_state(bench: Bench, seed: int) -> None:
     """After it all is settled: in the pool is who was ready last, everything else is closed, no request is lost."""
     rng = random.Random(seed)
@@ -409,7 +418,7 @@ async def test_one_that_runs_here_keeps_its_connection_when_it_is_forgotten(benc
     """Its process lives, or its end would have been noticed; it may wake up under the same name and epoch."""
     await silent(bench)
     await bench.view(entry(B))
-    assert bench.of(A).closed == 0 and bench.replica_connections.known("text") == [A, B]
+    assert bench.of(A).closed == 0 and bench.replica_connections.replica_names("text") == [A, B]
     await bench.view(entry(A), entry(B))
     bench.of(A).fences[0].set_result(None)
     await bench.settle()
@@ -419,10 +428,10 @@ async def test_one_that_runs_here_keeps_its_connection_when_it_is_forgotten(benc
 async def test_one_of_another_host_that_is_forgotten_is_closed_and_shown_no_more(bench: Bench) -> None:
     await bench.up(FAR)
     await bench.view(entry(A), entry(B), entry(FAR))
-    assert bench.replica_connections.known("text") == [A, B, FAR]
+    assert bench.replica_connections.replica_names("text") == [A, B, FAR]
     await bench.view(entry(A), entry(B))
     assert bench.of(FAR).closed == 1 and FAR not in bench.pool.replicas
-    assert bench.replica_connections.known("text") == [A, B] and FAR not in bench.replica_connections.reports
+    assert bench.replica_connections.replica_names("text") == [A, B] and FAR not in bench.replica_connections.reports
     shown = {sample.labels.get("replica") for family in bench.registry.collect() for sample in family.samples}
     assert {"text/0", "text/1"} <= shown and "text/2" not in shown
 
@@ -433,7 +442,7 @@ async def test_one_of_another_host_that_ended_first_is_shown_no_more_either(benc
     bench.replica_connections.ended(FAR, "gone", again=False)
     await bench.settle()
     await bench.view(entry(A), entry(B))
-    assert bench.replica_connections.known("text") == [A, B]
+    assert bench.replica_connections.replica_names("text") == [A, B]
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -475,6 +484,21 @@ async def test_states_steer_the_pool(bench: Bench) -> None:
     await bench.view(entry(A, load=Load(0, 0, 0.0, 1)), entry(B, load=Load(0, 9, 0.0, 1)))
     await bench.open("d")
     assert bench.where("d") == A
+
+
+async def test_a_replica_that_sleeps_is_shown_as_sleeping(bench: Bench) -> None:
+    def states() -> list[str]:
+        return [bench.replica_connections.state(replica) for replica in (A, B)]
+
+    bench.pool.rest(A)
+    assert states() == ["SLEEPING", "UP"], "known at once to who put it to sleep"
+    await bench.view(entry(A, load=Load()), entry(B, load=Load(asleep=True)))
+    assert states() == ["SLEEPING", "SLEEPING"], "another API server's call is known from the replica's report"
+    await bench.view(entry(A, State.SUSPECT, load=Load()), entry(B, State.DRAINING, load=Load(asleep=True)))
+    assert states() == ["SUSPECT", "DRAINING"], "what is wrong with it matters more"
+    bench.pool.rouse(A)
+    await bench.view(entry(A, load=Load()), entry(B, load=Load()))
+    assert states() == ["UP", "UP"]
 
 
 async def test_the_age_of_a_heartbeat_is_that_of_the_last_new_report(
@@ -522,8 +546,8 @@ async def test_what_is_shown_in_metrics(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "at_start", "then"),
-    [({}, 1, 3), ({"ready_responses": {}}, 0, 2), ({"client_index": 1}, None, None)],
-    ids=["first", "replaces the first", "second"],
+    [({}, 1, 3), ({"ready_responses": {}}, 1, 3), ({"client_index": 1}, None, None)],
+    ids=["first", "replaces one whose counts are lost", "second"],
 )
 async def test_one_api_server_counts_each_restart_once(
     settings: dict[str, Any], at_start: int | None, then: int | None, monkeypatch: pytest.MonkeyPatch
@@ -535,4 +559,23 @@ async def test_one_api_server_counts_each_restart_once(
     await bench.up(A, replace(HERE, restarts=3))
     await bench.up(A, replace(HERE, restarts=3))
     assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == then
+    bench.replica_connections.close()
+
+
+async def test_restarts_while_the_counting_api_server_is_down_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one has counted 1; the replica is restarted twice before the next one counts. B ended meanwhile."""
+    monkeypatch.setattr(replica_connections_module, "Watcher", Views)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            Metrics, "shared_counts", lambda self, counter: {("text", "text/0"): 1.0, ("text", "text/1"): 2.0}
+        )
+        bench = Bench(about=replace(HERE, restarts=3), ready_responses={}, restarts={A: 3, B: 3, FAR: 2})
+    counts = [bench.shown(m.REPLICA_RESTARTS, stage="text", replica=f"text/{index}") for index in range(3)]
+    assert counts == [2, 1, 2], "beside what the first one has counted, which is added"
+    await bench.up(A, replace(HERE, restarts=4))
+    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == 3
+    await bench.up(A, replace(HERE, restarts=2))
+    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == 3, "it never falls"
     bench.replica_connections.close()

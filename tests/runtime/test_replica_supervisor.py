@@ -35,6 +35,7 @@ class Deployment:
             config=OmniConfig(**{"restart_backoff_s": BACKOFF_S, **config}),
             replicas=lambda: [SimpleNamespace(id=replica, devices=(devices or {}).get(replica, ())) for replica in ALL],
         )
+        self.names: dict[ReplicaId, ReplicaId] = {}
         self.logs = SimpleNamespace(tail=lambda replica: f"log of {replica}")
         self.started: queue.Queue[tuple[ReplicaId, Any]] = queue.Queue()
         self.discarded: list[ReplicaId] = []
@@ -43,6 +44,9 @@ class Deployment:
         self._pids = iter(range(100, 1000))
         self._processes: dict[ReplicaId, Any] = {}
         self._never_ready = socket.socketpair()
+
+    def name_of(self, replica: ReplicaId) -> ReplicaId:
+        return self.names.get(replica, replica)
 
     def start_again(self, replica: ReplicaId, addresses: Any) -> None:
         self.started.put((replica, addresses))
@@ -151,7 +155,7 @@ def bench() -> Iterator[Bench]:
 
 def test_a_replica_that_ends_is_started_again(bench: Bench) -> None:
     bench.ended(A, -9)
-    assert bench.told() == ("ended", A, "its process ended with exit code -9", True)
+    assert bench.told() == ("ended", A, "its process was killed by SIGKILL", True)
     assert bench.started() == (A, ADDRESSES)
     assert (bench.left, bench.deployment.discarded) == ([A], [A])
     bench.deployment.settle(A)
@@ -159,8 +163,20 @@ def test_a_replica_that_ends_is_started_again(bench: Bench) -> None:
     assert bench.watched.get(timeout=DEADLINE_S)[1].pid == 100
     bench.idle()
     first, second = bench.lines
-    assert "talker/0 is gone" in first and "exit code -9" in first and "log of talker/0" in first
+    assert "talker/0 is gone" in first and "killed by SIGKILL" in first and "log of talker/0" in first
     assert second == "replica talker/0 is up again"
+
+
+def test_lines_name_a_replica_as_the_head_does(bench: Bench) -> None:
+    bench.deployment.names[A] = ReplicaId("talker", 7)
+    bench.ended(A, 1)
+    bench.started()
+    bench.deployment.settle(A)
+    assert [bench.told()[1] for _ in range(2)] == [A, A]
+    bench.idle()
+    first, second = bench.lines
+    assert "replica talker/7 is gone: its process ended with exit code 1; " in first and "log of talker/7" in first
+    assert second == "replica talker/7 is up again"
 
 
 def test_a_replica_that_has_not_run_yet_is_started(bench: Bench) -> None:

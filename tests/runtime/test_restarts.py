@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_ext.runtime.supervise.restarts import LONGEST_PAUSE_S, RestartPolicy
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.runtime.supervise.restarts import LONGEST_PAUSE_S, RestartPolicy, RestartTotals
 
 WINDOW_S = 10.0
 
@@ -82,3 +83,11 @@ def test_any_sequence(limit: int, backoff_s: float, gaps: list[float]) -> None:
     assert restarts.count == len(granted)
     if limit:
         assert all(b - a >= WINDOW_S * 0.999 for a, b in zip(granted, granted[limit:], strict=False))
+
+
+def test_totals_of_a_name_go_on_when_another_host_has_it() -> None:
+    totals, one, other = RestartTotals(), ReplicaId("talker", 0), ReplicaId("talker", 1)
+    assert [totals.add(one, reported) for reported in (0, 1, 3, 3)] == [0, 1, 3, 3]
+    assert [totals.add(one, reported) for reported in (0, 1)] == [3, 4], "a replica of another host begins at 0"
+    assert totals.add(other, 2) == 2
+    assert totals.by_name == {one: 4, other: 2}

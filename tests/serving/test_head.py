@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from tests.support.pace import pace
+from vllm_omni_ext.cli.args import parse_serve
+from vllm_omni_ext.serving import server
 from vllm_omni_ext.serving.server import _is_wrong, end_gently, quiet
 
 FORK = multiprocessing.get_context("fork")
@@ -109,3 +112,14 @@ def test_hushed_startup_logs_warnings_only(caplog: pytest.LogCaptureFixture) -> 
     http.removeFilter(_is_wrong)
     assert parent.level == logging.INFO
     assert {record.message for record in caplog.records} == {"wrong", "later", "invalid request"}
+
+
+def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        args = parse_serve(["m", "--omni", "--host", "127.0.0.1", "--port", str(port)])
+        plan: Any = None
+        assert server.serve(plan, args) == server.FAILED
+    said = f"error: the server cannot listen at --host 127.0.0.1 --port {port}: Address already in use\n"
+    assert capsys.readouterr().err == said

@@ -22,10 +22,10 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "modality": ({"modalities": ["text", "smell"]}, "modalities", "text, audio"),
     "no modality": ({"modalities": []}, "modalities", "at least one"),
     "modalities type": ({"modalities": "audio"}, "modalities", "list"),
-    "voice": ({"audio": {"voice": "alloy", "format": "wav"}}, "audio.voice", "ethan"),
+    "voice": ({"audio": {"voice": "nobody", "format": "wav"}}, "audio.voice", "ethan"),
     "custom voice": ({"audio": {"voice": {"id": "v"}, "format": "wav"}}, "audio.voice", "name of a voice"),
-    "top voice": ({"voice": "alloy"}, "voice", "ethan"),
-    "speaker": ({"speaker": "alloy"}, "speaker", "ethan"),
+    "top voice": ({"voice": "nobody"}, "voice", "ethan"),
+    "speaker": ({"speaker": "nobody"}, "speaker", "ethan"),
     "format": ({"audio": {"voice": "ethan", "format": "aac"}}, "audio.format", "wav, pcm16, flac, mp3, opus"),
     "format type": ({"audio": {"voice": "ethan", "format": ["wav"]}}, "audio.format", "wav"),
     "audio in content": ({"audio_in_content": "yes"}, "audio_in_content", "true or false"),
@@ -241,3 +241,26 @@ async def post_and_leave(app: Any, body: bytes, leave: asyncio.Event, path: str 
 async def test_works_after_all_that(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
     engine.script = TWO_PIECES
     assert (await ask(client)).choices[0].message.audio is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"modalities": ["smell"]}, "modalities"),
+        ({"audio": {"voice": "ethan", "format": "wav"}}, "audio"),
+    ],
+)
+async def test_the_responses_api_refuses_what_is_not_text(
+    app: Any, engine: ScriptedOmni, fields: dict[str, Any], parameter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[BaseException] = []
+    monkeypatch.setattr(engine.observer, "refused", counted.append)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as http:
+        answer = await http.post("/v1/responses", json={"input": "Hello", **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, parameter, 400)
+    assert len(counted) == 1 and engine.calls == []
+    if parameter in fields and fields.get("modalities") != ["smell"]:
+        assert "/v1/responses answers text only; /v1/chat/completions answers with audio" in error["message"]

@@ -135,8 +135,8 @@ async def test_sampling(app: Any, engine: ScriptedOmni) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
-    "voice": ({"voice": "alloy"}, "voice", "ethan"),
-    "speaker": ({"speaker": "alloy"}, "speaker", "ethan"),
+    "voice": ({"voice": "nobody"}, "voice", "ethan"),
+    "speaker": ({"speaker": "nobody"}, "speaker", "ethan"),
     "custom voice": ({"voice": {"id": "v"}}, "voice", "name of a voice"),
     "format": ({"response_format": "aac"}, "response_format", "wav, pcm, flac, mp3, opus"),
     "speed": ({"speed": 2}, "speed", "1.0"),
@@ -238,3 +238,13 @@ async def test_chunks(app: Any, engine: ScriptedOmni) -> None:
     for chunks, parameter in ((3, "chunks"), ({"frames": []}, "chunks.frames")):
         response = await post(app, chunks=chunks)
         assert (response.status_code, response.json()["error"]["param"]) == (400, parameter)
+
+
+async def test_every_refusal_is_counted_once(app: Any, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[str] = []
+    monkeypatch.setattr(engine.observer, "refused", lambda error, stage="": counted.append(type(error).__name__))
+    for fields in ({"voice": "nobody"}, {"response_format": "aac"}, {"speed": 9.0}):
+        assert (await post(app, **fields)).status_code == 400
+    assert counted == ["RequestError"] * 3
+    engine.script = PIECES
+    assert (await post(app)).status_code == 200 and len(counted) == 3

@@ -27,7 +27,7 @@ from vllm_omni_ext.wire.control import Server
 def omni(engine: ScriptedOmni, tmp_path: Path) -> Iterator[Any]:
     """One of several API servers, without any replica."""
     made: Any = engine
-    made.replica_connections = SimpleNamespace(servers=(), known=lambda stage: [], watcher=None)
+    made.replica_connections = SimpleNamespace(servers=(), replica_names=lambda stage: [], watcher=None)
     made.connections = SimpleNamespace(client_index=1, client_count=2, started=time.time(), board=None)
     made.trace_files = TraceFiles(tmp_path, 1, keep=2)
     yield made
@@ -49,6 +49,17 @@ async def test_api_servers(app: Any, omni: Any) -> None:
         {"index": 0, "pid": 11, "state": "DOWN", "restarts": 2},
         {"index": 1, "pid": 12, "state": "UP", "restarts": 0},
     ]
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_coordinator_and_its_process(app: Any, omni: Any) -> None:
+    views: list[Any] = [None, SimpleNamespace(pid=0), SimpleNamespace(pid=4711)]
+    said = []
+    for view in views:
+        omni.replica_connections.watcher = SimpleNamespace(view=view, fresh=view is not None, age=lambda: 0.25)
+        said.append((await get(app, "/v1/omni/status")).json()["coordinator"])
+    assert [each["pid"] for each in said] == [None, None, 4711]
+    assert said[2] == {"state": "UP", "pid": 4711, "view_age_s": 0.25}
 
 
 @pytest.mark.asyncio(loop_scope="session")

@@ -60,6 +60,7 @@ def load(data: bytes, loader: str = "scripted", **options: Any) -> Any:
     return VideoMediaIO(ImageMediaIO(), video_backend=loader, **options).load_bytes(data).media
 
 
+@pytest.mark.engine
 def test_what_a_loader_returns(helper: psutil.Process) -> None:
     data = b"frames " + bytes(3_000_000)
     frames, about = load(data, fps=2, nested={"a": [1, None, "é"]})
@@ -71,6 +72,7 @@ def test_what_a_loader_returns(helper: psutil.Process) -> None:
     assert about["pid"] not in (os.getpid(), helper.pid)
 
 
+@pytest.mark.engine
 def test_a_child_has_no_file_of_the_server(scripted: None) -> None:
     """Neither its listening socket, which would keep the port, nor anything else but input, output and log."""
     with socket.create_server(("127.0.0.1", 0)), tempfile.TemporaryFile(), video.install():
@@ -81,11 +83,13 @@ def test_a_child_has_no_file_of_the_server(scripted: None) -> None:
     assert len(shared) <= 2 and all(name.startswith("pipe:") for name in shared), "multiprocessing's own two"
 
 
+@pytest.mark.engine
 def test_no_frames_at_all(helper: psutil.Process) -> None:
     frames, about = load(b"nothing")
     assert frames.shape == (0, 4, 4, 3) and about == {}
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("script", "message"),
     [
@@ -108,6 +112,7 @@ def test_what_goes_wrong_is_an_error_of_that_call(helper: psutil.Process, script
     assert not psutil.wait_procs(helper.children(), timeout=0.5)[1]
 
 
+@pytest.mark.engine
 def test_a_helper_that_was_killed_is_replaced(helper: psutil.Process) -> None:
     before = helper.pid
     os.kill(before, signal.SIGKILL)
@@ -116,6 +121,7 @@ def test_a_helper_that_was_killed_is_replaced(helper: psutil.Process) -> None:
     assert fork_server().pid != before
 
 
+@pytest.mark.engine
 def test_signals_meant_for_the_server(helper: psutil.Process) -> None:
     """Ctrl-C goes to the whole group; the server ends in its own time, and the helper with it."""
     os.kill(helper.pid, signal.SIGINT)
@@ -174,6 +180,7 @@ def test_processes_come_with_the_first_video_and_end_with_the_server(tmp_path: P
         assert psutil.wait_procs(family, timeout=10)[1] == []
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("option", [{"device": "cuda"}, {"device": "cuda:1"}, {"backend": "deepstream"}])
 def test_what_is_decoded_on_a_gpu_stays_here(helper: psutil.Process, option: dict[str, str]) -> None:
     assert load(b"frames", **option)[1]["pid"] == os.getpid()
@@ -183,6 +190,7 @@ def avi(frames: int = 6) -> bytes:
     return base64.b64decode(media.video_url(media.video(frames, 64, 48, seed=1)).partition(",")[2])
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("loader", ["opencv", "qwen3_vl", "opencv_dynamic", "openpangu"])
 def test_the_same_frames_as_stock(loader: str) -> None:
     data, variants = avi(), ({}, {"num_frames": 3}, {"fps": 1}, {"frame_recovery": True})
@@ -195,6 +203,7 @@ def test_the_same_frames_as_stock(loader: str) -> None:
         assert (frames.dtype, about) == (expected.dtype, about_expected)
 
 
+@pytest.mark.engine
 def test_a_video_is_not_slow_once_the_helper_runs(helper: psutil.Process) -> None:
     data = avi()
     since = time.monotonic()
@@ -202,7 +211,8 @@ def test_a_video_is_not_slow_once_the_helper_runs(helper: psutil.Process) -> Non
     assert time.monotonic() - since < pace()
 
 
-@pytest.mark.parametrize("part", [range(40), pytest.param(range(40, CORPUS), marks=pytest.mark.engine)], ids=str)
+@pytest.mark.engine
+@pytest.mark.parametrize("part", [range(40), range(40, CORPUS)], ids=str)
 def test_damaged_files(part: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of the head are changed, as OpenCV's own reader does not survive: each is frames or an error."""
     monkeypatch.setattr(video, "TIMEOUT_S", 20.0)

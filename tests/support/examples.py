@@ -22,3 +22,12 @@ def examples(deep: int) -> int:
         deep: how many examples the deep profile tries.
     """
     return max(3, deep * settings().max_examples // DEEP)
+
+
+def seeds(deep: int) -> range:
+    """The share of these random courses of events that the profile tries, the first ones.
+
+    Args:
+        deep: how many of them the deep profile tries.
+    """
+    return range(examples(deep))

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
+from tests.support.oracle import one_thread
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder
 from vllm_omni_ext.wire.envelope import StageError, unpack
 from vllm_omni_ext.wire.stage_input import PartHeader
@@ -52,9 +53,10 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 def reference(config: Qwen3OmniMoeCode2WavConfig, seed: int = 0) -> Qwen3OmniMoeCode2Wav:
     """Transformers' decoder with random weights."""
-    model = Qwen3OmniMoeCode2Wav(config).eval().float()
-    randomize(model, seed)
-    _set_loudness(model, 0.2)
+    with one_thread():
+        model = Qwen3OmniMoeCode2Wav(config).eval().float()
+        randomize(model, seed)
+        _set_loudness(model, 0.2)
     return model
 
 

@@ -96,3 +96,30 @@ def test_several_processes_for_tensor_parallel(pipeline: PipelineSpec, cpu: Mach
 def test_devices_are_refused(pipeline: PipelineSpec, cpu: Machine) -> None:
     with pytest.raises(ConfigError, match=r"^stages\.talker\.devices: this machine has no CUDA device; remove it$"):
         plan_for(pipeline, cpu, talker=StageConfig(devices="0"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "replicas", "says"),
+    [
+        ({"enable_sleep_mode": True}, 1, "enable_sleep_mode: stage 'talker' is on a CPU, where vLLM has no sleep mode"),
+        (
+            {"kv_cache_memory_bytes": 1 << 50},
+            1,
+            "kv_cache_memory_bytes: 1048576.0 GiB of KV cache for talker, and this",
+        ),
+        ({"kv_cache_memory_bytes": 40 << 30}, 2, "kv_cache_memory_bytes: 80.0 GiB of KV cache for talker, and this"),
+    ],
+)
+def test_what_a_cpu_cannot_do_is_one_line(
+    pipeline: PipelineSpec, cpu: Machine, engine: dict[str, Any], replicas: int, says: str
+) -> None:
+    machine = replace(cpu, memory_bytes=64 << 30)
+    with pytest.raises(ConfigError) as caught:
+        plan_for(pipeline, machine, talker=StageConfig(replicas=replicas, engine=engine))
+    assert str(caught.value).startswith(says) and "leave it out" in str(caught.value)
+
+
+def test_a_cache_that_fits_and_one_of_another_host_are_fine(pipeline: PipelineSpec, cpu: Machine) -> None:
+    machine = replace(cpu, memory_bytes=64 << 30)
+    plan_for(pipeline, machine, talker=StageConfig(engine={"kv_cache_memory_bytes": 64 << 30}))
+    plan_for(pipeline, machine, talker=StageConfig(replicas=0, engine={"kv_cache_memory_bytes": 1 << 50}))

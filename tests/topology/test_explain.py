@@ -33,7 +33,7 @@ hand-overs
 
 settings
   async_chunk       true
-  logs              terminal
+  logs              in a temporary folder, removed at the end
   request deadline  30 s
   shutdown timeout  5 s
   startup timeout   1800 s

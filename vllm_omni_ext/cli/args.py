@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import vllm
@@ -30,6 +31,7 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "--omni-max-body": ("max_body_mib", {"type": int, "metavar": "MIB"}),
     "--omni-api-key-routes": ("api_key_routes", {"metavar": "all|vllm"}),
     "--omni-allow-private-media": ("allow_private_media", {"metavar": "HOST,NETWORK"}),
+    "--omni-default-modalities": ("default_modalities", {"metavar": "NAME,NAME"}),
     "--omni-log-dir": ("log_dir", {"metavar": "DIR"}),
     "--omni-verbose": ("verbose", _SWITCH),
     "--omni-lb-policy": ("lb_policy", {"metavar": "NAME"}),
@@ -48,6 +50,20 @@ _SHORT = {"--omni-master-address": ["-oma"], "--omni-master-port": ["-omp"]}
 
 SETTINGS = {flag[2:].replace("-", "_"): key for flag, (key, _) in FLAGS.items()} | {"api_servers": "api_servers"}
 """Argument -> the key of `OmniConfig` that it sets."""
+
+
+class _Parser(FlexibleArgumentParser):
+    """vLLM's parser, which also names the closest flag of `known` for one that does not exist."""
+
+    known: Collection[str] = ()
+
+    def error(self, message: str) -> Any:
+        """End the program with the message, one line below the usage."""
+        if message.startswith("unrecognized arguments:"):
+            given = [word.partition("=")[0].replace("_", "-") for word in message.split() if word.startswith("--")]
+            near = [match for name in given for match in difflib.get_close_matches(name, self.known, n=1, cutoff=0.75)]
+            message += f"; did you mean {', '.join(near)}?" if near else ""
+        super().error(message)
 
 
 class OmniServe(ServeSubcommand):
@@ -70,13 +86,12 @@ def parse_serve(argv: Sequence[str]) -> argparse.Namespace:
     finds them, so that a flag written with its default value counts as given.
     """
     words = list(argv) if argv[:1] == ["serve"] else ["serve", *argv]
-    parser = FlexibleArgumentParser(
-        description="vLLM CLI", epilog=VLLM_SUBCMD_PARSER_EPILOG.format(subcmd="[subcommand]")
-    )
+    parser = _Parser(description="vLLM CLI", epilog=VLLM_SUBCMD_PARSER_EPILOG.format(subcmd="[subcommand]"))
     parser.add_argument("-v", "--version", action="version", version=vllm.__version__)
     subparsers = parser.add_subparsers(required=False, dest="subparser")
     command = OmniServe()
     serve = command.subparser_init(subparsers)
+    parser.known = [flag for flag in serve._option_string_actions if flag.startswith("--")]
     args = parser.parse_args(words)
     for action in serve._actions:
         action.default = argparse.SUPPRESS

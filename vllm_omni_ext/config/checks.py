@@ -87,6 +87,12 @@ Hosts = Annotated[
     AfterValidator(_check_hosts),
     _expected("'all', or a comma-separated list of hosts and networks such as 'media.internal,10.1.0.0/16'"),
 ]
+Names = Annotated[
+    str,
+    Field(strict=True, pattern=r"^\s*\w+\s*(,\s*\w+\s*)*$"),
+    AfterValidator(lambda text: "".join(text.split())),
+    _expected("a comma-separated list of names such as 'text,audio'"),
+]
 Devices = Annotated[
     str,
     Field(coerce_numbers_to_str=True, pattern=r"^\s*\d+\s*(,\s*\d+\s*)*$"),

@@ -22,6 +22,7 @@ from vllm_omni_ext.config.checks import (
     Hosts,
     KvConnector,
     LbPolicy,
+    Names,
     NoKey,
     NullIsEmpty,
     Port,
@@ -265,6 +266,10 @@ class OmniConfig:
         256_000_000,
         "A request whose images have more pixels together is refused; decoded they take three bytes each.",
         "pixels",
+    )
+    default_modalities: Names | None = _key(
+        None,
+        "Modalities of a chat request that names none, comma-separated, such as `text`. Null: the model's own default.",
     )
     log_dir: Text | None = _key(
         None, "Directory for one log file a replica, which stay there. Null: a temporary one, removed at the end."

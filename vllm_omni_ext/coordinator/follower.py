@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from vllm_omni_ext.coordinator.members import ATTACHED, Attach, Detach, Entry, Forget, Member, State, View
+from vllm_omni_ext.coordinator.members import ATTACHED, LEFT, Attach, Detach, Entry, Forget, Member, State, View
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.stage_pool import StagePool
 
@@ -65,7 +65,7 @@ def _changes(before: Sequence[Entry], after: Sequence[Entry]) -> list[Change]:
     was, now = {e.member: e.state for e in before}, {e.member: e.state for e in after}
     attached_before, attached = _attached(was), _attached(now)
     found: list[Change] = [
-        Detach(m, f"it is {now[m].value}" if m in now else "it has left") for m in attached_before if m not in attached
+        Detach(m, f"it is {now[m].value}" if m in now else LEFT) for m in attached_before if m not in attached
     ]
     found.extend(Forget(m) for m in was if m not in now)
     found.extend(Attach(m) for m in attached if m not in attached_before)

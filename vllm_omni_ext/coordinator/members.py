@@ -144,6 +144,7 @@ class View(Message, frozen=True, kw_only=True, tag="view"):
         settled: false while live replicas may not yet have registered with a new coordinator.
         timeout_s: loads in a view older than this must not be trusted.
         dropped: malformed messages that the coordinator has dropped.
+        pid: process id of the coordinator; 0 if unknown.
     """
 
     generation: Epoch
@@ -151,6 +152,7 @@ class View(Message, frozen=True, kw_only=True, tag="view"):
     timeout_s: Seconds
     replicas: tuple[Entry, ...]
     dropped: Count = 0
+    pid: Count = 0
 
 
 class Subscribed(Struct, frozen=True):
@@ -165,6 +167,10 @@ class Attach(Struct, frozen=True):
     """A replica can be used, for the first time or again."""
 
     member: Member
+
+
+LEFT = "it has left"
+"""Reason of `Detach` for a replica that left by itself, after its requests or at the end of its engine."""
 
 
 class Detach(Struct, frozen=True):

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from vllm_omni_ext.coordinator.members import (
     ATTACHED,
+    LEFT,
     Action,
     Admitted,
     Attach,
@@ -51,6 +52,9 @@ from vllm_omni_ext.pool.load import Load
 
 MAX_REPLICAS = 4096
 """Most replicas of one stage."""
+
+ENDED = "its process has ended"
+"""Why a replica is lost of which the head says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +223,7 @@ class Membership:
         elif event.load.queue == 0 and at >= record.leaving + self._timing.interval_s:
             # Not earlier: API servers that did not know yet that it leaves may have sent it requests.
             yield Released(record.member)
-            yield from self._forget(record, "it has left")
+            yield from self._forget(record, LEFT)
 
     def _leave(self, event: Leave, at: float) -> Iterator[Action]:
         record = self._find(event.member)
@@ -229,7 +233,8 @@ class Membership:
             return
         elif not event.drain or record.state is State.DOWN:
             yield Released(record.member)
-            yield from self._forget(record, "it has left")
+            by_itself = event.proof == record.descriptor.instance
+            yield from self._forget(record, LEFT if by_itself else ENDED)
         elif record.state is not State.DRAINING:
             record.last_seen = max(record.last_seen, at)
             record.leaving = at

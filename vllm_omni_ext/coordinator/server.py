@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from msgspec.structs import replace
 
 from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, answer_handshake
 from vllm_omni_ext.coordinator.members import (
+    LEFT,
     TO_COORDINATOR,
     Attach,
     Detach,
@@ -173,9 +175,11 @@ class Coordinator:
         for action in self._membership.handle(event, time.monotonic()):
             match action:
                 case View():
-                    self._views.send(encode(replace(action, dropped=self.dropped)), zmq.NOBLOCK)
+                    self._views.send(encode(replace(action, dropped=self.dropped, pid=os.getpid())), zmq.NOBLOCK)
                 case Attach(member):
                     log.info("%s is up", member)
+                case Detach(member, reason) if reason == LEFT:
+                    log.info("%s has left", member)
                 case Detach(member, reason):
                     log.warning("%s is lost: %s", member, reason)
                 case Forget(member):

@@ -18,6 +18,9 @@ from vllm_omni_ext.coordinator.members import VIEWS, View
 from vllm_omni_ext.coordinator.sockets import connect
 from vllm_omni_ext.wire.coordination import MAX_VIEW_BYTES, Malformed
 
+BUSY_S = 1.0
+"""An event loop that is later than this was busy, or its process was stopped: what has arrived gets time to be read."""
+
 log = logging.getLogger(__name__)
 
 
@@ -38,6 +41,8 @@ class Watcher:
         self._follower = ViewDiff()
         self._heard = -math.inf
         self._stale = True
+        self._delayed = 0.0
+        """Seconds since the last view for which this process did not get to look: no silence of the coordinator."""
         self._context = zmq.asyncio.Context()
         self._socket: Any = connect(self._context, zmq.SUB, address, keys, limit=MAX_VIEW_BYTES)
 
@@ -61,13 +66,17 @@ class Watcher:
     async def __anext__(self) -> tuple[View, list[Change]]:
         """Return the next view. The iteration ends when the watcher is closed."""
         while not self._socket.closed:
+            patience, asked = self._patience(), self._clock()
             try:
-                arrived = await self._socket.poll(self._patience())
+                arrived = await self._socket.poll(patience)
             except asyncio.CancelledError:
                 if self._socket.closed and not _is_cancelled():  # `close` cancels the pending poll
                     break
                 raise
             if not arrived:
+                waited = self._clock() - asked
+                if patience is not None and waited > patience / 1000 + BUSY_S:
+                    self._delayed += waited
                 stale = self._expire()
                 if stale is not None:
                     return stale, []
@@ -79,7 +88,7 @@ class Watcher:
                 if self.dropped & (self.dropped - 1) == 0:  # at powers of two
                     log.warning("ignored %d messages that are no views; the last: %s", self.dropped, error)
                 continue
-            self._heard, self._stale = self._clock(), False
+            self._heard, self._stale, self._delayed = self._clock(), False, 0.0
             changes = self._follower.take(view)
             return self.view or view, changes
         raise StopAsyncIteration
@@ -88,10 +97,10 @@ class Watcher:
         """Milliseconds until the view is too old; None if it is already, or if there is none."""
         if self._stale or self.view is None:
             return None
-        return max(0.0, math.ceil((self.view.timeout_s - self.age()) * 1000))
+        return max(0.0, math.ceil((self.view.timeout_s + self._delayed - self.age()) * 1000))
 
     def _expire(self) -> View | None:
-        if self.fresh:
+        if self.view is None or self.age() < self.view.timeout_s + self._delayed:
             return None
         self._stale = True
         log.warning("no message from the coordinator for %.1f s: loads are not trusted until it is back", self.age())

@@ -90,17 +90,30 @@ class SendMixin(MooncakeConnectorWorker):
     def _send_blocks(self, remote_session: str, src_ptrs: list[int], dst_ptrs: list[int], lengths: list[int]) -> int:
         """Write blocks. Returns when all are written (0), or when it is certain that no write can follow (not 0)."""
         since = time.perf_counter()
-        batch = self.engine.batch_transfer_async_write(remote_session, src_ptrs, dst_ptrs, lengths)
-        status, pause = (PENDING if batch else FAILED), FIRST_LOOK_S
-        while batch and (status := self.engine.transfer_check_status(batch)) == PENDING:
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_LOOK_S)
-        if status == DONE:
+        statuses = self._write(remote_session, src_ptrs, dst_ptrs, lengths)
+        if all(status == DONE for status in statuses):
             self.xfer_stats.record_transfer(time.perf_counter() - since, sum(lengths), len(lengths))
             return 0
         self.xfer_stats.record_failed_transfer()
-        log.warning("sending %d bytes to %s failed (%d)", sum(lengths), remote_session, status)
+        log.warning("sending %d bytes to %s failed (%s)", sum(lengths), remote_session, sorted(set(statuses)))
         return FAILED
+
+    def _write(self, session: str, src_ptrs: list[int], dst_ptrs: list[int], lengths: list[int]) -> list[int]:
+        """Start all writes, wait for the end of each, and return their final statuses.
+
+        Every write is a batch of its own: Mooncake reports the status of a batch's first write as that of the batch.
+        """
+        engine, statuses, pause = self.engine, [], FIRST_LOOK_S
+        batches = [
+            engine.batch_transfer_async_write(session, [src], [dst], [length])
+            for src, dst, length in zip(src_ptrs, dst_ptrs, lengths, strict=True)
+        ]
+        for batch in batches:
+            while batch and (status := engine.transfer_check_status(batch)) == PENDING:
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_LOOK_S)
+            statuses.append(status if batch else FAILED)
+        return statuses
 
 
 class _Answers:

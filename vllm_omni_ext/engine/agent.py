@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.compat import use_keys
@@ -74,7 +74,8 @@ class ReplicaAgent:
         if self._watch is not None and self._watch.late:
             return None
         running, waiting = self._scheduler.get_request_counts()
-        return Load(waiting, running, self._scheduler.get_kv_cache_usage())
+        asleep = self._scheduler.pause_state != PauseState.UNPAUSED
+        return Load(waiting, running, self._scheduler.get_kv_cache_usage(), asleep=asleep)
 
     def intercept(self, request: Request) -> bool:
         """Return whether a request is a command to the agent (the key `FORGET`); if so, execute the command."""

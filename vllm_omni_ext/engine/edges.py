@@ -222,8 +222,8 @@ def _edge(additional: Mapping[str, Any], key: str, edge: str) -> tuple[str, Conn
     edges = additional.get(key, {})
     names = [edge] if edge else list(edges)
     if len(names) != 1 or names[0] not in edges:
-        known = ", ".join(edges) or "none"
-        raise ConfigError(f"edges: {key} hidden states go over {known}; its worker needs {edge or 'one edge'}")
+        available = ", ".join(edges) or "none"
+        raise ConfigError(f"edges: {key} hidden states go over {available}; its worker needs {edge or 'one edge'}")
     identity = ReplicaIdentity.read()
     # Default host: the replicas of a headless node listen on the address under which the node is reachable.
     here = {"host": identity.host} if identity is not None and identity.host else {}

@@ -45,10 +45,10 @@ class Exporter:
 
     def add(self, req_id: str, ranges: Sequence[tuple[int, int]]) -> None:
         """Register a request, unless it has no ranges. A request that returns after a preemption keeps its progress."""
-        wanted = tuple(sorted(ranges))
-        known = self._open.get(req_id)
-        if wanted and (known is None or known.ranges != wanted):
-            self._open[req_id] = _Export(wanted)
+        requested = tuple(sorted(ranges))
+        export = self._open.get(req_id)
+        if requested and (export is None or export.ranges != requested):
+            self._open[req_id] = _Export(requested)
 
     def drop(self, req_id: str) -> None:
         """Forget a request (unknown ids are ignored: most requests export nothing)."""

@@ -14,7 +14,7 @@ class InputProgress:
 
     Attributes:
         size: prompt positions, without those of tokens that the request made before it moved to this engine.
-        known: number of leading prompt positions whose input has arrived.
+        received: number of leading prompt positions whose input has arrived.
         spans: ranges [start, stop) of positions whose input is hidden states of another stage, ascending.
         hidden_states: number of these hidden states that can be taken, in the order of the positions.
         step_inputs: number of positions after the prompt whose input has arrived.
@@ -22,7 +22,7 @@ class InputProgress:
     """
 
     size: int = 0
-    known: int = 0
+    received: int = 0
     spans: Sequence[tuple[int, int]] = ()
     hidden_states: int = 0
     step_inputs: int = 0
@@ -33,15 +33,15 @@ class InputProgress:
         left = self.hidden_states
         for start, stop in self.spans:
             if left < stop - start:
-                return min(self.known, start + left)
+                return min(self.received, start + left)
             left -= stop - start
-        if self.known < self.size:
-            return self.known
+        if self.received < self.size:
+            return self.received
         return None if self.complete else self.size + self.step_inputs
 
     def add(self, chunk: StageInput) -> None:
         """Account for one chunk."""
-        self.known = self.size if chunk.prompt_positions is None else self.known + chunk.prompt_positions
+        self.received = self.size if chunk.prompt_positions is None else self.received + chunk.prompt_positions
         self.step_inputs += chunk.step_inputs
         self.complete = self.complete or chunk.last
         if chunk.hidden_states is not None:  # after a failover, the new source may be behind the old one

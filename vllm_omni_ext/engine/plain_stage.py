@@ -170,13 +170,13 @@ def _begin(model: PlainModel, new: NewRequestData, waited: float) -> Answer | No
         if part is not None and part.part == END:
             model.forget(part.stream)
             return Answer(None, last=True)
-        given = part or StageInput.of(extra)[0]
+        message = part or StageInput.of(extra)[0]
         own = model.params
         request = PlainRequest(
             req_id=new.req_id,
             prompt=() if part is not None and part.empty else new.prompt_token_ids or (),
-            payload=None if given.payload is None else msgspec.convert(given.payload, model.payloads),
-            params=new.sampling_params if own is None else msgspec.convert(given.params or {}, own),
+            payload=None if message.payload is None else msgspec.convert(message.payload, model.payloads),
+            params=new.sampling_params if own is None else msgspec.convert(message.params or {}, own),
             features=new.mm_features,
             part=part,
             waited=waited,
@@ -308,18 +308,18 @@ class PlainScheduler(SchedulerInterface):
 
     def _advance(self, request: Request, tokens: list[int], tensor: torch.Tensor | None) -> list[int]:
         """Add an answer to a request, and end the request if it ends there; return the tokens up to its end."""
-        status, given = None, [token for token in tokens if token != _LAST]
-        for number, token in enumerate(given, 1):
+        status, accepted = None, [token for token in tokens if token != _LAST]
+        for number, token in enumerate(accepted, 1):
             request.append_output_token_ids(token)
             if check_stop(request, self._model_config.max_model_len):
-                status, given = request.status, given[:number]
+                status, accepted = request.status, accepted[:number]
                 break
         if status is None and tokens[-1:] == [_LAST]:
             failed = tensor is not None and _failed(unpack(tensor))
             status = RequestStatus.FINISHED_ERROR if failed else RequestStatus.FINISHED_STOPPED
         if status is not None:
             self.finish_requests(request.request_id, status)
-        return given
+        return accepted
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """End the named requests, or all if None; return those that had not ended."""

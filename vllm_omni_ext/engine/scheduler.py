@@ -43,11 +43,11 @@ class StreamingInput(Scheduler):
 
     def add_request(self, request: Request) -> None:
         """Add a request, or a chunk to the request of the same id; chunks of ended requests are dropped."""
-        given, is_chunk = StageInput.of(request.sampling_params.extra_args)
+        stage_input, is_chunk = StageInput.of(request.sampling_params.extra_args)
         if is_chunk:
-            self._add_chunk(request.request_id, given)
+            self._add_chunk(request.request_id, stage_input)
             return
-        self._progress[request.request_id] = progress = InputProgress.of(given, request.num_prompt_tokens)
+        self._progress[request.request_id] = progress = InputProgress.of(stage_input, request.num_prompt_tokens)
         if progress.limit() == 0:
             self._parked[request.request_id] = request
         else:
@@ -108,12 +108,12 @@ class StreamingInput(Scheduler):
         """End requests, held ones included; return those that have ended and whose clients vLLM may notify."""
         if isinstance(request_ids, str):
             request_ids = [request_ids]
-        known = list(self._progress) if request_ids is None else list(request_ids)
-        parked = [self._parked.pop(req_id) for req_id in known if req_id in self._parked]
+        names = list(self._progress) if request_ids is None else list(request_ids)
+        parked = [self._parked.pop(req_id) for req_id in names if req_id in self._parked]
         for request in parked:
             request.status = finished_status
             self._forget(request.request_id)
-        return [*parked, *super().finish_requests(None if request_ids is None else known, finished_status)]
+        return [*parked, *super().finish_requests(None if request_ids is None else names, finished_status)]
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._forget(request.request_id)

@@ -94,10 +94,10 @@ class StageWorker(_Worker):  # type: ignore[misc]
         with alone():
             return super().init_device()
 
-    def load_model(self, **given: Any) -> None:
+    def load_model(self, **arguments: Any) -> None:
         """Load the model: the second step of the start-up. The replica's first worker reports the progress."""
         with progress_reported(self.vllm_config.load_config) if self.rank == 0 else nullcontext():
-            super().load_model(**given)
+            super().load_model(**arguments)
 
     def compile_or_warm_up_model(self) -> Any:
         """Compile and warm up: the last step of the start-up."""
@@ -282,10 +282,10 @@ class StreamingInputWorker(StageWorker):
         return len(self._receiver) if self._receiver is not None and self._receiver.opened else None
 
     def _open(self, req_id: str, params: Any) -> None:
-        given, _ = StageInput.of(params.extra_args)
-        self._model.input_provider.open(req_id, self._payload(given), given.hidden_spans, params)
+        stage_input, _ = StageInput.of(params.extra_args)
+        self._model.input_provider.open(req_id, self._payload(stage_input), stage_input.hidden_spans, params)
         if self._receiver is None or req_id not in self._receiver:  # else: preempted, still open
-            self._announce(req_id, given)
+            self._announce(req_id, stage_input)
 
     def _close(self, req_id: str) -> None:
         self._model.input_provider.close(req_id)
@@ -293,16 +293,16 @@ class StreamingInputWorker(StageWorker):
             self._receiver.forget(req_id)
         self._errors.pop(req_id, None)
 
-    def _payload(self, given: StageInput) -> Any:
+    def _payload(self, stage_input: StageInput) -> Any:
         payloads = self._model.input_provider.payloads
-        return None if given.payload is None else msgspec.convert(given.payload, payloads)
+        return None if stage_input.payload is None else msgspec.convert(stage_input.payload, payloads)
 
-    def _announce(self, req_id: str, given: StageInput) -> None:
-        if given.hidden_states is None:
+    def _announce(self, req_id: str, stage_input: StageInput) -> None:
+        if stage_input.hidden_states is None:
             return
         if self._receiver is None:
             raise ConfigError("edges: hidden states were announced to a stage to which no tensor edge leads")
-        self._receiver.announce(req_id, given.hidden_states)
+        self._receiver.announce(req_id, stage_input.hidden_states)
 
     def _receive(self, step: SchedulerOutput) -> None:
         """Receive hidden states for the step's requests; a request whose hidden states are lost ends with an error."""

@@ -20,16 +20,15 @@ from vllm_omni_ext.modalities.registry import CORE
 from vllm_omni_ext.observability.request_trace import HandOver, OutputTrace, RequestTrace, StageTiming
 from vllm_omni_ext.pool.stage_pool import Why
 
-OF_REPLICA = (
+GONE_WITH_REPLICA = (
     m.REPLICA_UP,
     m.REPLICA_RUNNING,
     m.REPLICA_WAITING,
     m.REPLICA_IN_FLIGHT,
-    m.REPLICA_RESTARTS,
     m.REPLICA_HEARTBEAT,
     m.KV_BYTES,
 )
-"""Metrics of a replica, which exist as long as its name is known."""
+"""Metrics of a replica that exist as long as its name is known; so does its count of restarts."""
 
 ID_BYTES = 4
 """Bytes that one token or codec id counts in transfers between stages."""
@@ -77,6 +76,7 @@ class Observer:
         self.loads: dict[ReplicaId, Load] = {}
         self._load: dict[ReplicaId, tuple[Any, Any]] = {}
         self._in_flight: dict[ReplicaId, Any] = {}
+        self._restarts: dict[ReplicaId, int] = {}
         for replica in replicas:
             self.replica_up(replica)
             self.waiting(replica.stage, 0)  # makes the metric exist before a request waits
@@ -113,9 +113,18 @@ class Observer:
         self.loaded(replica, SchedulerStats())
         self.bound(replica, 0)
 
-    def restarted(self, replica: ReplicaId, times: int) -> None:
-        """Count restarts of a replica. Exactly one API server counts them, because counters of several are summed."""
-        self._metrics.of(m.REPLICA_RESTARTS, replica.stage, str(replica)).inc(times)
+    def continue_restarts(self) -> None:
+        """Go on from the restarts that the API server which this one replaces has counted."""
+        counts = self._metrics.shared_counts(m.REPLICA_RESTARTS)
+        self._restarts = {ReplicaId.parse(replica): int(count) for (_, replica), count in counts.items()}
+
+    def restarted(self, replica: ReplicaId, total: int) -> None:
+        """Raise the count of a replica's restarts to `total`; it never falls. Exactly one API server counts them,
+        because counters of several are summed.
+        """
+        counted = self._restarts.get(replica, 0)
+        self._restarts[replica] = max(counted, total)
+        self._metrics.of(m.REPLICA_RESTARTS, replica.stage, str(replica)).inc(self._restarts[replica] - counted)
 
     def heartbeat(self, replica: ReplicaId) -> None:
         """Record a heartbeat of a replica."""
@@ -140,8 +149,10 @@ class Observer:
     def forgotten(self, replica: ReplicaId) -> None:
         """Remove a replica's metrics: its name is free."""
         labels = (replica.stage, str(replica))
-        for metric in OF_REPLICA:
+        for metric in GONE_WITH_REPLICA:
             self._metrics.remove(metric, *labels)
+        if self._metrics.remove(m.REPLICA_RESTARTS, *labels):
+            self._restarts.pop(replica, None)
         for why in get_args(Why):
             self._metrics.remove(m.ROUTING_DECISIONS, *labels, why)
         for kind in KV_FAILURE_COLUMNS:
@@ -152,10 +163,13 @@ class Observer:
     def loaded(self, replica: ReplicaId, stats: SchedulerStats) -> None:
         """Record the statistics of a replica's scheduler."""
         load = stats.num_running_reqs, stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        self.loads[replica] = load
-        running, waiting = self._load[replica]
-        running.set(load[0])
-        waiting.set(load[1])
+        if (
+            self.loads.get(replica) != load or self._metrics.shared
+        ):  # shared: another process may have set another value
+            self.loads[replica] = load
+            running, waiting = self._load[replica]
+            running.set(load[0])
+            waiting.set(load[1])
         if stats.kv_connector_stats:
             self._transferred(replica, stats.kv_connector_stats)
 

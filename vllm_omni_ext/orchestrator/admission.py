@@ -6,18 +6,18 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.errors import ConfigError, RequestError
 from vllm_omni_ext.modalities.base import TEXT
 from vllm_omni_ext.orchestrator.engine_requests import client_request
 from vllm_omni_ext.orchestrator.messages import Opened
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.plugins.flow import Action, Forward, ForwardFlow
-from vllm_omni_ext.plugins.runtime import ModelRuntime, Planned, Rendered, RequestOptions
+from vllm_omni_ext.plugins.runtime import Capabilities, ModelRuntime, Planned, Rendered, RequestOptions
 from vllm_omni_ext.wire.stage_input import RESERVED, TICKET
 
 
@@ -46,10 +46,21 @@ class Admission:
 
     Args:
         model_frontend: the frontend's name in flows.
+        default_modalities: modalities of a request that names none, comma-separated; None: the model's own default.
+
+    Raises:
+        ConfigError: the model has no such modality.
     """
 
-    def __init__(self, runtime: ModelRuntime, orchestrator: Orchestrator, model_frontend: str) -> None:
-        self.capabilities = runtime.capabilities()
+    def __init__(
+        self,
+        runtime: ModelRuntime,
+        orchestrator: Orchestrator,
+        model_frontend: str,
+        *,
+        default_modalities: str | None = None,
+    ) -> None:
+        self.capabilities = with_default(runtime.capabilities(), default_modalities)
         text_only = TEXT in self.capabilities.modalities
         self._runtime = runtime
         self._orchestrator = orchestrator
@@ -160,3 +171,19 @@ class Admission:
                 at=asyncio.get_running_loop().time(),
             )
         )
+
+
+def with_default(capabilities: Capabilities, names: str | None) -> Capabilities:
+    """Capabilities with the configured default, a comma-separated list; None keeps the model's.
+
+    Raises:
+        ConfigError: the model has no such modality.
+    """
+    if names is None:
+        return capabilities
+    wanted = tuple(dict.fromkeys(names.split(",")))
+    for name in wanted:
+        if name not in capabilities.modalities:
+            allowed = ", ".join(capabilities.modalities)
+            raise ConfigError(f"default_modalities: this model has no '{name}'; use {allowed}")
+    return replace(capabilities, default_modalities=wanted)

@@ -12,7 +12,7 @@ from vllm_omni_ext.wire.coordination import Count
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests in a replica's scheduler, and KV cache usage (0 to 1).
+    """Requests in a replica's scheduler, KV cache usage (0 to 1), and whether the scheduler is paused (`asleep`).
 
     The coordinator numbers the reports: two equal loads with an equal `report` are the same report.
     """
@@ -21,6 +21,7 @@ class Load:
     running: Count = 0
     kv_usage: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     report: Count = 0
+    asleep: bool = False
 
     @property
     def queue(self) -> int:
@@ -30,7 +31,7 @@ class Load:
     def within_bounds(self) -> Load:
         """Return the load with each field clamped to the range that can be sent."""
         kv_usage = min(1.0, max(0.0, self.kv_usage))  # 0.0 also for NaN
-        return Load(max(0, self.waiting), max(0, self.running), kv_usage, max(0, self.report))
+        return Load(max(0, self.waiting), max(0, self.running), kv_usage, max(0, self.report), self.asleep)
 
 
 HALF_FULL = 0.5

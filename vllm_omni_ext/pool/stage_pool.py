@@ -176,6 +176,10 @@ class StagePool:
         """Mark a replica as awake."""
         self._asleep.discard(replica)
 
+    def is_asleep(self, replica: ReplicaId) -> bool:
+        """Whether a replica is marked as sleeping."""
+        return replica in self._asleep
+
     def remove(self, replica: ReplicaId) -> tuple[str, ...]:
         """Remove a replica and return the requests that were bound to it; they are unbound."""
         lost = tuple(sorted(self._requests(replica)))

@@ -94,9 +94,9 @@ class StageAdapters:
         """Remove an adapter from the targets; its name stays valid while other replicas have it."""
         stage = self._stage(targets)
         models = self._models(stage, self._omni)
-        if (known := models.lora_requests.get(request.lora_name)) is None:
+        if (adapter := models.lora_requests.get(request.lora_name)) is None:
             return _as_vllm(await models.unload_lora_adapter(request))  # vLLM reports that the name is unknown
-        replies = await self._omni.remove_lora(known.lora_int_id, targets=targets)
+        replies = await self._omni.remove_lora(adapter.lora_int_id, targets=targets)
         if replies.keys() == set(self._omni.calls.resolve([stage])) and not failed(replies):
             await models.unload_lora_adapter(request)
         return report(replies)

@@ -65,19 +65,19 @@ class ChatAnswer:
         Raises:
             VLLMError: the error of `source`, as vLLM's error.
         """
-        outputs, spoke = TextOutputs(request_id, delta=self.stream), False
+        outputs, has_output = TextOutputs(request_id, delta=self.stream), False
         async with aclosing(with_vllm_errors(source)) as items:
             async for item in items:
                 if isinstance(item, TextChunk):
                     item = outputs.of(item, self.prompt)
                 if not isinstance(item, OutputChunk):
-                    spoke = True
+                    has_output = True
                     yield item
                 elif stream is not None:
                     await stream.take(item)
                 else:
                     self.chunks.setdefault(item.modality, []).append(item)
-        if not spoke:
+        if not has_output:
             yield outputs.empty(self.prompt)
         if stream is not None:
             stream.end()

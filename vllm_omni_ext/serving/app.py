@@ -27,7 +27,7 @@ from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.registry import family_chat_template, family_of
 from vllm_omni_ext.plugins.spec import ModelFamily, resolve
-from vllm_omni_ext.serving import media, stage_calls, tokenization, video
+from vllm_omni_ext.serving import media, stage_calls, text_responses, tokenization, video
 from vllm_omni_ext.serving.adapters import StageAdapters
 from vllm_omni_ext.serving.bodies import TRIPPED, malformed_body_handler
 from vllm_omni_ext.serving.body_gate import BodyGate, RefusedBody, limits_of, refused_handler
@@ -122,6 +122,7 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     app.state.openai_serving_chat = OmniServingChat(model=model, **options)
     app.state.omni_adapters = StageAdapters(omni, options["models"])
     app.state.openai_serving_models = OmniServingModels(app.state.openai_serving_models, model)
+    text_responses.install(app, model)
     _add_apis(app, model, {name: options[name] for name in ("models", "request_logger")})
     app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]
     for kind in TRIPPED:

@@ -59,11 +59,11 @@ class BodyRefused(RequestError):
     """A body exceeds a limit; `parameter` is the outermost field that does.
 
     Args:
-        what: what was counted, and its limit.
+        problem: the exceeded limit, as the rest of a sentence about the field.
     """
 
-    def __init__(self, what: str, *, parameter: str) -> None:
-        super().__init__(f"{parameter}: {what}", parameter=parameter)
+    def __init__(self, problem: str, *, parameter: str) -> None:
+        super().__init__(f"{parameter}: {problem}", parameter=parameter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +172,8 @@ class BodyScan:
         steps = _STEPS[kinds]
         depths = self._depth + np.cumsum(steps, dtype=np.int64)  # depth after each character
         self._depth = int(depths[-1]) if len(depths) else self._depth
-        if len(known := kinds[kinds != QUOTE]):
-            self._before = int(known[-1])
+        if len(structural := kinds[kinds != QUOTE]):
+            self._before = int(structural[-1])
         names = np.flatnonzero((kinds == COLON) & (depths == 1))
         self._fields += len(names)
         if self._fields > MOST_FIELDS:
@@ -194,7 +194,7 @@ class BodyScan:
         """Raise BodyRefused if the field, or the body including the field, exceeds a limit."""
         limits, field = self._limits, self._field
         others = None if field.name in CONTENT_FIELDS else limits.field_bytes.get(OTHERS)
-        for what, count, most, key in (
+        for kind, count, most, key in (
             ("objects and arrays inside of one another", field.depth, limits.depth, "max_body_depth"),
             ("elements", field.elements, limits.in_field.get(field.name), MOST_ELEMENTS),
             ("arrays", field.arrays, limits.in_field.get(field.name + ARRAYS), MOST_ELEMENTS),
@@ -203,13 +203,13 @@ class BodyScan:
             ("bytes", field.bytes, limits.field_bytes.get(field.name, others), "max_field_bytes"),
         ):
             if most is not None and count > most:
-                raise BodyRefused(f"has more than {most} {what} ({key})", parameter=field.name)
-        for what, count, most, key in (
+                raise BodyRefused(f"has more than {most} {kind} ({key})", parameter=field.name)
+        for kind, count, most, key in (
             ("values", self._values + field.values, limits.values, "max_body_values"),
             ("token ids", self._ids + field.ids, limits.ids, "max_body_ids"),
         ):
             if count > most:
-                raise BodyRefused(f"with it the body has more than {most} {what} ({key})", parameter=field.name)
+                raise BodyRefused(f"with it the body has more than {most} {kind} ({key})", parameter=field.name)
 
     def _name(self, before: bytes) -> str:
         """Return the name of a field from the bytes before its colon."""

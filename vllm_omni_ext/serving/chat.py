@@ -159,8 +159,8 @@ async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatA
     """
     validate_json_values(request)
     extra = request.model_extra or {}
-    known = {name: getattr(request, name) for name in request.model_fields_set.intersection(model.fields.names)}
-    found = model.read({**known, **extra}, stream=bool(request.stream), seed=request.seed)
+    fields = {name: getattr(request, name) for name in request.model_fields_set.intersection(model.fields.names)}
+    found = model.read({**fields, **extra}, stream=bool(request.stream), seed=request.seed)
     options = await model.surface.chat_options(found.options, request, model.server)
     model.check(found, options)
     apply_to_frontend(model.omni.plan, request)
@@ -178,8 +178,8 @@ async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatA
 
 def _refuse_several(request: ChatCompletionRequest, others: dict[str, Any]) -> None:
     """Refuse `n` > 1 for answers with more than text: clients must send several requests."""
-    what, instead = " and ".join(others), 'send one request for each answer, or ask for modalities ["text"]'
+    names, advice = " and ".join(others), 'send one request for each answer, or ask for modalities ["text"]'
     if request.use_beam_search:
-        raise RequestError(f"use_beam_search: is not available with {what}; {instead}", parameter="use_beam_search")
+        raise RequestError(f"use_beam_search: is not available with {names}; {advice}", parameter="use_beam_search")
     if request.n not in (None, 1):
-        raise RequestError(f"n: must be 1 when {what} is requested, got {request.n}; {instead}", parameter="n")
+        raise RequestError(f"n: must be 1 when {names} is requested, got {request.n}; {advice}", parameter="n")

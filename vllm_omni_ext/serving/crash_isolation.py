@@ -84,18 +84,18 @@ class CrashIsolatedCalls:
         Raises:
             CallFailed: the call raised an error, crashed, or took too long or too much memory.
         """
-        ours, theirs = self._context.Pipe()
-        with ours:
-            arguments = (theirs, function, keywords, self._timeout_s, self._memory_bytes)
+        parent_end, child_end = self._context.Pipe()
+        with parent_end:
+            arguments = (child_end, function, keywords, self._timeout_s, self._memory_bytes)
             process = self._context.Process(target=_answer, args=arguments, daemon=True)
-            with theirs:
+            with child_end:
                 process.start()
             since = time.monotonic()
             try:
-                ours.send_bytes(data)
-                if not ours.poll(self._timeout_s + GRACE_S):
+                parent_end.send_bytes(data)
+                if not parent_end.poll(self._timeout_s + GRACE_S):
                     raise TimeoutError
-                return _receive(ours)
+                return _receive(parent_end)
             except (OSError, EOFError, multiprocessing.ProcessError, msgspec.DecodeError) as error:
                 if time.monotonic() - since < self._timeout_s:
                     raise CallFailed("its decoder has crashed") from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -43,6 +43,20 @@ def as_vllm_error(error: OmniError) -> VLLMError:
     if isinstance(error, StageUnavailable):
         return RetryableRequestError(str(error))
     return GenerationError(str(error))
+
+
+@contextmanager
+def refusals_counted(omni: Any) -> Iterator[None]:
+    """Count a RequestError that is raised inside the block, by which the request is refused before it begins.
+
+    Args:
+        omni: the engine client, whose observer counts.
+    """
+    try:
+        yield
+    except RequestError as err:
+        omni.observer.refused(err)
+        raise
 
 
 def refusal(error: ErrorResponse) -> JSONResponse:

@@ -110,8 +110,8 @@ def install(allow_private_media: str | None) -> Iterator[None]:
     """
     stock = MEDIA_CONNECTOR_REGISTRY.name2class[STOCK]
     settings = {"allow_private_media": allow_private_media, "budget": Budget(MOST_BYTES)}
-    ours = type(CarefulConnector.__name__, (CarefulConnector,), settings)
-    MEDIA_CONNECTOR_REGISTRY.register(STOCK)(ours)
+    configured = type(CarefulConnector.__name__, (CarefulConnector,), settings)
+    MEDIA_CONNECTOR_REGISTRY.register(STOCK)(configured)
     try:
         yield
     finally:

@@ -15,8 +15,8 @@ class OmniServingModels:
 
     def __init__(self, stock: OpenAIServingModels, model: ServedModel) -> None:
         self._stock = stock
-        known = model.capabilities
-        self._facts = {"modalities": list(known.modalities), **known.card, **model.surface.card()}
+        capabilities = model.capabilities
+        self._facts = {"modalities": list(capabilities.modalities), **capabilities.card, **model.surface.card()}
 
     async def show_available_models(self) -> ModelList:
         """Return all cards."""

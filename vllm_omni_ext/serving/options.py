@@ -13,30 +13,30 @@ from vllm_omni_ext.plugins.runtime import Capabilities, ModelRuntime, RequestOpt
 MODALITIES, CHUNKS = "modalities", "chunks"
 
 
-def read_modalities(given: Any, capabilities: Capabilities) -> tuple[str, ...]:
+def read_modalities(requested: Any, capabilities: Capabilities) -> tuple[str, ...]:
     """Return the modalities of an answer; None takes the model's default.
 
     Raises:
         RequestError: the model has no such modality.
     """
-    if given is None:
+    if requested is None:
         return capabilities.default_modalities
     allowed = ", ".join(capabilities.modalities)
-    if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
+    if not isinstance(requested, list | tuple) or not all(isinstance(name, str) for name in requested):
         raise RequestError(f"modalities: must be a list of names out of {allowed}", parameter=MODALITIES)
-    for name in given:
+    for name in requested:
         if name not in capabilities.modalities:
             raise RequestError(f"modalities: '{name:.100}' is not available; use {allowed}", parameter=MODALITIES)
-    if not given:
+    if not requested:
         raise RequestError("modalities: name at least one", parameter=MODALITIES)
-    return tuple(dict.fromkeys(given))
+    return tuple(dict.fromkeys(requested))
 
 
-def read_chunks(given: Any) -> Mapping[str, Any]:
+def read_chunks(requested: Any) -> Mapping[str, Any]:
     """Return a request's chunk sizes; the model checks their values."""
-    if given is not None and not isinstance(given, Mapping):
+    if requested is not None and not isinstance(requested, Mapping):
         raise RequestError('chunks: must be an object such as {"frames": [4, 25]}', parameter=CHUNKS)
-    return given or {}
+    return requested or {}
 
 
 class RequestFields:
@@ -59,7 +59,7 @@ class RequestFields:
         """All names under which a request may have a field."""
         return tuple(self._fields)
 
-    def read(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    def read(self, requested: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         """Read the fields of a request.
 
         Args:
@@ -74,11 +74,11 @@ class RequestFields:
         """
         values: dict[str, Any] = {}
         paths: dict[str, str] = {}
-        for path, value in given.items():
+        for path, value in requested.items():
             field = self._fields.get(path.rpartition(".")[2])
             if field is None:
-                known = ", ".join(self._fields) or "none"
-                raise RequestError(f"{path}: is unknown; fields of this model: {known}", parameter=path)
+                allowed_names = ", ".join(self._fields) or "none"
+                raise RequestError(f"{path}: is unknown; fields of this model: {allowed_names}", parameter=path)
             if value is not None and field not in values:
                 values[field], paths[field] = value, path
         try:

@@ -31,27 +31,27 @@ class KnownParameters:
             BadRequest: names the unknown parameter and the known ones.
         """
         route = request.scope["route"]
-        known = [field.alias for field in route.dependant.query_params]
-        _check("query parameters", request.query_params, known)
+        allowed = [field.alias for field in route.dependant.query_params]
+        _check("query parameters", request.query_params, allowed)
         fields = self._bodies.get(route.path, ())
         body = _parsed(await request.body())
         if isinstance(body, dict):
             _check("fields of the body", body, fields)
         elif body is not None and not fields:
-            raise BadRequest(f"{BODY}: is not read here; {_names_text('query parameters', known)}", parameter=BODY)
+            raise BadRequest(f"{BODY}: is not read here; {_names_text('query parameters', allowed)}", parameter=BODY)
 
 
-def _check(what: str, given: Collection[str], known: Collection[str]) -> None:
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+def _check(kind: str, names: Collection[str], allowed: Collection[str]) -> None:
+    for name in names:
+        if name not in allowed:
+            close = difflib.get_close_matches(name, allowed, n=1)
             advice = f"did you mean '{close[0]}'? " if close else ""
             shown = printable(name)
-            raise BadRequest(f"{shown}: is unknown; {advice}{_names_text(what, known)}", parameter=shown)
+            raise BadRequest(f"{shown}: is unknown; {advice}{_names_text(kind, allowed)}", parameter=shown)
 
 
-def _names_text(what: str, known: Collection[str]) -> str:
-    return f"{what}: {', '.join(sorted(set(known))) or 'none'}"
+def _names_text(kind: str, allowed: Collection[str]) -> str:
+    return f"{kind}: {', '.join(sorted(set(allowed))) or 'none'}"
 
 
 def _parsed(body: bytes) -> Any:

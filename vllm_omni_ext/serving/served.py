@@ -126,8 +126,8 @@ class ServedModel:
         for name in self.capabilities.modalities:
             encodings[name], fields = self.modalities[name].read(body, stream=stream)
             inside |= fields
-        given = inside | {name: body[name] for name in self.fields.names if name in body}
-        values, paths = self.fields.read(given)
+        fields = inside | {name: body[name] for name in self.fields.names if name in body}
+        values, paths = self.fields.read(fields)
         options = RequestOptions(
             modalities=modalities or read_modalities(body.get(MODALITIES), self.capabilities),
             params=read_params(self.omni.plan, body, seed=seed),

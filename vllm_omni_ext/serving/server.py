@@ -24,7 +24,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.network_utils import ZmqListener
 from vllm.utils.system_utils import decorate_logs
 
-from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.errors import ConfigError, OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import die_with_parent
 from vllm_omni_ext.memory import malloc_trim
@@ -80,7 +80,12 @@ def serve(plan: Plan, args: Namespace) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    listen_address, sock = setup_server(args, reuse_port=False)
+    try:
+        listen_address, sock = setup_server(args, reuse_port=False)
+    except OSError as error:
+        where = f"--uds {args.uds}" if args.uds else f"--host {args.host or '0.0.0.0'} --port {args.port}"
+        print(f"error: the server cannot listen at {where}: {error.strerror or error}", file=sys.stderr)
+        return FAILED
     folder = PrivateFolder()
     if plan.api_servers > 1:
         share_metrics(folder.path)
@@ -184,7 +189,7 @@ class Head:
         self._keep(servers)
         if servers.wait():
             self._answering = True
-            self._admit_others(servers)
+            self._admit_remote_replicas(servers)
             print_status(f"ready: {listen_address} after {deployment.seconds():.1f} s")
         self._done.wait()
         return self._status
@@ -208,10 +213,12 @@ class Head:
                 Child(number, start=partial(servers.start_again, number), ended=ended), process
             )
 
-    def _admit_others(self, servers: ApiServers) -> None:
+    def _admit_remote_replicas(self, servers: ApiServers) -> None:
         assert self._replica_supervisor is not None
         if self._plan.config.master_address is not None:
-            self._join_server = JoinServer(self._plan, self._coordination, self._replica_supervisor, servers)
+            self._join_server = JoinServer(
+                self._plan, self._coordination, self._replica_supervisor, servers, tell=print_status
+            )
         missing = [stage.name for stage in self._plan.stages if not stage.replicas]
         if missing:
             where = f"{self._plan.config.master_address}:{self._plan.config.master_port}"
@@ -232,9 +239,9 @@ class Head:
             secret_file=config.cluster_secret_file,
         )
 
-    def _forgotten(self, replica: ReplicaId) -> None:
+    def _forgotten(self, replica: ReplicaId, silent: bool) -> None:
         if self._replica_supervisor is not None and self._join_server is not None and self._servers is not None:
-            self._replica_supervisor.do(partial(self._join_server.forgotten, replica))
+            self._replica_supervisor.do(partial(self._join_server.forgotten, replica, silent=silent))
             self._replica_supervisor.do(partial(self._servers.forgotten, replica))
 
     def _server_ended(self, number: int, error: Exception) -> float | None:
@@ -268,10 +275,14 @@ def run_api_server(
     for number in (signal.SIGTERM, signal.SIGINT):  # until the HTTP server installs its own handlers
         signal.signal(number, lambda *_: sys.exit(0))
     decorate_logs()
-    with contextlib.ExitStack() as hushed:
+    with contextlib.ExitStack() as quieted:
         if connections.client_index or connections.ready_responses is not None:
-            hushed.enter_context(quiet())
-        uvloop.run(_api_server(connections, control, listen_address, sock, args, hushed.close))
+            quieted.enter_context(quiet())
+        try:
+            uvloop.run(_api_server(connections, control, listen_address, sock, args, quieted.close))
+        except ConfigError as error:  # only the loaded model knows what it can do
+            print_status(f"error: {error}")
+            sys.exit(FAILED)
 
 
 @contextlib.contextmanager
@@ -329,7 +340,7 @@ class ControlEnd:
 
     def start(self) -> None:
         """Start to read commands in the event loop of the connections."""
-        self._replica_connections.loop.add_reader(self._control.fileno(), self._heard)
+        self._replica_connections.loop.add_reader(self._control.fileno(), self._read_message)
         self._replica_connections.connected = self._connected
         for replica in self._replica_connections.replicas.values():
             self._connected(replica)
@@ -346,7 +357,7 @@ class ControlEnd:
     def _connected(self, replica: StockReplica) -> None:
         self.send(ReplicaConnected(str(replica.id), replica.client.ready_response))
 
-    def _heard(self) -> None:
+    def _read_message(self) -> None:
         try:
             message = decode(self._control.recv_bytes())
         except (EOFError, ConnectionResetError):  # the head has ended, and this process ends with it
@@ -357,9 +368,9 @@ class ControlEnd:
                 self._replica_connections.starting(ReplicaId.parse(replica))
             case ReplicaStarted(replica, pid):
                 self._replica_connections.started(ReplicaId.parse(replica), pid)
-            case ReplicaReady(replica, host, pid, restarts, given, taken):
+            case ReplicaReady(replica, host, pid, restarts, input_address, output_address):
                 sockets = (socket.socket(fileno=number) for number in receive_descriptors(self._control, 2))
-                listeners = ZmqListener(given, next(sockets)), ZmqListener(taken, next(sockets))
+                listeners = ZmqListener(input_address, next(sockets)), ZmqListener(output_address, next(sockets))
                 self._replica_connections.ready(
                     ReplicaId.parse(replica), ReplicaInfo(host=host, pid=pid, restarts=restarts), listeners
                 )

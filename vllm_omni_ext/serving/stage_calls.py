@@ -34,8 +34,8 @@ router = APIRouter(dependencies=[Depends(KnownParameters(BODIES))])
 def add_routes(app: FastAPI) -> None:
     """Replace vLLM's routes of the same paths with ours; endpoints that vLLM does not offer are left out."""
     stock = {_path(route) for route in app.router.routes}
-    ours = {_path(route): route for each in (router, adapters.router) for route in each.routes if _path(route) in stock}
-    app.router.routes[:] = [*ours.values(), *(route for route in app.router.routes if _path(route) not in ours)]
+    own = {_path(route): route for each in (router, adapters.router) for route in each.routes if _path(route) in stock}
+    app.router.routes[:] = [*own.values(), *(route for route in app.router.routes if _path(route) not in own)]
 
 
 def _path(route: Any) -> str | None:
@@ -45,19 +45,19 @@ def _path(route: Any) -> str | None:
 def _add_route(stock: Any) -> None:
     """Serve a route of vLLM with `targets` in addition to its own parameters."""
     handler, name = stock.endpoint, stock.name
-    ours = [_parameter(TARGETS), *([_parameter("tags")] if name == "wake_up" else [])]  # vLLM reads `tags` itself
-    stocks = list(inspect.signature(handler, eval_str=True).parameters.values())[1:]
+    own = [_parameter(TARGETS), *([_parameter("tags")] if name == "wake_up" else [])]  # vLLM reads `tags` itself
+    stock_parameters = list(inspect.signature(handler, eval_str=True).parameters.values())[1:]
 
     @wraps(handler)
-    async def answer(raw_request: Request, targets: list[str] | None, **given: Any) -> Any:
+    async def answer(raw_request: Request, targets: list[str] | None, **arguments: Any) -> Any:
         if targets is None:
-            return await handler(raw_request, **{each.name: given[each.name] for each in stocks})
-        body = given.pop("profile_request", None)
+            return await handler(raw_request, **{each.name: arguments[each.name] for each in stock_parameters})
+        body = arguments.pop("profile_request", None)
         keywords = body.model_dump(exclude_none=True) if body else {}
-        return report(await getattr(omni_of(raw_request), name)(*given.values(), **keywords, targets=targets))
+        return report(await getattr(omni_of(raw_request), name)(*arguments.values(), **keywords, targets=targets))
 
     request = inspect.Parameter("raw_request", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Request)
-    answer.__signature__ = inspect.Signature([request, *stocks, *ours], return_annotation=Response)  # type: ignore[attr-defined]
+    answer.__signature__ = inspect.Signature([request, *stock_parameters, *own], return_annotation=Response)  # type: ignore[attr-defined]
     router.add_api_route(stock.path, refusing(answer), methods=list(stock.methods))
 
 
@@ -78,14 +78,14 @@ async def collective_rpc(raw_request: Request, targets: Targets = None) -> Respo
     if named is None or body.get("method") is None:  # vLLM's handler reports what is missing
         return await rpc.collective_rpc(raw_request)
     args, kwargs, timeout = body.get("args", []), body.get("kwargs", {}), body.get("timeout")
-    for key, fits, wanted in (
+    for key, fits, expected in (
         ("method", isinstance(body["method"], str), "a text"),
         ("args", isinstance(args, list), "a list"),
         ("kwargs", isinstance(kwargs, dict), "an object"),
         ("timeout", timeout is None or (isinstance(timeout, int | float) and 0 < timeout < math.inf), "seconds, > 0"),
     ):
         if not fits:
-            raise RequestError(f"{key}: must be {wanted}", parameter=key)
+            raise RequestError(f"{key}: must be {expected}", parameter=key)
     omni = omni_of(raw_request)
     return report(await omni.collective_rpc(body["method"], timeout, tuple(args), kwargs, targets=named))
 

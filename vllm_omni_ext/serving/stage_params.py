@@ -66,14 +66,14 @@ class _ListedFrontend(FrontendSampling, _Ignored):
 
 
 @dataclass(frozen=True)
-class Given:
+class RequestValue:
     """One value of a request, with its full name in the request."""
 
     name: str
     value: Any
 
 
-Wanted = dict[str, Given]
+RequestValues = dict[str, RequestValue]
 
 
 def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None) -> dict[str, Any]:
@@ -93,35 +93,35 @@ def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None) -> dic
     Raises:
         RequestError: names `stage.key`, or the key of the list.
     """
-    listed = _listed(plan, body.get(LIST))
+    listed = _read_list(plan, body.get(LIST))
     frontend = plan.frontend().model_stage
     found: dict[str, Any] = {}
     for stage in plan.model_stages():
         name = stage.model_stage
         if name == frontend and stage.params_type == SAMPLING_PARAMS:
             continue
-        wanted = {SEED: Given(SEED, seed)} if seed is not None and SEED in _names(stage) else {}
-        wanted |= listed.get(name, {}) | _checked(name, body.get(name), stage, StageSampling)
-        if not wanted:
+        requested = {SEED: RequestValue(SEED, seed)} if seed is not None and SEED in _names(stage) else {}
+        requested |= listed.get(name, {}) | _check_types(name, body.get(name), stage, StageSampling)
+        if not requested:
             continue
-        made = _made(name, stage, stage.params, wanted)
+        built = _build(name, stage, stage.params, requested)
         if stage.params or stage.params_type != SAMPLING_PARAMS:  # else there is nothing to set
-            found[name] = made
+            found[name] = built
     return found
 
 
-def stage_params(stage: StagePlan, given: Any, configured: Mapping[str, Any]) -> Any:
+def stage_params(stage: StagePlan, params: Any, configured: Mapping[str, Any]) -> Any:
     """Return a stage's parameters from an object of their type, or from a mapping of what differs from the configured.
 
     Raises:
         RequestError: names `stage.key`, or the stage.
     """
     kind, name = resolve(stage.params_type), stage.model_stage
-    if isinstance(given, kind):
-        return given
-    if not isinstance(given, Mapping):
-        raise RequestError(f"{name}: must be {kind.__name__} or a dict, got {given!r:.100}", parameter=name)
-    return _made(name, stage, configured, _checked(name, dict(given), stage, FrontendSampling))
+    if isinstance(params, kind):
+        return params
+    if not isinstance(params, Mapping):
+        raise RequestError(f"{name}: must be {kind.__name__} or a dict, got {params!r:.100}", parameter=name)
+    return _build(name, stage, configured, _check_types(name, dict(params), stage, FrontendSampling))
 
 
 def apply_to_frontend(plan: Plan, request: ChatCompletionRequest) -> None:
@@ -133,15 +133,15 @@ def apply_to_frontend(plan: Plan, request: ChatCompletionRequest) -> None:
         RequestError: names the key of the list.
     """
     frontend = plan.frontend()
-    wanted = _listed(plan, (request.model_extra or {}).get(LIST)).get(frontend.model_stage, {})
-    _made(frontend.model_stage, frontend, {}, wanted)
+    requested = _read_list(plan, (request.model_extra or {}).get(LIST)).get(frontend.model_stage, {})
+    _build(frontend.model_stage, frontend, {}, requested)
     explicit = request.model_fields_set | ({"max_tokens"} if request.max_completion_tokens is not None else set())
-    values = {**frontend.sampling, **{key: given.value for key, given in wanted.items()}}
+    values = {**frontend.sampling, **{key: each.value for key, each in requested.items()}}
     for key in values.keys() & type(request).model_fields.keys() - explicit:
         setattr(request, key, values[key])
 
 
-def _listed(plan: Plan, entries: Any) -> dict[str, Wanted]:
+def _read_list(plan: Plan, entries: Any) -> dict[str, RequestValues]:
     """Return the list's settings by stage."""
     if entries is None:
         return {}
@@ -151,11 +151,11 @@ def _listed(plan: Plan, entries: Any) -> dict[str, Wanted]:
         raise RequestError(
             f"{LIST}: must be a list with one object for each of {names}; the last ones may be missing", parameter=LIST
         )
-    found: dict[str, Wanted] = {}
+    found: dict[str, RequestValues] = {}
     for index, (stage, entry) in enumerate(zip(stages, entries, strict=False)):
         kind = _ListedFrontend if stage.model_stage == plan.frontend().model_stage else _ListedSampling
-        wanted = _checked(f"{LIST}[{index}]", entry, stage, kind)
-        found[stage.model_stage] = {key: each for key, each in wanted.items() if key not in _Ignored.model_fields}
+        requested = _check_types(f"{LIST}[{index}]", entry, stage, kind)
+        found[stage.model_stage] = {key: each for key, each in requested.items() if key not in _Ignored.model_fields}
     return found
 
 
@@ -166,43 +166,43 @@ def _names(stage: StagePlan) -> tuple[str, ...]:
     return param_names(stage.params_type)
 
 
-def _checked(path: str, given: Any, stage: StagePlan, kind: type[StageSampling]) -> Wanted:
+def _check_types(path: str, params: Any, stage: StagePlan, kind: type[StageSampling]) -> RequestValues:
     """Return the values of a request's object by name, with their types checked."""
-    if given is None:
+    if params is None:
         return {}
     sampled = stage.params_type == SAMPLING_PARAMS
     names = tuple(kind.model_fields) if sampled else _names(stage)
-    if not isinstance(given, dict):
+    if not isinstance(params, dict):
         raise RequestError(f"{path}: must be an object with any of {', '.join(names)}", parameter=path)
-    for key in given:
+    for key in params:
         if key not in names and (sampled or key not in _Ignored.model_fields):
             name = f"{path}.{key}"
             raise RequestError(f"{name}: is unknown; use one of {', '.join(names)}", parameter=name)
     if sampled:
         try:
-            kind.model_validate(given)
+            kind.model_validate(params)
         except ValidationError as err:
             key = str(err.errors()[0]["loc"][0])
             name, expected = f"{path}.{key}", kind.model_fields[key].description
-            raise RequestError(f"{name}: must be {expected}, got {given[key]!r:.100}", parameter=name) from err
-    return {key: Given(f"{path}.{key}", value) for key, value in given.items()}
+            raise RequestError(f"{name}: must be {expected}, got {params[key]!r:.100}", parameter=name) from err
+    return {key: RequestValue(f"{path}.{key}", value) for key, value in params.items()}
 
 
-def _made(name: str, stage: StagePlan, configured: Mapping[str, Any], wanted: Wanted) -> Any:
+def _build(name: str, stage: StagePlan, configured: Mapping[str, Any], requested: RequestValues) -> Any:
     """Return the parameters of a stage; errors of their type are reported under the field's name in the request."""
-    values = {**configured, **{key: given.value for key, given in wanted.items()}}
+    values = {**configured, **{key: each.value for key, each in requested.items()}}
     kind = resolve(stage.params_type)
     try:
         return kind(**values) if stage.params_type == SAMPLING_PARAMS else msgspec.convert(values, kind)
     except VLLMValidationError as err:
-        key = err.parameter if err.parameter in wanted else _blamed(str(err), wanted)
+        key = err.parameter if err.parameter in requested else _field_named_in(str(err), requested)
         message, cause = str(err.args[0]), err
     except ValueError as other:  # msgspec's errors are ValueErrors too
-        key, message, cause = _blamed(str(other), wanted), str(other), other
-    path = wanted[key].name if key else name
+        key, message, cause = _field_named_in(str(other), requested), str(other), other
+    path = requested[key].name if key else name
     raise RequestError(f"{path}: {message}", parameter=path) from cause
 
 
-def _blamed(message: str, wanted: Wanted) -> str | None:
+def _field_named_in(message: str, requested: RequestValues) -> str | None:
     """Return the field that a message is about: vLLM and msgspec name the field in the text."""
-    return next((key for key in wanted if key in message), None)
+    return next((key for key in requested if key in message), None)

@@ -43,8 +43,8 @@ async def health(request: Request, kind: str | None = None) -> JSONResponse:
     stages = {stage.name: _count(omni, stage) for stage in omni.plan.stages}
     kinds = _kinds(omni)
     if kind is not None and kind not in kinds:
-        known = ", ".join(kinds) or "none"
-        raise BadRequest(f"kind: '{printable(kind)}' is unknown; use one of {known}", parameter="kind")
+        allowed = ", ".join(kinds) or "none"
+        raise BadRequest(f"kind: '{printable(kind)}' is unknown; use one of {allowed}", parameter="kind")
     without = _without(omni) if kind is None else kinds[kind]
     reasons = [f"stage '{name}' has no live replica" for name in without]
     if omni.errored and not reasons:
@@ -64,7 +64,7 @@ async def status(request: Request) -> dict[str, Any]:
         "stages": [
             {
                 "name": stage.name,
-                "replicas": [_replica(omni, replica) for replica in omni.replica_connections.known(stage.name)],
+                "replicas": [_replica(omni, replica) for replica in omni.replica_connections.replica_names(stage.name)],
             }
             for stage in omni.plan.stages
         ],
@@ -83,8 +83,8 @@ async def trace(request_id: str, request: Request) -> Response:
     record = omni.observer.trace(request_id)
     if record is not None:
         return JSONResponse(as_trace(record))
-    if omni.trace_files is not None and (kept := omni.trace_files.read(request_id)) is not None:
-        return Response(kept, media_type="application/json")
+    if omni.trace_files is not None and (trace := omni.trace_files.read(request_id)) is not None:
+        return Response(trace, media_type="application/json")
     message = f"nothing is kept about request '{request_id}'; send it with return_stage_metrics: true"
     error = {"message": message, "type": "NotFoundError", "param": "request_id", "code": 404}
     return JSONResponse({"error": error}, HTTPStatus.NOT_FOUND)
@@ -113,7 +113,7 @@ def _live(omni: AsyncOmni, stage: str) -> tuple[ReplicaId, ...]:
 
 
 def _count(omni: AsyncOmni, stage: StagePlan) -> dict[str, int]:
-    return {"up": len(_live(omni, stage.name)), "replicas": len(omni.replica_connections.known(stage.name))}
+    return {"up": len(_live(omni, stage.name)), "replicas": len(omni.replica_connections.replica_names(stage.name))}
 
 
 def _replica(omni: AsyncOmni, replica: ReplicaId) -> dict[str, Any]:
@@ -150,10 +150,10 @@ def _pairs(omni: AsyncOmni) -> list[dict[str, Any]]:
 
 
 def _api_servers(omni: AsyncOmni) -> list[dict[str, Any]]:
-    known = omni.replica_connections.servers or (Server(omni.connections.client_index, os.getpid(), True, 0),)
+    servers = omni.replica_connections.servers or (Server(omni.connections.client_index, os.getpid(), True, 0),)
     return [
         {"index": each.index, "pid": each.pid, "state": UP if each.up else DOWN, "restarts": each.restarts}
-        for each in known
+        for each in servers
     ]
 
 
@@ -162,4 +162,8 @@ def _coordinator(omni: AsyncOmni) -> dict[str, Any] | None:
     if watcher is None:
         return None
     age = watcher.age()
-    return {"state": UP if watcher.fresh else DOWN, "view_age_s": round(age, 3) if math.isfinite(age) else None}
+    return {
+        "state": UP if watcher.fresh else DOWN,
+        "pid": (watcher.view.pid or None) if watcher.view is not None else None,
+        "view_age_s": round(age, 3) if math.isfinite(age) else None,
+    }

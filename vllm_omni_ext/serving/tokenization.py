@@ -54,17 +54,17 @@ def _tokenize(renderer: Any, prompt: dict[str, Any], params: TokenizeParams) -> 
         VLLMValidationError: the text has more tokens than the context.
     """
     text, tokenizer = prompt["prompt"], renderer.get_tokenizer()
-    kept = params.truncate_prompt_tokens
-    if kept is not None and kept < 0:
-        kept = params.max_truncation_tokens
-    limit = params.max_input_tokens if kept is None else kept
+    truncation = params.truncate_prompt_tokens
+    if truncation is not None and truncation < 0:
+        truncation = params.max_truncation_tokens
+    limit = params.max_input_tokens if truncation is None else truncation
     if limit is None:
         return renderer._tokenize_prompt(prompt, params)
-    side = (params.truncation_side or tokenizer.truncation_side) if kept is not None else "right"
+    side = (params.truncation_side or tokenizer.truncation_side) if truncation is not None else "right"
     enough = needed(tokenizer, text, limit, from_end=side == "left")
     if enough == len(text):
         return renderer._tokenize_prompt(prompt, params)
-    if kept is None:
+    if truncation is None:
         raise VLLMValidationError(
             f"This model's maximum context length is {limit} tokens. However, the first {enough} of the {len(text)} "
             "characters of your prompt have more already. Please reduce the length of the input prompt.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_omni_ext.config.disaggregation import stage_path
@@ -9,6 +10,7 @@ from vllm_omni_ext.config.schema import ReplicasConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.memory import ModelFacts
 from vllm_omni_ext.plugins.spec import StageSpec
+from vllm_omni_ext.topology.budget import gib
 from vllm_omni_ext.topology.shape import Machine
 
 MAX_NUM_SEQS = 16
@@ -70,3 +72,28 @@ def check_devices(name: str, stage: ReplicasConfig) -> None:
     """Refuse devices on a machine without any."""
     if stage.devices is not None:
         raise ConfigError(f"{stage_path(name)}.devices: this machine has no CUDA device; remove it")
+
+
+def check_engines(stages: Mapping[str, Mapping[str, Any]], replicas: Mapping[str, int], machine: Machine) -> None:
+    """Refuse what no CPU machine, or not this one, can do.
+
+    Args:
+        stages: the engine arguments that the user gave, by stage.
+        replicas: number of replicas of each stage on this host.
+
+    Raises:
+        ConfigError: sleep mode, or KV caches that are larger than the memory.
+    """
+    for name, args in stages.items():
+        if args.get("enable_sleep_mode"):
+            raise ConfigError(
+                f"enable_sleep_mode: stage '{name}' is on a CPU, where vLLM has no sleep mode; leave it out"
+            )
+    sizes = {name: args.get("kv_cache_memory_bytes") for name, args in stages.items()}
+    asked = sum(size * replicas[name] for name, size in sizes.items() if isinstance(size, int))
+    if asked > machine.memory_bytes:
+        named = ", ".join(name for name, size in sizes.items() if size is not None and replicas[name])
+        raise ConfigError(
+            f"kv_cache_memory_bytes: {gib(asked)} GiB of KV cache for {named}, and this machine has "
+            f"{gib(machine.memory_bytes)} GiB of memory; give less, or leave it out"
+        )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.plugins.spec import KV, EdgeSpec
 from vllm_omni_ext.topology.agreement import config_hash
 from vllm_omni_ext.topology.budget import gib
@@ -130,9 +131,16 @@ def _settings(plan: Plan) -> list[str]:
             "startup timeout": f"{config.startup_timeout_s:g} s",
             "request deadline": deadline,
             "shutdown timeout": f"{config.shutdown_timeout_s:g} s",
-            "logs": config.log_dir or "terminal",
+            "logs": _logs(config),
         }
     )
+
+
+def _logs(config: OmniConfig) -> str:
+    """Where replicas write, in the words of the server's first line."""
+    if config.verbose:
+        return "on this terminal"
+    return f"in {config.log_dir}" if config.log_dir else "in a temporary folder, removed at the end"
 
 
 def _stage(plan: Plan, stage: StagePlan) -> list[str]:

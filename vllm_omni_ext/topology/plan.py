@@ -183,6 +183,9 @@ def _devices(args: Mapping[str, dict[str, Any]], user: Mapping[str, Mapping[str,
         for spec in a.pipeline.stages:
             if a.config.stage(spec.name).replicas:
                 cpu.check_devices(spec.name, a.config.stage(spec.name))
+        cpu.check_engines(
+            user, {spec.name: a.config.stage(spec.name).replicas for spec in a.pipeline.stages}, a.machine
+        )
         return {spec.name: ((),) * a.config.stage(spec.name).replicas for spec in a.pipeline.stages}, {}, ()
     demands = [_demand(spec, a.config, user[spec.name]) for spec in a.pipeline.stages]
     asks = _asks(args, a)

@@ -35,11 +35,15 @@ class Started(Message, frozen=True, tag="started"):
 
 
 class Gone(Message, frozen=True, tag="gone"):
-    """The replica that joined with this ticket has ended; `again` if it will be restarted."""
+    """The replica that joined with this ticket has ended; `again` if it will be restarted.
+
+    `log` is the path of its log file on its host; empty if it has none.
+    """
 
     ticket: Name
     reason: str
     again: bool
+    log: Text = ""
 
 
 class Ping(Message, frozen=True, tag="ping"):

@@ -42,6 +42,7 @@ def velocities(model: Bagel) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.engine  # runs the C++ compiler
 @pytest.mark.parametrize("compiled", ["model"], indirect=True)
 def test_float32_is_equal_and_compiled_once(compiled: Bagel) -> None:
     plain = velocities(compiled)
@@ -52,6 +53,7 @@ def test_float32_is_equal_and_compiled_once(compiled: Bagel) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.engine  # runs the C++ compiler
 @pytest.mark.parametrize("compiled", ["model_bf16"], indirect=True)
 def test_bfloat16_is_as_close_to_the_reference(compiled: Bagel, prompts: Prompts) -> None:
     """Compiled kernels keep float32 between operators that would round to 16 bits one by one."""

@@ -117,7 +117,7 @@ class Calls:
         if isinstance(targets, str):
             targets = (targets,)
         if not targets:
-            raise UnknownMember(f"no targets; {self._known()}")
+            raise UnknownMember(f"no targets; {self._known_targets()}")
         named = {replica for target in targets for replica in self._named(target)}
         return tuple(replica for replica in self._live(self._pools) if replica in named)
 
@@ -128,9 +128,9 @@ class Calls:
             for replica in pool.replicas:
                 if str(replica) == target:
                     return (replica,)
-        raise UnknownMember(f"no stage or live replica '{target}'; {self._known()}")
+        raise UnknownMember(f"no stage or live replica '{target}'; {self._known_targets()}")
 
-    def _known(self) -> str:
+    def _known_targets(self) -> str:
         live = ", ".join(map(str, self._live(self._pools))) or "none"
         return f"stages: {', '.join([*self._sides, *self._pools])}; live replicas: {live}"
 

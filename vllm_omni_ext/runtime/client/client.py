@@ -122,12 +122,12 @@ class _Ready(list[bytes]):
 
 def addresses(listeners: Listeners) -> dict[str, Any]:
     """`client_addresses` of vLLM's client, which takes ownership of the listeners."""
-    given, taken = listeners
+    input_listener, output_listener = listeners
     return {
-        "input_address": given.address,
-        "output_address": taken.address,
-        "input_listener": given.socket,
-        "output_listener": taken.socket,
+        "input_address": input_listener.address,
+        "output_address": output_listener.address,
+        "input_listener": input_listener.socket,
+        "output_listener": output_listener.socket,
     }
 
 

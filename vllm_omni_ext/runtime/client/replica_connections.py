@@ -24,7 +24,7 @@ from vllm.v1.executor import Executor
 
 from vllm_omni_ext.coordinator.follower import Change, apply_view
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import Attach, Detach, Entry, Forget, Member, View
+from vllm_omni_ext.coordinator.members import LEFT, Attach, Detach, Entry, Forget, Member, State, View
 from vllm_omni_ext.coordinator.watcher import Watcher
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import Observer
@@ -51,7 +51,10 @@ def connect_limit_s(plan: Plan) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaInfo:
-    """Facts about a replica for status pages. `restarts`: how often the replica was restarted."""
+    """Facts about a replica for status pages.
+
+    `restarts`: how often a replica of this name has been restarted since the deployment started.
+    """
 
     host: str
     pid: int
@@ -71,6 +74,7 @@ class Connections:
         client_count: number of API servers.
         client_index: index of this API server.
         about: facts about the replicas for status pages.
+        restarts: how often replicas have been restarted, also ones that are down now.
         started: Unix time at which the command began, seconds.
         views: address at which the coordinator publishes views; None without a coordinator.
         head: process id of the head.
@@ -87,6 +91,7 @@ class Connections:
     client_count: int = 1
     client_index: int = 0
     about: Mapping[ReplicaId, ReplicaInfo] = field(default_factory=dict)
+    restarts: Mapping[ReplicaId, int] = field(default_factory=dict)
     started: float = 0.0
     views: str | None = None
     head: int = 0
@@ -191,9 +196,7 @@ class ReplicaConnections:
         """Start reading from the replicas, and following the coordinator if there is one."""
         for name in self._connections.starting:
             self.starting(name)
-        for name, about in self.about.items():
-            counted = self._connections.ready_responses is not None  # by the API server that this one replaces
-            self._count_restarts(name, 0 if counted else about.restarts)
+        self._count_first_restarts()
         for replica in self.replicas.values():
             self._spawn(self._read(replica))
         if self._connections.ready_responses is not None:
@@ -216,13 +219,18 @@ class ReplicaConnections:
         return self._loop
 
     def state(self, replica: ReplicaId) -> str:
-        """State of a replica for status pages: the coordinator's, or DOWN without a connection."""
-        if replica not in self._pools[replica.stage].replicas:
-            return "DOWN"
-        report = self.reports.get(replica)
-        return "UP" if report is None else report.entry.state.name
+        """State of a replica for status pages: the coordinator's, DOWN without a connection, or SLEEPING.
 
-    def known(self, stage: str) -> list[ReplicaId]:
+        A replica sleeps if this API server put it to sleep, or if its own report says so: another API server may have.
+        """
+        pool, report = self._pools[replica.stage], self.reports.get(replica)
+        if replica not in pool.replicas:
+            return "DOWN"
+        state = State.UP if report is None else report.entry.state
+        reported = report is not None and report.entry.load is not None and report.entry.load.asleep
+        return "SLEEPING" if state is State.UP and (reported or pool.is_asleep(replica)) else state.name
+
+    def replica_names(self, stage: str) -> list[ReplicaId]:
         """The planned replicas of a stage and the replicas that have joined it, live or not."""
         return sorted(replica for replica in self.about if replica.stage == stage)
 
@@ -264,8 +272,7 @@ class ReplicaConnections:
         if (before := self.replicas.get(replica)) is not None:  # its end is known, but it has not been dropped yet
             await self._drop(before, "another process has its place")
         self._coming.pop(replica, None)
-        known = self.about.get(replica)
-        self._count_restarts(replica, about.restarts - (known.restarts if known else 0))
+        self._count_restarts(replica, about.restarts)
         self.about[replica] = about
         self.replicas[replica] = connected
         self.connected(connected)
@@ -273,9 +280,16 @@ class ReplicaConnections:
         self._spawn(self._read(connected))
         await self._orchestrator.replica_up(connected)
 
-    def _count_restarts(self, replica: ReplicaId, more: int) -> None:
+    def _count_first_restarts(self) -> None:
+        if self._connections.ready_responses is not None:
+            self._observer.continue_restarts()
+        restarts = {name: about.restarts for name, about in self.about.items()} | dict(self._connections.restarts)
+        for replica, total in restarts.items():
+            self._count_restarts(replica, total)
+
+    def _count_restarts(self, replica: ReplicaId, total: int) -> None:
         if self._connections.client_index == 0:
-            self._observer.restarted(replica, max(more, 0))
+            self._observer.restarted(replica, total)
 
     def forget_requests_of(self, client: int, before: float) -> None:
         """Make all replicas abort the requests that a dead API server had sent until `before` (Unix time, seconds)."""
@@ -365,8 +379,8 @@ class ReplicaConnections:
         if self._bearers.get(replica) == member:
             del self._bearers[replica]
             if connected is not None:
-                await self._drop(connected, "it has left")
-            await self._orchestrator.never_up(replica, "it has left")
+                await self._drop(connected, LEFT)
+            await self._orchestrator.never_up(replica, LEFT)
         if replica not in self.replicas and replica not in self._coming:
             self.about.pop(replica, None)
             self._observer.forgotten(replica)

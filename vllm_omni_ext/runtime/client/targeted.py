@@ -38,8 +38,8 @@ def _with_targets(name: str) -> Any:
             return await stock(self, *args, **keywords)
         bound = signature.bind(self, *args, **keywords)
         bound.apply_defaults()
-        _, *given = bound.arguments.values()
-        return await self.call(name, targets, *given, timeout_s=timeout_s)
+        _, *arguments = bound.arguments.values()
+        return await self.call(name, targets, *arguments, timeout_s=timeout_s)
 
     return method
 
@@ -102,22 +102,22 @@ class TargetedLLM(AsyncLLM):
         calls: Calls = self.engine_core.calls
         return calls
 
-    async def call(self, name: str, targets: Targets, *given: Any, timeout_s: float = TIMEOUT_S) -> Replies:
+    async def call(self, name: str, targets: Targets, *arguments: Any, timeout_s: float = TIMEOUT_S) -> Replies:
         """Call the method of that name with `targets`.
 
         Args:
-            given: all arguments of vLLM's method, in order.
+            arguments: all arguments of vLLM's method, in order.
         """
         call = OPERATOR_CALLS[name]
         replicas = self.calls.resolve(targets)
-        if call.forgets_media and (name != "sleep" or given[0] >= 1):
+        if call.forgets_media and (name != "sleep" or arguments[0] >= 1):
             await self._forget_media(replicas)
-        if name == "collective_rpc" and given[1] is not None:
-            timeout_s = given[1]
+        if name == "collective_rpc" and arguments[1] is not None:
+            timeout_s = arguments[1]
         utility = call.utility or f"{name}_async"
-        replies = await self.calls.to(targets, utility, *call.arguments, *given, timeout_s=timeout_s)
+        replies = await self.calls.to(targets, utility, *call.arguments, *arguments, timeout_s=timeout_s)
         if name == "sleep":
-            self._note_sleep([replica for replica, reply in replies.items() if reply.error is None], given[0])
+            self._note_sleep([replica for replica, reply in replies.items() if reply.error is None], arguments[0])
         elif name == "wake_up":
             self._note_sleep([replica for replica, reply in replies.items() if reply.value], None)
         return replies

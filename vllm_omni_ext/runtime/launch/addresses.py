@@ -58,10 +58,10 @@ def is_here(host: str) -> bool:
         found = _resolve(host, 0)
     except ConfigError:
         return False
-    return any(_is_ours(family, address) for family, address in found)
+    return any(_is_own_address(family, address) for family, address in found)
 
 
-def _is_ours(family: socket.AddressFamily, address: _Address) -> bool:
+def _is_own_address(family: socket.AddressFamily, address: _Address) -> bool:
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.bind(address)  # the kernel refuses to bind to an address of another machine
         return True

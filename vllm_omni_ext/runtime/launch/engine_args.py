@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.errors import ConfigError
@@ -53,6 +55,21 @@ def any_replica_args(
         _api_process_rank=api_process,
         **values,
     )
+
+
+def engine_config(stage: str, args: AsyncEngineArgs, usage: UsageContext) -> VllmConfig:
+    """vLLM's config for the arguments of a stage.
+
+    Raises:
+        ConfigError: vLLM does not accept them; the message names the stage and is one line.
+    """
+    try:
+        config = args.create_engine_config(usage)
+    except ValueError as err:
+        first = err.errors()[0]["msg"] if isinstance(err, ValidationError) else str(err)
+        said = " ".join(first.removeprefix("Value error, ").split())
+        raise ConfigError(f"stage '{stage}': vLLM refuses its engine arguments: {said}") from err
+    return as_asked(config, args)
 
 
 def as_asked(config: VllmConfig, args: AsyncEngineArgs) -> VllmConfig:

@@ -41,12 +41,13 @@ from vllm_omni_ext.disaggregation.parameters import HOST, LOOPBACK
 from vllm_omni_ext.engine.agent import WithAgent
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.lifeline import end_processes, how_it_ended
 from vllm_omni_ext.plugins.registry import family_of, model_classes
 from vllm_omni_ext.plugins.spec import resolve
 from vllm_omni_ext.runtime.client.board import SharedCounters
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
 from vllm_omni_ext.runtime.launch.addresses import endpoint
-from vllm_omni_ext.runtime.launch.engine_args import any_replica_args, as_asked, stage_engine_args
+from vllm_omni_ext.runtime.launch.engine_args import any_replica_args, engine_config, stage_engine_args
 from vllm_omni_ext.runtime.launch.folders import PrivateFolder
 from vllm_omni_ext.runtime.launch.inherit import compute_threads, environment, frozen_heap, temporary_files_in
 from vllm_omni_ext.runtime.launch.logs import FileLogs, Logs, TerminalLogs
@@ -92,6 +93,7 @@ class Deployment:
             loopback if there are no others.
         identity_of: returns what a replica reports to the coordinator; called for every start. None: it reports
             nothing.
+        name_of: returns the name of a replica in logs and messages.
     """
 
     def __init__(
@@ -104,8 +106,10 @@ class Deployment:
         identity_of: Callable[[ReplicaId], ReplicaIdentity] | None = None,
         folder: PrivateFolder | None = None,
         host: str | None = None,
+        name_of: Callable[[ReplicaId], ReplicaId] = lambda replica: replica,
     ) -> None:
         self.plan = plan
+        self.name_of = name_of
         self.clients = clients
         self._identity_of = identity_of
         self._host = host or plan.config.master_address or LOOPBACK
@@ -224,7 +228,7 @@ class Deployment:
 
     def _config(self, replica: ReplicaId) -> VllmConfig:
         args = stage_engine_args(self.plan, replica)
-        config = as_asked(args.create_engine_config(self._usage), args)
+        config = engine_config(replica.stage, args, self._usage)
         self._keep(replica.stage, config)
         if config.kv_transfer_config is not None:  # not in the plan, which hosts compare
             config.kv_transfer_config.kv_connector_extra_config[HOST] = self._host
@@ -247,11 +251,11 @@ class Deployment:
             preload(config)
         launch = launch_core_engines(config, Executor.get_class(config), True, addresses)
         threads = int(self.plan.stage(replica.stage).env.get(THREADS, 1))
-        told = {} if self._identity_of is None else self._identity_of(replica).variable()
+        variables = {} if self._identity_of is None else self._identity_of(replica).variable()
         if self._listener is not None:
-            told |= loading.variable(self._listener.path, str(replica))
-        self.progress.begun(replica)
-        with self.forking(threads), self.logs.of(replica), environment(told, defaults={}):
+            variables |= loading.variable(self._listener.path, str(self.name_of(replica)))
+        self.progress.begun(self.name_of(replica))
+        with self.forking(threads), self.logs.of(self.name_of(replica)), environment(variables, defaults={}):
             barrier = contextlib.ExitStack()
             self._deadlines[replica] = time.monotonic() + self.plan.config.startup_timeout_s
             self._launches[replica] = barrier.enter_context(launch)
@@ -287,12 +291,14 @@ class Deployment:
             self._barriers.pop(replica).close()
         except RuntimeError as error:
             if late.is_set():
-                raise StartFailed(f"{replica} was not ready after {limit:g} s (startup_timeout_s)") from error
+                raise StartFailed(
+                    f"{self.name_of(replica)} was not ready after {limit:g} s (startup_timeout_s)"
+                ) from error
             process.join(self.plan.config.shutdown_timeout_s)
-            raise StartFailed(f"its process ended with exit code {process.exitcode} while starting") from error
+            raise StartFailed(f"{how_it_ended(process.exitcode)} while starting") from error
         finally:
             timer.cancel()
-            self.progress.over(replica)
+            self.progress.over(self.name_of(replica))
 
     def discard(self, replica: ReplicaId) -> None:
         """Forget a replica whose process has ended."""
@@ -360,13 +366,15 @@ class Deployment:
         process = self.processes()[replica]
         process.join(self.plan.config.shutdown_timeout_s)
         return StartFailed(
-            f"{replica} did not start: its process ended with exit code {process.exitcode}; {self.logs.tail(replica)}"
+            f"{replica} did not start: {how_it_ended(process.exitcode)}; {self.logs.tail(self.name_of(replica))}"
         )
 
     def _late(self, waits: Mapping[Future[None], ReplicaId]) -> StartFailed:
         late = min(waits.values(), key=self._deadlines.__getitem__)
         limit = self.plan.config.startup_timeout_s
-        return StartFailed(f"{late} was not ready after {limit:g} s (startup_timeout_s); {self.logs.tail(late)}")
+        return StartFailed(
+            f"{late} was not ready after {limit:g} s (startup_timeout_s); {self.logs.tail(self.name_of(late))}"
+        )
 
     def processes(self) -> dict[ReplicaId, Any]:
         """The process of each replica."""
@@ -381,6 +389,7 @@ class Deployment:
         about: Mapping[ReplicaId, ReplicaInfo] | None = None,
         ready_responses: Mapping[ReplicaId, bytes] | None = None,
         starting: tuple[ReplicaId, ...] = (),
+        restarts: Mapping[ReplicaId, int] | None = None,
     ) -> Connections:
         """What API server `client` needs to reach every replica; the listeners are passed on to its process.
 
@@ -390,6 +399,7 @@ class Deployment:
             about: the replicas to connect to; None: all that were started here.
             ready_responses: ready messages of the replicas, if the API server replaces one that has died.
             starting: replicas that are being started.
+            restarts: how often replicas have been restarted; None: never.
         """
         if about is None:
             about = self.about()
@@ -397,7 +407,7 @@ class Deployment:
             if stage.name not in self.configs:  # it has no local replica
                 with self._surroundings(stage.name, self.folder):
                     args = any_replica_args(self.plan, stage.name)
-                    self._keep(stage.name, as_asked(args.create_engine_config(self._usage), args))
+                    self._keep(stage.name, engine_config(stage.name, args, self._usage))
         return Connections(
             plan=self.plan,
             configs=self.configs,
@@ -411,6 +421,7 @@ class Deployment:
             client_count=self.clients,
             client_index=client,
             about=about,
+            restarts=restarts or {},
             started=self.began,
             head=os.getpid(),
         )
@@ -454,19 +465,6 @@ class Deployment:
 
 def _as_vllm(addresses: Sequence[tuple[str, str]]) -> EngineZmqAddresses:
     return EngineZmqAddresses(inputs=[i for i, _ in addresses], outputs=[o for _, o in addresses])
-
-
-def end_processes(processes: list[Any], timeout_s: float) -> None:
-    """Send SIGTERM to all processes at once, then SIGKILL to those alive after `timeout_s` seconds."""
-    for process in processes:
-        if process.is_alive():
-            process.terminate()
-    deadline = time.monotonic() + timeout_s
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
 
 
 def may_fork(plan: Plan, usage: UsageContext) -> bool:

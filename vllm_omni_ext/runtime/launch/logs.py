@@ -25,6 +25,9 @@ class Logs(Protocol):
     def of(self, replica: ReplicaId) -> contextlib.AbstractContextManager[None]:
         """Processes started inside the block write to this replica's log."""
 
+    def path(self, replica: ReplicaId) -> Path | None:
+        """The replica's file; None if it writes to the terminal."""
+
     def tail(self, replica: ReplicaId) -> str:
         """The end of the replica's log, for error messages."""
 
@@ -37,6 +40,9 @@ class TerminalLogs:
     def of(self, replica: ReplicaId) -> contextlib.AbstractContextManager[None]:
         """No redirection."""
         return contextlib.nullcontext()
+
+    def path(self, replica: ReplicaId) -> None:
+        """There is no file."""
 
     def tail(self, replica: ReplicaId) -> str:
         """A reference to the terminal: the log is above the error."""

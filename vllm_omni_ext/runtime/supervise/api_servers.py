@@ -19,7 +19,7 @@ from vllm_omni_ext.runtime.client.replica_connections import Connections, Replic
 from vllm_omni_ext.runtime.launch.descriptors import send_descriptors
 from vllm_omni_ext.runtime.launch.inherit import environment
 from vllm_omni_ext.runtime.launch.launcher import START_METHOD, Deployment
-from vllm_omni_ext.runtime.supervise.restarts import restarts_of
+from vllm_omni_ext.runtime.supervise.restarts import RestartTotals, restarts_of
 from vllm_omni_ext.wire.control import (
     Message,
     ReplicaConnected,
@@ -65,6 +65,8 @@ class ApiServers:
         self._restarts = {client: restarts_of(deployment.plan.config) for client in range(deployment.clients)}
         self._about: dict[ReplicaId, ReplicaInfo] = {}
         self._starting: set[ReplicaId] = set()
+        self._planned: tuple[ReplicaId, ...] = ()
+        self._totals = RestartTotals()
         self._board = SharedCounters(deployment.clients)
         self._sending = threading.Lock()
         self._ready_responses: dict[ReplicaId, bytes] = {}
@@ -78,6 +80,7 @@ class ApiServers:
 
     def __enter__(self) -> ApiServers:
         self._about = self._deployment.about()
+        self._planned = tuple(self._about)
         for client in range(self._deployment.clients):
             self._launch(client, self._deployment.connections(client, views=self._views, board=self._board))
         self._deployment.launched = self._replica_started
@@ -138,7 +141,7 @@ class ApiServers:
     def ready(self, replica: ReplicaId, about: ReplicaInfo) -> None:
         """A replica is ready, and can be used."""
         self._starting.discard(replica)
-        self._about[replica] = about
+        self._about[replica] = about = replace(about, restarts=self._totals.add(replica, about.restarts))
         for client, server in self._servers.items():
             given, taken = self._deployment.listeners(replica, client)
             message = ReplicaReady(
@@ -177,6 +180,7 @@ class ApiServers:
     def start_again(self, client: int) -> Any:
         """Restart an API server that has died. Returns its process."""
         about = dict(self._about)
+        names = {*about, *self._starting, *self._planned}
         connections = self._deployment.connections(
             client,
             views=self._views,
@@ -184,6 +188,7 @@ class ApiServers:
             about=about,
             ready_responses={replica: self._ready_responses.get(replica, b"") for replica in about},
             starting=tuple(self._starting),
+            restarts={name: total for name, total in self._totals.by_name.items() if name in names},
         )
         self._launch(client, connections)
         self._waker.send_bytes(b"look")

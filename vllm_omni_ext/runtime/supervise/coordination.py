@@ -16,7 +16,7 @@ import zmq
 
 from vllm_omni_ext.coordinator import server
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import Forget, Leave, Member
+from vllm_omni_ext.coordinator.members import Forget, Leave, Member, State
 from vllm_omni_ext.coordinator.membership import Expected
 from vllm_omni_ext.coordinator.server import CoordinatorConfig, listening
 from vllm_omni_ext.coordinator.sockets import connect
@@ -54,10 +54,11 @@ class Coordination:
 
     Args:
         folder: private directory, for unix sockets; TCP is used if the head has a `master_address`.
-        forgotten: called with every replica whose name has become free, in a separate thread.
+        forgotten: called with every replica whose name has become free, and whether it had been silent, in a separate
+            thread.
     """
 
-    def __init__(self, plan: Plan, folder: str, *, forgotten: Callable[[ReplicaId], None]) -> None:
+    def __init__(self, plan: Plan, folder: str, *, forgotten: Callable[[ReplicaId, bool], None]) -> None:
         config = plan.config
         if config.master_address is not None and config.master_port is not None:
             host, port = config.master_address, config.master_port
@@ -147,11 +148,13 @@ class Coordination:
     async def _take_views(self) -> None:
         self._watcher = Watcher(self.views, keys=self._keys)
         self._loop = asyncio.get_running_loop()
+        silent: set[Member] = set()
         async for view, changes in self._watcher:
             self._bearers = {entry.member.id: entry.member for entry in view.replicas}
             for change in changes:
                 if isinstance(change, Forget) and change.member.id not in self._bearers:
-                    self._forgotten(change.member.id)
+                    self._forgotten(change.member.id, change.member in silent)
+            silent = {entry.member for entry in view.replicas if entry.state in (State.SUSPECT, State.DOWN)}
 
 
 def _run(config: CoordinatorConfig, control: Connection, parents_end: Connection, parent: int) -> None:

@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -53,8 +54,14 @@ ASK_AGAIN_S = 1.0
 PING_S = 5.0
 """Interval at which the head is asked whether it is still the same one."""
 
+WAITING_S = 10.0
+"""Interval of the lines that say that the head has not answered yet."""
+
 LEAVING_TAKES_S = 5.0
 """Time that leaving may take beyond the drain time, and for which the coordinator may be silent meanwhile."""
+
+LONGEST_PATH = 512
+"""Longest path of a log file that is sent, in characters."""
 
 MOST_BROKEN_HANDSHAKES = 3
 """Handshakes in a row that the other side breaks off before it counts as incompatible."""
@@ -88,11 +95,15 @@ class HeadClient:
 
     Args:
         plan: same as the head's, except for the number of replicas.
+        tell: receives a line for the operator every `WAITING_S` seconds while the head does not answer.
     """
 
-    def __init__(self, plan: Plan, headless: Headless) -> None:
+    def __init__(self, plan: Plan, headless: Headless, *, tell: Callable[[str], None] = lambda line: None) -> None:
         host, port = headless.head
         self._plan = plan
+        self._tell = tell
+        self.log_of: Callable[[ReplicaId], Path | None] = lambda replica: None
+        """Returns a replica's log file."""
         self._where = f"{host}:{port}"
         self.host = headless.replica_address or reach(host, port)
         self._hash = config_hash(plan, headless.stage)
@@ -136,7 +147,8 @@ class HeadClient:
             index=self._wishes.get(slot),
         )
         limit = self._plan.config.startup_timeout_s
-        deadline = time.monotonic() + limit
+        began = told = time.monotonic()
+        deadline = began + limit
         while time.monotonic() < deadline and not self._closing.is_set():
             self._socket.poll(int(ASK_AGAIN_S * 1000), zmq.POLLOUT)
             self._say(wish)
@@ -150,6 +162,9 @@ class HeadClient:
                         self.places[slot] = _Place(ticket, answer)
                         self._wishes[slot] = answer.index
                         return [(server.input, server.output) for server in answer.servers]
+            if (now := time.monotonic()) - told >= WAITING_S:
+                told = now
+                self._tell(f"waiting for the head at {self._where}: no answer for {now - began:.0f} s (of {limit:g} s)")
         raise OmniError(f"no head answers at {self._where} (waited {limit:g} s, startup_timeout_s)")
 
     def ready(self, slot: ReplicaId, about: ReplicaInfo) -> None:
@@ -161,7 +176,13 @@ class HeadClient:
         """Tell the head that a replica is gone."""
         place = self._take_back(slot)
         if place is not None:
-            self._say(Gone(ticket=place.ticket, reason=reason[:200], again=again))
+            log = self.log_of(self.name_of(slot))
+            said = Gone(ticket=place.ticket, reason=reason[:200], again=again, log=str(log or "")[:LONGEST_PATH])
+            self._say(said)
+
+    def name_of(self, slot: ReplicaId) -> ReplicaId:
+        """The name that the head gave a replica last; its name here before it has joined."""
+        return ReplicaId(slot.stage, self._wishes.get(slot, slot.index))
 
     def disowned(self) -> list[ReplicaId]:
         """Ask the head whether it is the one that these replicas have joined. Returns the replicas it does not know.
@@ -242,7 +263,7 @@ def run_headless(plan: Plan, headless: Headless, args: Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     try:
-        head = HeadClient(plan, headless)
+        head = HeadClient(plan, headless, tell=print_status)
         deployment = Deployment(
             plan,
             clients=0,
@@ -250,6 +271,7 @@ def run_headless(plan: Plan, headless: Headless, args: Namespace) -> int:
             tell=print_status,
             identity_of=head.identity,
             host=head.host,
+            name_of=head.name_of,
         )
         with deployment, HeadlessNode(deployment, head, leaving) as crew:
             leaving.wait()
@@ -272,6 +294,7 @@ class HeadlessNode:
         self._head = head
         self._leaving = leaving
         self.status = 0
+        head.log_of = deployment.logs.path
         self._slots = [replica.id for replica in deployment.plan.replicas()]
         self._lost: set[ReplicaId] = set()
         self._replica_supervisor = ReplicaSupervisor(
@@ -305,7 +328,9 @@ class HeadlessNode:
         self._replica_supervisor.after(PING_S, self._ping)
         processes = self._deployment.processes()
         for slot in self._head.disowned():
-            print_status(f"the head does not have {slot} any more, or is another one: it joins anew")
+            print_status(
+                f"the head does not have {self._head.name_of(slot)} any more, or is another one: it joins anew"
+            )
             if slot in processes:
                 processes[slot].kill()
 

@@ -13,6 +13,7 @@ import queue
 import select
 import threading
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,10 +68,20 @@ class _Entry:
 
 
 class JoinServer:
-    """Owns the socket in its own thread; all decisions are made in the replica supervisor's thread."""
+    """Owns the socket in its own thread; all decisions are made in the replica supervisor's thread.
+
+    Args:
+        tell: receives a line for the operator for every replica that joins, leaves or ends.
+    """
 
     def __init__(
-        self, plan: Plan, coordination: Coordination, replica_supervisor: ReplicaSupervisor, users: ReplicaListener
+        self,
+        plan: Plan,
+        coordination: Coordination,
+        replica_supervisor: ReplicaSupervisor,
+        users: ReplicaListener,
+        *,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         config = plan.config
         assert config.master_address is not None and config.master_port is not None
@@ -79,6 +90,7 @@ class JoinServer:
         self._coordination = coordination
         self._replica_supervisor = replica_supervisor
         self._users = users
+        self._tell = tell
         self._deployment = uuid.uuid4().hex
         self._entries: dict[str, _Entry] = {}
         self.dropped = 0
@@ -115,15 +127,19 @@ class JoinServer:
             os.close(self._wake)
             os.close(self._waker)
 
-    def forgotten(self, replica: ReplicaId) -> None:
-        """Remove the entry of a replica whose name the coordinator has freed. Called in the replica supervisor's
-        thread.
+    def forgotten(self, replica: ReplicaId, *, silent: bool = False) -> None:
+        """Remove the entry of a replica whose name the coordinator has freed; `silent`: because it heard nothing of it.
+        Called in the replica supervisor's thread.
 
         An entry that is not ready is kept: it belongs to a newer replica that was given the same name.
         """
         gone = [ticket for ticket, entry in self._entries.items() if entry.replica == replica and entry.ready]
         for ticket in gone:
-            del self._entries[ticket]
+            host = self._entries.pop(ticket).host
+            if silent:
+                self._tell(f"error: replica {replica} of {host} is gone: nothing was heard of it for too long")
+            else:
+                self._tell(f"replica {replica} of {host} has left")
 
     # -- the socket's thread -------------------------------------------------------------------------------------
 
@@ -195,12 +211,18 @@ class JoinServer:
                     entry.ready = True
                     about = ReplicaInfo(host=entry.host, pid=message.pid, restarts=message.restarts)
                     self._users.ready(entry.replica, about)
+                    how = "is up again" if message.restarts else "has joined"
+                    self._tell(f"replica {entry.replica} of {entry.host} {how} (process {message.pid})")
             case Gone(ticket=ticket) if ticket in self._entries:
-                self._end(ticket, message.reason, again=message.again)
+                self._end(ticket, message.reason, again=message.again, log_file=message.log)
 
-    def _end(self, ticket: str, reason: str, *, again: bool) -> None:
+    def _end(self, ticket: str, reason: str, *, again: bool, log_file: str = "") -> None:
         entry = self._entries.pop(ticket)
         self._users.ended(entry.replica, reason, again=again)
+        then = f"it is {'' if again else 'not '}started again there" + (
+            f"; its log there: {log_file}" if log_file else ""
+        )
+        self._tell(f"error: replica {entry.replica} of {entry.host} is gone: {reason}; {then}")
         self._coordination.leave(entry.replica)
 
     def _join(self, message: Join) -> Joined | Refusal:

@@ -22,6 +22,7 @@ from multiprocessing import connection
 from typing import Any
 
 from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.lifeline import how_it_ended
 from vllm_omni_ext.topology.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class Exited(OmniError):
     """A process has ended by itself."""
 
     def __init__(self, exitcode: int | None) -> None:
-        super().__init__(f"its process ended with exit code {exitcode}")
+        super().__init__(how_it_ended(exitcode))
         self.exitcode = exitcode
 
 

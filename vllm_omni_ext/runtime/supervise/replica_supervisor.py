@@ -98,19 +98,20 @@ class ReplicaSupervisor(ChildSupervisor):
     def _replica_ready(self, replica: ReplicaId, process: Any) -> None:
         restarts = self._restarts[replica].count
         self._users.ready(replica, ReplicaInfo(host=self._host, pid=process.pid, restarts=restarts))
-        self._tell(f"replica {replica} is up" + (" again" if restarts else ""))
+        self._tell(f"replica {self._deployment.name_of(replica)} is up" + (" again" if restarts else ""))
 
     def _replica_ended(self, replica: ReplicaId, error: Exception) -> float | None:
         final = isinstance(error, Final)
         pause = None if final else self._restarts[replica].failed(time.monotonic())
         self._users.ended(replica, str(error), again=pause is not None)
         self._leave(replica)
-        tail = self._deployment.logs.tail(replica)
+        name = self._deployment.name_of(replica)
+        tail = self._deployment.logs.tail(name)
         self._deployment.discard(replica)
         then = f"it is started again in {pause:g} s" if pause is not None else "it is not started again"
         if pause is None:
             self._given_up(replica)
             then += "" if final else " (restart_limit)"
         with contextlib.suppress(OSError):  # the output may be closed
-            self._tell(f"error: replica {replica} is gone: {error}; {then}; {tail}")
+            self._tell(f"error: replica {name} is gone: {error}; {then}; {tail}")
         return pause

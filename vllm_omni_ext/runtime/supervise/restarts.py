@@ -1,10 +1,11 @@
-"""When to restart a replica that has ended. Pure."""
+"""When to restart a replica that has ended, and how often replicas have been restarted. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
 
 from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.ids import ReplicaId
 
 LONGEST_PAUSE_S = 30.0
 
@@ -50,3 +51,22 @@ def restarts_of(config: OmniConfig) -> RestartPolicy:
     return RestartPolicy(
         limit=config.restart_limit, window_s=config.restart_window_s, backoff_s=config.restart_backoff_s
     )
+
+
+class RestartTotals:
+    """Restarts of the replicas of each name since the deployment started.
+
+    A replica reports its own count, which begins at 0 on another host: the replicas of one name are added up.
+    """
+
+    def __init__(self) -> None:
+        self.by_name: dict[ReplicaId, int] = {}
+        self._reported: dict[ReplicaId, int] = {}
+
+    def add(self, replica: ReplicaId, reported: int) -> int:
+        """Take in a replica's own count. Returns the total of its name."""
+        before = self._reported.get(replica, 0)
+        self._reported[replica] = reported
+        more = reported - before if reported >= before else reported
+        self.by_name[replica] = self.by_name.get(replica, 0) + more
+        return self.by_name[replica]

@@ -30,7 +30,7 @@ from vllm_omni_ext.modalities.image import FORMATS, PNG, ImageEncoding, base64_o
 from vllm_omni_ext.orchestrator.answers import with_first
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
 from vllm_omni_ext.serving import sse
-from vllm_omni_ext.serving.failures import ERROR_RESPONSES, as_vllm_error, refusal
+from vllm_omni_ext.serving.failures import ERROR_RESPONSES, as_vllm_error, refusal, refusals_counted
 from vllm_omni_ext.serving.pixels import BUDGET
 from vllm_omni_ext.serving.served import ServedModel
 from vllm_omni_ext.serving.stage_params import LARGEST_INTEGER
@@ -105,7 +105,8 @@ async def edit_image(raw_request: Request) -> Response:
     """Generate pictures from pictures and a text."""
     serving: OmniServingImages = raw_request.app.state.omni_serving_images
     try:
-        request = await read_form(raw_request)
+        with refusals_counted(serving.engine_client):
+            request = await read_form(raw_request)
     except RequestError as err:
         return refusal(serving.create_error_response(as_vllm_error(err)))
     return await serving.create(request, raw_request, EDIT)
@@ -125,9 +126,10 @@ class OmniServingImages(GenerateBaseServing):
             return refusal(unknown)
         request_id = f"image-{self._base_request_id(raw_request)}"
         try:
-            jobs = await read_images(request, self._model)
-            self._preflight()
-            pictures = await self._pictures(jobs, request_id)
+            with refusals_counted(self._model.omni):
+                jobs = await read_images(request, self._model)
+                self._preflight()
+                pictures = await self._pictures(jobs, request_id)
             if not request.stream:
                 return await _whole(request, jobs, pictures)
             first = await anext(pictures)  # an error before the first picture still gets its own HTTP status

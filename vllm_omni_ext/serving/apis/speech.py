@@ -35,7 +35,7 @@ from vllm_omni_ext.modalities.sound import (
 from vllm_omni_ext.orchestrator.answers import with_first
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
 from vllm_omni_ext.serving import sse
-from vllm_omni_ext.serving.failures import ERROR_RESPONSES, as_vllm_error, refusal
+from vllm_omni_ext.serving.failures import ERROR_RESPONSES, as_vllm_error, refusal, refusals_counted
 from vllm_omni_ext.serving.served import ServedModel
 from vllm_omni_ext.serving.stage_params import LARGEST_INTEGER
 from vllm_omni_ext.serving.values import validate_json_values
@@ -144,9 +144,10 @@ class OmniServingSpeech(GenerateBaseServing):
             return refusal(unknown)
         request_id = f"speech-{self._base_request_id(raw_request)}"
         try:
-            job = await read_speech(request, self._model)
-            self._preflight()
-            chunks = _sound_of(self._model.server.generate(job.rendered, job.options, request_id))
+            with refusals_counted(self._model.omni):
+                job = await read_speech(request, self._model)
+                self._preflight()
+                chunks = _sound_of(self._model.server.generate(job.rendered, job.options, request_id))
             if job.delivery is Delivery.WHOLE:
                 return await _whole(job, chunks)
             first = await anext(chunks)  # an error before the first sound still gets its own HTTP status

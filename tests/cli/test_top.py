@@ -1,0 +1,173 @@
+"""`vllm-omni-ext top`: rows from two samples, and one line for a server that cannot be shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from vllm_omni_ext.cli import main as commands
+from vllm_omni_ext.cli.top import Client, Row, Sample, made, rows, table
+
+MODEL = ("model_name", "m")
+REPLICA = {"state": "UP", "host": "h", "pid": 7, "running": 2, "waiting": 1, "restarts": 0, "heartbeat_age_s": 0.1}
+STATUS = {
+    "stages": [
+        {"name": "ar", "replicas": [{"id": "ar/0", **REPLICA}, {"id": "ar/1", **REPLICA, "state": "DOWN"}]},
+        {"name": "dit", "replicas": [{"id": "dit/0", **REPLICA, "restarts": 3}]},
+    ],
+    "uptime_s": 61.5,
+}
+METRICS = """\
+# TYPE vllm:generation_tokens counter
+vllm:generation_tokens_total{{model_name="m",engine="0"}} {tokens}
+vllm:generation_tokens_total{{model_name="m",engine="2"}} 5.0
+# TYPE vllm_omni_ext:images counter
+vllm_omni_ext:images_total{{model_name="m"}} {images}
+# TYPE vllm_omni_ext:requests counter
+vllm_omni_ext:requests_total{{model_name="m",outcome="finished",modalities="text"}} 9.0
+# TYPE vllm_omni_ext:replica_info gauge
+vllm_omni_ext:replica_info{{model_name="m",engine="0",stage="ar",replica="ar/0"}} 1.0
+vllm_omni_ext:replica_info{{model_name="m",engine="2",stage="dit",replica="dit/0"}} 1.0
+"""
+
+
+def sample(at: float, tokens: float = 0.0, images: float = 0.0, **more: float) -> Sample:
+    series = {
+        ("vllm:generation_tokens_total", frozenset({MODEL, ("engine", "0")})): tokens,
+        ("vllm:generation_tokens_total", frozenset({MODEL, ("engine", "2")})): 5.0,
+        ("vllm_omni_ext:images_total", frozenset({MODEL})): images,
+        ("vllm_omni_ext:requests_total", frozenset({MODEL, ("outcome", "finished")})): 9.0,
+        ("vllm_omni_ext:replica_info", frozenset({MODEL, ("engine", "0"), ("replica", "ar/0")})): 1.0,
+        ("vllm_omni_ext:replica_info", frozenset({MODEL, ("engine", "2"), ("replica", "dit/0")})): 1.0,
+    }
+    return Sample(at, STATUS, series | {(name, frozenset({MODEL})): value for name, value in more.items()})
+
+
+def test_rows_have_the_rates_between_two_samples() -> None:
+    found = rows(sample(10.0, tokens=100.0), sample(14.0, tokens=130.0))
+    common: dict[str, Any] = {"running": 2, "waiting": 1, "pid": 7, "host": "h"}
+    assert found == [
+        Row(stage="ar", replica="ar/0", state="UP", tokens_per_s=7.5, restarts=0, **common),
+        Row(stage="ar", replica="ar/1", state="DOWN", tokens_per_s=None, restarts=0, **common),
+        Row(stage="dit", replica="dit/0", state="UP", tokens_per_s=0.0, restarts=3, **common),
+    ]
+
+
+def test_a_counter_that_began_anew_and_one_that_is_missing_have_no_rate() -> None:
+    assert rows(sample(0.0, tokens=100.0), sample(1.0, tokens=3.0))[0].tokens_per_s is None
+    assert rows(sample(1.0), sample(1.0))[0].tokens_per_s is None, "no time has passed"
+    bare = Sample(2.0, STATUS, {})
+    assert [row.tokens_per_s for row in rows(bare, bare)] == [None] * 3, "with --disable-log-stats"
+    assert rows(Sample(0.0, STATUS, {}), sample(2.0, tokens=4.0))[0].tokens_per_s == 2.0, "it was not there yet"
+
+
+def test_what_a_server_makes_is_named_by_its_metrics() -> None:
+    before = sample(0.0, images=1.0, **{"vllm_omni_ext:audio_seconds_total": 2.0})
+    now = sample(2.0, images=2.0, **{"vllm_omni_ext:audio_seconds_total": 5.0})
+    assert made(before, now) == {"audio seconds": 1.5, "images": 0.5}
+
+
+def test_the_table() -> None:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(table(sample(0.0), sample(2.0, tokens=5.0, images=3.0), "http://here"))
+    text = console.export_text()
+    assert "http://here, up 62 s" in text and "images 1.50/s" in text
+    lines = {line.split("│")[2].strip(): line.split("│") for line in text.splitlines() if "│" in line}
+    assert [cell.strip() for cell in lines["ar/0"][3:8]] == ["UP", "2", "1", "2.5", "0"]
+    assert [cell.strip() for cell in lines["ar/1"][3:8]] == ["DOWN", "2", "1", "-", "0"]
+
+
+class Peer:
+    """A server that says what the test says; `key` is the one it needs."""
+
+    def __init__(self) -> None:
+        self.key, self.code, self.status = "", 200, json.dumps(STATUS)
+        self.asked = 0
+        peer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                allowed = not peer.key or self.headers["Authorization"] == f"Bearer {peer.key}"
+                code = peer.code if allowed else 401
+                peer.asked += self.path == "/metrics"
+                told = METRICS.format(tokens=peer.asked, images=0) if self.path == "/metrics" else peer.status
+                self.send_response(code)
+                self.end_headers()
+                self.wfile.write(told.encode())
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    made_peer = Peer()
+    yield made_peer
+    made_peer.server.shutdown()
+    made_peer.server.server_close()
+
+
+def test_one_table_and_the_end(peer: Peer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    peer.key = "k"
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    monkeypatch.setenv("COLUMNS", "160")
+    assert commands.main(["top", "--url", f"{peer.url}/v1/", "--interval", "0.01", "--once"]) == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in ("ar/0", "ar/1", "dit/0", "tokens/s", "restarts"))
+    assert peer.asked == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "says"),
+    [
+        ({"key": "k"}, [], "needs a key; give it with --api-key or VLLM_API_KEY"),
+        ({"key": "k"}, ["--api-key", "other"], "refuses this key; give it with --api-key or VLLM_API_KEY"),
+        ({"code": 404}, [], "is no server of vllm-omni-ext: it has no /v1/omni/status"),
+        ({"code": 500}, [], "/v1/omni/status answers with status 500"),
+        ({"status": "<html>"}, [], "is no server of vllm-omni-ext: its status page is not JSON"),
+    ],
+)
+def test_a_server_that_cannot_be_shown_is_one_line(
+    peer: Peer,
+    change: dict[str, Any],
+    words: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    vars(peer).update(change)
+    assert commands.main(["top", "--url", peer.url, "--once", *words]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"vllm-omni-ext top: {peer.url}") and line.endswith(says)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [("http://127.0.0.1:9", "no server answers at http://127.0.0.1:9: "), ("here:80", "--url: must begin with http")],
+)
+def test_no_server(url: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["top", "--url", url, "--once"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"vllm-omni-ext top: {says}")
+
+
+def test_the_address_may_be_that_of_the_api() -> None:
+    assert Client("https://here:1/v1/").url == Client("https://here:1").url == "https://here:1"
+
+
+def test_names_are_whole_on_a_narrow_terminal() -> None:
+    console = Console(width=60, record=True, file=io.StringIO())
+    console.print(table(sample(0.0), sample(2.0), "http://here"))
+    text = console.export_text()
+    assert all(name in text for name in ("ar/0", "ar/1", "dit/0", "DOWN"))

@@ -1,0 +1,74 @@
+"""A replica whose engine step does not return, while its threads live, is ended, and the others answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from tests.processes.conftest import MAX_LEN, STEP_TOKENS
+from tests.processes.test_take_over import BUSY_WITHIN_S, answers, busy, restarts, same
+from tests.support.cluster import until
+from vllm_omni_ext.ids import ReplicaId
+
+pytestmark = pytest.mark.engine
+
+STAGES = ("thinker", "talker", "code2wav")
+LIMIT_S = 6.0
+
+
+def hang_next_step(*_: Any) -> None:
+    """A signal's handler, which forked replicas inherit: the next step of the engine loop does not return."""
+    UniProcExecutor.execute_model = lambda *args, **kwargs: threading.Event().wait()  # type: ignore[assignment, return-value, method-assign]
+
+
+@pytest.fixture(scope="module")
+def watched(tiny: Path) -> Iterator[Any]:
+    from vllm import LLM
+
+    before = signal.signal(signal.SIGUSR1, hang_next_step)
+    two = {stage: {"replicas": 2, "step_timeout_s": LIMIT_S} for stage in STAGES}
+    size = {"max_model_len": MAX_LEN, "max_num_batched_tokens": STEP_TOKENS}
+    with LLM(str(tiny), omni=True, stage_overrides=two, **size) as omni:
+        yield omni
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(watched: Any) -> list[Any]:
+    answers(watched)  # both replicas of each stage have made their first step
+    return answers(watched)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_hung_step_is_found_and_answered_elsewhere(stage: str, watched: Any, undisturbed: list[Any]) -> None:
+    began = time.monotonic()
+    assert same(answers(watched), undisturbed)
+    usual_s = time.monotonic() - began
+
+    got: list[Any] = []
+    asking = threading.Thread(target=lambda: got.extend(answers(watched)))
+    asking.start()
+    found: list[ReplicaId] = []
+    assert until(lambda: bool(found.extend(filter(None, [busy(watched, stage)])) or found), BUSY_WITHIN_S)
+    hung = found[0]
+    pool, before = watched._omni.orchestrator.pools[stage], restarts(watched, stage)
+    process = watched._deployment.processes()[hung]
+    began = time.monotonic()
+    os.kill(process.pid, signal.SIGUSR1)
+    process.join(2 * LIMIT_S)
+    assert process.exitcode == -signal.SIGKILL
+    assert time.monotonic() - began < 2 * LIMIT_S
+    asking.join(120)
+    assert time.monotonic() - began < 2 * LIMIT_S + usual_s
+    assert same(got, undisturbed)
+    assert until(lambda: set(pool.replicas) == {ReplicaId(stage, 0), ReplicaId(stage, 1)}, 60)
+    assert restarts(watched, stage) == {each: before[each] + int(each == hung) for each in before}
+    assert same(answers(watched), undisturbed), "the other replica's first step, and the new one's, are no hung steps"

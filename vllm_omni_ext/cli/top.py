@@ -1,0 +1,220 @@
+"""`vllm-omni-ext top`: a live table of a server's replicas, from its status page and its metrics."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from vllm_omni_ext import metrics as m
+from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.metrics import PREFIX
+
+KEY_VARIABLE = "VLLM_API_KEY"
+TOKENS = "vllm:generation_tokens_total"
+TOTAL = "_total"
+STATES = {"UP": "green", "SLEEPING": "cyan", "SUSPECT": "yellow", "DRAINING": "yellow", "DOWN": "red"}
+ANSWER_S = 10.0
+"""Time that the server has for an answer, in seconds."""
+
+Labels = frozenset[tuple[str, str]]
+Series = Mapping[tuple[str, Labels], float]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a server said at one moment.
+
+    Attributes:
+        at: monotonic seconds.
+        status: the status page.
+        series: every value of the metrics, by name and labels.
+    """
+
+    at: float
+    status: Mapping[str, Any]
+    series: Series
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One replica. `tokens_per_s` is None while nothing is known of it."""
+
+    stage: str
+    replica: str
+    state: str
+    running: int
+    waiting: int
+    tokens_per_s: float | None
+    restarts: int
+    pid: int
+    host: str
+
+
+def rows(before: Sample, now: Sample) -> list[Row]:
+    """Return a row for each replica, with the rates between two samples."""
+    engines = {labels["replica"]: labels["engine"] for labels, _ in _of(now, m.REPLICA_INFO.full_name)}
+    return [
+        Row(
+            stage=stage["name"],
+            replica=each["id"],
+            state=each["state"],
+            running=each["running"],
+            waiting=each["waiting"],
+            tokens_per_s=_rate(before, now, TOKENS, {"engine": engines.get(each["id"], "")}),
+            restarts=each["restarts"],
+            pid=each["pid"],
+            host=each["host"],
+        )
+        for stage in now.status["stages"]
+        for each in stage["replicas"]
+    ]
+
+
+def made(before: Sample, now: Sample) -> dict[str, float]:
+    """Return what the server makes each second, by name: the counters of modalities, which have no label of their own.
+
+    A name is that of its metric: `vllm_omni_ext:images_total` is "images".
+    """
+    names = sorted({name for name, labels in now.series if _is_made(name, labels)})
+    rates = {name.removeprefix(PREFIX).removesuffix(TOTAL): _rate(before, now, name, {}) for name in names}
+    return {name.replace("_", " "): rate for name, rate in rates.items() if rate is not None}
+
+
+def _is_made(name: str, labels: Labels) -> bool:
+    return name.startswith(PREFIX) and name.endswith(TOTAL) and {key for key, _ in labels} <= {m.MODEL}
+
+
+def _of(sample: Sample, name: str) -> list[tuple[dict[str, str], float]]:
+    return [(dict(labels), value) for (known, labels), value in sample.series.items() if known == name]
+
+
+def _rate(before: Sample, now: Sample, name: str, wanted: Mapping[str, str]) -> float | None:
+    """Growth of a counter each second; None if it is not there, or has begun anew."""
+    sums = []
+    for sample in (before, now):
+        found = [value for labels, value in _of(sample, name) if wanted.items() <= labels.items()]
+        sums.append(sum(found) if found else None)
+    earlier, later = sums
+    seconds = now.at - before.at
+    if later is None or seconds <= 0 or later < (earlier or 0.0):
+        return None
+    return (later - (earlier or 0.0)) / seconds
+
+
+def table(before: Sample, now: Sample, url: str) -> Table:
+    """Return the table of two samples, with the rates of the whole server below it."""
+    rates = ", ".join(f"{name} {rate:.2f}/s" for name, rate in made(before, now).items())
+    shown = Table(title=f"{url}, up {now.status['uptime_s']:.0f} s", caption=rates or None)
+    for name in ("stage", "replica", "state"):
+        shown.add_column(name, no_wrap=True)  # names are not cut on a narrow terminal
+    for name in ("running", "waiting", "tokens/s", "restarts", "pid"):
+        shown.add_column(name, justify="right")
+    shown.add_column("host")
+    for row in rows(before, now):
+        tokens = "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.1f}"
+        state = f"[{STATES.get(row.state, 'white')}]{row.state}[/]"
+        numbers = map(str, (row.running, row.waiting, tokens, row.restarts, row.pid))
+        shown.add_row(row.stage, row.replica, state, *numbers, row.host)
+    return shown
+
+
+class Client:
+    """Asks one server.
+
+    Args:
+        url: its address; a path `/v1` at the end is left out.
+        key: the API key; "" for none.
+    """
+
+    def __init__(self, url: str, key: str = "") -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._key = key
+        if urllib.parse.urlsplit(self.url).scheme not in ("http", "https"):
+            raise OmniError(f"--url: must begin with http:// or https://, got '{url}'")
+
+    def sample(self) -> Sample:
+        """Return what the server says now.
+
+        Raises:
+            OmniError: it does not answer, needs a key, or is another kind of server.
+        """
+        status = self._get("/v1/omni/status")
+        families = text_string_to_metric_families(self._get("/metrics"))
+        series = {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+        try:
+            return Sample(time.monotonic(), json.loads(status), series)
+        except ValueError as error:
+            raise OmniError(f"{self.url} is no server of vllm-omni-ext: its status page is not JSON") from error
+
+    def _get(self, path: str) -> str:
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        request = urllib.request.Request(self.url + path, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+                text: str = answer.read().decode()
+                return text
+        except urllib.error.HTTPError as error:
+            if error.code == HTTPStatus.UNAUTHORIZED:
+                what = "refuses this key" if self._key else "needs a key"
+                raise OmniError(f"{self.url} {what}; give it with --api-key or {KEY_VARIABLE}") from error
+            if error.code == HTTPStatus.NOT_FOUND:
+                raise OmniError(f"{self.url} is no server of vllm-omni-ext: it has no {path}") from error
+            raise OmniError(f"{self.url}{path} answers with status {error.code}") from error
+        except (OSError, ValueError) as error:
+            raise OmniError(f"no server answers at {self.url}: {getattr(error, 'reason', error)}") from error
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show the table until Ctrl-C, or once. Returns the exit status; OmniError if the server does not answer."""
+    args = _parser().parse_args(argv)
+    client = Client(args.url, args.api_key or os.environ.get(KEY_VARIABLE, ""))
+    console, pause = Console(), threading.Event()
+    before = client.sample()
+    try:
+        pause.wait(args.interval)
+        now = client.sample()
+        if args.once:
+            console.print(table(before, now, client.url))
+            return 0
+        with Live(table(before, now, client.url), console=console, auto_refresh=False) as live:
+            while not pause.wait(args.interval):
+                before, now = now, client.sample()
+                live.update(table(before, now, client.url), refresh=True)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-omni-ext top", description="Show the replicas of a running server and how busy they are."
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the server (default: %(default)s)")
+    parser.add_argument(
+        "--interval", type=_seconds, default=2.0, metavar="SECONDS", help="time between two looks (default: 2)"
+    )
+    parser.add_argument("--once", action="store_true", help="look twice, print one table and end")
+    parser.add_argument("--api-key", metavar="KEY", help=f"the server's key; left out: {KEY_VARIABLE}")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+    return value

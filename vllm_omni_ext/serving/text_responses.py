@@ -1,0 +1,62 @@
+"""`/v1/responses` answers text: a request for anything else is refused instead of answered with text alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.modalities.base import TEXT
+from vllm_omni_ext.serving.failures import as_vllm_error, refusals_counted
+from vllm_omni_ext.serving.options import MODALITIES, read_modalities
+from vllm_omni_ext.serving.served import ServedModel
+
+INSTEAD = "/v1/responses answers text only; /v1/chat/completions answers with"
+
+
+class TextResponses:
+    """vLLM's handler of `/v1/responses`, behind a check of what the request asks for."""
+
+    def __init__(self, stock: Any, model: ServedModel) -> None:
+        self._stock = stock
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    async def create_responses(self, request: ResponsesRequest, raw_request: Any = None) -> Any:
+        """Answer a request, or return the error if it asks for more than text."""
+        try:
+            with refusals_counted(self._model.omni):
+                refuse_others(request.model_extra or {}, self._model)
+        except RequestError as err:
+            return self._stock.create_error_response(as_vllm_error(err))
+        return await self._stock.create_responses(request, raw_request)
+
+
+def refuse_others(body: dict[str, Any], model: ServedModel) -> None:
+    """Refuse fields that ask for an answer that is not text.
+
+    Args:
+        body: the fields that vLLM does not know.
+
+    Raises:
+        RequestError: `modalities` has more than text, or a field belongs to another modality; named by the field.
+    """
+    others = [name for name in model.capabilities.modalities if name != TEXT]
+    if body.get(MODALITIES) is not None:
+        asked = [name for name in read_modalities(body[MODALITIES], model.capabilities) if name != TEXT]
+        if asked:
+            raise RequestError(f"{MODALITIES}: {INSTEAD} {', '.join(asked)}", parameter=MODALITIES)
+    for name in others:
+        for field in model.modalities[name].body_fields:
+            if body.get(field) is not None:
+                raise RequestError(f"{field}: {INSTEAD} {name}", parameter=field)
+
+
+def install(app: FastAPI, model: ServedModel) -> None:
+    """Put the check before vLLM's handler, if there is one."""
+    if app.state.openai_serving_responses is not None:
+        app.state.openai_serving_responses = TextResponses(app.state.openai_serving_responses, model)
