@@ -167,11 +167,16 @@ def scrape(server: Server) -> dict[tuple[str, frozenset[tuple[str, str]]], tuple
     return found
 
 
+ROUNDING = 1e-9
+"""Relative difference of two sums of the same numbers."""
+
+
 def gone_back(before: Any, after: Any) -> list[Any]:
-    """Totals that are smaller, or missing."""
+    """Totals that are missing, or smaller by more than rounding: sums over processes are added in any order."""
     totals = {key: value for key, (kind, value) in before.items() if kind in ("counter", "histogram")}
     assert totals
-    return [(key, value) for key, value in totals.items() if after.get(key, ("", -1.0))[1] < value]
+    pairs = [(key, value, after.get(key, ("", -1.0))[1]) for key, value in totals.items()]
+    return [(key, value, now) for key, value, now in pairs if now < value * (1 - ROUNDING)]
 
 
 def total(series: Any, name: str, **labels: str) -> float:
