@@ -95,8 +95,8 @@ def test_stock_flags_are_for_the_frontend(pipeline: PipelineSpec, four_gpus: Mac
 
 
 @pytest.mark.parametrize("field", sorted(SHARED_FIELDS))
-def test_shared_fields_reach_every_stage(pipeline: PipelineSpec, cpu: Machine, field: str) -> None:
-    plan = plan_for(pipeline, cpu, text_args={field: "value"})
+def test_shared_fields_reach_every_stage(pipeline: PipelineSpec, four_gpus: Machine, field: str) -> None:
+    plan = plan_for(pipeline, four_gpus, text_args={field: "value"})
     assert [stage.engine_args[field] for stage in plan.stages] == ["value"] * 3
 
 
