@@ -222,6 +222,22 @@ def test_a_chunk_that_does_not_come_is_noticed_in_time(sender: EdgeSender, recei
     assert isinstance(found["other"], list), "it is not drawn into it"
 
 
+def test_what_another_worker_lost_is_lost_here_too(sender: EdgeSender, receiver: EdgeReceiver) -> None:
+    """Or one of the workers that compute together would go on with zeros, which nobody hears of."""
+    own: list[dict[str, str]] = []
+
+    def lost_anywhere(lost: dict[str, str]) -> dict[str, str]:
+        own.append(lost)
+        return {"r": "too late there"}
+
+    for req_id in ("r", "other"):
+        receiver.announce(req_id, ref_of(send(sender, req_id, 0, 2)))
+    found = receiver.take(["r", "other"], lost_anywhere=lost_anywhere)
+    assert found["r"] == Lost("too late there") and isinstance(found["other"], list)
+    assert receiver.take(["r", "other"], lost_anywhere=lost_anywhere) == {}
+    assert own == [{}], "only steps with new hidden states are talked about, which are the same in all workers"
+
+
 def test_hidden_states_beyond_the_capacity_fail_only_their_request(name: str) -> None:
     sender = make_sender(name, capacity_bytes=3 * WIDTH * 4 + 64)
     send(sender, "a", 0, 3, last=True)

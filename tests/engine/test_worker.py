@@ -111,7 +111,7 @@ def test_a_request_whose_hidden_states_do_not_come_ends_with_an_error(
     feed: StreamingInputWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = feed.model_runner.get_model().input_provider.calls
-    monkeypatch.setattr(feed._receiver, "take", lambda req_ids: {"r": Lost("the producer is gone")})
+    monkeypatch.setattr(feed._receiver, "take", lambda req_ids, lost_anywhere: {"r": Lost("the producer is gone")})
     feed.execute_model(step({}, r=StageInput(hidden_spans=((0, 2),))))
     assert calls[-1] == ("blank", "r")
     monkeypatch.setattr(worker._Worker, "sample_tokens", lambda self, grammar: sampled())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,10 +113,15 @@ class Lost:
 
 @dataclass
 class _Taken:
-    """One request in a consumer: `count` hidden states were taken in all; the current source was read up to `seen`."""
+    """One request in a consumer.
+
+    `count` hidden states were taken in all; the current source was read up to `seen`. What was announced up to `tried`
+    was taken or lost: unlike `count`, it is equal in all workers of a replica.
+    """
 
     ref: HiddenStatesRef
     count: int
+    tried: int
     chunks: int = 0
     seen: int = 0
 
@@ -151,22 +156,31 @@ class EdgeReceiver:
             return
         if taken is not None:
             consumer.forget(taken.ref.name)
-        self._taken[req_id] = _Taken(ref, 0 if taken is None else taken.count)
+        self._taken[req_id] = _Taken(ref, 0, 0) if taken is None else _Taken(ref, taken.count, taken.tried)
         consumer.open(ref.name, ref.source)
 
-    def take(self, req_ids: Iterable[str]) -> dict[str, list[torch.Tensor] | Lost]:
-        """Return new hidden states [count, width] of these requests, in order; the wait is short: all are stored."""
+    def take(
+        self, req_ids: Iterable[str], *, lost_anywhere: Callable[[dict[str, str]], dict[str, str]] = lambda lost: lost
+    ) -> dict[str, list[torch.Tensor] | Lost]:
+        """Return new hidden states [count, width] of these requests, in order; the wait is short: all are stored.
+
+        Args:
+            lost_anywhere: gets the requests whose hidden states are lost here, with the reasons, and returns those that
+                are lost for any worker of the replica. Called in the same steps in all of these workers.
+        """
+        due = [(r, taken) for r in req_ids if (taken := self._taken.get(r)) and taken.tried < taken.ref.count]
+        if not due:
+            return {}
         found: dict[str, list[torch.Tensor] | Lost] = {}
+        lost: dict[str, str] = {}
         deadline = time.monotonic() + self._timeout_s
-        for req_id in req_ids:
-            taken = self._taken.get(req_id)
-            if taken is None or taken.count >= taken.ref.count:
-                continue
+        for req_id, taken in due:
+            taken.tried = taken.ref.count
             try:
                 found[req_id] = self._take(taken, deadline)
             except ConnectorError as error:
-                found[req_id] = Lost(str(error))
-        return found
+                lost[req_id] = str(error)
+        return found | {req_id: Lost(reason) for req_id, reason in lost_anywhere(lost).items()}
 
     def forget(self, req_id: str) -> None:
         """End a request: free its hidden states here and at their source. Unknown ids are ignored."""

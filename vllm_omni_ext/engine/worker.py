@@ -222,6 +222,19 @@ def _answers() -> bool:
     return get_pp_group().is_last_rank and get_tp_group().is_first_rank
 
 
+def _lost_anywhere(lost: dict[str, str]) -> dict[str, str]:
+    """Return the requests that are lost for any of the workers that compute together, with a reason for each.
+
+    The engine reads one worker's output only: what another one lost would be computed with zeros and never reported.
+    """
+    workers = get_tp_group()
+    if workers.world_size == 1:
+        return lost
+    gathered: list[Any] = [None] * workers.world_size
+    torch.distributed.all_gather_object(gathered, lost, group=workers.cpu_group)
+    return {req_id: reason for each in gathered for req_id, reason in each.items()}
+
+
 class StreamingInputWorker(StageWorker):
     """Runs a `StreamingInputModel`, whose `InputProvider` makes the input embeddings and the stage's outputs.
 
@@ -308,7 +321,7 @@ class StreamingInputWorker(StageWorker):
         """Receive hidden states for the step's requests; a request whose hidden states are lost ends with an error."""
         if self._receiver is None:
             return
-        for req_id, found in self._receiver.take(step.num_scheduled_tokens).items():
+        for req_id, found in self._receiver.take(step.num_scheduled_tokens, lost_anywhere=_lost_anywhere).items():
             if isinstance(found, Lost):
                 self._errors[req_id] = pack(StageError(found.reason))
                 self._model.input_provider.blank(req_id)
