@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HEAD = """
 import os, sys
 import prometheus_client  # as vLLM may have done already
@@ -97,6 +99,7 @@ m.mark_dead(os.getpid())
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.engine  # imports vLLM, in a process of its own
 def test_restarts_are_counted_on_by_the_api_server_that_follows(tmp_path: Path) -> None:
     run(
         """
