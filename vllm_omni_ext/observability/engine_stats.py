@@ -29,10 +29,15 @@ def stats_of_all(config: VllmConfig, configs: Sequence[VllmConfig], *, client_co
     """
 
     class EveryReplica(PrometheusStatLogger):
-        """vLLM's logger, with each engine's cache info from its own config, and only tokens written for `StepTokens`.
+        """vLLM's logger, with each engine's cache info from its own config.
 
-        Adding zero to all other metrics would show the same, but take time in every step.
+        For `StepTokens`, only what a step has changed is written: the same values again, or zero added, would show the
+        same, but take time in every step.
         """
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._written: dict[int, tuple[Any, ...]] = {}
 
         def record(
             self,
@@ -44,7 +49,10 @@ def stats_of_all(config: VllmConfig, configs: Sequence[VllmConfig], *, client_co
             if not isinstance(iteration_stats, StepTokens):
                 super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
                 return
-            super().record(scheduler_stats, None, mm_cache_stats, engine_idx)
+            state = None if client_count > 1 or scheduler_stats is None else state_of(scheduler_stats)
+            if state is None or self._written.get(engine_idx) != state:
+                super().record(scheduler_stats, None, mm_cache_stats, engine_idx)
+                self._written[engine_idx] = state or ()
             self.counter_generation_tokens[engine_idx].inc(iteration_stats.num_generation_tokens)
             self.histogram_iteration_tokens[engine_idx].observe(iteration_stats.num_generation_tokens)
 
@@ -67,6 +75,20 @@ def stats_of_all(config: VllmConfig, configs: Sequence[VllmConfig], *, client_co
     )
     manager.log_engine_initialized()
     return manager
+
+
+def state_of(stats: SchedulerStats) -> tuple[Any, ...] | None:
+    """What vLLM's logger sets for a scheduler's statistics; None if these also add to counters, or name adapters."""
+    cache = stats.prefix_cache_stats
+    added = (
+        stats.connector_prefix_cache_stats or stats.spec_decoding_stats or stats.kv_connector_stats
+        or stats.ec_connector_stats or stats.perf_stats or stats.kv_cache_eviction_events
+        or stats.running_lora_adapters or stats.waiting_lora_adapters or cache.requests or cache.queries
+    )  # fmt: skip
+    if added:
+        return None
+    waiting = stats.num_waiting_reqs, stats.num_skipped_waiting_reqs
+    return stats.num_running_reqs, *waiting, stats.kv_cache_usage, dict(stats.num_kv_fetch_reqs_by_stage)
 
 
 def note_sleep(manager: StatLoggerManager, engines: Sequence[int], level: int | None) -> None:
