@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,15 @@ LARGEST_DIFFERENCE = 1
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client gets: text, int16 samples, which replica of each stage was asked first, and which API server."""
+    """What a client gets: text, int16 samples, which replica of each stage was asked first, which API server, and how
+    many tokens each stage made for it.
+    """
 
     text: str
     samples: np.ndarray
     where: Mapping[str, str]
     server: str = ""
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Answer)
@@ -212,7 +215,9 @@ def ask(server: Server, fields: dict[str, Any], client: httpx.Client | None = No
     sound = base64.b64decode(message["audio"]["data"])
     samples = soundfile.read(io.BytesIO(sound), dtype="int16")[0].astype(np.int32)
     where = {stage: course["replica"] for stage, course in said["metrics"]["stages"].items()}
-    return Answer(message["content"], samples, where, answer.headers.get(SERVER_HEADER, ""))
+    tokens = {stage: course["tokens"] for stage, course in said["metrics"]["stages"].items()}
+    assert said["usage"]["completion_tokens"] == tokens[STAGES[0]]
+    return Answer(message["content"], samples, where, answer.headers.get(SERVER_HEADER, ""), tokens)
 
 
 def ask_all(server: Server, bodies: Sequence[dict[str, Any]], at_once: int) -> list[Answer]:
