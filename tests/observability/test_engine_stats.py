@@ -1,10 +1,10 @@
-"""vLLM's metrics of all replicas: their labels, and what is written for stages without an output processor of vLLM's."""
+"""vLLM's metrics of all replicas: their labels, and what is written for stages that vLLM's output processor skips."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -64,7 +64,9 @@ def written(replica: ReplicaId) -> Values:
 
 def one(name: str, replica: ReplicaId, **labels: str) -> float:
     """The only value of that name for a replica."""
-    found = [value for (known, rest), value in written(replica).items() if known == name and labels.items() <= set(rest)]
+    found = [
+        value for (known, rest), value in written(replica).items() if known == name and labels.items() <= set(rest)
+    ]
     assert len(found) == 1, (name, replica, found)
     return found[0]
 
@@ -158,13 +160,15 @@ def test_other_metrics_stay_registered_when_a_replica_joins(config: VllmConfig, 
 class Told(loggers.StatLoggerBase):
     """A stat logger plugin for single engines."""
 
-    made: list[tuple[int, list[Any]]] = []
+    made: ClassVar[list[tuple[int, list[Any]]]] = []
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self.steps: list[Any] = []
         self.made.append((engine_index, self.steps))
 
-    def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
         self.steps.append(engine_idx)
 
     def log_engine_initialized(self) -> None: ...

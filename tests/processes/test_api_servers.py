@@ -28,6 +28,7 @@ from tests.support.cluster import (
     LOOK_EVERY_S,
     MODEL,
     STAGES,
+    USAGE,
     Answer,
     Headless,
     all_up,
@@ -339,11 +340,11 @@ def made_by_replicas(before: Any, after: Any, stage: str) -> dict[str, float]:
     return {each: count for each, count in grown.items() if count}
 
 
-def received(answers: list[Answer], stage: str) -> dict[str, float]:
-    """The tokens of a stage in these answers, by the replica that made them."""
+def received(answers: list[Answer], stage: str, tokens: str) -> dict[str, float]:
+    """The tokens in these answers, by the replica of a stage that made them."""
     counts: Counter[str] = Counter()
     for each in answers:
-        counts[each.where[stage]] += each.tokens[stage]
+        counts[each.where[stage]] += each.tokens[tokens]
     return dict(counts)
 
 
@@ -384,8 +385,8 @@ def test_replicas_join_and_leave(two: Server, undisturbed: list[Answer], tiny: P
     got += (last := ask_all(two, BODIES, AT_ONCE))
     assert used(last).keys() == {f"{stage}/{n}" for stage in STAGES for n in (0, 1)}
     after = scrape(two)
-    for stage in ("thinker", "talker"):
-        assert made_by_replicas(before, after, stage) == received(got, stage)
+    for stage, tokens in (("thinker", USAGE), ("talker", "talker")):
+        assert made_by_replicas(before, after, stage) == received(got, stage, tokens)
     assert gone_back(before, after) == []
     assert total(after, RUNNING) == 0
 

@@ -7,10 +7,12 @@ import operator
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 DASHBOARD = Path(__file__).parents[2] / "dashboards" / "vllm-omni-ext.json"
 VARIABLES = {"$model": ".*", "$__rate_interval": "1m"}
@@ -19,7 +21,9 @@ VARIABLES = {"$model": ".*", "$__rate_interval": "1m"}
 ADDED = {"instance", "job"}
 """Labels that Prometheus adds when it scrapes."""
 
-TOKEN = re.compile(r'\s*(?:(?P<number>\d+\.?\d*)|(?P<name>[a-zA-Z_:][\w:]*)|(?P<text>"[^"]*")|(?P<op>=~|!~|!=|[-+*/(){}\[\],=]))')
+TOKEN = re.compile(
+    r'\s*(?:(?P<number>\d+\.?\d*)|(?P<name>[a-zA-Z_:][\w:]*)|(?P<text>"[^"]*")|(?P<op>=~|!~|!=|[-+*/(){}\[\],=]))'
+)
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": lambda a, b: a / b if b else float("nan")}
 MATCHES: dict[str, Callable[[str, str], bool]] = {
     "=": operator.eq,
@@ -61,6 +65,27 @@ def names(expression: str) -> set[str]:
     return set(re.findall(r"[a-z_]+:[a-z_]+", expression))
 
 
+def series_of(text: str) -> dict[tuple[str, Labels], float]:
+    """Every value of a scrape, by name and labels."""
+    families = text_string_to_metric_families(text)
+    return {(each.name, frozenset(each.labels.items())): each.value for family in families for each in family.samples}
+
+
+def check(text: str, rows: Container[str], absent: Container[str] = ()) -> None:
+    """Evaluate all queries of some rows over a scrape, except those that read metrics named in `absent`.
+
+    Raises:
+        Wrong: see `shown`.
+    """
+    series = series_of(text)
+    chosen = [
+        each for each in queries() if each.row in rows and not any(name in absent for name in names(each.expression))
+    ]
+    assert chosen
+    for each in chosen:
+        shown(each, {}, series)
+
+
 def shown(query: Query, before: Series, after: Series, seconds: float = 60.0) -> Vector:
     """What a panel shows after two scrapes.
 
@@ -95,7 +120,7 @@ class Evaluation:
 
     def result(self) -> Vector | float:
         """The value of the whole expression."""
-        value = self._binary(("+", "-"), lambda: self._binary(("*", "/"), self._unary))
+        value: Vector | float = self._inside()
         if self._tokens:
             raise Wrong(f"not understood: {self._tokens}")
         return value

@@ -129,7 +129,8 @@ class ReplicaStats(StatLoggerManager):
                     gauges[name][number].set(states[name])
 
     def _loggers(self, number: int) -> Iterable[StatLoggerBase]:
-        return self._joined.get(number, self.stat_loggers)
+        joined = self._joined.get(number)
+        return self.stat_loggers if joined is None else joined
 
     def _of_joined(self) -> list[StatLoggerBase]:
         return [logger for loggers in self._joined.values() for logger in loggers]
