@@ -327,12 +327,12 @@ STAGE_CALLS = (
         ("PrometheusStatLogger.record_sleep_state", "d887d927be7d", "imitated for single engines"),
         (
             "PrometheusStatLogger.__init__",
-            "000000000000",
+            "8510b25fe0a2",
             "called: all engines, and each one that joins",
         ),
         (
             "PrometheusStatLogger.log_metrics_info",
-            "000000000000",
+            "db26cb5f98a8",
             "imitated: a cache config for each replica",
         ),
         ("StatLoggerManager.__init__", "65b4a039ac0c", "called: the loggers of the planned replicas"),
