@@ -28,6 +28,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.modalities.registry import modalities_of
 from vllm_omni_ext.observability.engine_numbers import EngineNumbers
+from vllm_omni_ext.observability.engine_series import NoSeries
 from vllm_omni_ext.observability.engine_stats import ReplicaStats, name_engine, tokens_of
 from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.observability.request_trace import RequestTrace
@@ -95,6 +96,7 @@ class AsyncOmni(TargetedLLM):
                 executor_class=Executor.get_class(config),
                 log_stats=log_stats,
                 log_requests=log_requests,
+                stat_loggers=[NoSeries] if log_stats else None,
                 client_addresses=addresses,
                 client_count=connections.client_count,
                 client_index=connections.client_index,

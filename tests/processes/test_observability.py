@@ -213,6 +213,8 @@ def test_engines_are_named(traffic: Series) -> None:
         assert value(traffic, "vllm:num_requests_running", engine=str(number)) == 0
         assert value(traffic, "vllm:cache_config_info", engine=str(number)) == 1
         assert value(traffic, "vllm:num_requests_running", engine=str(number), stage=stage, replica=f"{stage}/0") == 0
+    of_engines = [dict(labels) for name, labels in traffic if name.startswith("vllm:") and "engine" in dict(labels)]
+    assert of_engines and all({"stage", "replica"} <= labels.keys() for labels in of_engines)
     assert value(traffic, "vllm:generation_tokens_total", engine="1") >= 2 * (FRAMES + 1)
     assert value(traffic, "vllm:request_success_total", engine="0", finished_reason="length") == 3
     assert value(traffic, "vllm:request_success_total", engine="1") == 0

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import (
     ECConnectorProm,
     KVConnectorProm,
@@ -78,6 +79,16 @@ class EngineSeries:
             "_ec_connector_cls": type("ECConnector", (ECConnectorProm,), kinds),
         }
         return type("EngineLogger", (PrometheusStatLogger,), kinds | parts)
+
+
+class NoSeries(PrometheusStatLogger):
+    """In place of the logger that `AsyncLLM` makes before the replicas are known: its series would stay beside ours."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
+        pass
+
+    def log_engine_initialized(self) -> None:
+        """Does nothing."""
 
 
 @contextmanager
