@@ -16,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from examples.server import HOST, Server
+from tests.support import promql
 from tests.support.cluster import (
     LENGTH,
     MODEL,
@@ -93,7 +94,10 @@ def test_replicas_of_other_processes_and_several_api_servers(cluster: Any) -> No
     for replica in (f"{PREFILL}/0", f"{PREFILL}/1"):
         assert value(server, "kv_transfer_bytes_total", replica=replica) > 0
     assert value(server, "kv_wait_seconds_count", source=PREFILL, target=DECODE) >= len(answers)
-    assert value(server, "kv_transfer_failures_total") == value(server, "kv_local_prefills_total") == 0
+    failures = "kv_transfer_failures_total", "kv_local_prefills_total"
+    assert [value(server, name) for name in failures] == [0, 0]
+    scrape = get(server, "/metrics")[1].decode()
+    promql.check(scrape, ("Prefill and decode apart",), {PREFIX + name for name in failures})
 
 
 def test_status_shows_the_prefill_replicas_of_a_decode_stage(cluster: Any) -> None:

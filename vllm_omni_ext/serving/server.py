@@ -87,8 +87,7 @@ def serve(plan: Plan, args: Namespace) -> int:
         print(f"error: the server cannot listen at {where}: {error.strerror or error}", file=sys.stderr)
         return FAILED
     folder = PrivateFolder()
-    if plan.api_servers > 1:
-        share_metrics(folder.path)
+    share_metrics(folder.path)
     for line in unshared_caches(plan):
         print_status(line)
     try:
@@ -103,7 +102,7 @@ def serve(plan: Plan, args: Namespace) -> int:
 
 
 def share_metrics(folder: str) -> None:
-    """Make every API server answer `/metrics` with the metrics of all."""
+    """Make every API server answer `/metrics` with the metrics of all, also of those that have died."""
     directory = os.environ.get(DIRECTORY) or os.path.join(folder, "metrics")
     os.makedirs(directory, exist_ok=True)
     share(directory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_omni_ext.errors import StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.observability.engine_stats import note_sleep
+from vllm_omni_ext.observability.engine_stats import ReplicaStats
 from vllm_omni_ext.runtime.client.calls import OPERATOR_CALLS, TIMEOUT_S, Calls, Replies
 
 Targets = Sequence[str]
@@ -72,7 +72,8 @@ class TargetedLLM(AsyncLLM):
     New requests go to awake replicas, and wait while a stage has none. Profiles are files with the replica's name.
     """
 
-    _engine_numbers: Mapping[ReplicaId, int]
+    replica_stats: ReplicaStats | None = None
+    """vLLM's statistics of all replicas; None without `log_stats`."""
 
     collective_rpc = _with_targets("collective_rpc")
     sleep = _with_targets("sleep")
@@ -129,6 +130,5 @@ class TargetedLLM(AsyncLLM):
             await self.renderer.clear_mm_cache_async()
 
     def _note_sleep(self, replicas: Sequence[ReplicaId], level: int | None) -> None:
-        if self.logger_manager is not None:
-            engines = [self._engine_numbers[replica] for replica in replicas if replica in self._engine_numbers]
-            note_sleep(self.logger_manager, engines, level)
+        if self.replica_stats is not None:
+            self.replica_stats.note_sleep(replicas, level)
