@@ -136,6 +136,7 @@ class AsyncOmni(TargetedLLM):
             self.connections, self.orchestrator, replicas, take=self._take, joined=self._joined, lost=self._lost
         )
         self._fleet_open = self.replica_connections
+        self._follow_operators(self.connections.operator_state, self.replica_connections)
         self._connected = True
         self.replica_connections.start()
         self._run_output_handler()
@@ -192,6 +193,7 @@ class AsyncOmni(TargetedLLM):
             modalities=modalities_of(family_of(self.plan.family)),
             replicas=replicas,
             keep=keep,
+            alone=self.connections.client_count == 1,
             ended=self._ended,
         )
         planned = [each.id for each in self.plan.replicas()]

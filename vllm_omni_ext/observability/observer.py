@@ -49,6 +49,7 @@ class Observer:
         replicas: all replicas; they must be up.
         modalities: modalities of output chunks, by name.
         keep: number of request traces kept for `trace`.
+        alone: no other API server sets the same gauges.
         ended: called with every record when its request has ended.
         clock: monotonic clock, seconds.
     """
@@ -61,6 +62,7 @@ class Observer:
         replicas: Iterable[ReplicaId],
         modalities: Mapping[str, Modality] = CORE,
         keep: int = 0,
+        alone: bool = True,
         ended: Callable[[RequestTrace], None] = lambda record: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,6 +70,7 @@ class Observer:
         self._frontend = frontend
         self._modalities = modalities
         self._keep = keep
+        self._alone = alone
         self._ended = ended
         self._clock = clock
         self._quiet: Callable[[], None] = lambda: None
@@ -160,9 +163,7 @@ class Observer:
     def loaded(self, replica: ReplicaId, stats: SchedulerStats) -> None:
         """Record the statistics of a replica's scheduler."""
         load = stats.num_running_reqs, stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        if (
-            self.loads.get(replica) != load or self._metrics.shared
-        ):  # shared: another process may have set another value
+        if self.loads.get(replica) != load or not self._alone:  # another API server may have set another value
             self.loads[replica] = load
             running, waiting = self._load[replica]
             running.set(load[0])
