@@ -389,6 +389,8 @@ def test_replicas_join_and_leave(two: Server, undisturbed: list[Answer], tiny: P
         assert made_by_replicas(before, after, stage) == received(got, stage, tokens)
     assert gone_back(before, after) == []
     assert total(after, RUNNING) == 0
+    numbers = {(dict(labels)["replica"], dict(labels)["engine"]) for name, labels in after if name == TOKENS}
+    assert len(numbers) == len(dict(numbers)) == 7, "the API servers agree on the number of each replica"
 
 
 def test_an_api_server_and_then_the_head_are_killed(two: Server) -> None:
