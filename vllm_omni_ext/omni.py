@@ -204,7 +204,12 @@ class AsyncOmni(TargetedLLM):
         if self.log_stats:  # vLLM's constructor received only the first replica
             configs = {replica: each.client.vllm_config for replica, each in replicas.items()}
             self.replica_stats = self.logger_manager = ReplicaStats(
-                config, configs, self._numbers, planned=planned, client_count=self._client_count
+                config,
+                configs,
+                self._numbers,
+                planned=planned,
+                client_count=self._client_count,
+                replaces=self.connections.ready_responses is not None,
             )
 
     def _ended(self, record: RequestTrace) -> None:
@@ -235,7 +240,7 @@ class AsyncOmni(TargetedLLM):
     def _joined(self, replica: StockReplica) -> None:
         self._name_engine(self._numbers.of(replica.id), replica.id)
         if self.replica_stats is not None:
-            self.replica_stats.add(replica.id, replica.client.vllm_config)
+            self.replica_stats.joined(replica.id, replica.client.vllm_config)
         if self._is_frontend(replica.id):
             self.engine_core.joined(replica)
 

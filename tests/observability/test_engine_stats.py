@@ -38,10 +38,15 @@ def config(tiny: Path) -> VllmConfig:
 
 
 def stats_of(
-    config: VllmConfig, *, connected: tuple[ReplicaId, ...] = (TEXT, CODES), client_count: int = 1
+    config: VllmConfig,
+    *,
+    connected: tuple[ReplicaId, ...] = (TEXT, CODES),
+    client_count: int = 1,
+    replaces: bool = False,
 ) -> ReplicaStats:
-    numbers, known = EngineNumbers("text", STAGES, (TEXT, CODES)), dict.fromkeys(connected, config)
-    return ReplicaStats(config, known, numbers, planned=(TEXT, CODES), client_count=client_count)
+    numbers, configs = EngineNumbers("text", STAGES, (TEXT, CODES)), dict.fromkeys(connected, config)
+    planned = (TEXT, CODES)
+    return ReplicaStats(config, configs, numbers, planned=planned, client_count=client_count, replaces=replaces)
 
 
 @pytest.fixture
@@ -149,6 +154,26 @@ def test_sleep_is_shown_for_the_replicas_that_sleep(config: VllmConfig, stats: R
     assert awake() == [0, 0, 0]
     stats.note_sleep([TEXT, JOINED], None)
     assert awake() == [1, 0, 1]
+    stats.joined(CODES, config)
+    assert awake() == [1, 1, 1], "another process has its name"
+
+
+def test_an_api_server_that_replaces_another_one_does_not_wake_replicas(config: VllmConfig) -> None:
+    """What it does not write, others have written: a new value of this kind yields to any that was set."""
+    stats = stats_of(config, connected=(TEXT, CODES, JOINED), replaces=True)
+    later = ReplicaId("text", 1)
+    stats.add(later, config)
+    try:
+        assert [one("vllm:engine_sleep_state", each, sleep_state="awake") for each in (TEXT, CODES, JOINED, later)] == [
+            0,
+            0,
+            0,
+            1,
+        ]
+        stats.record_sleep_state(0, 0)
+        assert one("vllm:engine_sleep_state", JOINED, sleep_state="awake") == 1
+    finally:
+        unregister_vllm_metrics()
 
 
 def test_other_metrics_stay_registered_when_a_replica_joins(config: VllmConfig, stats: ReplicaStats) -> None:

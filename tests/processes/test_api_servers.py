@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -340,12 +339,9 @@ def made_by_replicas(before: Any, after: Any, stage: str) -> dict[str, float]:
     return {each: count for each, count in grown.items() if count}
 
 
-def received(answers: list[Answer], stage: str, tokens: str) -> dict[str, float]:
-    """The tokens in these answers, by the replica of a stage that made them."""
-    counts: Counter[str] = Counter()
-    for each in answers:
-        counts[each.where[stage]] += each.tokens[tokens]
-    return dict(counts)
+def received(answers: list[Answer], tokens: str) -> int:
+    """The tokens in these answers."""
+    return sum(each.tokens[tokens] for each in answers)
 
 
 def test_replicas_join_and_leave(two: Server, undisturbed: list[Answer], tiny: Path, tmp_path: Path, port: int) -> None:
@@ -386,9 +382,13 @@ def test_replicas_join_and_leave(two: Server, undisturbed: list[Answer], tiny: P
     assert used(last).keys() == {f"{stage}/{n}" for stage in STAGES for n in (0, 1)}
     after = scrape(two)
     for stage, tokens in (("thinker", USAGE), ("talker", "talker")):
-        assert made_by_replicas(before, after, stage) == received(got, stage, tokens)
+        made = made_by_replicas(before, after, stage)
+        assert sum(made.values()) == received(got, tokens), made
+    assert made.keys() == {"talker/0", "talker/1", "talker/2"}
     assert gone_back(before, after) == []
     assert total(after, RUNNING) == 0
+    numbers = {(dict(labels)["replica"], dict(labels)["engine"]) for name, labels in after if name == TOKENS}
+    assert len(numbers) == len(dict(numbers)) == 7, "the API servers agree on the number of each replica"
 
 
 def test_an_api_server_and_then_the_head_are_killed(two: Server) -> None:

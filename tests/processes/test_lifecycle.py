@@ -153,7 +153,7 @@ def test_totals_go_on_when_the_only_api_server_is_killed(recovering: Server) -> 
     after = scrape(recovering)
     assert gone_back(before, after) == []
     for stage, tokens in (("thinker", USAGE), ("talker", "talker")):
-        assert made_by_replicas({}, after, stage) == received(got, stage, tokens)
+        assert made_by_replicas({}, after, stage) == {f"{stage}/0": received(got, tokens)}
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import Gauge
@@ -35,7 +35,9 @@ class ReplicaStats(StatLoggerManager):
     Args:
         config: the frontend's config, which names the model.
         replicas: config of each replica that is connected.
-        planned: numbers of the replicas of the plan, connected or not.
+        planned: the replicas of the plan, connected or not.
+        replaces: whether this API server replaces one that has died. Then it does not begin by saying that all replicas
+            are awake, as vLLM does: the others' last word stays in the values that they share.
     """
 
     def __init__(
@@ -46,13 +48,15 @@ class ReplicaStats(StatLoggerManager):
         *,
         planned: Iterable[ReplicaId],
         client_count: int,
+        replaces: bool = False,
     ) -> None:
         self._config = config
         self._numbers = numbers
         self._joined: dict[int, list[StatLoggerBase]] = {}
         self._cache_info: dict[int, Any] = {}
         self._series = EngineSeries(numbers.replica)
-        self._logger_class = _replica_logger(self._series, alone=client_count == 1)
+        self._knows_sleep = not replaces
+        self._logger_class = _replica_logger(self._series, lambda: self._knows_sleep, alone=client_count == 1)
         super().__init__(
             vllm_config=config,
             engine_idxs=sorted(map(numbers.of, planned)),
@@ -62,6 +66,7 @@ class ReplicaStats(StatLoggerManager):
         self.log_engine_initialized()
         for replica, its_config in replicas.items():
             self.add(replica, its_config)
+        self._knows_sleep = True
 
     def add(self, replica: ReplicaId, config: VllmConfig) -> None:
         """Make the series of a replica that is connected, unless they exist."""
@@ -87,6 +92,11 @@ class ReplicaStats(StatLoggerManager):
         adapters = [each for each in self.stat_loggers if isinstance(each, PerEngineStatLoggerAdapter)]
         kinds = [type(next(iter(each.per_engine_stat_loggers.values()))) for each in adapters]
         return own + [kind(self._config, number) for kind in kinds]
+
+    def joined(self, replica: ReplicaId, config: VllmConfig) -> None:
+        """A replica's process is new, and so awake, whatever an earlier one of its name was."""
+        self.add(replica, config)
+        self.note_sleep([replica], None)
 
     def lost(self, replica: ReplicaId) -> None:
         """A replica's connection is closed: nothing runs or waits there. Its totals stay."""
@@ -136,8 +146,15 @@ class ReplicaStats(StatLoggerManager):
         return [logger for loggers in self._joined.values() for logger in loggers]
 
 
-def _replica_logger(series: EngineSeries, *, alone: bool) -> type[PrometheusStatLogger]:
-    """Return the class of vLLM's logger that writes to these metrics; `alone` if no other process sets their gauges."""
+def _replica_logger(
+    series: EngineSeries, knows_sleep: Callable[[], bool], *, alone: bool
+) -> type[PrometheusStatLogger]:
+    """Return the class of vLLM's logger that writes to these metrics.
+
+    Args:
+        knows_sleep: whether it writes to those of sleep.
+        alone: no other process sets their gauges.
+    """
     base: Any = series.logger_class()
 
     class ReplicaLogger(base):  # type: ignore[misc]
@@ -167,6 +184,10 @@ def _replica_logger(series: EngineSeries, *, alone: bool) -> type[PrometheusStat
                 self._written[engine_idx] = state
             self.counter_generation_tokens[engine_idx].inc(iteration_stats.num_generation_tokens)
             self.histogram_iteration_tokens[engine_idx].observe(iteration_stats.num_generation_tokens)
+
+        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+            if knows_sleep():
+                super().record_sleep_state(sleep, level)
 
         def log_metrics_info(self, type: str, config_obj: Any) -> None:
             """Does nothing: each replica has a cache config of its own, see `ReplicaStats.add`."""
