@@ -128,9 +128,7 @@ class VocoderStream:
         part, self._next = self._next, self._next + 1
         self._pending.append(_Pending(part, start, self._submitted, self._closed))
         prompt = self.frames.between(start, self._submitted).ravel().tolist()
-        return Submit(
-            stage=CODE2WAV, part=part, prompt=prompt, pooling_task=POOLING_TASK, last=self._closed, due=due
-        )
+        return Submit(stage=CODE2WAV, part=part, prompt=prompt, pooling_task=POOLING_TASK, last=self._closed, due=due)
 
     def receive(self, event: Produced) -> Piece | None:
         """Handle an answer; return new sound, or None if the client has all of it already.

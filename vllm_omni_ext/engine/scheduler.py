@@ -6,8 +6,8 @@ every request of a step. A request whose next input is missing is held with vLLM
 all requests are held, the engine reports no work, so it sleeps on its input queue until the next chunk, request or
 abort wakes it.
 
-`DueFirst` is for a stage whose outputs are waited for at known times. vLLM's own policy `priority` orders the requests by
-the time at which each is due; short steps keep what is due soon from waiting behind a step that began just before.
+`DueFirst` is for a stage whose outputs are waited for at known times. vLLM's own policy `priority` orders the requests
+by the time at which each is due; short steps keep what is due soon from waiting behind a step that began just before.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class DueFirst(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._most = self.max_num_scheduled_tokens
+        self._most: int = self.max_num_scheduled_tokens  # type: ignore[has-type]
         self._budget = StepBudget(LONGEST_STEP_S)
         self._began = self._ended = 0.0
 
