@@ -171,7 +171,11 @@ SCHEDULER = (
     *seams_in(
         "vllm.v1.core.sched.scheduler",
         ("Scheduler.__init__", "74c31cd5056b", "subclassed"),
-        ("Scheduler.schedule", "272db55b70fe", "overridden: holds starved requests by next_decode_eligible_step"),
+        (
+            "Scheduler.schedule",
+            "272db55b70fe",
+            "overridden: holds starved requests by next_decode_eligible_step, short by max_num_scheduled_tokens",
+        ),
         (
             "Scheduler._reserve_prefill_lookahead",
             "1570acd92f79",
