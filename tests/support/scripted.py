@@ -20,6 +20,7 @@ from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.plugins.registry import family_of
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions, RuntimeContext
 from vllm_omni_ext.plugins.spec import resolve
+from vllm_omni_ext.wire.operator_state import NOTHING_CHANGED
 from vllm_omni_ext.wire.stage_input import TICKET
 
 RATE = 24_000
@@ -66,6 +67,7 @@ class ScriptedOmni:
     errored = False
     log_stats = False
     connections = SimpleNamespace(client_index=0, client_count=1, board=None)
+    operator_state = NOTHING_CHANGED
     trace_files = None
     orchestrator = SimpleNamespace(pools=defaultdict(lambda: SimpleNamespace(replicas=())), pairs=list)
 

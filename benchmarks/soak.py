@@ -1,0 +1,383 @@
+"""Mixed requests for a long time while processes are killed: what is lost, and what is left over.
+
+A server with two replicas of each stage and two API servers answers texts, spoken answers, read-aloud texts, pictures
+and sounds, some of which are given up in the middle or at once. Every `--kill-every` seconds one of its processes is
+killed. Each answer is compared with the first one to the same request, taken before anything is killed. A request whose
+connection broke, because its API server was killed, is asked again. After `--settle` seconds, and at the end, the
+clients pause, and memory (PSS), file descriptors, threads, shared memory and blocks are counted.
+
+    python benchmarks/soak.py [MODEL] [--seconds 1200] [--settle 120] [--kill-every 60] [--clients 6] [--json FILE]
+
+The exit status is 1 if a request was lost, or descriptors, threads, shared memory or blocks were left over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # run as a file, from anywhere
+
+import aiohttp
+import numpy as np
+import psutil
+import soundfile
+from checkpoint import checkpoint, parser
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+
+from examples.server import Server, alive
+
+MODEL = "model"
+TRIES = 5
+"""How often a request is asked whose connection breaks."""
+ANSWER_S = 120.0
+QUIET_S = 120.0
+"""How long it may take until nothing runs and all processes are there."""
+LOOK_EVERY_S = 0.5
+VICTIMS = ("talker/0", "api_server/1", "code2wav/1", "thinker/0", "coordinator", "talker/1", "api_server/0")
+FLAGS = ("--served-model-name", MODEL, "--max-model-len", "2048", "--api-server-count", "2")
+TWO = json.dumps({stage: {"replicas": 2} for stage in ("thinker", "talker", "code2wav")})
+
+
+class Wrong(Exception):
+    """An answer that is not the expected one."""
+
+
+def chat(content: Any, **more: Any) -> dict[str, Any]:
+    """A greedy chat request of fixed lengths, with sound unless `more` says otherwise."""
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_completion_tokens": 24,
+        "ignore_eos": True,
+        "talker": {"temperature": 0, "min_tokens": 32, "max_tokens": 33},
+        **more,
+    }
+
+
+def picture() -> dict[str, Any]:
+    """A part of a message with a small picture."""
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    Image.fromarray(pixels).save(file := io.BytesIO(), "png")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def sound() -> dict[str, Any]:
+    """A part of a message with half a second of noise."""
+    noise = np.random.default_rng(1).normal(0, 0.1, 8000).astype("f4")
+    soundfile.write(file := io.BytesIO(), noise, 16_000, format="wav")
+    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}}
+
+
+TEXT = {"modalities": ["text"]}
+SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "ethan", "format": "wav"}}
+STREAMED = {"modalities": ["text", "audio"], "audio": {"voice": "ethan", "format": "pcm16"}, "stream": True}
+REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "text": ("/chat/completions", chat("Tell me about the moon.", **TEXT)),
+    "spoken": ("/chat/completions", chat("What is this?", **SPOKEN)),
+    "streamed": ("/chat/completions", chat("Sing me a song.", **STREAMED)),
+    "read aloud": ("/audio/speech", {"model": MODEL, "input": "The blue cat.", "voice": "ethan"}),
+    "picture": ("/chat/completions", chat([picture(), {"type": "text", "text": "What is it?"}], **TEXT)),
+    "sound": ("/chat/completions", chat([sound(), {"type": "text", "text": "What is it?"}], **SPOKEN)),
+}
+GIVEN_UP = ("given up in the middle", "given up at once")
+READ_ALOUD = {"talker": {"temperature": 0, "min_tokens": 32, "max_tokens": 33}}
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a server holds while it does nothing.
+
+    `pss`, `descriptors` and `threads` are by process. `shared_bytes` and `shared_names` are those of /dev/shm.
+    """
+
+    pss: dict[str, int]
+    descriptors: dict[str, int]
+    threads: dict[str, int]
+    shared_bytes: int
+    shared_names: int
+    requests: float
+    blocks: float
+
+    def left_over(self, before: Level) -> list[str]:
+        """What this level has more of than another, but for memory."""
+        kinds = {"descriptors": (self.descriptors, before.descriptors), "threads": (self.threads, before.threads)}
+        found = [
+            f"{name}: {now[name] - was.get(name, 0)} more {kind}"
+            for kind, (now, was) in kinds.items()
+            for name in now
+            if now[name] > was.get(name, 0)
+        ]
+        if self.shared_names > before.shared_names:
+            found.append(f"{self.shared_names - before.shared_names} more names in /dev/shm")
+        return found + ["requests are held"] * bool(self.requests) + ["blocks are held"] * bool(self.blocks)
+
+
+@dataclass
+class Result:
+    """What has happened: requests by kind and outcome, processes that were killed, and the two levels."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+    killed: Counter[str] = field(default_factory=Counter)
+    levels: list[Level] = field(default_factory=list)
+
+    def growth(self) -> float:
+        """Growth of all processes' memory between the levels, as a share of the first."""
+        first, last = (sum(level.pss.values()) for level in (self.levels[0], self.levels[-1]))
+        return last / first - 1
+
+    def left_over(self) -> list[str]:
+        """What was left over at the end."""
+        return self.levels[-1].left_over(self.levels[0])
+
+
+class Soak:
+    """Clients of one server, the one who kills its processes, and what they have seen."""
+
+    def __init__(self, server: Server, seed: int = 0) -> None:
+        self._server = server
+        self._chance = random.Random(seed)
+        self._expected: dict[str, Any] = {}
+        self._going = asyncio.Event()
+        self._asked = 0
+        self.result = Result()
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    async def client(self) -> None:
+        """Ask one request after the other, until cancelled."""
+        while True:
+            await self._going.wait()
+            kind = self._chance.choice((*REQUESTS, *GIVEN_UP))
+            self._asked += 1
+            try:
+                await self._answered(kind)
+            finally:
+                self._asked -= 1
+
+    async def _answered(self, kind: str) -> None:
+        for _ in range(TRIES):
+            try:
+                outcome = await (self._give_up(kind) if kind in GIVEN_UP else self.ask(kind))
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
+                self.result.outcomes["connections that broke"] += 1
+                await asyncio.sleep(LOOK_EVERY_S)  # until the API server that follows accepts connections
+                continue
+            except (Wrong, TimeoutError) as error:
+                self.result.lost.append(f"{kind}: {error!r}")
+                return
+            self.result.outcomes[outcome] += 1
+            return
+        self.result.lost.append(f"{kind}: the connection broke {TRIES} times")
+
+    async def ask(self, kind: str) -> str:
+        """Ask a request and compare its answer; returns the outcome."""
+        path, fields = REQUESTS[kind]
+        if kind == "read aloud":
+            fields = fields | READ_ALOUD
+        async with self._post(path, fields) as reply:
+            if reply.status != 200:
+                raise Wrong(f"status {reply.status}: {(await reply.text())[:300]}")
+            answer = heard(kind, await reply.read())
+        if not same(self._expected.setdefault(kind, answer), answer):
+            raise Wrong("another answer than the first one")
+        return kind
+
+    async def _give_up(self, kind: str) -> str:
+        path, fields = REQUESTS["streamed"]
+        async with self._post(path, fields) as reply:
+            if kind == GIVEN_UP[0]:
+                async for _ in reply.content:
+                    break
+            reply.close()
+        return kind
+
+    @asynccontextmanager
+    async def _post(self, path: str, fields: Mapping[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A request over a connection of its own, which any API server may accept."""
+        limit = aiohttp.ClientTimeout(total=ANSWER_S)
+        connector = aiohttp.TCPConnector(force_close=True)
+        url = self._server.base_url + path
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=limit) as session,
+            session.post(url, json=fields) as reply,
+        ):
+            yield reply
+
+    # -- processes ----------------------------------------------------------------------------------------------
+
+    async def killer(self, every_s: float) -> None:
+        """Kill one process after the other, until cancelled."""
+        for victim in itertools.cycle(VICTIMS):
+            await asyncio.sleep(every_s)
+            os.kill((await self.processes())[victim], signal.SIGKILL)
+            self.result.killed[victim.partition("/")[0]] += 1
+
+    async def processes(self) -> dict[str, int]:
+        """Process ids by name, as the server tells them."""
+        said = json.loads(await self._get("/v1/omni/status"))
+        found = {each["id"]: each["pid"] for stage in said["stages"] for each in stage["replicas"]}
+        found |= {f"api_server/{each['index']}": each["pid"] for each in said["api_servers"]}
+        return {**found, "coordinator": said["coordinator"]["pid"], "head": self._server.pid}
+
+    async def _get(self, path: str) -> str:
+        url = self._server.base_url.removesuffix("/v1") + path
+        for _ in range(TRIES):
+            try:
+                async with aiohttp.ClientSession() as session, session.get(url) as reply:
+                    return await reply.text()
+            except aiohttp.ClientConnectionError:
+                await asyncio.sleep(LOOK_EVERY_S)
+        raise ConnectionError(f"{url} does not answer")
+
+    # -- levels -------------------------------------------------------------------------------------------------
+
+    def go(self) -> None:
+        """Let the clients ask."""
+        self._going.set()
+
+    async def level(self) -> Level:
+        """Pause the clients, wait until the server does nothing and has all its processes, and count."""
+        self._going.clear()
+        await until(self._quiet)
+        return counted(await self.processes(), *await self._held())
+
+    async def _quiet(self) -> bool:
+        said = json.loads(await self._get("/v1/omni/status"))
+        replicas = [each for stage in said["stages"] for each in stage["replicas"]]
+        states = {each["state"] for each in (*replicas, *said["api_servers"])}
+        held = any(each["running"] + each["waiting"] for each in replicas)
+        return states == {"UP"} and not (self._asked or held or any(await self._held()))
+
+    async def _held(self) -> tuple[float, float]:
+        """Open requests, and the share of blocks that are in use, of all replicas together."""
+        sums: Counter[str] = Counter()
+        for family in text_string_to_metric_families(await self._get("/metrics")):
+            for sample in family.samples:
+                sums[sample.name] += sample.value
+        return sums["vllm_omni_ext:replica_requests_in_flight"], sums["vllm:kv_cache_usage_perc"]
+
+
+def heard(kind: str, body: bytes) -> Any:
+    """The text and the samples of an answer."""
+    if kind == "read aloud":
+        return "", soundfile.read(io.BytesIO(body), dtype="int16")[0]
+    if kind != "streamed":
+        message = json.loads(body)["choices"][0]["message"]
+        spoken = message.get("audio")
+        data = io.BytesIO(base64.b64decode(spoken["data"])) if spoken else None
+        return message["content"], np.zeros(0, "i2") if data is None else soundfile.read(data, dtype="int16")[0]
+    events = [json.loads(line[6:]) for line in body.splitlines() if line.startswith(b"data: {")]
+    if errors := [event["error"] for event in events if "error" in event]:
+        raise Wrong(str(errors[0]))
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    pieces = [base64.b64decode(delta["audio"]["data"]) for delta in deltas if (delta.get("audio") or {}).get("data")]
+    return "".join(delta.get("content") or "" for delta in deltas), np.frombuffer(b"".join(pieces), "<i2")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two answers are equal; samples may differ by the rounding of sums in another order."""
+    (text, samples), (others_text, others_samples) = one, other
+    if text != others_text or len(samples) != len(others_samples):
+        return False
+    return bool((np.abs(samples.astype("i4") - others_samples.astype("i4")) <= 1).all())
+
+
+def counted(processes: Mapping[str, int], requests: float, blocks: float) -> Level:
+    """Count what these processes hold."""
+    found = {name: psutil.Process(pid) for name, pid in processes.items()}
+    return Level(
+        pss={name: process.memory_full_info().pss for name, process in found.items()},
+        descriptors={name: process.num_fds() for name, process in found.items()},
+        threads={name: process.num_threads() for name, process in found.items()},
+        shared_bytes=psutil.disk_usage("/dev/shm").used,
+        shared_names=len(os.listdir("/dev/shm")),
+        requests=requests,
+        blocks=blocks,
+    )
+
+
+async def until(true: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until something is true; TimeoutError if it is not in time."""
+    async with asyncio.timeout(QUIET_S):
+        while not await true():
+            await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def soak(server: Server, *, seconds: float, settle: float, kill_every: float, clients: int) -> Result:
+    """Run for so many seconds."""
+    run, began = Soak(server), time.monotonic()
+    for kind in REQUESTS:
+        await run.ask(kind)
+    tasks = [asyncio.create_task(run.client()) for _ in range(clients)]
+    tasks.append(asyncio.create_task(run.killer(kill_every)))
+    try:
+        for end in (settle, seconds):
+            run.go()
+            await asyncio.sleep(max(0.0, began + end - time.monotonic()))
+            run.result.levels.append(await run.level())
+            if failed := [task for task in tasks if task.done()]:
+                failed[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+    return run.result
+
+
+def show(result: Result) -> None:
+    """Print what has happened."""
+    print(f"answered: {dict(result.outcomes)}; killed: {dict(result.killed)}")
+    print(f"{'':<14}{'PSS, MiB':>10}{'later':>8}{'fds':>6}{'later':>6}{'threads':>8}{'later':>6}")
+    first, last = result.levels[0], result.levels[-1]
+    for name in sorted(last.pss):
+        mib = [level.pss.get(name, 0) / 2**20 for level in (first, last)]
+        tables = first.descriptors, last.descriptors, first.threads, last.threads
+        counts = [table.get(name, 0) for table in tables]
+        print(f"{name:<14}{mib[0]:>10.1f}{mib[1]:>8.1f}{counts[0]:>6}{counts[1]:>6}{counts[2]:>8}{counts[3]:>6}")
+    print(f"memory of all: {result.growth():+.2%}; shared memory: {last.shared_bytes - first.shared_bytes:+,} bytes")
+    print(f"left over: {', '.join(result.left_over()) or 'nothing'}")
+    print(f"lost: {len(result.lost)}", *result.lost[:10], sep="\n  ")
+
+
+def main() -> int:
+    """Start a server, run, print."""
+    flags = parser(str(__doc__))
+    flags.add_argument("--seconds", type=float, default=1200.0)
+    flags.add_argument("--settle", type=float, default=120.0, help="seconds until the first level is taken")
+    flags.add_argument("--kill-every", type=float, default=60.0, metavar="SECONDS")
+    flags.add_argument("--clients", type=int, default=6)
+    flags.add_argument("--json", type=Path)
+    args = flags.parse_args()
+    with checkpoint(args.model) as model, tempfile.TemporaryDirectory() as folder:
+        with Server(model, Path(folder) / "log", [*FLAGS, "--stage-overrides", TWO]) as server:
+            times = {"seconds": args.seconds, "settle": args.settle, "kill_every": args.kill_every}
+            result = asyncio.run(soak(server, **times, clients=args.clients))
+            processes = server.processes()
+        left = [process for process in processes if alive(process)]
+    show(result)
+    if args.json:
+        args.json.write_text(json.dumps(asdict(result) | {"growth": result.growth()}, indent=1))
+    return int(bool(result.lost or result.left_over() or left))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
