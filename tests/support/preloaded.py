@@ -77,11 +77,14 @@ class Started:
 
 
 class Nursery:
-    """The process with the modules. Use as a context manager; the process starts with the first command."""
+    """The process with the modules. Use as a context manager; the process starts with the first command.
+
+    Commands that run in forks have the environment of the nursery's beginning, but for `FREE`.
+    """
 
     def __init__(self) -> None:
         self._control: socket.socket | None = None
-        self._environment: dict[str, str] = {}
+        self._environment = _fixed(os.environ)
 
     def __enter__(self) -> Nursery:
         return self
@@ -97,12 +100,12 @@ class Nursery:
         """Start a command in a session of its own; None: this command needs a new process."""
         if list(words[:1]) != command()[:1] or len(command()) > 1:
             return None
+        if _fixed(os.environ) != self._environment:
+            return None
+        if any((path / "sitecustomize.py").exists() for path in _search_path()):
+            return None
         if self._control is None:
             self._begin()
-        if _fixed(os.environ) != self._environment or any(
-            (path / "sitecustomize.py").exists() for path in _search_path()
-        ):
-            return None
         assert self._control is not None
         ours, theirs = socket.socketpair()
         message = {"words": list(words), "environment": dict(os.environ), "folder": os.getcwd()}
@@ -111,7 +114,6 @@ class Nursery:
         return Started(ours)
 
     def _begin(self) -> None:
-        self._environment = _fixed(os.environ)
         self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
