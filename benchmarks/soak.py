@@ -229,6 +229,7 @@ class Soak:
         """Kill one process after the other, until cancelled."""
         for victim in itertools.cycle(VICTIMS):
             await asyncio.sleep(every_s)
+            await self._going.wait()
             os.kill((await self.processes())[victim], signal.SIGKILL)
             self.result.killed[victim.partition("/")[0]] += 1
 
@@ -258,15 +259,18 @@ class Soak:
     async def level(self) -> Level:
         """Pause the clients, wait until the server does nothing and has all its processes, and count."""
         self._going.clear()
-        await until(self._quiet)
+        await until_nothing(self._busy)
         return counted(await self.processes(), *await self._held())
 
-    async def _quiet(self) -> bool:
+    async def _busy(self) -> str:
+        """What is not quiet, or not there; empty: nothing."""
         said = json.loads(await self._get("/v1/omni/status"))
         replicas = [each for stage in said["stages"] for each in stage["replicas"]]
         states = {each["state"] for each in (*replicas, *said["api_servers"])}
         held = any(each["running"] + each["waiting"] for each in replicas)
-        return states == {"UP"} and not (self._asked or held or any(await self._held()))
+        requests, blocks = await self._held()
+        facts = {"asked": self._asked, "running": held, "requests": requests, "blocks": blocks}
+        return " ".join([f"{name}={fact}" for name, fact in facts.items() if fact] + sorted(states - {"UP"}))
 
     async def _held(self) -> tuple[float, float]:
         """Open requests, and the share of blocks that are in use, of all replicas together."""
@@ -316,11 +320,17 @@ def counted(processes: Mapping[str, int], requests: float, blocks: float) -> Lev
     )
 
 
-async def until(true: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until something is true; TimeoutError if it is not in time."""
-    async with asyncio.timeout(QUIET_S):
-        while not await true():
-            await asyncio.sleep(LOOK_EVERY_S)
+async def until_nothing(look: Callable[[], Awaitable[str]]) -> None:
+    """Wait until a look returns nothing.
+
+    Raises:
+        Wrong: it still returns something after `QUIET_S`.
+    """
+    deadline = time.monotonic() + QUIET_S
+    while found := await look():
+        if time.monotonic() > deadline:
+            raise Wrong(f"the server does not come to rest: {found}")
+        await asyncio.sleep(LOOK_EVERY_S)
 
 
 async def soak(server: Server, *, seconds: float, settle: float, kill_every: float, clients: int) -> Result:
