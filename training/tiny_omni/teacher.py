@@ -18,6 +18,8 @@ RATE = 24_000
 PITCH = {"chelsie": 200.0, "ethan": 100.0}
 FORMANTS = {"chelsie": 1.0, "ethan": 0.87}
 SPEED = 1.0
+VOICED = 40
+"""Hz; the teacher gives a lower pitch where there is none."""
 LOUDNESS = 0.12
 """Root mean square of the loudest tenth of a second of each word, relative to full scale 1 (before `PEAK`)."""
 PEAK = 0.9
@@ -61,16 +63,23 @@ class Teacher:
 
         self._hibari, self._dsp = Hibari(), dsp
 
-    def say(self, word: str, voice: str, speed: float = SPEED, pitch: float | None = None, seed: int = 0) -> np.ndarray:
-        """Return a word's sound, a whole number of frames; the same arguments give the same samples."""
-        hertz = pitch or PITCH[voice]
+    def say(self, word: str, voice: str) -> np.ndarray:
+        """Return a word's sound in a voice of the model, a whole number of frames."""
+        return self.render(word, formants=FORMANTS[voice], pitch=PITCH[voice], speed=SPEED, seed=0)
+
+    def render(self, word: str, *, formants: float, pitch: float, speed: float, seed: int) -> np.ndarray:
+        """Return a word's sound; the same arguments give the same samples.
+
+        Args:
+            pitch: Hz, or 0 for the teacher's own melody.
+        """
         ids = self._hibari.ids(self._hibari.phonemize(word.capitalize() + ".")[0])
         feed = {"ids": np.asarray([ids], np.int64), "speed": np.asarray([speed], np.float32)}
         tone, turn, noise, rest, phase, f0 = (out[0] for out in self._hibari.sess.run(None, feed))
-        tone, turn, noise, rest = (warp(part, FORMANTS[voice]) for part in (tone, turn, noise, rest))
-        flat = np.where(f0 > 40, hertz, 0).astype(np.float32)
-        sound = self._dsp.synth(tone, turn, noise, rest, phase, flat, np.random.default_rng(seed))
-        return trim(sound, round(RATE / hertz))
+        tone, turn, noise, rest = (warp(part, formants) for part in (tone, turn, noise, rest))
+        melody = np.where(f0 > VOICED, pitch, 0).astype(np.float32) if pitch else f0
+        sound = self._dsp.synth(tone, turn, noise, rest, phase, melody, np.random.default_rng(seed))
+        return trim(sound, round(RATE / pitch) if pitch else 1)
 
 
 def write_sounds(words: list[str], directory: Path) -> None:
