@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from world import FRAME, RATE
+from training.tiny_omni.world import FRAME, RATE
 
 STEPS = 6
 """Spectra of a frame."""

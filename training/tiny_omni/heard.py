@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import soxr
-from teacher import RATE, Teacher
+from training.tiny_omni.teacher import RATE, Teacher
 
 TRAINING = [
     (1.0, 200.0, 1.0, 0),

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny import config, sizes
-from words import world_vocabulary
+from training.tiny_omni.words import world_vocabulary
 
 TRAINED = replace(
     sizes.SMALL,

@@ -12,19 +12,17 @@ from typing import Any
 EMBEDDING_STD = 0.5
 
 
-def fill(module: Any, seed: int, leave: tuple[str, ...] = ("norm", "layer_scale", "gamma", "alpha", "beta")) -> None:
-    """Draw every matrix with a standard deviation of one over the root of its inputs; biases are zero."""
+def fill(module: Any, seed: int) -> None:
+    """Draw every matrix with a standard deviation of one over the root of its inputs; norms are one, biases zero."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    embeddings = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
+    embeddings = {id(child.weight) for child in module.modules() if isinstance(child, torch.nn.Embedding)}
     with torch.no_grad():
         for name, parameter in sorted(module.named_parameters()):
-            if any(part in name for part in leave):
-                continue
             if parameter.ndim < 2:
-                parameter.zero_()
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
-            inputs = parameter.shape[-1] if "experts" in name else math.prod(parameter.shape[1:])
+            inputs = parameter.shape[-1] if "experts." in name else math.prod(parameter.shape[1:])
             std = EMBEDDING_STD if id(parameter) in embeddings else 1 / math.sqrt(inputs)
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import model as whole
+from training.tiny_omni import model as whole
 import numpy as np
-import start
+from training.tiny_omni import start
 import torch
 from torch import Tensor
-from vocoder import Lexicon, lexicon, phrase
-from words import SPACE, world_vocabulary
-from world import VOICES, WORDS
+from training.tiny_omni.vocoder import Lexicon, lexicon, phrase
+from training.tiny_omni.words import SPACE, world_vocabulary
+from training.tiny_omni.world import VOICES, WORDS
 
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import NO_CODEC, SpecialIds, find_parts, talker_prompt
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import Vocabulary

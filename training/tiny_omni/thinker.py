@@ -1,135 +1,91 @@
-"""Fits the thinker and its audio encoder: requests as text and as sound in, the replies' text out."""
+"""Fits the thinker with its encoders: requests as text, sound and pictures in, the replies' text out."""
 
 from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import model as whole
 import numpy as np
-import start
-import tasks
 import torch
-from listening import HOP, RATE, Voices, audio_tokens
-from talker import chat, ids_of
 from torch import Tensor
-from words import world_vocabulary
 
-IGNORE = -100
+from training.tiny_omni import model as whole
+from training.tiny_omni import start, tasks
+from training.tiny_omni.listening import Voices
+from training.tiny_omni.turns import IGNORE, Preprocessors, Requests, Turn, tensors
 
-
-@dataclass(frozen=True)
-class Turn:
-    """One request with its reply, in token ids.
-
-    Attributes:
-        prompt: ids with one audio placeholder for each embedding of the sound.
-        sound: samples at 16 kHz, or None.
-    """
-
-    prompt: list[int]
-    reply: list[int]
-    sound: np.ndarray | None = None
+KINDS = ("text", "spoken", "seen")
 
 
-class Requests:
-    """Draws requests; the sounds come from the file of ways of speaking."""
-
-    def __init__(self, voices: Voices | None) -> None:
-        self._voices, self._vocabulary = voices, world_vocabulary()
-
-    def text(self, random: np.random.Generator) -> Turn:
-        """Return a request that is written."""
-        request, reply = tasks.text_task(random)
-        return self._turn(request, reply)
-
-    def spoken(self, random: np.random.Generator, longest: int = tasks.LONGEST) -> Turn:
-        """Return a sound whose words are wanted."""
-        assert self._voices is not None
-        words = tasks.some_words(random, longest=longest)
-        sound = self._voices.say(words, random)
-        count = audio_tokens(len(sound) // HOP)
-        media = "<|audio_start|>" + "<|audio_pad|>" * count + "<|audio_end|>"
-        return self._turn(media + tasks.HEAR, words, sound)
-
-    def _turn(self, request: str, reply: list[str], sound: np.ndarray | None = None) -> Turn:
-        ids = ids_of(" ".join(reply) + "<|im_end|>", self._vocabulary)
-        return Turn(ids_of(chat(request), self._vocabulary), ids, sound)
-
-
-def tensors(turns: list[Turn], extractor: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the thinker's inputs and the targets [n, length]; all turns have sound, or none has."""
-    length = max(len(turn.prompt) + len(turn.reply) for turn in turns)
-    ids = torch.zeros(len(turns), length, dtype=torch.long)
-    mask, wanted = torch.zeros_like(ids), torch.full_like(ids, IGNORE)
-    for row, turn in enumerate(turns):
-        stop = len(turn.prompt) + len(turn.reply)
-        ids[row, :stop] = torch.tensor(turn.prompt + turn.reply)
-        mask[row, :stop] = 1
-        wanted[row, len(turn.prompt) - 1 : stop - 1] = torch.tensor(turn.reply)
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    sounds = [turn.sound for turn in turns if turn.sound is not None]
-    if sounds:
-        mel = extractor(
-            sounds, sampling_rate=RATE, padding=True, truncation=False, return_attention_mask=True, return_tensors="pt"
-        )
-        inputs |= {"input_features": mel["input_features"], "feature_attention_mask": mel["attention_mask"]}
-    return inputs, wanted
-
-
-def judge(model: Any, inputs: dict[str, Tensor], wanted: Tensor) -> tuple[Tensor, float, float]:
-    """Return the loss, and the shares of right tokens and of replies without an error (with the right text before)."""
-    logits = model.thinker(**inputs, use_cache=False).logits
+def judge(thinker: Any, inputs: dict[str, Tensor], wanted: Tensor) -> tuple[Tensor, float, float]:
+    """Return the loss, the share of right tokens, and the share of replies that greedy decoding would get right."""
+    logits = thinker(**inputs, use_cache=False).logits
     at = wanted != IGNORE
     loss = torch.nn.functional.cross_entropy(logits[at], wanted[at])
     right = (logits.argmax(-1) == wanted) | ~at
     return loss, right[at].float().mean().item(), right.all(dim=1).float().mean().item()
 
 
-def train(model: Any, requests: Requests, extractor: Any, arguments: argparse.Namespace) -> None:
-    """Fit the thinker to written requests first, then to written and spoken ones in turn."""
-    random = np.random.default_rng(arguments.seed)
-    weights = [p for name, p in model.thinker.named_parameters() if "visual" not in name]
+def kind_of(step: int, text_steps: int) -> str:
+    """Return what a step trains: text alone at first, then half of the steps listening."""
+    if step <= text_steps:
+        return "text"
+    return ("spoken", "seen", "spoken", "text")[step % 4]
+
+
+def longest_of(step: int, text_steps: int, steps: int) -> int:
+    """Return the most words of a spoken request: one at first, all lengths after half of the steps that listen."""
+    part = (step - text_steps) / max(1, steps - text_steps)
+    return int(np.clip(1 + part * 2 * tasks.LONGEST, 1, tasks.LONGEST))
+
+
+def turns_of(requests: Requests, step: int, random: np.random.Generator, arguments: argparse.Namespace) -> list[Turn]:
+    """Return the requests of one step."""
+    draw = {
+        "text": requests.text,
+        "seen": requests.seen,
+        "spoken": partial(requests.spoken, longest=longest_of(step, arguments.text_steps, arguments.steps)),
+    }[kind_of(step, arguments.text_steps)]
+    return [draw(random) for _ in range(arguments.batch)]
+
+
+def train(thinker: Any, requests: Requests, arguments: argparse.Namespace) -> None:
+    """Fit the thinker; its weights are written every few hundred steps."""
+    random, preprocessors = np.random.default_rng(arguments.seed), Preprocessors.of_checkpoint()
+    weights = list(thinker.parameters())
     optimizer = torch.optim.AdamW(weights, lr=arguments.rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, arguments.rate, arguments.steps, pct_start=0.1)
-    begin, means = time.monotonic(), {"text": np.zeros(3), "spoken": np.zeros(3)}
+    begin, means = time.monotonic(), {kind: np.zeros(3) for kind in KINDS}
     for step in range(1, arguments.steps + 1):
-        kind = "spoken" if step > arguments.text_steps and step % 4 else "text"
-        longest = 1 + min(tasks.LONGEST - 1, 4 * (step - arguments.text_steps) // arguments.steps * 4)
-        draw = requests.text if kind == "text" else lambda r, most=longest: requests.spoken(r, most)
-        inputs, wanted = tensors([draw(random) for _ in range(arguments.batch)], extractor)
-        loss, tokens, replies = judge(model, inputs, wanted)
+        inputs, wanted = tensors(turns_of(requests, step, random, arguments), preprocessors)
+        loss, tokens, replies = judge(thinker, inputs, wanted)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         schedule.step()
-        means[kind] += (np.array([loss.item(), tokens, replies]) - means[kind]) / 20
+        mean = means[kind_of(step, arguments.text_steps)]
+        mean += (np.array([loss.item(), tokens, replies]) - mean) / 20
         if step % 50 == 0:
-            shown = ", ".join(f"{name} {' '.join(f'{x:.3f}' for x in mean)}" for name, mean in means.items())
-            print(f"step {step} {shown} {time.monotonic() - begin:.0f} s", flush=True)
+            print(f"step {step} {shown(means)}; {time.monotonic() - begin:.0f} s", flush=True)
         if step % 200 == 0 or step == arguments.steps:
-            torch.save(model.thinker.state_dict(), arguments.out / "thinker.pt")
+            torch.save(thinker.state_dict(), arguments.out / "thinker.pt")
 
 
-def extractor() -> Any:
-    """Return the feature extractor of the checkpoint's `preprocessor_config.json`."""
-    from transformers import WhisperFeatureExtractor
-
-    from vllm_omni_ext.model_plugins.qwen3_omni.tiny.texts import preprocessor_config
-
-    return WhisperFeatureExtractor(**preprocessor_config(whole.TRAINED))
+def shown(means: dict[str, np.ndarray]) -> str:
+    """Return loss, right tokens and right replies of each kind."""
+    return "; ".join(f"{kind} {' '.join(f'{value:.3f}' for value in mean)}" for kind, mean in means.items())
 
 
 def main() -> None:
     """Train the thinker from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("heard", type=Path)
+    parser.add_argument("heard", type=Path, help="directory of heard.py")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=4500)
     parser.add_argument("--text-steps", type=int, default=800)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rate", type=float, default=2e-3)
@@ -137,9 +93,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    model = whole.build(arguments.seed)
-    start.fill(model.thinker, arguments.seed)
-    train(model, Requests(Voices(arguments.heard / "training.npz")), extractor(), arguments)
+    thinker = whole.build(arguments.seed).thinker
+    start.fill(thinker, arguments.seed)
+    train(thinker, Requests(Voices(arguments.heard / "training.npz")), arguments)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import codes as quantiser
+from training.tiny_omni import codes as quantiser
 import numpy as np
 import torch
 from torch import Tensor
-from world import FRAME, LEAD, PAUSE, VOICES, WORDS
+from training.tiny_omni.world import FRAME, LEAD, PAUSE, VOICES, WORDS
 
 SIZES = {
     "codebook_size": 64,

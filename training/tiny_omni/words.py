@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from world import WORDS
+from training.tiny_omni.world import WORDS
 
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import (
     ROLE_IDS,
