@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
 from training.tiny_omni.world import FRAME, RATE
 
 STEPS = 6

@@ -6,11 +6,14 @@ Each way is (formants, pitch in Hz or 0 for the teacher's own melody times 1, sp
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import soxr
-from training.tiny_omni.teacher import RATE, Teacher
+
+from training.tiny_omni.teacher import Teacher
+from training.tiny_omni.world import RATE, WORDS
 
 TRAINING = [
     (1.0, 200.0, 1.0, 0),
@@ -28,7 +31,7 @@ HELD_OUT = [(1.0, 0.0, 1.1, 11), (0.92, 140.0, 1.0, 12), (1.04, 210.0, 0.92, 13)
 """Another speed, another voice, and both."""
 
 
-def write_heard(words: list[str], directory: Path) -> None:
+def write_heard(words: Sequence[str], directory: Path) -> None:
     """Write training.npz and held_out.npz: `WORD/NUMBER OF THE WAY` -> samples at 16 kHz."""
     teacher = Teacher()
     directory.mkdir(parents=True, exist_ok=True)
@@ -44,6 +47,5 @@ def write_heard(words: list[str], directory: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("words", nargs="+")
     arguments = parser.parse_args()
-    write_heard(arguments.words, arguments.directory)
+    write_heard(WORDS, arguments.directory)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import soxr
+
 from training.tiny_omni.judge import Sphinx, Whisper, right_words
 
 FRAME = 1920

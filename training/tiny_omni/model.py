@@ -6,14 +6,20 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny import config, sizes
 from training.tiny_omni.words import world_vocabulary
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny import config, sizes
 
 TRAINED = replace(
     sizes.SMALL,
     name="trained",
     accept_hidden_layer=3,
-    thinker=replace(sizes.SMALL.thinker, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=128),
+    thinker=replace(
+        sizes.SMALL.thinker,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_intermediate_size=128,
+    ),
     talker=replace(
         sizes.SMALL.talker,
         hidden_size=128,
@@ -24,8 +30,12 @@ TRAINED = replace(
         moe_intermediate_size=96,
         shared_expert_intermediate_size=128,
     ),
-    predictor=replace(sizes.SMALL.predictor, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2),
-    audio=replace(sizes.SMALL.audio, d_model=128, encoder_attention_heads=4, encoder_ffn_dim=256, downsample_hidden_size=16),
+    predictor=replace(
+        sizes.SMALL.predictor, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2
+    ),
+    audio=replace(
+        sizes.SMALL.audio, d_model=128, encoder_attention_heads=4, encoder_ffn_dim=256, downsample_hidden_size=16
+    ),
     vision=replace(sizes.SMALL.vision, hidden_size=64, intermediate_size=128, num_heads=2),
     code2wav=replace(
         sizes.SMALL.code2wav,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+
 from training.tiny_omni.world import DIGITS, SHAPES
 
 INKS = {

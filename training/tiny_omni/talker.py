@@ -1,179 +1,120 @@
-"""Fits the talker and its code predictor: text ids in, the teacher's codes out, with the teacher's codes fed back.
-
-Inputs are built from ids exactly as at inference (`model_plugins.qwen3_omni.prompt` and `talker_feed`).
-"""
+"""Fits the talker and its code predictor: text ids in, the teacher's codes out, with the teacher's codes fed back."""
 
 from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.tiny_omni import model as whole
 import numpy as np
-from training.tiny_omni import start
 import torch
 from torch import Tensor
-from training.tiny_omni.vocoder import Lexicon, lexicon, phrase
-from training.tiny_omni.words import SPACE, world_vocabulary
-from training.tiny_omni.world import VOICES, WORDS
 
-from vllm_omni_ext.model_plugins.qwen3_omni.prompt import NO_CODEC, SpecialIds, find_parts, talker_prompt
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import Vocabulary
+from training.tiny_omni import model as whole
+from training.tiny_omni import start, tasks
+from training.tiny_omni.lines import Asked, Line, batch_of, input_rows, line, with_media
+from training.tiny_omni.listening import Voices
+from training.tiny_omni.turns import IGNORE, Preprocessors, Requests
+from training.tiny_omni.vocoder import Lexicon, lexicon
+from training.tiny_omni.world import VOICES
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import SpecialIds
 
-IGNORE = -100
-LONGEST = 5
-"""Words in the longest reply of the training data."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One training example: ids of the text rows, frames, and where the first code is predicted.
-
-    Attributes:
-        text: text ids of all positions.
-        codec: codec ids of the prompt's positions, NO_CODEC where there is none.
-        frames: codes [frames, groups]; frame t is the input of position len(codec) + t.
-    """
-
-    text: list[int]
-    codec: list[int]
-    frames: np.ndarray
+MEDIA_TURNS = 256
+"""Sounds, and as many pictures, whose hidden states are computed before the training."""
+MEDIA_PART = 0.3
 
 
-def ids_of(text: str, vocabulary: Vocabulary) -> list[int]:
-    """Return ids of a text of world words, special tokens and line ends."""
-    found: list[int] = []
-    for part in text.replace("<", "\x00<").replace(">", ">\x00").split("\x00"):
-        if part.startswith("<"):
-            found.append(vocabulary.specials[part])
-            continue
-        for line in part.replace("\n", "\x00\n\x00").split("\x00"):
-            tokens = [line] if line == "\n" else [(SPACE if i else "") + word for i, word in enumerate(line.split(" "))]
-            found += [vocabulary.ids["Ċ" if token == "\n" else token] for token in tokens if token]
-    return found
-
-
-def chat(request: str) -> str:
-    """Return the chat prompt of a request."""
-    return f"<|im_start|>user\n{request}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def line(request: str, reply: list[str], voice: str, world: Lexicon, vocabulary: Vocabulary, ids: SpecialIds) -> Line:
-    """Return the example of a reply that is said in a voice."""
-    prompt = ids_of(chat(request), vocabulary)
-    parts = find_parts(prompt, ids)
-    assert parts is not None
-    text, codec = talker_prompt(prompt, parts, voice, ids)
-    said = ids_of(" ".join(reply), vocabulary)
-    frames, _ = phrase(world, voice, reply)
-    track = [*said[1:], ids.tts_eos]
-    track = (track + [ids.tts_pad] * len(frames))[: len(frames)]
-    return Line([*text, said[0], *track], codec, frames)
-
-
-def batch_of(lines: list[Line], model: Any, eos: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return text ids [n, length], codec ids of all groups [n, length, groups] and targets [n, length, groups].
-
-    Positions without a codec id, and targets beyond the end, are negative. At the end only the first group has a target.
-    """
-    length, groups = max(len(one.text) for one in lines), lines[0].frames.shape[1]
-    text = torch.zeros(len(lines), length, dtype=torch.long)
-    codes = torch.full((len(lines), length, groups), NO_CODEC)
-    wanted = torch.full((len(lines), length, groups), IGNORE)
-    for row, one in enumerate(lines):
-        prompt, frames = len(one.codec), torch.from_numpy(one.frames)
-        text[row, : len(one.text)] = torch.tensor(one.text)
-        codes[row, :prompt, 0] = torch.tensor(one.codec)
-        codes[row, prompt : prompt + len(frames)] = frames
-        wanted[row, prompt - 1 : prompt - 1 + len(frames)] = frames
-        wanted[row, prompt - 1 + len(frames), 0] = eos
-    return text, codes, wanted
-
-
-def input_rows(talker: Any, embeddings: Tensor, text: Tensor, codes: Tensor) -> Tensor:
-    """Return the talker's input embeddings [n, length, hidden]."""
-    tables = [talker.model.codec_embedding, *talker.code_predictor.model.codec_embedding]
-    rows = talker.text_projection(embeddings[text])
-    for group, table in enumerate(tables):
-        there = (codes[..., group] >= 0).unsqueeze(-1)
-        rows = rows + table(codes[..., group].clamp(min=0)) * there
-    return rows
-
-
-def losses(talker: Any, rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, float, float]:
-    """Return the losses of talker and code predictor, and the share of first and of residual codes that are right."""
-    hidden = talker.model(inputs_embeds=rows, use_cache=False).last_hidden_state
+def judge(talker: Any, hidden: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, float, float]:
+    """Return the losses of talker and code predictor, and the shares of first and of residual codes that are right."""
     at = wanted[..., 0] != IGNORE
     logits, first = talker.codec_head(hidden[at]), wanted[..., 0][at]
-    loss = torch.nn.functional.cross_entropy(logits, first)
     framed = wanted[..., -1] != IGNORE
-    codes, hidden = wanted[framed], hidden[framed]
+    rest, residual = residual_logits(talker, hidden[framed], wanted[framed]), wanted[framed][:, 1:]
+    return (
+        torch.nn.functional.cross_entropy(logits, first),
+        torch.nn.functional.cross_entropy(rest.flatten(0, 1), residual.flatten()),
+        (logits.argmax(-1) == first).float().mean().item(),
+        (rest.argmax(-1) == residual).float().mean().item(),
+    )
+
+
+def residual_logits(talker: Any, hidden: Tensor, codes: Tensor) -> Tensor:
+    """Return the code predictor's scores [n, groups - 1, codes] for frames whose codes are known."""
     predictor = talker.code_predictor
     tables = [talker.model.codec_embedding, *predictor.model.codec_embedding]
     inputs = torch.stack([hidden, *[tables[g](codes[:, g]) for g in range(codes.shape[1] - 1)]], dim=1)
     out = predictor.model(inputs_embeds=inputs, use_cache=False).last_hidden_state[:, 1:]
-    rest = torch.stack([head(out[:, g]) for g, head in enumerate(predictor.lm_head)], dim=1)
-    rest_loss = torch.nn.functional.cross_entropy(rest.flatten(0, 1), codes[:, 1:].flatten())
-    right = (logits.argmax(-1) == first).float().mean().item()
-    return loss, rest_loss, right, (rest.argmax(-1) == codes[:, 1:]).float().mean().item()
+    return torch.stack([head(out[:, group]) for group, head in enumerate(predictor.lm_head)], dim=1)
 
 
-def random_line(words: list[str], world: Lexicon, vocabulary: Vocabulary, ids: SpecialIds, random: np.random.Generator) -> Line:
-    """Return a random reply in a random voice, asked for with or without its words."""
-    reply = [words[i] for i in random.integers(len(words), size=random.integers(1, LONGEST + 1))]
-    request = "say " + " ".join(reply) if random.random() < 0.7 else "what you hear"
-    return line(request, reply, VOICES[random.integers(len(VOICES))], world, vocabulary, ids)
+class Lines:
+    """Draws the talker's training examples."""
+
+    def __init__(self, model: Any, world: Lexicon, voices: Voices, random: np.random.Generator) -> None:
+        self.ids = SpecialIds.of(model.config)
+        self._talker, self._world, self._random = model.talker, world, random
+        self._requests, preprocessors = Requests(voices), Preprocessors.of_checkpoint()
+        layer = model.config.talker_config.accept_hidden_layer
+        self._media: list[Asked] = []
+        for draw in (self._requests.spoken, self._requests.seen):
+            turns = [draw(random) for _ in range(MEDIA_TURNS)]
+            for first in range(0, MEDIA_TURNS, 16):
+                self._media += with_media(turns[first : first + 16], model.thinker, preprocessors, layer)
+
+    def draw(self) -> Line:
+        """Return a random request with its reply in a random voice."""
+        voice = VOICES[self._random.integers(len(VOICES))]
+        return line(self._asked(), voice, self._world, self.ids, self._talker)
+
+    def _asked(self) -> Asked:
+        if self._random.random() < MEDIA_PART:
+            return self._media[self._random.integers(len(self._media))]
+        return Asked(*tasks.text_task(self._random))
 
 
-def train(model: Any, world: Lexicon, words: list[str], arguments: argparse.Namespace) -> None:
-    """Fit talker and code predictor together; the thinker's embeddings stay as they are."""
-    vocabulary, ids = world_vocabulary(), SpecialIds.of(model.config)
-    random = np.random.default_rng(arguments.seed)
+def train(model: Any, lines: Lines, arguments: argparse.Namespace) -> None:
+    """Fit talker and code predictor together; the thinker stays as it is."""
     talker, embeddings = model.talker, model.thinker.model.embed_tokens.weight.detach()
-    weights = [p for name, p in talker.named_parameters() if "hidden_projection" not in name]
+    weights = list(talker.parameters())
     optimizer = torch.optim.AdamW(weights, lr=arguments.rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, arguments.rate, arguments.steps, pct_start=0.1)
     begin = time.monotonic()
     for step in range(1, arguments.steps + 1):
-        lines = [random_line(words, world, vocabulary, ids, random) for _ in range(arguments.batch)]
-        text, codes, wanted = batch_of(lines, model, ids.codec_eos)
-        first, rest, right, right_rest = losses(talker, input_rows(talker, embeddings, text, codes), wanted)
+        batch = batch_of([lines.draw() for _ in range(arguments.batch)], lines.ids.codec_eos)
+        rows = input_rows(talker, embeddings, batch)
+        hidden = talker.model(inputs_embeds=rows, position_ids=batch.positions, use_cache=False).last_hidden_state
+        first, rest, *right = judge(talker, hidden, batch.wanted)
         optimizer.zero_grad()
         (first + rest).backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         schedule.step()
-        if step % 50 == 0 or step == 1:
-            spent = time.monotonic() - begin
-            print(f"step {step} {first.item():.3f} {rest.item():.3f} right {right:.3f} {right_rest:.3f} {spent:.0f} s", flush=True)
+        if step % 50 == 0:
+            losses, shares = f"{first.item():.3f} {rest.item():.3f}", " ".join(f"{share:.4f}" for share in right)
+            print(f"step {step} losses {losses} right {shares}; {time.monotonic() - begin:.0f} s", flush=True)
         if step % 200 == 0 or step == arguments.steps:
             torch.save(talker.state_dict(), arguments.out / "talker.pt")
 
 
 def main() -> None:
-    """Train the talker from the command line."""
+    """Train the talker from the command line; OUT holds `thinker.pt`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sounds", type=Path)
+    parser.add_argument("sounds", type=Path, help="directory of teacher.py")
+    parser.add_argument("heard", type=Path, help="directory of heard.py")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--words", type=int, default=len(WORDS))
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    words = list(WORDS[: arguments.words])
     model = whole.build(arguments.seed)
-    start.fill(model.thinker, arguments.seed)
+    model.thinker.load_state_dict(torch.load(arguments.out / "thinker.pt"))
     start.fill(model.talker, arguments.seed)
-    thinker = arguments.out / "thinker.pt"
-    if thinker.exists():
-        model.thinker.load_state_dict(torch.load(thinker))
-    train(model, lexicon(arguments.sounds, words, arguments.seed), words, arguments)
+    random = np.random.default_rng(arguments.seed)
+    world = lexicon(arguments.sounds, arguments.seed)
+    train(model, Lines(model, world, Voices(arguments.heard / "training.npz"), random), arguments)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
 from training.tiny_omni.world import DIGITS, WEEKDAYS, WORDS
 
 LONGEST = 5

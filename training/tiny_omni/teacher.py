@@ -8,13 +8,13 @@ have the same phases, so that code2wav only has to learn how spectra change. `ch
 from __future__ import annotations
 
 import argparse
-import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-FRAME = 1920
-RATE = 24_000
+from training.tiny_omni.world import FRAME, RATE, WORDS
+
 PITCH = {"chelsie": 200.0, "ethan": 100.0}
 FORMANTS = {"chelsie": 1.0, "ethan": 0.87}
 SPEED = 1.0
@@ -82,7 +82,7 @@ class Teacher:
         return trim(sound, round(RATE / pitch) if pitch else 1)
 
 
-def write_sounds(words: list[str], directory: Path) -> None:
+def write_sounds(words: Sequence[str], directory: Path) -> None:
     """Write VOICE.npz for each voice: word -> samples."""
     teacher = Teacher()
     directory.mkdir(parents=True, exist_ok=True)
@@ -91,9 +91,7 @@ def write_sounds(words: list[str], directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("words", nargs="+")
     arguments = parser.parse_args()
-    write_sounds(arguments.words, arguments.directory)
+    write_sounds(WORDS, arguments.directory)

@@ -4,35 +4,19 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.tiny_omni import codes as quantiser
 import numpy as np
 import torch
 from torch import Tensor
+
+from training.tiny_omni import codes as quantiser
+from training.tiny_omni import model as whole
+from training.tiny_omni.model import TRAINED
 from training.tiny_omni.world import FRAME, LEAD, PAUSE, VOICES, WORDS
 
-SIZES = {
-    "codebook_size": 64,
-    "num_quantizers": 4,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "decoder_dim": 128,
-    "sliding_window": 8,
-    "upsample_rates": [2, 3, 4, 4, 5],
-    "upsampling_ratios": [2, 2],
-    "layer_scale_initial_scale": 0.1,
-    "max_position_embeddings": 8000,
-    "rope_theta": 10000,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-}
 GAMMA = 0.1
 """Start of the ConvNeXt scales; the stock 1e-6 does not learn in this time."""
 RESOLUTIONS = ((256, 64), (512, 128), (1024, 256))
@@ -50,19 +34,19 @@ class Lexicon:
     points: np.ndarray
 
 
-def lexicon(directory: Path, words: list[str], seed: int) -> Lexicon:
-    """Read the teacher's sounds and give each frame its codes."""
+def lexicon(directory: Path, seed: int, words: Sequence[str] = WORDS) -> Lexicon:
+    """Read the teacher's sounds and give each frame its codes; the same arguments give the same codes."""
     files = {voice: np.load(directory / f"{voice}.npz") for voice in VOICES}
     sounds = {(voice, word): files[voice][word] for voice in VOICES for word in words}
     points = {key: quantiser.features(sound, VOICES.index(key[0])) for key, sound in sounds.items()}
     every = np.concatenate(list(points.values()))
-    books = quantiser.fit(every, SIZES["num_quantizers"], SIZES["codebook_size"], seed)
+    books = quantiser.fit(every, TRAINED.num_code_groups, TRAINED.codebook_size, seed)
     return Lexicon({key: books.encode(value) for key, value in points.items()}, sounds, books, every)
 
 
-def phrase(world: Lexicon, voice: str, words: list[str], pause: int = PAUSE) -> tuple[np.ndarray, np.ndarray]:
+def phrase(world: Lexicon, voice: str, words: Sequence[str], pause: int = PAUSE) -> tuple[np.ndarray, np.ndarray]:
     """Return codes [frames, groups] and samples of words said one after the other."""
-    groups = SIZES["num_quantizers"]
+    groups = TRAINED.num_code_groups
     codes = [np.zeros((LEAD, groups), int)]
     sounds = [np.zeros(LEAD * FRAME, np.float32)]
     for word in words:
@@ -71,7 +55,7 @@ def phrase(world: Lexicon, voice: str, words: list[str], pause: int = PAUSE) -> 
     return np.concatenate(codes), np.concatenate(sounds)
 
 
-def example(world: Lexicon, words: list[str], random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def example(world: Lexicon, words: Sequence[str], random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Cut `FRAMES` frames from a random phrase; its start is not at a word's start."""
     voice = VOICES[random.integers(len(VOICES))]
     said = [words[i] for i in random.integers(len(words), size=4)]
@@ -82,16 +66,12 @@ def example(world: Lexicon, words: list[str], random: np.random.Generator) -> tu
 
 def build(world: Lexicon, seed: int) -> torch.nn.Module:
     """Return code2wav with starting values that learn fast."""
-    from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
-    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
-
-    torch.manual_seed(seed)
-    model = Qwen3OmniMoeCode2Wav(Qwen3OmniMoeCode2WavConfig(**SIZES))
+    model = whole.build(seed).code2wav
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("gamma"):
                 parameter.fill_(GAMMA)
-        vectors = quantiser.starting_vectors(world.books, SIZES["hidden_size"], world.points)
+        vectors = quantiser.starting_vectors(world.books, TRAINED.code2wav.hidden_size, world.points)
         model.code_embedding.weight.copy_(torch.from_numpy(vectors).flatten(0, 1))
     return model
 
@@ -113,7 +93,7 @@ def loss_of(made: Tensor, wanted: Tensor) -> Tensor:
     return total
 
 
-def train(world: Lexicon, words: list[str], model: torch.nn.Module, arguments: argparse.Namespace) -> None:
+def train(world: Lexicon, words: Sequence[str], model: torch.nn.Module, arguments: argparse.Namespace) -> None:
     """Fit the model; write it and the words that it says every `--save` steps."""
     random = np.random.default_rng(arguments.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.rate, betas=(0.8, 0.99), weight_decay=1e-3)
@@ -139,7 +119,7 @@ def train(world: Lexicon, words: list[str], model: torch.nn.Module, arguments: a
 
 
 @torch.no_grad()
-def write_words(world: Lexicon, words: list[str], model: torch.nn.Module, out: Path) -> None:
+def write_words(world: Lexicon, words: Sequence[str], model: torch.nn.Module, out: Path) -> None:
     """Write VOICE.npz: every word as the model says it, for `judge_sounds.py`."""
     for voice in VOICES:
         said = {}
@@ -156,7 +136,7 @@ def main() -> None:
     parser.add_argument("sounds", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--words", type=int, default=len(WORDS))
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rate", type=float, default=4e-3)
     parser.add_argument("--save", type=int, default=500)
@@ -164,8 +144,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    words = list(WORDS[: arguments.words])
-    world = lexicon(arguments.sounds, words, arguments.seed)
+    words = WORDS[: arguments.words]
+    world = lexicon(arguments.sounds, arguments.seed, words)
     frames = np.concatenate(list(world.codes.values()))
     print(f"{len(frames)} frames, {len(np.unique(frames, axis=0))} different ones in codes")
     model = build(world, arguments.seed)
