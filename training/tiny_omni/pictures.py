@@ -1,4 +1,4 @@
-"""Pictures of digits and of coloured shapes with their names. Everything comes from the random generator that is given."""
+"""Pictures of digits and of coloured shapes with their names. The random generator that is given decides everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests of the closed world and their replies. Pure: everything comes from the random generator that is given."""
+"""The requests of the closed world and their replies. Pure: the random generator that is given decides everything."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from training.tiny_omni.world import FRAME, LEAD, PAUSE, VOICES, WORDS
 GAMMA = 0.1
 """Start of the ConvNeXt scales; the stock 1e-6 does not learn in this time."""
 RESOLUTIONS = ((256, 64), (512, 128), (1024, 256))
+SAMPLES_WEIGHT = 40.0
 FRAMES = 10
 """Frames of a training example."""
 
@@ -84,8 +85,8 @@ def spectrum(sound: Tensor, size: int, hop: int) -> Tensor:
 
 
 def loss_of(made: Tensor, wanted: Tensor) -> Tensor:
-    """Return the distance of sounds [n, samples]: spectra at three resolutions, and twice the samples' mean distance."""
-    total = 2 * (made - wanted).abs().mean() / 0.05
+    """Return the distance of sounds [n, samples]: of their spectra at three resolutions, and of their samples."""
+    total = SAMPLES_WEIGHT * (made - wanted).abs().mean()
     for size, hop in RESOLUTIONS:
         ours, theirs = spectrum(made, size, hop), spectrum(wanted, size, hop)
         total = total + torch.linalg.norm(ours - theirs) / torch.linalg.norm(theirs)
