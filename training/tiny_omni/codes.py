@@ -92,7 +92,7 @@ def fit(points: np.ndarray, groups: int, size: int, seed: int) -> Codebooks:
 def silence_features() -> np.ndarray:
     """Return the features of silence in no voice."""
     quiet = features(np.zeros(FRAME, np.float32), 0)[0]
-    quiet[-1] = 0
+    quiet[-1] = 0  # in no voice
     return quiet
 
 
