@@ -98,7 +98,7 @@ def served_rows(model: Any, ids: SpecialIds, asked: Asked, one: Line) -> Tensor:
 def test_rows_are_those_of_the_input_provider(model: Any, ids: SpecialIds, world: Lexicon) -> None:
     asked, lines = lines_of(model, ids, world)
     batch = batch_of(lines, ids.codec_eos)
-    rows = input_rows(model.talker, model.thinker.model.embed_tokens.weight, batch)
+    rows = input_rows(model.talker, model.thinker.model.embed_tokens.weight, batch).detach()
     for row, (request, one) in enumerate(zip(asked, lines, strict=True)):
         expected = served_rows(model, ids, request, one)
         torch.testing.assert_close(rows[row, : len(one.text)], expected, atol=1e-5, rtol=1e-5)
