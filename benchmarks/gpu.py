@@ -30,6 +30,7 @@ FOLDER = ROOT / "build" / "gpu"
 REPORT = ROOT / "docs" / "gpu.md"
 SAID_LINES = 40
 END_S = 60.0
+LOOK_EVERY_S = 0.1
 OPTIONAL = ("mooncake", "nixl", "flashinfer")
 
 LOOK = """
@@ -107,8 +108,19 @@ def end(process: subprocess.Popen[bytes]) -> None:
     for each in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
-    psutil.wait_procs(tree, timeout=END_S)
     process.wait()
+    deadline = time.monotonic() + END_S
+    while any(map(_runs, tree)) and time.monotonic() < deadline:  # an orphan may stay a zombie for minutes
+        time.sleep(LOOK_EVERY_S)
+
+
+def _runs(process: Any) -> bool:
+    import psutil
+
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def result_of(part: Part, folder: Path, state: str, seconds: float, commit: str) -> Result:

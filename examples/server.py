@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -19,6 +19,7 @@ HOST = "127.0.0.1"
 START_S = 600.0
 STOP_S = 60.0
 LOOK_EVERY_S = 0.2
+LOOK_AT_PROCESSES_EVERY_S = 0.02
 TAIL_LINES = 40
 
 
@@ -90,11 +91,11 @@ class Program:
         known = self.processes()
         if self._process.poll() is None:
             self._process.send_signal(number)
-        psutil.wait_procs(known, timeout=STOP_S)
+        wait_for(known, STOP_S)
         left = self.processes()
         for process in left:
             process.kill()
-        psutil.wait_procs(left, timeout=STOP_S)
+        wait_for(left, STOP_S)
         self._process.wait()
         return left
 
@@ -153,6 +154,13 @@ class Server(Program):
             if time.monotonic() > deadline:
                 raise ServerFailed(f"the server was not ready after {START_S:.0f} s:\n{self.tail()}")
             time.sleep(LOOK_EVERY_S)
+
+
+def wait_for(processes: Iterable[psutil.Process], seconds: float) -> None:
+    """Wait until none of the processes runs; an orphan may stay a zombie for minutes."""
+    deadline = time.monotonic() + seconds
+    while any(map(alive, processes)) and time.monotonic() < deadline:
+        time.sleep(LOOK_AT_PROCESSES_EVERY_S)
 
 
 def alive(process: psutil.Process) -> bool:

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from examples.server import Program
 from tests.support import examples, goldens, workers
 from tests.support.capabilities import needs
+from tests.support.preloaded import Nursery
 
 examples.register()
 gc.disable()  # until all is imported
@@ -51,6 +53,29 @@ def own_folders(request: pytest.FixtureRequest) -> Iterator[None]:
         with workers.own_folders():
             yield
     else:
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded_starts(own_folders: None) -> Iterator[None]:
+    """Servers that tests start have vLLM's modules from the first moment, see `support.preloaded`."""
+    start_anew = Program.start
+    with Nursery() as nursery, pytest.MonkeyPatch.context() as patch:
+
+        def start(program: Program) -> None:
+            program._process = nursery.start(program.words, program.log)  # type: ignore[assignment]
+            if program._process is None:
+                start_anew(program)
+
+        patch.setattr(Program, "start", start)
+        yield
+
+
+@pytest.fixture(scope="module")
+def new_processes(preloaded_starts: None) -> Iterator[None]:
+    """Servers of this module start as users start them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Nursery, "start", lambda nursery, words, log: None)
         yield
 
 

@@ -25,7 +25,7 @@ def files_named(text: str) -> set[str]:
 def find(name: str) -> list[Path]:
     """The files a name may stand for."""
     near = [*FOLDERS, *(ROOT / "vllm_omni_ext" / part for part in PARTS), ROOT / "docs"]
-    return [folder / name for folder in near if (folder / name).exists()]
+    return [folder / name for folder in (*near, ROOT / "tests" / "processes") if (folder / name).exists()]
 
 
 def test_the_page_of_modules_is_up_to_date() -> None:

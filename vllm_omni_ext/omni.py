@@ -27,7 +27,9 @@ from vllm_omni_ext.grammars import refuse_empty_grammar
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.modalities.registry import modalities_of
-from vllm_omni_ext.observability.engine_stats import engine_order, name_engines, stats_of_all, tokens_of
+from vllm_omni_ext.observability.engine_numbers import EngineNumbers
+from vllm_omni_ext.observability.engine_series import NoSeries
+from vllm_omni_ext.observability.engine_stats import ReplicaStats, name_engine, tokens_of
 from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.observability.request_trace import RequestTrace
 from vllm_omni_ext.observability.spans import emit_spans
@@ -94,6 +96,7 @@ class AsyncOmni(TargetedLLM):
                 executor_class=Executor.get_class(config),
                 log_stats=log_stats,
                 log_requests=log_requests,
+                stat_loggers=[NoSeries] if log_stats else None,
                 client_addresses=addresses,
                 client_count=connections.client_count,
                 client_index=connections.client_index,
@@ -133,6 +136,7 @@ class AsyncOmni(TargetedLLM):
             self.connections, self.orchestrator, replicas, take=self._take, joined=self._joined, lost=self._lost
         )
         self._fleet_open = self.replica_connections
+        self._follow_operators(self.connections.operator_state, self.replica_connections)
         self._connected = True
         self.replica_connections.start()
         self._run_output_handler()
@@ -189,15 +193,24 @@ class AsyncOmni(TargetedLLM):
             modalities=modalities_of(family_of(self.plan.family)),
             replicas=replicas,
             keep=keep,
+            alone=self.connections.client_count == 1,
             ended=self._ended,
         )
-        order = engine_order(text, list(replicas))
-        name_engines(metrics, order)
-        self._engine_numbers = {replica: number for number, replica in enumerate(order)}
-        self._first_numbers = {replica.stage: number for replica, number in reversed(self._engine_numbers.items())}
+        planned = [each.id for each in self.plan.replicas()]
+        self._numbers = EngineNumbers(text, [stage.name for stage in self.plan.stages], planned)
+        self._name_engine = partial(name_engine, metrics)
+        for replica in {*planned, *replicas}:
+            self._name_engine(self._numbers.of(replica), replica)
         if self.log_stats:  # vLLM's constructor received only the first replica
-            configs = [replicas[replica].client.vllm_config for replica in order]
-            self.logger_manager = stats_of_all(config, configs, client_count=self._client_count)
+            configs = {replica: each.client.vllm_config for replica, each in replicas.items()}
+            self.replica_stats = self.logger_manager = ReplicaStats(
+                config,
+                configs,
+                self._numbers,
+                planned=planned,
+                client_count=self._client_count,
+                replaces=self.connections.ready_responses is not None,
+            )
 
     def _ended(self, record: RequestTrace) -> None:
         if self._tracing:
@@ -208,14 +221,9 @@ class AsyncOmni(TargetedLLM):
     def _loaded(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
         if outputs.scheduler_stats is not None:  # otherwise another API server got them
             self.observer.loaded(replica, outputs.scheduler_stats)
-        if replica not in self._engine_numbers:
-            # vLLM's loggers have only the engines of the start: replicas that joined later count as the stage's first
-            # one.
-            outputs.scheduler_stats = None
-        outputs.engine_index = self._engine_numbers.get(replica, self._first_numbers.get(replica.stage, 0))
-        if self.logger_manager is not None and not self._is_frontend(replica):
-            made = tokens_of(outputs)
-            self.logger_manager.record(outputs.scheduler_stats, made, engine_idx=outputs.engine_index)
+        outputs.engine_index = self._numbers.of(replica)
+        if self.replica_stats is not None and not self._is_frontend(replica):
+            self.replica_stats.record(outputs.scheduler_stats, tokens_of(outputs), engine_idx=outputs.engine_index)
 
     def _run_output_handler(self) -> None:
         if self._connected:  # AsyncLLM's constructor calls it too early
@@ -230,10 +238,15 @@ class AsyncOmni(TargetedLLM):
             self.engine_core.deliver(outputs)
 
     def _joined(self, replica: StockReplica) -> None:
+        self._name_engine(self._numbers.of(replica.id), replica.id)
+        if self.replica_stats is not None:
+            self.replica_stats.joined(replica.id, replica.client.vllm_config)
         if self._is_frontend(replica.id):
             self.engine_core.joined(replica)
 
     def _lost(self, replica: ReplicaId) -> None:
+        if self.replica_stats is not None:
+            self.replica_stats.lost(replica)
         if self._is_frontend(replica):
             self.engine_core.lost(replica)
 

@@ -7,8 +7,8 @@ plain codes in `0 .. codebook_size - 1`. Its `PoolingParams` are `task=POOLING_T
 `wire.envelope.StageError`.
 
 The pooler does the work: it receives whole requests and keeps the state of streams between parts; `forward` computes
-nothing. The order is safe: the queue is first come, first served, a prompt is never split (vLLM turns chunked prefill
-off for models without attention), and without a KV cache no request is preempted.
+nothing. The order is safe: a later part of a stream is never due before an earlier one, a prompt is never split (vLLM
+turns chunked prefill off for models without attention), and without a KV cache no request is preempted.
 """
 
 from __future__ import annotations

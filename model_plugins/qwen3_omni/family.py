@@ -57,6 +57,7 @@ CODE2WAV = StageSpec(
     engine={
         "runner": "pooling",
         "worker_cls": "vllm_omni_ext.engine.worker.StageWorker",
+        "scheduler_cls": "vllm_omni_ext.engine.scheduler.due_first_scheduler",
         "hf_overrides": f"{_HERE}.hf_configs:code2wav",
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
@@ -64,7 +65,7 @@ CODE2WAV = StageSpec(
     },
     cuda_defaults={"max_num_seqs": 64},
     # The waveform has 16 bits, bfloat16 has 8: half precision is audible as noise, and is not faster.
-    engine_defaults={"dtype": "float32"},
+    engine_defaults={"dtype": "float32", "scheduling_policy": "priority"},
     models={"Qwen3OmniCode2Wav": f"{_HERE}.code2wav:Qwen3OmniCode2Wav"},
     gpu_share=0.1,
 )

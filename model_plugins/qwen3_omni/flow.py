@@ -54,7 +54,7 @@ class ReadAloudFlow:
 
     def __init__(self, speech: SpeechPlan, reply: Sequence[int] = (), *, frames: ChunkSchedule) -> None:
         self._speech = speech
-        self._voice = VocoderStream(frames)
+        self._voice = VocoderStream(frames, speech.sample_rate)
         self._hidden = HiddenStates(speech.parts.multimodal_count)
         self._talk: TalkerInput | None = None
         self._reply = tuple(reply)

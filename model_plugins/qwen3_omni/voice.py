@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vllm_omni_ext.connectors.chunks import ChunkSchedule, ChunkWriter
+from vllm_omni_ext.connectors.playback import Playback
 from vllm_omni_ext.plugins.flow import Produced, Submit
 from vllm_omni_ext.wire.envelope import StageError
 
@@ -91,8 +92,10 @@ class VoiceError(ValueError):
 class VocoderStream:
     """Divides a reply's frames into parts for code2wav and joins the samples of the answers."""
 
-    def __init__(self, schedule: ChunkSchedule) -> None:
+    def __init__(self, schedule: ChunkSchedule, sample_rate: int) -> None:
         self.frames = FrameLog()
+        self._sample_rate = sample_rate
+        self._playback = Playback(schedule.rate) if schedule.rate else None
         self._writer = ChunkWriter[int](schedule)
         self._pending: deque[_Pending] = deque()
         self._next = 0
@@ -112,19 +115,20 @@ class VocoderStream:
         if chunk is None:
             return None
         start, self._submitted, self._closed = self._submitted, self._submitted + len(chunk.items), last
-        return self._submit(start)
+        due = None if self._playback is None else self._playback.due(start, at)
+        return self._submit(start, due)
 
     def again(self) -> Submit:
         """Return all frames submitted so far as one part, for another replica."""
         self._pending.clear()
         self._next, self._again = 0, self._samples
-        return self._submit(0)
+        return self._submit(0, None if self._playback is None else self._playback.again())
 
-    def _submit(self, start: int) -> Submit:
+    def _submit(self, start: int, due: float | None) -> Submit:
         part, self._next = self._next, self._next + 1
         self._pending.append(_Pending(part, start, self._submitted, self._closed))
         prompt = self.frames.between(start, self._submitted).ravel().tolist()
-        return Submit(stage=CODE2WAV, part=part, prompt=prompt, pooling_task=POOLING_TASK, last=self._closed)
+        return Submit(stage=CODE2WAV, part=part, prompt=prompt, pooling_task=POOLING_TASK, last=self._closed, due=due)
 
     def receive(self, event: Produced) -> Piece | None:
         """Handle an answer; return new sound, or None if the client has all of it already.
@@ -149,4 +153,6 @@ class VocoderStream:
         new = event.payload[known:] if known else event.payload
         if self._playing_since is None:
             self._playing_since = event.at
+        if self._playback is not None:
+            self._playback.hear((count - known) / self._sample_rate, pending.stop, event.at)
         return Piece(new, pending.stop, pending.last)

@@ -26,26 +26,21 @@ STATUS = {
 }
 METRICS = """\
 # TYPE vllm:generation_tokens counter
-vllm:generation_tokens_total{{model_name="m",engine="0"}} {tokens}
-vllm:generation_tokens_total{{model_name="m",engine="2"}} 5.0
+vllm:generation_tokens_total{{model_name="m",engine="0",replica="ar/0"}} {tokens}
+vllm:generation_tokens_total{{model_name="m",engine="2",replica="dit/0"}} 5.0
 # TYPE vllm_omni_ext:images counter
 vllm_omni_ext:images_total{{model_name="m"}} {images}
 # TYPE vllm_omni_ext:requests counter
 vllm_omni_ext:requests_total{{model_name="m",outcome="finished",modalities="text"}} 9.0
-# TYPE vllm_omni_ext:replica_info gauge
-vllm_omni_ext:replica_info{{model_name="m",engine="0",stage="ar",replica="ar/0"}} 1.0
-vllm_omni_ext:replica_info{{model_name="m",engine="2",stage="dit",replica="dit/0"}} 1.0
 """
 
 
 def sample(at: float, tokens: float = 0.0, images: float = 0.0, **more: float) -> Sample:
     series = {
-        ("vllm:generation_tokens_total", frozenset({MODEL, ("engine", "0")})): tokens,
-        ("vllm:generation_tokens_total", frozenset({MODEL, ("engine", "2")})): 5.0,
+        ("vllm:generation_tokens_total", frozenset({MODEL, ("engine", "0"), ("replica", "ar/0")})): tokens,
+        ("vllm:generation_tokens_total", frozenset({MODEL, ("engine", "2"), ("replica", "dit/0")})): 5.0,
         ("vllm_omni_ext:images_total", frozenset({MODEL})): images,
         ("vllm_omni_ext:requests_total", frozenset({MODEL, ("outcome", "finished")})): 9.0,
-        ("vllm_omni_ext:replica_info", frozenset({MODEL, ("engine", "0"), ("replica", "ar/0")})): 1.0,
-        ("vllm_omni_ext:replica_info", frozenset({MODEL, ("engine", "2"), ("replica", "dit/0")})): 1.0,
     }
     return Sample(at, STATUS, series | {(name, frozenset({MODEL})): value for name, value in more.items()})
 

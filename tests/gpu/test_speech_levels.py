@@ -54,9 +54,9 @@ def test_the_released_shape(module: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("how", [(), ("--http",)], ids=["python", "http"])
-def test_without_a_gpu(tmp_path: Path, how: tuple[str, ...]) -> None:
-    small = ("--tiny", *how, "--levels", "1", "3", "--rounds", "2", "--text", "8", "--frames", "12")
+def test_without_a_gpu(tmp_path: Path) -> None:
+    """Over HTTP; what is asked from Python is run by the tests of `make gpu`."""
+    small = ("--tiny", "--http", "--levels", "1", "3", "--rounds", "2", "--text", "8", "--frames", "12")
     reported = figures(tmp_path, *small)
     assert [(level["concurrency"], level["answers"]) for level in reported] == [(1, 2), (3, 6)]
     for level in reported:

@@ -606,6 +606,30 @@ def test_what_the_client_still_has_to_play_makes_chunks_smaller() -> None:
     assert (part.part, part.prompt) == (2, [5, 5])
 
 
+def test_parts_are_due_when_the_listener_has_played_the_sound_before_them() -> None:
+    flow = flow_for(TEXT, frames=ChunkSchedule((1,), rate=12.5))
+    feed(flow, thought(40), thought(9, finish="stop"))
+
+    def frame(time: float) -> Submit:
+        (part,) = flow.handle(Produced(TALKER, (1,), torch.tensor([(5, 5)], dtype=torch.int32), at=time))
+        assert isinstance(part, Submit)
+        return part
+
+    assert [frame(50.0).due, frame(50.01).due] == [50.0, pytest.approx(50.08)]
+    flow.handle(Produced(CODE2WAV, payload=torch.ones(1365), finish="stop", part=0, at=50.2))
+    assert frame(50.21).due == pytest.approx(50.2 + 1365 / 24_000 + 0.08)
+    (again,) = flow.replay(CODE2WAV)
+    assert isinstance(again, Submit)
+    assert again.due == pytest.approx(50.2 + 1365 / 24_000), "a replica that was lost makes the listener wait"
+    assert (frame(50.22).due or 0) >= again.due
+
+
+def test_without_a_rate_parts_have_no_time() -> None:
+    flow = flow_for(TEXT, frames=EACH)
+    actions = feed(flow, thought(40), thought(9, finish="stop"), said((1, 2)))
+    assert [action.due for action in actions if isinstance(action, Submit)] == [None]
+
+
 # -- a text that is known ----------------------------------------------------------------------------
 
 

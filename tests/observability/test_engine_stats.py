@@ -1,19 +1,33 @@
-"""What vLLM's loggers are told of stages that have no output processor of vLLM's."""
+"""vLLM's metrics of all replicas: their labels, and what is written for stages that vLLM's output processor skips."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
-from prometheus_client import REGISTRY
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import REGISTRY, Counter
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+from vllm.v1.metrics import loggers
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
-from vllm_omni_ext.observability.engine_stats import stats_of_all, tokens_of
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.observability import engine_stats
+from vllm_omni_ext.observability.engine_numbers import EngineNumbers
+from vllm_omni_ext.observability.engine_series import EngineMetric
+from vllm_omni_ext.observability.engine_stats import ReplicaStats, tokens_of
 
 STEPS = (3, 1, 0)
+STAGES = ("text", "codes")
+TEXT, CODES, JOINED = ReplicaId("text", 0), ReplicaId("codes", 0), ReplicaId("codes", 1)
+TOKENS = "vllm:generation_tokens_total"
 
 
 @pytest.fixture(scope="module")
@@ -23,28 +37,258 @@ def config(tiny: Path) -> VllmConfig:
     ).create_engine_config()
 
 
-def written(engine: int) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Every value of vLLM's metrics for one engine, by name and other labels."""
+def stats_of(
+    config: VllmConfig,
+    *,
+    connected: tuple[ReplicaId, ...] = (TEXT, CODES),
+    client_count: int = 1,
+    replaces: bool = False,
+) -> ReplicaStats:
+    numbers, configs = EngineNumbers("text", STAGES, (TEXT, CODES)), dict.fromkeys(connected, config)
+    planned = (TEXT, CODES)
+    return ReplicaStats(config, configs, numbers, planned=planned, client_count=client_count, replaces=replaces)
+
+
+@pytest.fixture
+def stats(config: VllmConfig) -> Iterator[ReplicaStats]:
+    yield stats_of(config)
+    unregister_vllm_metrics()
+
+
+Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def written(replica: ReplicaId) -> Values:
+    """Every value of vLLM's metrics for one replica, by name and other labels."""
+    own = {"engine", "stage", "replica"}
     return {
-        (sample.name, tuple(sorted(item for item in sample.labels.items() if item[0] != "engine"))): sample.value
+        (sample.name, tuple(sorted(item for item in sample.labels.items() if item[0] not in own))): sample.value
         for metric in REGISTRY.collect()
         for sample in metric.samples
-        if sample.name.startswith("vllm:") and sample.labels.get("engine") == str(engine)
+        if sample.name.startswith("vllm:") and sample.labels.get("replica") == str(replica)
         if not sample.name.endswith("_created")
     }
 
 
-def test_tokens_of_a_step_are_written_as_vllm_writes_statistics_that_have_nothing_else(config: VllmConfig) -> None:
-    stock, ours = 0, 1
-    manager = stats_of_all(config, [config, config], client_count=1)
+def one(name: str, replica: ReplicaId, **labels: str) -> float:
+    """The only value of that name for a replica."""
+    found = [
+        value for (known, rest), value in written(replica).items() if known == name and labels.items() <= set(rest)
+    ]
+    assert len(found) == 1, (name, replica, found)
+    return found[0]
+
+
+def step(stats: ReplicaStats, replica: ReplicaId, tokens: int, running: int = 1) -> None:
+    outputs = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [7] * tokens)])
+    stats.record(SchedulerStats(num_running_reqs=running), tokens_of(outputs), engine_idx=stats._numbers.of(replica))
+
+
+def test_tokens_of_a_step_are_written_as_vllm_writes_statistics_that_have_nothing_else(
+    config: VllmConfig, stats: ReplicaStats
+) -> None:
     for tokens in STEPS:
-        stats = IterationStats()
-        stats.num_generation_tokens = tokens
+        stock = IterationStats()
+        stock.num_generation_tokens = tokens
         outputs = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [7] * tokens)])
-        manager.record(SchedulerStats(num_running_reqs=tokens), stats, engine_idx=stock)
-        manager.record(SchedulerStats(num_running_reqs=tokens), tokens_of(outputs), engine_idx=ours)
-    assert written(ours) == written(stock)
-    assert written(ours)["vllm:generation_tokens_total", (("model_name", config.model_config.model),)] == sum(STEPS)
-    assert written(ours)["vllm:iteration_tokens_total_count", (("model_name", config.model_config.model),)] == len(
-        STEPS
+        stats.record(SchedulerStats(num_running_reqs=tokens), stock, engine_idx=0)
+        stats.record(SchedulerStats(num_running_reqs=tokens), tokens_of(outputs), engine_idx=1)
+    assert written(TEXT) == written(CODES)
+    model = (("model_name", config.model_config.model),)
+    assert written(CODES)[TOKENS, model] == sum(STEPS)
+    assert written(CODES)["vllm:iteration_tokens_total_count", model] == len(STEPS)
+
+
+def test_a_replica_that_joins_has_the_series_of_the_others(config: VllmConfig, stats: ReplicaStats) -> None:
+    step(stats, CODES, 5)
+    assert written(JOINED) == {}
+    stats.add(JOINED, config)
+    assert written(JOINED).keys() == written(CODES).keys()
+    step(stats, JOINED, 3)
+    step(stats, CODES, 1)
+    assert (one(TOKENS, CODES), one(TOKENS, JOINED), one(TOKENS, TEXT)) == (6, 3, 0)
+
+
+def test_a_replica_that_leaves_runs_nothing_and_its_totals_stay(config: VllmConfig, stats: ReplicaStats) -> None:
+    for replica in (CODES, JOINED):
+        stats.add(replica, config)
+        step(stats, replica, 4, running=2)
+        stats.lost(replica)
+        assert one("vllm:num_requests_running", replica) == 0
+        stats.add(replica, config)
+        step(stats, replica, 1)
+        assert one(TOKENS, replica) == 5
+        assert one("vllm:num_requests_running", replica) == 1
+
+
+def test_a_planned_replica_that_is_connected_later(config: VllmConfig) -> None:
+    """An API server that is started again may find it down."""
+    later = stats_of(config, connected=(TEXT,))
+    try:
+        assert one(TOKENS, CODES) == 0
+        assert "vllm:cache_config_info" not in {name for name, _ in written(CODES)}
+        later.add(CODES, config)
+        assert one("vllm:cache_config_info", CODES) == 1
+    finally:
+        unregister_vllm_metrics()
+
+
+def test_a_cache_of_another_size_replaces_what_was_said(config: VllmConfig, stats: ReplicaStats) -> None:
+    other = config.__class__.__new__(config.__class__)
+    other.__dict__.update(config.__dict__, cache_config=type(config.cache_config)(block_size=64))
+    stats.add(JOINED, config)
+    stats.add(JOINED, other)
+    found = {dict(labels)["block_size"]: value for (name, labels), value in written(JOINED).items() if "_info" in name}
+    assert found == {str(config.cache_config.block_size): 0, "64": 1}
+
+
+def test_sleep_is_shown_for_the_replicas_that_sleep(config: VllmConfig, stats: ReplicaStats) -> None:
+    stats.add(JOINED, config)
+
+    def awake() -> list[float]:
+        return [one("vllm:engine_sleep_state", each, sleep_state="awake") for each in (TEXT, CODES, JOINED)]
+
+    stats.note_sleep([JOINED], 1)
+    assert awake() == [1, 1, 0] and one("vllm:engine_sleep_state", JOINED, sleep_state="weights_offloaded") == 1
+    stats.record_sleep_state(1, 2)
+    assert awake() == [0, 0, 0]
+    stats.note_sleep([TEXT, JOINED], None)
+    assert awake() == [1, 0, 1]
+    stats.joined(CODES, config)
+    assert awake() == [1, 1, 1], "another process has its name"
+
+
+def test_an_api_server_that_replaces_another_one_does_not_wake_replicas(config: VllmConfig) -> None:
+    """What it does not write, others have written: a new value of this kind yields to any that was set."""
+    stats = stats_of(config, connected=(TEXT, CODES, JOINED), replaces=True)
+    later = ReplicaId("text", 1)
+    stats.add(later, config)
+    try:
+        assert [one("vllm:engine_sleep_state", each, sleep_state="awake") for each in (TEXT, CODES, JOINED, later)] == [
+            0,
+            0,
+            0,
+            1,
+        ]
+        stats.record_sleep_state(0, 0)
+        assert one("vllm:engine_sleep_state", JOINED, sleep_state="awake") == 1
+    finally:
+        unregister_vllm_metrics()
+
+
+def test_other_metrics_stay_registered_when_a_replica_joins(config: VllmConfig, stats: ReplicaStats) -> None:
+    other = Counter("vllm:of_a_plugin", "It is not ours.")
+    try:
+        stats.add(JOINED, config)
+        assert REGISTRY.get_sample_value("vllm:of_a_plugin_total") == 0
+    finally:
+        REGISTRY.unregister(other)
+
+
+class Told(loggers.StatLoggerBase):
+    """A stat logger plugin for single engines."""
+
+    made: ClassVar[list[tuple[int, list[Any]]]] = []
+
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        self.steps: list[Any] = []
+        self.made.append((engine_index, self.steps))
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        self.steps.append(engine_idx)
+
+    def log_engine_initialized(self) -> None: ...
+
+
+def test_plugins_for_single_engines_are_told_of_replicas_that_join(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_stats, "load_stat_logger_plugin_factories", lambda: [Told])
+    stats = stats_of(config)
+    try:
+        stats.add(JOINED, config)
+        for replica in (CODES, JOINED, JOINED):
+            step(stats, replica, 1)
+        assert Told.made == [(0, []), (1, [1]), (3, [3, 3])]
+    finally:
+        unregister_vllm_metrics()
+
+
+def test_a_label_of_vllm_s_that_is_called_stage_stays() -> None:
+    metric = EngineMetric(
+        Counter, ("engine", "stage"), lambda number: CODES, name="x", documentation="x", registry=None
     )
+    metric.labels("1", "in_progress").inc()
+    [sample, *_] = metric._metric.collect()[0].samples
+    assert sample.labels == {"engine": "1", "stage": "in_progress", "replica": "codes/0"}
+
+
+@given(
+    planned=st.dictionaries(st.sampled_from("abc"), st.integers(0, 4)),
+    joined=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 20))),
+)
+def test_every_name_has_one_number_whatever_joins(planned: dict[str, int], joined: list[tuple[str, int]]) -> None:
+    known = [ReplicaId(stage, index) for stage, count in planned.items() for index in range(count)]
+    numbers = EngineNumbers("b", "abc", known)
+    names = [*known, *(ReplicaId(stage, index) for stage, index in joined)]
+    assert [numbers.replica(numbers.of(name)) for name in names] == names
+    assert sorted(map(numbers.of, known)) == list(range(len(known)))
+    assert {numbers.of(name).bit_length() < 10 for name in names} <= {True}
+    first = {numbers.of(name) for name in known if name.stage == "b"}
+    assert first == set(range(len(first))), "the frontend's come first"
+
+
+STATES: tuple[dict[str, Any], ...] = (
+    {"num_running_reqs": 1, "kv_cache_usage": 0.1},
+    {"num_running_reqs": 1, "kv_cache_usage": 0.1},
+    {"num_running_reqs": 1, "kv_cache_usage": 0.1, "prefix_cache_stats": PrefixCacheStats(requests=1, queries=9)},
+    {"num_running_reqs": 1, "kv_cache_usage": 0.2},
+    {"num_running_reqs": 1, "kv_cache_usage": 0.2, "num_waiting_reqs": 2},
+    {"num_running_reqs": 1, "kv_cache_usage": 0.2, "num_skipped_waiting_reqs": 2},
+    {"num_running_reqs": 1, "num_kv_fetch_reqs_by_stage": {"loading": 1}},
+    {"num_running_reqs": 1},
+    {"num_running_reqs": 1, "prefix_cache_stats": PrefixCacheStats(requests=1, queries=3)},
+    {"num_running_reqs": 1},
+    {},
+)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Each call of vLLM's own logger."""
+    made: list[Any] = []
+    stock = PrometheusStatLogger.record
+    monkeypatch.setattr(PrometheusStatLogger, "record", lambda *args: made.append(args) or stock(*args))
+    return made
+
+
+def test_a_schedulers_state_is_shown_after_each_step(stats: ReplicaStats, calls: list[Any]) -> None:
+    outputs = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [7])])
+    for state in STATES:
+        stock = IterationStats()
+        stock.num_generation_tokens = 1
+        stats.record(SchedulerStats(**state), stock, engine_idx=0)
+        stats.record(SchedulerStats(**state), tokens_of(outputs), engine_idx=1)
+        assert written(CODES) == written(TEXT), state
+    assert len(calls) == 2 * len(STATES) - 1, "a state that is shown already is not written again"
+
+
+def test_a_replica_that_comes_back_as_it_was(stats: ReplicaStats) -> None:
+    for _ in range(2):
+        step(stats, CODES, 1, running=2)
+        assert one("vllm:num_requests_running", CODES) == 2
+        stats.lost(CODES)
+        assert one("vllm:num_requests_running", CODES) == 0
+
+
+def test_beside_other_api_servers_every_step_is_written(config: VllmConfig, calls: list[Any]) -> None:
+    """They set the same gauges."""
+    stats = stats_of(config, client_count=2)
+    try:
+        for _ in range(2):
+            step(stats, CODES, 1)
+        assert len(calls) == 2
+    finally:
+        unregister_vllm_metrics()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HEAD = """
 import os, sys
 import prometheus_client  # as vLLM may have done already
@@ -97,6 +99,7 @@ m.mark_dead(os.getpid())
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.engine  # imports vLLM, in a process of its own
 def test_restarts_are_counted_on_by_the_api_server_that_follows(tmp_path: Path) -> None:
     run(
         """
@@ -132,6 +135,33 @@ counts(True, 2)
 assert shown()[0][1] == 3, "it never falls"
 counts(True, 5)
 assert shown()[0][1] == 5
+""",
+        tmp_path,
+    )
+
+
+def test_a_replica_that_has_left_runs_nothing(tmp_path: Path) -> None:
+    run(
+        """
+import math
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.observability.observer import Observer
+TALKER = ReplicaId("talker", 0)
+observer = Observer(m.Metrics("tiny"), frontend="talker", replicas=[TALKER])
+observer.heartbeat(TALKER)
+observer.loaded(TALKER, SchedulerStats(num_running_reqs=2, num_waiting_reqs=1))
+observer.bound(TALKER, 3)
+observer.decided(TALKER, "only")
+observer.forgotten(TALKER)
+seen = scraped()
+for name in ("replica_up", "replica_requests_running", "replica_requests_waiting", "replica_requests_in_flight"):
+    assert seen[name] == 0, name
+assert math.isnan(seen["replica_heartbeat_timestamp_seconds"]), "no panel shows how long ago it was"
+assert seen["routing_decisions_total"] == 1
+observer.replica_up(TALKER)
+observer.heartbeat(TALKER)
+assert scraped()["replica_up"] == 1 and scraped()["replica_heartbeat_timestamp_seconds"] > 0
 """,
         tmp_path,
     )

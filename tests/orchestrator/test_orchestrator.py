@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutputs
 
 from tests.support.fakes import (
     VOICE_BUDGET,
@@ -23,6 +24,7 @@ from tests.support.fakes import (
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.modalities.chunks import AudioChunk
+from vllm_omni_ext.observability.engine_stats import tokens_of
 from vllm_omni_ext.plugins.flow import Action, Emit, Extend, Fail, Finished, Open, Produced
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.wire.stage_input import CHUNK, INPUT, HiddenStatesRef, PartHeader
@@ -203,6 +205,18 @@ async def test_a_tensor_does_not_reach_the_client() -> None:
     made = output("r", 10, tensor=torch.zeros(2))
     await bench.orchestrator.produced(ReplicaId("text", 0), made)
     assert (made.pooling_output, made.new_token_ids) == (None, [10])
+
+
+async def test_tokens_that_come_too_late_count_for_nobody() -> None:
+    bench = Bench(pipeline)
+    ticket, _ = await bench.start("r")
+    sent = bench.of("text/0").added[0].request_id
+    inside, late = output(sent, 10), output(sent, 11)
+    await bench.orchestrator.produced(ReplicaId("text", 0), inside)
+    await bench.orchestrator.abort([ticket])
+    assert not await bench.orchestrator.produced(ReplicaId("text", 0), late)
+    counted = [tokens_of(EngineCoreOutputs(outputs=[each])).num_generation_tokens for each in (inside, late)]
+    assert counted == [1, 0]
 
 
 # -- the end comes early ---------------------------------------------------------------------------

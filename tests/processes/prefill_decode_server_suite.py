@@ -16,6 +16,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from examples.server import HOST, Server
+from tests.processes.test_headless import check_parity
+from tests.support import promql
 from tests.support.cluster import (
     LENGTH,
     MODEL,
@@ -34,12 +36,17 @@ from tests.support.cluster import (
     until,
     used,
 )
+from tests.support.media import image, openai_messages
 from tests.support.namespace import two_hosts
+from tests.support.oracle import Golden, Oracle
 from vllm_omni_ext.metrics import PREFIX
 
 PREFILL, DECODE = "thinker.prefill", "thinker.decode"
 TIMES = ["--omni-heartbeat-timeout", "20", "--omni-drain-timeout", "60"]
 PORTS = 3
+SESSIONS = 7
+"""An odd number: a policy that takes turns alone would change the replica of each."""
+
 UP_S, SOON_S = 300.0, 120.0
 """For machines that other programs keep busy; nobody waits longer than needed."""
 
@@ -50,6 +57,8 @@ PATIENT = {"transfer_timeout_s": 60.0}
 """Decode does not give up a transfer only because it had to wait for a core."""
 
 SPLIT = json.dumps({"thinker": {"prefill_decode": PATIENT}})
+PRESET = ["--stage-config", "qwen3_omni_pd"]
+MEDIA = ["audio", "image", "video", "two_images_and_audio", "media_in_an_earlier_turn", "long_media_prompt"]
 ALL = 5
 """Replicas: one of each side, talker, code2wav, and the one that joins."""
 
@@ -59,10 +68,11 @@ def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
     """A server, one more prefill replica that has joined it, and what one replica of each stage says to `BODIES`."""
     logs, port = tmp_path_factory.mktemp("logs"), free_ports(PORTS)
     head = ["-oma", HOST, "-omp", str(port)]
-    flags = [*LENGTH, *TIMES, "--stage-overrides", SPLIT]
+    shared = [*PRESET, "--stage-overrides", SPLIT, *TIMES]
+    flags = [*LENGTH, *shared]
     with (
         Server(tiny, logs / "head", [*flags, *head, "--api-server-count", "2"]) as server,
-        Headless(tiny, logs / "crew", PREFILL, port, "--stage-overrides", SPLIT, *TIMES) as crew,
+        Headless(tiny, logs / "crew", PREFILL, port, *shared) as crew,
     ):
         expected = ask_all(server, BODIES, 1)
         assert until(lambda: all_up(server, ALL), UP_S), crew.tail()
@@ -93,7 +103,41 @@ def test_replicas_of_other_processes_and_several_api_servers(cluster: Any) -> No
     for replica in (f"{PREFILL}/0", f"{PREFILL}/1"):
         assert value(server, "kv_transfer_bytes_total", replica=replica) > 0
     assert value(server, "kv_wait_seconds_count", source=PREFILL, target=DECODE) >= len(answers)
-    assert value(server, "kv_transfer_failures_total") == value(server, "kv_local_prefills_total") == 0
+    failures = "kv_transfer_failures_total", "kv_local_prefills_total"
+    assert [value(server, name) for name in failures] == [0, 0]
+    scrape = get(server, "/metrics")[1].decode()
+    promql.check(scrape, ("Prefill and decode apart",), {PREFIX + name for name in failures})
+
+
+def test_media(cluster: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
+    """Images, sounds and videos are answered as by Transformers, one by one and all at once; no prompt twice."""
+    server, *_ = cluster
+    before = value(server, "kv_local_prefills_total")
+    check_parity(server, oracle, expected, MEDIA)
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        asked = [threads.submit(check_parity, server, oracle, expected, [name]) for name in MEDIA]
+        answers = [answer for each in asked for answer in each.result()]
+    assert used(answers)[f"{DECODE}/0"] == len(MEDIA)
+    assert value(server, "kv_local_prefills_total") == before
+    assert until(lambda: idle(server))
+
+
+def test_sessions_and_media_stay_with_a_prefill_replica(cluster: Any) -> None:
+    """Seen over one connection, and so through one API server: each remembers for itself."""
+    server, *_ = cluster
+    shown = [{"type": "image", "image": image(64, 64, 100 + number)} for number in range(SESSIONS)]
+    pictures = [openai_messages([{"role": "user", "content": [part]}])[0]["content"] for part in shown]
+    with httpx.Client() as client:
+        for kind in ("session", "image"):
+            places: dict[int, set[str]] = {number: set() for number in range(SESSIONS)}
+            for turn in range(2):
+                for number in range(SESSIONS):
+                    told = {"type": "text", "text": f"Turn {turn} of {number}."}
+                    content = [told] if kind == "session" else [told, *pictures[number]]
+                    fields = body(content, 4, 4, **({"session_id": f"s{number}"} if kind == "session" else {}))
+                    places[number].add(ask(server, fields, client).where[PREFILL])
+            assert all(len(found) == 1 for found in places.values()), (kind, places)
+            assert set.union(*places.values()) == {f"{PREFILL}/0", f"{PREFILL}/1"}, kind
 
 
 def test_status_shows_the_prefill_replicas_of_a_decode_stage(cluster: Any) -> None:
@@ -159,6 +203,32 @@ def test_a_replica_is_killed_under_load(cluster: Any, victim: str) -> None:
         # Prompts of a tiny model take less time than a look at the metrics: the answers tell that they come in.
         assert until(lambda: value(server, "replica_requests_in_flight", replica=f"{DECODE}/0"), SOON_S)
         kill(server, victim, signal.SIGKILL)
+        assert answers.result() == expected * 2
+    assert until(lambda: all_up(server, ALL), UP_S)
+    assert until(lambda: idle(server), SOON_S), busy(server)
+
+
+def test_a_decode_replica_joins_dies_and_leaves(cluster: Any) -> None:
+    """Under load: the head has one of its own, the other is another process's, which starts it again when killed."""
+    server, crew, expected = cluster
+    name, words = f"{DECODE}/1", [DECODE if word == PREFILL else word for word in crew.words]
+    joined = Headless(Path(), crew.log.with_name("decode"), DECODE, 0)
+    joined.words = words
+
+    def works() -> None:
+        assert until(lambda: value(server, "replica_requests_in_flight", replica=name), SOON_S)
+
+    with joined, ThreadPoolExecutor(1) as thread:
+        assert until(lambda: all_up(server, ALL + 1), UP_S), joined.tail()
+        answers = thread.submit(ask_all, server, BODIES * 2, AT_ONCE)
+        works()
+        kill(server, name, signal.SIGKILL)
+        assert answers.result() == expected * 2
+        assert until(lambda: all_up(server, ALL + 1) and idle(server), UP_S), joined.tail()
+        assert replicas(server)[name]["restarts"] == 1
+        answers = thread.submit(ask_all, server, BODIES * 2, AT_ONCE)
+        works()
+        assert joined.stop(signal.SIGTERM) == [] and joined.status() == 0, joined.tail()
         assert answers.result() == expected * 2
     assert until(lambda: all_up(server, ALL), UP_S)
     assert until(lambda: idle(server), SOON_S), busy(server)

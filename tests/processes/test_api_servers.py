@@ -27,6 +27,7 @@ from tests.support.cluster import (
     LOOK_EVERY_S,
     MODEL,
     STAGES,
+    USAGE,
     Answer,
     Headless,
     all_up,
@@ -70,6 +71,7 @@ KEEP_ALIVE_S = 120
 
 REFUSED = 503
 RESTARTS = PREFIX + "replica_restarts_total"
+TOKENS, RUNNING = "vllm:generation_tokens_total", "vllm:num_requests_running"
 ONCE = ("ready: ", "Available routes", "Application startup complete", "API servers, each with its own")
 
 
@@ -327,11 +329,30 @@ def test_a_killed_replica_is_not_missed(stage: str, two: Server, undisturbed: li
     assert until(lambda: restart_counts(two, stage) == {0.0, 1.0}), "the API server that counts may be the later one"
 
 
+def made_by_replicas(before: Any, after: Any, stage: str) -> dict[str, float]:
+    """The tokens that each replica of a stage has made between two looks at the metrics, by vLLM's counter."""
+    replicas_of = {dict(labels)["replica"] for (name, labels) in after if name == TOKENS and ("stage", stage) in labels}
+    grown = {
+        each: total(after, TOKENS, stage=stage, replica=each) - total(before, TOKENS, stage=stage, replica=each)
+        for each in replicas_of
+    }
+    return {each: count for each, count in grown.items() if count}
+
+
+def received(answers: list[Answer], tokens: str) -> int:
+    """The tokens in these answers."""
+    return sum(each.tokens[tokens] for each in answers)
+
+
 def test_replicas_join_and_leave(two: Server, undisturbed: list[Answer], tiny: Path, tmp_path: Path, port: int) -> None:
+    """And an API server is killed in between; the metrics count every token that clients get."""
+    before, got = scrape(two), list[Answer]()
+
     def rounds(until_set: threading.Event) -> list[list[Any]]:
         done = []
         while not (until_set.is_set() and done):
             done.append(ask_all(two, BODIES[:AT_ONCE], AT_ONCE))
+            got.extend(done[-1])
         return done
 
     joined, left = threading.Event(), threading.Event()
@@ -345,6 +366,9 @@ def test_replicas_join_and_leave(two: Server, undisturbed: list[Answer], tiny: P
             joined.set()
             assert all(answers == undisturbed[:AT_ONCE] for answers in during.result())
             assert until(lambda: idle(two))
+            restarts = restarted(two, 1)
+            os.kill(pids(two)[1], signal.SIGKILL)
+            assert until(lambda: again(two, 1, restarts + 1), UP_S)
             during = thread.submit(rounds, left)
             assert until(lambda: replicas(two)["talker/2"]["running"] or during.done())
             assert not more.stop(signal.SIGTERM)
@@ -354,7 +378,17 @@ def test_replicas_join_and_leave(two: Server, undisturbed: list[Answer], tiny: P
     assert all(each == undisturbed[:AT_ONCE] for each in answers)
     by_server = {each.server for each in answers[0] if each.where["talker"] == "talker/2"}
     assert by_server, "it has served"
-    assert used(ask_all(two, BODIES, AT_ONCE)).keys() == {f"{stage}/{n}" for stage in STAGES for n in (0, 1)}
+    got += (last := ask_all(two, BODIES, AT_ONCE))
+    assert used(last).keys() == {f"{stage}/{n}" for stage in STAGES for n in (0, 1)}
+    after = scrape(two)
+    for stage, tokens in (("thinker", USAGE), ("talker", "talker")):
+        made = made_by_replicas(before, after, stage)
+        assert sum(made.values()) == received(got, tokens), made
+    assert made.keys() == {"talker/0", "talker/1", "talker/2"}
+    assert gone_back(before, after) == []
+    assert total(after, RUNNING) == 0
+    numbers = {(dict(labels)["replica"], dict(labels)["engine"]) for name, labels in after if name == TOKENS}
+    assert len(numbers) == len(dict(numbers)) == 7, "the API servers agree on the number of each replica"
 
 
 def test_an_api_server_and_then_the_head_are_killed(two: Server) -> None:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from examples.server import Server
 from tests.families.serving import busy, chat, client, during, events, picture, pixels, settled
+from tests.support import promql
 from tests.support.bagel_runs import golden
 from tests.support.bagel_runs import picture as noise
 from tests.support.bagel_serving import (
@@ -317,6 +318,7 @@ def test_the_time_of_each_part_of_the_work_is_measured(server: Server) -> None:
             for line in text.splitlines()
             if line.startswith(PREFIX + "stage_part_seconds_count") and f'part="{part}"' in line
         ], part
+    promql.check(text, ("Pictures",))
 
 
 def _health(server: Server) -> dict[str, str]:

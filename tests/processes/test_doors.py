@@ -20,7 +20,7 @@ import pytest
 
 from examples.server import Server
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("new_processes")]
 
 MODEL = "tiny"
 KEY = "a-secret-of-this-test"

@@ -346,7 +346,10 @@ def test_sigterm_ends_every_headless_process(cluster: Cluster) -> None:
 def test_a_head_that_never_comes(tiny: Path, tmp_path: Path) -> None:
     """Waiting has an end, by itself or by a signal."""
     port = free_ports(PORTS)
-    short = Headless(tiny, tmp_path / "short", "talker", port, "--omni-startup-timeout", "2")
+    # A replica that gives up is started again, each time later.
+    short = Headless(
+        tiny, tmp_path / "short", "talker", port, "--omni-startup-timeout", "2", "--omni-restart-limit", "1"
+    )
     long = Headless(tiny, tmp_path / "long", "talker", port)
     with short, long:
         assert until(lambda: short.status() is not None, UP_S)

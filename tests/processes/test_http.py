@@ -24,7 +24,7 @@ from examples.server import Server
 from tests.processes.test_starved import NOT_OURS
 from tests.support import media
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("new_processes")]
 
 MODEL = "tiny"
 RATE = 24_000

@@ -23,7 +23,23 @@ import pytest
 import soundfile
 
 from examples.server import Server, alive
-from tests.support.cluster import ANSWER_S, LENGTH, MODEL, STAGES, all_up, ask, body, get, idle, kill, replicas, until
+from tests.processes.test_api_servers import gone_back, made_by_replicas, received, restarted, scrape
+from tests.support.cluster import (
+    ANSWER_S,
+    LENGTH,
+    MODEL,
+    STAGES,
+    USAGE,
+    all_up,
+    ask,
+    body,
+    get,
+    idle,
+    kill,
+    replicas,
+    status,
+    until,
+)
 from tests.support.pace import pace
 from vllm_omni_ext.runtime.launch.folders import PrivateFolder
 
@@ -123,6 +139,21 @@ def test_a_killed_vocoder_and_then_a_killed_thinker(tiny: Path, tmp_path: Path) 
         assert until(lambda: replica(server, "talker")["running"] == 0)
         check_lost(server, "thinker", asyncio.run(killed_under(server, "thinker", ["text"])))
         assert not server.stop()
+
+
+def test_totals_go_on_when_the_only_api_server_is_killed(recovering: Server) -> None:
+    got = [ask(recovering, LONG)]
+    before = scrape(recovering)
+    [first] = status(recovering)["api_servers"]
+    os.kill(first["pid"], signal.SIGKILL)
+    assert until(lambda: get(recovering, "/health")[0] == 200 and restarted(recovering, 0) == 1, pace() * ANSWER_S)
+    assert gone_back(before, scrape(recovering)) == []
+    got.append(ask(recovering, LONG))
+    assert until(lambda: idle(recovering))
+    after = scrape(recovering)
+    assert gone_back(before, after) == []
+    for stage, tokens in (("thinker", USAGE), ("talker", "talker")):
+        assert made_by_replicas({}, after, stage) == {f"{stage}/0": received(got, tokens)}
 
 
 @pytest.mark.parametrize("stage", STAGES)

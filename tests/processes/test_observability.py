@@ -20,6 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from examples.server import HOST, Server
+from tests.support import promql
 from vllm_omni_ext.cli import main as commands
 from vllm_omni_ext.cli.top import Client, rows
 from vllm_omni_ext.metrics import ALL, PREFIX
@@ -144,11 +145,13 @@ def reply(client: openai.OpenAI) -> Any:
 
 @pytest.fixture(scope="module")
 def traffic(client: openai.OpenAI, server: Server, reply: Any) -> Series:
-    """The metrics after: text, two spoken answers (one before), one refused, one that was left before it spoke."""
+    """The metrics after: text, two spoken answers (one before), two refused, one that was left before it spoke."""
     client.chat.completions.create(**ASK, modalities=["text"], extra_body=BODY)
     client.chat.completions.create(**ASK, modalities=["text", "audio"], extra_body=BODY)
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(**ASK, modalities=["smell"])
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=MODEL, messages=3)
     endless = {**ASK, "max_completion_tokens": 1500, "modalities": ["text", "audio"]}
     silent = {"ignore_eos": True, "chunks": {"text": "all"}}
     stream = client.chat.completions.create(
@@ -201,7 +204,7 @@ def test_outcomes(traffic: Series) -> None:
     assert ours(traffic, "requests_total", outcome="finished", modalities="text") == 1
     assert ours(traffic, "requests_total", outcome="finished", modalities="text+audio") == 2
     assert ours(traffic, "requests_total", outcome="aborted", modalities="text+audio") == 1
-    assert ours(traffic, "errors_total", kind="RequestError", stage="") == 1
+    assert ours(traffic, "errors_total", kind="RequestError", stage="") == 2
 
 
 def test_engines_are_named(traffic: Series) -> None:
@@ -209,6 +212,9 @@ def test_engines_are_named(traffic: Series) -> None:
         assert ours(traffic, "replica_info", engine=str(number), stage=stage, replica=f"{stage}/0") == 1
         assert value(traffic, "vllm:num_requests_running", engine=str(number)) == 0
         assert value(traffic, "vllm:cache_config_info", engine=str(number)) == 1
+        assert value(traffic, "vllm:num_requests_running", engine=str(number), stage=stage, replica=f"{stage}/0") == 0
+    of_engines = [dict(labels) for name, labels in traffic if name.startswith("vllm:") and "engine" in dict(labels)]
+    assert of_engines and all({"stage", "replica"} <= labels.keys() for labels in of_engines)
     assert value(traffic, "vllm:generation_tokens_total", engine="1") >= 2 * (FRAMES + 1)
     assert value(traffic, "vllm:request_success_total", engine="0", finished_reason="length") == 3
     assert value(traffic, "vllm:request_success_total", engine="1") == 0
@@ -223,6 +229,24 @@ def test_every_metric_is_there(traffic: Series) -> None:
     names = {name for name, _ in traffic}
     missing = {m.name for m in (*ALL, *AUDIO) if m.full_name + ("_count" if m.kind == "histogram" else "") not in names}
     assert missing <= NOT_HERE
+
+
+def panel(title: str) -> promql.Query:
+    return next(query for query in promql.queries() if query.panel == title)
+
+
+def test_the_dashboard(server: Server, traffic: Series) -> None:
+    """Each of its queries shows something, but for what has not happened."""
+    text = get(server, "/metrics")[1].decode()
+    promql.check(text, ("Latency", "Traffic", "Replicas"), {PREFIX + name for name in NOT_HERE})
+    minute = promql.shown(panel("Requests"), {}, traffic)
+    assert sum(minute.values()) * 60 == pytest.approx(4)
+    tokens = {
+        dict(labels)["stage"]: value * 60 for labels, value in promql.shown(panel("Text tokens"), {}, traffic).items()
+    }
+    assert tokens["talker"] >= 2 * (FRAMES + 1) and tokens["thinker"] >= 3 * WORDS
+    up = promql.shown(panel("Replicas that take requests"), {}, traffic)
+    assert {dict(labels)["stage"]: value for labels, value in up.items()} == dict.fromkeys(STAGES, 1)
 
 
 def test_metrics_of_one_request(reply: Any) -> None:

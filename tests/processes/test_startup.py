@@ -19,7 +19,7 @@ from examples.server import Server, command, free_port
 from vllm_omni_ext.runtime.launch.progress import Progress
 from vllm_omni_ext.wire.loading import Loading
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("new_processes")]
 
 FAIL_S = 120
 

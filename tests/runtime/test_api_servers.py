@@ -22,6 +22,10 @@ from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
 from vllm_omni_ext.runtime.launch.descriptors import receive_descriptors
 from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
 from vllm_omni_ext.wire.control import (
+    ChangeAsked,
+    ChangeKnown,
+    ChangeMade,
+    ChangeSettled,
     ReplicaConnected,
     ReplicaEnded,
     ReplicaReady,
@@ -33,11 +37,13 @@ from vllm_omni_ext.wire.control import (
     decode,
     encode,
 )
+from vllm_omni_ext.wire.operator_state import ReplicasSlept
 
 TALKER, LATE = ReplicaId("talker", 0), ReplicaId("talker", 1)
 ABOUT = ReplicaInfo(host="here", pid=5, restarts=1)
 PATIENCE_S = 10.0
 LIFETIME_S = 60
+SLEPT = ReplicasSlept(("talker/0",), asleep=True)
 
 
 class Deployment:
@@ -91,12 +97,17 @@ class _Listener:
 
 
 def server(connections: Any, control: Connection, report: Connection, behaviour: str) -> None:
-    """An API server that reports what it is told: (its number, the message), and for listeners their ports."""
+    """An API server that reports what it is told: (its number, the message), and for listeners their ports.
+
+    `behaviour`: "dies" at once, "asks" for a change, is "silent" about changes.
+    """
     signal.alarm(LIFETIME_S)
     if behaviour == "dies":
         os._exit(1)
     control.send_bytes(encode(ReplicaConnected("talker/0", f"hello {connections.client_index}".encode())))
     control.send_bytes(encode(ServerReady()))
+    if behaviour == "asks":
+        control.send_bytes(encode(ChangeAsked(7, SLEPT)))
     with contextlib.suppress(EOFError, ConnectionResetError):
         while True:
             message = decode(control.recv_bytes())
@@ -107,6 +118,8 @@ def server(connections: Any, control: Connection, report: Connection, behaviour:
                         ports.append(listener.getsockname()[1])
                 control.send_bytes(encode(ReplicaConnected(message.replica, b"late")))
             report.send((connections.client_index, message, ports))
+            if isinstance(message, ChangeMade) and behaviour != "silent":
+                control.send_bytes(encode(ChangeKnown(message.version)))
 
 
 class Bench:
@@ -268,3 +281,47 @@ def test_restarted_api_server_is_told_of_restarts_that_happened_while_it_was_dow
     bench.servers.ended(LATE, "it has left", again=False)
     bench.servers.start_again(0)
     assert bench.deployment.made[-1][1]["restarts"] == {TALKER: 2}, "one of the plan, though it is down"
+
+
+def test_a_change_goes_to_all_and_then_the_one_that_asked_goes_on() -> None:
+    made = Bench(3, lambda client: "asks" if client == 1 else "")
+    with made.servers:
+        assert made.servers.wait()
+        assert {each.change for each in made.heard(ChangeMade, 3).values()} == {SLEPT}
+        assert made.heard(ChangeSettled, 1) == {1: ChangeSettled(7)}
+
+
+def test_a_change_is_not_settled_before_all_know_and_a_dead_server_is_not_waited_for() -> None:
+    made = Bench(3, lambda client: {0: "silent", 1: "asks"}.get(client, ""))
+    with made.servers:
+        assert made.servers.wait()
+        made.heard(ChangeMade, 3)
+        made.servers.listen(LATE)
+        assert made.heard(ReplicaStarting, 3), "sent after all others had answered"
+        kill(made, 0)
+        made.servers.lost(0)
+        found = {client: type(message) for client, message in iter_heard(made, until=ChangeSettled)}
+        assert found[1] is ChangeSettled
+        made.servers.start_again(0)
+        client, said = made.deployment.made[-1]
+        assert client == 0 and said["operator_state"].asleep == {"talker/0"}
+
+
+def iter_heard(bench: Bench, until: type) -> Iterator[tuple[int, Any]]:
+    """Messages as they come, up to the first of this kind."""
+    message: Any = None
+    while not isinstance(message, until):
+        assert bench.reports.poll(PATIENCE_S)
+        client, message, _ = bench.reports.recv()
+        yield client, message
+
+
+def test_a_replica_that_has_ended_is_awake_when_it_comes_back() -> None:
+    made = Bench(2, lambda client: "asks" if client == 1 else "")
+    with made.servers:
+        assert made.servers.wait()
+        made.heard(ChangeSettled, 1)
+        made.servers.ended(TALKER, "killed", again=True)
+        made.servers.lost(0)
+        made.servers.start_again(0)
+        assert made.deployment.made[-1][1]["operator_state"].asleep == frozenset()

@@ -15,6 +15,7 @@ from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.client.calls import Calls
 from vllm_omni_ext.runtime.client.replica import StockReplica
 from vllm_omni_ext.runtime.client.targeted import TargetedLLM
+from vllm_omni_ext.wire.operator_state import ReplicasSlept
 
 COUNTS = {"thinker": 2, "talker": 2, "code2wav": 1}
 NAMES = [ReplicaId(stage, i) for stage, count in COUNTS.items() for i in range(count)]
@@ -232,6 +233,22 @@ async def test_requests_are_not_routed_to_sleeping_replicas() -> None:
     bench.answer("wake_up", True)
     await bench.calls.to(["talker/0"], "wake_up_async", None)
     assert bench.pools["talker"].admit("c") == zero
+
+
+async def test_all_know_before_a_replica_sleeps_and_after_it_was_woken() -> None:
+    bench, shared = Bench(), []
+
+    async def share(change: ReplicasSlept) -> None:
+        shared.append((change, len(bench.log)))
+
+    bench.calls.share = share
+    bench.answer("wake_up", True)
+    await bench.calls.to(["talker"], "sleep_async", 1, "abort")
+    await bench.calls.to(["talker/0"], "wake_up_async", None)
+    assert shared == [
+        (ReplicasSlept(("talker/0", "talker/1"), asleep=True), 0),
+        (ReplicasSlept(("talker/0",), asleep=False), 3),
+    ]
 
 
 async def test_profiles_are_named_after_replicas() -> None:

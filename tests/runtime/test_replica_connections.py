@@ -33,6 +33,7 @@ from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.client import replica_connections as replica_connections_module
 from vllm_omni_ext.runtime.client.replica_connections import ReplicaConnections, ReplicaInfo
+from vllm_omni_ext.wire.operator_state import NOTHING_CHANGED
 
 A, B, FAR = (ReplicaId("text", i) for i in range(3))
 """Two that are planned here and one of another host."""
@@ -149,6 +150,7 @@ class Bench:
         check_always(self.orchestrator)
         plan = SimpleNamespace(config=OmniConfig(), replicas=lambda: [SimpleNamespace(id=A), SimpleNamespace(id=B)])
         told: Any = SimpleNamespace(
+            operator_state=NOTHING_CHANGED,
             plan=plan,
             about={A: about, B: about},
             restarts=restarts or {},
@@ -432,7 +434,8 @@ async def test_one_of_another_host_that_is_forgotten_is_closed_and_shown_no_more
     await bench.view(entry(A), entry(B))
     assert bench.of(FAR).closed == 1 and FAR not in bench.pool.replicas
     assert bench.replica_connections.replica_names("text") == [A, B] and FAR not in bench.replica_connections.reports
-    shown = {sample.labels.get("replica") for family in bench.registry.collect() for sample in family.samples}
+    gauges = [family for family in bench.registry.collect() if family.type == "gauge"]
+    shown = {sample.labels.get("replica") for family in gauges for sample in family.samples}
     assert {"text/0", "text/1"} <= shown and "text/2" not in shown
 
 
@@ -490,15 +493,37 @@ async def test_a_replica_that_sleeps_is_shown_as_sleeping(bench: Bench) -> None:
     def states() -> list[str]:
         return [bench.replica_connections.state(replica) for replica in (A, B)]
 
-    bench.pool.rest(A)
-    assert states() == ["SLEEPING", "UP"], "known at once to who put it to sleep"
+    bench.replica_connections.slept([A], asleep=True)
+    assert states() == ["SLEEPING", "UP"], "known at once"
     await bench.view(entry(A, load=Load()), entry(B, load=Load(asleep=True)))
-    assert states() == ["SLEEPING", "SLEEPING"], "another API server's call is known from the replica's report"
+    assert states() == ["SLEEPING", "SLEEPING"], "that one is paused is known from its report"
     await bench.view(entry(A, State.SUSPECT, load=Load()), entry(B, State.DRAINING, load=Load(asleep=True)))
     assert states() == ["SUSPECT", "DRAINING"], "what is wrong with it matters more"
-    bench.pool.rouse(A)
+    bench.replica_connections.slept([A], asleep=False)
     await bench.view(entry(A, load=Load()), entry(B, load=Load()))
     assert states() == ["UP", "UP"]
+
+
+async def test_a_replica_that_was_woken_is_up_at_once(bench: Bench) -> None:
+    """Its last report is from when it slept."""
+    connections = bench.replica_connections
+    connections.slept([A], asleep=True)
+    await bench.view(entry(A, load=Load(asleep=True)), entry(B, load=Load()))
+    connections.slept([A], asleep=False)
+    assert connections.state(A) == "UP"
+    await bench.view(entry(A, load=Load(asleep=True)), entry(B, load=Load(1, 0)))
+    assert connections.state(A) == "UP", "the same report, in a view that another replica has changed"
+    await bench.view(entry(A, load=Load()), entry(B, load=Load(1, 0)))
+    await bench.view(entry(A, load=Load(asleep=True)), entry(B, load=Load(1, 0)))
+    assert connections.state(A) == "SLEEPING", "a later report counts again"
+
+
+async def test_requests_of_a_replica_that_sleeps_go_elsewhere_even_after_it_was_silent(bench: Bench) -> None:
+    bench.replica_connections.slept([A], asleep=True)
+    await bench.view(entry(A, State.UP), entry(B, State.UP))
+    assert bench.pool.is_asleep(A)
+    bench.replica_connections.ended(A, "killed", again=True)
+    assert A not in bench.replica_connections._asleep, "its next process is awake"
 
 
 async def test_the_age_of_a_heartbeat_is_that_of_the_last_new_report(

@@ -264,3 +264,30 @@ async def test_the_responses_api_refuses_what_is_not_text(
     assert len(counted) == 1 and engine.calls == []
     if parameter in fields and fields.get("modalities") != ["smell"]:
         assert "/v1/responses answers text only; /v1/chat/completions answers with audio" in error["message"]
+
+
+INVALID = [b"{", b"[]", b'"text"', b'{"model": 3, "messages": 3}', b'{"model": ["x"]}']
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "audio/speech"])
+@pytest.mark.parametrize("body", INVALID)
+async def test_a_body_that_no_handler_gets_is_counted_once(
+    app: Any, engine: ScriptedOmni, path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[str] = []
+    monkeypatch.setattr(engine.observer, "refused", lambda error, stage="": counted.append(type(error).__name__))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as http:
+        answer = await http.post(f"/v1/{path}", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, counted) == (400, ["RequestError"]), answer.text
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+async def test_bodies_for_vllm_s_own_routes_are_counted_too(
+    app: Any, engine: ScriptedOmni, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[BaseException] = []
+    monkeypatch.setattr(engine.observer, "refused", counted.append)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as http:
+        answer = await http.post(path, json={"model": 3, "messages": 3})
+    assert (answer.status_code, len(counted)) == (400, 1), answer.text

@@ -17,8 +17,9 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.entrypoints.serve.profile.api_router import router as profile
 
 from tests.runtime.test_calls import Bench, targeted
-from vllm_omni_ext.serving.adapters import StageAdapters
+from vllm_omni_ext.serving.adapters import Adapters
 from vllm_omni_ext.serving.stage_calls import add_routes
+from vllm_omni_ext.wire.operator_state import NOTHING_CHANGED, Change, OperatorState
 
 JSON = {"content-type": "application/json"}
 ADAPTER = {"lora_name": "tune", "lora_path": "/adapters/tune"}
@@ -31,9 +32,10 @@ def json_of(body: Any) -> bytes:
 class Rig:
     """The endpoints over scripted replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, client_index: int = 0, client_count: int = 1, state: OperatorState = NOTHING_CHANGED) -> None:
         self.bench = Bench()
         self.omni = targeted(self.bench)
+        self.omni._follow_operators(state, SimpleNamespace(slept=lambda replicas, asleep: None))
         self.omni.engine_core.__dict__.update(
             {f"{name}_async": self._everywhere(name) for name in ("sleep", "wake_up", "is_sleeping", "collective_rpc")},
             add_lora_async=self._everywhere("add_lora"),
@@ -41,11 +43,12 @@ class Rig:
         )
         self.omni.model_config = SimpleNamespace(model="tiny", max_model_len=8)
         self.omni.input_processor = None
+        self.omni.connections = SimpleNamespace(client_count=client_count, client_index=client_index)
         self.app = FastAPI()
         self.models: Any = OpenAIServingModels(self.omni, [SimpleNamespace(name="tiny", model_path="tiny")])
         self.app.state.engine_client = self.omni
         self.app.state.openai_serving_models = self.models
-        self.app.state.omni_adapters = StageAdapters(self.omni, self.models)
+        self.app.state.omni_adapters = Adapters(self.omni, self.models)
         for attach in (attach_cache, attach_rpc, attach_sleep):
             attach(self.app)
         self.app.include_router(profile)
@@ -164,25 +167,72 @@ async def test_what_no_replica_could_take_is_refused(wrong: dict[str, Any]) -> N
     assert rig.bench.log == []
 
 
-async def test_an_adapter_goes_to_the_stage_that_is_named() -> None:
+async def test_an_adapter_goes_to_the_replicas_that_are_named() -> None:
     rig = Rig()
     rig.bench.answer("add_lora", True)
-    status, body = await rig.post("/v1/load_lora_adapter", json=ADAPTER | {"targets": ["talker"]})
-    assert (status, body) == (200, {"replicas": {"talker/0": {"value": True}, "talker/1": {"value": True}}})
-    [(_, _, (adapter,)), _] = rig.bench.log
+    status, body = await rig.post("/v1/load_lora_adapter", json=ADAPTER | {"targets": ["thinker/1"]})
+    assert (status, body) == (200, {"replicas": {"thinker/1": {"value": True}}})
+    [(_, _, (adapter,))] = rig.bench.log
     assert (adapter.lora_name, adapter.lora_path) == ("tune", "/adapters/tune")
-    assert "tune" not in rig.models.lora_requests, "no request may ask for it"
-    status, body = await rig.post("/v1/load_lora_adapter?targets=talker", json=ADAPTER)
+    assert rig.models.lora_requests["tune"].lora_int_id == adapter.lora_int_id
+    status, body = await rig.post("/v1/load_lora_adapter?targets=thinker", json=ADAPTER)
     assert status == 400 and "already been" in str(body)
-    status, _ = await rig.post("/v1/load_lora_adapter?targets=thinker", json=ADAPTER)
-    assert status == 200 and rig.models.lora_requests["tune"].lora_int_id != adapter.lora_int_id
-    assert (await rig.post("/v1/unload_lora_adapter", json={"lora_name": "tune"}))[0] == 200
-    assert not rig.models.lora_requests
     rig.bench.log.clear()
     rig.bench.answer("remove_lora", True)
-    for target, status in [("talker/1", 200), ("talker", 200), ("talker", 404)]:
+    for target, status in [("thinker/1", 200), ("thinker", 200), ("thinker", 404)]:
         assert (await rig.post(f"/v1/unload_lora_adapter?targets={target}", json=ADAPTER))[0] == status
-    assert rig.bench.log == [(f"talker/{i}", "remove_lora", (adapter.lora_int_id,)) for i in (1, 0, 1)]
+    assert rig.bench.log == [(f"thinker/{i}", "remove_lora", (adapter.lora_int_id,)) for i in (1, 0, 1)]
+    assert not rig.models.lora_requests
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+async def test_an_adapter_of_a_later_stage_is_refused(path: str) -> None:
+    rig = Rig()
+    rig.models.lora_requests["tune"] = SimpleNamespace(lora_int_id=1)
+    status, answer = await rig.post(f"{path}?targets=talker", json=ADAPTER | {"load_inplace": True})
+    assert (status, answer["error"]["param"]) == (400, "targets")
+    assert "cannot use adapters of 'talker'" in answer["error"]["message"]
+    assert rig.bench.log == []
+
+
+async def test_all_api_servers_know_an_adapter_of_one() -> None:
+    state, shared = NOTHING_CHANGED, []
+    rigs = [Rig(client, 2) for client in (0, 1)]
+
+    async def to_all(change: Change) -> None:
+        shared.append(change)
+        for rig in rigs:
+            rig.omni.apply(change)
+
+    for rig in rigs:
+        rig.omni.submit = to_all
+        rig.bench.answer("add_lora", True)
+    assert (await rigs[0].post("/v1/load_lora_adapter", json=ADAPTER))[0] == 200
+    assert (await rigs[1].post("/v1/load_lora_adapter", json=ADAPTER | {"lora_name": "more"}))[0] == 200
+    known = [
+        {name: (each.lora_int_id, each.lora_path) for name, each in rig.models.lora_requests.items()} for rig in rigs
+    ]
+    assert known[0] == known[1] and known[0].keys() == {"tune", "more"}
+    assert known[0]["tune"][0] % 2 == 0 and known[0]["more"][0] % 2 == 1, "no two servers give the same number"
+    assert (await rigs[1].post("/v1/load_lora_adapter", json=ADAPTER))[0] == 400, "it is loaded already"
+    assert (await rigs[1].post("/v1/unload_lora_adapter", json=ADAPTER))[0] == 200
+    assert [set(rig.models.lora_requests) for rig in rigs] == [{"more"}, {"more"}]
+    for change in shared:
+        state = state.after(change)
+    again = Rig(0, 2, state)
+    assert set(again.models.lora_requests) == {"more"}, "an API server that is started again knows it"
+    again.bench.answer("add_lora", True)
+    assert (await again.post("/v1/load_lora_adapter", json=ADAPTER))[0] == 200
+    assert again.models.lora_requests["tune"].lora_int_id > max(number for number, _ in known[0].values())
+
+
+async def test_an_adapter_that_cannot_be_loaded_is_not_shared() -> None:
+    rig, shared = Rig(), []
+    rig.omni.submit = shared.append
+    rig.bench.answer("add_lora", ValueError("LoRA is not enabled"), "thinker/1")
+    assert (await rig.post("/v1/load_lora_adapter", json=ADAPTER))[0] == 500
+    assert (await rig.post("/v1/unload_lora_adapter", json=ADAPTER))[0] == 404
+    assert shared == []
 
 
 async def test_an_adapter_that_one_replica_cannot_load_has_no_name() -> None:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from vllm_omni_ext.serving.gate import SERVER_HEADER
 
 MODEL = "tiny"
 STAGES = ("thinker", "talker", "code2wav")
+USAGE = "usage"
 LENGTH = ["--served-model-name", MODEL, "--max-model-len", "2048"]
 ANSWER_S = 120.0
 SETTLE_S = 30.0
@@ -42,12 +43,15 @@ LARGEST_DIFFERENCE = 1
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client gets: text, int16 samples, which replica of each stage was asked first, and which API server."""
+    """What a client gets: text, int16 samples, which replica of each stage was asked first, which API server, and how
+    many tokens: those of the usage as `USAGE`, and those of each stage.
+    """
 
     text: str
     samples: np.ndarray
     where: Mapping[str, str]
     server: str = ""
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Answer)
@@ -212,7 +216,9 @@ def ask(server: Server, fields: dict[str, Any], client: httpx.Client | None = No
     sound = base64.b64decode(message["audio"]["data"])
     samples = soundfile.read(io.BytesIO(sound), dtype="int16")[0].astype(np.int32)
     where = {stage: course["replica"] for stage, course in said["metrics"]["stages"].items()}
-    return Answer(message["content"], samples, where, answer.headers.get(SERVER_HEADER, ""))
+    tokens = {stage: course["tokens"] for stage, course in said["metrics"]["stages"].items()}
+    tokens[USAGE] = said["usage"]["completion_tokens"]
+    return Answer(message["content"], samples, where, answer.headers.get(SERVER_HEADER, ""), tokens)
 
 
 def ask_all(server: Server, bodies: Sequence[dict[str, Any]], at_once: int) -> list[Answer]:

@@ -24,7 +24,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import model_config
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.sizes import RELEASED
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import real_vocabulary
 
-GRIDS = ((32, 64), (64, 64))
+GRIDS = ((16, 16), (16, 32))
 """Rows and columns of patches; the larger picture must take the same for each patch."""
 
 

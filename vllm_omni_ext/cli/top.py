@@ -67,7 +67,6 @@ class Row:
 
 def rows(before: Sample, now: Sample) -> list[Row]:
     """Return a row for each replica, with the rates between two samples."""
-    engines = {labels["replica"]: labels["engine"] for labels, _ in _of(now, m.REPLICA_INFO.full_name)}
     return [
         Row(
             stage=stage["name"],
@@ -75,7 +74,7 @@ def rows(before: Sample, now: Sample) -> list[Row]:
             state=each["state"],
             running=each["running"],
             waiting=each["waiting"],
-            tokens_per_s=_rate(before, now, TOKENS, {"engine": engines.get(each["id"], "")}),
+            tokens_per_s=_rate(before, now, TOKENS, {"replica": each["id"]}),
             restarts=each["restarts"],
             pid=each["pid"],
             host=each["host"],

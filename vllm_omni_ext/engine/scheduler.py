@@ -5,10 +5,14 @@
 every request of a step. A request whose next input is missing is held with vLLM's own `next_decode_eligible_step`. If
 all requests are held, the engine reports no work, so it sleeps on its input queue until the next chunk, request or
 abort wakes it.
+
+`DueFirst` is for a stage whose outputs are waited for at known times. vLLM's own policy `priority` orders the requests
+by the time at which each is due; short steps keep what is due soon from waiting behind a step that began just before.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -16,6 +20,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
@@ -23,6 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.engine.input_progress import InputProgress
 from vllm_omni_ext.engine.orphaned_exports import OrphanedExports
+from vllm_omni_ext.engine.step_budget import StepBudget
 from vllm_omni_ext.wire.envelope import StageError, unpack
 from vllm_omni_ext.wire.stage_input import StageInput
 
@@ -124,6 +130,41 @@ class StreamingInput(Scheduler):
         self._chunks.pop(req_id, None)
 
 
+LONGEST_STEP_S = 0.025
+"""Of a stage with `DueFirst`, unless one request alone takes longer."""
+
+
+class DueFirst(Scheduler):
+    """Keeps steps short while requests wait; with the policy `fcfs` it is vLLM's scheduler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._most: int = self.max_num_scheduled_tokens  # type: ignore[has-type]
+        self._budget = StepBudget(LONGEST_STEP_S)
+        self._began = self._ended = 0.0
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule one step of the requests that are due first, and of no more than fit into its time."""
+        if self.policy is SchedulingPolicy.PRIORITY and self.waiting:
+            least = self.waiting.peek_request().num_tokens
+            self.max_num_scheduled_tokens = min(self._most, max(least, self._budget.tokens(self._most)))
+        self._began = time.monotonic()
+        try:
+            return super().schedule(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens = self._most
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Update as vLLM does, and note what the step has cost."""
+        now = time.monotonic()
+        if scheduler_output.total_num_scheduled_tokens:
+            self._budget.note(scheduler_output.total_num_scheduled_tokens, now - max(self._began, self._ended))
+        self._ended = now
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+
 def scheduler_factory(*features: type[Scheduler]) -> Callable[..., Scheduler]:
     """Return a `scheduler_cls` that builds vLLM's scheduler, with or without async scheduling as configured.
 
@@ -141,6 +182,9 @@ def scheduler_factory(*features: type[Scheduler]) -> Callable[..., Scheduler]:
 
 streaming_input_scheduler = scheduler_factory(StreamingInput)
 """For a stage that accepts chunks."""
+
+due_first_scheduler = scheduler_factory(DueFirst)
+"""For a stage whose flow says when parts are due (`plugins.flow.Submit.due`), with `scheduling_policy: priority`."""
 
 export_scheduler = scheduler_factory(OrphanedExports)
 """For a stage whose worker exports hidden states."""

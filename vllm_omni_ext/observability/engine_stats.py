@@ -2,37 +2,170 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from prometheus_client import Gauge
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager, load_stat_logger_plugin_factories
+from vllm.v1.metrics.loggers import (
+    PerEngineStatLoggerAdapter,
+    PrometheusStatLogger,
+    StatLoggerBase,
+    StatLoggerManager,
+    load_stat_logger_plugin_factories,
+)
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from vllm_omni_ext import metrics as m
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metrics
+from vllm_omni_ext.observability.engine_numbers import EngineNumbers
+from vllm_omni_ext.observability.engine_series import EngineSeries, registered
+
+CACHE_INFO = "cache_config"
 
 
-def engine_order(frontend: str, replicas: Sequence[ReplicaId]) -> tuple[ReplicaId, ...]:
-    """All replicas in the order of vLLM's label `engine`: the frontend's come first, as in vLLM."""
-    return tuple(sorted(replicas, key=lambda replica: replica.stage != frontend))
+class ReplicaStats(StatLoggerManager):
+    """vLLM's loggers for all replicas. Recreates the metrics `vllm:*` of this process.
 
-
-def stats_of_all(config: VllmConfig, configs: Sequence[VllmConfig], *, client_count: int) -> StatLoggerManager:
-    """vLLM's loggers for several engines. Recreates the metrics `vllm:*` of this process.
+    A replica that joins later gets loggers of its own, which write to the same metrics. Stat logger plugins that take
+    all engines together have only the planned replicas: vLLM names them their engines once.
 
     Args:
         config: the frontend's config, which names the model.
-        configs: config of each engine, by its number.
+        replicas: config of each replica that is connected.
+        planned: the replicas of the plan, connected or not.
+        replaces: whether this API server replaces one that has died. Then it does not begin by saying that all replicas
+            are awake, as vLLM does: the others' last word stays in the values that they share.
     """
 
-    class EveryReplica(PrometheusStatLogger):
-        """vLLM's logger, with each engine's cache info from its own config, and only tokens written for `StepTokens`.
+    def __init__(
+        self,
+        config: VllmConfig,
+        replicas: Mapping[ReplicaId, VllmConfig],
+        numbers: EngineNumbers,
+        *,
+        planned: Iterable[ReplicaId],
+        client_count: int,
+        replaces: bool = False,
+    ) -> None:
+        self._config = config
+        self._numbers = numbers
+        self._joined: dict[int, list[StatLoggerBase]] = {}
+        self._cache_info: dict[int, Any] = {}
+        self._series = EngineSeries(numbers.replica)
+        self._knows_sleep = not replaces
+        self._logger_class = _replica_logger(self._series, lambda: self._knows_sleep, alone=client_count == 1)
+        super().__init__(
+            vllm_config=config,
+            engine_idxs=sorted(map(numbers.of, planned)),
+            custom_stat_loggers=[self._logger_class, *load_stat_logger_plugin_factories()],
+            client_count=client_count,
+        )
+        self.log_engine_initialized()
+        for replica, its_config in replicas.items():
+            self.add(replica, its_config)
+        self._knows_sleep = True
 
-        Adding zero to all other metrics would show the same, but take time in every step.
+    def add(self, replica: ReplicaId, config: VllmConfig) -> None:
+        """Make the series of a replica that is connected, unless they exist."""
+        number = self._numbers.of(replica)
+        if number not in self.engine_indexes and number not in self._joined:
+            self._joined[number] = self._loggers_of_one(number)
+        facts = {**config.cache_config.metrics_info(), "engine": str(number)}
+        if (before := self._cache_info.get(number)) is not None:
+            before.set(0)  # it came back with another cache, perhaps
+        gauge = self._series.make(
+            Gauge,
+            f"vllm:{CACHE_INFO}_info",
+            "Information of the LLMEngine CacheConfig",
+            facts,
+            multiprocess_mode="mostrecent",
+        )
+        self._cache_info[number] = gauge.labels(**facts)
+        self._cache_info[number].set(1)
+
+    def _loggers_of_one(self, number: int) -> list[StatLoggerBase]:
+        with registered():
+            own: list[StatLoggerBase] = [self._logger_class(self._config, [number])]
+        adapters = [each for each in self.stat_loggers if isinstance(each, PerEngineStatLoggerAdapter)]
+        kinds = [type(next(iter(each.per_engine_stat_loggers.values()))) for each in adapters]
+        return own + [kind(self._config, number) for kind in kinds]
+
+    def joined(self, replica: ReplicaId, config: VllmConfig) -> None:
+        """A replica's process is new, and so awake, whatever an earlier one of its name was."""
+        self.add(replica, config)
+        self.note_sleep([replica], None)
+
+    def lost(self, replica: ReplicaId) -> None:
+        """A replica's connection is closed: nothing runs or waits there. Its totals stay."""
+        self.record(SchedulerStats(), None, engine_idx=self._numbers.of(replica))
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: Any = None,
+        engine_idx: int | None = None,
+    ) -> None:
+        """Record a step of the engine with this number."""
+        for each in self._loggers(engine_idx or 0):
+            each.record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx or 0)
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        """Record that all engines sleep, or are awake."""
+        super().record_sleep_state(sleep, level)
+        for each in self._of_joined():
+            each.record_sleep_state(sleep, level)
+
+    def log(self) -> None:
+        """Write what has happened to the log."""
+        super().log()
+        for each in self._of_joined():
+            each.log()
+
+    def note_sleep(self, replicas: Iterable[ReplicaId], level: int | None) -> None:
+        """Set vLLM's sleep gauges for some replicas; vLLM itself only sets them for all engines at once.
+
+        Args:
+            level: sleep level; None: awake.
         """
+        states = {"awake": level is None, "weights_offloaded": level == 1, "discard_all": level == 2}
+        for number in map(self._numbers.of, replicas):
+            for logger in self._loggers(number):
+                gauges = logger.gauge_engine_sleep_state if isinstance(logger, PrometheusStatLogger) else {}
+                for name in gauges:
+                    gauges[name][number].set(states[name])
+
+    def _loggers(self, number: int) -> Iterable[StatLoggerBase]:
+        joined = self._joined.get(number)
+        return self.stat_loggers if joined is None else joined
+
+    def _of_joined(self) -> list[StatLoggerBase]:
+        return [logger for loggers in self._joined.values() for logger in loggers]
+
+
+def _replica_logger(
+    series: EngineSeries, knows_sleep: Callable[[], bool], *, alone: bool
+) -> type[PrometheusStatLogger]:
+    """Return the class of vLLM's logger that writes to these metrics.
+
+    Args:
+        knows_sleep: whether it writes to those of sleep.
+        alone: no other process sets their gauges.
+    """
+    base: Any = series.logger_class()
+
+    class ReplicaLogger(base):  # type: ignore[misc]
+        """vLLM's logger; for `StepTokens`, only what a step has changed is written.
+
+        The same values again, or zero added, would show the same, but take time in every step.
+        """
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._written: dict[int, tuple[Any, ...] | None] = {}
 
         def record(
             self,
@@ -42,46 +175,38 @@ def stats_of_all(config: VllmConfig, configs: Sequence[VllmConfig], *, client_co
             engine_idx: int = 0,
         ) -> None:
             if not isinstance(iteration_stats, StepTokens):
+                self._written[engine_idx] = None
                 super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
                 return
-            super().record(scheduler_stats, None, mm_cache_stats, engine_idx)
+            state = state_of(scheduler_stats) if alone and scheduler_stats is not None else None
+            if state is None or self._written.get(engine_idx) != state:
+                super().record(scheduler_stats, None, mm_cache_stats, engine_idx)
+                self._written[engine_idx] = state
             self.counter_generation_tokens[engine_idx].inc(iteration_stats.num_generation_tokens)
             self.histogram_iteration_tokens[engine_idx].observe(iteration_stats.num_generation_tokens)
 
+        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+            if knows_sleep():
+                super().record_sleep_state(sleep, level)
+
         def log_metrics_info(self, type: str, config_obj: Any) -> None:
-            known = [{**each.cache_config.metrics_info(), "engine": str(at)} for at, each in enumerate(configs)]
-            gauge = self._gauge_cls(
-                name=f"vllm:{type}_info",
-                documentation="Information of the LLMEngine CacheConfig",
-                multiprocess_mode="mostrecent",
-                labelnames=known[0].keys(),
-            )
-            for facts in known:
-                gauge.labels(**facts).set(1)
+            """Does nothing: each replica has a cache config of its own, see `ReplicaStats.add`."""
 
-    manager = StatLoggerManager(
-        vllm_config=config,
-        engine_idxs=list(range(len(configs))),
-        custom_stat_loggers=[EveryReplica, *load_stat_logger_plugin_factories()],
-        client_count=client_count,
-    )
-    manager.log_engine_initialized()
-    return manager
+    return ReplicaLogger
 
 
-def note_sleep(manager: StatLoggerManager, engines: Sequence[int], level: int | None) -> None:
-    """Set vLLM's sleep gauges for some engines; vLLM itself only sets them for all engines at once.
-
-    Args:
-        engines: values of the label `engine`.
-        level: sleep level; None: awake.
-    """
-    states = {"awake": level is None, "weights_offloaded": level == 1, "discard_all": level == 2}
-    for logger in manager.stat_loggers:
-        if isinstance(logger, PrometheusStatLogger):
-            for engine in engines:
-                for name, is_so in states.items():
-                    logger.gauge_engine_sleep_state[name][engine].set(is_so)
+def state_of(stats: SchedulerStats) -> tuple[Any, ...] | None:
+    """What vLLM's logger sets for a scheduler's statistics; None if these also add to counters, or name adapters."""
+    cache = stats.prefix_cache_stats
+    added = (
+        stats.connector_prefix_cache_stats or stats.spec_decoding_stats or stats.kv_connector_stats
+        or stats.ec_connector_stats or stats.perf_stats or stats.kv_cache_eviction_events
+        or stats.running_lora_adapters or stats.waiting_lora_adapters or cache.requests or cache.queries
+    )  # fmt: skip
+    if added:
+        return None
+    waiting = stats.num_waiting_reqs, stats.num_skipped_waiting_reqs
+    return stats.num_running_reqs, *waiting, stats.kv_cache_usage, dict(stats.num_kv_fetch_reqs_by_stage)
 
 
 class StepTokens(IterationStats):
@@ -95,7 +220,6 @@ def tokens_of(outputs: EngineCoreOutputs) -> StepTokens:
     return stats
 
 
-def name_engines(metrics: Metrics, order: Sequence[ReplicaId]) -> None:
-    """Publish which replica each value of the label `engine` stands for."""
-    for number, replica in enumerate(order):
-        metrics.of(m.REPLICA_INFO, str(number), replica.stage, str(replica)).set(1)
+def name_engine(metrics: Metrics, number: int, replica: ReplicaId) -> None:
+    """Publish which replica a value of the label `engine` stands for."""
+    metrics.of(m.REPLICA_INFO, str(number), replica.stage, str(replica)).set(1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -26,9 +27,8 @@ GONE_WITH_REPLICA = (
     m.REPLICA_WAITING,
     m.REPLICA_IN_FLIGHT,
     m.REPLICA_HEARTBEAT,
-    m.KV_BYTES,
 )
-"""Metrics of a replica that exist as long as its name is known; so does its count of restarts."""
+"""Metrics of a replica that exist as long as its name is known. Its totals stay: sums over replicas never go back."""
 
 ID_BYTES = 4
 """Bytes that one token or codec id counts in transfers between stages."""
@@ -49,6 +49,7 @@ class Observer:
         replicas: all replicas; they must be up.
         modalities: modalities of output chunks, by name.
         keep: number of request traces kept for `trace`.
+        alone: no other API server sets the same gauges.
         ended: called with every record when its request has ended.
         clock: monotonic clock, seconds.
     """
@@ -61,6 +62,7 @@ class Observer:
         replicas: Iterable[ReplicaId],
         modalities: Mapping[str, Modality] = CORE,
         keep: int = 0,
+        alone: bool = True,
         ended: Callable[[RequestTrace], None] = lambda record: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,6 +70,7 @@ class Observer:
         self._frontend = frontend
         self._modalities = modalities
         self._keep = keep
+        self._alone = alone
         self._ended = ended
         self._clock = clock
         self._quiet: Callable[[], None] = lambda: None
@@ -147,25 +150,20 @@ class Observer:
         self._metrics.of(m.REQUEST_FAILOVERS, stage).inc()
 
     def forgotten(self, replica: ReplicaId) -> None:
-        """Remove a replica's metrics: its name is free."""
+        """A replica's name is free: its present state is removed, or overwritten where several processes share it."""
         labels = (replica.stage, str(replica))
+        if replica in self._load:
+            self.replica_down(replica)
+        self._metrics.of(m.REPLICA_HEARTBEAT, *labels).set(math.nan)
         for metric in GONE_WITH_REPLICA:
             self._metrics.remove(metric, *labels)
-        if self._metrics.remove(m.REPLICA_RESTARTS, *labels):
-            self._restarts.pop(replica, None)
-        for why in get_args(Why):
-            self._metrics.remove(m.ROUTING_DECISIONS, *labels, why)
-        for kind in KV_FAILURE_COLUMNS:
-            self._metrics.remove(m.KV_FAILURES, *labels, kind)
         for table in (self.loads, self._load, self._in_flight):
             table.pop(replica, None)  # type: ignore[attr-defined]
 
     def loaded(self, replica: ReplicaId, stats: SchedulerStats) -> None:
         """Record the statistics of a replica's scheduler."""
         load = stats.num_running_reqs, stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        if (
-            self.loads.get(replica) != load or self._metrics.shared
-        ):  # shared: another process may have set another value
+        if self.loads.get(replica) != load or not self._alone:  # another API server may have set another value
             self.loads[replica] = load
             running, waiting = self._load[replica]
             running.set(load[0])

@@ -76,6 +76,8 @@ class EngineRequests:
         types: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
         self._defaults = defaults
+        # Taken once: the clock that all hosts share may be set back, which must not change the order of parts.
+        self._clock_offset = time.time() - time.monotonic()
         self._types = types
         self._makers: dict[type, Callable[[Any], EngineCoreRequest]] = {
             m.SendPrompt: prompt_request,
@@ -126,18 +128,23 @@ class EngineRequests:
     def _stream_end(self, send: m.SendStreamEnd) -> EngineCoreRequest:
         return self._in_stream(send.engine_id, send.action, PartHeader.end(send.stream), None)
 
+    def _priority(self, action: Submit) -> int:
+        """Return the time at which a part is due as vLLM's priority, in milliseconds; the lowest goes first."""
+        due = time.monotonic() if action.due is None else action.due
+        return round(1e3 * (due + self._clock_offset))
+
     def _in_stream(self, engine_id: str, action: Submit, header: PartHeader, given: Any) -> EngineCoreRequest:
         ends = header.part == END
         prompt = FILLER if ends or not action.prompt else list(action.prompt)
         features = () if ends else action.features
         if action.pooling_task is not None:
             pooling = PoolingParams(task=action.pooling_task, extra_kwargs=header.as_extra())  # type: ignore[arg-type]
-            return _request(engine_id, prompt, pooling=pooling, features=features)
+            return _request(engine_id, prompt, pooling=pooling, features=features, priority=self._priority(action))
         params, own = self._parameters(action.stage, given)
         params.extra_args = {PART: msgspec.structs.replace(header, params=own).as_extra()}
         params.output_kind = RequestOutputKind.DELTA
         params.detokenize = False
-        return _request(engine_id, prompt, sampling=params, features=features)
+        return _request(engine_id, prompt, sampling=params, features=features, priority=self._priority(action))
 
 
 def prompt_request(send: m.SendPrompt) -> EngineCoreRequest:
@@ -242,6 +249,7 @@ def _request(
     sampling: SamplingParams | None = None,
     pooling: PoolingParams | None = None,
     features: Sequence[Any] = (),
+    priority: int = 0,
 ) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=engine_id,
@@ -250,6 +258,7 @@ def _request(
         sampling_params=sampling,
         pooling_params=pooling,
         arrival_time=time.time(),
+        priority=priority,
         lora_request=None,
         cache_salt=None,
         data_parallel_rank=None,

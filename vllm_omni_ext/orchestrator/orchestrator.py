@@ -155,7 +155,7 @@ class Orchestrator:
     # -- outputs ------------------------------------------------------------------------------------------------
 
     async def produced(self, replica: ReplicaId, output: EngineCoreOutput) -> bool:
-        """Handle one engine output; its tensor is removed from it.
+        """Handle one engine output; its tensor is removed from it, and its tokens if the request has ended or moved.
 
         Returns:
             True if the output must go to vLLM's output processor; it then has the id of the client's request.
@@ -186,6 +186,8 @@ class Orchestrator:
         accepted = self._accepted
         if self._queue:
             await self._send_all()
+        if accepted is None:
+            output.new_token_ids = []  # nobody gets them, so statistics do not count them
         return accepted is not None and accepted.to_client
 
     def _accept(self, effect: m.Accept) -> None:

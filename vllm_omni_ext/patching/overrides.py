@@ -63,7 +63,7 @@ OVERRIDES = (
     Override(
         target="prometheus_client.values:ValueClass",
         where="vllm_omni_ext/metrics.py",
-        scope="deployments with several API servers",
+        scope="`vllm serve --omni`",
         why="prometheus_client chooses how values are kept when it is imported, before the directory is known.",
         remove_when="prometheus_client can change its directory after the import",
     ),

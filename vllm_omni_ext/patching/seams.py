@@ -171,7 +171,11 @@ SCHEDULER = (
     *seams_in(
         "vllm.v1.core.sched.scheduler",
         ("Scheduler.__init__", "74c31cd5056b", "subclassed"),
-        ("Scheduler.schedule", "272db55b70fe", "overridden: holds starved requests by next_decode_eligible_step"),
+        (
+            "Scheduler.schedule",
+            "272db55b70fe",
+            "overridden: holds starved requests by next_decode_eligible_step, short by max_num_scheduled_tokens",
+        ),
         (
             "Scheduler._reserve_prefill_lookahead",
             "1570acd92f79",
@@ -325,6 +329,18 @@ STAGE_CALLS = (
     *seams_in(
         "vllm.v1.metrics.loggers",
         ("PrometheusStatLogger.record_sleep_state", "d887d927be7d", "imitated for single engines"),
+        (
+            "PrometheusStatLogger.__init__",
+            "8510b25fe0a2",
+            "called: all engines, and each one that joins",
+        ),
+        (
+            "PrometheusStatLogger.log_metrics_info",
+            "db26cb5f98a8",
+            "imitated: a cache config for each replica",
+        ),
+        ("StatLoggerManager.__init__", "65b4a039ac0c", "called: the loggers of the planned replicas"),
+        ("StatLoggerManager.record", "353263c17115", "imitated: replicas that join have loggers of their own"),
     ),
     *seams_in(
         "vllm.entrypoints.serve.dev.rpc.api_router",

@@ -117,6 +117,8 @@ class Submit:
         payload: the plugin's message for the stage.
         last: no part follows.
         pooling_task: vLLM's task of a pooling stage; None = the stage takes sampling parameters.
+        due: when the output is needed, on the clock of `Produced.at`; never earlier than that of the part before. None
+            = at once. A stage whose `scheduling_policy` is `priority` does first what is due first.
         params: parameters of this request; None = the request's options over the stage's defaults.
         features: vLLM `MultiModalFeatureSpec`s of the prompt.
     """
@@ -127,6 +129,7 @@ class Submit:
     payload: msgspec.Struct | None = None
     last: bool = True
     pooling_task: str | None = None
+    due: float | None = field(default=None, compare=False)
     params: Any = None
     features: Sequence[Any] = ()
 

@@ -1,12 +1,14 @@
-"""LoRA adapters of single stages and replicas: vLLM's two endpoints with `targets`.
+"""LoRA adapters: vLLM's two endpoints with `targets`, for all API servers of a deployment.
 
-An adapter belongs to one model, so all targets of a call must be of one stage, and each stage has its own names. The
-frontend's adapters are vLLM's: clients can request them as models. No request uses an adapter of a later stage yet.
+An adapter that one API server has loaded can be named at all of them, as a model, when the call returns. An API server
+that is started again knows what has been loaded. Engines load an adapter by the path in a request, so replicas that
+join later, or are started again, need no call. Adapters of later stages are refused: no request could name them.
 """
 
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -20,8 +22,13 @@ from vllm.lora.request import LoRARequest
 from vllm_omni_ext.errors import CallFailed, RequestError
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.runtime.client.calls import Replies, failed
+from vllm_omni_ext.runtime.client.replica_connections import Connections
 from vllm_omni_ext.serving.call_reports import TARGETS, Targets, named_in, refusing, report
 from vllm_omni_ext.serving.parameters import KnownParameters
+from vllm_omni_ext.wire.operator_state import Adapter, AdapterLoaded, AdapterUnloaded
+
+NS_PER_NUMBER = 1_000_000
+"""Numbers of adapters begin with the time of the API server's start, in milliseconds."""
 
 
 class LoadAdapter(LoadLoRAAdapterRequest):
@@ -48,22 +55,16 @@ router = APIRouter(dependencies=[Depends(KnownParameters(BODIES))])
 @refusing
 async def load_lora_adapter(request: LoadAdapter, raw_request: Request, targets: Targets = None) -> Response:
     """Load an adapter."""
-    named = named_in(targets, request.targets)
-    if named is None:
-        return _as_vllm(await raw_request.app.state.openai_serving_models.load_lora_adapter(request))
-    adapters: StageAdapters = raw_request.app.state.omni_adapters
-    return await adapters.load(request, named)
+    adapters: Adapters = raw_request.app.state.omni_adapters
+    return await adapters.load(request, named_in(targets, request.targets))
 
 
 @router.post("/v1/unload_lora_adapter", dependencies=[Depends(validate_json_request)])
 @refusing
 async def unload_lora_adapter(request: UnloadAdapter, raw_request: Request, targets: Targets = None) -> Response:
     """Without targets, drop an adapter's name, as vLLM does; with targets, also remove the adapter from them."""
-    named = named_in(targets, request.targets)
-    if named is None:
-        return _as_vllm(await raw_request.app.state.openai_serving_models.unload_lora_adapter(request))
-    adapters: StageAdapters = raw_request.app.state.omni_adapters
-    return await adapters.unload(request, named)
+    adapters: Adapters = raw_request.app.state.omni_adapters
+    return await adapters.unload(request, named_in(targets, request.targets))
 
 
 def _as_vllm(answer: ErrorResponse | str) -> Response:
@@ -72,48 +73,112 @@ def _as_vllm(answer: ErrorResponse | str) -> Response:
     return Response(answer)
 
 
-class StageAdapters:
-    """The adapters of every stage, by name.
+class Adapters:
+    """The frontend's adapters, in vLLM's model list of every API server.
 
     Args:
-        stock: vLLM's model list, which holds the adapters of the frontend.
+        stock: vLLM's model list of this API server, which has the adapters of the command line.
     """
 
     def __init__(self, omni: AsyncOmni, stock: OpenAIServingModels) -> None:
         self._omni = omni
         self._stock = stock
-        self._by_stage: dict[str, dict[str, LoRARequest]] = {}
+        known, connections = stock.lora_requests, omni.connections
+        numbers = Numbers(max((each.lora_int_id for each in known.values()), default=0), connections)
+        stock.lora_id_counter = numbers  # type: ignore[assignment]
+        for name in omni.operator_state.unloaded:
+            known.pop(name, None)
+        for adapter in omni.operator_state.adapters.values():
+            self._changed(AdapterLoaded(adapter))
+        omni.adapters_changed = self._changed
 
-    async def load(self, request: LoadAdapter, targets: list[str]) -> Response:
-        """Load an adapter into the targets; its name becomes valid when all targets have loaded it."""
+    async def load(self, request: LoadAdapter, targets: list[str] | None) -> Response:
+        """Load an adapter into the targets, or all of the frontend; all have loaded it when its name becomes valid."""
+        if targets is None:
+            answer = await self._stock.load_lora_adapter(request)
+            if not isinstance(answer, ErrorResponse):
+                await self._share(request.lora_name)
+            return _as_vllm(answer)
+        self._check(targets)
         engine = _Aimed(self._omni, targets)
-        answer = await self._models(self._stage(targets), engine).load_lora_adapter(request)
+        models = copy.copy(self._stock)
+        models.engine_client = engine  # type: ignore[assignment]
+        answer = await models.load_lora_adapter(request)
+        if not isinstance(answer, ErrorResponse):
+            await self._share(request.lora_name)
         return report(engine.replies) if engine.replies else _as_vllm(answer)
 
-    async def unload(self, request: UnloadAdapter, targets: list[str]) -> Response:
-        """Remove an adapter from the targets; its name stays valid while other replicas have it."""
-        stage = self._stage(targets)
-        models = self._models(stage, self._omni)
-        if (adapter := models.lora_requests.get(request.lora_name)) is None:
-            return _as_vllm(await models.unload_lora_adapter(request))  # vLLM reports that the name is unknown
+    async def unload(self, request: UnloadAdapter, targets: list[str] | None) -> Response:
+        """Drop an adapter's name. With targets, remove it from them, and drop the name if these are all replicas."""
+        adapter = self._stock.lora_requests.get(request.lora_name)
+        if targets is not None:
+            self._check(targets)
+        if targets is None or adapter is None:  # vLLM reports a name that is unknown
+            return _as_vllm(await self._drop(request))
         replies = await self._omni.remove_lora(adapter.lora_int_id, targets=targets)
-        if replies.keys() == set(self._omni.calls.resolve([stage])) and not failed(replies):
-            await models.unload_lora_adapter(request)
+        stage = self._omni.calls.common({replica.stage for replica in replies})
+        if stage and replies.keys() == set(self._omni.calls.resolve([stage])) and not failed(replies):
+            await self._drop(request)
         return report(replies)
 
-    def _stage(self, targets: list[str]) -> str:
-        stage = self._omni.calls.common({replica.stage for replica in self._omni.calls.resolve(targets)})
-        if stage is None:
-            raise RequestError("targets: an adapter is made for one stage; name replicas of one", parameter=TARGETS)
-        return stage
+    async def _drop(self, request: UnloadAdapter) -> ErrorResponse | str:
+        answer = await self._stock.unload_lora_adapter(request)
+        if not isinstance(answer, ErrorResponse):
+            await self._omni.share(AdapterUnloaded(request.lora_name))
+        return answer
 
-    def _models(self, stage: str, engine: Any) -> OpenAIServingModels:
-        """Return vLLM's checks and adapter names for one stage, in front of `engine`."""
-        models = copy.copy(self._stock)
-        models.engine_client = engine
-        if not self._omni.calls.is_text(stage):
-            models.lora_requests = self._by_stage.setdefault(stage, {})
-        return models
+    async def _share(self, name: str) -> None:
+        """Make an adapter known to all API servers."""
+        loaded = self._stock.lora_requests[name]
+        adapter = Adapter(
+            name,
+            loaded.lora_int_id,
+            loaded.lora_path,
+            base=loaded.base_model_name,
+            three_d=loaded.is_3d_lora_weight,
+        )
+        await self._omni.share(AdapterLoaded(adapter))
+
+    def _changed(self, change: AdapterLoaded | AdapterUnloaded) -> None:
+        if isinstance(change, AdapterUnloaded):
+            self._stock.lora_requests.pop(change.name, None)
+            return
+        adapter = change.adapter
+        self._stock.lora_requests[adapter.name] = LoRARequest(
+            lora_name=adapter.name,
+            lora_int_id=adapter.number,
+            lora_path=adapter.path,
+            base_model_name=adapter.base,
+            is_3d_lora_weight=adapter.three_d,
+        )
+
+    def _check(self, targets: list[str]) -> None:
+        """Refuse stages other than the frontend: no request can name their adapters."""
+        for replica in self._omni.calls.resolve(targets):
+            if not self._omni.calls.is_text(replica.stage):
+                raise RequestError(
+                    f"targets: requests cannot use adapters of '{replica.stage}', only of the stage that writes text; "
+                    "leave targets out",
+                    parameter=TARGETS,
+                )
+
+
+class Numbers:
+    """Numbers of adapters (vLLM's `lora_int_id`) that no other API server gives, nor one that this one replaces.
+
+    Args:
+        before: the largest number that is taken.
+    """
+
+    def __init__(self, before: int, connections: Connections) -> None:
+        self._step = connections.client_count
+        first = max(before, time.time_ns() // NS_PER_NUMBER) // self._step + 1
+        self._value = first * self._step + connections.client_index - self._step
+
+    def inc(self, num: int = 1) -> int:
+        """Return the next number; as vLLM's `AtomicCounter`, which is always asked for one."""
+        self._value += self._step * num
+        return self._value
 
 
 class _Aimed:

@@ -27,9 +27,8 @@ from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.registry import family_chat_template, family_of
 from vllm_omni_ext.plugins.spec import ModelFamily, resolve
-from vllm_omni_ext.serving import media, stage_calls, text_responses, tokenization, video
-from vllm_omni_ext.serving.adapters import StageAdapters
-from vllm_omni_ext.serving.bodies import TRIPPED, malformed_body_handler
+from vllm_omni_ext.serving import bodies, media, stage_calls, text_responses, tokenization, video
+from vllm_omni_ext.serving.adapters import Adapters
 from vllm_omni_ext.serving.body_gate import BodyGate, RefusedBody, limits_of, refused_handler
 from vllm_omni_ext.serving.chat import OmniServingChat
 from vllm_omni_ext.serving.first_error import stop_at_first_error
@@ -120,14 +119,13 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     await init_app_state(omni, app.state, args, tasks)
     model, options = ServedModel.of(omni), _chat_options(omni, app.state, args)
     app.state.openai_serving_chat = OmniServingChat(model=model, **options)
-    app.state.omni_adapters = StageAdapters(omni, options["models"])
+    app.state.omni_adapters = Adapters(omni, options["models"])
     app.state.openai_serving_models = OmniServingModels(app.state.openai_serving_models, model)
     text_responses.install(app, model)
     _add_apis(app, model, {name: options[name] for name in ("models", "request_logger")})
     app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]
-    for kind in TRIPPED:
-        app.add_exception_handler(kind, malformed_body_handler)
     tokenization.install(app, omni.renderer)
+    bodies.install(app, omni.observer)
     add_routes(app)
     stage_calls.add_routes(app)
     if omni.plan.config.api_key_routes == ALL_ROUTES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -44,6 +45,10 @@ from vllm_omni_ext.titles import name_process
 from vllm_omni_ext.topology.explain import unshared_caches
 from vllm_omni_ext.topology.shape import Plan
 from vllm_omni_ext.wire.control import (
+    ChangeAsked,
+    ChangeKnown,
+    ChangeMade,
+    ChangeSettled,
     Message,
     ReplicaConnected,
     ReplicaEnded,
@@ -56,6 +61,7 @@ from vllm_omni_ext.wire.control import (
     decode,
     encode,
 )
+from vllm_omni_ext.wire.operator_state import Change
 from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 
 GRACE_S = 3.0
@@ -87,8 +93,7 @@ def serve(plan: Plan, args: Namespace) -> int:
         print(f"error: the server cannot listen at {where}: {error.strerror or error}", file=sys.stderr)
         return FAILED
     folder = PrivateFolder()
-    if plan.api_servers > 1:
-        share_metrics(folder.path)
+    share_metrics(folder.path)
     for line in unshared_caches(plan):
         print_status(line)
     try:
@@ -103,7 +108,7 @@ def serve(plan: Plan, args: Namespace) -> int:
 
 
 def share_metrics(folder: str) -> None:
-    """Make every API server answer `/metrics` with the metrics of all."""
+    """Make every API server answer `/metrics` with the metrics of all, also of those that have died."""
     directory = os.environ.get(DIRECTORY) or os.path.join(folder, "metrics")
     os.makedirs(directory, exist_ok=True)
     share(directory)
@@ -317,7 +322,8 @@ async def _api_server(
     from vllm_omni_ext.serving.app import run_app
 
     omni = AsyncOmni(connections, log_stats=not args.disable_log_stats, log_requests=args.enable_log_requests)
-    control_end = ControlEnd(omni.replica_connections, control)
+    control_end = ControlEnd(omni.replica_connections, control, apply=omni.apply)
+    omni.submit = control_end.change
     control_end.start()
 
     def ready() -> None:
@@ -332,11 +338,20 @@ async def _api_server(
 
 
 class ControlEnd:
-    """An API server's end of the pipe to the head; executes the head's commands."""
+    """An API server's end of the pipe to the head; executes the head's commands.
 
-    def __init__(self, replica_connections: ReplicaConnections, control: Connection) -> None:
+    Args:
+        apply: acts on an operator's change.
+    """
+
+    def __init__(
+        self, replica_connections: ReplicaConnections, control: Connection, *, apply: Callable[[Change], None]
+    ) -> None:
         self._replica_connections = replica_connections
         self._control = control
+        self._apply = apply
+        self._numbers = itertools.count()
+        self._unsettled: dict[int, asyncio.Future[None]] = {}
 
     def start(self) -> None:
         """Start to read commands in the event loop of the connections."""
@@ -353,6 +368,13 @@ class ControlEnd:
         """Send a message to the head; if the head has ended, this process is about to end too."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._control.send_bytes(encode(message))
+
+    async def change(self, change: Change) -> None:
+        """Make an operator's change in all API servers; returns when all of them act on it."""
+        number, settled = next(self._numbers), self._replica_connections.loop.create_future()
+        self._unsettled[number] = settled
+        self.send(ChangeAsked(number, change))
+        await settled
 
     def _connected(self, replica: StockReplica) -> None:
         self.send(ReplicaConnected(str(replica.id), replica.client.ready_response))
@@ -380,3 +402,9 @@ class ControlEnd:
                 self._replica_connections.forget_requests_of(index, at)
             case Servers(servers):
                 self._replica_connections.servers = servers
+            case ChangeMade(version, change):
+                self._apply(change)
+                self.send(ChangeKnown(version))
+            case ChangeSettled(number):
+                if not (settled := self._unsettled.pop(number)).done():  # the client may have gone
+                    settled.set_result(None)

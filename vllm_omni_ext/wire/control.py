@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from vllm_omni_ext.wire.operator_state import Change
+
 
 class ReplicaStarting(msgspec.Struct, frozen=True, tag=True):
     """Head to API server: a replica will start."""
@@ -70,6 +72,32 @@ class ServerReady(msgspec.Struct, frozen=True, tag=True):
     """API server to head: the API server accepts requests."""
 
 
+class ChangeAsked(msgspec.Struct, frozen=True, tag=True):
+    """API server to head: an operator changes something. `number` is the API server's own, for `ChangeSettled`."""
+
+    number: int
+    change: Change
+
+
+class ChangeMade(msgspec.Struct, frozen=True, tag=True):
+    """Head to API server: something has changed; the API server answers with the same version when it knows."""
+
+    version: int
+    change: Change
+
+
+class ChangeKnown(msgspec.Struct, frozen=True, tag=True):
+    """API server to head: it acts on a change from now on."""
+
+    version: int
+
+
+class ChangeSettled(msgspec.Struct, frozen=True, tag=True):
+    """Head to API server: all API servers know the change that this one has asked for."""
+
+    number: int
+
+
 Message = (
     ReplicaStarting
     | ReplicaStarted
@@ -79,6 +107,10 @@ Message = (
     | ServerReady
     | Servers
     | ServerLost
+    | ChangeAsked
+    | ChangeMade
+    | ChangeKnown
+    | ChangeSettled
 )
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -14,11 +14,13 @@ from vllm_omni_ext.errors import CallFailed, RequestFailed, StageUnavailable, Un
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.client.replica import Replica
+from vllm_omni_ext.wire.operator_state import ReplicasSlept
 
 TIMEOUT_S = 600.0
 """Default time that a replica may take for a call with `targets`."""
 
 SLEEP, WAKE, PROFILE = "sleep_async", "wake_up_async", "profile_async"
+PAUSE, RESUME = "pause_scheduler_async", "resume_scheduler_async"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,8 @@ class Calls:
         frontend: str,
         sides: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
+        self.share: Callable[[ReplicasSlept], Awaitable[None]] = self._apply
+        """Makes a change known wherever requests are routed; here alone unless there are more API servers."""
         self._replicas = replicas
         self._pools = pools
         self._sides = sides
@@ -191,16 +195,23 @@ class Calls:
     async def _send(
         self, replicas: Sequence[ReplicaId], utility: str, args: tuple[Any, ...], timeout_s: float | None
     ) -> Replies:
-        if utility == SLEEP:  # before the call, and also if it fails: vLLM pauses the engine first
-            for replica in replicas:
-                self._pools[replica.stage].rest(replica)
+        if utility in (SLEEP, PAUSE):  # before the call, and also if it fails: vLLM pauses the engine first
+            await self.share(ReplicasSlept(tuple(map(str, replicas)), asleep=True))
         answers = await asyncio.gather(*(_call(self._replicas[name], utility, args, timeout_s) for name in replicas))
         replies = dict(zip(replicas, answers, strict=True))
-        if utility == WAKE:
-            for replica, reply in replies.items():
-                if reply.value:  # fully awake
-                    self._pools[replica.stage].rouse(replica)
+        if utility in (WAKE, RESUME):
+            done = (lambda reply: reply.value) if utility == WAKE else (lambda reply: reply.error is None)
+            woken = tuple(str(replica) for replica, reply in replies.items() if done(reply))  # fully awake
+            await self.share(ReplicasSlept(woken, asleep=False))
         return replies
+
+    async def _apply(self, change: ReplicasSlept) -> None:
+        for replica in map(ReplicaId.parse, change.replicas):
+            pool = self._pools[replica.stage]
+            if change.asleep and replica in pool.replicas:
+                pool.rest(replica)
+            elif not change.asleep:
+                pool.rouse(replica)
 
 
 async def _call(replica: Replica, utility: str, args: tuple[Any, ...], timeout_s: float | None) -> Reply:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,6 +36,7 @@ from vllm_omni_ext.runtime.client.replica import StockReplica, forget_request
 from vllm_omni_ext.topology.shape import Plan
 from vllm_omni_ext.topology.turns import devices_of, longest_sequence
 from vllm_omni_ext.wire.control import Server
+from vllm_omni_ext.wire.operator_state import OperatorState
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Connections:
         head: process id of the head.
         drain_s: how long requests may take to end when the API server shuts down, in seconds.
         board: counters shared by the API servers; None without API servers.
+        operator_state: what operators have changed until now.
     """
 
     plan: Plan
@@ -97,6 +99,7 @@ class Connections:
     head: int = 0
     drain_s: int = 0
     board: SharedCounters | None = None
+    operator_state: OperatorState = field(default_factory=OperatorState)
 
     def connect(self, replica: ReplicaId, listeners: Listeners, ready_response: bytes | None = None) -> StockReplica:
         """Connect to a replica that is ready.
@@ -176,6 +179,9 @@ class ReplicaConnections:
         self._take, self._joined, self._lost = take, joined, lost
         self._local = {each.id for each in connections.plan.replicas()}
         self._bearers: dict[ReplicaId, Member] = {}
+        self._asleep = set(map(ReplicaId.parse, connections.operator_state.asleep))
+        self._outdated: dict[ReplicaId, Any] = {}
+        """Of replicas that were woken: the report from when they slept, until they send another."""
         self._silent: dict[ReplicaId, tuple[str, ...]] = {}
         self._coming: dict[ReplicaId, asyncio.Task[None]] = {}
         """Tasks that connect to a replica."""
@@ -197,6 +203,7 @@ class ReplicaConnections:
         for name in self._connections.starting:
             self.starting(name)
         self._count_first_restarts()
+        self._rest(*self._asleep)
         for replica in self.replicas.values():
             self._spawn(self._read(replica))
         if self._connections.ready_responses is not None:
@@ -221,13 +228,14 @@ class ReplicaConnections:
     def state(self, replica: ReplicaId) -> str:
         """State of a replica for status pages: the coordinator's, DOWN without a connection, or SLEEPING.
 
-        A replica sleeps if this API server put it to sleep, or if its own report says so: another API server may have.
+        A replica sleeps if an operator has put it to sleep, or if its own report says so: it may be paused.
         """
         pool, report = self._pools[replica.stage], self.reports.get(replica)
         if replica not in pool.replicas:
             return "DOWN"
         state = State.UP if report is None else report.entry.state
-        reported = report is not None and report.entry.load is not None and report.entry.load.asleep
+        load = None if report is None else report.entry.load
+        reported = load is not None and load.asleep and load != self._outdated.get(replica)
         return "SLEEPING" if state is State.UP and (reported or pool.is_asleep(replica)) else state.name
 
     def replica_names(self, stage: str) -> list[ReplicaId]:
@@ -244,6 +252,28 @@ class ReplicaConnections:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a replica is not followed any more", exc_info=error)
+
+    # -- sleep ---------------------------------------------------------------------------------------------------
+
+    def slept(self, replicas: Iterable[ReplicaId], *, asleep: bool) -> None:
+        """Replicas are put to sleep and get no requests while others are awake, or have been woken."""
+        for replica in replicas:
+            if asleep:
+                self._asleep.add(replica)
+                self._rest(replica)
+            else:
+                self._woken(replica)
+
+    def _rest(self, *replicas: ReplicaId) -> None:
+        for replica in replicas:
+            if replica in self._pools[replica.stage].replicas:
+                self._pools[replica.stage].rest(replica)
+
+    def _woken(self, replica: ReplicaId) -> None:
+        self._asleep.discard(replica)
+        self._pools[replica.stage].rouse(replica)
+        if (report := self.reports.get(replica)) is not None:
+            self._outdated[replica] = report.entry.load
 
     # -- messages of the head ------------------------------------------------------------------------------------
 
@@ -298,6 +328,7 @@ class ReplicaConnections:
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
         """A replica's process has ended or failed to start; `again` if the process will be restarted."""
+        self._asleep.discard(replica)
         _cancel(self._coming, replica)
         if again:
             self._orchestrator.announce(replica)
@@ -353,6 +384,8 @@ class ReplicaConnections:
         self.reports = {}
         for entry in view.replicas:
             last = before.get(entry.member.id)
+            if self._outdated.get(entry.member.id, entry.load) != entry.load:
+                del self._outdated[entry.member.id]
             last_seen = last.last_seen if last is not None and last.entry.load == entry.load else now
             self.reports[entry.member.id] = Report(entry, last_seen)
             if last_seen == now:
@@ -401,6 +434,8 @@ class ReplicaConnections:
         if self.replicas.get(replica.id) is replica and replica.id not in self._silent:
             log.warning("replica %s is back", replica.id)
             await self._orchestrator.replica_up(replica)
+            if replica.id in self._asleep:
+                self._rest(replica.id)
 
 
 def _cancel(tasks: dict[ReplicaId, asyncio.Task[None]], replica: ReplicaId) -> None:

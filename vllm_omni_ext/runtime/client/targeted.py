@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -15,8 +15,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_omni_ext.errors import StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.observability.engine_stats import note_sleep
+from vllm_omni_ext.observability.engine_stats import ReplicaStats
 from vllm_omni_ext.runtime.client.calls import OPERATOR_CALLS, TIMEOUT_S, Calls, Replies
+from vllm_omni_ext.runtime.client.replica_connections import ReplicaConnections
+from vllm_omni_ext.wire.operator_state import AdapterLoaded, AdapterUnloaded, Change, OperatorState, ReplicasSlept
 
 Targets = Sequence[str]
 
@@ -72,7 +74,8 @@ class TargetedLLM(AsyncLLM):
     New requests go to awake replicas, and wait while a stage has none. Profiles are files with the replica's name.
     """
 
-    _engine_numbers: Mapping[ReplicaId, int]
+    replica_stats: ReplicaStats | None = None
+    """vLLM's statistics of all replicas; None without `log_stats`."""
 
     collective_rpc = _with_targets("collective_rpc")
     sleep = _with_targets("sleep")
@@ -95,6 +98,31 @@ class TargetedLLM(AsyncLLM):
             return await super().get_supported_tasks()
         except StageUnavailable:
             return _tasks_of(get_model_architecture(self.model_config)[0])
+
+    def _follow_operators(self, state: OperatorState, replicas: ReplicaConnections) -> None:
+        """Act on what operators have changed until now, and on every later change."""
+        self.operator_state = state
+        self.submit: Callable[[Change], Awaitable[None]] = self._apply_alone
+        """Makes a change in every API server of the deployment; only here if there are none."""
+        self.adapters_changed: Callable[[AdapterLoaded | AdapterUnloaded], None] = lambda change: None
+        """Called with every adapter that was loaded or unloaded in any API server."""
+        self._its_replicas = replicas
+        self.calls.share = self.share
+
+    async def share(self, change: Change) -> None:
+        """Make an operator's change in the whole deployment; returns when every API server acts on it."""
+        await self.submit(change)
+
+    def apply(self, change: Change) -> None:
+        """Act on a change from now on."""
+        self.operator_state = self.operator_state.after(change)
+        if isinstance(change, ReplicasSlept):
+            self._its_replicas.slept(map(ReplicaId.parse, change.replicas), asleep=change.asleep)
+        else:
+            self.adapters_changed(change)
+
+    async def _apply_alone(self, change: Change) -> None:
+        self.apply(change)
 
     @property
     def calls(self) -> Calls:
@@ -129,6 +157,5 @@ class TargetedLLM(AsyncLLM):
             await self.renderer.clear_mm_cache_async()
 
     def _note_sleep(self, replicas: Sequence[ReplicaId], level: int | None) -> None:
-        if self.logger_manager is not None:
-            engines = [self._engine_numbers[replica] for replica in replicas if replica in self._engine_numbers]
-            note_sleep(self.logger_manager, engines, level)
+        if self.replica_stats is not None:
+            self.replica_stats.note_sleep(replicas, level)

@@ -56,6 +56,7 @@ from vllm_omni_ext.topology.cpu import THREADS
 from vllm_omni_ext.topology.shape import Plan
 from vllm_omni_ext.topology.turns import Turns, devices_of
 from vllm_omni_ext.wire import loading
+from vllm_omni_ext.wire.operator_state import NOTHING_CHANGED, OperatorState
 from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 
 ANY_PORT = 0
@@ -390,6 +391,7 @@ class Deployment:
         ready_responses: Mapping[ReplicaId, bytes] | None = None,
         starting: tuple[ReplicaId, ...] = (),
         restarts: Mapping[ReplicaId, int] | None = None,
+        operator_state: OperatorState = NOTHING_CHANGED,
     ) -> Connections:
         """What API server `client` needs to reach every replica; the listeners are passed on to its process.
 
@@ -400,6 +402,7 @@ class Deployment:
             ready_responses: ready messages of the replicas, if the API server replaces one that has died.
             starting: replicas that are being started.
             restarts: how often replicas have been restarted; None: never.
+            operator_state: what operators have changed since the start.
         """
         if about is None:
             about = self.about()
@@ -424,6 +427,7 @@ class Deployment:
             restarts=restarts or {},
             started=self.began,
             head=os.getpid(),
+            operator_state=operator_state,
         )
 
     def end(self, others: Sequence[Any] = ()) -> None:

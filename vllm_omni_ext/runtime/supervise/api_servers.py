@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -19,8 +19,13 @@ from vllm_omni_ext.runtime.client.replica_connections import Connections, Replic
 from vllm_omni_ext.runtime.launch.descriptors import send_descriptors
 from vllm_omni_ext.runtime.launch.inherit import environment
 from vllm_omni_ext.runtime.launch.launcher import START_METHOD, Deployment
+from vllm_omni_ext.runtime.supervise.operator_changes import OperatorChanges, Settled
 from vllm_omni_ext.runtime.supervise.restarts import RestartTotals, restarts_of
 from vllm_omni_ext.wire.control import (
+    ChangeAsked,
+    ChangeKnown,
+    ChangeMade,
+    ChangeSettled,
     Message,
     ReplicaConnected,
     ReplicaEnded,
@@ -69,6 +74,9 @@ class ApiServers:
         self._totals = RestartTotals()
         self._board = SharedCounters(deployment.clients)
         self._sending = threading.Lock()
+        self._changes = OperatorChanges()
+        self._changing = threading.Lock()
+        """Held while a change goes to all API servers, and while one starts with the state of that moment."""
         self._ready_responses: dict[ReplicaId, bytes] = {}
         self._reader: threading.Thread | None = None
         self._wake, self._waker = connection.Pipe(duplex=False)
@@ -115,9 +123,9 @@ class ApiServers:
     def wait(self) -> bool:
         """Wait until all API servers answer requests; False if one has ended instead."""
         try:
-            for server in self._servers.values():
+            for client, server in self._servers.items():
                 while not isinstance(message := decode(server.pipe.recv_bytes()), ServerReady):
-                    self._heard(message)
+                    self._heard(client, message)
         except (EOFError, ConnectionResetError):
             return False
         self._reader = threading.Thread(target=self._read, name="omni-servers", daemon=True)
@@ -155,6 +163,8 @@ class ApiServers:
         self._about.pop(replica, None)
         self._ready_responses.pop(replica, None)
         self._deployment.unlisten(replica)
+        with self._changing:
+            self._changes.replica_ended(str(replica))
         self._tell(ReplicaEnded(str(replica), reason, again))
 
     def forgotten(self, replica: ReplicaId) -> None:
@@ -171,7 +181,9 @@ class ApiServers:
         Returns:
             Pause before its restart, in seconds; None: no restart.
         """
-        self._servers[client].up = False
+        with self._changing:
+            self._servers[client].up = False
+            self._settle(self._changes.server_lost(client))
         self._board.clear(client)
         self._tell(ServerLost(client, time.time()))
         self._tell_servers()
@@ -181,16 +193,18 @@ class ApiServers:
         """Restart an API server that has died. Returns its process."""
         about = dict(self._about)
         names = {*about, *self._starting, *self._planned}
-        connections = self._deployment.connections(
-            client,
-            views=self._views,
-            board=self._board,
-            about=about,
-            ready_responses={replica: self._ready_responses.get(replica, b"") for replica in about},
-            starting=tuple(self._starting),
-            restarts={name: total for name, total in self._totals.by_name.items() if name in names},
-        )
-        self._launch(client, connections)
+        with self._changing:
+            connections = self._deployment.connections(
+                client,
+                views=self._views,
+                board=self._board,
+                about=about,
+                ready_responses={replica: self._ready_responses.get(replica, b"") for replica in about},
+                starting=tuple(self._starting),
+                restarts={name: total for name, total in self._totals.by_name.items() if name in names},
+                operator_state=self._changes.state,
+            )
+            self._launch(client, connections)
         self._waker.send_bytes(b"look")
         self._tell_servers()
         return self._servers[client].process
@@ -220,19 +234,31 @@ class ApiServers:
     def _read(self) -> None:
         gone: set[Any] = set()
         while True:
-            pipes = {server.pipe for server in self._servers.values()}
-            gone &= pipes  # drops the old pipe of a restarted server, which closes it
-            ready = connection.wait([*(pipes - gone), self._wake])
+            pipes = {server.pipe: client for client, server in self._servers.items()}
+            gone &= pipes.keys()  # drops the old pipe of a restarted server, which closes it
+            ready = connection.wait([*(pipes.keys() - gone), self._wake])
             if self._wake in ready:
                 if self._wake.recv_bytes() == b"end":
                     return
                 continue
             for pipe in ready:
                 try:
-                    self._heard(decode(pipe.recv_bytes()))  # type: ignore[union-attr]
+                    self._heard(pipes[pipe], decode(pipe.recv_bytes()))  # type: ignore[union-attr, index]
                 except (EOFError, ConnectionResetError):
                     gone.add(pipe)
 
-    def _heard(self, message: Message) -> None:
-        if isinstance(message, ReplicaConnected) and message.ready_response:  # empty: a replacing API server
-            self._ready_responses[ReplicaId.parse(message.replica)] = message.ready_response
+    def _heard(self, client: int, message: Message) -> None:
+        match message:
+            case ReplicaConnected(replica, ready_response) if ready_response:  # empty: a replacing API server
+                self._ready_responses[ReplicaId.parse(replica)] = ready_response
+            case ChangeAsked(number, change):
+                with self._changing:
+                    up = [other for other, server in self._servers.items() if server.up]
+                    self._tell(ChangeMade(self._changes.asked(client, number, change, up), change))
+            case ChangeKnown(version):
+                with self._changing:
+                    self._settle(self._changes.made(client, version))
+
+    def _settle(self, settled: Iterable[Settled]) -> None:
+        for client, number in settled:
+            self._send(self._servers[client], ChangeSettled(number))

@@ -1,0 +1,201 @@
+"""Starts commands of this package from a process that has imported vLLM already: each start saves 8 s of a core.
+
+A command runs in a fork of that process, with the environment, folder and output that a new process would have. A
+command that is not `vllm ...`, or whose environment differs in what may matter while modules are imported, is started
+in the usual way.
+
+    with preloaded.Nursery() as nursery:
+        process = nursery.start([".venv/bin/vllm", "serve", MODEL, "--omni"], log)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import setproctitle
+
+from examples.server import command
+
+ROOT = Path(__file__).parents[2]
+MODULES = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.cli.serve",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm_omni_ext.cli.serve",
+)
+"""What the commands import."""
+
+FREE = ("PYTEST_CURRENT_TEST", "PYTHONPATH", "TMPDIR", "XDG_STATE_HOME", "VLLM_API_KEY")
+"""Variables that may differ from command to command: nothing reads them while modules are imported."""
+
+MESSAGE_BYTES = 1 << 16
+
+
+class Started:
+    """A command that runs in a fork; has what is used of `subprocess.Popen`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._words = connection.makefile("r")
+        self.pid = int(self._words.readline())
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Exit status, or None while the command runs."""
+        if self.returncode is None and select.select([self._connection], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self) -> int:
+        """Wait for the end; returns the exit status."""
+        if self.returncode is None:
+            self.returncode = int(self._words.readline() or -signal.SIGKILL)
+            self._connection.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send the process a signal, if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Nursery:
+    """The process with the modules. Use as a context manager; the process starts with the first command."""
+
+    def __init__(self) -> None:
+        self._control: socket.socket | None = None
+        self._environment: dict[str, str] = {}
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._process.wait()
+
+    def start(self, words: Sequence[str], log: Path) -> Started | None:
+        """Start a command in a session of its own; None: this command needs a new process."""
+        if list(words[:1]) != command()[:1] or len(command()) > 1:
+            return None
+        if self._control is None:
+            self._begin()
+        if _fixed(os.environ) != self._environment or any(
+            (path / "sitecustomize.py").exists() for path in _search_path()
+        ):
+            return None
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        message = {"words": list(words), "environment": dict(os.environ), "folder": os.getcwd()}
+        with theirs, log.open("wb") as output:
+            socket.send_fds(self._control, [json.dumps(message).encode()], [theirs.fileno(), output.fileno()])
+        return Started(ours)
+
+    def _begin(self) -> None:
+        self._environment = _fixed(os.environ)
+        self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.preloaded", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd=ROOT,
+            )
+
+
+def _search_path() -> list[Path]:
+    return [Path(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+
+
+def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in FREE}
+
+
+def next_command(control: socket.socket) -> dict[str, Any]:
+    """Fork for every command that is asked for, and report its end. Returns in a fork, with its command.
+
+    Raises:
+        SystemExit: nobody asks any more.
+    """
+    running: dict[int, tuple[int, socket.socket]] = {}
+    with selectors.DefaultSelector() as events:
+        events.register(control, selectors.EVENT_READ)
+        while True:
+            for key, _ in events.select():
+                if key.fileobj is not control:
+                    events.unregister(key.fileobj)
+                    _report(*running.pop(key.fd), key.fd)
+                    continue
+                data, files, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
+                if not data:
+                    sys.exit()
+                pid = os.fork()
+                if pid == 0:
+                    return {**json.loads(data), "output": files[1]}
+                os.close(files[1])
+                asked = socket.socket(fileno=files[0])
+                asked.sendall(f"{pid}\n".encode())
+                end = os.pidfd_open(pid)
+                running[end] = pid, asked
+                events.register(end, selectors.EVENT_READ)
+
+
+def _report(pid: int, asked: socket.socket, end: int) -> None:
+    os.close(end)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with asked, contextlib.suppress(OSError):
+        asked.sendall(f"{status}\n".encode())
+
+
+def become(words: Sequence[str], environment: Mapping[str, str], folder: str, output: int) -> None:
+    """Make this process what a new one would be; `output` is a file descriptor."""
+    os.setsid()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:0] = [str(path) for path in _search_path() if str(path) not in sys.path]
+    sys.argv = list(words)
+
+
+def main() -> None:
+    """Import, and run commands."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    setproctitle.getproctitle()  # finds the command line, which it cannot when `become` has changed the environment
+    for name in MODULES:
+        import_module(name)
+    sys.stdout.flush()  # what modules have printed, here and in C
+    ctypes.CDLL(None).fflush(None)
+    gc.freeze()  # garbage collection in a fork would copy all pages of the modules
+    atexit.register(gc.unfreeze)  # extension modules want their objects back
+    become(**next_command(control))
+    from vllm_omni_ext.cli.main import vllm_main
+
+    vllm_main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""How much work one step may have, so that what becomes urgent meanwhile does not wait for long. Pure: no clock."""
+
+from __future__ import annotations
+
+FORGET = 0.95
+"""Weight of a step after the next one: about the last twenty count."""
+
+LEAST_SPREAD = 0.01
+"""Below this share of the mean square, the sizes of steps are too much alike to tell what a token costs."""
+
+
+class StepBudget:
+    """Learns what steps cost, as a time for the step and one for each token, and limits steps to a time.
+
+    Args:
+        limit_s: longest step. A single request that takes longer is still a step of its own.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Account for a step that has ended."""
+        seconds = min(seconds, 10 * self._limit_s)  # a process that was stopped meanwhile says nothing about tokens
+        self._weight = FORGET * self._weight + 1
+        self._x = FORGET * self._x + tokens
+        self._y = FORGET * self._y + seconds
+        self._xx = FORGET * self._xx + tokens * tokens
+        self._xy = FORGET * self._xy + tokens * seconds
+
+    def tokens(self, most: int) -> int:
+        """Return how many tokens fit into a step, from 1 to `most`."""
+        token_s, step_s = self.cost()
+        if token_s <= 0:
+            return most
+        return max(1, min(most, int((self._limit_s - step_s) / token_s)))
+
+    def cost(self) -> tuple[float, float]:
+        """Return the seconds that a token takes and those that a step takes without any: the line nearest to all."""
+        if not self._x:
+            return 0.0, 0.0
+        x, y, xx = self._x / self._weight, self._y / self._weight, self._xx / self._weight
+        spread = xx - x * x
+        if spread <= LEAST_SPREAD * xx:
+            return y / x, 0.0
+        token_s = (self._xy / self._weight - x * y) / spread
+        step_s = y - token_s * x
+        return (token_s, step_s) if step_s >= 0 else (y / x, 0.0)
