@@ -5,6 +5,7 @@ A word has an id with and without a space before it, so that the talker hears of
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -42,7 +43,7 @@ def split(word: str, ranks: dict[Merge, int]) -> list[str]:
     """Return the tokens of a word: the earliest of all merges that apply is done until none applies."""
     parts = list(word)
     while True:
-        found = [(ranks[pair], i) for i, pair in enumerate(zip(parts, parts[1:], strict=False)) if pair in ranks]
+        found = [(ranks[pair], i) for i, pair in enumerate(itertools.pairwise(parts)) if pair in ranks]
         if not found:
             return parts
         _, i = min(found)
