@@ -1,0 +1,50 @@
+"""Sounds for the audio encoder: words in many ways one after the other, with pauses, noise and another loudness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+RATE = 16_000
+HOP = 160
+LONGEST_PAUSE = 0.35
+NOISE_DB = (12.0, 40.0)
+LOUDNESS_DB = (-10.0, 6.0)
+
+
+class Voices:
+    """Sounds of words at 16 kHz by (word, way), from a file of `heard.py`."""
+
+    def __init__(self, path: Path) -> None:
+        sounds = np.load(path)
+        self._sounds = {(name.split("/")[0], int(name.split("/")[1])): sounds[name] for name in sounds.files}
+        self.ways = 1 + max(way for _, way in self._sounds)
+
+    def say(self, words: list[str], random: np.random.Generator, way: int | None = None) -> np.ndarray:
+        """Return words in one way of speaking, a random one if none is given."""
+        chosen = int(random.integers(self.ways)) if way is None else way
+        parts = [silence(random)]
+        for word in words:
+            parts += [self._sounds[word, chosen], silence(random)]
+        return disturbed(np.concatenate(parts), random)
+
+
+def silence(random: np.random.Generator) -> np.ndarray:
+    """Return a random pause."""
+    return np.zeros(int(random.uniform(0.02, LONGEST_PAUSE) * RATE), np.float32)
+
+
+def disturbed(sound: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Return the sound with noise and another loudness, filled up to whole hops."""
+    level = np.sqrt(np.mean(sound**2))
+    noise = random.standard_normal(len(sound)) * level * 10 ** (-random.uniform(*NOISE_DB) / 20)
+    changed = (sound + noise) * 10 ** (random.uniform(*LOUDNESS_DB) / 20)
+    return np.pad(changed, (0, -len(changed) % HOP)).astype(np.float32)
+
+
+def audio_tokens(mel_frames: int) -> int:
+    """Return the number of embeddings that the audio encoder makes of mel frames."""
+    rest, chunks = mel_frames % 100, mel_frames // 100
+    halves = (rest - 1) // 2 + 1
+    return ((halves - 1) // 2 + 1 - 1) // 2 + 1 + chunks * 13
