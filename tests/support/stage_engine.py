@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_omni_ext.engine.agent import WithAgent
+from vllm_omni_ext.runtime.launch.inherit import compute_threads
 
 
 @asynccontextmanager
@@ -24,7 +25,7 @@ async def stage_engine(**arguments: Any) -> AsyncIterator[Any]:
     scheduling: Any = config.scheduler_config
     scheduling.scheduler_cls = WithAgent(scheduling.scheduler_cls)
     executor, listeners = Executor.get_class(config), bind_engine_zmq_listeners(config, 1)
-    with pytest.MonkeyPatch.context() as environment:
+    with pytest.MonkeyPatch.context() as environment, compute_threads(1):  # an earlier test may have computed with more
         environment.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         with launch_core_engines(config, executor, True, listeners.addresses) as launched:
             pass

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
@@ -85,6 +86,7 @@ async def test_pictures_of_the_reference(
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     cases = {case: golden(f"{case}_fp32") for case in ("t2i", "edit")}
+    torch.ones(1 << 20).exp()  # now OpenMP has threads here, which an engine that is forked does not have
     async with engine(stage, checkpoint) as client:
         for case, expected in cases.items():
             await client.add_request_async(drawing(case, draw_of(model, expected.parts, expected.parameters)))

@@ -15,6 +15,7 @@ from vllm_omni_ext.model_plugins.bagel.generate import generate_text
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.prompts import Part
 from vllm_omni_ext.plugins.spec import resolve
+from vllm_omni_ext.runtime.launch.inherit import compute_threads
 
 pytestmark = pytest.mark.engine
 
@@ -32,7 +33,7 @@ def llm(checkpoint: Path) -> Iterator[Any]:
     """An engine process with the stage's own arguments."""
     from vllm import LLM, ModelRegistry
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, compute_threads(1):  # an earlier test may have computed with more
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # the engine knows the registered class
         for architecture, name in ALL.models.items():
