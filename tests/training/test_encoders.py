@@ -34,9 +34,19 @@ def row_of(scores: WordScores, word: str) -> torch.Tensor:
 
 def test_a_sample_belongs_to_an_embedding_of_its_chunk() -> None:
     """Of 100 mel frames the encoder makes 13 embeddings, each of 8 frames; the last has 4."""
-    assert [token_of(frame * HOP) for frame in (0, 7, 8, 96, 99, 100, 107, 108, 250)] == [0, 0, 1, 12, 12, 13, 13, 14, 32]
-    for frames in range(1, 400):
-        assert token_of(frames * HOP - 1) == audio_tokens(frames) - 1
+    assert [token_of(frame * HOP) for frame in (0, 7, 8, 96, 99, 100, 107, 108, 250)] == [
+        0,
+        0,
+        1,
+        12,
+        12,
+        13,
+        13,
+        14,
+        32,
+    ]
+    for count in range(1, 400):
+        assert token_of(count * HOP - 1) == audio_tokens(count) - 1
 
 
 def test_middles_of_words_are_in_the_words() -> None:
