@@ -14,7 +14,9 @@ from examples.server import HOST, Server
 from tests.accuracy.answers import Answer
 from tests.accuracy.broken import FAULTS, answers_of, answers_with, others, too_low
 from tests.accuracy.cases import Case
+from tests.accuracy.conftest import CASES
 from tests.accuracy.figures import LEAST, figures, recognisers
+from tests.support.capabilities import needs
 from tests.support.cluster import (
     LENGTH,
     STAGES,
@@ -26,10 +28,12 @@ from tests.support.cluster import (
     replicas,
     until,
 )
+from tests.support.nested import run_suite
+from vllm_omni_ext.disaggregation.parameters import CONNECTORS
 
 pytestmark = pytest.mark.engine
 
-UP_S = 300.0
+UP_S, SUITE_S = 300.0, 3000.0
 TWO = {stage: {"replicas": 2} for stage in STAGES}
 FLAGS = {
     "a stage starts when the one before has finished": ["--no-async-chunk"],
@@ -86,6 +90,12 @@ def test_replicas_that_joined(trained: Path, asked: list[Case], usual: dict[str,
         server.wait()
         assert until(lambda: all_up(server, 3), UP_S), server.tail()
         check_alike(answers_of(server, asked), usual)
+
+
+def test_prefill_and_decode_apart(request: pytest.FixtureRequest) -> None:
+    needs(f"library {CONNECTORS['mooncake'].module}", "isolation")
+    cases = str(request.config.getoption("--cases", CASES))
+    run_suite(Path(__file__).with_name("prefill_decode_suite.py"), "--cases", cases, timeout_s=SUITE_S)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
