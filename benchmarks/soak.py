@@ -1,11 +1,11 @@
 """Mixed requests for a long time while processes are killed: what is lost, and what is left over.
 
 A server with two replicas of each stage and two API servers answers texts, spoken answers, read-aloud texts, pictures
-and sounds, some of which are given up in the middle or at once. Seven of its processes are killed once within `--settle`
-seconds, and then one every `--kill-every` seconds. Each answer is compared with the first one to the same request, taken
-before anything is killed. A request whose connection broke, because its API server was killed, is asked again. After
-`--settle` seconds, and at the end, the clients pause, and memory (PSS), file descriptors, threads, shared memory and
-blocks are counted.
+and sounds, some of which are given up in the middle or at once. Seven of its processes are killed once within
+`--settle` seconds, and then one every `--kill-every` seconds. Each answer is compared with the first one to the same
+request, taken before anything is killed. A request whose connection broke, because its API server was killed, is
+asked again. After `--settle` seconds, and at the end, the clients pause, and memory (PSS), file descriptors, threads,
+shared memory and blocks are counted.
 
     python benchmarks/soak.py [MODEL] [--seconds 1200] [--settle 120] [--kill-every 60] [--clients 6] [--json FILE]
 
