@@ -390,7 +390,8 @@ def main() -> int:
         left = [process for process in processes if alive(process)]
     show(result)
     if args.json:
-        args.json.write_text(json.dumps(asdict(result) | {"growth": result.growth()}, indent=1))
+        levels = [asdict(level) for level in result.levels]
+        args.json.write_text(json.dumps(vars(result) | {"levels": levels, "growth": result.growth()}, indent=1))
     return int(bool(result.lost or result.left_over() or left))
 
 

@@ -8,6 +8,7 @@ It needs no GPU and no download.
 from __future__ import annotations
 
 import base64
+import io
 import os
 import re
 import sys
@@ -63,7 +64,9 @@ def talk(server: Server) -> None:
         understood = listen(soxr.resample(samples, RATE_HZ, HEARD_HZ))
         print(f"{name:<12} understood {understood!r}")
         assert understood == WORDS, f"{name} did not understand what was said"
-    print(f"{'the model':<12} understood {hear(client)!r}")
+    understood = hear(client, soxr.resample(samples, RATE_HZ, HEARD_HZ))
+    print(f"{'the model':<12} understood {understood!r}")
+    assert understood == WORDS, "the model did not understand itself"
 
 
 def say(client: openai.OpenAI) -> None:
@@ -81,9 +84,11 @@ def say(client: openai.OpenAI) -> None:
     assert message.audio.transcript == WORDS, "the text has other words"
 
 
-def hear(client: openai.OpenAI) -> str:
-    """Return what the model understands of its own sound."""
-    sound = {"data": base64.b64encode(REPLY.read_bytes()).decode(), "format": "wav"}
+def hear(client: openai.OpenAI, samples: np.ndarray) -> str:
+    """Return what the model understands in samples at 16 kHz."""
+    file = io.BytesIO()
+    soundfile.write(file, samples, HEARD_HZ, format="wav")
+    sound = {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}
     parts = [{"type": "input_audio", "input_audio": sound}, {"type": "text", "text": "what you hear"}]
     return str(ask(client, parts, modalities=["text"]).content)
 

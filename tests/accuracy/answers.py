@@ -43,8 +43,8 @@ class Answer:
         return bool(difference <= LARGEST_DIFFERENCE) and abs(self.likelihood - other.likelihood) < ROUNDING
 
 
-async def ask(client: openai.AsyncOpenAI, model: str, case: Case) -> Answer:
-    """Ask for one answer; nothing in it is random."""
+async def ask(client: openai.AsyncOpenAI, model: str, case: Case, **extra: Any) -> Answer:
+    """Ask for one answer; nothing in it is random. `extra` fields are sent beside OpenAI's."""
     speaks = case.voice is not None
     options: dict[str, Any] = {"modalities": ["text"], "logprobs": True}
     if speaks:
@@ -55,7 +55,7 @@ async def ask(client: openai.AsyncOpenAI, model: str, case: Case) -> Answer:
         temperature=0,
         max_completion_tokens=16,
         **options,
-        extra_body={"talker": {"temperature": 0, "max_tokens": MAX_FRAMES}} if speaks else {},
+        extra_body=extra | ({"talker": {"temperature": 0, "max_tokens": MAX_FRAMES}} if speaks else {}),
     )
     message = reply.choices[0].message
     if not speaks:
@@ -68,13 +68,13 @@ async def ask(client: openai.AsyncOpenAI, model: str, case: Case) -> Answer:
     return Answer(message.audio.transcript, samples)
 
 
-async def ask_all(base_url: str, model: str, cases: Iterable[Case]) -> dict[str, Answer]:
+async def ask_all(base_url: str, model: str, cases: Iterable[Case], **extra: Any) -> dict[str, Answer]:
     """Ask for all answers, `AT_ONCE` at a time; returns them by the names of the cases."""
     turn = asyncio.Semaphore(AT_ONCE)
 
     async def one(case: Case) -> tuple[str, Answer]:
         async with turn:
-            return case.name, await ask(client, model, case)
+            return case.name, await ask(client, model, case, **extra)
 
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
         return dict(await asyncio.gather(*map(one, cases)))

@@ -115,9 +115,9 @@ FAULTS = {
 }
 
 
-def answers_of(server: Server, asked: Sequence[Case]) -> dict[str, Answer]:
-    """Return what a server answers, several requests at once."""
-    return asyncio.run(ask_all(server.base_url, MODEL, asked))
+def answers_of(server: Server, asked: Sequence[Case], **extra: Any) -> dict[str, Answer]:
+    """Return what a server answers, several requests at once; `extra` fields are sent with each."""
+    return asyncio.run(ask_all(server.base_url, MODEL, asked, **extra))
 
 
 def answers_with(fault: str, checkpoint: Path, log: Path, asked: Sequence[Case]) -> dict[str, Answer]:

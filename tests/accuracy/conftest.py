@@ -35,7 +35,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def usual(trained: Path, asked: list[Case], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Answer]]:
+def server(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One replica of each stage."""
+    with Server(trained, tmp_path_factory.mktemp("usual") / "log", LENGTH) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def usual(server: Server, asked: list[Case]) -> dict[str, Answer]:
     """The answers of one replica of each stage."""
-    with Server(trained, tmp_path_factory.mktemp("usual") / "log", LENGTH) as server:
-        yield answers_of(server, asked)
+    return answers_of(server, asked)

@@ -56,12 +56,13 @@ def figures(cases: Sequence[Case], answers: Mapping[str, Answer], judges: Mappin
 
 def voice_of(sound: np.ndarray) -> str | None:
     """Return the voice whose pitch most windows of a sound have; None: there is no sound."""
-    windows = np.lib.stride_tricks.sliding_window_view(sound.astype(np.float64), PITCH_WINDOW)[:: PITCH_WINDOW // 2]
-    loud = windows[np.abs(windows).max(axis=1, initial=0) > 1000] if len(sound) >= PITCH_WINDOW else windows[:0]
-    if not len(loud):
+    padded = np.pad(sound.astype(np.float64), (0, max(0, PITCH_WINDOW - len(sound))))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, PITCH_WINDOW)[:: PITCH_WINDOW // 2]
+    loud = windows[np.abs(windows).max(axis=1) > 1000]
+    if len(sound) < PITCH_WINDOW or not len(loud):
         return None
     spectra = np.abs(np.fft.rfft(loud * np.hanning(PITCH_WINDOW), 4 * PITCH_WINDOW)) ** 2
     correlation = np.fft.irfft(spectra).mean(axis=0)
     # Both pitches repeat after the longer period; the shorter one repeats at its half, too.
     long, short = (round(SOUND_RATE / PITCH_HZ[voice]) for voice in ("ethan", "chelsie"))
-    return "chelsie" if correlation[short] > 0.6 * correlation[long] else "ethan"
+    return "chelsie" if correlation[short] > 0.9 * correlation[long] else "ethan"

@@ -7,6 +7,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,6 @@ TWO = {stage: {"replicas": 2} for stage in STAGES}
 FLAGS = {
     "a stage starts when the one before has finished": ["--no-async-chunk"],
     "two replicas of each stage, two API servers": [*overrides(**TWO), "--api-server-count", "2"],
-    "pieces of one frame": overrides(talker={"chunks": {"ramp": [1], "size": 1}}),
 }
 
 
@@ -54,6 +54,13 @@ def check_alike(answers: dict[str, Answer], usual: dict[str, Answer]) -> None:
     assert {name: answer.text for name, answer in answers.items()} == {n: answer.text for n, answer in usual.items()}
     assert answers.keys() == usual.keys()
     assert others(answers, usual) == []
+
+
+@pytest.mark.parametrize("frames", ["all", [1], [3, 7]], ids="chunks of frames: {}".format)
+def test_other_chunks(frames: Any, server: Server, asked: list[Case], usual: dict[str, Answer]) -> None:
+    speaking = [case for case in asked if case.voice]
+    answers = answers_of(server, speaking, chunks={"frames": frames})
+    check_alike(answers, {case.name: usual[case.name] for case in speaking})
 
 
 @pytest.mark.parametrize("name", FLAGS)
