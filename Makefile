@@ -7,7 +7,10 @@ GPU_PYTHON ?= python3
 # Processes that share the tests: one for each core, as long as each has 8 GiB of memory.
 JOBS ?= 2
 
-.PHONY: help setup test gpu lint types format demo docs clean
+# Requests of each kind.
+CASES ?= 60
+
+.PHONY: help setup test accuracy gpu lint types format demo docs clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
@@ -17,6 +20,9 @@ setup: ## create or update .venv
 
 test: setup ## run all tests that need no GPU, in JOBS processes (2); DEEP=1 with more examples
 	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -n $(JOBS) $(if $(DEEP),--hypothesis-profile=deep)
+
+accuracy: setup ## measure the trained tiny model through all topologies, with CASES (60) requests of each kind
+	$(PYTHON) -m pytest tests/accuracy -s --cases $(CASES)
 
 gpu: ## run all that needs a GPU and write docs/gpu.md; PART="NAME ..." for some, FRESH=1 from the beginning
 	$(GPU_PYTHON) benchmarks/gpu.py $(if $(PART),--parts $(PART)) $(if $(FRESH),--fresh)

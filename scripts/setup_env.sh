@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Create or update .venv: Python 3.11, the pinned packages of requirements/cpu.txt, and this package, editable.
+# Create or update .venv: Python 3.11, the pinned packages of requirements/cpu.txt, and this repository's two, editable.
 # Does nothing, and needs no network, if that was done before for the same requirements and pyproject.toml.
 # Also installs libibverbs1, which Mooncake needs: with apt-get as root, otherwise into .venv; without it, tests that use
 # Mooncake are skipped, and fail where CI is set.
@@ -10,7 +10,7 @@ VENV=.venv
 REQUIREMENTS=requirements/cpu.txt
 STAMP=$VENV/.setup_done
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
-WANTED=$(cat "$REQUIREMENTS" pyproject.toml scripts/setup_env.sh | sha256sum | cut -d' ' -f1)
+WANTED=$(cat "$REQUIREMENTS" pyproject.toml training/package/pyproject.toml scripts/setup_env.sh | sha256sum | cut -d' ' -f1)
 
 SYSTEM_PACKAGES=(libibverbs1 libnl-3-200 libnl-route-3-200)
 MOONCAKE=$VENV/lib/python3.11/site-packages/mooncake
@@ -64,6 +64,6 @@ if ! "$VENV/bin/python" -m pip show --quiet torch 2>/dev/null; then
 fi
 pip_install -r "$REQUIREMENTS"
 "$VENV/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec 2>/dev/null
-pip_install --no-build-isolation --editable .
+pip_install --no-build-isolation --editable . --editable training/package
 libibverbs
 echo "$WANTED" >"$STAMP"

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from examples.server import Program
-from tests.support import examples, goldens, workers
+from tests.support import examples, goldens, preloaded, workers
 from tests.support.capabilities import needs
 from tests.support.preloaded import Nursery
 
@@ -59,15 +58,7 @@ def own_folders(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def preloaded_starts(own_folders: None) -> Iterator[None]:
     """Servers that tests start have vLLM's modules from the first moment, see `support.preloaded`."""
-    start_anew = Program.start
-    with Nursery() as nursery, pytest.MonkeyPatch.context() as patch:
-
-        def start(program: Program) -> None:
-            program._process = nursery.start(program.words, program.log)  # type: ignore[assignment]
-            if program._process is None:
-                start_anew(program)
-
-        patch.setattr(Program, "start", start)
+    with preloaded.starts():
         yield
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import FILES, MARKER
+
 ROOT = Path(__file__).parents[1]
 MAPPED = ("patches", "model_plugins")
 """Top-level folders that are imported as vllm_omni_ext.<name>."""
@@ -51,26 +53,27 @@ def built(tmp_path_factory):
         if (ROOT / name).is_file():
             (out / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
             (out / "tree" / name).write_bytes((ROOT / name).read_bytes())
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--no-isolation",
-        "--skip-dependency-check",
-        "--outdir",
-        str(out),
-        "--sdist",
-        "--wheel",
-    ]
-    done = subprocess.run([*command, str(out / "tree")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    build(out / "tree", out, "--sdist", "--wheel")
     return out
+
+
+def build(tree: Path, out: Path, *kinds: str) -> None:
+    command = [sys.executable, "-m", "build", "--no-isolation", "--skip-dependency-check", "--outdir", str(out), *kinds]
+    done = subprocess.run([*command, str(tree)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def wheel(built):
     with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
         yield archive
+
+
+def test_the_trained_checkpoint_is_in_a_wheel_of_its_own(built, tmp_path):
+    build(built / "tree" / "training" / "package", tmp_path, "--wheel")
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
+        names = set(archive.namelist())
+    assert {f"vllm_omni_ext_tiny/qwen3_omni/{name}" for name in (*FILES, MARKER)} <= names
 
 
 def test_every_package_is_listed():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +19,11 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+import zmq
 
 from examples.server import HOST, Server, alive
 from tests.processes.test_parity import CASES, TOLERANCE
-from tests.support import strangers
+from tests.support import noise, strangers
 from tests.support.cluster import (
     LENGTH,
     Answer,
@@ -46,13 +49,14 @@ from tests.support.strangers import as_nobody, leaves
 from vllm_omni_ext import __version__
 from vllm_omni_ext.cli.args import parse_serve
 from vllm_omni_ext.cli.settings import from_cli
+from vllm_omni_ext.coordinator.keys import Keys, as_client
 from vllm_omni_ext.coordinator.members import Register
 from vllm_omni_ext.coordinator.secret_file import default_file
 from vllm_omni_ext.coordinator.timing import Timing
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 from vllm_omni_ext.topology.agreement import config_hash, model_identity
-from vllm_omni_ext.wire.coordination import encode
-from vllm_omni_ext.wire.joining import Join, Ping
+from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, encode
+from vllm_omni_ext.wire.joining import Join, Ping, Started
 
 pytestmark = pytest.mark.engine
 
@@ -62,6 +66,10 @@ PORTS = 3
 
 AT_ONCE = 8
 BODIES = [body(f"Tell me about number {number}.", 30, 60) for number in range(16)]
+EACH, FEWER, RAW = 5_000, 20, 50
+"""Messages of each kind for each port of the members, one of how many goes to every port, and raw connections."""
+
+GROWTH_BYTES = 48 << 20
 GONE_S = 10.0
 """A killed head's processes are gone within this time."""
 
@@ -217,6 +225,53 @@ def test_nobody_gets_in_with_the_ports_alone(cluster: Cluster, tiny: Path, undis
     assert answers == undisturbed
     assert until(lambda: all_up(head, 5))
     assert as_nobody(_readable, [str(default_file()), str(default_file().parent)]) == [os.geteuid() != 0] * 2
+
+
+def test_noise_at_every_port_changes_nothing(cluster: Cluster, undisturbed: list[Answer]) -> None:
+    """20,000 messages while requests go on: bytes that are not ZeroMQ, messages without the secret at all ports, and
+    malformed ones with the secret where members of the deployment talk to the head.
+    """
+    head, rng = cluster.head, random.Random(1)
+    secret = Keys.read(str(default_file()))
+    assert secret is not None
+    harmless = [encode(Started(ticket="y" * 32, pid=1)), *leaves(["talker/9"], [9])]
+    messages = [noise.garbage(rng, MAX_MESSAGE_BYTES - 1) for _ in range(EACH)]  # one more ends a connection
+    messages += [noise.mutated(rng, harmless) for _ in range(EACH)]
+    before = sum(process.memory_full_info().uss for process in head.processes())
+
+    def attack() -> None:
+        for port in listening_ports(head):
+            raw_noise(port, rng)
+            flood(port, messages[::FEWER])
+        for port in (cluster.port, cluster.port + 1):
+            flood(port, messages, secret)
+
+    assert during(head, "talker", attack) == undisturbed
+    assert all_up(head, 5)
+    assert sum(process.memory_full_info().uss for process in head.processes()) - before < GROWTH_BYTES
+    assert ask_all(head, BODIES, AT_ONCE) == undisturbed
+
+
+def raw_noise(port: int, rng: random.Random) -> None:
+    """Bytes over several connections, of which some stay half open until the last one is closed."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(RAW):
+            connection = stack.enter_context(socket.create_connection((HOST, port)))
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(rng.randbytes(200))
+
+
+def flood(port: int, messages: list[bytes], keys: Keys | None = None) -> None:
+    """Send messages, from a new connection every thousand; whoever has the keys waits until they have left."""
+    with zmq.Context() as context:
+        for start in range(0, len(messages), 1000):
+            with context.socket(zmq.DEALER) as dealer:
+                as_client(dealer, keys)
+                dealer.sndhwm = 0
+                dealer.linger = 1000 if keys else 0
+                dealer.connect(f"tcp://{HOST}:{port}")
+                for message in messages[start : start + 1000]:
+                    dealer.send(message)
 
 
 def _readable(paths: list[str]) -> list[bool]:

@@ -22,15 +22,17 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import setproctitle
 
-from examples.server import command
+from examples.server import Program, command
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
@@ -42,7 +44,10 @@ MODULES = (
 )
 """What the commands import."""
 
-FREE = ("PYTEST_CURRENT_TEST", "PYTHONPATH", "TMPDIR", "XDG_STATE_HOME", "VLLM_API_KEY")
+CHANGE = "VLLM_OMNI_TEST_CHANGE"
+"""Variable with `module:function`, which a command in a fork calls first: all its processes are changed by it."""
+
+FREE = ("PYTEST_CURRENT_TEST", "PYTHONPATH", "TMPDIR", "XDG_STATE_HOME", "VLLM_API_KEY", CHANGE)
 """Variables that may differ from command to command: nothing reads them while modules are imported."""
 
 MESSAGE_BYTES = 1 << 16
@@ -126,6 +131,21 @@ class Nursery:
             )
 
 
+@contextlib.contextmanager
+def starts() -> Iterator[None]:
+    """Inside the block, `Program.start` starts commands in forks where that is possible."""
+    start_anew = Program.start
+    with Nursery() as nursery:
+
+        def start(program: Program) -> None:
+            program._process = nursery.start(program.words, program.log)  # type: ignore[assignment]
+            if program._process is None:
+                start_anew(program)
+
+        with mock.patch.object(Program, "start", start):
+            yield
+
+
 def _search_path() -> list[Path]:
     return [Path(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
@@ -194,6 +214,8 @@ def main() -> None:
     gc.freeze()  # garbage collection in a fork would copy all pages of the modules
     atexit.register(gc.unfreeze)  # extension modules want their objects back
     become(**next_command(control))
+    if change := os.environ.get(CHANGE):
+        resolve_name(change)()
     from vllm_omni_ext.cli.main import vllm_main
 
     vllm_main()

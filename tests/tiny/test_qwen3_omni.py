@@ -12,6 +12,7 @@ import pytest
 from vllm_omni_ext.cli.tiny import main
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import FILES, MARKER, write_qwen3_omni
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.trained import trained_checkpoint
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import (
     ROLE_IDS,
     SPECIAL_TOKENS,
@@ -85,6 +86,29 @@ def test_it_refuses_a_file(tmp_path: Path) -> None:
 def test_sizes_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
         write_qwen3_omni(tmp_path, real_vocab=True, released_shape=True)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        write_qwen3_omni(tmp_path, real_vocab=True, trained=True)
+
+
+def test_the_trained_checkpoint_is_copied(tmp_path: Path) -> None:
+    write_qwen3_omni(tmp_path, seed=1)
+    write_qwen3_omni(tmp_path, trained=True)
+    names = {file.name for file in trained_checkpoint().iterdir()}
+    assert {file.name for file in tmp_path.iterdir()} == names == {*FILES, MARKER}
+    assert all((tmp_path / name).read_bytes() == (trained_checkpoint() / name).read_bytes() for name in names)
+    assert sum((tmp_path / name).stat().st_size for name in names) < 10 << 20
+
+
+def test_the_trained_checkpoint_has_no_seed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no seed"):
+        write_qwen3_omni(tmp_path, seed=1, trained=True)
+
+
+def test_without_the_package_of_the_trained_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm_omni_ext_tiny", None)
+    with pytest.raises(ConfigError, match="pip install vllm-omni-ext-tiny"):
+        write_qwen3_omni(tmp_path / "model", trained=True)
+    assert not (tmp_path / "model").exists()
 
 
 def test_importing_it_is_cheap() -> None:

@@ -82,7 +82,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(arguments.checkpoint, dtype=torch.float32).eval()
-    requests, preprocessors = Requests(Voices(arguments.heard / "held_out.npz")), Preprocessors.of_checkpoint()
+    requests, preprocessors = Requests(Voices(np.load(arguments.heard / "held_out.npz"))), Preprocessors.of_checkpoint()
     random = np.random.default_rng(SEED)
     for name, draw in (("text", requests.text), ("spoken", requests.spoken), ("seen", requests.seen)):
         turns = [draw(random) for _ in range(arguments.count)]

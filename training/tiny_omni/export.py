@@ -30,6 +30,7 @@ def write_checkpoint(model: Any, path: Path) -> None:
     make_room(path, FILES)
     write_json(path / MARKER, {"model": "qwen3-omni", "sizes": whole.TRAINED.name})
     model.half().save_pretrained(path)
+    (path / "model.safetensors").chmod(0o644)
     vocabulary = world_vocabulary()
     write_json(path / "config.json", whole.whole_config())
     write_json(path / "generation_config.json", texts.generation_config(whole.TRAINED, vocabulary))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -14,20 +14,23 @@ LOUDNESS_DB = (-10.0, 6.0)
 
 
 class Voices:
-    """Sounds of words at 16 kHz by (word, way), from a file of `heard.py`."""
+    """Sounds of words at 16 kHz, as `heard.py` writes them: `WORD/NUMBER OF THE WAY` -> samples."""
 
-    def __init__(self, path: Path) -> None:
-        sounds = np.load(path)
-        self._sounds = {(name.split("/")[0], int(name.split("/")[1])): sounds[name] for name in sounds.files}
+    def __init__(self, sounds: Mapping[str, np.ndarray]) -> None:
+        self._sounds = {(name.split("/")[0], int(name.split("/")[1])): sound for name, sound in sounds.items()}
         self.ways = 1 + max(way for _, way in self._sounds)
 
-    def say(self, words: list[str], random: np.random.Generator, way: int | None = None) -> np.ndarray:
-        """Return words in one way of speaking, a random one if none is given."""
+    def say(
+        self, words: list[str], random: np.random.Generator, way: int | None = None
+    ) -> tuple[np.ndarray, list[int]]:
+        """Return words in one way of speaking, a random one if none is given, and the sample in each word's middle."""
         chosen = int(random.integers(self.ways)) if way is None else way
-        parts = [silence(random)]
+        parts, middles = [silence(random)], []
         for word in words:
-            parts += [self._sounds[word, chosen], silence(random)]
-        return disturbed(np.concatenate(parts), random)
+            sound = self._sounds[word, chosen]
+            middles.append(sum(map(len, parts)) + len(sound) // 2)
+            parts += [sound, silence(random)]
+        return disturbed(np.concatenate(parts), random), middles
 
 
 def silence(random: np.random.Generator) -> np.ndarray:
@@ -41,6 +44,12 @@ def disturbed(sound: np.ndarray, random: np.random.Generator) -> np.ndarray:
     noise = random.standard_normal(len(sound)) * level * 10 ** (-random.uniform(*NOISE_DB) / 20)
     changed = (sound + noise) * 10 ** (random.uniform(*LOUDNESS_DB) / 20)
     return np.pad(changed, (0, -len(changed) % HOP)).astype(np.float32)
+
+
+def token_of(sample: int) -> int:
+    """Return the place among a sound's embeddings of the one that is made of a sample and its neighbours."""
+    chunk, rest = divmod(sample // HOP, 100)
+    return chunk * 13 + rest // 8
 
 
 def audio_tokens(mel_frames: int) -> int:

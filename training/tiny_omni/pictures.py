@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
@@ -18,33 +20,41 @@ INKS = {
     "purple": (130, 30, 160),
     "pink": (250, 150, 190),
 }
-SIDES = (64, 96, 128)
-"""Sides in pixels: 2, 3 and 4 merged patches."""
+SIDES = (64, 96)
+"""Sides in pixels: 2 and 3 merged patches."""
+SIZES = (0.65, 0.75)
+"""What is drawn, as a part of the side; it is about in the middle."""
 INK_NOISE = 10
 GREYS = (90, 170)
-GRAIN = 8.0
+GRAIN = 4.0
 
 
 def picture(random: np.random.Generator) -> tuple[Image.Image, list[str]]:
-    """Return a picture with its name: a digit in any colour, or a shape with its colour."""
+    """Return a picture with its name: a black digit, or a shape with its colour."""
     side = int(random.choice(SIDES))
     image = Image.new("RGB", (side, side), (int(random.integers(*GREYS)),) * 3)
     colour = list(INKS)[random.integers(len(INKS))]
     ink = tuple(int(np.clip(part + random.integers(-INK_NOISE, INK_NOISE + 1), 0, 255)) for part in INKS[colour])
-    size = side * random.uniform(0.5, 0.8)
-    corner = random.uniform(0.05, 0.95, 2) * (side - size)
+    size = side * random.uniform(*SIZES)
+    corner = random.uniform(0.3, 0.7, 2) * (side - size)
     if random.random() < 0.5:
         digit = int(random.integers(10))
-        draw_digit(image, digit, ink, size, corner)
+        draw_digit(image, digit, INKS["black"], size, corner)
         return grained(image, random), [DIGITS[digit]]
     shape = SHAPES[random.integers(len(SHAPES))]
     draw_shape(image, shape, ink, size, corner)
     return grained(image, random), [colour, shape]
 
 
+@cache
+def font_of(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Return Pillow's own font; a size takes a millisecond to load."""
+    return ImageFont.load_default(size=size)
+
+
 def draw_digit(image: Image.Image, digit: int, ink: tuple[int, ...], size: float, corner: np.ndarray) -> None:
     """Draw a digit whose height is about `size`."""
-    font = ImageFont.load_default(size=size * 1.2)
+    font = font_of(round(size * 1.2))
     draw = ImageDraw.Draw(image)
     left, top, _, _ = draw.textbbox((0, 0), str(digit), font=font)
     draw.text((corner[0] - left, corner[1] - top), str(digit), fill=ink, font=font)

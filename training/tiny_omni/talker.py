@@ -114,7 +114,7 @@ def main() -> None:
     start.fill(model.talker, arguments.seed)
     random = np.random.default_rng(arguments.seed)
     world = lexicon(arguments.sounds, arguments.seed)
-    train(model, Lines(model, world, Voices(arguments.heard / "training.npz"), random), arguments)
+    train(model, Lines(model, world, Voices(np.load(arguments.heard / "training.npz")), random), arguments)
 
 
 if __name__ == "__main__":

@@ -30,12 +30,14 @@ class Turn:
         request: text with one placeholder for each embedding of the sound or the picture.
         reply: the reply's words.
         sound: samples at 16 kHz.
+        middles: the sample in the middle of each of the sound's words.
     """
 
     request: str
     reply: list[str]
     sound: np.ndarray | None = None
     image: Image | None = None
+    middles: tuple[int, ...] = ()
 
 
 class Requests:
@@ -51,10 +53,10 @@ class Requests:
     def spoken(self, random: np.random.Generator, longest: int = tasks.LONGEST) -> Turn:
         """Return a sound whose words are wanted."""
         words = tasks.some_words(random, longest=longest)
-        sound = self._voices.say(words, random)
+        sound, middles = self._voices.say(words, random)
         count = audio_tokens(len(sound) // HOP)
         media = "<|audio_start|>" + "<|audio_pad|>" * count + "<|audio_end|>"
-        return Turn(asked(media, tasks.HEAR, random), words, sound=sound)
+        return Turn(asked(media, tasks.HEAR, random), words, sound=sound, middles=tuple(middles))
 
     def seen(self, random: np.random.Generator) -> Turn:
         """Return a picture whose name is wanted."""

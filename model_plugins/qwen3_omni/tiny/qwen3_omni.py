@@ -6,6 +6,7 @@ from pathlib import Path
 
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny import config, sizes, texts, vocabulary, weights
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.trained import copy_trained, trained_checkpoint
 from vllm_omni_ext.tiny.directory import MARKER, make_room, write_json
 
 FILES = (
@@ -21,7 +22,12 @@ FILES = (
 
 
 def write_qwen3_omni(
-    directory: str | Path, *, seed: int = 0, real_vocab: bool = False, released_shape: bool = False
+    directory: str | Path,
+    *,
+    seed: int = 0,
+    real_vocab: bool = False,
+    released_shape: bool = False,
+    trained: bool = False,
 ) -> Path:
     """Write a complete checkpoint and return its directory.
 
@@ -33,15 +39,20 @@ def write_qwen3_omni(
         seed: all weights come from it.
         real_vocab: keep the released token ids, 16 x 2048 codes and 1920 samples a frame; about 25 million parameters.
         released_shape: the sizes of Qwen3-Omni-30B-A3B-Instruct as in its public `config.json`, without weights.
+        trained: a checkpoint that speaks and understands 44 words, from the package vllm-omni-ext-tiny; has no seed.
 
     Raises:
-        ConfigError: `real_vocab` and `released_shape` together, or a directory with other files in it.
+        ConfigError: two of `real_vocab`, `released_shape` and `trained`, `trained` without its package, or a directory
+            with other files in it.
     """
-    if real_vocab and released_shape:
+    if real_vocab + released_shape + trained > 1:
         raise ConfigError(
-            "model_plugins.qwen3_omni.tiny.qwen3_omni: real_vocab and released_shape exclude each other; choose one"
+            "model_plugins.qwen3_omni.tiny.qwen3_omni: real_vocab, released_shape and trained exclude each other; "
+            "choose one"
         )
     path = Path(directory)
+    if trained:
+        return _write_trained(path, seed)
     size = sizes.RELEASED if released_shape else sizes.REAL_VOCAB if real_vocab else sizes.SMALL
     words = vocabulary.small_vocabulary() if size is sizes.SMALL else vocabulary.real_vocabulary()
     make_room(path, FILES)
@@ -49,6 +60,15 @@ def write_qwen3_omni(
     _write_texts(path, size, words)
     if not released_shape:
         _write_weights(path, size, words, seed)
+    return path
+
+
+def _write_trained(path: Path, seed: int) -> Path:
+    if seed:
+        raise ConfigError("the trained checkpoint has no seed; leave out `seed`")
+    trained_checkpoint()
+    make_room(path, FILES)
+    copy_trained(path)
     return path
 
 

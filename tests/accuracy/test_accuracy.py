@@ -1,0 +1,116 @@
+"""The trained model is understood, understands, and answers alike through every topology."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.server import HOST, Server
+from tests.accuracy.answers import Answer
+from tests.accuracy.broken import FAULTS, answers_of, answers_with, others, too_low
+from tests.accuracy.cases import Case
+from tests.accuracy.conftest import CASES
+from tests.accuracy.figures import LEAST, figures, recognisers
+from tests.support.capabilities import needs
+from tests.support.cluster import (
+    LENGTH,
+    STAGES,
+    Headless,
+    all_up,
+    free_ports,
+    kill,
+    overrides,
+    replicas,
+    until,
+)
+from tests.support.nested import run_suite
+from vllm_omni_ext.disaggregation.parameters import CONNECTORS
+
+pytestmark = pytest.mark.engine
+
+UP_S, SUITE_S = 300.0, 3000.0
+TWO = {stage: {"replicas": 2} for stage in STAGES}
+FLAGS = {
+    "a stage starts when the one before has finished": ["--no-async-chunk"],
+    "two replicas of each stage, two API servers": [*overrides(**TWO), "--api-server-count", "2"],
+}
+
+
+def test_words_are_right(asked: list[Case], usual: dict[str, Answer]) -> None:
+    found = figures(asked, usual, recognisers())
+    print(json.dumps(found, indent=1))
+    assert found.keys() == LEAST.keys()
+    assert {name: value for name, value in found.items() if value < LEAST[name]} == {}
+
+
+def check_alike(answers: dict[str, Answer], usual: dict[str, Answer]) -> None:
+    """Texts are equal; sounds and probabilities differ by rounding at most."""
+    assert {name: answer.text for name, answer in answers.items()} == {n: answer.text for n, answer in usual.items()}
+    assert answers.keys() == usual.keys()
+    assert others(answers, usual) == []
+
+
+@pytest.mark.parametrize("frames", ["all", [1], [3, 7]], ids="chunks of frames: {}".format)
+def test_other_chunks(frames: Any, server: Server, asked: list[Case], usual: dict[str, Answer]) -> None:
+    speaking = [case for case in asked if case.voice]
+    answers = answers_of(server, speaking, chunks={"frames": frames})
+    check_alike(answers, {case.name: usual[case.name] for case in speaking})
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_another_topology(
+    name: str, trained: Path, asked: list[Case], usual: dict[str, Answer], tmp_path: Path
+) -> None:
+    with Server(trained, tmp_path / "log", [*LENGTH, *FLAGS[name]]) as server:
+        check_alike(answers_of(server, asked), usual)
+
+
+def test_while_replicas_are_killed(trained: Path, asked: list[Case], usual: dict[str, Answer], tmp_path: Path) -> None:
+    with Server(trained, tmp_path / "log", [*LENGTH, *overrides(**TWO)]) as server, ThreadPoolExecutor(1) as aside:
+        for stage in STAGES:
+            answers = aside.submit(answers_of, server, asked)
+            assert until(partial(running, server, stage), UP_S), f"{stage} had nothing to do"
+            kill(server, max(running(server, stage)))
+            check_alike(answers.result(), usual)
+
+
+def running(server: Server, stage: str) -> list[str]:
+    """Replicas of a stage that have something to do."""
+    return [name for name, each in replicas(server).items() if name.startswith(stage) and each["running"]]
+
+
+def test_replicas_that_joined(trained: Path, asked: list[Case], usual: dict[str, Answer], tmp_path: Path) -> None:
+    port = free_ports(3)
+    flags = [*LENGTH, "--stage", "thinker", "-oma", HOST, "-omp", str(port)]
+    server = Server(trained, tmp_path / "head", flags)
+    with contextlib.ExitStack() as stack:
+        server.start()
+        stack.callback(server.stop)
+        for stage in STAGES[1:]:
+            stack.enter_context(Headless(trained, tmp_path / stage, stage, port))
+        server.wait()
+        assert until(lambda: all_up(server, 3), UP_S), server.tail()
+        check_alike(answers_of(server, asked), usual)
+
+
+def test_prefill_and_decode_apart(request: pytest.FixtureRequest) -> None:
+    needs(f"library {CONNECTORS['mooncake'].module}", "isolation")
+    cases = str(request.config.getoption("--cases", CASES))
+    run_suite(Path(__file__).with_name("prefill_decode_suite.py"), "--cases", cases, timeout_s=SUITE_S)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(
+    fault: str, trained: Path, asked: list[Case], usual: dict[str, Answer], tmp_path: Path
+) -> None:
+    """By words or voices that are wrong, but for one: which embedding is where says little in a sound with pauses."""
+    answers = answers_with(fault, trained, tmp_path / "log", asked)
+    assert others(answers, usual)
+    if "encoder" not in fault:
+        assert too_low(figures(asked, answers, recognisers()))
