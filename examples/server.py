@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -79,9 +80,10 @@ class Program:
 
     def processes(self) -> list[psutil.Process]:
         """Its processes that are alive, those that lost their parent too."""
-        if self._process is not None and psutil.pid_exists(self._process.pid):
-            tree = psutil.Process(self._process.pid)
-            self._seen |= {process.pid: process for process in [tree, *tree.children(recursive=True)]}
+        if self._process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                tree = psutil.Process(self._process.pid)
+                self._seen |= {process.pid: process for process in [tree, *tree.children(recursive=True)]}
         return [process for process in self._seen.values() if process.is_running() and alive(process)]
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> list[psutil.Process]:
