@@ -102,7 +102,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage again, but never among what the imports have made: that takes longer than most tests."""
+    """Look for garbage again, but never among what the imports have made: that takes longer than most tests.
+
+    pytest attaches two handlers to every logger that does not propagate, three times a test. torch has 80 of these, for
+    what is logged only when it is asked for.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch."):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
     gc.enable()

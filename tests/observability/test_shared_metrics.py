@@ -45,12 +45,31 @@ def scraped():
 """
 
 
-def run(body: str, folder: Path) -> None:
+IMPORTS = """
+import os, sys
+from vllm_omni_ext.observability.observer import Observer  # imports vLLM
+
+bodies, statuses = sys.argv[1::2], []
+for body, folder in zip(bodies, sys.argv[2::2], strict=True):
+    if os.fork() == 0:
+        sys.argv[1:] = [folder]
+        exec(body, {})
+        os._exit(0)
+    statuses.append(os.wait()[1])
+print(*statuses)
+"""
+"""Runs each body in a process of its own, which has imported vLLM already."""
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PROMETHEUS_MULTIPROC_DIR"}
-    done = subprocess.run(
-        [sys.executable, "-c", HEAD + body, str(folder)], env=environment, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", *words], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def run(body: str, folder: Path) -> None:
+    python(HEAD + body, str(folder))
 
 
 def test_totals_and_gauges(tmp_path: Path) -> None:
@@ -99,10 +118,7 @@ m.mark_dead(os.getpid())
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.engine  # imports vLLM, in a process of its own
-def test_restarts_are_counted_on_by_the_api_server_that_follows(tmp_path: Path) -> None:
-    run(
-        """
+RESTARTS = """
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import Observer
 TALKER, OTHER = ReplicaId("talker", 0), ReplicaId("talker", 1)
@@ -135,14 +151,9 @@ counts(True, 2)
 assert shown()[0][1] == 3, "it never falls"
 counts(True, 5)
 assert shown()[0][1] == 5
-""",
-        tmp_path,
-    )
+"""
 
-
-def test_a_replica_that_has_left_runs_nothing(tmp_path: Path) -> None:
-    run(
-        """
+LEFT = """
 import math
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm_omni_ext.ids import ReplicaId
@@ -162,6 +173,25 @@ assert seen["routing_decisions_total"] == 1
 observer.replica_up(TALKER)
 observer.heartbeat(TALKER)
 assert scraped()["replica_up"] == 1 and scraped()["replica_heartbeat_timestamp_seconds"] > 0
-""",
-        tmp_path,
-    )
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Status of each body with vLLM, and what all of them have printed."""
+    bodies = (RESTARTS, LEFT)
+    done = python(IMPORTS, *(word for body in bodies for word in (HEAD + body, str(tmp_path_factory.mktemp("shared")))))
+    *_, statuses = done.stdout.splitlines()
+    return {body: (int(status), done.stderr) for body, status in zip(bodies, statuses.split(), strict=True)}
+
+
+@pytest.mark.engine  # imports vLLM, in a process of its own
+def test_restarts_are_counted_on_by_the_api_server_that_follows(ended: dict[str, tuple[int, str]]) -> None:
+    status, printed = ended[RESTARTS]
+    assert status == 0, printed
+
+
+@pytest.mark.engine  # the same
+def test_a_replica_that_has_left_runs_nothing(ended: dict[str, tuple[int, str]]) -> None:
+    status, printed = ended[LEFT]
+    assert status == 0, printed

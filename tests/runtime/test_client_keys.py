@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -76,7 +76,10 @@ def outputs(request: str) -> EngineCoreOutputs:
 
 @contextmanager
 def stranger(listeners: Listeners, options: dict[int, Any]) -> Iterator[zmq.Socket[Any]]:
-    """Somebody who was there first, says that it is the engine, and sends outputs; its input."""
+    """Somebody who was there first, says that it is the engine, and sends outputs; its input.
+
+    Who has been refused already can send nothing, and would wait for ever.
+    """
     given, taken = (listener.address for listener in listeners)
     context = zmq.Context()
     context.sockopts.update({zmq.LINGER: 0, zmq.IPV6: 1, **options})
@@ -84,8 +87,9 @@ def stranger(listeners: Listeners, options: dict[int, Any]) -> Iterator[zmq.Sock
     dealer.setsockopt(zmq.IDENTITY, ENGINE)
     dealer.connect(given)
     push.connect(taken)
-    dealer.send(msgspec.msgpack.encode(msgspec.msgpack.decode(SAID) | {"max_model_len": 1}))
-    push.send_multipart(MsgpackEncoder().encode(outputs("false")))
+    with suppress(zmq.Again):
+        dealer.send(msgspec.msgpack.encode(msgspec.msgpack.decode(SAID) | {"max_model_len": 1}), zmq.NOBLOCK)
+        push.send_multipart(MsgpackEncoder().encode(outputs("false")), zmq.NOBLOCK)
     try:
         yield dealer
     finally:
