@@ -1,10 +1,12 @@
 """CPU time of a streamed talker step in the API server's own code; fake replicas, no engine, no model.
 
 An output of the talker passes the orchestrator, the flow, the observer and the pools; every fourth one makes a part for
-code2wav, which is encoded as vLLM's client does, and answered. "warm" repeats steps back to back. "cold" reads 64 MB
-between them, as after the pause of a real step. Times are of this thread, so that other programs count little.
+code2wav, which is encoded as vLLM's client does, and answered. Each step is noted in vLLM's statistics too, which
+is in its time and has a row of its own; they are in files, as with several API servers, unless `--api-servers 1` is
+given. "warm" repeats steps back to back. "cold" reads 64 MB between them, as after the pause of a real step. Times are
+of this thread, so that other programs count little.
 
-    python benchmarks/step_cpu.py [--steps 2000] [--requests 1 4] [--profile]
+    python benchmarks/step_cpu.py [--steps 2000] [--requests 1 4] [--api-servers 2] [--profile]
 """
 
 from __future__ import annotations
@@ -14,22 +16,29 @@ import asyncio
 import cProfile
 import gc
 import pstats
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from checkpoint import checkpoint
 from prometheus_client import CollectorRegistry
-from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from vllm_omni_ext import metrics
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import ReadAloudFlow, SpeechPlan
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import SpecialIds, find_parts
+from vllm_omni_ext.observability.engine_numbers import EngineNumbers
+from vllm_omni_ext.observability.engine_stats import ReplicaStats, tokens_of
 from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.orchestrator.engine_requests import EngineRequests
 from vllm_omni_ext.orchestrator.messages import Opened
@@ -93,10 +102,20 @@ class Runtime:
 class Driver:
     """Requests in lockstep, as the steps of one engine."""
 
-    def __init__(self, requests: int, *, cold: bool) -> None:
+    def __init__(self, requests: int, config: VllmConfig, api_servers: int, *, cold: bool) -> None:
         self.replicas: dict[ReplicaId, Any] = {each: Sent(each) for each in (TALKER, CODE2WAV, THINKER)}
         runtime: Any = Runtime()
-        self.observer = Observer(Metrics("m", CollectorRegistry()), frontend="thinker", replicas=self.replicas)
+        self.observer = Observer(
+            Metrics("m", CollectorRegistry()), frontend="thinker", replicas=self.replicas, alone=api_servers == 1
+        )
+        self.numbers = EngineNumbers("thinker", ["thinker", "talker", "code2wav"], tuple(self.replicas))
+        self.stats = ReplicaStats(
+            config,
+            dict.fromkeys(self.replicas, config),
+            self.numbers,
+            planned=tuple(self.replicas),
+            client_count=api_servers,
+        )
         self.orchestrator = Orchestrator(
             Settings(frontend="thinker"),
             runtime=runtime,
@@ -106,7 +125,8 @@ class Driver:
             observer=self.observer,
         )
         self.requests = requests
-        self.times: dict[str, list[float]] = {"frame": [], "frame and part": [], "answer of code2wav": []}
+        kinds = ("frame", "frame and part", "answer of code2wav", "statistics")
+        self.times: dict[str, list[float]] = {kind: [] for kind in kinds}
         self.profile = cProfile.Profile()
         self.profiled = False
         self._cache = np.ones(8 << 20, np.int64) if cold else None
@@ -161,22 +181,25 @@ class Driver:
         began = time.thread_time()
         for each in outputs:
             await self.orchestrator.produced(replica, each)
+        noted = time.thread_time()
         self.observer.loaded(replica, stats)
+        self.stats.record(stats, tokens_of(EngineCoreOutputs(outputs=outputs)), engine_idx=self.numbers.of(replica))
+        self.times["statistics"].append(time.thread_time() - noted)
         taken = time.thread_time() - began
         self.profile.disable()
         return taken
 
 
-def rows(requests: int, steps: int) -> Iterator[tuple[str, float, float]]:
+def rows(requests: int, config: VllmConfig, args: argparse.Namespace) -> Iterator[tuple[str, float, float]]:
     """Median microseconds of each kind of step: (kind, warm, cold)."""
     found = []
     for cold in (False, True):
-        driver = Driver(requests, cold=cold)
+        driver = Driver(requests, config, args.api_servers, cold=cold)
         gc.disable()
         asyncio.run(driver.run(FRAMES))
         for times in driver.times.values():
             times.clear()
-        asyncio.run(driver.run(steps))
+        asyncio.run(driver.run(args.steps))
         gc.enable()
         found.append(driver.times)
     for kind in found[0]:
@@ -184,21 +207,30 @@ def rows(requests: int, steps: int) -> Iterator[tuple[str, float, float]]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Make the configuration that vLLM's statistics need, and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--api-servers", type=int, default=2, help="1: the metrics are in memory")
     parser.add_argument("--profile", action="store_true", help="show where the time goes")
     args = parser.parse_args()
+    with checkpoint(None) as model, tempfile.TemporaryDirectory() as folder:
+        if args.api_servers > 1:
+            metrics.share(folder)
+        measure(AsyncEngineArgs(model=model, max_model_len=1024).create_engine_config(), args)
+
+
+def measure(config: VllmConfig, args: argparse.Namespace) -> None:
+    """Measure and print."""
     if args.profile:
-        driver = Driver(args.requests[0], cold=False)
+        driver = Driver(args.requests[0], config, args.api_servers, cold=False)
         driver.profiled = True
         asyncio.run(driver.run(args.steps))
         pstats.Stats(driver.profile).sort_stats("tottime").print_stats(28)
         return
     print(f"{'microseconds of a step':<36}{'warm':>8}{'cold':>8}")
     for requests in args.requests:
-        for kind, warm, cold in rows(requests, args.steps):
+        for kind, warm, cold in rows(requests, config, args):
             print(f"{f'{kind}, {requests} at once':<36}{warm:>8.1f}{cold:>8.1f}")
 
 

@@ -38,7 +38,7 @@ class FrameLog:
     def add(self, frames: Any) -> None:
         """Append frames, integers [n, groups]."""
         self._new.append(frames)
-        self.count += len(frames)
+        self.count += int(frames.shape[0])  # `len` of a tensor takes several calls of Python functions
         if len(self._new) == MOST_NEW:
             self._store()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +21,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.observability import engine_stats
+from vllm_omni_ext.observability import engine_stats, shown_states
 from vllm_omni_ext.observability.engine_numbers import EngineNumbers
 from vllm_omni_ext.observability.engine_series import EngineMetric
 from vllm_omni_ext.observability.engine_stats import ReplicaStats, tokens_of
@@ -283,12 +285,20 @@ def test_a_replica_that_comes_back_as_it_was(stats: ReplicaStats) -> None:
         assert one("vllm:num_requests_running", CODES) == 0
 
 
-def test_beside_other_api_servers_every_step_is_written(config: VllmConfig, calls: list[Any]) -> None:
-    """They set the same gauges."""
+def test_beside_other_api_servers_a_busy_replica_is_written_again_at_times(
+    config: VllmConfig, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They set the same gauges: what they wrote must not stay, above all not when the replica has become idle."""
     stats = stats_of(config, client_count=2)
+    logger: Any = next(each for each in stats.stat_loggers if isinstance(each, PrometheusStatLogger))
+    shown = partial(one, "vllm:num_requests_running", CODES)
     try:
-        for _ in range(2):
-            step(stats, CODES, 1)
-        assert len(calls) == 2
+        for pause, running, expected in ((0, 1, 1), (inf, 1, 7), (inf, 2, 2), (0, 2, 2), (inf, 0, 0), (inf, 0, 0)):
+            monkeypatch.setattr(shown_states, "AGAIN_S", pause)
+            logger.gauge_scheduler_running[1].set(7)
+            step(stats, CODES, 1, running)
+            assert shown() == expected, (pause, running)
+        assert len(calls) == 5
+        assert one(TOKENS, CODES) == 6, "every token is counted in its step"
     finally:
         unregister_vllm_metrics()

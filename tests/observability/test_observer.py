@@ -195,6 +195,22 @@ def test_replicas(bench: Bench) -> None:
     assert found == [0, 0, 0]
 
 
+def test_what_another_api_server_wrote_does_not_stay() -> None:
+    clock, metrics, labels = (
+        iter((0.0, 1.0, 1.1, 1.3, 1.4, 1.5)),
+        Metrics("tiny", CollectorRegistry()),
+        ("talker", "talker/1"),
+    )
+    observer = Observer(metrics, frontend="thinker", replicas=[TALKER], alone=False, clock=lambda: next(clock))
+    seen = []
+    for running in (1, 1, 1, 0, 0):
+        metrics.of(m.REPLICA_RUNNING, *labels).set(7)
+        observer.loaded(TALKER, SchedulerStats(num_running_reqs=running))
+        seen.append(metrics.of(m.REPLICA_RUNNING, *labels)._value.get())
+    assert seen == [1, 7, 1, 0, 0]
+    assert observer.loads[TALKER] == (0, 0)
+
+
 def test_only_the_last_courses_are_kept(bench: Bench) -> None:
     for name in ("a", "b", "c"):
         bench.observer.keep(f"client {name}")

@@ -37,9 +37,17 @@ class EngineMetric:
         self._replica_of = replica_of
         self._added = tuple(each for each in ("stage", "replica") if each not in labels)
         self._metric = kind(labelnames=(*labels, *self._added), **options)
+        self._series: dict[tuple[Any, ...], Any] = {}
 
     def labels(self, *values: Any, **named: Any) -> Any:
         """Return a series, as prometheus_client's metrics do."""
+        key = values, *named.items()
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = self._make(values, named)
+        return series
+
+    def _make(self, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
         given = dict(zip(self._labels, values, strict=False)) | named
         replica = self._replica_of(int(given[ENGINE]))
         added = {"stage": replica.stage, "replica": str(replica)}

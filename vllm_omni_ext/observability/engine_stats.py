@@ -22,6 +22,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.observability.engine_numbers import EngineNumbers
 from vllm_omni_ext.observability.engine_series import EngineSeries, registered
+from vllm_omni_ext.observability.shown_states import ShownStates
 
 CACHE_INFO = "cache_config"
 
@@ -165,7 +166,7 @@ def _replica_logger(
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._written: dict[int, tuple[Any, ...] | None] = {}
+            self._shown = ShownStates(alone=alone)
 
         def record(
             self,
@@ -175,15 +176,21 @@ def _replica_logger(
             engine_idx: int = 0,
         ) -> None:
             if not isinstance(iteration_stats, StepTokens):
-                self._written[engine_idx] = None
+                self._shown.forget(engine_idx)
                 super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
                 return
-            state = state_of(scheduler_stats) if alone and scheduler_stats is not None else None
-            if state is None or self._written.get(engine_idx) != state:
-                super().record(scheduler_stats, None, mm_cache_stats, engine_idx)
-                self._written[engine_idx] = state
+            if scheduler_stats is not None and self._changes(scheduler_stats, engine_idx):
+                super().record(scheduler_stats, None, None, engine_idx)
             self.counter_generation_tokens[engine_idx].inc(iteration_stats.num_generation_tokens)
             self.histogram_iteration_tokens[engine_idx].observe(iteration_stats.num_generation_tokens)
+
+        def _changes(self, stats: SchedulerStats, number: int) -> bool:
+            if adds_to_counters(stats):
+                self._shown.forget(number)
+                return True
+            waiting = stats.num_waiting_reqs, stats.num_skipped_waiting_reqs
+            state = stats.num_running_reqs, waiting, stats.kv_cache_usage, stats.num_kv_fetch_reqs_by_stage
+            return self._shown.due(number, state, busy=stats.num_running_reqs > 0)
 
         def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
             if knows_sleep():
@@ -195,18 +202,14 @@ def _replica_logger(
     return ReplicaLogger
 
 
-def state_of(stats: SchedulerStats) -> tuple[Any, ...] | None:
-    """What vLLM's logger sets for a scheduler's statistics; None if these also add to counters, or name adapters."""
+def adds_to_counters(stats: SchedulerStats) -> bool:
+    """Return whether vLLM's logger adds a scheduler's statistics to counters, or shows adapters' names."""
     cache = stats.prefix_cache_stats
-    added = (
+    return bool(
         stats.connector_prefix_cache_stats or stats.spec_decoding_stats or stats.kv_connector_stats
         or stats.ec_connector_stats or stats.perf_stats or stats.kv_cache_eviction_events
         or stats.running_lora_adapters or stats.waiting_lora_adapters or cache.requests or cache.queries
     )  # fmt: skip
-    if added:
-        return None
-    waiting = stats.num_waiting_reqs, stats.num_skipped_waiting_reqs
-    return stats.num_running_reqs, *waiting, stats.kv_cache_usage, dict(stats.num_kv_fetch_reqs_by_stage)
 
 
 class StepTokens(IterationStats):

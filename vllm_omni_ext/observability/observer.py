@@ -19,6 +19,7 @@ from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.modalities.base import TEXT, Modality, OutputChunk, ProgressChunk
 from vllm_omni_ext.modalities.registry import CORE
 from vllm_omni_ext.observability.request_trace import HandOver, OutputTrace, RequestTrace, StageTiming
+from vllm_omni_ext.observability.shown_states import ShownStates
 from vllm_omni_ext.pool.stage_pool import Why
 
 GONE_WITH_REPLICA = (
@@ -70,7 +71,7 @@ class Observer:
         self._frontend = frontend
         self._modalities = modalities
         self._keep = keep
-        self._alone = alone
+        self._shown = ShownStates(alone=alone, clock=clock)
         self._ended = ended
         self._clock = clock
         self._quiet: Callable[[], None] = lambda: None
@@ -157,14 +158,15 @@ class Observer:
         self._metrics.of(m.REPLICA_HEARTBEAT, *labels).set(math.nan)
         for metric in GONE_WITH_REPLICA:
             self._metrics.remove(metric, *labels)
+        self._shown.forget(replica)
         for table in (self.loads, self._load, self._in_flight):
             table.pop(replica, None)  # type: ignore[attr-defined]
 
     def loaded(self, replica: ReplicaId, stats: SchedulerStats) -> None:
         """Record the statistics of a replica's scheduler."""
         load = stats.num_running_reqs, stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        if self.loads.get(replica) != load or not self._alone:  # another API server may have set another value
-            self.loads[replica] = load
+        self.loads[replica] = load
+        if self._shown.due(replica, load, busy=load[0] > 0):
             running, waiting = self._load[replica]
             running.set(load[0])
             waiting.set(load[1])

@@ -18,7 +18,7 @@ from vllm_omni_ext.modalities.base import OutputChunk
 Finish = Literal["stop", "length", "abort", "error", "repetition"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, it would take twice as long to make, in every step of every request
 class Produced:
     """The output of one engine step of a stage for this request.
 

@@ -65,7 +65,7 @@ def unpack(tensor: Any) -> Message | None:
     Raises:
         msgspec.ValidationError, msgspec.DecodeError: the bytes after the prefix are not a message.
     """
-    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or tensor.shape[0] < len(MAGIC):
+    if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or tensor.shape[0] < len(MAGIC):
         return None
     data = tensor.numpy().tobytes()
     return _DECODER.decode(data[len(MAGIC) :]) if data.startswith(MAGIC) else None
