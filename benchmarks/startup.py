@@ -1,7 +1,7 @@
 """Seconds from the command to `/health`, and the memory of every process the command started, beside stock vLLM.
 
 Memory is the proportional set size (PSS): a page shared by n processes counts 1/n in each. Stock vLLM's server has the
-text stage alone. The two take turns, and get the same length, number of sequences, data type and bytes of KV cache.
+text stage alone, in one process. The two take turns, and get the same length, sequences, data type and KV cache bytes.
 
     python benchmarks/startup.py [MODEL_DIR] [--runs N] [--json FILE]
 """
@@ -28,6 +28,7 @@ from examples.server import HOST, Server
 OURS, STOCK = "ours", "stock"
 STOCK_PROGRAM = str(Path(__file__).with_name("stock.py"))
 SAME = ("--max-model-len", "1024", "--max-num-seqs", "8", "--dtype", "float32", "--enforce-eager")
+ONE_PROCESS = ("--distributed-executor-backend", "uni")  # an engine, as for our stages
 CACHE = ("--kv-cache-memory-bytes", str(128 << 20))
 THREADS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -37,7 +38,7 @@ def serving(who: str, model: str, log: Path) -> Server:
     made = Server(model, log, [*SAME, *CACHE])
     if who == STOCK:
         where = ["--host", HOST, "--port", str(made.port)]
-        made.words = [sys.executable, STOCK_PROGRAM, "serve", model, *where, *SAME, *CACHE]
+        made.words = [sys.executable, STOCK_PROGRAM, "serve", model, *where, *SAME, *CACHE, *ONE_PROCESS]
     return made
 
 

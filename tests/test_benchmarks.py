@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.tool import cli, figures, html, markdown, svg
+from benchmarks.tool import cli, description, figures, html, markdown, svg
 from benchmarks.tool.description import Description, Options, ProgramFailed, program, words
 from benchmarks.tool.environment import environment
 from benchmarks.tool.results import BadReport, Comparison, Report, Result, Span, Timeline, decode, encode
@@ -140,9 +140,21 @@ def test_sizes_become_flags():
     assert words({"rate": 1.5, "stages": ["a", "b"]}) == ["--rate", "1.5", "--stages", "a", "b"]
 
 
-def test_a_program_that_fails_says_how_it_ended():
-    with pytest.raises(ProgramFailed, match=r"(?s)balance\.py ended with status 2.*--nonsense"):
-        program("balance.py", Options(), {"nonsense": 1})
+def test_a_program_gets_its_flags_and_its_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(description, "PROGRAMS", tmp_path)
+    source = "import json, sys; open(sys.argv[-1], 'w').write(json.dumps(sys.argv[1:-1]))"
+    (tmp_path / "echo.py").write_text(source)
+    assert program("echo.py", Options("some-model"), {"rounds": 3}) == ["some-model", "--rounds", "3", "--json"]
+
+
+@pytest.mark.parametrize(("source", "status"), [("raise SystemExit('no cache')", 1), ("print('no cache')", 0)])
+def test_a_program_that_fails_says_how_it_ended(
+    source: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(description, "PROGRAMS", tmp_path)
+    (tmp_path / "bad.py").write_text(source)
+    with pytest.raises(ProgramFailed, match=rf"(?s)bad\.py ended with status {status}.*no cache"):
+        program("bad.py", Options(), {})
 
 
 def module(name: str, memory_gib: float, run: Any) -> ModuleType:
