@@ -171,7 +171,9 @@ def test_one_that_fails_or_does_not_fit_does_not_stop_the_others(monkeypatch: py
 
     each = {"bad": module("bad", 0, fail), "large": module("large", 1e6, work), "good": module("good", 0, work)}
     monkeypatch.setattr(cli, "BENCHMARKS", each)
-    report = cli.measure([], Options(quick=True))
+    kept: list[int] = []
+    report = cli.measure([], Options(quick=True), lambda so_far: kept.append(len(so_far.results)))
+    assert kept == [1, 2]
     assert [(result.name, bool(result.failed)) for result in report.results] == [("bad", True), ("good", False)]
     assert "1e+06 GiB" in report.left_out["large"]
     assert [result.name for result in cli.measure(["large"], Options()).results] == ["good"], "it was named"
@@ -264,6 +266,14 @@ def test_plots_have_every_sample_and_every_step():
     rows = [(each.get("y"), float(each.get("x", 0)), float(each.get("width", 0))) for each in plot.iter("rect")]
     assert rows[0][0] == rows[2][0] != rows[1][0]
     assert rows[0][1] == svg.LEFT and rows[2][2] == pytest.approx(2 * rows[0][2], abs=0.2)
+
+
+def test_many_samples_become_bars_and_have_a_tail():
+    many = [float(value) for value in range(1, 1001)]
+    each = Comparison("gap", "ms", "a", "b", many, many[:3])
+    plot = svg.distribution(each)
+    assert plot.count("<circle") == 3 and 50 <= plot.count("<rect") <= svg.BARS
+    assert figures.spread(many) == "500 (1 to 1,000, p99 991)"
 
 
 def test_the_page_in_docs_is_what_the_stored_run_says():

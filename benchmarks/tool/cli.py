@@ -7,7 +7,7 @@ import difflib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -53,8 +53,11 @@ def one(module: ModuleType, options: Options) -> Result:
     return result
 
 
-def measure(names: Sequence[str], options: Options) -> Report:
-    """Run benchmarks one after the other. One that is named runs, whether or not it is said to fit the machine."""
+def measure(names: Sequence[str], options: Options, keep: Callable[[Report], None] = lambda report: None) -> Report:
+    """Run benchmarks one after the other; `keep` gets the report after each, as a run of all takes long.
+
+    One that is named runs, whether or not it is said to fit the machine.
+    """
     modules, where = chosen(names), environment()
     report = Report(where, options.model, options.quick)
     for module in modules:
@@ -65,8 +68,9 @@ def measure(names: Sequence[str], options: Options) -> Report:
             continue
         print(f"{name}: {module.DESCRIPTION.compares}", file=sys.stderr, flush=True)
         report.results.append(one(module, options))
-    after = round(os.getloadavg()[0], 2)
-    report.environment = msgspec.structs.replace(where, load=[*where.load, after])
+        after = round(os.getloadavg()[0], 2)
+        report.environment = msgspec.structs.replace(where, load=[*where.load, after])
+        keep(report)
     return report
 
 
@@ -93,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
 def report_of(args: argparse.Namespace) -> Report:
     """From a file, or measured now."""
     if args.source is None:
-        return measure(args.names, Options(args.model, args.quick))
+        return measure(args.names, Options(args.model, args.quick), lambda report: write_json(args, report))
     if args.names:
         raise BadName("--from makes pages of a run that is over: leave out the names")
     try:
@@ -102,6 +106,12 @@ def report_of(args: argparse.Namespace) -> Report:
         raise BadReport(f"--from {args.source}: {error.strerror}") from error
     except BadReport as error:
         raise BadReport(f"--from {args.source}: {error}") from error
+
+
+def write_json(args: argparse.Namespace, report: Report) -> None:
+    """Where `--json` says, if it does."""
+    if args.json is not None:
+        args.json.write_bytes(encode(report))
 
 
 def check_targets(args: argparse.Namespace) -> None:
@@ -123,8 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BadName, BadReport) as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 2
-    if args.json is not None:
-        args.json.write_bytes(encode(report))
+    write_json(args, report)
     if args.html is not None:
         args.html.write_text(html.page(report), encoding="utf-8")
     if args.markdown is not None:

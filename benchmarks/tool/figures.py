@@ -8,15 +8,21 @@ from collections.abc import Sequence
 from benchmarks.tool.results import Comparison, Environment, Report
 
 
+MANY = 100
+
+
 def number(value: float) -> str:
     """Three digits that count; whole numbers from 100 on."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median, and smallest and largest if there are several."""
+    """Median; of several, smallest and largest; of many, the 99th percentile too."""
     middle = number(statistics.median(values))
-    return middle if len(values) == 1 else f"{middle} ({number(min(values))} to {number(max(values))})"
+    if len(values) == 1:
+        return middle
+    late = f", p99 {number(statistics.quantiles(values, n=100)[-1])}" if len(values) >= MANY else ""
+    return f"{middle} ({number(min(values))} to {number(max(values))}{late})"
 
 
 def ratio(each: Comparison) -> str:

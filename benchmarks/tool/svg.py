@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
-from benchmarks.tool.figures import number
+from benchmarks.tool.figures import MANY, number
 from benchmarks.tool.results import Comparison, Span
 
 WIDTH, LEFT, RIGHT, ROW = 760, 210, 70, 24
+BARS = 60
 COLORS = ("#2563a8", "#c2571a", "#2e7d4f", "#7b4aa0", "#8a6d1b")
 
 
@@ -58,16 +60,31 @@ def timeline(title: str, spans: Sequence[Span]) -> str:
 
 
 def distribution(each: Comparison) -> str:
-    """Every sample of both as a dot, with a line at the median."""
+    """The samples of both, with a line at the median."""
     rows = [(each.subject, each.samples), (each.baseline, each.baseline_samples)]
     most = max(value for _, values in rows for value in values)
     parts = []
     for row, (name, values) in enumerate(rows):
         y = ROW * row + ROW / 2
         parts.append(text(4, y + 4, name if len(name) < 34 else name[:32] + "…"))
-        parts += [dot(place(value, most), y, COLORS[row]) for value in values]
+        parts += marks(values, most, y, COLORS[row])
         parts.append(median_line(place(statistics.median(values), most), y, COLORS[row]))
     return drawing(ROW * 2 + 26, f"{each.what}, {each.unit}", parts + axis(ROW * 2 + 4, most, each.unit))
+
+
+def marks(values: Sequence[float], most: float, y: float, color: str) -> list[str]:
+    """A dot for each sample; of many, bars as high as samples are frequent."""
+    if len(values) < MANY:
+        return [dot(place(value, most), y, color) for value in values]
+    count = Counter(min(int(BARS * value / most), BARS - 1) if most > 0 else 0 for value in values)
+    width, highest = (WIDTH - LEFT - RIGHT) / BARS, max(count.values())
+    return [bar(LEFT + width * each, y + 10, width, 20 * n / highest, color) for each, n in sorted(count.items())]
+
+
+def bar(x: float, y: float, width: float, height: float, color: str) -> str:
+    """The samples of one range, on the line y."""
+    where = f'x="{x:.1f}" y="{y - height:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect {where} fill="{color}" fill-opacity="0.4"/>'
 
 
 def dot(x: float, y: float, color: str) -> str:
