@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from benchmarks.tool.results import Comparison, Environment, Report
 
-
 MANY = 100
 
 
