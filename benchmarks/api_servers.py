@@ -83,6 +83,7 @@ class Run:
             "sent": self.sent,
             "failed": dict(self.failed),
             "requests_per_s": done / self.seconds,
+            "first_s": self.first,
             "ttft_mean_s": float(np.mean(self.first)),
             "ttft_p99_s": float(np.percentile(self.first, 99)),
             "cpu_ms_per_request": {kind: seconds / done * 1e3 for kind, seconds in sorted(self.cpu.items())},

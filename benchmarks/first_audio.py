@@ -64,6 +64,8 @@ class Line:
     thinker: float = 0.0
     talker: float = 0.0
     code2wav: float = 0.0
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    """The steps these times are of: stage, start and end, in seconds since the request began."""
 
     @property
     def between(self) -> float:
@@ -118,8 +120,11 @@ def line(began: float, first: float, steps: dict[str, Sequence[Sequence[float]]]
     sound = max((step for step in steps["code2wav"] if step[1] <= first), key=lambda step: step[1])
     frame = max((step for step in steps["talker"] if step[1] <= sound[0]), key=lambda step: step[1])
     token = max((step for step in steps["thinker"] if step[1] <= frame[0]), key=lambda step: step[1])
-    prefill = sum(end - start for start, end in steps["thinker"] if end <= token[1])
-    return Line(first - began, prefill, frame[1] - frame[0], sound[1] - sound[0])
+    prefill = [step for step in steps["thinker"] if step[1] <= token[1]]
+    spent = [("thinker", *step) for step in prefill] + [("talker", *frame), ("code2wav", *sound)]
+    spans = [(stage, start - began, end - began) for stage, start, end in spent]
+    took = sum(end - start for start, end in prefill)
+    return Line(first - began, took, frame[1] - frame[0], sound[1] - sound[0], spans)
 
 
 def table(results: dict[str, Result]) -> Iterator[str]:

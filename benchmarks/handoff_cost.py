@@ -165,6 +165,11 @@ def cost(edge: str, single: list[Turn], whole: list[Turn]) -> Cost:
     )
 
 
+def sizes(turn: Turn) -> dict[str, Any]:
+    """What a turn adds to the file of figures."""
+    return {"messages": turn.messages, "bytes": turn.bytes, "add": turn.add, "cpu": turn.cpu}
+
+
 def table(costs: list[Cost]) -> Iterator[str]:
     """The lines that are printed."""
     for each in costs:
@@ -187,7 +192,7 @@ def main() -> None:
     flags.add_argument("--rounds", type=int, default=5, help="measured rounds, after one that warms up")
     flags.add_argument("--json", type=Path, help="file that takes the figures")
     args = flags.parse_args()
-    costs = []
+    costs, turns = [], []
     with checkpoint(args.model) as model, LLM(model, omni=True, max_model_len=args.length + 512) as omni:
         bench = Bench(omni, args.length)
         for edge in EDGES:
@@ -198,9 +203,10 @@ def main() -> None:
                 single.append(bench.turn(edge, one_by_one=True, count=count))
                 whole.append(bench.turn(edge, one_by_one=False, count=count))
             costs.append(cost(edge, single[1:], whole[1:]))
+            turns.append({"single": [*map(sizes, single[1:])], "whole": [*map(sizes, whole[1:])]})
     print(*table(costs), sep="\n")
     if args.json is not None:
-        args.json.write_text(json.dumps([asdict(each) for each in costs], indent=1))
+        args.json.write_text(json.dumps([asdict(c) | t for c, t in zip(costs, turns, strict=True)], indent=1))
 
 
 if __name__ == "__main__":

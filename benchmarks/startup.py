@@ -1,54 +1,102 @@
-"""Seconds from the command to `/health`, and the memory of every process the command started.
+"""Seconds from the command to `/health`, and the memory of every process the command started, beside stock vLLM.
 
-Memory is the proportional set size (PSS): a page shared by n processes counts 1/n in each. The reference is
-vllm-omni 0.30 on the same checkpoint (released vocabulary, float32) and 2 cores, on an unofficial CPU platform:
-33.1 s and 3.97 GB in 5 processes.
+Memory is the proportional set size (PSS): a page shared by n processes counts 1/n in each. Stock vLLM's server has the
+text stage alone, in one process. The two take turns, and get the same length, sequences, data type and KV cache bytes.
 
-    python benchmarks/startup.py [MODEL_DIR] [--runs N]
+    python benchmarks/startup.py [MODEL_DIR] [--runs N] [--json FILE]
 """
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
 import sys
 import tempfile
+import urllib.request
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file, from anywhere
 
 from checkpoint import checkpoint, parser
 
-from examples.server import Server
+from examples.server import HOST, Server
 
-REFERENCE_S = 33.1
-REFERENCE_GB = 3.97
+OURS, STOCK = "ours", "stock"
+STOCK_PROGRAM = str(Path(__file__).with_name("stock.py"))
+SAME = ("--max-model-len", "1024", "--max-num-seqs", "8", "--dtype", "float32", "--enforce-eager")
+ONE_PROCESS = ("--distributed-executor-backend", "uni")  # an engine, as for our stages
+CACHE = ("--kv-cache-memory-bytes", str(128 << 20))
+THREADS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-def measure(model: str, log: Path) -> tuple[float, dict[str, float]]:
+def serving(who: str, model: str, log: Path) -> Server:
+    """A server that is not started yet."""
+    made = Server(model, log, [*SAME, *CACHE])
+    if who == STOCK:
+        where = ["--host", HOST, "--port", str(made.port)]
+        made.words = [sys.executable, STOCK_PROGRAM, "serve", model, *where, *SAME, *CACHE, *ONE_PROCESS]
+    return made
+
+
+def titles(who: str, server: Server) -> dict[int, str]:
+    """What our processes are; the others are known by their names alone."""
+    if who == STOCK:
+        return {}
+    with urllib.request.urlopen(f"{server.base_url}/omni/status") as answer:
+        said = json.load(answer)
+    known = {each["pid"]: "API server" for each in said["api_servers"]}
+    return known | {replica["pid"]: stage["name"] for stage in said["stages"] for replica in stage["replicas"]}
+
+
+def by_name(memory: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """GB by name; of those with the same one, the second and later get a number."""
+    seen: Counter[str] = Counter()
+    made = {}
+    for name, gigabytes in memory:
+        seen[name] += 1
+        made[name if seen[name] == 1 else f"{name} ({seen[name]})"] = gigabytes
+    return made
+
+
+def measure(who: str, model: str, log: Path) -> dict[str, Any]:
     """Start once: seconds to `/health`, and GB by process."""
-    with Server(model, log) as server:
-        memory = {f"{p.pid} {p.name()}": p.memory_full_info().pss / 1e9 for p in server.processes()}
-        return server.startup_s, memory
+    with serving(who, model, log) as server:
+        known = titles(who, server)
+        memory = [(known.get(p.pid, p.name()), p.memory_full_info().pss / 1e9) for p in server.processes()]
+        return {"seconds": server.startup_s, "memory_gb": by_name(memory)}
+
+
+def show(who: str, start: dict[str, Any]) -> None:
+    """Print one start."""
+    memory = start["memory_gb"]
+    print(f"{who}: {start['seconds']:.1f} s, {sum(memory.values()):.2f} GB in {len(memory)} processes", flush=True)
+    for name, gigabytes in memory.items():
+        print(f"    {gigabytes:.2f} GB  {name}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print each run and the medians beside the reference."""
+    """Print each start, and the ratios of the medians."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--runs", type=int, default=3)
+    arguments.add_argument("--json", type=Path, help="file that takes every start")
     args = arguments.parse_args(argv)
-    times, sums = [], []
+    os.environ |= THREADS  # what our stages get here
+    found: dict[str, list[dict[str, Any]]] = {OURS: [], STOCK: []}
+    order = [OURS, STOCK]
     with checkpoint(args.model) as model, tempfile.TemporaryDirectory() as folder:
-        for run in range(args.runs):
-            seconds, memory = measure(model, Path(folder, f"{run}.log"))
-            times.append(seconds)
-            sums.append(sum(memory.values()))
-            print(f"run {run}: {seconds:.1f} s, {sums[-1]:.2f} GB in {len(memory)} processes")
-            for name, gigabytes in memory.items():
-                print(f"    {gigabytes:.2f} GB  {name}")
-    seconds, gigabytes = statistics.median(times), statistics.median(sums)
-    print(f"median: {seconds:.1f} s ({seconds / REFERENCE_S:.0%} of {REFERENCE_S} s)", end=", ")
-    print(f"{gigabytes:.2f} GB ({gigabytes / REFERENCE_GB:.0%} of {REFERENCE_GB} GB)")
+        for number in range(args.runs):
+            for who in order:
+                found[who].append(measure(who, model, Path(folder, f"{who}-{number}.log")))
+                show(who, found[who][-1])
+            order.reverse()
+    ours, stock = (statistics.median(start["seconds"] for start in found[who]) for who in (OURS, STOCK))
+    print(f"ours / stock: {ours / stock:.2f}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import statistics
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from checkpoint import checkpoint, parser
@@ -74,6 +76,7 @@ def main() -> None:
     flags.add_argument("--tokens", type=int, default=256, help="tokens of an answer")
     flags.add_argument("--concurrency", type=int, default=1, help="answers at the same time")
     flags.add_argument("--rounds", type=int, default=8, help="measured rounds of each")
+    flags.add_argument("--json", type=Path, help="file that takes every round")
     args = flags.parse_args()
     with checkpoint(args.model) as model, LLM(model, omni=True, max_model_len=args.tokens + 512) as omni:
         stock = omni._run(stock_engine(omni.plan))
@@ -84,6 +87,8 @@ def main() -> None:
     report("ours, tokens/s", ours)
     report("stock, tokens/s", theirs)
     report("ours / stock", [a / b for a, b in zip(ours, theirs, strict=True)], "8.3f")
+    if args.json is not None:
+        args.json.write_text(json.dumps({"ours": ours, "stock": theirs}, indent=1))
 
 
 async def _shut(engine: AsyncLLM) -> None:

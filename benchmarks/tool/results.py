@@ -1,0 +1,120 @@
+"""What a run of the benchmarks leaves behind: raw samples, from which every figure and page is made again."""
+
+from __future__ import annotations
+
+import statistics
+
+import msgspec
+
+SCHEMA = 1
+
+
+class BadReport(ValueError):
+    """A file is not the report of a run."""
+
+
+class Comparison(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One figure beside its baseline, both from the same run.
+
+    Args:
+        what: what is measured, without its unit.
+        subject, baseline: what is compared, and with what.
+        samples, baseline_samples: every measured value.
+        more_is_better: True for rates, False for times and sizes.
+        paired: sample i and baseline sample i were taken one after the other.
+    """
+
+    what: str
+    unit: str
+    subject: str
+    baseline: str
+    samples: list[float]
+    baseline_samples: list[float]
+    more_is_better: bool = False
+    paired: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.samples or not self.baseline_samples:
+            raise ValueError(f"{self.what}: no samples of {self.baseline if self.samples else self.subject}")
+        if self.paired and len(self.samples) != len(self.baseline_samples):
+            raise ValueError(f"{self.what}: {len(self.samples)} samples cannot pair with {len(self.baseline_samples)}")
+
+    @property
+    def ratio(self) -> float | None:
+        """Median of the subject divided by that of the baseline; None where the baseline is zero."""
+        below = statistics.median(self.baseline_samples)
+        return statistics.median(self.samples) / below if below else None
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of every pair whose baseline is not zero; empty without pairs."""
+        pairs = zip(self.samples, self.baseline_samples, strict=True) if self.paired else ()
+        return [one / other for one, other in pairs if other]
+
+
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one stage did in a part of a request; seconds since the request began."""
+
+    stage: str
+    start: float
+    end: float
+
+
+class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The steps of one request."""
+
+    title: str
+    spans: list[Span]
+
+
+class Result(msgspec.Struct, forbid_unknown_fields=True):
+    """Of one benchmark; `failed` says why there are no figures."""
+
+    name: str
+    seconds: float = 0.0
+    comparisons: list[Comparison] = []
+    timelines: list[Timeline] = []
+    failed: str | None = None
+
+
+class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where and when a run was made; `load` is the load average over one minute, before and after."""
+
+    time: str
+    package: str
+    commit: str
+    vllm: str
+    torch: str
+    python: str
+    cpu: str
+    cores: int
+    memory_gib: float
+    accelerator: str
+    load: list[float]
+
+
+class Report(msgspec.Struct, forbid_unknown_fields=True):
+    """A whole run. `left_out` has benchmarks that do not fit the machine, and why."""
+
+    environment: Environment | None = None
+    model: str | None = None
+    quick: bool = False
+    results: list[Result] = []
+    left_out: dict[str, str] = {}
+    schema: int = SCHEMA
+
+
+def encode(report: Report) -> bytes:
+    """As JSON that people can read too."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
+
+
+def decode(data: bytes) -> Report:
+    """From JSON; BadReport says what is wrong with it."""
+    try:
+        report = msgspec.json.decode(data, type=Report)
+    except msgspec.DecodeError as error:
+        raise BadReport(str(error)) from error
+    if report.schema != SCHEMA:
+        raise BadReport(f"schema {report.schema}; this version reads schema {SCHEMA}")
+    return report

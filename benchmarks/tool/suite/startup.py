@@ -1,0 +1,31 @@
+"""Seconds from the command to `/health`, beside stock vLLM's server of the text stage alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.tool.description import Description, Options, program
+from benchmarks.tool.results import Comparison, Result
+
+DESCRIPTION = Description(
+    name="startup",
+    compares="`vllm serve --omni` with all stages, from the command to `/health`",
+    baseline="stock `vllm serve`, which starts the text stage alone",
+    quick={"runs": 1},
+    full={"runs": 5},
+    memory_gib=8,
+    cannot_show="how long real weights take to load; the baseline starts fewer engines.",
+)
+
+
+def comparisons(found: dict[str, Any]) -> list[Comparison]:
+    """From what the program wrote."""
+    ours, stock = ([start["seconds"] for start in found[who]] for who in ("ours", "stock"))
+    return [
+        Comparison("command to /health", "s", "ours, all stages", "stock vLLM, text stage", ours, stock, paired=True)
+    ]
+
+
+def run(options: Options) -> Result:
+    """Start both in turns."""
+    return Result(DESCRIPTION.name, comparisons=comparisons(program("startup.py", options, DESCRIPTION.sizes(options))))
