@@ -1,4 +1,4 @@
-"""`/health/live`, `/health/ready` and `/health/startup` in every state of a deployment, on the real server application."""
+"""`/health/live`, `/health/ready` and `/health/startup` in every state of a deployment, on the real application."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/health/live`, `/health/ready` and `/health/startup`: what an orchestrator of containers asks, each a question of its own.
+"""`/health/live`, `/health/ready` and `/health/startup`: what an orchestrator of containers asks.
 
 `/health` says whether everything can be served. Whoever restarts a server because of that restarts it for a replica
 that is being replaced anyway, so these routes tell three questions apart: must this server be restarted, may it get
