@@ -161,6 +161,11 @@ class AsyncOmni(TargetedLLM):
         return runtime
 
     @property
+    def draining(self) -> bool:
+        """Whether the server is shutting down: requests in flight are finished, new ones refused."""
+        return self._draining
+
+    @property
     def capabilities(self) -> Capabilities:
         """Modalities and options that the checkpoint supports."""
         return self._admission.capabilities

@@ -194,7 +194,7 @@ def test_one_device_may_be_a_number() -> None:
         (
             {"stages": {"talker": {"zzz": 1}}},
             "stages.talker.zzz: unknown key; use one of cpu_threads, devices, engine, env, kv_cache_bytes, lb_policy, "
-            "params, prefill_decode, replicas, step_timeout_s",
+            "min_replicas, params, prefill_decode, replicas, step_timeout_s",
         ),
         (
             {"stages": {"talker": {"step_timeout_s": 0}}},
@@ -219,7 +219,7 @@ def test_one_device_may_be_a_number() -> None:
         (
             {"stages": {"talker": {"engine_overrides": {}}}},
             "stages.talker.engine_overrides: unknown key; use one of cpu_threads, devices, engine, env, "
-            "kv_cache_bytes, lb_policy, params, prefill_decode, replicas, step_timeout_s",
+            "kv_cache_bytes, lb_policy, min_replicas, params, prefill_decode, replicas, step_timeout_s",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from tests.support.scripted import ScriptedOmni
 from vllm_omni_ext.config.schema import VLLM_ROUTES
 
 KEY = "a-key"
-FREE = {"/health", "/ping", "/metrics"}
+FREE = {"/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/metrics"}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "modalities": ["text"]}
 PREFLIGHT = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
 
@@ -74,7 +74,7 @@ def routes_of(app: Any) -> list[tuple[str, str]]:
     return flat
 
 
-async def test_every_route_but_three_needs_the_key(strict: Any) -> None:
+async def test_every_route_but_those_for_machines_needs_the_key(strict: Any) -> None:
     async with asking(strict) as client:
         for method, path in routes_of(strict):
             answer = await client.request(method, path)

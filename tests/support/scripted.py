@@ -65,6 +65,7 @@ class ScriptedOmni:
     calls: list[Call] = field(default_factory=list)
     refusal: Exception | None = None
     errored = False
+    draining = False
     log_stats = False
     connections = SimpleNamespace(client_index=0, client_count=1, board=None)
     operator_state = NOTHING_CHANGED

@@ -305,3 +305,12 @@ def test_streaming_stages_know_how_long_to_wait(pipeline: PipelineSpec, cpu: Mac
     plan = make_plan(model="m", pipeline=pipeline, config=config, text_args={}, machine=cpu)
     assert plan.stage("code2wav").engine_args["additional_config"] == {"stream_idle_timeout_s": 77.0, "x": 1}
     assert "additional_config" not in plan.stage("thinker").engine_args
+
+
+def test_more_replicas_are_needed_than_can_ever_be_up(pipeline: PipelineSpec, cpu: Machine) -> None:
+    message = "min_replicas: 3 can never be up, because 2 are started here and none can join; set a master_address"
+    two = {"talker": StageConfig(replicas=2, min_replicas=3)}
+    with pytest.raises(ConfigError, match=rf"^stages\.talker\.{message}"):
+        plan_for(pipeline, cpu, two)
+    assert plan_for(pipeline, cpu, two, master_address="10.0.0.1").config.stage("talker").min_replicas == 3
+    assert plan_for(pipeline, cpu, {"talker": StageConfig(replicas=3, min_replicas=3)})

@@ -132,6 +132,12 @@ class StageConfig(ReplicasConfig):
         "half as long again. The first step after the start may take ten times as long. Null: no limit.",
         "seconds",
     )
+    min_replicas: Positive = _key(
+        1,
+        "How many replicas of the stage, of this host and others, must be up before `/health` and its probes say "
+        "ready. Requests are served as long as one is.",
+        "replicas",
+    )
     prefill_decode: Annotated[PrefillDecode | None, NullIsEmpty] = None
     """Below `stages.<name>.prefill_decode`; None: every replica does prefill and decode."""
 
@@ -211,8 +217,8 @@ class OmniConfig:
     max_body_mib: Positive = _key(256, "A request whose body is longer is refused with status 413.", "MiB")
     api_key_routes: Literal["all", "vllm"] = _key(
         ALL_ROUTES,
-        "Which routes need the API key, if there is one. `all`: all but `/health`, `/ping` and `/metrics`. `vllm`: "
-        "those below `/v1`, `/v2`, `/inference` and `/cohere`, which is vLLM's own rule.",
+        "Which routes need the API key, if there is one. `all`: all but `/health`, its probes, `/ping` and `/metrics`. "
+        "`vllm`: those below `/v1`, `/v2`, `/inference` and `/cohere`, which is vLLM's own rule.",
     )
     allow_private_media: Hosts | None = _key(
         None,

@@ -27,7 +27,7 @@ from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.registry import family_chat_template, family_of
 from vllm_omni_ext.plugins.spec import ModelFamily, resolve
-from vllm_omni_ext.serving import bodies, media, stage_calls, text_responses, tokenization, video
+from vllm_omni_ext.serving import bodies, media, probes, stage_calls, text_responses, tokenization, video
 from vllm_omni_ext.serving.adapters import Adapters
 from vllm_omni_ext.serving.body_gate import BodyGate, RefusedBody, limits_of, refused_handler
 from vllm_omni_ext.serving.chat import OmniServingChat
@@ -127,6 +127,7 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     tokenization.install(app, omni.renderer)
     bodies.install(app, omni.observer)
     add_routes(app)
+    probes.add_routes(app)
     stage_calls.add_routes(app)
     if omni.plan.config.api_key_routes == ALL_ROUTES:
         guard_all_routes(app)

@@ -13,8 +13,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-OPEN = frozenset({"/health", "/ping", "/metrics"})
-"""Paths that load balancers and Prometheus read without a key."""
+from vllm_omni_ext.serving.probes import LIVE, READY, STARTED
+
+OPEN = frozenset({"/health", "/ping", "/metrics", LIVE, READY, STARTED})
+"""Paths that load balancers, Kubernetes and Prometheus read without a key."""
 
 REFUSED = "this server needs its API key: send the header 'Authorization: Bearer KEY'"
 

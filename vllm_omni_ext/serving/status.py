@@ -35,18 +35,14 @@ def add_routes(app: FastAPI) -> None:
 
 @router.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
 async def health(request: Request, kind: str | None = None) -> JSONResponse:
-    """Status 200 while every stage that requests need has a live replica, else 503 with the stages without one.
+    """Status 200 while every stage that requests need has its `min_replicas`, else 503 with the stages that do not.
 
     With `kind`, only the stages that requests of that kind need are checked.
     """
     omni: AsyncOmni = request.app.state.engine_client
     stages = {stage.name: _count(omni, stage) for stage in omni.plan.stages}
-    kinds = _kinds(omni)
-    if kind is not None and kind not in kinds:
-        allowed = ", ".join(kinds) or "none"
-        raise BadRequest(f"kind: '{printable(kind)}' is unknown; use one of {allowed}", parameter="kind")
-    without = _without(omni) if kind is None else kinds[kind]
-    reasons = [f"stage '{name}' has no live replica" for name in without]
+    kinds = kinds_of(omni, kind)
+    reasons = lacking(omni, kind)
     if omni.errored and not reasons:
         reasons = ["the engine client has failed"]
     facts = {"stages": stages, "requests": _requests(kinds)}
@@ -68,7 +64,7 @@ async def status(request: Request) -> dict[str, Any]:
             }
             for stage in omni.plan.stages
         ],
-        "requests": _requests(_kinds(omni)),
+        "requests": _requests(kinds_of(omni)),
         "kv_edges": _kv_edges(omni),
         "coordinator": _coordinator(omni),
         "api_servers": _api_servers(omni),
@@ -90,22 +86,55 @@ async def trace(request_id: str, request: Request) -> Response:
     return JSONResponse({"error": error}, HTTPStatus.NOT_FOUND)
 
 
-def _kinds(omni: AsyncOmni) -> dict[str, list[str]]:
-    """Return the kinds of requests, each with the needed stages that have no live replica."""
-    routes = omni.capabilities.routes
-    return {kind: _without(omni, needed) for kind, needed in routes.items()}
+def kinds_of(omni: AsyncOmni, asked: str | None = None) -> dict[str, list[str]]:
+    """Return the kinds of requests, each with the needed stages that have no live replica.
+
+    Args:
+        asked: kind that a caller names; BadRequest if there is no such kind.
+    """
+    kinds = {kind: down_stages(omni, needed) for kind, needed in omni.capabilities.routes.items()}
+    if asked is not None and asked not in kinds:
+        allowed = ", ".join(kinds) or "none"
+        raise BadRequest(f"kind: '{printable(asked)}' is unknown; use one of {allowed}", parameter="kind")
+    return kinds
 
 
 def _requests(kinds: dict[str, list[str]]) -> dict[str, str]:
     return {kind: DOWN if without else UP for kind, without in kinds.items()}
 
 
-def _without(omni: AsyncOmni, needed: Collection[str] | None = None) -> list[str]:
-    """Return the needed stages without a live replica; `needed=None`: stages that any kind of request needs."""
+def needed_stages(omni: AsyncOmni, needed: Collection[str] | None = None) -> list[str]:
+    """Return the names of stages that requests need; `needed=None`: those that any kind of request needs."""
     if needed is None:
         needed = {name for each in omni.capabilities.routes.values() for name in each}
-    stages = [stage for stage in omni.plan.model_stages() if not needed or stage.model_stage in needed]
-    return [stage.name for stage in stages if not _live(omni, stage.name)]
+    return [stage.name for stage in omni.plan.model_stages() if not needed or stage.model_stage in needed]
+
+
+def down_stages(omni: AsyncOmni, needed: Collection[str] | None = None) -> list[str]:
+    """Return the needed stages without a live replica; `needed` as for `needed_stages`."""
+    return [name for name in needed_stages(omni, needed) if not _live(omni, name)]
+
+
+def lacking(omni: AsyncOmni, kind: str | None = None) -> list[str]:
+    """Return one sentence for each stage with fewer live replicas than its `min_replicas`.
+
+    Args:
+        kind: only stages that requests of this kind need count; None: those that any kind needs.
+    """
+    names = needed_stages(omni, None if kind is None else omni.capabilities.routes[kind])
+    return [lack for name in names if (lack := _lack(omni, name)) is not None]
+
+
+def has_enough(omni: AsyncOmni, stage: str) -> bool:
+    """Whether a stage has at least its `min_replicas`."""
+    return _lack(omni, stage) is None
+
+
+def _lack(omni: AsyncOmni, stage: str) -> str | None:
+    wanted, live = omni.plan.config.stage(stage).min_replicas, len(_live(omni, stage))
+    if wanted == 1:
+        return None if live else f"stage '{stage}' has no live replica"
+    return f"stage '{stage}' has {live} of the {wanted} replicas it needs" if live < wanted else None
 
 
 def _live(omni: AsyncOmni, stage: str) -> tuple[ReplicaId, ...]:

@@ -120,7 +120,9 @@ def _moved(edge: EdgeSpec, stage: str) -> EdgeSpec:
 def _split_config(config: OmniConfig, name: str, stage: StageConfig, split: PrefillDecode) -> OmniConfig:
     sides = {
         side_name(name, PREFILL): _side(stage, split, split.prefill, {}),
-        side_name(name, DECODE): _side(stage, split, split.decode, stage.params),
+        side_name(name, DECODE): replace(
+            _side(stage, split, split.decode, stage.params), min_replicas=stage.min_replicas
+        ),
     }
     stages: dict[str, StageConfig] = {}
     for each, settings in config.stages.items():

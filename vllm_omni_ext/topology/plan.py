@@ -97,6 +97,7 @@ def plan_as_asked(
     for name in config.stages:
         pipeline.stage(name)
     _check_chunks(pipeline, config)
+    _check_min_replicas(config)
     user = {
         spec.name: user_engine_args(spec, config.stage(spec.name), text_args, pipeline.takes_stock_flags(spec))
         for spec in pipeline.stages
@@ -145,6 +146,17 @@ def _check_chunks(pipeline: PipelineSpec, config: OmniConfig) -> None:
             f"{STREAM_IDLE_TIMEOUT_S}: must be more than chunk_timeout_s ({config.chunk_timeout_s:g}), "
             f"got {config.stream_idle_timeout_s:g}"
         )
+
+
+def _check_min_replicas(config: OmniConfig) -> None:
+    if config.master_address is not None or config.master_port is not None:
+        return  # others may join
+    for name, stage in config.stages.items():
+        if stage.min_replicas > max(stage.replicas, 1):
+            raise ConfigError(
+                f"{stage_path(name)}.min_replicas: {stage.min_replicas} can never be up, because {stage.replicas} are "
+                "started here and none can join; set a master_address, or start as many here"
+            )
 
 
 def _chunks(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, Any]:
