@@ -66,7 +66,7 @@ def measure(who: str, model: str, log: Path) -> dict[str, Any]:
     """Start once: seconds to `/health`, and GB by process."""
     with serving(who, model, log) as server:
         known = titles(who, server)
-        memory = [(known.get(p.pid, p.name()), p.memory_full_info().pss / 1e9) for p in server.processes()]
+        memory = [(known.get(p.pid, p.name().strip()), p.memory_full_info().pss / 1e9) for p in server.processes()]
         return {"seconds": server.startup_s, "memory_gb": by_name(memory)}
 
 
