@@ -415,13 +415,19 @@ def test_a_head_that_never_comes(tiny: Path, tmp_path: Path) -> None:
         assert time.monotonic() - began < SOON_S
 
 
+def probes(head: Server) -> dict[str, int]:
+    """The status of each probe."""
+    return {name: get(head, f"/health/{name}")[0] for name in ("live", "ready", "startup")}
+
+
 @pytest.mark.needs("IPv6")
 def test_replicas_that_were_there_before_their_head(
     tiny: Path, tmp_path: Path, oracle: Oracle, expected: dict[str, Golden]
 ) -> None:
-    """Two more hosts for a head that runs every stage itself, over IPv6; then the head is killed."""
+    """Two more hosts for a head that runs every stage itself, over IPv6; one leaves, then the head is killed."""
     port = free_ports(PORTS)
-    head = Server(tiny, tmp_path / "head", [*LENGTH, "-oma", "::1", "-omp", str(port), *TIMES])
+    needs_two = overrides(talker={"min_replicas": 2})
+    head = Server(tiny, tmp_path / "head", [*LENGTH, "-oma", "::1", "-omp", str(port), *TIMES, *needs_two])
     with contextlib.ExitStack() as stack:
         members = [
             stack.enter_context(Headless(tiny, tmp_path / stage, stage, port, *TIMES, host="::1"))
@@ -433,6 +439,13 @@ def test_replicas_that_were_there_before_their_head(
         check_parity(head, oracle, expected, ["text"])
         every = {"thinker/0", "talker/0", "talker/1", "code2wav/0", "code2wav/1"}
         assert set(used(ask_all(head, BODIES, AT_ONCE))) == every
+        assert probes(head) == {"live": 200, "ready": 200, "startup": 200}
+        talker = members.pop(0)
+        assert not talker.stop(signal.SIGTERM)
+        assert until(lambda: probes(head)["ready"] == 503, UP_S)
+        assert b"stage 'talker' has 1 of the 2 replicas it needs" in get(head, "/health/ready")[1]
+        assert probes(head) == {"live": 200, "ready": 503, "startup": 200}
+        check_parity(head, oracle, expected, ["text"])
         assert len(head.processes()) >= 6  # itself, three replicas, an API server, the coordinator
         os.kill(head.pid, signal.SIGKILL)
         assert until(lambda: not head.processes(), GONE_S)

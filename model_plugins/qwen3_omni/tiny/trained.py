@@ -1,4 +1,4 @@
-"""Copies the trained checkpoint, which is a package of its own: its weights have no place in everybody's installation."""
+"""Copies the trained checkpoint, which is a package of its own: most installations need no 8 MB of weights."""
 
 from __future__ import annotations
 
