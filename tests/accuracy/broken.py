@@ -23,6 +23,7 @@ from tests.accuracy.cases import Case, cases
 from tests.accuracy.figures import LEAST, figures, recognisers
 from tests.support import preloaded
 from tests.support.cluster import LENGTH, MODEL
+from training.tiny_omni.world import VOICES
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
 HERE = "tests.accuracy.broken"
@@ -71,7 +72,7 @@ def other_voice() -> None:
     from vllm_omni_ext.model_plugins.qwen3_omni import flow, prompt
 
     def changed(ids: Any, parts: Any, voice: str, special: Any) -> Any:
-        (other,) = special.speakers.keys() - {voice}
+        (other,) = {*VOICES} - {voice}
         return prompt.talker_prompt(ids, parts, other, special)
 
     flow.talker_prompt = changed  # type: ignore[attr-defined]
