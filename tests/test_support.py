@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.support import capabilities, goldens, workers
+from tests.support import capabilities, goldens, preloaded, workers
 from tests.support.capabilities import needs
 from tests.support.nested import run_suite
 from tests.support.pace import pace
@@ -73,3 +74,16 @@ def test_a_result_is_computed_once_for_each_key() -> None:
 
 def test_the_pace_is_at_least_that_of_a_quiet_machine() -> None:
     assert 1.0 <= pace() < 1000.0
+
+
+def test_variables_that_libraries_set_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or no later server of the test process would be started from the preloaded one."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/before")
+    monkeypatch.delenv("AITER_SITUV2_A4W4", raising=False)
+    nursery, before = preloaded.Nursery(), dict(os.environ)
+    monkeypatch.setenv("AITER_SITUV2_A4W4", "1")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/after")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    assert nursery.environment() == before | {"PYTEST_CURRENT_TEST": os.environ["PYTEST_CURRENT_TEST"]}
+    monkeypatch.setenv("VLLM_OMNI_SOMETHING", "1")
+    assert nursery.environment() != before

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from vllm_omni_ext.errors import CallFailed, StageUnavailable
@@ -26,7 +27,7 @@ class Client:
         self.vllm_config = f"config {number}"
         self.calls: list[tuple[Any, ...]] = []
         self.closed: list[float | None] = []
-        self.resources = SimpleNamespace(engine_dead=False)
+        self.resources = SimpleNamespace(engine_dead=False, ctx=zmq.Context())
 
     async def reset_prefix_cache_async(self, *args: Any) -> int:
         self.calls.append(args)

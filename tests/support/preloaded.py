@@ -50,6 +50,18 @@ CHANGE = "VLLM_OMNI_TEST_CHANGE"
 FREE = ("PYTEST_CURRENT_TEST", "PYTHONPATH", "TMPDIR", "XDG_STATE_HOME", "VLLM_API_KEY", CHANGE)
 """Variables that may differ from command to command: nothing reads them while modules are imported."""
 
+LIBRARIES = (
+    "AITER_SITUV2_A4W4",
+    "LD_LIBRARY_PATH",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TILELANG_CLEANUP_TEMP_FILES",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TRITON_CACHE_AUTOTUNING",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+)
+"""Variables that vLLM and others set in a process when they are imported or start an engine; not for commands."""
+
 MESSAGE_BYTES = 1 << 16
 
 
@@ -89,7 +101,7 @@ class Nursery:
 
     def __init__(self) -> None:
         self._control: socket.socket | None = None
-        self._environment = _fixed(os.environ)
+        self._environment = dict(os.environ)
 
     def __enter__(self) -> Nursery:
         return self
@@ -105,7 +117,8 @@ class Nursery:
         """Start a command in a session of its own; None: this command needs a new process."""
         if list(words[:1]) != command()[:1] or len(command()) > 1:
             return None
-        if _fixed(os.environ) != self._environment:
+        environment = self.environment()
+        if _fixed(environment) != _fixed(self._environment):
             return None
         if any((path / "sitecustomize.py").exists() for path in _search_path()):
             return None
@@ -113,10 +126,15 @@ class Nursery:
             self._begin()
         assert self._control is not None
         ours, theirs = socket.socketpair()
-        message = {"words": list(words), "environment": dict(os.environ), "folder": os.getcwd()}
+        message = {"words": list(words), "environment": environment, "folder": os.getcwd()}
         with theirs, log.open("wb") as output:
             socket.send_fds(self._control, [json.dumps(message).encode()], [theirs.fileno(), output.fileno()])
         return Started(ours)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that a command has: those of this process, without what libraries have set since."""
+        ours = {name: value for name, value in os.environ.items() if name not in LIBRARIES}
+        return ours | {name: self._environment[name] for name in LIBRARIES if name in self._environment}
 
     def _begin(self) -> None:
         self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -140,6 +158,7 @@ def starts() -> Iterator[None]:
         def start(program: Program) -> None:
             program._process = nursery.start(program.words, program.log)  # type: ignore[assignment]
             if program._process is None:
+                assert CHANGE not in os.environ, "the change would not be made: another variable has changed, too"
                 start_anew(program)
 
         with mock.patch.object(Program, "start", start):

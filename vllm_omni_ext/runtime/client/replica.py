@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any, Protocol
 
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -95,6 +96,8 @@ class StockReplica:
     def close(self, timeout: float | None = None) -> None:
         """Close the sockets. The launcher owns the process."""
         self.client.shutdown(timeout=timeout)
+        # vLLM leaves the context to garbage collection, which waits in the event loop for messages that were not sent.
+        threading.Thread(target=self.client.resources.ctx.term, name="end-zmq", daemon=True).start()
 
     @property
     def dead(self) -> bool:
