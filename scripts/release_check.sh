@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build the sdists and wheels of both packages, install each into an environment of its own and use it there: what works in
-# the repository may be missing in what is published. Dependencies are those of .venv. Leaves the files in dist/.
+# Build the sdists of both packages and wheels from them, install the wheels into a new environment and use them there: what
+# works in the repository may be missing in what is published. Dependencies are those of .venv. Leaves the files in dist/.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,26 +16,28 @@ for project in . training/package; do
   "$PYTHON" -m build --no-isolation --skip-dependency-check --outdir dist "$WORK/tree/$project" >/dev/null
 done
 
-for file in dist/vllm_omni_ext-*; do
-  rm -rf "$WORK/env"
-  "$PYTHON" -m venv "$WORK/env"
-  tiny=$(ls dist/vllm_omni_ext_tiny-*.whl)
-  # The editable packages of .venv are left out: without their .pth files they cannot be imported.
-  "$WORK/env/bin/python" - "$SITE" <<'PY'
+"$PYTHON" -m venv "$WORK/env"
+# The editable packages of .venv are not imported from there: their .pth files do not count in a folder that one names.
+"$WORK/env/bin/python" - "$SITE" <<'PY'
 import site, sys
 from pathlib import Path
+
 Path(site.getsitepackages()[0], "dependencies.pth").write_text(sys.argv[1] + "\n")
 PY
-  "$WORK/env/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall "$file" "$tiny"
-  (cd "$WORK" && env/bin/python - "$WORK/env" <<'PY'
-import sys, vllm_omni_ext, vllm_omni_ext_tiny
+"$WORK/env/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/*.whl
+cd "$WORK"
+env/bin/python - "$WORK/env" <<'PY'
+import sys
+
+import vllm_omni_ext
+import vllm_omni_ext_tiny
+
 for module in (vllm_omni_ext, vllm_omni_ext_tiny):
     assert module.__file__.startswith(sys.argv[1]), f"{module.__file__} is not what was installed"
 PY
-  env/bin/vllm-omni-ext --help >/dev/null
-  env/bin/vllm-omni-ext tiny qwen3-omni model --trained >/dev/null
-  env/bin/vllm-omni-ext plan model --omni >/dev/null
-  rm -r model)
-  echo "release: $file works"
-done
+env/bin/vllm-omni-ext --help >/dev/null
+env/bin/vllm-omni-ext tiny qwen3-omni model --trained >/dev/null
+env/bin/vllm-omni-ext plan model --omni >/dev/null
+cd - >/dev/null
 ls -l dist
+echo "release: the wheels work"
