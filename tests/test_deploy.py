@@ -1,0 +1,117 @@
+"""The image and the manifests of `deploy/` fit the package: nothing here builds or deploys them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from vllm_omni_ext import __version__, metrics
+from vllm_omni_ext.serving.probes import LIVE, READY, STARTED
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+PRE_STOP_S = 10
+OBJECTS = {
+    f"{each['kind']} {each['metadata']['name']}": each
+    for file in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    for each in yaml.safe_load_all(file.read_text())
+}
+PODS = {name: each["spec"]["template"]["spec"] for name, each in OBJECTS.items() if "template" in each.get("spec", {})}
+HEAD, TALKERS = PODS["StatefulSet omni-head"], PODS["Deployment omni-talkers"]
+
+
+def container(pod: dict[str, Any]) -> dict[str, Any]:
+    (only,) = pod["containers"]
+    return only
+
+
+def flag(pod: dict[str, Any], name: str) -> str:
+    (value,) = (arg.partition("=")[2] for arg in container(pod)["args"] if arg.startswith(f"{name}="))
+    return str(value)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_the_kubernetes_api_accepts_the_object(name: str) -> None:
+    kubernetes_validate.validate(OBJECTS[name], kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_schemas_find_mistakes() -> None:
+    wrong = yaml.safe_load((DEPLOY / "kubernetes" / "head.yaml").read_text())
+    wrong["spec"]["template"]["spec"]["containers"][0]["livenessProbes"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_the_command_line_is_known(name: str) -> None:
+    from vllm_omni_ext.cli.args import parse_serve
+
+    args = [arg.replace("$(POD_IP)", "10.0.0.1") for arg in container(PODS[name])["args"]]
+    parsed = parse_serve(args)
+    assert parsed.omni and (parsed.headless is (name != "StatefulSet omni-head"))
+
+
+def test_probes_ask_their_routes() -> None:
+    head = container(HEAD)
+    probes = {name: head[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
+    assert {name: probe["path"] for name, probe in probes.items()} == {
+        "startup": STARTED,
+        "readiness": READY,
+        "liveness": LIVE,
+    }
+    assert {probe["port"] for probe in probes.values()} == {"http"}
+    assert {"name": "http", "containerPort": 8000} in head["ports"]
+
+
+def test_there_is_time_to_drain() -> None:
+    assert container(HEAD)["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(PRE_STOP_S)]
+    assert HEAD["terminationGracePeriodSeconds"] > PRE_STOP_S + int(flag(HEAD, "--shutdown-timeout"))
+    assert TALKERS["terminationGracePeriodSeconds"] > int(flag(TALKERS, "--omni-drain-timeout"))
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_the_secret_is_the_mounted_file(name: str) -> None:
+    pod = PODS[name]
+    (volume,) = (each for each in pod["volumes"] if "secret" in each)
+    (mount,) = (each for each in container(pod)["volumeMounts"] if each["name"] == volume["name"])
+    secret = OBJECTS[f"Secret {volume['secret']['secretName']}"]
+    assert flag(pod, "--omni-cluster-secret-file") in [f"{mount['mountPath']}/{key}" for key in secret["stringData"]]
+    assert volume["secret"]["defaultMode"] == 0o400 and mount["readOnly"]
+
+
+def test_replicas_find_the_head() -> None:
+    service = OBJECTS["Service omni-head"]["spec"]
+    assert flag(TALKERS, "--omni-master-address") == "omni-head" and service["clusterIP"] == "None"
+    assert flag(TALKERS, "--omni-master-port") == flag(HEAD, "--omni-master-port") == str(service["ports"][0]["port"])
+    for name in ("Service omni", "Service omni-head"):
+        labels = OBJECTS["StatefulSet omni-head"]["spec"]["template"]["metadata"]["labels"]
+        assert OBJECTS[name]["spec"]["selector"].items() <= labels.items()
+    shared = [arg for arg in container(HEAD)["args"] if arg.startswith(("Qwen", "--quantization"))]
+    assert [arg for arg in container(TALKERS)["args"] if arg in shared] == shared, (
+        "replicas of other settings are refused"
+    )
+
+
+def test_the_autoscaler_reads_a_metric_that_is_exported() -> None:
+    scaler = OBJECTS["HorizontalPodAutoscaler omni-talkers"]["spec"]
+    (rule,) = yaml.safe_load(OBJECTS["ConfigMap omni-adapter-rules"]["data"]["rules.yaml"])["externalRules"]
+    metric = scaler["metrics"][0]["external"]["metric"]
+    assert metric["name"] == rule["name"]["as"]
+    exported = metrics.PREFIX + metrics.REPLICA_WAITING.name
+    assert rule["seriesQuery"] == exported and f"sum({exported}{{<<.LabelMatchers>>}})" == rule["metricsQuery"]
+    assert metric["selector"]["matchLabels"].keys() <= set(metrics.REPLICA_WAITING.labels)
+    target = scaler["scaleTargetRef"]
+    assert f"{target['kind']} {target['name']}" in OBJECTS
+
+
+def test_the_image_is_that_of_the_supported_vllm() -> None:
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"][0]
+    base = re.search(r"^FROM vllm/vllm-openai:v([\d.]+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert base and wanted == f"vllm=={base[1].rpartition('.')[0]}.*"
+    assert {container(pod)["image"] for pod in PODS.values()} == {f"vllm-omni-ext:{__version__}"}
