@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -57,6 +59,68 @@ def test_steps_that_overlap_are_idle_only_when_all_have_ended() -> None:
     assert [watch.tick() for _ in range(FATAL_TICKS + 1)] == [False] * FATAL_TICKS + [True]
 
 
+class Timer:
+    """Records for how many seconds it is wound up."""
+
+    def __init__(self) -> None:
+        self.wound_up: list[float] = []
+        self.stopped = False
+
+    def wind_up(self, limit_s: float) -> None:
+        self.wound_up.append(limit_s)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+def test_the_timer_is_wound_up_at_every_reading() -> None:
+    hung, clock, timer = threading.Event(), StepClock(), Timer()
+    clock.begun = 1
+    watch = StepWatch(clock, 0.01, hung.set, timer)  # type: ignore[arg-type]
+    watch.start()
+    assert hung.wait(30)
+    assert len(timer.wound_up) > FATAL_TICKS * FIRST_STEP_FACTOR
+    assert timer.wound_up == pytest.approx([1.5 * 0.01 * FIRST_STEP_FACTOR] * len(timer.wound_up)), "as the first step"
+    watch.stop()
+    assert timer.stopped
+
+
+KEEPS_THE_LOCK = """
+import ctypes, faulthandler, os, signal, sys, threading
+
+# As in a replica that is forked by a program which watches itself, such as pytest.
+signal.signal(signal.SIGALRM, lambda *_: print("a handler", flush=True))
+faulthandler.dump_traceback_later(1000)
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGALRM)
+
+from vllm_omni_ext.engine.step_watch import LockFreeTimer, StepClock, StepWatch
+
+clock = StepClock()
+clock.begun, clock.ended = 2, 1
+watch = StepWatch(clock, 0.4, lambda: print("the thread runs", flush=True), LockFreeTimer())
+watch.start()
+if "stopped" in sys.argv:
+    watch.stop()
+
+def a_step_that_hangs():
+    ctypes.PyDLL(None).usleep(2_000_000)
+
+a_step_that_hangs()
+print("the step has returned", flush=True)
+os._exit(0)  # as forked processes end: at an orderly end, faulthandler would wait for the parent's thread
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_step_that_keeps_the_interpreter_lock(stopped: bool) -> None:
+    """No thread of Python can run, the process ends all the same, and says where it hung."""
+    words = [sys.executable, "-c", KEEPS_THE_LOCK, *(["stopped"] if stopped else [])]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == ((0, "the step has returned\n") if stopped else (1, "")), done
+    assert ("a_step_that_hangs" in done.stderr) is not stopped
+
+
 def test_the_first_step_has_more_time() -> None:
     _, watch = watched(ended=0)
     last = FATAL_TICKS * FIRST_STEP_FACTOR
@@ -74,9 +138,10 @@ def test_the_thread_calls_once_and_ends() -> None:
 class LateWatch:
     late = False
 
-    def __init__(self, clock: StepClock, limit_s: float, hung: Any) -> None:
+    def __init__(self, clock: StepClock, limit_s: float, hung: Any, timer: Any) -> None:
         self.clock, self.limit_s = clock, limit_s
         self.stopped = False
+        assert timer is None, "this process is not the engine's alone"
         made.append(self)
 
     def start(self) -> None: ...

@@ -1,7 +1,8 @@
-"""A replica whose engine step does not return, while its threads live, is ended, and the others answer."""
+"""A replica whose engine step does not return is ended, and the others answer."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -30,16 +31,29 @@ def hang_next_step(*_: Any) -> None:
     UniProcExecutor.execute_model = lambda *args, **kwargs: threading.Event().wait()  # type: ignore[assignment, return-value, method-assign]
 
 
+def hang_next_step_with_the_lock(*_: Any) -> None:
+    """The same, and no other thread of the process runs any more: the C function keeps the interpreter lock."""
+    UniProcExecutor.execute_model = lambda *args, **kwargs: ctypes.PyDLL(None).sleep(3600)  # type: ignore[method-assign]
+
+
+HANGS = {
+    signal.SIGUSR1: (hang_next_step, -signal.SIGKILL),
+    signal.SIGUSR2: (hang_next_step_with_the_lock, -signal.SIGALRM),
+}
+"""Ways in which a step hangs, and how the process then ends."""
+
+
 @pytest.fixture(scope="module")
 def watched(tiny: Path) -> Iterator[Any]:
     from vllm import LLM
 
-    before = signal.signal(signal.SIGUSR1, hang_next_step)
+    before = {number: signal.signal(number, hang) for number, (hang, _) in HANGS.items()}
     two = {stage: {"replicas": 2, "step_timeout_s": LIMIT_S} for stage in STAGES}
     size = {"max_model_len": MAX_LEN, "max_num_batched_tokens": STEP_TOKENS}
     with LLM(str(tiny), omni=True, stage_overrides=two, **size) as omni:
         yield omni
-    signal.signal(signal.SIGUSR1, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +62,12 @@ def undisturbed(watched: Any) -> list[Any]:
     return answers(watched)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_hung_step_is_found_and_answered_elsewhere(stage: str, watched: Any, undisturbed: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("stage", "number"), [*((stage, signal.SIGUSR1) for stage in STAGES), ("talker", signal.SIGUSR2)]
+)
+def test_a_hung_step_is_found_and_answered_elsewhere(
+    stage: str, number: signal.Signals, watched: Any, undisturbed: list[Any]
+) -> None:
     began = time.monotonic()
     assert same(answers(watched), undisturbed)
     usual_s = time.monotonic() - began
@@ -63,9 +81,9 @@ def test_a_hung_step_is_found_and_answered_elsewhere(stage: str, watched: Any, u
     pool, before = watched._omni.orchestrator.pools[stage], restarts(watched, stage)
     process = watched._deployment.processes()[hung]
     began = time.monotonic()
-    os.kill(process.pid, signal.SIGUSR1)
+    os.kill(process.pid, number)
     # Not `join`: the supervisor waits for the process too, and one of both is told that there is none.
-    assert until(lambda: process.exitcode == -signal.SIGKILL, 2 * LIMIT_S * pace())
+    assert until(lambda: process.exitcode == HANGS[number][1], 2 * LIMIT_S * pace())
     asking.join(120)
     assert time.monotonic() - began < (2 * LIMIT_S + usual_s) * pace()
     assert same(got, undisturbed)

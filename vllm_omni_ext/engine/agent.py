@@ -8,6 +8,7 @@ scheduler, through vLLM's `SchedulerInterface`: a plugin's own scheduler needs n
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 from copy import copy
@@ -23,7 +24,7 @@ from vllm_omni_ext.compat import use_keys
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import Member, Register
 from vllm_omni_ext.coordinator.reporter import Reporter
-from vllm_omni_ext.engine.step_watch import StepClock, StepWatch, end_hung_process
+from vllm_omni_ext.engine.step_watch import LockFreeTimer, StepClock, StepWatch, end_hung_process
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import die_with_parent, leave_interrupts_to_parent
 from vllm_omni_ext.pool.load import Load
@@ -57,7 +58,7 @@ class ReplicaAgent:
             die_with_parent(enrolled.parent)
             leave_interrupts_to_parent()
             name_process(f"{enrolled.stage}/{enrolled.index}")
-        self._watch_steps("this replica" if enrolled is None else f"{enrolled.stage}/{enrolled.index}")
+        self._watch_steps(enrolled)
         if enrolled is None or enrolled.events is None:
             return
         keys = Keys.read(enrolled.secret_file)
@@ -99,10 +100,13 @@ class ReplicaAgent:
         if self._reporter is not None:
             self._reporter.stop()
 
-    def _watch_steps(self, name: str) -> None:
+    def _watch_steps(self, enrolled: ReplicaIdentity | None) -> None:
         if self._step_timeout_s is None:
             return
-        self._watch = StepWatch(self.clock, self._step_timeout_s, partial(end_hung_process, name, self._step_timeout_s))
+        name = "this replica" if enrolled is None else f"{enrolled.stage}/{enrolled.index}"
+        hung = partial(end_hung_process, name, self._step_timeout_s)
+        timer = LockFreeTimer() if multiprocessing.parent_process() else None  # an engine may share the user's process
+        self._watch = StepWatch(self.clock, self._step_timeout_s, hung, timer)
         self._watch.start()
 
     def _make_reporter(self, enrolled: ReplicaIdentity, events: str, keys: Keys | None) -> Reporter:
