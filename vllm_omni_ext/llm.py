@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import logging
 import threading
@@ -42,8 +43,10 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
+    from vllm.lora.request import LoRARequest
 
     from vllm_omni_ext.ids import ReplicaId
+    from vllm_omni_ext.omni import AsyncOmni
     from vllm_omni_ext.runtime.client.replica_connections import ReplicaConnections, ReplicaInfo
     from vllm_omni_ext.runtime.launch.launcher import Deployment
     from vllm_omni_ext.topology.shape import StagePlan
@@ -52,6 +55,7 @@ MEDIA = ("image", "audio", "video")
 """Keys of a prompt that are short for entries of `multi_modal_data`."""
 
 Sampling: TypeAlias = SamplingParams | Mapping[str, Any]
+Adapters: TypeAlias = "LoRARequest | Sequence[LoRARequest | None] | None"
 
 
 class OmniRequestOutput(RequestOutput):
@@ -123,7 +127,7 @@ class OmniLLM(TargetedOfflineLLM):
         except BaseException:
             self.close()
             raise
-        self._finalizer = weakref.finalize(self, _end, self._deployment)
+        self._end_with_program()
         self.plan = plan
         family = family_of(plan.family)
         self._modalities = modalities_of(family)
@@ -134,6 +138,16 @@ class OmniLLM(TargetedOfflineLLM):
         self.chat_template = load_chat_template(chat_template or family_chat_template(family))
         self.default_sampling_params: dict[str, Any] | None = None
         self._numbers = itertools.count()
+
+    def _end_with_program(self) -> None:
+        """End the processes when this object is garbage, and before `multiprocessing` kills them as the program ends.
+
+        What was registered last runs first: another module may have registered `weakref.finalize`'s own hook before
+        `multiprocessing` registered its hook.
+        """
+        end = weakref.finalize(self, _end, self._deployment, self._replica_supervisor)
+        atexit.register(end)
+        self._finalizer = weakref.finalize(self, atexit.unregister, end)
 
     async def _connect(self, *, log_stats: bool) -> Any:
         from vllm_omni_ext.omni import AsyncOmni
@@ -154,6 +168,8 @@ class OmniLLM(TargetedOfflineLLM):
         modalities: Sequence[str] | None = None,
         chunks: Mapping[str, Any] | None = None,
         use_tqdm: bool | Callable[..., tqdm[Any]] = True,
+        lora_request: Adapters = None,
+        priority: int | Sequence[int] | None = None,
         **more: Any,
     ) -> list[OmniRequestOutput]:
         """Answer prompts; one output each, in order. A prompt that fails has `error` set, the others are unaffected.
@@ -166,6 +182,8 @@ class OmniLLM(TargetedOfflineLLM):
                 values that differ from the configured ones.
             modalities: modalities of the answer, e.g. ["text", "audio"]; None: the model's default.
             chunks: changes to the stage config's `chunks` for these prompts.
+            lora_request: adapter of the frontend; one for all prompts or a list with one each.
+            priority: for the frontend's scheduler, the lowest goes first; one for all prompts or a list with one each.
             more: request fields of the model (e.g. `voice`), and `tokenization_kwargs`, `mm_processor_kwargs` as for
                 `LLM.generate`.
 
@@ -176,7 +194,7 @@ class OmniLLM(TargetedOfflineLLM):
         renders = [
             partial(self._preprocess_cmpl_one, _with_media(prompt), **rendering) for prompt in prompt_to_seq(prompts)
         ]
-        return self._answer(renders, sampling_params, options, use_tqdm)
+        return self._answer(renders, sampling_params, options, use_tqdm, lora_request, priority)
 
     def chat(  # type: ignore[override]
         self,
@@ -186,6 +204,8 @@ class OmniLLM(TargetedOfflineLLM):
         *,
         modalities: Sequence[str] | None = None,
         chunks: Mapping[str, Any] | None = None,
+        lora_request: Adapters = None,
+        priority: int | Sequence[int] | None = None,
         **more: Any,
     ) -> list[OmniRequestOutput]:
         """Answer conversations (one, or a list of them); otherwise as `generate`.
@@ -196,7 +216,7 @@ class OmniLLM(TargetedOfflineLLM):
         """
         options, rendering = self._options(modalities, chunks, more)
         renders = [partial(self._preprocess_chat_one, each, **rendering) for each in conversation_to_seq(messages)]
-        return self._answer(renders, sampling_params, options, use_tqdm)
+        return self._answer(renders, sampling_params, options, use_tqdm, lora_request, priority)
 
     def _options(
         self, modalities: Sequence[str] | None, chunks: Mapping[str, Any] | None, more: dict[str, Any]
@@ -214,12 +234,19 @@ class OmniLLM(TargetedOfflineLLM):
         sampling: Sampling | Sequence[Sampling] | None,
         options: RequestOptions,
         use_tqdm: bool | Callable[..., tqdm[Any]],
+        lora_request: Adapters,
+        priority: int | Sequence[int] | None,
     ) -> list[OmniRequestOutput]:
         given = sampling if sampling is not None else self.get_default_sampling_params()
         each: Sequence[Any] = self._params_to_seq(given, len(renders))  # type: ignore[type-var, arg-type]
+        adapters = self._lora_request_to_seq(lora_request, len(renders))
+        priorities = self._priority_to_seq(priority, len(renders))
         bar_type: Any = use_tqdm if callable(use_tqdm) else tqdm
         bar = bar_type(total=len(renders), desc="Processed prompts", dynamic_ncols=True) if use_tqdm else None
-        pending = [self._submit(render, params, options) for render, params in zip(renders, each, strict=True)]
+        pending = [
+            self._submit(render, params, options, {"lora_request": adapter, "priority": number})
+            for render, params, adapter, number in zip(renders, each, adapters, priorities, strict=True)
+        ]
         if bar is not None:
             for future in pending:
                 future.add_done_callback(lambda _: bar.update())
@@ -228,7 +255,9 @@ class OmniLLM(TargetedOfflineLLM):
             bar.close()
         return outputs
 
-    def _submit(self, render: Callable[[], Any], params: Any, options: RequestOptions) -> Future[OmniRequestOutput]:
+    def _submit(
+        self, render: Callable[[], Any], params: Any, options: RequestOptions, stock: Mapping[str, Any]
+    ) -> Future[OmniRequestOutput]:
         number = str(next(self._numbers))
         text, chosen = self._split(params, options)
         try:
@@ -238,7 +267,7 @@ class OmniLLM(TargetedOfflineLLM):
             failed.set_result(self._complete(_failed(number, RequestError(str(error), parameter="prompt")), {}))
             return failed
         assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(self._one(number, prompt, text, chosen), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._one(number, prompt, text, chosen, stock), self._loop)
 
     def _split(self, params: Any, options: RequestOptions) -> tuple[SamplingParams, RequestOptions]:
         if isinstance(params, SamplingParams):
@@ -257,7 +286,7 @@ class OmniLLM(TargetedOfflineLLM):
         return stage_params(stage, given, self._text_defaults() if sampled_text else stage.params)
 
     async def _one(
-        self, number: str, prompt: Any, params: SamplingParams, options: RequestOptions
+        self, number: str, prompt: Any, params: SamplingParams, options: RequestOptions, stock: Mapping[str, Any]
     ) -> OmniRequestOutput:
         params = params.clone()
         params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -266,7 +295,7 @@ class OmniLLM(TargetedOfflineLLM):
         ids = prompt.get("prompt_token_ids", ()) if isinstance(prompt, Mapping) else ()
         chunks: dict[str, list[OutputChunk]] = {}
         try:
-            async for item in self._omni.generate(prompt, params, number, options=options):
+            async for item in self._omni.generate(prompt, params, number, options=options, **stock):
                 if isinstance(item, OutputChunk):
                     chunks.setdefault(item.modality, []).append(item)
                 if isinstance(item, TextChunk):
@@ -303,8 +332,12 @@ class OmniLLM(TargetedOfflineLLM):
 
     @property
     def llm_engine(self) -> Any:
-        """Not available, like all that needs a single engine (`beam_search`, `enqueue`, `get_metrics`, ...)."""
-        raise NotImplementedError("this method is not available with omni=True; use generate() or chat()")
+        """The frontend's part of `LLM.llm_engine`: `model_config`, `vllm_config`, `renderer`, `input_processor`.
+
+        Programs such as lm-eval read `llm.llm_engine.model_config`. All that needs a single engine (`beam_search`,
+        `enqueue`, `get_metrics`, ...) raises NotImplementedError.
+        """
+        return _Frontend(self._omni)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -379,6 +412,19 @@ def _start_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
     return loop, thread
 
 
+class _Frontend:
+    """What `LLM.llm_engine` has without an engine."""
+
+    def __init__(self, omni: AsyncOmni) -> None:
+        self.model_config = omni.model_config
+        self.vllm_config = omni.vllm_config
+        self.renderer = omni.renderer
+        self.input_processor = omni.input_processor
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(f"llm_engine.{name} is not available with omni=True; use generate() or chat()")
+
+
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
@@ -386,7 +432,8 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def _end(deployment: Any) -> None:
+def _end(deployment: Any, supervisor: Any) -> None:
+    supervisor.abandon()  # or it would report the replicas that end now, and start them again
     deployment.close()
 
 

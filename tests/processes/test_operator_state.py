@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import httpx
 import pytest
@@ -16,9 +14,7 @@ import pytest
 from examples.server import HOST, Server
 from tests.processes.test_api_servers import Caller, again, pids
 from tests.support.cluster import ANSWER_S, MODEL, all_up, kill, overrides, replicas, states, until
-from tests.support.lora import write_adapter
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny import sizes
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
+from tests.support.lora import write_adapter, write_dense
 
 pytestmark = pytest.mark.engine
 
@@ -29,11 +25,7 @@ UP_S = 60.0
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint whose thinker has no experts: vLLM's adapters of experts need a GPU."""
-    small = sizes.SMALL
-    without = replace(small, thinker=replace(small.thinker, num_experts=0, num_experts_per_tok=0))
-    with mock.patch.object(sizes, "SMALL", without):
-        return write_qwen3_omni(tmp_path_factory.mktemp("dense") / "model", seed=0)
+    return write_dense(tmp_path_factory.mktemp("dense") / "model")
 
 
 @pytest.fixture(scope="module")

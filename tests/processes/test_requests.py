@@ -16,7 +16,9 @@ import pytest
 from vllm import SamplingParams
 
 from tests.processes.conftest import STEP_TOKENS
+from tests.support.lora import write_adapter, write_dense
 from tests.support.oracle import Oracle
+from tests.support.pace import pace
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.plugins.runtime import RequestOptions
 
@@ -198,3 +200,50 @@ def test_closing_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
     facts = json.loads(done.stdout.partition("FACTS")[2])
     assert facts.pop("running") >= 3
     assert facts == {"error": "", "left": [], "shared": [], "temporary": []}
+
+
+NEVER_CLOSED = """
+import sys, weakref
+
+class Thing:
+    pass
+
+thing = Thing()
+weakref.finalize(thing, id, 0)  # as some libraries do: hooks of `weakref` then run after those of `multiprocessing`
+from vllm import LLM
+from vllm.lora.request import LoRARequest
+
+if __name__ == "__main__":
+    model, folder = sys.argv[1:]
+    llm = LLM(model, omni=True, max_model_len=512, enable_lora=True)
+    adapter = LoRARequest("accent", 1, folder)
+    said = []
+    for adapters in ([None, None], adapter, [adapter, adapter], None):
+        answers = llm.generate(
+            ["hello"] * 2, {"thinker": {"max_tokens": 8, "temperature": 0}}, modalities=["text"], use_tqdm=False,
+            lora_request=adapters, priority=0,
+        )
+        said.append({tuple(answer.outputs[0].token_ids) for answer in answers})
+    assert said[0] == said[3] != said[1] == said[2] and all(len(each) == 1 for each in said), said
+    assert llm.llm_engine.model_config.max_model_len == 512
+    try:
+        llm.llm_engine.step
+    except NotImplementedError as error:
+        print("FACTS", error)
+"""
+
+
+def test_a_program_that_never_closes_ends_silently(tmp_path: Path) -> None:
+    """With what a program for `LLM` also uses: adapters by prompt, and `llm_engine.model_config`."""
+    script, model = tmp_path / "never_closed.py", write_dense(tmp_path / "model")
+    script.write_text(NEVER_CLOSED)
+    done = subprocess.run(
+        [sys.executable, script, model, write_adapter(model, tmp_path / "accent", seed=1)],
+        capture_output=True,
+        text=True,
+        timeout=300 * pace(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FACTS llm_engine.step is not available with omni=True" in done.stdout
+    assert "is gone" not in done.stderr

@@ -172,6 +172,19 @@ def test_nothing_is_reported_after_the_stop(start: Start) -> None:
     assert set(threading.enumerate()) <= threads
 
 
+def test_nothing_is_reported_once_it_is_abandoned(start: Start) -> None:
+    """By whoever: the garbage collector may do it in the supervisor's own thread."""
+    process, seen, own = start(wait_for_ever), Seen(), queue.Queue()  # type: ignore[var-annotated]
+    supervisor = ChildSupervisor(Turns({}))
+    supervisor.watch(seen.child("a"), process)
+    supervisor.do(lambda: own.put(supervisor.abandon()))
+    assert own.get(timeout=DEADLINE_S) is None
+    process.kill()
+    process.join(DEADLINE_S)
+    supervisor.join()
+    assert seen.reports.empty()
+
+
 def test_with_nothing_to_watch_it_can_be_stopped() -> None:
     ProcessWatcher({}, Seen()).stop()
 

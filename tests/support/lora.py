@@ -1,16 +1,29 @@
-"""LoRA adapters of tiny checkpoints, in PEFT's format."""
+"""LoRA adapters in PEFT's format, and tiny checkpoints that vLLM can use with them on a CPU."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
 
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny import sizes
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
+
 RANK = 8
 LOUD = 0.5
 """Scale of the random weights: what the adapter adds is heard in every token."""
+
+
+def write_dense(folder: Path) -> Path:
+    """Write a tiny checkpoint whose thinker has no experts: vLLM's adapters of experts need a GPU."""
+    small = sizes.SMALL
+    without = replace(small, thinker=replace(small.thinker, num_experts=0, num_experts_per_tok=0))
+    with mock.patch.object(sizes, "SMALL", without):
+        return write_qwen3_omni(folder, seed=0)
 
 
 def write_adapter(model: Path, folder: Path, seed: int) -> Path:

@@ -111,6 +111,11 @@ class ChildSupervisor:
         self.do(idle.set)
         idle.wait()
 
+    def abandon(self) -> None:
+        """Watch and start nothing any more, without waiting; any thread may call this, also the supervisor's own."""
+        self._closing.set()
+        self.do(None)
+
     def join(self) -> None:
         """End the threads. Children that the supervisor's thread started end with it."""
         self.do(None)
