@@ -419,7 +419,7 @@ class AsyncOmni(TargetedLLM):
             raise StageUnavailable("the server is shutting down")
 
     def _in_time(self, source: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        limit = self.plan.config.request_timeout_s
+        limit = self.plan.config.request_limit_s
         return source if limit is None else until(limit, source)
 
     def get_num_unfinished_requests(self) -> int:

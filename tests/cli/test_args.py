@@ -14,7 +14,7 @@ from vllm_omni_ext.cli import serve as serve_command
 from vllm_omni_ext.cli import settings
 from vllm_omni_ext.cli.args import EXPLICIT, parse_serve
 from vllm_omni_ext.cli.refusals import REFUSED
-from vllm_omni_ext.cli.settings import ENGINE_FIELDS, from_cli
+from vllm_omni_ext.cli.settings import ENGINE_FIELDS, from_cli, from_kwargs
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.params import param_names
 from vllm_omni_ext.plugins.registry import families
@@ -90,6 +90,13 @@ def test_precedence(model: str, tmp_path: Path) -> None:
     assert plan.config.async_chunk is True
     assert plan_of(*words).config.async_chunk is False
     assert len(plan.stage("talker").replicas) == 2
+
+
+def test_a_server_has_a_limit_for_requests(model: str) -> None:
+    assert plan_of(model).config.request_limit_s == 3600
+    assert plan_of(model, "--stage-overrides", "{}", "--omni-request-timeout", "7").config.request_limit_s == 7
+    assert from_kwargs(model).config.request_limit_s is None, "requests of a program may wait for their turn"
+    assert from_kwargs(model, request_timeout_s=7.0).config.request_limit_s == 7
 
 
 def test_our_flags(model: str) -> None:

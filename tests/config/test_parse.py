@@ -149,7 +149,7 @@ def test_one_device_may_be_a_number() -> None:
         ({"api_servers": True}, "api_servers: must be an integer >= 1, or auto, got True"),
         ({"startup_timeout_s": 0}, "startup_timeout_s: must be a number of seconds > 0, got 0"),
         ({"startup_timeout_s": None}, "startup_timeout_s: must be a number of seconds > 0, got None"),
-        ({"request_timeout_s": "x"}, "request_timeout_s: must be a number of seconds > 0, or null, got 'x'"),
+        ({"request_timeout_s": "x"}, "request_timeout_s: must be a number of seconds > 0, auto or null, got 'x'"),
         ({"shutdown_timeout_s": float("nan")}, "shutdown_timeout_s: must be a number of seconds > 0, got nan"),
         (
             {"default_modalities": "text,"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -14,7 +14,7 @@ from vllm_omni_ext.cli.members import check_reachable, for_this_process
 from vllm_omni_ext.cli.model import architecture, detect_host, detect_machine, load_hf_config, model_facts
 from vllm_omni_ext.cli.refusals import check_flags
 from vllm_omni_ext.compat import require_seams
-from vllm_omni_ext.config.checks import unknown_key
+from vllm_omni_ext.config.checks import AUTO, unknown_key
 from vllm_omni_ext.config.load import load_config, pipeline_of, preset_names
 from vllm_omni_ext.config.overrides import with_overrides, with_settings
 from vllm_omni_ext.config.parse import Names
@@ -26,6 +26,9 @@ from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec
 from vllm_omni_ext.topology.disaggregation import expand
 from vllm_omni_ext.topology.machines import parse_machine
 from vllm_omni_ext.topology.plan import Machine, Plan, make_plan, resolved_params
+
+SERVER_REQUEST_TIMEOUT_S = 3600.0
+"""A client that waits longer is gone, or nobody will ever answer its request."""
 
 ENGINE_FIELDS = frozenset(f.name for f in fields(AsyncEngineArgs))
 
@@ -52,6 +55,8 @@ def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[P
     check_flags(args, given, frontend=pipeline.frontend)
     pipeline, config = expand(pipeline, config)
     config = for_this_process(args, pipeline, config)
+    if config.request_timeout_s == AUTO:
+        config = replace(config, request_timeout_s=SERVER_REQUEST_TIMEOUT_S)
     if not args.headless:
         check_reachable(pipeline, config)
     where = detect_machine() if machine is None else parse_machine(machine, detect_host())

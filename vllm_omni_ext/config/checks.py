@@ -75,6 +75,7 @@ PositiveOrAuto = Annotated[Positive | Literal["auto"], _expected("an integer >= 
 Port = Annotated[StrictInt, Field(ge=1, le=65535), _expected("an integer from 1 to 65535")]
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Seconds = Annotated[_Number, Field(gt=0), _expected("a number of seconds > 0")]
+SecondsOrAuto = Annotated[Seconds | Literal["auto"], _expected("a number of seconds > 0, auto or null")]
 HeartbeatSeconds = Annotated[
     _Number,
     Field(ge=SHORTEST_HEARTBEAT_TIMEOUT_S),

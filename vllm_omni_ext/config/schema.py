@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import ConfigDict
 
 from vllm_omni_ext.config.checks import (
+    AUTO,
     KV_CONNECTORS,
     LB_POLICIES,
     Boolean,
@@ -29,6 +30,7 @@ from vllm_omni_ext.config.checks import (
     Positive,
     PositiveOrAuto,
     Seconds,
+    SecondsOrAuto,
     Settings,
     Text,
 )
@@ -179,7 +181,12 @@ class OmniConfig:
         "seconds",
     )
     shutdown_timeout_s: Seconds = _key(5.0, "A process that has not ended by then is killed.", "seconds")
-    request_timeout_s: Seconds | None = _key(None, "A request that takes longer fails. Null: no limit.", "seconds")
+    request_timeout_s: SecondsOrAuto | None = _key(
+        AUTO,
+        "A request that takes longer fails. `auto`: 3600 in a server, no limit with `LLM(...)`, where requests may "
+        "wait for hours for their turn. Null: no limit.",
+        "seconds",
+    )
     lb_policy: LbPolicy = _key(
         LB_POLICIES[0], "Which replica a new request goes to: `least-queue-length`, `round-robin` or `random`."
     )
@@ -290,6 +297,12 @@ class OmniConfig:
     def stage(self, name: str) -> StageConfig:
         """The settings of a stage, or the defaults if it has none."""
         return self.stages.get(name, StageConfig())
+
+    @property
+    def request_limit_s(self) -> float | None:
+        """Seconds that a request may take; a server's plan has no `auto` any more."""
+        limit = self.request_timeout_s
+        return None if isinstance(limit, str) else limit
 
     def policy(self, name: str) -> str:
         """The load balancing policy of a stage: its own, or the top level's."""

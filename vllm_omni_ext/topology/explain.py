@@ -124,7 +124,7 @@ def _replica(replica: ReplicaPlan, name: str) -> str:
 
 def _settings(plan: Plan) -> list[str]:
     config = plan.config
-    deadline = "none" if config.request_timeout_s is None else f"{config.request_timeout_s:g} s"
+    deadline = "none" if config.request_limit_s is None else f"{config.request_limit_s:g} s"
     return _table(
         {
             "async_chunk": str(config.async_chunk).lower(),
