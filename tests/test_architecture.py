@@ -37,7 +37,7 @@ MACHINE = tuple(f"orchestrator.{name}" for name in _DECIDING)
 
 LAYERS = (
     {"errors", "ids", "lifeline", "memory", "report", "titles", "tiny.directory"},
-    {"patching", "patches"},
+    {"patching", "patches", "evaluation"},
     {"config", "compat", "environment", "metrics", "modalities", "plugin", "plugins", "model_plugins.*.family"}
     | {"connectors.base", "connectors.registry"},
     {"topology", "pool", *MACHINE, "disaggregation.parameters", *MEMBERSHIP},

@@ -35,7 +35,7 @@ def test_the_rest_of_the_line_belongs_to_the_command(name, commands):
 def test_what_uses_vllm_s_inside_checks_it_first(commands, monkeypatch, capsys):
     for name in cli.COMMANDS:
         cli.main([name])
-    unchecked = [(name, []) for name in ("doctor", "tiny", "bench", "top")]
+    unchecked = [(name, []) for name in ("doctor", "tiny", "bench", "eval", "top")]
     assert commands == ["checked", ("serve", []), "checked", ("plan", []), *unchecked]
 
     def wrong():
@@ -74,7 +74,7 @@ def test_an_unknown_command_names_the_known_ones(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["serv"])
     assert stop.value.code == 2
-    assert "'serve', 'plan', 'doctor', 'tiny', 'bench', 'top'" in capsys.readouterr().err
+    assert "'serve', 'plan', 'doctor', 'tiny', 'bench', 'eval', 'top'" in capsys.readouterr().err
 
 
 def test_version(capsys):

@@ -40,6 +40,7 @@ COMMANDS = {
     "doctor": Command("vllm_omni_ext.doctor", "check vLLM, patches, entry points and connectors"),
     "tiny": Command("vllm_omni_ext.cli.tiny", "write a tiny random checkpoint to try things with"),
     "bench": Command("vllm_omni_ext.cli.bench", "run vLLM's own benchmarks (`vllm bench`)"),
+    "eval": Command("vllm_omni_ext.cli.eval", "measure how accurate running servers answer a suite of requests"),
     "top": Command("vllm_omni_ext.cli.top", "show the replicas of a running server and how busy they are"),
 }
 

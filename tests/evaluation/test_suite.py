@@ -1,0 +1,99 @@
+"""Suites are read with their files, and what is wrong in one is said in one line."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.evaluation.suite import load
+
+GOOD: dict[str, Any] = {"name": "colours", "items": [{"id": "a", "content": "say red", "expected": "red"}]}
+
+
+def write(folder: Path, content: Any) -> Path:
+    file = folder / "suite.yaml"
+    file.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return file
+
+
+def test_defaults(tmp_path: Path) -> None:
+    suite = load(write(tmp_path, GOOD))
+    assert (suite.threshold, suite.score, suite.options, suite.recogniser) == (0.0, "words", {}, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "field"),
+    [
+        ("image_url", "x.png", {"url": "data:image/png;base64,AQI="}),
+        ("video_url", "x.mp4", {"url": "data:video/mp4;base64,AQI="}),
+        ("input_audio", "x.wav", {"data": "AQI=", "format": "wav"}),
+    ],
+)
+def test_files_beside_the_suite(tmp_path: Path, kind: str, name: str, field: dict[str, str]) -> None:
+    (tmp_path / name).write_bytes(base64.b64decode("AQI="))
+    content = [{"type": kind, "file": name}, {"type": "text", "text": "What is it?"}]
+    suite = load(write(tmp_path, GOOD | {"items": [GOOD["items"][0] | {"content": content}]}))
+    [message] = suite.messages(suite.items[0])
+    assert message == {"role": "user", "content": [{"type": kind, kind: field}, content[1]]}
+
+
+def item(**fields: Any) -> dict[str, Any]:
+    return {"items": [GOOD["items"][0] | fields]}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("a: [", "while parsing"),
+        ({"items": []}, "items: must have one or more"),
+        ({"items": GOOD["items"] * 2}, "items: these ids come twice: a"),
+        ({"threshold": 2}, "threshold: must be from 0 to 1, got 2"),
+        ({"score": "bleu"}, "score"),
+        ({"treshold": 1}, "treshold"),
+        (item(listen=True), "recogniser: items with `listen` need one"),
+        ({"recogniser": "pocketsphinx"}, "vocabulary: pocketsphinx needs the words"),
+        (item(content=[{"type": "text", "file": "x"}]), "item 'a': a part with `file` must have the type image_url"),
+        (item(content=[{"type": "image_url", "file": "none.png"}]), "item 'a': cannot read .*none.png: No such file"),
+        (item(content=None), "item 'a': must have either `content` or `messages`"),
+        (item(messages=[{"role": "user", "content": "x"}]), "item 'a': must have either `content` or `messages`"),
+        (item(messages=[{"role": "me", "content": "x"}]), "role"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, wrong: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(write(tmp_path, wrong if isinstance(wrong, str) else GOOD | wrong))
+
+
+def test_files_in_a_conversation(tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_bytes(b"x")
+    content = [{"type": "image_url", "file": "x.png"}]
+    conversation = {"id": "a", "expected": "red", "messages": [{"role": "user", "content": content}]}
+    suite = load(write(tmp_path, GOOD | {"items": [conversation]}))
+    [message] = suite.messages(suite.items[0])
+    assert message["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
+
+
+def test_the_digest_is_of_what_scores_depend_on(tmp_path: Path) -> None:
+    file = tmp_path / "x.wav"
+    file.write_bytes(b"one")
+    media = item(content=[{"type": "input_audio", "file": "x.wav"}])
+    before = load(write(tmp_path, GOOD | media)).digest()
+    assert before == load(write(tmp_path, GOOD | media | {"threshold": 0.5})).digest()
+    file.write_bytes(b"two")
+    assert before != load(write(tmp_path, GOOD | media)).digest()
+
+
+def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "suite.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match=r"must be UTF-8: .* at byte 6"):
+        load(tmp_path / "suite.yaml")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file"):
+        load(tmp_path / "none.yaml")

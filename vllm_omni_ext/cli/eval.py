@@ -1,0 +1,162 @@
+"""`vllm-omni-ext eval --suite FILE`: ask servers the items of a suite, score and compare the answers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import os
+import platform
+import shlex
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from vllm_omni_ext import __version__
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.evaluation.ask import Answer, ask_all
+from vllm_omni_ext.evaluation.recognisers import Recogniser, recogniser
+from vllm_omni_ext.evaluation.report import Run, Scored, as_json, from_json, judge, junit, table
+from vllm_omni_ext.evaluation.scores import SCORERS
+from vllm_omni_ext.evaluation.served import Served
+from vllm_omni_ext.evaluation.suite import Item, Suite, load
+
+URL = "http://127.0.0.1:8000/v1"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a suite; the exit status is 1 if a server is not good enough."""
+    args = _parser().parse_args(argv)
+    for flag in ("json", "junit"):
+        _check_output(f"--{flag}", getattr(args, flag))
+    suite, topologies = load(args.suite), _topologies(args)
+    baseline = _baseline(args.baseline, suite) if args.baseline else None
+    listen = recogniser(suite.recogniser, suite.vocabulary) if suite.recogniser else None
+    runs = []
+    for name, server in topologies.items():
+        with server as url:
+            runs.append(_run(name, url, suite, listen, args))
+    verdicts = [judge(suite, run, runs[0], baseline, args.alike) for run in runs]
+    if args.json:
+        args.json.write_bytes(as_json(verdicts, _environment()))
+    if args.junit:
+        args.junit.write_bytes(junit(verdicts))
+    from rich.console import Console
+
+    Console().print(table(verdicts))
+    return int(any(verdict.problems for verdict in verdicts))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="vllm-omni-ext eval", description=main.__doc__)
+    parser.add_argument("--suite", type=Path, required=True, metavar="FILE", help="YAML, see docs/accuracy.md")
+    parser.add_argument(
+        "--url", action="append", metavar="[NAME=]URL", help=f"a server; several are compared (default: {URL})"
+    )
+    parser.add_argument(
+        "--serve", metavar="MODEL", help="start `vllm serve MODEL --omni` for each --topology, one by one"
+    )
+    parser.add_argument(
+        "--topology", action="append", metavar="NAME=FLAGS", help="flags of a server that --serve starts"
+    )
+    parser.add_argument("--model", help="name of the model (default: the server's only one)")
+    parser.add_argument(
+        "--baseline", type=Path, metavar="FILE", help="JSON of an earlier run: fail if this one is worse"
+    )
+    parser.add_argument(
+        "--alike", action="store_true", help="fail if a server's answers are not those of the first one"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all scores, for a later --baseline")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
+    parser.add_argument("--at-once", type=_positive, default=8, metavar="N", help="requests at once (default: 8)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {value}")
+    return value
+
+
+def _check_output(flag: str, file: Path | None) -> None:
+    """Refuse a file that cannot be written, before a run that may take hours."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise ConfigError(f"{flag} {file}: is a folder; name a file in it")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{flag} {file}: cannot be written")
+
+
+def _topologies(args: argparse.Namespace) -> dict[str, AbstractContextManager[str]]:
+    """Return the servers by name; entering one gives its URL."""
+    if bool(args.topology) and not args.serve:
+        raise ConfigError("--topology: starts servers; name the model with --serve MODEL")
+    if args.serve and args.url:
+        raise ConfigError("--url: names a server that runs; with --serve, leave it out")
+    found: list[tuple[str, AbstractContextManager[str]]]
+    if args.serve:
+        named = [each.partition("=") for each in args.topology or ["usual="]]
+        found = [(name, Served(args.serve, name, shlex.split(flags))) for name, _, flags in named]
+    else:
+        found = [(name, nullcontext(url)) for name, url in map(_named, args.url or [URL])]
+    names = [name for name, _ in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"two servers are called {', '.join(twice)}; write NAME=... with different names")
+    return dict(found)
+
+
+def _named(url: str) -> tuple[str, str]:
+    """Split NAME=URL; a URL without a name is its own."""
+    name, separator, rest = url.partition("=")
+    return (name, rest) if separator and "://" not in name else (url, url)
+
+
+def _baseline(file: Path, suite: Suite) -> Run:
+    try:
+        return from_json(file.read_bytes(), suite)
+    except OSError as err:
+        raise ConfigError(f"--baseline {file}: cannot be read: {err.strerror}") from None
+    except (msgspec.MsgspecError, ValueError) as err:
+        raise ConfigError(f"--baseline {file}: {err}") from None
+
+
+def _run(name: str, url: str, suite: Suite, listen: Recogniser | None, args: argparse.Namespace) -> Run:
+    from rich.markup import escape
+    from rich.progress import Progress
+
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    with Progress(transient=True) as progress:
+        task = progress.add_task(escape(name), total=len(suite.items))
+        done = partial(progress.advance, task)
+        model, answers = asyncio.run(ask_all(url, key, args.model, suite, args.at_once, done))
+    items = [scored(suite, item, answers[item.id], listen) for item in suite.items]
+    return Run(suite.name, suite.digest(), name, model, items)
+
+
+def scored(suite: Suite, item: Item, answer: Answer, listen: Recogniser | None) -> Scored:
+    """Return an answer's score; 0 if there is none."""
+    sound = hashlib.sha256(answer.sound).hexdigest() if answer.sound else None
+    if answer.error is not None:
+        return Scored(item.id, 0.0, error=answer.error)
+    if not item.listen:
+        return Scored(item.id, _score(suite, item, answer.text), answer.text, sound=sound)
+    if not answer.sound or listen is None:
+        return Scored(item.id, 0.0, answer.text, error="the answer has no sound")
+    try:
+        heard = listen(answer.sound)
+    except (RuntimeError, ValueError) as err:  # soundfile's error for anything but WAV, FLAC, OGG or MP3
+        return Scored(item.id, 0.0, answer.text, sound=sound, error=f"the sound cannot be read: {err}")
+    return Scored(item.id, _score(suite, item, heard), answer.text, heard=heard, sound=sound)
+
+
+def _score(suite: Suite, item: Item, text: str) -> float:
+    return SCORERS[item.score or suite.score](text, item.expected)
+
+
+def _environment() -> dict[str, str]:
+    return {"vllm_omni_ext": __version__, "python": platform.python_version(), "machine": platform.platform()}

@@ -1,0 +1,173 @@
+"""The results of a suite: a table, JSON and JUnit XML, and whether they are good enough."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+
+from vllm_omni_ext.evaluation.statistics import Comparison, Estimate, compare, estimate
+from vllm_omni_ext.evaluation.suite import Suite
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """An item's score.
+
+    Attributes:
+        heard: what the recogniser understood of the answer's sound, if that was compared.
+        sound: SHA-256 of the answer's sound, to compare servers by; None without sound.
+    """
+
+    id: str
+    score: float
+    text: str = ""
+    heard: str | None = None
+    sound: str | None = None
+    error: str | None = None
+
+
+class Run(msgspec.Struct, frozen=True):
+    """What one server scored; the JSON file is a list of these.
+
+    Attributes:
+        digest: of the suite (`Suite.digest`).
+    """
+
+    suite: str
+    digest: str
+    server: str
+    model: str
+    items: list[Scored]
+
+    def scores(self) -> dict[str, float]:
+        """Return the scores by item."""
+        return {item.id: item.score for item in self.items}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A server's score, and what is wrong with it; empty `problems`: nothing."""
+
+    run: Run
+    score: Estimate
+    beside: Comparison | None
+    problems: list[str] = field(default_factory=list)
+
+
+def judge(suite: Suite, run: Run, first: Run, baseline: Run | None, alike: bool) -> Verdict:
+    """Return the verdict on a server.
+
+    Args:
+        first: the run of the first server.
+        baseline: an earlier run of the suite.
+        alike: every answer must be that of the first server.
+    """
+    score, problems = estimate(list(run.scores().values())), []
+    if score.mean < suite.threshold:
+        problems.append(f"the score {score.mean:.3f} is below the threshold {suite.threshold:g}")
+    beside = compare(run.scores(), baseline.scores()) if baseline else None
+    if beside is not None and beside.is_worse:
+        problems.append(f"worse than the baseline by {-beside.difference.mean:.3f}")
+    if errors := [item.id for item in run.items if item.error]:
+        problems.append(f"no answer to {len(errors)}: {', '.join(errors[:5])}")
+    if alike and (others := differing(run, first)):
+        problems.append(f"other answers than {first.server} to {len(others)}: {', '.join(others[:5])}")
+    return Verdict(run, score, beside, problems)
+
+
+def differing(run: Run, first: Run) -> list[str]:
+    """Return the items to which two servers gave different texts or sounds."""
+    known = {item.id: (item.text, item.sound) for item in first.items}
+    return [item.id for item in run.items if known.get(item.id) != (item.text, item.sound)]
+
+
+def junit(verdicts: list[Verdict]) -> bytes:
+    """Return JUnit XML: one test suite a server, in which each item is a test and `the suite` is one more.
+
+    An item fails if there is no answer, or nothing of it is right.
+    """
+    root = ElementTree.Element("testsuites")
+    for verdict in verdicts:
+        failed = [item for item in verdict.run.items if item.error or not item.score]
+        counts = {"tests": str(len(verdict.run.items) + 1), "failures": str(len(failed) + bool(verdict.problems))}
+        suite = ElementTree.SubElement(
+            root, "testsuite", {"name": _for_xml(f"{verdict.run.suite} {verdict.run.server}"), **counts}
+        )
+        for item in verdict.run.items:
+            case = ElementTree.SubElement(
+                suite, "testcase", classname=_for_xml(verdict.run.suite), name=_for_xml(item.id)
+            )
+            if item in failed:
+                message = _for_xml(item.error or f"scored 0: {item.heard or item.text}")
+                ElementTree.SubElement(case, "failure", message=message)
+        whole = ElementTree.SubElement(suite, "testcase", classname=_for_xml(verdict.run.suite), name="the suite")
+        if verdict.problems:
+            ElementTree.SubElement(whole, "failure", message=_for_xml("; ".join(verdict.problems)))
+    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
+
+
+def _for_xml(text: str) -> str:
+    """Replace the characters that XML 1.0 cannot have."""
+    return re.sub("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]", "\ufffd", text)
+
+
+def table(verdicts: list[Verdict]) -> Any:
+    """Return a table of rich."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table("server", "model", "items", "score (95 %)", "beside the baseline (95 %)", "verdict")
+    for verdict in verdicts:
+        beside = "-"
+        if (other := verdict.beside) is not None:
+            split = f"{other.better} better, {other.worse} worse, p={other.p:.3f}"
+            beside = f"{_interval(other.difference, '+')} ({split})"
+        run, outcome = verdict.run, "; ".join(verdict.problems) or "ok"
+        cells = (run.server, run.model, str(len(run.items)), _interval(verdict.score), beside, outcome)
+        shown.add_row(*map(Text, cells))  # as `Text`, in which brackets are no markup
+    return shown
+
+
+def _interval(found: Estimate, sign: str = "") -> str:
+    return f"{found.mean:{sign}.3f} [{found.low:{sign}.3f}, {found.high:{sign}.3f}]"
+
+
+def as_json(verdicts: list[Verdict], environment: dict[str, str]) -> bytes:
+    """Return the JSON file: every item's score, so that a later run can be compared with it item by item."""
+    servers = [
+        {
+            **msgspec.to_builtins(verdict.run),
+            "score": asdict(verdict.score),
+            "beside_baseline": None if verdict.beside is None else asdict(verdict.beside),
+            "problems": verdict.problems,
+        }
+        for verdict in verdicts
+    ]
+    return msgspec.json.format(msgspec.json.encode({"environment": environment, "servers": servers}), indent=1)
+
+
+class _File(msgspec.Struct):
+    servers: list[Run]
+
+
+def from_json(data: bytes, suite: Suite) -> Run:
+    """Return the first server's run of a JSON file.
+
+    Raises:
+        msgspec.ValidationError, msgspec.DecodeError: the file is not one that `as_json` wrote.
+        ValueError: it is of another suite, of other items or options, or not all items are there.
+    """
+    servers = msgspec.json.decode(data, type=_File).servers
+    if not servers:
+        raise ValueError("has no server")
+    run = servers[0]
+    if run.suite != suite.name:
+        raise ValueError(f"is of the suite '{run.suite}', not '{suite.name}'")
+    if run.digest != suite.digest():
+        raise ValueError("is of the suite as it was before its items or options changed; make a new one with --json")
+    if missing := {item.id for item in suite.items} - run.scores().keys():
+        raise ValueError(f"lacks the items {', '.join(sorted(missing)[:5])}")
+    return run

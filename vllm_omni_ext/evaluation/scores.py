@@ -1,0 +1,112 @@
+"""Scores from 0 to 1 of an answer beside the right one. Pure."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+
+ONES = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+LARGEST = 999_999
+"""Larger numbers stay digits."""
+
+_WITHOUT_SPACES = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+"""Kana and Chinese characters; each counts as a word, so that the word error rate is the usual character error rate."""
+_WORD = re.compile(rf"[{_WITHOUT_SPACES}]|(?:(?![{_WITHOUT_SPACES}])\w)+(?:'\w+)?")
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text without case and punctuation; whole numbers become English words."""
+    plain = unicodedata.normalize("NFKC", text).replace("\u2019", "'").casefold()
+    plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", plain)
+    return _WORD.findall(re.sub(r"(?<!\w)\d+(?!\w)", lambda found: f" {number(found.group())} ", plain))
+
+
+def number(digits: str) -> str:
+    """Return a number in words; unchanged if it is too large or begins with a zero."""
+    value = int(digits) if len(digits) <= len(str(LARGEST)) else LARGEST + 1
+    return _in_words(value) if value <= LARGEST and str(value) == digits else digits
+
+
+def _in_words(value: int) -> str:
+    for unit, name in ((1000, "thousand"), (100, "hundred")):
+        if value >= unit:
+            rest = f" {_in_words(value % unit)}" if value % unit else ""
+            return f"{_in_words(value // unit)} {name}{rest}"
+    if value < len(ONES):
+        return ONES[value]
+    return TENS[value // 10] + (f" {ONES[value % 10]}" if value % 10 else "")
+
+
+def edits(said: Sequence[str], wanted: Sequence[str]) -> int:
+    """Return how many words must be added, left out or replaced (Levenshtein)."""
+    row = list(range(len(wanted) + 1))
+    for count, one in enumerate(said, 1):
+        above, row[0] = row[0], count
+        for place, other in enumerate(wanted, 1):
+            above, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, above + (one != other))
+    return row[-1]
+
+
+def exact(answer: str, expected: str) -> float:
+    """Return 1 if the words are the same in the same order."""
+    return float(words_of(answer) == words_of(expected))
+
+
+def words(answer: str, expected: str) -> float:
+    """Return 1 minus the word error rate, at least 0."""
+    wanted = words_of(expected)
+    return max(0.0, 1 - edits(words_of(answer), wanted) / max(1, len(wanted)))
+
+
+_OPEN, _CLOSE = r"[\s*_(\[\"'`]*", r"[*_)\]\"'`]*"
+_BEFORE, _AFTER = r"(?<![A-Za-z0-9_'])", r"(?![A-Za-z0-9_'])"
+"""Around a letter that stands alone; Chinese characters are no letters of a word."""
+_END = rf"{_CLOSE}\s*(?:[.,;:!?]|$)"
+_IS = r"(?:\s+(?:is|was|must be|should be|would be))?\s*[:=]?"
+_LETTER = rf"{_OPEN}(?:([A-Z]){_AFTER}|([a-z]){_END})"
+"""A small letter only at the end of a clause: "the answer is a ..."."""
+_FORMS = (
+    # The whole answer: "B", "(b).", "**B**".
+    re.compile(rf"^{_OPEN}([A-Za-z]){_CLOSE}[\s.,;:!?]*$"),
+    # A statement: "the answer is B", "Answer: (b)".
+    re.compile(rf"(?i:\b(?:answer|correct one|right one)\b{_IS}){_LETTER}"),
+    re.compile(rf"(?i:\b(?:choice|option)\b{_IS}){_LETTER}"),
+    # A label at the beginning: "B. Because", "(B) because", "a) red".
+    re.compile(r"^[\s*_]*(?:\(([A-Za-z])\)|([A-Za-z])[).:\]])"),
+    # A letter at the beginning of a sentence: "B because C is wrong", "A, since". "A dog" and "I think" are words.
+    re.compile(rf"^[\s*_]*(?:([B-HJ-Z]){_AFTER}|(A)(?=\s*[,;\u2013\u2014-]|\s+(?:because|since|is|as)\b))"),
+    # A letter in parentheses, the last one.
+    re.compile(r".*\(([A-Za-z])\)", re.DOTALL),
+    # The last capital letter that stands alone and is no English word.
+    re.compile(rf".*{_BEFORE}(?:([B-HJ-Z]){_AFTER}|([AI]){_END})", re.DOTALL),
+)
+_DENIED = re.compile(
+    rf"(?i:\b(?:choice|option|answer)\s+)?{_BEFORE}\(?[A-Z]\)?\s+(?:is|are|was|were)(?:n't|\s+(?:not|wrong|incorrect|false))\b"
+)
+"""A letter that is said to be wrong: "A is wrong, so B"."""
+_UNDECIDED = re.compile(r"\W*\b[A-Za-z]\b\W*(?:or|and|/|,)\W*\b[A-Za-z]\b\W*")
+"""A whole answer that names two letters."""
+
+
+def letter(answer: str) -> str | None:
+    """Return the letter that an answer to a multiple-choice question names, as a capital; None: it names none."""
+    if _UNDECIDED.fullmatch(answer):
+        return None
+    left = _DENIED.sub("", answer)
+    for form in _FORMS:
+        if found := list(form.finditer(left)):
+            return next(each for each in found[-1].groups() if each).upper()
+    return None
+
+
+def choice(answer: str, expected: str) -> float:
+    """Return 1 if the answer names the expected letter."""
+    return float(letter(answer) == expected.strip().upper())
+
+
+SCORERS: dict[str, Callable[[str, str], float]] = {"exact": exact, "words": words, "choice": choice}

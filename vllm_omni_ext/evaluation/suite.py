@@ -1,0 +1,178 @@
+"""Suites as data: a YAML file with requests and their right answers."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import mimetypes
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+
+from vllm_omni_ext.errors import ConfigError
+
+Scorer = Literal["exact", "words", "choice"]
+MEDIA = ("image_url", "input_audio", "video_url")
+"""Content parts whose file may be named by a path."""
+
+
+Content = str | list[dict[str, Any]]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message of a conversation; `content` as in `Item`."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One request.
+
+    Attributes:
+        id: unique in the suite; items of two runs are paired by it.
+        content: of the user's message, in the OpenAI form; a part may have `file`, a path beside the suite.
+        messages: the whole conversation, instead of `content`.
+        expected: the right answer.
+        options: fields of the request's body, which replace the suite's.
+        score: how the answer is compared, if not as the suite says.
+        listen: compare what the suite's recogniser understands of the answer's sound, instead of its text.
+    """
+
+    id: str
+    expected: str
+    content: Content | None = None
+    messages: list[Message] = []
+    options: dict[str, Any] = {}
+    score: Scorer | None = None
+    listen: bool = False
+
+
+class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Requests that are scored together.
+
+    Attributes:
+        threshold: least mean score.
+        system: a system message before each item's own messages.
+        options: fields of every request's body; `temperature` is 0 if nothing else is said.
+        recogniser: what writes down sounds: `whisper` or `pocketsphinx`.
+        vocabulary: words between which `pocketsphinx` chooses.
+    """
+
+    name: str
+    items: list[Item]
+    threshold: float = 0.0
+    score: Scorer = "words"
+    system: str | None = None
+    options: dict[str, Any] = {}
+    recogniser: Literal["whisper", "pocketsphinx"] | None = None
+    vocabulary: list[str] = []
+
+    def messages(self, item: Item) -> list[dict[str, Any]]:
+        """Return the messages of an item's request, with the contents of files.
+
+        Raises:
+            OSError: a file that was there when the suite was read cannot be read any more.
+        """
+        return [{"role": each.role, "content": _filled(each.content)} for each in self._conversation(item)]
+
+    def digest(self) -> str:
+        """Return SHA-256 of all that scores depend on, media too; the threshold is no part of that."""
+        found = hashlib.sha256(
+            msgspec.json.encode(msgspec.structs.replace(self, threshold=0.0, items=[]), order="sorted")
+        )
+        for item in self.items:
+            without = msgspec.structs.replace(item, content=None, messages=[])
+            found.update(msgspec.json.encode(without, order="sorted"))
+            for each in self._conversation(item):
+                content = each.content if isinstance(each.content, str) else list(map(_identity, each.content))
+                found.update(msgspec.json.encode([each.role, content], order="sorted"))
+        return found.hexdigest()
+
+    def _conversation(self, item: Item) -> list[Message]:
+        first = [] if self.system is None else [Message("system", self.system)]
+        return [*first, *(item.messages if item.content is None else [Message("user", item.content)])]
+
+
+def load(path: Path) -> Suite:
+    """Read a suite.
+
+    Raises:
+        ConfigError: the file cannot be read, or something in it is wrong or missing.
+    """
+    try:
+        suite = msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), Suite)
+    except OSError as err:
+        raise ConfigError(f"{path}: cannot be read: {err.strerror}") from None
+    except UnicodeDecodeError as err:
+        raise ConfigError(f"{path}: must be UTF-8: {err.reason} at byte {err.start}") from None
+    except (yaml.YAMLError, msgspec.ValidationError) as err:
+        raise ConfigError(f"{path}: {err}") from None
+    _check(suite, path)
+    return msgspec.structs.replace(suite, items=[_with_files(item, path.parent) for item in suite.items])
+
+
+def _check(suite: Suite, path: Path) -> None:
+    ids = [item.id for item in suite.items]
+    if not ids:
+        raise ConfigError(f"{path}: items: must have one or more")
+    if twice := sorted({each for each in ids if ids.count(each) > 1}):
+        raise ConfigError(f"{path}: items: these ids come twice: {', '.join(twice)}")
+    for item in suite.items:
+        if (item.content is None) == (not item.messages):
+            raise ConfigError(f"{path}: item '{item.id}': must have either `content` or `messages`")
+    if not 0 <= suite.threshold <= 1:
+        raise ConfigError(f"{path}: threshold: must be from 0 to 1, got {suite.threshold:g}")
+    if suite.recogniser is None and any(item.listen for item in suite.items):
+        raise ConfigError(f"{path}: recogniser: items with `listen` need one; write 'whisper' or 'pocketsphinx'")
+    if suite.recogniser == "pocketsphinx" and not suite.vocabulary:
+        raise ConfigError(f"{path}: vocabulary: pocketsphinx needs the words between which it chooses")
+
+
+def _with_files(item: Item, folder: Path) -> Item:
+    messages = [Message(each.role, _content(each.content, folder, item.id)) for each in item.messages]
+    content = None if item.content is None else _content(item.content, folder, item.id)
+    return msgspec.structs.replace(item, content=content, messages=messages)
+
+
+def _content(content: Content, folder: Path, name: str) -> Content:
+    return content if isinstance(content, str) else [_found(part, folder, name) for part in content]
+
+
+def _found(part: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
+    """Return a part whose file is named by a path from anywhere; files are read when they are sent."""
+    if "file" not in part:
+        return part
+    kind, path = part.get("type"), folder / str(part["file"])
+    if kind not in MEDIA:
+        raise ConfigError(f"item '{name}': a part with `file` must have the type {', '.join(MEDIA)}, got {kind!r}")
+    try:
+        path.open("rb").close()
+    except OSError as err:
+        raise ConfigError(f"item '{name}': cannot read {path}: {err.strerror}") from None
+    return part | {"file": str(path)}
+
+
+def _identity(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part with the digest of its file instead of the path."""
+    if "file" not in part:
+        return part
+    with open(part["file"], "rb") as file:
+        return part | {"file": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _filled(content: Content) -> Content:
+    return content if isinstance(content, str) else list(map(_with_data, content))
+
+
+def _with_data(part: dict[str, Any]) -> dict[str, Any]:
+    if "file" not in part:
+        return part
+    kind, path = part["type"], Path(part["file"])
+    data = base64.b64encode(path.read_bytes()).decode()
+    if kind == "input_audio":
+        return {"type": kind, kind: {"data": data, "format": path.suffix.removeprefix(".")}}
+    media = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    return {"type": kind, kind: {"url": f"data:{media};base64,{data}"}}
