@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Create or update .venv: Python 3.11, the pinned packages of requirements/cpu.txt, and this repository's two, editable.
+# Create or update .venv: Python 3.11, the pinned packages of requirements/cpu.txt, this repository's two, editable, and
+# those of requirements/lm-eval.txt in .venv/lm-eval, where only the tests that want them look.
 # Does nothing, and needs no network, if that was done before for the same requirements and pyproject.toml.
 # Also installs libibverbs1, which Mooncake needs: with apt-get as root, otherwise into .venv; without it, tests that use
 # Mooncake are skipped, and fail where CI is set.
@@ -8,9 +9,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=.venv
 REQUIREMENTS=requirements/cpu.txt
+LM_EVAL=requirements/lm-eval.txt
 STAMP=$VENV/.setup_done
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
-WANTED=$(cat "$REQUIREMENTS" pyproject.toml training/package/pyproject.toml scripts/setup_env.sh | sha256sum | cut -d' ' -f1)
+WANTED=$(cat "$REQUIREMENTS" "$LM_EVAL" pyproject.toml training/package/pyproject.toml scripts/setup_env.sh | sha256sum | cut -d' ' -f1)
 
 SYSTEM_PACKAGES=(libibverbs1 libnl-3-200 libnl-route-3-200)
 MOONCAKE=$VENV/lib/python3.11/site-packages/mooncake
@@ -56,13 +58,15 @@ pip_install() {
   "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$@"
 }
 
-echo "setup: installing $(grep -c '==' "$REQUIREMENTS") pinned packages into $VENV (about two minutes)"
+echo "setup: installing $(cat "$REQUIREMENTS" "$LM_EVAL" | grep -c '==') pinned packages into $VENV (about two minutes)"
 TORCH=$(grep '^torch==' "$REQUIREMENTS")
 if ! "$VENV/bin/python" -m pip show --quiet torch 2>/dev/null; then
   # The CPU build is not on PyPI itself: take it from where pip is told to look, else from PyTorch's own index.
   pip_install "$TORCH" 2>/dev/null || pip_install --index-url "$TORCH_INDEX" "$TORCH"
 fi
 pip_install -r "$REQUIREMENTS"
+rm -rf "$VENV/lm-eval"
+pip_install --target "$VENV/lm-eval" -r "$LM_EVAL"
 "$VENV/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec 2>/dev/null
 pip_install --no-build-isolation --editable . --editable training/package
 libibverbs

