@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from examples.server import Server
+from tests.support.cluster import LENGTH
 from tests.support.oracle import Golden, Oracle, one_thread
 from vllm_omni_ext.model_plugins.bagel.checkpoint import load_bagel
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
@@ -64,6 +66,13 @@ def omni(tiny: Path) -> Iterator[Any]:
     llm = LLM(str(tiny), omni=True, max_model_len=MAX_LEN, max_num_batched_tokens=STEP_TOKENS)
     yield llm
     llm.close()
+
+
+@pytest.fixture(scope="session")
+def plain_server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One replica a stage and one API server, with no settings. The last test of `test_http.py` stops it."""
+    with Server(tiny, tmp_path_factory.mktemp("plain") / "server.log", LENGTH) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -212,7 +212,7 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def two(tiny: Path, tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Server]:
     """Two API servers before two replicas of each stage, and others may join."""
-    flags = [*overrides(**{stage: {"replicas": 2} for stage in STAGES}), "--api-server-count", "2"]
+    flags = ["--stage-config", "qwen3_omni_replicas", *overrides(thinker={"replicas": 2}), "--api-server-count", "2"]
     flags += ["-oma", HOST, "-omp", str(port), "--omni-heartbeat-timeout", str(TIMEOUT_S)]
     with Server(tiny, tmp_path_factory.mktemp("two") / "log", [*LENGTH, *flags]) as started:
         assert until(lambda: all_up(started, 6))

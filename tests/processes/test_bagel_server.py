@@ -52,7 +52,8 @@ REPLICAS = 4
 def server(bagel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("bagel_server") / "log"
     flags = [*FLAGS, "--api-server-count", "2", "--omni-heartbeat-timeout", "3"]
-    with Server(bagel, log, [*flags, *overrides(ar={"replicas": 2}, dit={"replicas": 2})]) as server:
+    flags += ["--stage-config", "bagel_replicas", *overrides(ar={"replicas": 2})]
+    with Server(bagel, log, flags) as server:
         assert until(lambda: all_up(server, REPLICAS), 120), server.tail()
         yield server
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from examples.server import Server
 from tests.support import media
-from tests.support.cluster import LENGTH, MODEL
+from tests.support.cluster import MODEL
 from tests.support.pace import pace
 
 pytestmark = pytest.mark.engine
@@ -108,11 +108,10 @@ class Api:
 
 
 @pytest.fixture(scope="module")
-def api(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    with Server(tiny, tmp_path_factory.mktemp("bodies") / "server.log", LENGTH) as server:
-        made = Api(server)
-        yield made
-        made.close()
+def api(plain_server: Server) -> Iterator[Api]:
+    made = Api(plain_server)
+    yield made
+    made.close()
 
 
 def filled(before: str, item: str, after: str, size: float) -> bytes:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import zmq
+from prometheus_client.parser import text_string_to_metric_families
 
 from examples.server import HOST, Server, alive
 from tests.processes.test_parity import CASES, TOLERANCE
@@ -42,9 +44,10 @@ from tests.support.cluster import (
     until,
     used,
 )
-from tests.support.media import openai_messages
+from tests.support.media import image, openai_messages
 from tests.support.namespace import two_hosts
 from tests.support.oracle import Golden, Oracle
+from tests.support.pace import pace
 from tests.support.strangers import as_nobody, leaves
 from vllm_omni_ext import __version__
 from vllm_omni_ext.cli.args import parse_serve
@@ -53,6 +56,7 @@ from vllm_omni_ext.coordinator.keys import Keys, as_client
 from vllm_omni_ext.coordinator.members import Register
 from vllm_omni_ext.coordinator.secret_file import default_file
 from vllm_omni_ext.coordinator.timing import Timing
+from vllm_omni_ext.metrics import PREFIX
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 from vllm_omni_ext.topology.agreement import config_hash, model_identity
 from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, encode
@@ -156,6 +160,50 @@ def test_one_stage_a_process(cluster: Cluster, oracle: Oracle, expected: dict[st
 def test_all_replicas_are_used(cluster: Cluster, undisturbed: list[Answer]) -> None:
     assert set(used(undisturbed)) == {"thinker/0", "thinker/1", "talker/0", "talker/1", "code2wav/0"}
     assert until(lambda: idle(cluster.head))
+
+
+def decisions(head: Server, stage: str) -> Counter[str]:
+    """How often a replica of a stage was chosen, by the reason."""
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(get(head, "/metrics")[1].decode()):
+        for sample in family.samples:
+            if sample.name == PREFIX + "routing_decisions_total" and sample.labels["stage"] == stage:
+                found[sample.labels["reason"]] += int(sample.value)
+    return found
+
+
+SESSIONS, TURNS = 7, 3
+"""An odd number: a policy that takes turns alone would change the replica of each."""
+
+
+def test_a_session_stays_with_its_replica(cluster: Cluster) -> None:
+    """Turns of different sessions alternate; each says its session in the body, then in a header."""
+    head, before = cluster.head, decisions(cluster.head, "thinker")
+    places: dict[int, set[str]] = {session: set() for session in range(SESSIONS)}
+    for turn in range(TURNS):
+        for session, found in places.items():
+            fields, name = body(f"Turn {turn} of {session}.", 4, 4), f"session {session}"
+            with httpx.Client(headers={"X-Session-ID": name} if turn else {}) as client:
+                answer = ask(head, fields if turn else fields | {"session_id": name}, client)
+            found.add(answer.where["thinker"])
+    assert all(len(found) == 1 for found in places.values()), places
+    assert set.union(*places.values()) == {"thinker/0", "thinker/1"}
+    assert decisions(head, "thinker")["affinity"] - before["affinity"] == SESSIONS * (TURNS - 1)
+
+
+def test_an_image_stays_with_the_replica_that_has_seen_it(cluster: Cluster) -> None:
+    """Images alternate, in requests of no session; the text differs, so that only the image is the same."""
+    head, before = cluster.head, decisions(cluster.head, "thinker")
+    parts = {number: {"type": "image", "image": image(64, 64, 100 + number)} for number in range(SESSIONS)}
+    places: dict[int, set[str]] = {number: set() for number in parts}
+    for turn in range(TURNS):
+        for number, part in parts.items():
+            said = {"role": "user", "content": [{"type": "text", "text": f"Question {turn}."}, part]}
+            fields = body("", 4, 4) | {"messages": openai_messages([said])}
+            places[number].add(ask(head, fields).where["thinker"])
+    assert all(len(found) == 1 for found in places.values()), places
+    assert set.union(*places.values()) == {"thinker/0", "thinker/1"}
+    assert decisions(head, "thinker")["affinity"] - before["affinity"] == SESSIONS * (TURNS - 1)
 
 
 def test_replica_number_is_chosen_by_the_head(cluster: Cluster) -> None:
@@ -262,7 +310,10 @@ def raw_noise(port: int, rng: random.Random) -> None:
 
 
 def flood(port: int, messages: list[bytes], keys: Keys | None = None) -> None:
-    """Send messages, from a new connection every thousand; whoever has the keys waits until they have left."""
+    """Send messages, from a new connection every thousand; whoever has the keys waits until they have left.
+
+    Without the keys, the port refuses the handshake. From then on the socket has no peer, and takes no more messages.
+    """
     with zmq.Context() as context:
         for start in range(0, len(messages), 1000):
             with context.socket(zmq.DEALER) as dealer:
@@ -270,8 +321,10 @@ def flood(port: int, messages: list[bytes], keys: Keys | None = None) -> None:
                 dealer.sndhwm = 0
                 dealer.linger = 1000 if keys else 0
                 dealer.connect(f"tcp://{HOST}:{port}")
-                for message in messages[start : start + 1000]:
-                    dealer.send(message)
+                refused = contextlib.nullcontext() if keys else contextlib.suppress(zmq.Again)
+                with refused:
+                    for message in messages[start : start + 1000]:
+                        dealer.send(message, zmq.NOBLOCK)
 
 
 def _readable(paths: list[str]) -> list[bool]:
@@ -372,6 +425,33 @@ def test_leaving_loses_no_request(cluster: Cluster, undisturbed: list[Answer]) -
     assert until(lambda: all_up(head, 5) and idle(head), UP_S)
 
 
+def test_replicas_of_the_frontend_join_die_and_leave(cluster: Cluster, undisturbed: list[Answer]) -> None:
+    """The head has two of its own; the third is another process's, which starts it again when it is killed."""
+    head, name = cluster.head, "thinker/2"
+    with cluster.join("thinker", "thinker") as joined:
+        assert until(lambda: states(head).get(name) == "UP" and all_up(head, 6), UP_S), states(head)
+
+        def busy() -> bool:
+            return until(lambda: replicas(head)[name]["running"], 10)
+
+        def harm(number: signal.Signals) -> None:
+            busy()
+            kill(head, name, number)
+
+        assert during(head, "thinker", lambda: harm(signal.SIGKILL)) == undisturbed
+        assert until(lambda: all_up(head, 6) and idle(head), UP_S), states(head)
+        assert replicas(head)[name]["restarts"] == 1
+        assert until(lambda: used(ask_all(head, BODIES, AT_ONCE))[name])
+
+        def leave() -> None:
+            busy()
+            assert joined.stop(signal.SIGTERM) == []
+
+        assert during(head, "thinker", leave) == undisturbed
+        assert joined.status() == 0, joined.tail()
+    assert until(lambda: all_up(head, 5) and idle(head), UP_S)
+
+
 def test_a_killed_host_is_replaced(cluster: Cluster, undisturbed: list[Answer]) -> None:
     """Last but one: the only vocoder's process is killed, and another joins."""
     head = cluster.head
@@ -456,31 +536,55 @@ def test_replicas_that_were_there_before_their_head(
             assert time.monotonic() - began < SOON_S
 
 
+def crossed(head: Server, ways: set[Any]) -> bool:
+    """Whether prompts with sound were read on each host and spoken on the other, all with the same answer.
+
+    Args:
+        ways: what earlier calls have seen; grows.
+    """
+    fields = body("", 12, 12) | {"messages": openai_messages(CASES["audio"].messages)}
+    answers = ask_all(head, [fields] * AT_ONCE, AT_ONCE)
+    assert all(answer == answers[0] for answer in answers)
+    ways |= {(answer.where["thinker"], answer.where["talker"]) for answer in answers}
+    ways |= {("server", answer.server) for answer in answers}
+    both = sum(way[0] == "server" for way in ways) == 2
+    return both and {("thinker/0", "talker/1"), ("thinker/1", "talker/0")} <= ways
+
+
 @pytest.mark.needs("two hosts")
 def test_two_hosts(tiny: Path, tmp_path: Path, oracle: Oracle, expected: dict[str, Golden]) -> None:
-    """Real addresses; where the replica is reached is found by routing."""
+    """Real addresses: where the talker is reached is found by routing, where the thinker is, by what its host says.
+
+    Both API servers of the head send requests to all of them, and hidden states go over the wire in both directions.
+    """
     port = free_ports(PORTS)
     with contextlib.ExitStack() as stack:
         here, there = stack.enter_context(two_hosts())
-        words = ["-oma", here.address, "-omp", str(port), *TIMES]
-        head = Server(tiny, tmp_path / "head", [*LENGTH, *overrides(talker={"replicas": 0}), *words])
+        second = there.add_address("10.77.0.3")
+        words = ["--api-server-count", "2", "-oma", here.address, "-omp", str(port), *TIMES]
+        head = Server(tiny, tmp_path / "head", [*LENGTH, *words])
         head.words[:0] = here.words
         head.start()
         stack.callback(head.stop)
         copied = tmp_path / "cluster.secret"
-        talker = Headless(
-            tiny, tmp_path / "talker", "talker", port, *TIMES, *SECRET_FILE, str(copied), host=here.address
-        )
-        talker.words[:0] = there.words
+        flags = [*TIMES, *SECRET_FILE, str(copied)]
+        talker = Headless(tiny, tmp_path / "talker", "talker", port, *flags, host=here.address)
+        named = ["--omni-replica-address", second]
+        thinker = Headless(tiny, tmp_path / "thinker", "thinker", port, *flags, *named, host=here.address)
         assert until(lambda: "cluster secret:" in head.log.read_text(), UP_S), head.tail()
         (said,) = [line for line in head.log.read_text().splitlines() if line.startswith("cluster secret:")]
         source = Path(said.partition("scp ")[2].split()[0])
         assert source == default_file() and SECRET_FILE[0] in said
         subprocess.run(["cp", "--preserve=mode", source, copied], check=True)
-        stack.enter_context(talker)
+        for joining in (talker, thinker):
+            joining.words[:0] = there.words
+            stack.enter_context(joining)
         here.call(head.wait)
-        assert here.call(lambda: until(lambda: all_up(head, 3), UP_S))
+        assert here.call(lambda: until(lambda: all_up(head, 5), UP_S)), thinker.tail()
         here.call(lambda: check_parity(head, oracle, expected, ["text", "audio"]))
-        assert here.call(lambda: replicas(head))["talker/0"]["host"] == there.address
+        hosts = {name: each["host"] for name, each in here.call(lambda: replicas(head)).items()}
+        assert (hosts["talker/1"], hosts["thinker/1"]) == (there.address, second)
+        ways: set[Any] = set()
+        assert here.call(lambda: until(lambda: crossed(head, ways), UP_S * pace())), ways
         assert not talker.stop(signal.SIGTERM)
-        assert here.call(lambda: until(lambda: "talker/0" not in states(head)))
+        assert here.call(lambda: until(lambda: "talker/1" not in states(head)))

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,8 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    with Server(tiny, log, ["--served-model-name", MODEL, "--max-model-len", "2048"]) as running:
-        yield running
+def server(plain_server: Server) -> Server:
+    return plain_server
 
 
 @pytest.fixture(scope="module")

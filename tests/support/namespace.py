@@ -32,6 +32,11 @@ class Host:
     def _file(self) -> str:
         return f"/proc/{self.pid}/ns/net"
 
+    def add_address(self, address: str) -> str:
+        """Give the host one more address on the wire, and return it."""
+        _run(self, "address", "add", f"{address}/24", "dev", "wire0")
+        return address
+
     def call(self, function: Callable[[], T]) -> T:
         """Call something in a thread that is there."""
         with ThreadPoolExecutor(1, initializer=self._enter) as thread:
