@@ -4,8 +4,8 @@ A server with two replicas of each stage and two API servers answers texts, spok
 and sounds, some of which are given up in the middle or at once. Seven of its processes are killed once within
 `--settle` seconds, and then one every `--kill-every` seconds. Each answer is compared with the first one to the same
 request, taken before anything is killed. A request whose connection broke, because its API server was killed, is
-asked again. After `--settle` seconds, and at the end, the clients pause, and memory (PSS), file descriptors, threads,
-shared memory and blocks are counted.
+asked again. After `--settle` seconds, and at the end, the clients pause, every process is given a picture and a sound
+that are new to it, and memory (PSS), file descriptors, threads, shared memory and blocks are counted.
 
     python benchmarks/soak.py [MODEL] [--seconds 1200] [--settle 120] [--kill-every 60] [--clients 6] [--json FILE]
 
@@ -51,6 +51,11 @@ ANSWER_S = 120.0
 QUIET_S = 120.0
 """How long it may take until nothing runs and all processes are there."""
 LOOK_EVERY_S = 0.5
+NEW_MEDIA = 16
+"""So many at once reach every process, which then has all that it opens for its first picture and its first sound."""
+POOLED_THREADS = 20
+"""An API server's thread pools (media, files, AnyIO) start a thread when none is idle: so many may come late. Those of
+connections, which ZeroMQ starts, are not among them."""
 VICTIMS = ("talker/0", "api_server/1", "code2wav/1", "thinker/0", "coordinator", "talker/1", "api_server/0")
 FLAGS = ("--served-model-name", MODEL, "--max-model-len", "2048", "--api-server-count", "2")
 TWO = json.dumps({stage: {"replicas": 2} for stage in ("thinker", "talker", "code2wav")})
@@ -73,17 +78,17 @@ def chat(content: Any, **more: Any) -> dict[str, Any]:
     }
 
 
-def picture() -> dict[str, Any]:
+def picture(seed: int = 0) -> dict[str, Any]:
     """A part of a message with a small picture."""
-    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    pixels = np.random.default_rng(seed).integers(0, 256, (64, 64, 3), np.uint8)
     Image.fromarray(pixels).save(file := io.BytesIO(), "png")
     url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def sound() -> dict[str, Any]:
+def sound(seed: int = 1) -> dict[str, Any]:
     """A part of a message with half a second of noise."""
-    noise = np.random.default_rng(1).normal(0, 0.1, 8000).astype("f4")
+    noise = np.random.default_rng(seed).normal(0, 0.1, 8000).astype("f4")
     soundfile.write(file := io.BytesIO(), noise, 16_000, format="wav")
     return {"type": "input_audio", "input_audio": {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}}
 
@@ -107,12 +112,14 @@ READ_ALOUD = {"talker": {"temperature": 0, "min_tokens": 32, "max_tokens": 33}}
 class Level:
     """What a server holds while it does nothing.
 
-    `pss`, `descriptors` and `threads` are by process. `shared_bytes` and `shared_names` are those of /dev/shm.
+    `pss`, `descriptors`, `threads` and `zmq_threads`, which are some of them, are by process. `shared_bytes` and
+    `shared_names` are those of /dev/shm.
     """
 
     pss: dict[str, int]
     descriptors: dict[str, int]
     threads: dict[str, int]
+    zmq_threads: dict[str, int]
     shared_bytes: int
     shared_names: int
     requests: float
@@ -120,12 +127,16 @@ class Level:
 
     def left_over(self, before: Level) -> list[str]:
         """What this level has more of than another, but for memory."""
-        kinds = {"descriptors": (self.descriptors, before.descriptors), "threads": (self.threads, before.threads)}
+        kinds = {
+            "descriptors": (self.descriptors, before.descriptors),
+            "threads of connections": (self.zmq_threads, before.zmq_threads),
+            "threads": (self.threads, before.threads),
+        }
         found = [
             f"{name}: {now[name] - was.get(name, 0)} more {kind}"
             for kind, (now, was) in kinds.items()
             for name in now
-            if now[name] > was.get(name, 0)
+            if now[name] > was.get(name, 0) + POOLED_THREADS * (kind == "threads" and name.startswith("api_server"))
         ]
         if self.shared_names > before.shared_names:
             found.append(f"{self.shared_names - before.shared_names} more names in /dev/shm")
@@ -160,6 +171,7 @@ class Soak:
         self._expected: dict[str, Any] = {}
         self._going = asyncio.Event()
         self._asked = 0
+        self._seeds = itertools.count(2)
         self.result = Result()
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -265,7 +277,19 @@ class Soak:
         """Pause the clients, wait until the server does nothing and has all its processes, and count."""
         self._going.clear()
         await until_nothing(self._busy)
+        await asyncio.gather(*(self._ask_about_new_media() for _ in range(NEW_MEDIA)))
+        await until_nothing(self._busy)
         return counted(await self.processes(), *await self._held())
+
+    async def _ask_about_new_media(self) -> None:
+        """Ask about a picture or a sound that is new: known ones stay with the replica that had them before."""
+        path, fields = REQUESTS["sound"]
+        seed = next(self._seeds)
+        content = [picture(seed) if seed % 2 else sound(seed), {"type": "text", "text": "What is it?"}]
+        async with self._post(path, fields | {"messages": [{"role": "user", "content": content}]}) as reply:
+            if reply.status != 200:
+                raise Wrong(f"status {reply.status}: {(await reply.text())[:300]}")
+            await reply.read()
 
     async def _busy(self) -> str:
         """What is not quiet, or not there; empty: nothing."""
@@ -318,11 +342,18 @@ def counted(processes: Mapping[str, int], requests: float, blocks: float) -> Lev
         pss={name: process.memory_full_info().pss for name, process in found.items()},
         descriptors={name: process.num_fds() for name, process in found.items()},
         threads={name: process.num_threads() for name, process in found.items()},
+        zmq_threads={name: zmq_threads(process.pid) for name, process in found.items()},
         shared_bytes=psutil.disk_usage("/dev/shm").used,
         shared_names=len(os.listdir("/dev/shm")),
         requests=requests,
         blocks=blocks,
     )
+
+
+def zmq_threads(pid: int) -> int:
+    """How many threads of a process ZeroMQ has started, by their names."""
+    names = (task.joinpath("comm").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
+    return sum(name.startswith("ZMQbg") for name in names)
 
 
 async def until_nothing(look: Callable[[], Awaitable[str]]) -> None:
@@ -361,13 +392,15 @@ async def soak(server: Server, *, seconds: float, settle: float, kill_every: flo
 def show(result: Result) -> None:
     """Print what has happened."""
     print(f"answered: {dict(result.outcomes)}; killed: {dict(result.killed)}")
-    print(f"{'':<14}{'PSS, MiB':>10}{'later':>8}{'fds':>6}{'later':>6}{'threads':>8}{'later':>6}")
+    heads = f"{'PSS, MiB':>10}{'later':>8}{'fds':>6}{'later':>6}{'threads':>8}{'later':>6}{'ZMQ':>6}{'later':>6}"
+    print(f"{'':<14}{heads}")
     first, last = result.levels[0], result.levels[-1]
     for name in sorted(last.pss):
         mib = [level.pss.get(name, 0) / 2**20 for level in (first, last)]
-        tables = first.descriptors, last.descriptors, first.threads, last.threads
-        counts = [table.get(name, 0) for table in tables]
-        print(f"{name:<14}{mib[0]:>10.1f}{mib[1]:>8.1f}{counts[0]:>6}{counts[1]:>6}{counts[2]:>8}{counts[3]:>6}")
+        tables = [(level.descriptors, level.threads, level.zmq_threads) for level in (first, last)]
+        counts = [table.get(name, 0) for pair in zip(*tables, strict=True) for table in pair]
+        cells = "".join(f"{count:>{width}}" for count, width in zip(counts, (6, 6, 8, 6, 6, 6), strict=True))
+        print(f"{name:<14}{mib[0]:>10.1f}{mib[1]:>8.1f}{cells}")
     print(f"memory of all: {result.growth():+.2%}; shared memory: {last.shared_bytes - first.shared_bytes:+,} bytes")
     print(f"left over: {', '.join(result.left_over()) or 'nothing'}")
     print(f"lost: {len(result.lost)}", *result.lost[:10], sep="\n  ")

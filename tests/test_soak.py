@@ -52,8 +52,8 @@ def test_only_rounding_may_differ(soak: ModuleType) -> None:
 
 
 def level(soak: ModuleType, **changes: Any) -> Any:
-    usual = {"pss": {"head": 100}, "descriptors": {"head": 9}, "threads": {"head": 3}, "shared_bytes": 5}
-    return soak.Level(**usual | {"shared_names": 2, "requests": 0.0, "blocks": 0.0} | changes)
+    usual = {"pss": {"head": 100}, "descriptors": {"head": 9}, "threads": {"head": 3}, "zmq_threads": {"head": 1}}
+    return soak.Level(**usual | {"shared_bytes": 5, "shared_names": 2, "requests": 0.0, "blocks": 0.0} | changes)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,9 @@ def level(soak: ModuleType, **changes: Any) -> Any:
         ({"descriptors": {"head": 8}, "shared_names": 1}, []),
         ({"descriptors": {"head": 11}}, ["head: 2 more descriptors"]),
         ({"threads": {"head": 4}}, ["head: 1 more threads"]),
+        ({"threads": {"head": 3, "api_server/0": 20}}, []),
+        ({"threads": {"head": 3, "api_server/0": 21}}, ["api_server/0: 21 more threads"]),
+        ({"zmq_threads": {"head": 3}}, ["head: 2 more threads of connections"]),
         ({"shared_names": 3}, ["1 more names in /dev/shm"]),
         ({"requests": 1.0, "blocks": 0.5}, ["requests are held", "blocks are held"]),
     ],

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, multiprocess, values
 
@@ -23,6 +25,37 @@ MODEL = "model_name"
 
 LATENCY_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.35, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 GAP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1, 1.5, 2, 3, 5, 10)
+
+
+class StepGauge(Gauge):
+    """A gauge of a replica's state, which several API servers write: the state after the latest step is shown.
+
+    The one that was written last may be older: an API server gets outputs that were meant for the one it replaces.
+    """
+
+    _at: ClassVar[float | None] = None
+
+    def set(self, value: float) -> None:
+        """Set the gauge."""
+        if self._at is None or not self._is_most_recent:
+            super().set(value)
+        else:
+            self._value.set(float(value), timestamp=self._at)
+
+    @classmethod
+    @contextmanager
+    def state_after(cls, step_ns: int) -> Iterator[None]:
+        """Date values that are set meanwhile.
+
+        Args:
+            step_ns: Unix time of the step, in nanoseconds; 0: not known, so values are of now.
+        """
+        # The clock of another host may be ahead; what this host writes later must still count.
+        cls._at = min(step_ns / 1e9, time.time()) if step_ns else None
+        try:
+            yield
+        finally:
+            cls._at = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +90,7 @@ class Metric:
             case "counter":
                 return Counter(self.full_name, self.text, labels, registry=registry)
             case "gauge":
-                return Gauge(self.full_name, self.text, labels, registry=registry, multiprocess_mode=self.mode)
+                return StepGauge(self.full_name, self.text, labels, registry=registry, multiprocess_mode=self.mode)
             case "histogram":
                 return Histogram(self.full_name, self.text, labels, registry=registry, buckets=self.buckets)
 

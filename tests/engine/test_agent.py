@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.engine import agent
@@ -104,8 +107,8 @@ class OwnScheduler:
     def schedule(self) -> str:
         return "what to compute"
 
-    def update_from_output(self, scheduled: str, output: str) -> str:
-        return f"{scheduled}: {output}"
+    def update_from_output(self, scheduled: str, output: str) -> dict[int, EngineCoreOutputs]:
+        return {0: EngineCoreOutputs(scheduler_stats=SchedulerStats()), 1: EngineCoreOutputs()}
 
     def shutdown(self) -> None:
         self.shut_down = True
@@ -222,6 +225,14 @@ def test_the_agent_leaves_with_its_scheduler(monkeypatch: pytest.MonkeyPatch) ->
 def build_own(**kwargs: Any) -> Any:
     """A `scheduler_cls` that is a function, found by its name."""
     return OwnScheduler([])
+
+
+def test_statistics_have_the_time_of_their_step(ended: Ended) -> None:
+    made: Any = with_agent(OwnScheduler(ended))  # type: ignore[arg-type]
+    before = time.time_ns()
+    outputs = made.update_from_output(made.schedule(), "what came of it")
+    assert before <= outputs[0].scheduler_stats.step_counter <= time.time_ns()
+    assert outputs[1].scheduler_stats is None
 
 
 class Built:

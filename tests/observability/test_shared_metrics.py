@@ -104,6 +104,32 @@ assert seen["replica_requests_running"] == 30
     )
 
 
+def test_the_state_after_the_latest_step_is_shown(tmp_path: Path) -> None:
+    """Not the one that was written last: an API server reads what its predecessor has not."""
+    run(
+        """
+def after_step(at, requests):
+    if os.fork() == 0:
+        metrics = m.Metrics("tiny")
+        with m.StepGauge.state_after(round(at * 1e9)):
+            metrics.of(m.REPLICA_RUNNING, "talker", "talker/0").set(requests)
+        os._exit(0)
+    os.wait()
+    return scraped()["replica_requests_running"]
+
+import time
+now = time.time()
+assert after_step(now - 9, 1) == 1
+assert after_step(now - 5, 0) == 0
+assert after_step(now - 7, 3) == 0, "an older step"
+assert after_step(now + 100, 2) == 2, "of a host whose clock is ahead"
+assert after_step(time.time(), 1) == 1
+assert after_step(0, 5) == 5, "a step without a time is of now"
+""",
+        tmp_path,
+    )
+
+
 def test_alone_nothing_is_written(tmp_path: Path) -> None:
     run(
         """

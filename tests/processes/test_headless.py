@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -44,7 +45,7 @@ from tests.support.cluster import (
     until,
     used,
 )
-from tests.support.media import image, openai_messages
+from tests.support.media import audio, image, openai_messages
 from tests.support.namespace import two_hosts
 from tests.support.oracle import Golden, Oracle
 from tests.support.pace import pace
@@ -536,13 +537,20 @@ def test_replicas_that_were_there_before_their_head(
             assert time.monotonic() - began < SOON_S
 
 
+SOUNDS = itertools.count(100)
+"""Seeds."""
+
+
 def crossed(head: Server, ways: set[Any]) -> bool:
     """Whether prompts with sound were read on each host and spoken on the other, all with the same answer.
+
+    Each call has a sound of its own: a sound stays with the thinker that has heard it.
 
     Args:
         ways: what earlier calls have seen; grows.
     """
-    fields = body("", 12, 12) | {"messages": openai_messages(CASES["audio"].messages)}
+    message = {"role": "user", "content": [{"type": "audio", "audio": audio(0.5, seed=next(SOUNDS))}]}
+    fields = body("", 12, 12) | {"messages": openai_messages([message])}
     answers = ask_all(head, [fields] * AT_ONCE, AT_ONCE)
     assert all(answer == answers[0] for answer in answers)
     ways |= {(answer.where["thinker"], answer.where["talker"]) for answer in answers}

@@ -16,6 +16,7 @@ from openai import OpenAI
 from vllm import LLM
 
 from examples.server import Server, command, free_port
+from tests.support.cluster import until
 from vllm_omni_ext.runtime.launch.progress import Progress
 from vllm_omni_ext.wire.loading import Loading
 
@@ -30,12 +31,18 @@ def said(log: Path) -> list[str]:
     return [line for line in lines if re.match(r"(starting|thinker|talker|code2wav|ready|error)\b(?!/)", line)]
 
 
+def says_ready(log: Path) -> bool:
+    """Whether the last line is there: the first API server answers a moment before."""
+    return until(lambda: any(line.startswith("ready:") for line in said(log)))
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_one_line_a_stage(tiny: Path, tmp_path: Path, kept: bool) -> None:
     terminal, logs = tmp_path / "terminal", tmp_path / "logs"
     flags = ["--max-model-len", "2048", *(["--omni-log-dir", str(logs)] if kept else ["--omni-verbose"])]
     with Server(tiny, terminal, flags) as server:
         port = server.port
+        assert says_ready(terminal)
     first, *stages, last = said(terminal)
     where = f"in {logs}" if kept else "on this terminal"
     assert first == f"starting thinker (1 replica), talker (1 replica), code2wav (1 replica); logs {where}"
@@ -115,5 +122,6 @@ def test_one_after_the_other_and_all_are_known(tiny: Path, tmp_path: Path) -> No
             extra_body={"talker": {"max_tokens": 8}, "ignore_eos": True},
         )
         assert reply.choices[0].message.audio.data
+        assert says_ready(terminal)
     stages = [line.split()[0] for line in said(terminal)]
     assert stages == ["starting", "thinker", "talker", "code2wav", "ready:"]

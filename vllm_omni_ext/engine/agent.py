@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -129,7 +130,8 @@ class ReplicaAgent:
 def with_agent(scheduler: SchedulerInterface, step_timeout_s: float | None = None) -> SchedulerInterface:
     """Start an agent for a scheduler and stop it when the scheduler is shut down; return the scheduler.
 
-    A step begins when the scheduler is asked for one, and ends when it has been told what came of it.
+    A step begins when the scheduler is asked for one, and ends when it has been told what came of it. Statistics have
+    the time of their step in `step_counter`, Unix nanoseconds; vLLM uses that field between data parallel ranks only.
     """
     agent = ReplicaAgent(scheduler, step_timeout_s)
     add_request, shutdown = scheduler.add_request, scheduler.shutdown
@@ -150,6 +152,9 @@ def with_agent(scheduler: SchedulerInterface, step_timeout_s: float | None = Non
     def ended(*args: Any, **kwargs: Any) -> Any:
         outputs = update_from_output(*args, **kwargs)
         agent.clock.ended += 1
+        for each in outputs.values():
+            if each.scheduler_stats is not None:
+                each.scheduler_stats.step_counter = time.time_ns()
         return outputs
 
     vars(scheduler).update(add_request=intercepted, shutdown=stopped, schedule=begun, update_from_output=ended)

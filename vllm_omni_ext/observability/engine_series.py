@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Histogram
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import (
     ECConnectorProm,
@@ -18,6 +18,7 @@ from vllm.v1.metrics.loggers import (
 )
 
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.metrics import StepGauge
 
 ENGINE = "engine"
 
@@ -77,7 +78,7 @@ class EngineSeries:
         """Return vLLM's logger with all its metrics made here, as vLLM's own variant for Ray replaces them."""
         kinds = {
             name: staticmethod(partial(self.make, kind))
-            for name, kind in (("_gauge_cls", Gauge), ("_counter_cls", Counter), ("_histogram_cls", Histogram))
+            for name, kind in (("_gauge_cls", StepGauge), ("_counter_cls", Counter), ("_histogram_cls", Histogram))
         }
         count = {"_counter_cls": kinds["_counter_cls"]}
         parts = {

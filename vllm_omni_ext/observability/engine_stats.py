@@ -177,12 +177,16 @@ def _replica_logger(
         ) -> None:
             if not isinstance(iteration_stats, StepTokens):
                 self._shown.forget(engine_idx)
-                super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+                self._record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
                 return
             if scheduler_stats is not None and self._changes(scheduler_stats, engine_idx):
-                super().record(scheduler_stats, None, None, engine_idx)
+                self._record(scheduler_stats, None, None, engine_idx)
             self.counter_generation_tokens[engine_idx].inc(iteration_stats.num_generation_tokens)
             self.histogram_iteration_tokens[engine_idx].observe(iteration_stats.num_generation_tokens)
+
+        def _record(self, stats: SchedulerStats | None, *others: Any) -> None:
+            with m.StepGauge.state_after(0 if stats is None else stats.step_counter):
+                super().record(stats, *others)
 
         def _changes(self, stats: SchedulerStats, number: int) -> bool:
             if adds_to_counters(stats):

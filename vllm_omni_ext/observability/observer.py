@@ -163,13 +163,14 @@ class Observer:
             table.pop(replica, None)  # type: ignore[attr-defined]
 
     def loaded(self, replica: ReplicaId, stats: SchedulerStats) -> None:
-        """Record the statistics of a replica's scheduler."""
+        """Record the statistics of a replica's scheduler after a step; `step_counter` is its time (`ReplicaAgent`)."""
         load = stats.num_running_reqs, stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         self.loads[replica] = load
         if self._shown.due(replica, load, busy=load[0] > 0):
             running, waiting = self._load[replica]
-            running.set(load[0])
-            waiting.set(load[1])
+            with m.StepGauge.state_after(stats.step_counter):
+                running.set(load[0])
+                waiting.set(load[1])
         if stats.kv_connector_stats:
             self._transferred(replica, stats.kv_connector_stats)
 
