@@ -115,7 +115,7 @@ class ReadAloudFlow:
     def _on_talker(self, event: Produced) -> list[Action]:
         # The frame of the talker's last step (end of speech, or the length limit) is not part of the sound.
         done = event.finish is not None
-        part = self._voice.take(None if done else event.payload, last=done, at=event.at)
+        part = self._voice.take(None if done else event.payload, last=done, at=event.at, load=event.load)
         if done and not self._voice.frames.count:
             return [self._silence("the talker ended before its first frame"), Finished()]
         return [] if part is None else [part]

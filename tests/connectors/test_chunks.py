@@ -141,6 +141,14 @@ def test_playback_never_waits_while_items_come_in_time(sizes: list[int], gaps: l
             begun = now if begun is None else begun
 
 
+def test_a_chunk_may_have_to_be_larger_than_its_schedule_says() -> None:
+    writer = ChunkWriter[int](ChunkSchedule((1,)))
+    assert writer.write([1], least=2) is None
+    assert writer.write([2], least=2) == Chunk(0, (1, 2), last=False)
+    assert writer.write([3]) == Chunk(1, (3,), last=False)
+    assert writer.write([4], last=True, least=2) == Chunk(2, (4,), last=True)
+
+
 def test_a_negative_rate_is_refused() -> None:
     with pytest.raises(ValueError, match="rate"):
         ChunkSchedule((1,), rate=-1.0)

@@ -624,6 +624,27 @@ def test_parts_are_due_when_the_listener_has_played_the_sound_before_them() -> N
     assert (frame(50.22).due or 0) >= again.due
 
 
+@pytest.mark.parametrize(
+    ("load", "rate", "frames"), [(1.0, 12.5, [1, 1]), (1.5, 12.5, [2, 1]), (9.0, 12.5, [2, 1]), (9.0, 0.0, [1, 1])]
+)
+def test_beside_other_requests_the_first_part_has_two_frames(load: float, rate: float, frames: list[int]) -> None:
+    flow = flow_for(TEXT, frames=ChunkSchedule((1,), rate=rate))
+    feed(flow, thought(40), thought(9, finish="stop"))
+    parts: list[Action] = []
+    for _ in range(3):
+        parts += flow.handle(Produced(TALKER, (1,), torch.tensor([(5, 5)], dtype=torch.int32), at=50.0, load=load))
+    assert [len(part.prompt) // 2 for part in parts if isinstance(part, Submit)][:2] == frames
+
+
+def test_an_answer_of_one_frame_beside_others() -> None:
+    flow = flow_for(TEXT, frames=ChunkSchedule((1,), rate=12.5))
+    feed(flow, thought(40), thought(9, finish="stop"))
+    frame = torch.tensor([(5, 5)], dtype=torch.int32)
+    assert flow.handle(Produced(TALKER, (1,), frame, load=2.0)) == []
+    (part,) = flow.handle(Produced(TALKER, (1,), frame, finish="stop", load=2.0))
+    assert isinstance(part, Submit) and part.prompt == [5, 5] and part.last
+
+
 def test_without_a_rate_parts_have_no_time() -> None:
     flow = flow_for(TEXT, frames=EACH)
     actions = feed(flow, thought(40), thought(9, finish="stop"), said((1, 2)))

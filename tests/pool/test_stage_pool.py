@@ -52,6 +52,15 @@ def test_the_policy_decides_and_sees_the_load() -> None:
     assert policy.shown == [{A: 0, B: 0}, {A: 1, B: 0}]
 
 
+def test_the_load_of_a_replica() -> None:
+    pool = StagePool("talker", [A, B], First(), clients=2)
+    for name in ("x", "y"):
+        pool.admit(name)
+    assert (pool.load(A), pool.load(B), pool.load(C)) == (4.0, 0.0, 0.0)
+    pool.drain(A)
+    assert pool.load(A) == 2.0
+
+
 def test_release_says_where_it_was_and_only_once() -> None:
     pool = StagePool("talker", [A])
     pool.admit("r")

@@ -19,7 +19,7 @@ from PIL import Image
 from examples.server import Server
 from tests.support import media
 from tests.support.cluster import MODEL
-from tests.support.pace import pace
+from tests.support.pace import pace, waited
 
 pytestmark = pytest.mark.engine
 
@@ -86,24 +86,20 @@ class Api:
     def kib(self, name: str) -> int:
         return int(self._files.joinpath("status").read_text().partition(f"{name}:")[2].split()[0])
 
-    def waits(self) -> list[float]:
-        """For how many seconds the threads of each process of the server have waited for a core so far."""
-        delays = [Path(f"/proc/{each.pid}/task").glob("*/schedstat") for each in self._processes]
-        return [sum(int(file.read_text().split()[1]) for file in files) / 1e9 for files in delays]
-
     def cost(self, path: str, body: bytes) -> tuple[httpx.Response, float, float, Gaps]:
         """The answer, how long it took in seconds, by how many MB memory grew meanwhile, and what the chats saw."""
         self._files.joinpath("clear_refs").write_text("5")  # the high-water mark of its memory is its memory now
         before = self.kib("VmRSS")
         self._gaps.longest, self._gaps.tokens = 0.0, 0
-        began, waits = time.monotonic(), self.waits()
+        began, waits = time.monotonic(), waited(self._processes, all_threads=True)
         answer = self.http.post(path, content=body, headers={"content-type": "application/json"})
         took = time.monotonic() - began
         deadline = time.monotonic() + 30
         while self._gaps.tokens < 4 * STREAMS:  # what held them up shows when they go on
             assert time.monotonic() < deadline and not self._gaps.failed, self._gaps
             time.sleep(0.01)
-        self._gaps.waited = max(after - before for before, after in zip(waits, self.waits(), strict=True))
+        now = waited(self._processes, all_threads=True)
+        self._gaps.waited = max(after - before for before, after in zip(waits, now, strict=True))
         return answer, took, (self.kib("VmHWM") - before) * 1024 / MB, self._gaps
 
 

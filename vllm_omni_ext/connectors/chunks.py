@@ -72,12 +72,15 @@ class ChunkWriter(Generic[T]):
         self._sent = 0
         self._closed = False
 
-    def write(self, items: Iterable[T], *, last: bool = False, elapsed: float | None = None) -> Chunk[T] | None:
+    def write(
+        self, items: Iterable[T], *, last: bool = False, elapsed: float | None = None, least: int = 1
+    ) -> Chunk[T] | None:
         """Add items; return the next chunk, with all pending items, if it is due, else None.
 
         Args:
             last: no item follows; the pending items are returned in a chunk marked as the last.
             elapsed: seconds since the consumer began, for schedules with a rate.
+            least: items that the chunk must have, whatever the schedule says, unless it is the last.
 
         Raises:
             ValueError: the stream has been closed already.
@@ -87,7 +90,7 @@ class ChunkWriter(Generic[T]):
         self._items.extend(items)
         self._closed = last
         due = self._schedule.due(self._index, self._sent, elapsed)
-        if not last and (due == ALL or len(self._items) < due):
+        if not last and (due == ALL or len(self._items) < max(due, least)):
             return None
         chunk = Chunk(self._index, tuple(self._items), last)
         self._sent += len(self._items)

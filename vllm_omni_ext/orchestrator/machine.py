@@ -164,8 +164,8 @@ class RequestMachine:
             else:
                 self.placement.unroute(binding, event.engine_id)
         self._keep(state, event)
-        number = None if part is None else part.part
-        self._decide(state, stage, Produced(stage, event.tokens, event.payload, finish, number, event.at))
+        number, load = None if part is None else part.part, self.placement.pools[stage].load(event.replica)
+        self._decide(state, stage, Produced(stage, event.tokens, event.payload, finish, number, event.at, load))
 
     def prompt_output(self, prompt: Prompt, event: m.Output) -> None:
         """Handle the frontend's output for a prompt."""

@@ -31,6 +31,7 @@ class Produced:
         finish: why the request (or the stream) has ended in that stage; None while it continues.
         part: the part of a stream that this output belongs to (see `Submit`); None for other stages.
         at: time of the output, in seconds of a monotonic clock.
+        load: estimated number of requests on the replica that made the output, this one included; 0 for the frontend.
     """
 
     stage: str
@@ -39,6 +40,7 @@ class Produced:
     finish: Finish | None = None
     part: int | None = None
     at: float = field(default=0.0, compare=False)
+    load: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,10 @@ class StagePool:
             self._recount(replica)
         return replica
 
+    def load(self, replica: ReplicaId) -> float:
+        """Estimated requests in a replica, of all API servers; of one that takes no new ones, those bound to it."""
+        return self._open.get(replica, float(len(self._bound.get(replica, ()))))
+
     def in_flight(self, replica: ReplicaId) -> int:
         """Requests bound to a replica; UnknownMember if it is not in the pool."""
         return len(self._requests(replica))
