@@ -5,9 +5,9 @@ The text stage's steps take `--step` seconds, whatever runs in them. Requests co
 for) and stock vLLM (the text stage's model alone) get the same requests at the same times, each with 1 and with 2 API
 servers.
 
-Shown: completed requests a second, the time to the first token from the moment a request is due, and CPU seconds a
-request by kind of process. All of it, this program too, shares the cores of one machine: what a second API server wins
-in time shows only where cores are free for it. CPU seconds a request do not depend on that.
+Shown: completed requests a second, the time to the first token from the moment a request is due, the mean time between
+tokens, and CPU seconds a request by kind of process. All of it, this program too, shares the cores of one machine: what
+a second API server wins in time shows only where cores are free for it. CPU seconds a request do not depend on that.
 
     python benchmarks/api_servers.py [MODEL] [--rate 40] [--seconds 20] [--servers 1 2] [--json FILE]
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import itertools
 import json
 import os
 import random
@@ -61,7 +62,13 @@ SERVER_HEADER = "X-Api-Server"
 
 @dataclass
 class Run:
-    """One load on one server. `first` in seconds from when a request was due; `cpu` in seconds by kind of process."""
+    """One load on one server.
+
+    Attributes:
+        first: seconds from when a request was due to its first token.
+        gaps: seconds between its tokens.
+        cpu: seconds by kind of process.
+    """
 
     name: str
     servers: int
@@ -69,6 +76,7 @@ class Run:
     sent: int
     seconds: float = 0.0
     first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
     cpu: dict[str, float] = field(default_factory=dict)
     by_server: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
@@ -84,6 +92,8 @@ class Run:
             "failed": dict(self.failed),
             "requests_per_s": done / self.seconds,
             "first_s": self.first,
+            "gaps_s": self.gaps,
+            "per_token_mean_s": float(np.mean(self.gaps)) if self.gaps else None,
             "ttft_mean_s": float(np.mean(self.first)),
             "ttft_p99_s": float(np.percentile(self.first, 99)),
             "cpu_ms_per_request": {kind: seconds / done * 1e3 for kind, seconds in sorted(self.cpu.items())},
@@ -167,22 +177,23 @@ def cpu(server: Server, known: dict[int, str]) -> Counter[str]:
 async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], due: float, run: Run | None) -> None:
     """One request, when it is due."""
     await asyncio.sleep(due - time.monotonic())
-    first = None
+    times: list[float] = []
     try:
         async with session.post(f"{url}/chat/completions", json=body) as answer:
             if answer.status != 200:
                 raise RuntimeError(f"status {answer.status}: {(await answer.text())[:200]}")
             async for line in answer.content:
-                if first is None and b'"content":"' in line.replace(b'"content":""', b""):
-                    first = time.monotonic() - due
+                if b'"content":"' in line.replace(b'"content":""', b""):
+                    times.append(time.monotonic())
             server = answer.headers.get(SERVER_HEADER, "")
     except (aiohttp.ClientError, RuntimeError, TimeoutError) as error:
         if run is None:
             raise
         run.failed[str(error)[:100]] += 1
         return
-    if run is not None and first is not None:
-        run.first.append(first)
+    if run is not None and times:
+        run.first.append(times[0] - due)
+        run.gaps += [later - earlier for earlier, later in itertools.pairwise(times)]
         run.by_server[server] += 1
 
 
@@ -209,7 +220,7 @@ async def load(server: Server, run: Run, args: Any) -> None:
 
 def show(runs: Iterable[Run]) -> None:
     """Print one line for each run."""
-    print(f"{'':<26}{'requests/s':>11}{'TTFT mean':>11}{'p99, ms':>10}   CPU ms a request")
+    print(f"{'':<26}{'requests/s':>11}{'TTFT mean':>11}{'p99, ms':>10}{'a token':>9}   CPU ms a request")
     for run in runs:
         figures = run.figures()
         spent = ", ".join(f"{kind} {ms:.1f}" for kind, ms in figures["cpu_ms_per_request"].items())
@@ -217,7 +228,8 @@ def show(runs: Iterable[Run]) -> None:
         failed = f"; FAILED {dict(run.failed)}" if run.failed else ""
         print(
             f"{f'{run.kind}, {run.name}, {run.servers}':<26}{figures['requests_per_s']:>11.1f}"
-            f"{figures['ttft_mean_s'] * 1e3:>11.0f}{figures['ttft_p99_s'] * 1e3:>10.0f}   {spent}"
+            f"{figures['ttft_mean_s'] * 1e3:>11.0f}{figures['ttft_p99_s'] * 1e3:>10.0f}"
+            f"{(figures['per_token_mean_s'] or 0) * 1e3:>9.1f}   {spent}"
             f"{f'; requests {shares}' if run.servers > 1 and run.name == OURS else ''}{failed}"
         )
 

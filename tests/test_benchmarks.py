@@ -20,10 +20,12 @@ from benchmarks.tool.suite import (
     api_servers,
     first_audio,
     handoff,
+    layouts,
     memory,
     overhead,
     prefill_decode,
     replicas,
+    silence,
     startup,
 )
 
@@ -125,7 +127,9 @@ def test_there_are_at_most_ten_and_each_is_described():
         ("handoff", "handoff_cost"),
         ("first_audio", "first_audio"),
         ("overhead", "thinker_decode"),
+        ("silence", "silence"),
         ("replicas", "replicas"),
+        ("layouts", "layouts"),
         ("api_servers", "api_servers"),
         ("prefill_decode", "pd"),
     ],
@@ -219,10 +223,25 @@ def test_api_servers_are_compared_with_as_many_of_stock_vllm():
     def run(who: str, first: float) -> dict[str, Any]:
         spent = {"engines": 3.0, "API servers": 1.0, "this program": 9.0}
         base = {"who": who, "kind": "text", "servers": 2, "requests_per_s": 5.0, "cpu_ms_per_request": spent}
-        return base | {"first_s": [first]}
+        return base | {"first_s": [first], "gaps_s": [0.02]}
 
     made = api_servers.comparisons([run("ours", 0.1), run("stock vLLM", 0.2)])
-    assert [(each.ratio, each.samples) for each in made] == [(0.5, [100.0]), (1.0, [5.0]), (1.0, [4.0])]
+    assert [(each.ratio, each.samples) for each in made] == [(0.5, [100.0]), (1.0, [20.0]), (1.0, [5.0]), (1.0, [4.0])]
+
+
+def test_layouts_are_compared_with_one_talker():
+    one = {"seconds": 10, "ended": 20, "first_token": [0.1], "first_sound": [0.2]}
+    made = layouts.comparisons({"1": [one], "2": [one | {"ended": 40}, one | {"first_token": [0.1, 0.2]}]})
+    assert [(each.ratio, len(each.samples)) for each in made] == [(1.5, 2), (1.0, 3), (1.0, 2)]
+
+
+def test_silences_are_compared_with_the_order_of_arrival():
+    answers, ours = [{"late_s": 0.1, "first_s": 0.05}], [{"late_s": 0.0, "first_s": 0.06}]
+    made = silence.comparisons([["fcfs", 1, 4, answers], ["fcfs", 2, 4, answers], ["priority", 2, 4, ours]])
+    assert [(each.what, each.ratio) for each in made] == [
+        ("silence, listeners: 4", 0.0),
+        ("first sound, listeners: 4", pytest.approx(1.2)),
+    ]
 
 
 def test_prefill_and_decode_apart_leaves_out_what_nobody_saw():

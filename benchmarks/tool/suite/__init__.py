@@ -8,12 +8,16 @@ from benchmarks.tool.suite import (
     api_servers,
     first_audio,
     handoff,
+    layouts,
     memory,
     overhead,
     prefill_decode,
     replicas,
+    silence,
     startup,
 )
 
-_modules = (startup, memory, handoff, first_audio, overhead, replicas, api_servers, prefill_decode)
+_modules = (
+    startup, memory, handoff, first_audio, silence, overhead, replicas, layouts, api_servers, prefill_decode,
+)  # fmt: skip
 BENCHMARKS: dict[str, ModuleType] = {module.DESCRIPTION.name: module for module in _modules}

@@ -11,7 +11,7 @@ OURS, STOCK = "ours", "stock vLLM"
 
 DESCRIPTION = Description(
     name="api_servers",
-    compares="time to the first token and requests a second of text, with 1 and 2 API servers",
+    compares="time to the first token, between tokens, and requests a second of text, with 1 and 2 API servers",
     baseline="stock vLLM with as many API servers and the same simulated device time",
     quick={"servers": [1], "kinds": ["text"], "rate": 10, "seconds": 2},
     full={"servers": [1, 2], "kinds": ["text", "audio"], "rate": 40, "seconds": 20},
@@ -28,8 +28,10 @@ def comparisons(found: list[dict[str, Any]]) -> list[Comparison]:
         if who == OURS:
             pair = [runs[each, kind, servers] for each in (OURS, STOCK)]
             load = f"{kind}, API servers: {servers}"
-            first, rate, cpu = ([figure(run) for run in pair] for figure in (first_ms, per_second, cpu_ms))
+            measured = (first_ms, gaps_ms, per_second, cpu_ms)
+            first, gaps, rate, cpu = ([figure(run) for run in pair] for figure in measured)
             made.append(Comparison(f"first token, {load}", "ms", OURS, STOCK, *first))
+            made.append(Comparison(f"between tokens, {load}", "ms", OURS, STOCK, *gaps))
             made.append(Comparison(f"requests a second, {load}", "/s", OURS, STOCK, *rate, True))
             made.append(Comparison(f"CPU time a request, {load}", "ms", OURS, STOCK, *cpu))
     return made
@@ -38,6 +40,11 @@ def comparisons(found: list[dict[str, Any]]) -> list[Comparison]:
 def first_ms(run: dict[str, Any]) -> list[float]:
     """Of every request."""
     return [1e3 * seconds for seconds in run["first_s"]]
+
+
+def gaps_ms(run: dict[str, Any]) -> list[float]:
+    """Between any two tokens of a request."""
+    return [1e3 * seconds for seconds in run["gaps_s"]]
 
 
 def per_second(run: dict[str, Any]) -> list[float]:

@@ -1,0 +1,142 @@
+"""The whole pipeline with 1 and 2 talkers: spoken answers a second, first token and first sound.
+
+Device time is simulated: each stage's steps take a stated time, the talker's the longest, so that it limits how many
+answers are spoken at once. Clients ask one spoken answer after the other. The layouts take turns on the same engines: a
+talker that a layout does not have takes no requests. Shown is what replicas of one stage bring to all of an answer, and
+whether they cost its beginning anything.
+
+    python benchmarks/layouts.py [MODEL] [--talkers 1 2] [--rounds 3] [--seconds 15] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from checkpoint import checkpoint, parser
+from simulated import engine
+from stage_load import PROMPT, Work, closed_loop, deployed, open_only
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni_ext.cli.settings import from_kwargs
+from vllm_omni_ext.compat import activate
+from vllm_omni_ext.modalities.chunks import AudioChunk
+from vllm_omni_ext.omni import AsyncOmni
+from vllm_omni_ext.plugins.runtime import RequestOptions
+
+STEPS_S = {"thinker": 0.01, "talker": 0.04, "code2wav": 0.01}
+SLOTS = 4
+"""Requests that a talker runs at once."""
+TOKENS, FRAMES = 16, 50
+SETTLE_S = 4.0
+"""The first answers of a round, which begin all at once, are not counted."""
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Round:
+    """Answers that ended in the measured time, and how long all that began waited, in seconds."""
+
+    seconds: float
+    ended: int = 0
+    first_token: list[float] = field(default_factory=list)
+    first_sound: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Answers:
+    """Asks for spoken answers, and notes them in a round."""
+
+    omni: AsyncOmni
+    round: Round | None = None
+
+    async def __call__(self) -> None:
+        """Ask for one."""
+        text = SamplingParams(temperature=0, min_tokens=TOKENS, max_tokens=TOKENS, ignore_eos=True)
+        frames = SamplingParams(temperature=0, min_tokens=FRAMES + 1, max_tokens=FRAMES + 1)
+        options = RequestOptions(modalities=("text", "audio"), params={"talker": frames})
+        began, first_token, first_sound = time.monotonic(), 0.0, 0.0
+        asked = self.omni.generate({"prompt_token_ids": PROMPT}, text, f"layout-{next(_numbers)}", options=options)
+        async for item in asked:
+            if isinstance(item, AudioChunk):
+                first_sound = first_sound or time.monotonic()
+            else:
+                first_token = first_token or time.monotonic()
+        if self.round is not None:
+            self.round.ended += 1
+            self.round.first_token.append(first_token - began)
+            self.round.first_sound.append(first_sound - began)
+
+
+async def measured(answers: Answers, talkers: int, clients: int, seconds: float) -> Round:
+    """One round of a layout."""
+    work = Work(answers.omni, "talker", FRAMES)
+    open_only(work, talkers)
+    async with closed_loop(answers, clients):
+        await asyncio.sleep(SETTLE_S)
+        answers.round = done = Round(seconds)
+        await asyncio.sleep(seconds)
+        answers.round = None
+    await work.over()
+    return done
+
+
+async def measure(deployment: Any, args: Any) -> dict[int, list[Round]]:
+    """All rounds of all layouts."""
+    omni = AsyncOmni(deployment.connections(0))
+    try:
+        answers, rounds = Answers(omni), {talkers: list[Round]() for talkers in args.talkers}
+        await answers()
+        order = list(args.talkers)
+        for _ in range(args.rounds):
+            for talkers in order:
+                rounds[talkers].append(await measured(answers, talkers, args.clients, args.seconds))
+            order.reverse()
+        return rounds
+    finally:
+        omni.shutdown(timeout=0)
+
+
+def show(rounds: dict[int, list[Round]]) -> None:
+    """Print one line for each layout."""
+    names = "talkers", "answers/s", "smallest", "largest", "first token", "sound, ms"
+    print("".join(f"{name:>12}" for name in names))
+    for talkers, done in rounds.items():
+        rates = [each.ended / each.seconds for each in done]
+        first = [[value for each in done for value in getattr(each, name)] for name in ("first_token", "first_sound")]
+        token, sound = (1e3 * statistics.median(values) for values in first)
+        cells = "".join(f"{rate:>12.2f}" for rate in (statistics.median(rates), min(rates), max(rates)))
+        print(f"{talkers:>12}{cells}{token:>12.0f}{sound:>12.0f}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--talkers", nargs="+", type=int, default=[1, 2], help="numbers to compare, 1 first")
+    arguments.add_argument("--clients", type=int, default=8, help="answers at once")
+    arguments.add_argument("--rounds", type=int, default=3, help="rounds of each layout")
+    arguments.add_argument("--seconds", type=float, default=15.0, help="measured time of a round")
+    arguments.add_argument("--json", type=Path, help="write the figures here too")
+    args = arguments.parse_args(argv)
+    activate()
+    stages: dict[str, dict[str, Any]] = {stage: engine(step) for stage, step in STEPS_S.items()}
+    stages["talker"] |= {"replicas": max(args.talkers), "max_num_seqs": SLOTS}
+    with checkpoint(args.model) as model:
+        plan = from_kwargs(model, max_model_len=1024, stage_overrides=stages)
+        with deployed(plan, clients=1) as deployment:
+            rounds = asyncio.run(measure(deployment, args))
+    show(rounds)
+    if args.json is not None:
+        args.json.write_text(json.dumps({n: [asdict(each) for each in done] for n, done in rounds.items()}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
