@@ -8,7 +8,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import sysconfig
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ LM_EVAL = Path(sys.prefix) / "lm-eval"
 """Where scripts/setup_env.sh installs lm-eval."""
 RUN_S = 600.0
 ALL_RIGHT = 1.0
+WITHOUT_SITE = (sys.executable, "-S")
+"""Looks in `PYTHONPATH` only, and installs no finder of an editable package."""
 PLAIN = "dtype=float32,max_model_len=512,enforce_eager=True,gpu_memory_utilization=0.05,kv_cache_memory_bytes=67108864"
 
 
@@ -41,6 +44,22 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
+def without(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The same, and all that is installed but this package and the one with its checkpoint; for `python -S`."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    for each in Path(sysconfig.get_path("purelib")).iterdir():
+        if "vllm_omni_ext" not in each.name:
+            (folder / each.name).symlink_to(each)
+    found = [*paths, str(folder)]
+    looks = "import importlib.util as u; print(u.find_spec('vllm') is not None, u.find_spec('vllm_omni_ext'))"
+    done = subprocess.run(
+        [*WITHOUT_SITE, "-c", looks], env={"PYTHONPATH": ":".join(found)}, cwd=folder, capture_output=True, check=True
+    )
+    assert done.stdout == b"True None\n"
+    return found
+
+
+@pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trained tiny checkpoint."""
     from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
@@ -49,10 +68,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(words: list[Any], output: Path, environment: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """Run lm-eval; returns its results by task and metric."""
+    """Run lm-eval, in the folder of its output; returns its results by task and metric."""
     done = subprocess.run(
         [*map(str, words), "--include_path", str(TASKS), "--output_path", str(output)],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(output.parent), **environment},
+        cwd=output.parent,
         capture_output=True,
         text=True,
         timeout=RUN_S,
@@ -69,9 +89,15 @@ def run(words: list[Any], output: Path, environment: Mapping[str, str]) -> dict[
 
 
 def lm_eval(
-    paths: list[str], output: Path, model: str, arguments: str, *tasks: str, **environment: str
+    paths: list[str],
+    output: Path,
+    model: str,
+    arguments: str,
+    *tasks: str,
+    python: Sequence[str] = (sys.executable,),
+    **environment: str,
 ) -> dict[str, dict[str, float]]:
-    words = [sys.executable, "-m", "lm_eval", "run", "--model", model, "--model_args", arguments, "--tasks", *tasks]
+    words = [*python, "-m", "lm_eval", "run", "--model", model, "--model_args", arguments, "--tasks", *tasks]
     if "omni=True" in arguments or model == "local-chat-completions":
         words.append("--apply_chat_template")
     return run(words, output, {"PYTHONPATH": ":".join(paths), **environment})
@@ -95,13 +121,20 @@ def test_chat_completions_of_the_server(paths: list[str], trained: Path, tmp_pat
             assert found[task]["exact_match"] == ALL_RIGHT
 
 
-def test_plain_vllm_is_untouched(paths: list[str], tmp_path: Path) -> None:
-    """A real small model, with stock `LLM`; its perplexity is the one that Transformers computes."""
+def test_plain_vllm_is_untouched(paths: list[str], without: list[str], tmp_path: Path) -> None:
+    """A real small model, with stock `LLM`; all scores are those without this package, and known ones.
+
+    Its perplexity is the one that Transformers computes.
+    """
     model = tmp_path / "model"
     searched = {**os.environ, "PYTHONPATH": paths[0]}
     subprocess.run([sys.executable, "-m", "tests.harness.smollm2", model], env=searched, timeout=RUN_S, check=True)
     arguments, in_one_process = f"pretrained={model},{PLAIN}", {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     beside = lm_eval(paths, tmp_path / "beside.json", "vllm", arguments, "facts", "sentences", **in_one_process)
+    alone = lm_eval(
+        without, tmp_path / "alone.json", "vllm", arguments, "facts", "sentences", python=WITHOUT_SITE, **in_one_process
+    )
+    assert beside == alone
     assert beside["facts"]["acc"] == ALL_RIGHT
     assert beside["sentences"]["word_perplexity"] == pytest.approx(perplexity(model), rel=1e-3)
 
