@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+import venv
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,6 @@ LM_EVAL = Path(sys.prefix) / "lm-eval"
 """Where scripts/setup_env.sh installs lm-eval."""
 RUN_S = 600.0
 ALL_RIGHT = 1.0
-WITHOUT_SITE = (sys.executable, "-S")
-"""Looks in `PYTHONPATH` only, and installs no finder of an editable package."""
 PLAIN = "dtype=float32,max_model_len=512,enforce_eager=True,gpu_memory_utilization=0.05,kv_cache_memory_bytes=67108864"
 
 
@@ -44,19 +43,22 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def without(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The same, and all that is installed but this package and the one with its checkpoint; for `python -S`."""
-    folder = tmp_path_factory.mktemp("site-packages")
-    for each in Path(sysconfig.get_path("purelib")).iterdir():
-        if "vllm_omni_ext" not in each.name:
-            (folder / each.name).symlink_to(each)
-    found = [*paths, str(folder)]
+def without(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The Python of an environment with all that is installed here, lm-eval too, but this package and its checkpoint's.
+
+    Without this package torchvision cannot be imported beside a torch for CPUs: it is left out, too.
+    """
+    folder = tmp_path_factory.mktemp("without") / "venv"
+    venv.create(folder, symlinks=True)
+    packages = folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    for each in (*LM_EVAL.iterdir(), *Path(sysconfig.get_path("purelib")).iterdir()):
+        ours = "vllm_omni_ext" in each.name
+        if not (ours or each.name.startswith("torchvision") or (packages / each.name).exists()):
+            (packages / each.name).symlink_to(each)
+    python = str(folder / "bin" / "python")
     looks = "import importlib.util as u; print(u.find_spec('vllm') is not None, u.find_spec('vllm_omni_ext'))"
-    done = subprocess.run(
-        [*WITHOUT_SITE, "-c", looks], env={"PYTHONPATH": ":".join(found)}, cwd=folder, capture_output=True, check=True
-    )
-    assert done.stdout == b"True None\n"
-    return found
+    assert subprocess.check_output([python, "-c", looks], cwd=folder) == b"True None\n"
+    return python
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +96,10 @@ def lm_eval(
     model: str,
     arguments: str,
     *tasks: str,
-    python: Sequence[str] = (sys.executable,),
+    python: str = sys.executable,
     **environment: str,
 ) -> dict[str, dict[str, float]]:
-    words = [*python, "-m", "lm_eval", "run", "--model", model, "--model_args", arguments, "--tasks", *tasks]
+    words = [python, "-m", "lm_eval", "run", "--model", model, "--model_args", arguments, "--tasks", *tasks]
     if "omni=True" in arguments or model == "local-chat-completions":
         words.append("--apply_chat_template")
     return run(words, output, {"PYTHONPATH": ":".join(paths), **environment})
@@ -121,7 +123,7 @@ def test_chat_completions_of_the_server(paths: list[str], trained: Path, tmp_pat
             assert found[task]["exact_match"] == ALL_RIGHT
 
 
-def test_plain_vllm_is_untouched(paths: list[str], without: list[str], tmp_path: Path) -> None:
+def test_plain_vllm_is_untouched(paths: list[str], without: str, tmp_path: Path) -> None:
     """A real small model, with stock `LLM`; all scores are those without this package, and known ones.
 
     Its perplexity is the one that Transformers computes.
@@ -132,7 +134,7 @@ def test_plain_vllm_is_untouched(paths: list[str], without: list[str], tmp_path:
     arguments, in_one_process = f"pretrained={model},{PLAIN}", {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     beside = lm_eval(paths, tmp_path / "beside.json", "vllm", arguments, "facts", "sentences", **in_one_process)
     alone = lm_eval(
-        without, tmp_path / "alone.json", "vllm", arguments, "facts", "sentences", python=WITHOUT_SITE, **in_one_process
+        paths[1:], tmp_path / "alone.json", "vllm", arguments, "facts", "sentences", python=without, **in_one_process
     )
     assert beside == alone
     assert beside["facts"]["acc"] == ALL_RIGHT
