@@ -22,7 +22,8 @@ from typing import Any
 
 from checkpoint import checkpoint, parser
 from simulated import engine
-from stage_load import PROMPT, Work, closed_loop, deployed, open_only
+from stage_load import Work, closed_loop, deployed, open_only
+from transformers import AutoTokenizer
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni_ext.cli.settings import from_kwargs
@@ -37,6 +38,8 @@ SLOTS = 4
 TOKENS, FRAMES = 16, 50
 SETTLE_S = 4.0
 """The first answers of a round, which begin all at once, are not counted."""
+
+QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
 
 _numbers = itertools.count()
 
@@ -56,6 +59,7 @@ class Answers:
     """Asks for spoken answers, and notes them in a round."""
 
     omni: AsyncOmni
+    prompt: list[int]
     round: Round | None = None
 
     async def __call__(self) -> None:
@@ -64,7 +68,7 @@ class Answers:
         frames = SamplingParams(temperature=0, min_tokens=FRAMES + 1, max_tokens=FRAMES + 1)
         options = RequestOptions(modalities=("text", "audio"), params={"talker": frames})
         began, first_token, first_sound = time.monotonic(), 0.0, 0.0
-        asked = self.omni.generate({"prompt_token_ids": PROMPT}, text, f"layout-{next(_numbers)}", options=options)
+        asked = self.omni.generate({"prompt_token_ids": self.prompt}, text, f"layout-{next(_numbers)}", options=options)
         async for item in asked:
             if isinstance(item, AudioChunk):
                 first_sound = first_sound or time.monotonic()
@@ -89,11 +93,11 @@ async def measured(answers: Answers, talkers: int, clients: int, seconds: float)
     return done
 
 
-async def measure(deployment: Any, args: Any) -> dict[int, list[Round]]:
+async def measure(deployment: Any, prompt: list[int], args: Any) -> dict[int, list[Round]]:
     """All rounds of all layouts."""
     omni = AsyncOmni(deployment.connections(0))
     try:
-        answers, rounds = Answers(omni), {talkers: list[Round]() for talkers in args.talkers}
+        answers, rounds = Answers(omni, prompt), {talkers: list[Round]() for talkers in args.talkers}
         await answers()
         order = list(args.talkers)
         for _ in range(args.rounds):
@@ -130,9 +134,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     stages: dict[str, dict[str, Any]] = {stage: engine(step) for stage, step in STEPS_S.items()}
     stages["talker"] |= {"replicas": max(args.talkers), "max_num_seqs": SLOTS}
     with checkpoint(args.model) as model:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
         plan = from_kwargs(model, max_model_len=1024, stage_overrides=stages)
         with deployed(plan, clients=1) as deployment:
-            rounds = asyncio.run(measure(deployment, args))
+            rounds = asyncio.run(measure(deployment, prompt, args))
     show(rounds)
     if args.json is not None:
         args.json.write_text(json.dumps({n: [asdict(each) for each in done] for n, done in rounds.items()}, indent=2))
