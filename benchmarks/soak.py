@@ -114,11 +114,12 @@ READ_ALOUD = {"talker": {"temperature": 0, "min_tokens": 32, "max_tokens": 33}}
 class Level:
     """What a server holds while it does nothing.
 
-    `pss`, `descriptors`, `threads` and `zmq_threads`, which are some of them, are by process. `shared_bytes` and
+    `pss`, `rss`, `descriptors`, `threads` and `zmq_threads`, which are some of them, are by process. `shared_bytes` and
     `shared_names` are those of /dev/shm.
     """
 
     pss: dict[str, int]
+    rss: dict[str, int]
     descriptors: dict[str, int]
     threads: dict[str, int]
     zmq_threads: dict[str, int]
@@ -160,10 +161,15 @@ class Result:
     killed: Counter[str] = field(default_factory=Counter)
     levels: list[Level] = field(default_factory=list)
 
-    def growth(self) -> float:
-        """Growth of all processes' memory between the levels, as a share of the first."""
-        first, last = (sum(level.pss.values()) for level in (self.levels[0], self.levels[-1]))
-        return last / first - 1
+    def growth(self) -> dict[str, float]:
+        """Growth of all processes' memory between the levels, as a share of the first.
+
+        "pss" counts a page once, and again when a process that shares it writes to it; "rss" counts a page in every
+        process that has it, shared or not.
+        """
+        first, last = self.levels[0], self.levels[-1]
+        kinds = {"pss": (first.pss, last.pss), "rss": (first.rss, last.rss)}
+        return {kind: sum(now.values()) / sum(was.values()) - 1 for kind, (was, now) in kinds.items()}
 
     def left_over(self) -> list[str]:
         """What was left over at the end."""
@@ -346,8 +352,10 @@ def same(one: Any, other: Any) -> bool:
 def counted(processes: Mapping[str, int], requests: float, blocks: float) -> Level:
     """Count what these processes hold."""
     found = {name: psutil.Process(pid) for name, pid in processes.items()}
+    memory = {name: process.memory_full_info() for name, process in found.items()}
     return Level(
-        pss={name: process.memory_full_info().pss for name, process in found.items()},
+        pss={name: each.pss for name, each in memory.items()},
+        rss={name: each.rss for name, each in memory.items()},
         descriptors={name: process.num_fds() for name, process in found.items()},
         threads={name: process.num_threads() for name, process in found.items()},
         zmq_threads={name: zmq_threads(process.pid) for name, process in found.items()},
@@ -400,16 +408,18 @@ async def soak(server: Server, *, seconds: float, settle: float, kill_every: flo
 def show(result: Result) -> None:
     """Print what has happened."""
     print(f"answered: {dict(result.outcomes)}; killed: {dict(result.killed)}")
-    heads = f"{'PSS, MiB':>10}{'later':>8}{'fds':>6}{'later':>6}{'threads':>8}{'later':>6}{'ZMQ':>6}{'later':>6}"
-    print(f"{'':<14}{heads}")
+    widths = {"PSS, MiB": (10, 8), "RSS, MiB": (9, 8), "fds": (6, 6), "threads": (8, 6), "ZMQ": (6, 6)}
+    print(" " * 14 + "".join(f"{name:>{one}}{'later':>{two}}" for name, (one, two) in widths.items()))
     first, last = result.levels[0], result.levels[-1]
     for name in sorted(last.pss):
-        mib = [level.pss.get(name, 0) / 2**20 for level in (first, last)]
+        mib = [each.get(name, 0) / 2**20 for each in (first.pss, last.pss, first.rss, last.rss)]
         tables = [(level.descriptors, level.threads, level.zmq_threads) for level in (first, last)]
         counts = [table.get(name, 0) for pair in zip(*tables, strict=True) for table in pair]
         cells = "".join(f"{count:>{width}}" for count, width in zip(counts, (6, 6, 8, 6, 6, 6), strict=True))
-        print(f"{name:<14}{mib[0]:>10.1f}{mib[1]:>8.1f}{cells}")
-    print(f"memory of all: {result.growth():+.2%}; shared memory: {last.shared_bytes - first.shared_bytes:+,} bytes")
+        amounts = "".join(f"{each:>{width}.1f}" for each, width in zip(mib, (10, 8, 9, 8), strict=True))
+        print(f"{name:<14}{amounts}{cells}")
+    growth = ", ".join(f"{kind.upper()} {share:+.2%}" for kind, share in result.growth().items())
+    print(f"memory of all: {growth}; shared memory: {last.shared_bytes - first.shared_bytes:+,} bytes")
     print(f"left over: {', '.join(result.left_over()) or 'nothing'}")
     print(f"lost: {len(result.lost)}", *result.lost[:10], sep="\n  ")
 

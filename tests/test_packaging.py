@@ -70,6 +70,7 @@ def wheel(built):
         yield archive
 
 
+@pytest.mark.engine
 def test_the_trained_checkpoint_is_in_a_wheel_of_its_own(built, tmp_path):
     build(built / "tree" / "training" / "package", tmp_path, "--wheel")
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:

@@ -52,7 +52,8 @@ def test_only_rounding_may_differ(soak: ModuleType) -> None:
 
 
 def level(soak: ModuleType, **changes: Any) -> Any:
-    usual = {"pss": {"head": 100}, "descriptors": {"head": 9}, "threads": {"head": 3}, "zmq_threads": {"head": 1}}
+    memory = {"pss": {"head": 100}, "rss": {"head": 200}}
+    usual = {**memory, "descriptors": {"head": 9}, "threads": {"head": 3}, "zmq_threads": {"head": 1}}
     return soak.Level(**usual | {"shared_bytes": 5, "shared_names": 2, "requests": 0.0, "blocks": 0.0} | changes)
 
 
@@ -77,5 +78,5 @@ def test_what_is_left_over(soak: ModuleType, changes: dict[str, Any], found: lis
 
 
 def test_growth_is_that_of_all_processes(soak: ModuleType) -> None:
-    levels = [level(soak), level(soak, pss={"head": 90, "talker/0": 20})]
-    assert soak.Result(levels=levels).growth() == pytest.approx(0.1)
+    levels = [level(soak), level(soak, pss={"head": 90, "talker/0": 20}, rss={"head": 150, "talker/0": 50})]
+    assert soak.Result(levels=levels).growth() == pytest.approx({"pss": 0.1, "rss": 0.0})

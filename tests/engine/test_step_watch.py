@@ -112,6 +112,7 @@ os._exit(0)  # as forked processes end: at an orderly end, faulthandler would wa
 """
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_step_that_keeps_the_interpreter_lock(stopped: bool) -> None:
     """No thread of Python can run, the process ends all the same, and says where it hung."""

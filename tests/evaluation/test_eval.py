@@ -217,6 +217,7 @@ def test_flags_of_a_topology_may_have_quotes(monkeypatch: pytest.MonkeyPatch, ec
     assert started[1][1:] == ("two talkers", ["--stage-overrides", '{"talker":{"replicas":2}}', "--no-async-chunk"])
 
 
+@pytest.mark.engine
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     """The real command, which refuses the flag before it loads anything."""
     with pytest.raises(ServerFailed, match=r"(?s)topology 'odd': the server ended with exit status \d.*no-such-flag"):

@@ -154,6 +154,7 @@ def test_what_has_ended_well_is_not_run_again(table: ModuleType, tmp_path: Path)
     assert table.Results.read(tmp_path / "none.json") == table.Results()
 
 
+@pytest.mark.engine
 def test_a_part_that_takes_too_long_is_ended_with_all_it_has_started(
     table: ModuleType, program: ModuleType, tmp_path: Path
 ) -> None:

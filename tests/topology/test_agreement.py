@@ -174,6 +174,7 @@ def test_objects() -> None:
         hash_of({"x": Nameless()})
 
 
+@pytest.mark.engine
 def test_processes_agree() -> None:
     """The order of sets and the addresses of objects differ from process to process."""
     code = (
