@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from benchmarks.tool import cli, description, figures, html, markdown, svg
+from benchmarks.tool import environment as environment_module
 from benchmarks.tool.description import Description, Options, ProgramFailed, program, words
 from benchmarks.tool.environment import environment
 from benchmarks.tool.results import BadReport, Comparison, Report, Result, Span, Timeline, decode, encode
@@ -42,6 +43,8 @@ def test_a_report_is_the_same_after_it_was_written_and_read():
     report = small()
     assert decode(encode(report)) == report
     assert report.results[0].comparisons[0].samples == [41.0, 38.0, 52.0]
+    report.results[0].comparisons[0].samples[0] = 41.000000049
+    assert b'"samples": [41.0, 38.0, 52.0]' in encode(report), "a list of numbers is one line, of six digits each"
 
 
 @pytest.mark.parametrize(
@@ -175,6 +178,7 @@ def test_one_that_fails_or_does_not_fit_does_not_stop_the_others(monkeypatch: py
 
     each = {"bad": module("bad", 0, fail), "large": module("large", 1e6, work), "good": module("good", 0, work)}
     monkeypatch.setattr(cli, "BENCHMARKS", each)
+    monkeypatch.setattr(environment_module, "LOOK_S", 0.01)
     kept: list[int] = []
     report = cli.measure([], Options(quick=True), lambda so_far: kept.append(len(so_far.results)))
     assert kept == [1, 2]
@@ -182,6 +186,7 @@ def test_one_that_fails_or_does_not_fit_does_not_stop_the_others(monkeypatch: py
     assert "1e+06 GiB" in report.left_out["large"]
     assert [result.name for result in cli.measure(["large"], Options()).results] == ["good"], "it was named"
     assert report.environment is not None and len(report.environment.load) == 2
+    assert len(report.environment.busy) == 2, "before each that ran"
 
 
 def test_the_environment_is_recorded():
@@ -272,9 +277,12 @@ def test_a_run_that_is_not_to_be_cited_says_so():
     assert "smallest sizes" not in html.page(report) and "Other programs were running" not in html.page(report)
     report.quick = True
     assert report.environment is not None
-    report.environment = msgspec.structs.replace(report.environment, load=[3.0, 3.0])
-    for page in (html.page(report), markdown.page(report)):
-        assert "smallest sizes" in page and "Other programs were running" in page
+    for more in ({"load": [3.0, 3.0]}, {"busy": [0.0, 0.2]}):
+        report.environment = msgspec.structs.replace(report.environment, **more)
+        for page in (html.page(report), markdown.page(report)):
+            assert "smallest sizes" in page and "Other programs were running" in page
+    report.environment = msgspec.structs.replace(report.environment, busy=[0.0, 0.05])
+    assert "Other programs were running" not in markdown.page(report), "the load average knows the last minute"
 
 
 def test_plots_have_every_sample_and_every_step():

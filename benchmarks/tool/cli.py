@@ -15,7 +15,7 @@ import msgspec
 
 from benchmarks.tool import html, markdown
 from benchmarks.tool.description import Options, ProgramFailed
-from benchmarks.tool.environment import environment
+from benchmarks.tool.environment import busy, environment
 from benchmarks.tool.results import BadReport, Environment, Report, Result, decode, encode
 from benchmarks.tool.suite import BENCHMARKS
 
@@ -60,6 +60,7 @@ def measure(names: Sequence[str], options: Options, keep: Callable[[Report], Non
     """
     modules, where = chosen(names), environment()
     report = Report(where, options.model, options.quick)
+    in_use: list[float] = []
     for module in modules:
         name = module.DESCRIPTION.name
         reason = None if names else missing(module, where)
@@ -67,9 +68,10 @@ def measure(names: Sequence[str], options: Options, keep: Callable[[Report], Non
             report.left_out[name] = reason
             continue
         print(f"{name}: {module.DESCRIPTION.compares}", file=sys.stderr, flush=True)
+        in_use.append(busy())
         report.results.append(one(module, options))
         after = round(os.getloadavg()[0], 2)
-        report.environment = msgspec.structs.replace(where, load=[*where.load, after])
+        report.environment = msgspec.structs.replace(where, load=[*where.load, after], busy=list(in_use))
         keep(report)
     return report
 
@@ -134,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 2
     write_json(args, report)
+    report = decode(encode(report))  # as the file has it, so that pages which are made of the file are the same
     if args.html is not None:
         args.html.write_text(html.page(report), encoding="utf-8")
     if args.markdown is not None:

@@ -15,6 +15,8 @@ from benchmarks.tool.results import Environment
 
 ROOT = Path(__file__).parents[2]
 UNKNOWN = "unknown"
+LOOK_S = 2.0
+"""How long it is watched whether other programs run, in seconds."""
 
 
 def version(*names: str) -> str:
@@ -54,6 +56,11 @@ def accelerator() -> str:
     except FileNotFoundError:
         return "none"
     return ", ".join(found.stdout.split("\n")).strip(", ") if found.returncode == 0 else "none"
+
+
+def busy() -> float:
+    """The share of all cores that is in use during `LOOK_S`."""
+    return round(psutil.cpu_percent(LOOK_S) / 100, 3)
 
 
 def environment() -> Environment:

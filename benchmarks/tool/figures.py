@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from benchmarks.tool.results import Comparison, Environment, Report
 
 MANY = 100
+BUSY = 0.1
+"""The share of the cores that may be in use on a machine that does nothing else."""
 
 
 def number(value: float) -> str:
@@ -41,10 +43,13 @@ def where(environment: Environment) -> list[tuple[str, str]]:
         ("machine", f"{environment.cpu}, {environment.cores} cores, {environment.memory_gib:g} GiB"),
         ("accelerator", environment.accelerator),
         ("load average before, after", ", ".join(f"{load:g}" for load in environment.load)),
+        *([("cores in use before a benchmark", f"{max(environment.busy):.0%} at most")] if environment.busy else []),
     ]
 
 
 def busy(report: Report) -> bool:
-    """Whether others kept more than a tenth of the cores busy when the run began."""
+    """Whether others kept more than a tenth of the cores busy when the run, or one of its benchmarks, began."""
     seen = report.environment
-    return seen is not None and bool(seen.load) and seen.load[0] > 0.1 * seen.cores
+    if seen is None:
+        return False
+    return max(seen.busy) > BUSY if seen.busy else bool(seen.load) and seen.load[0] > BUSY * seen.cores

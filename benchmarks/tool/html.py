@@ -55,7 +55,7 @@ def warnings(report: Report) -> Iterator[str]:
     if report.quick:
         yield "This run had the smallest sizes: it shows that the programs work, its figures say nothing."
     if figures.busy(report):
-        yield "Other programs were running on the machine when this run began."
+        yield "Other programs were running on the machine when this run, or one of its benchmarks, began."
 
 
 def page(report: Report) -> str:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import statistics
+from typing import Any
 
 import msgspec
 
 SCHEMA = 1
+DIGITS = 6
+"""Digits of a number that are kept."""
+NUMBERS = re.compile(rb"\[\s*(-?[\d.e+-]+(?:,\s*-?[\d.e+-]+)*)\s*\]")
+"""A list of numbers in JSON."""
 
 
 class BadReport(ValueError):
@@ -78,7 +84,12 @@ class Result(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where and when a run was made; `load` is the load average over one minute, before and after."""
+    """Where and when a run was made.
+
+    Args:
+        load: the load average over one minute, before and after.
+        busy: the share of all cores that was in use before each benchmark began; empty in older reports.
+    """
 
     time: str
     package: str
@@ -91,6 +102,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_gib: float
     accelerator: str
     load: list[float]
+    busy: list[float] = []
 
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,8 +117,18 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def encode(report: Report) -> bytes:
-    """As JSON that people can read too."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
+    """As JSON that people can read too: a list of numbers is one line."""
+    data = msgspec.json.format(msgspec.json.encode(rounded(msgspec.to_builtins(report))), indent=1)
+    return NUMBERS.sub(lambda found: b"[" + b", ".join(re.split(rb",\s*", found[1])) + b"]", data) + b"\n"
+
+
+def rounded(value: Any) -> Any:
+    """The same with `DIGITS` digits of each number."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return {name: rounded(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def decode(data: bytes) -> Report:
