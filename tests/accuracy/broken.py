@@ -20,7 +20,7 @@ import torch
 from examples.server import Server
 from tests.accuracy.answers import Answer, ask_all
 from tests.accuracy.cases import Case, cases
-from tests.accuracy.figures import LEAST, figures, recognisers
+from tests.accuracy.figures import LEAST, figures, recognisers, too_low
 from tests.support import preloaded
 from tests.support.cluster import LENGTH, MODEL
 from training.tiny_omni.world import VOICES
@@ -131,24 +131,19 @@ def answers_with(fault: str, checkpoint: Path, log: Path, asked: Sequence[Case])
         del os.environ[preloaded.CHANGE]
 
 
-def too_low(found: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures that are below what is asked for."""
-    return {name: value for name, value in found.items() if value < LEAST[name]}
-
-
 def others(answers: Mapping[str, Answer], usual: Mapping[str, Answer]) -> list[str]:
     """Return the names of answers that are not the usual ones."""
     return [name for name, answer in answers.items() if not answer.alike(usual[name])]
 
 
-def table(found: Mapping[str, Mapping[str, float]], differ: Mapping[str, int], count: int) -> str:
+def table(found: Mapping[str, Mapping[str, float]], differ: Mapping[str, int], asked: Sequence[Case]) -> str:
     """Return the Markdown table of all faults; figures that are too low are bold."""
     names = list(LEAST)
     lines = ["| fault | " + " | ".join(names) + " | other answers |", "|---" * (len(names) + 2) + "|"]
     for fault, values in found.items():
-        low = too_low(values)
+        low = too_low(values, asked)
         cells = [f"**{values[name]:.2f}**" if name in low else f"{values[name]:.2f}" for name in names]
-        lines.append(f"| {fault} | {' | '.join(cells)} | {differ[fault]} of {count} |")
+        lines.append(f"| {fault} | {' | '.join(cells)} | {differ[fault]} of {len(asked)} |")
     return "\n".join(lines)
 
 
@@ -168,7 +163,7 @@ def main() -> None:
         }
     for fault, answers in every.items():
         found[fault], differ[fault] = figures(asked, answers, judges), len(others(answers, usual))
-    print(table(found, differ, len(asked)))
+    print(table(found, differ, asked))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -31,7 +32,18 @@ LEAST = {
 }
 """Shares of right words. A small share of wrong ones is a larger one among the few cases of the usual run."""
 
+MANY = 30
+LEAST_OF_MANY = LEAST | {"text: text": 0.98, "hear: text": 0.98, "see: text": 0.98}
+"""The same where at least `MANY` requests of each kind were asked."""
+
 Recogniser = Callable[[np.ndarray], Sequence[str]]
+
+
+def too_low(found: Mapping[str, float], cases: Sequence[Case]) -> dict[str, float]:
+    """Return the figures of these cases that are below what is asked for."""
+    requests = max(Counter(case.kind for case in cases).values())
+    least = LEAST if requests < MANY else LEAST_OF_MANY
+    return {name: value for name, value in found.items() if value < least[name]}
 
 
 def recognisers() -> dict[str, Recogniser]:

@@ -14,10 +14,10 @@ import pytest
 
 from examples.server import HOST, Server
 from tests.accuracy.answers import Answer
-from tests.accuracy.broken import FAULTS, answers_of, answers_with, others, too_low
+from tests.accuracy.broken import FAULTS, answers_of, answers_with, others
 from tests.accuracy.cases import Case
 from tests.accuracy.conftest import CASES
-from tests.accuracy.figures import LEAST, figures, recognisers
+from tests.accuracy.figures import LEAST, figures, recognisers, too_low
 from tests.support.capabilities import needs
 from tests.support.cluster import (
     LENGTH,
@@ -47,7 +47,7 @@ def test_words_are_right(asked: list[Case], usual: dict[str, Answer]) -> None:
     found = figures(asked, usual, recognisers())
     print(json.dumps(found, indent=1))
     assert found.keys() == LEAST.keys()
-    assert {name: value for name, value in found.items() if value < LEAST[name]} == {}
+    assert too_low(found, asked) == {}
 
 
 def check_alike(answers: dict[str, Answer], usual: dict[str, Answer]) -> None:
@@ -120,4 +120,4 @@ def test_a_fault_is_found(
         return
     assert others(answers, usual)
     if "encoder" not in fault:
-        assert too_low(figures(heard, answers, recognisers()))
+        assert too_low(figures(heard, answers, recognisers()), heard)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.accuracy.answers import Answer
-from tests.accuracy.broken import others, table, too_low
+from tests.accuracy.broken import others, table
 from tests.accuracy.cases import Case, cases
-from tests.accuracy.figures import LEAST, PITCH_HZ, figures, voice_of
+from tests.accuracy.figures import LEAST, MANY, PITCH_HZ, figures, too_low, voice_of
 
 SAY = Case("say-0", "say", "say red two", ("red", "two"), "chelsie")
 HEAR = Case("hear-0", "hear", [], ("red", "two"))
@@ -39,7 +39,9 @@ def test_figures_count_words_by_kind_and_judge() -> None:
 
 
 def test_what_is_too_low_and_what_is_another_answer() -> None:
-    assert too_low({"say: text": 0.5, "voice": 1.0}) == {"say: text": 0.5}
+    assert too_low({"say: text": 0.5, "voice": 1.0}, [SAY, HEAR]) == {"say: text": 0.5}
+    assert too_low({"hear: text": 0.97}, [HEAR] * (MANY - 1)) == {}
+    assert too_low({"hear: text": 0.97}, [HEAR] * MANY) == {"hear: text": 0.97}
     usual = {"a": Answer("red", tone(200)), "b": Answer("two", likelihood=-0.5), "c": Answer("one")}
     same = {"a": Answer("red", tone(200) + np.int16(1)), "b": Answer("two", likelihood=-0.5004), "c": Answer("one")}
     assert others(same, usual) == []
@@ -48,7 +50,7 @@ def test_what_is_too_low_and_what_is_another_answer() -> None:
 
 
 def test_the_table_marks_what_is_too_low() -> None:
-    head, rule, line = table({"none": dict.fromkeys(LEAST, 1.0) | {"voice": 0.5}}, {"none": 3}, 30).splitlines()
+    head, rule, line = table({"none": dict.fromkeys(LEAST, 1.0) | {"voice": 0.5}}, {"none": 3}, cases(6)).splitlines()
     assert head.count("|") == rule.count("|") == line.count("|")
     assert "**0.50**" in line and line.count("**") == 2 and line.endswith("3 of 30 |")
 
