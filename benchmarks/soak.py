@@ -4,8 +4,9 @@ A server with two replicas of each stage and two API servers answers texts, spok
 and sounds, some of which are given up in the middle or at once. Seven of its processes are killed once within
 `--settle` seconds, and then one every `--kill-every` seconds. Each answer is compared with the first one to the same
 request, taken before anything is killed. A request whose connection broke, because its API server was killed, is
-asked again. After `--settle` seconds, and at the end, the clients pause, every process is given a picture and a sound
-that are new to it, and memory (PSS), file descriptors, threads, shared memory and blocks are counted.
+asked again. After `--settle` seconds, and at the end, the clients pause, many requests are asked at once, among them
+pictures and sounds that are new to each process, and memory (PSS and RSS), file descriptors, threads, shared memory
+and blocks are counted.
 
     python benchmarks/soak.py [MODEL] [--seconds 1200] [--settle 120] [--kill-every 60] [--clients 6] [--json FILE]
 
@@ -51,6 +52,9 @@ ANSWER_S = 120.0
 QUIET_S = 120.0
 """How long it may take until nothing runs and all processes are there."""
 LOOK_EVERY_S = 0.5
+EACH_AT_ONCE = 4
+"""So many of each request, at once: more than the clients ask, so that every process has as much memory as it will need
+before it is counted. A process keeps what it once had, and would otherwise get it by chance, sooner or later."""
 NEW_MEDIA = 16
 """So many at once reach every process, which then has all that it opens for its first picture and its first sound."""
 POOLED_THREADS = 20
@@ -58,7 +62,8 @@ POOLED_THREADS = 20
 connections, which ZeroMQ starts, are not among them."""
 MESSAGE_THREADS = 2
 """Of the context that pyzmq makes once in a process, with the first large message."""
-VICTIMS = ("talker/0", "api_server/1", "code2wav/1", "thinker/0", "coordinator", "talker/1", "api_server/0")
+VICTIMS = ("talker/1", "code2wav/1", "thinker/0", "talker/0", "api_server/1", "coordinator", "api_server/0")
+"""In this order: engines take longest until they have all that they use, so they come first."""
 FLAGS = ("--served-model-name", MODEL, "--max-model-len", "2048", "--api-server-count", "2")
 TWO = json.dumps({stage: {"replicas": 2} for stage in ("thinker", "talker", "code2wav")})
 
@@ -291,7 +296,8 @@ class Soak:
         """Pause the clients, wait until the server does nothing and has all its processes, and count."""
         self._going.clear()
         await until_nothing(self._busy)
-        await asyncio.gather(*(self._ask_about_new_media() for _ in range(NEW_MEDIA)))
+        many = [self._answered(kind) for kind in REQUESTS for _ in range(EACH_AT_ONCE)]
+        await asyncio.gather(*many, *(self._ask_about_new_media() for _ in range(NEW_MEDIA)))
         await until_nothing(self._busy)
         return counted(await self.processes(), *await self._held())
 

@@ -40,8 +40,8 @@ def test_figures_count_words_by_kind_and_judge() -> None:
 
 def test_what_is_too_low_and_what_is_another_answer() -> None:
     assert too_low({"say: text": 0.5, "voice": 1.0}, [SAY, HEAR]) == {"say: text": 0.5}
-    assert too_low({"hear: text": 0.97}, [HEAR] * (MANY - 1)) == {}
-    assert too_low({"hear: text": 0.97}, [HEAR] * MANY) == {"hear: text": 0.97}
+    assert too_low({"hear: text": 0.96}, [HEAR] * (MANY - 1)) == {}
+    assert too_low({"hear: text": 0.96}, [HEAR] * MANY) == {"hear: text": 0.96}
     usual = {"a": Answer("red", tone(200)), "b": Answer("two", likelihood=-0.5), "c": Answer("one")}
     same = {"a": Answer("red", tone(200) + np.int16(1)), "b": Answer("two", likelihood=-0.5004), "c": Answer("one")}
     assert others(same, usual) == []
