@@ -70,7 +70,7 @@ PORTS = 3
 """The head's port, and those of the coordinator after it."""
 
 AT_ONCE = 8
-BODIES = [body(f"Tell me about number {number}.", 30, 60) for number in range(16)]
+BODIES = [body(f"Tell me about number {number}.", 20, 40) for number in range(16)]
 EACH, FEWER, RAW = 5_000, 20, 50
 """Messages of each kind for each port of the members, one of how many goes to every port, and raw connections."""
 

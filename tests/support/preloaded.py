@@ -33,6 +33,7 @@ from unittest import mock
 import setproctitle
 
 from examples.server import Program, command
+from vllm_omni_ext.runtime.launch.launcher import LATE_IMPORTS
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
@@ -41,6 +42,8 @@ MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "vllm_omni_ext.cli.serve",
+    "vllm_omni_ext.serving.app",
+    *LATE_IMPORTS,
 )
 """What the commands import."""
 

@@ -7,6 +7,7 @@ one stock `EngineCoreProc` with its own listeners, config and process manager, s
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shutil
 import threading
@@ -49,7 +50,13 @@ from vllm_omni_ext.runtime.client.replica_connections import Connections, Replic
 from vllm_omni_ext.runtime.launch.addresses import endpoint
 from vllm_omni_ext.runtime.launch.engine_args import any_replica_args, engine_config, stage_engine_args
 from vllm_omni_ext.runtime.launch.folders import PrivateFolder
-from vllm_omni_ext.runtime.launch.inherit import compute_threads, environment, frozen_heap, temporary_files_in
+from vllm_omni_ext.runtime.launch.inherit import (
+    compute_threads,
+    environment,
+    frozen_heap,
+    replaced_kernels,
+    temporary_files_in,
+)
 from vllm_omni_ext.runtime.launch.logs import FileLogs, Logs, TerminalLogs
 from vllm_omni_ext.runtime.launch.progress import Listener, Progress
 from vllm_omni_ext.topology.cpu import THREADS
@@ -318,6 +325,7 @@ class Deployment:
         with contextlib.ExitStack() as inside:
             inside.enter_context(self.progress.speaking)
             if self.fork:  # the server's head needs no garbage collector any more
+                inside.enter_context(replaced_kernels())
                 inside.enter_context(frozen_heap(keep=self._usage is UsageContext.OPENAI_API_SERVER))
                 inside.enter_context(compute_threads(threads))
             yield
@@ -489,9 +497,15 @@ def register_classes(family: str) -> None:
         ModelRegistry.register_model(architecture, resolve(target))
 
 
+LATE_IMPORTS = ("vllm.model_executor.layers.quantization.online.base",)
+"""Modules that vLLM imports while it loads any model."""
+
+
 def preload(config: VllmConfig) -> None:
     """Import the worker and fill vLLM's caches of tokenizer and processor once, for all forked processes."""
     resolve_obj_by_qualname(config.parallel_config.worker_cls)
+    for name in LATE_IMPORTS:
+        importlib.import_module(name)
     model = config.model_config
     if model.skip_tokenizer_init:
         return
