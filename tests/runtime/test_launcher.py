@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -13,16 +14,22 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON, dispatcher
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 
 from vllm_omni_ext.lifeline import end_processes
 from vllm_omni_ext.runtime.launch.launcher import (
     compute_threads,
     environment,
+    frozen_heap,
     may_fork,
+    replaced_kernels,
     temporary_files_in,
 )
 from vllm_omni_ext.topology.cpu import THREADS
@@ -184,3 +191,52 @@ def test_a_process_forked_from_one_that_has_computed_can_compute() -> None:
     hung = child.is_alive()
     child.kill()
     assert not hung and torch.get_num_threads() > 1
+
+
+def _look_for_kernels(answer: Any) -> None:
+    """What a worker does first; says how often vLLM replaced kernels for that, and with what."""
+    with mock.patch.object(dispatcher, "register_kernels") as replaced:
+        current_platform.register_triton_kernel_overrides()
+    answer.put((replaced.call_count, type(ComputeSlotMappingKernel.kernel).__name__))
+
+
+def test_a_forked_process_has_the_kernels_of_the_platform_and_looks_for_none() -> None:
+    answer = FORK.SimpleQueue()
+    with replaced_kernels():
+        child = FORK.Process(target=_look_for_kernels, args=(answer,))
+        child.start()
+    child.join(20)
+    assert child.exitcode == 0
+    assert answer.get() == (0, type(ComputeSlotMappingKernel.kernel).__name__)
+    _look_for_kernels(answer)
+    assert answer.get() == (0 if HAS_TRITON else 1, type(ComputeSlotMappingKernel.kernel).__name__)
+    assert HAS_TRITON or isinstance(ComputeSlotMappingKernel.kernel, dispatcher.KernelOverride)
+
+
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """As in a program that knows nothing of the garbage collector; the test process has frozen what it imported."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_a_program_that_goes_on_is_not_searched_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's program with many objects starts replicas one after another, and each search takes a second."""
+    searched: list[bool] = []
+    monkeypatch.setattr(gc, "collect", lambda *_: searched.append(True))
+    with frozen_heap(keep=False):
+        assert gc.get_freeze_count() > 0
+    assert not searched and gc.get_freeze_count() == 0
+    with frozen_heap(keep=True):
+        pass
+    assert searched == [True] and gc.get_freeze_count() > 0
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_a_program_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    with frozen_heap(keep=False):
+        pass
+    assert gc.get_freeze_count() > 0

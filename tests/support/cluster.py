@@ -37,7 +37,7 @@ LENGTH = ["--served-model-name", MODEL, "--max-model-len", "2048"]
 ANSWER_S = 120.0
 SETTLE_S = 30.0
 LOOK_EVERY_S, LATER_EVERY_S, SOON_S = 0.02, 0.1, 1.0
-"""How often `until` looks at first, how often later, and for how long it is 'at first': each look costs a core 10 ms."""
+"""How often `until` looks at first and later, and how long 'at first' is: each look costs a core some 10 ms."""
 
 LARGEST_DIFFERENCE = 1
 """Between two samples of 16 bits that are the same: sums in another order round differently."""

@@ -33,7 +33,6 @@ from unittest import mock
 import setproctitle
 
 from examples.server import Program, command
-from vllm_omni_ext.runtime.launch.launcher import LATE_IMPORTS
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
@@ -43,7 +42,7 @@ MODULES = (
     "vllm.v1.worker.cpu_worker",
     "vllm_omni_ext.cli.serve",
     "vllm_omni_ext.serving.app",
-    *LATE_IMPORTS,
+    "vllm.model_executor.layers.quantization.online.base",
 )
 """What the commands import."""
 

