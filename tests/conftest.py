@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support import examples, goldens, preloaded, workers
@@ -68,7 +67,9 @@ def preloaded_starts(own_folders: None) -> Iterator[None]:
 def certificates_once() -> Iterator[None]:
     """All HTTP clients of a test process share the authorities' certificates: to read them takes a core 16 ms."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("httpx._transports.default.create_ssl_context", functools.cache(httpx.create_ssl_context))
+        for library in ("httpx", "httpx2"):  # the second one is that of `openai`
+            make = importlib.import_module(library).create_ssl_context
+            patch.setattr(f"{library}._transports.default.create_ssl_context", functools.cache(make))
         yield
 
 

@@ -87,6 +87,7 @@ def test_every_folder_with_modules_is_a_package():
     assert modules - set(folders()) == set()
 
 
+@pytest.mark.engine
 def test_the_wheel_has_every_module_and_every_configuration(wheel):
     names = set(wheel.namelist())
     assert files("*.py") - names == set()
@@ -94,11 +95,13 @@ def test_the_wheel_has_every_module_and_every_configuration(wheel):
     assert "vllm_omni_ext/py.typed" in names
 
 
+@pytest.mark.engine
 def test_the_wheel_has_nothing_else(wheel):
     tops = {name.split("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"vllm_omni_ext"}
 
 
+@pytest.mark.engine
 def test_the_wheel_declares_the_entry_points(wheel):
     text = wheel.read(next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))).decode()
     assert re.findall(r"^[\w.-]+ = .*$", text, re.MULTILINE) == [
@@ -110,6 +113,7 @@ def test_the_wheel_declares_the_entry_points(wheel):
     ]
 
 
+@pytest.mark.engine
 def test_the_sdist_can_be_built_from(built):
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

@@ -30,6 +30,7 @@ def ours(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.engine
 def test_the_doctor_lists_all(installed: dict[str, Path]) -> None:
     assert set(installed) == set(NAMES)
     said = ours("doctor").stdout

@@ -64,7 +64,7 @@ class Receiver:
 
         self.spans = spans
         self.server = ThreadingHTTPServer((HOST, 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def url(self) -> str:

@@ -109,6 +109,7 @@ def test_facts() -> None:
     assert found.kv_bytes_per_token == {"ar": 2 * 28 * 4 * 128 * 4}
 
 
+@pytest.mark.engine
 def test_they_do_without_vllm() -> None:
     package = "vllm_omni_ext.model_plugins.bagel.stages"
     code = f"import sys, {package}.facts, {package}.stage_memory\nprint('vllm' in sys.modules)"
