@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from vllm_omni_ext.cli.checkpoint import stored_tensors
