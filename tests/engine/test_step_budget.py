@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_omni_ext.engine.step_budget import StepBudget
@@ -51,6 +51,7 @@ def test_a_machine_that_becomes_slower_is_noticed() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, MOST), st.floats(0.0, 1e4)), max_size=60))
+@example([(81, 1e-308)])
 def test_there_is_always_room_for_something(steps: list[tuple[int, float]]) -> None:
     budget = StepBudget(0.025)
     for tokens, seconds in steps:

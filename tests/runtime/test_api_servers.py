@@ -264,6 +264,7 @@ def test_a_process_that_is_made_later_is_told_and_known_to_a_server_that_follows
         assert servers.wait()
         bench.deployment.launched(TALKER, 77)
         assert bench.heard(ReplicaStarted, 2) == dict.fromkeys((0, 1), ReplicaStarted("talker/0", 77))
+        kill(bench, 1)
         servers.lost(1)
         servers.start_again(1)
         client, said = bench.deployment.made[-1]
@@ -322,6 +323,7 @@ def test_a_replica_that_has_ended_is_awake_when_it_comes_back() -> None:
         assert made.servers.wait()
         made.heard(ChangeSettled, 1)
         made.servers.ended(TALKER, "killed", again=True)
+        kill(made, 0)
         made.servers.lost(0)
         made.servers.start_again(0)
         assert made.deployment.made[-1][1]["operator_state"].asleep == frozenset()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support import preloaded
 from tests.support.capabilities import ISOLATED
 
 
@@ -31,22 +33,36 @@ def run_suite(
         AssertionError: a test failed, or none passed.
         subprocess.TimeoutExpired: the suite took too long.
     """
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments, str(suite)]
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    process = subprocess.Popen(
-        [*(ISOLATED if isolated else ()), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**variables, **(environment or {})},
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        print(output)
-        raise
-    print(output)
-    assert process.returncode == 0, f"{suite}: pytest ended with exit code {process.returncode}; its output is below"
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    words = [*preloaded.PYTEST, *options, *arguments, str(suite)]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        try:
+            code = _run(words, log, isolated, environment or {}, timeout_s)
+        finally:
+            output = log.read_text(errors="replace")
+            print(output)
+    assert code == 0, f"{suite}: pytest ended with exit code {code}; its output is below"
     assert " passed" in output
+
+
+def _run(words: list[str], log: Path, isolated: bool, more: Mapping[str, str], timeout_s: float) -> int:
+    """Run pytest with its output in `log`; returns the exit status."""
+    process: subprocess.Popen[bytes] | preloaded.Started | None = None
+    if isolated and not more and preloaded.current is not None:  # all others need no vLLM, or another one
+        process = preloaded.current.start(words, log, isolated=True)
+    if process is None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(preloaded.PYTEST_PREFIX)}
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*(ISOLATED if isolated else ()), *words],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**kept, **more},
+            )
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        raise

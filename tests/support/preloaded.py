@@ -1,8 +1,8 @@
 """Starts commands of this package from a process that has imported vLLM already: each start saves 8 s of a core.
 
 A command runs in a fork of that process, with the environment, folder and output that a new process would have. A
-command that is not `vllm ...`, or whose environment differs in what may matter while modules are imported, is started
-in the usual way.
+command that is neither `vllm ...` nor pytest, or whose environment differs in what may matter while modules are
+imported, is started in the usual way. A suite of pytest has a nursery of its own, which is a fork as well.
 
     with preloaded.Nursery() as nursery:
         process = nursery.start([".venv/bin/vllm", "serve", MODEL, "--omni"], log)
@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Any
 from unittest import mock
 
+import pytest
 import setproctitle
 
 from examples.server import Program, command
@@ -65,6 +66,15 @@ LIBRARIES = (
 """Variables that vLLM and others set in a process when they are imported or start an engine; not for commands."""
 
 MESSAGE_BYTES = 1 << 16
+PYTEST = [sys.executable, "-m", "pytest"]
+PYTEST_PREFIX = "PYTEST_"
+"""Of variables that pytest and its plugins set for themselves."""
+
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+"""Of unshare(2)."""
+
+_inherited: tuple[socket.socket, int] | None = None
+"""In a suite that runs in a fork: the connection to its nursery, and the nursery's process id."""
 
 
 class Started:
@@ -82,9 +92,15 @@ class Started:
             self.wait()
         return self.returncode
 
-    def wait(self) -> int:
-        """Wait for the end; returns the exit status."""
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for the end; returns the exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: the command runs for longer.
+        """
         if self.returncode is None:
+            if timeout_s is not None and not select.select([self._connection], [], [], timeout_s)[0]:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout_s)
             self.returncode = int(self._words.readline() or -signal.SIGKILL)
             self._connection.close()
         return self.returncode
@@ -113,11 +129,17 @@ class Nursery:
     ) -> None:
         if self._control is not None:
             self._control.close()
-            self._process.wait()
+            os.waitpid(self._pid, 0)
 
-    def start(self, words: Sequence[str], log: Path) -> Started | None:
-        """Start a command in a session of its own; None: this command needs a new process."""
-        if list(words[:1]) != command()[:1] or len(command()) > 1:
+    def start(self, words: Sequence[str], log: Path, *, isolated: bool = False) -> Started | None:
+        """Start a command in a session of its own; None: this command needs a new process.
+
+        Args:
+            words: `vllm` and its arguments, or `PYTEST` and those of pytest.
+            isolated: the command and its processes reach nothing but loopback, and nothing reaches them.
+        """
+        suite = list(words[: len(PYTEST)]) == PYTEST
+        if not suite and (list(words[:1]) != command()[:1] or len(command()) > 1):
             return None
         environment = self.environment()
         if CHANGE in environment:  # what another test has left in the environment does not matter to a changed command
@@ -130,7 +152,9 @@ class Nursery:
             self._begin()
         assert self._control is not None
         ours, theirs = socket.socketpair()
-        message = {"words": list(words), "environment": environment, "folder": os.getcwd()}
+        if suite:
+            environment = {name: value for name, value in environment.items() if not name.startswith(PYTEST_PREFIX)}
+        message = {"words": list(words), "environment": environment, "folder": os.getcwd(), "isolated": isolated}
         with theirs, log.open("wb") as output:
             socket.send_fds(self._control, [json.dumps(message).encode()], [theirs.fileno(), output.fileno()])
         return Started(ours)
@@ -141,23 +165,30 @@ class Nursery:
         return ours | {name: self._environment[name] for name in LIBRARIES if name in self._environment}
 
     def _begin(self) -> None:
+        if _inherited is not None:
+            self._control, self._pid = _inherited
+            return
         self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
+            self._pid = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.preloaded", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
                 cwd=ROOT,
-            )
+            ).pid
+
+
+current: Nursery | None = None
+"""That of the surrounding `starts`."""
 
 
 @contextlib.contextmanager
 def starts() -> Iterator[None]:
     """Inside the block, `Program.start` starts commands in forks where that is possible."""
     start_anew = Program.start
-    with Nursery() as nursery:
+    with Nursery() as nursery, mock.patch.object(sys.modules[__name__], "current", nursery):
 
         def start(program: Program) -> None:
             program._process = nursery.start(program.words, program.log)  # type: ignore[assignment]
@@ -180,8 +211,7 @@ def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
 def next_command(control: socket.socket) -> dict[str, Any]:
     """Fork for every command that is asked for, and report its end. Returns in a fork, with its command.
 
-    Raises:
-        SystemExit: nobody asks any more.
+    The process ends when nobody asks any more, without taking modules apart, which needs seconds.
     """
     running: dict[int, tuple[int, socket.socket]] = {}
     with selectors.DefaultSelector() as events:
@@ -194,7 +224,7 @@ def next_command(control: socket.socket) -> dict[str, Any]:
                     continue
                 data, files, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
                 if not data:
-                    sys.exit()
+                    os._exit(0)
                 pid = os.fork()
                 if pid == 0:
                     return {**json.loads(data), "output": files[1]}
@@ -213,7 +243,7 @@ def _report(pid: int, asked: socket.socket, end: int) -> None:
         asked.sendall(f"{status}\n".encode())
 
 
-def become(words: Sequence[str], environment: Mapping[str, str], folder: str, output: int) -> None:
+def become(words: Sequence[str], environment: Mapping[str, str], folder: str, output: int, isolated: bool) -> None:
     """Make this process what a new one would be; `output` is a file descriptor."""
     os.setsid()
     os.dup2(output, 1)
@@ -224,6 +254,47 @@ def become(words: Sequence[str], environment: Mapping[str, str], folder: str, ou
     os.chdir(folder)
     sys.path[:0] = [str(path) for path in _search_path() if str(path) not in sys.path]
     sys.argv = list(words)
+    if isolated:
+        _isolate()
+
+
+def _isolate() -> None:
+    """Give this process a network of its own with only loopback, as `capabilities.ISOLATED` does."""
+    user, group = os.getuid(), os.getgid()
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "unshare")
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+
+
+def run(control: socket.socket) -> None:
+    """Be a nursery, and in its forks a command."""
+    become(**next_command(control))
+    if sys.argv[: len(PYTEST)] == PYTEST:
+        _run_suite(sys.argv[len(PYTEST) :])
+        return
+    if change := os.environ.get(CHANGE):
+        resolve_name(change)()
+    from vllm_omni_ext.cli.main import vllm_main
+
+    vllm_main()
+
+
+def _run_suite(arguments: list[str]) -> None:
+    """Run pytest; the servers that it starts are forks of a fork that is made here."""
+    from tests.support import preloaded  # not this module, which is `__main__`
+
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        run(theirs)
+        return
+    theirs.close()
+    preloaded._inherited = ours, pid
+    sys.exit(pytest.main(arguments))
 
 
 def main() -> None:
@@ -236,12 +307,7 @@ def main() -> None:
     ctypes.CDLL(None).fflush(None)
     gc.freeze()  # garbage collection in a fork would copy all pages of the modules
     atexit.register(gc.unfreeze)  # extension modules want their objects back
-    become(**next_command(control))
-    if change := os.environ.get(CHANGE):
-        resolve_name(change)()
-    from vllm_omni_ext.cli.main import vllm_main
-
-    vllm_main()
+    run(control)
 
 
 if __name__ == "__main__":

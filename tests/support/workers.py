@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from typing import Any
 
 import pytest
@@ -64,7 +66,10 @@ def own_folders() -> Iterator[None]:
     with it, and the kernel allows 107 characters.
     """
     _own_shared_memory()
-    with tempfile.TemporaryDirectory(prefix="t-") as temporary, pytest.MonkeyPatch.context() as patch:
+    temporary = tempfile.mkdtemp(prefix="t-")
+    # At the very end: multiprocessing removes a folder of its own in it when the process ends, with priority -100.
+    Finalize(None, shutil.rmtree, (temporary,), {"ignore_errors": True}, exitpriority=-101)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", temporary)
         patch.setattr(tempfile, "tempdir", None)
         yield

@@ -32,9 +32,10 @@ class StepBudget:
     def tokens(self, most: int) -> int:
         """Return how many tokens fit into a step, from 1 to `most`."""
         token_s, step_s = self.cost()
-        if token_s <= 0:
+        left_s = self._limit_s - step_s
+        if token_s <= 0 or left_s >= most * token_s:
             return most
-        return max(1, min(most, int((self._limit_s - step_s) / token_s)))
+        return 1 if left_s <= token_s else int(left_s / token_s)
 
     def cost(self) -> tuple[float, float]:
         """Return the seconds that a token takes and those that a step takes without any: the line nearest to all."""
