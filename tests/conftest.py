@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib
@@ -134,7 +135,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the folder, and let extension modules have their objects back, or nanobind reports them as leaks."""
     goldens.end(config.stash.get(GOLDENS, None))
-    gc.unfreeze()
+    if hasattr(config, "workerinput"):
+        atexit.register(workers.leave)
+    else:
+        gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import os
 import shutil
 import tempfile
 from collections import Counter
@@ -80,3 +82,10 @@ def _own_shared_memory() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS) == 0 and libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) == 0:
         libc.mount(b"tests", b"/dev/shm", b"tmpfs", 0, None)
+
+
+def leave() -> None:
+    """End this process, after all that was registered for its end, without taking modules apart: that needs 5 s."""
+    atexit.unregister(leave)
+    atexit._run_exitfuncs()
+    os._exit(0)
