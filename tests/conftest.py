@@ -18,7 +18,7 @@ import pytest
 
 from tests.support import examples, goldens, preloaded, workers
 from tests.support.capabilities import needs
-from tests.support.preloaded import Nursery
+from tests.support.preloaded import ForkServer
 
 examples.register()
 gc.disable()  # until all is imported
@@ -78,7 +78,7 @@ def certificates_once() -> Iterator[None]:
 def new_processes(preloaded_starts: None) -> Iterator[None]:
     """Servers of this module start as users start them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Nursery, "start", lambda nursery, words, log: None)
+        patch.setattr(ForkServer, "start", lambda server, words, log: None)
         yield
 
 

@@ -80,10 +80,10 @@ def test_variables_that_libraries_set_do_not_count(monkeypatch: pytest.MonkeyPat
     """Or no later server of the test process would be started from the preloaded one."""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/before")
     monkeypatch.delenv("AITER_SITUV2_A4W4", raising=False)
-    nursery, before = preloaded.Nursery(), dict(os.environ)
+    server, before = preloaded.ForkServer(), dict(os.environ)
     monkeypatch.setenv("AITER_SITUV2_A4W4", "1")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/after")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    assert nursery.environment() == before | {"PYTEST_CURRENT_TEST": os.environ["PYTEST_CURRENT_TEST"]}
+    assert server.environment() == before | {"PYTEST_CURRENT_TEST": os.environ["PYTEST_CURRENT_TEST"]}
     monkeypatch.setenv("VLLM_OMNI_SOMETHING", "1")
-    assert nursery.environment() != before
+    assert server.environment() != before

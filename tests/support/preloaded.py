@@ -2,10 +2,10 @@
 
 A command runs in a fork of that process, with the environment, folder and output that a new process would have. A
 command that is neither `vllm ...` nor pytest, or whose environment differs in what may matter while modules are
-imported, is started in the usual way. A suite of pytest has a nursery of its own, which is a fork as well.
+imported, is started in the usual way. A suite of pytest has a fork server of its own, which is a fork as well.
 
-    with preloaded.Nursery() as nursery:
-        process = nursery.start([".venv/bin/vllm", "serve", MODEL, "--omni"], log)
+    with preloaded.ForkServer() as server:
+        process = server.start([".venv/bin/vllm", "serve", MODEL, "--omni"], log)
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 """Of unshare(2)."""
 
 _inherited: tuple[socket.socket, int] | None = None
-"""In a suite that runs in a fork: the connection to its nursery, and the nursery's process id."""
+"""In a suite that runs in a fork: the connection to its fork server, and that server's process id."""
 
 
 class Started:
@@ -111,17 +111,17 @@ class Started:
             os.kill(self.pid, number)
 
 
-class Nursery:
+class ForkServer:
     """The process with the modules. Use as a context manager; the process starts with the first command.
 
-    Commands that run in forks have the environment of the nursery's beginning, but for `FREE`.
+    Commands that run in forks have the environment of the fork server's beginning, but for `FREE`.
     """
 
     def __init__(self) -> None:
         self._control: socket.socket | None = None
         self._environment = dict(os.environ)
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(
@@ -180,7 +180,7 @@ class Nursery:
             ).pid
 
 
-current: Nursery | None = None
+current: ForkServer | None = None
 """That of the surrounding `starts`."""
 
 
@@ -188,10 +188,10 @@ current: Nursery | None = None
 def starts() -> Iterator[None]:
     """Inside the block, `Program.start` starts commands in forks where that is possible."""
     start_anew = Program.start
-    with Nursery() as nursery, mock.patch.object(sys.modules[__name__], "current", nursery):
+    with ForkServer() as server, mock.patch.object(sys.modules[__name__], "current", server):
 
         def start(program: Program) -> None:
-            program._process = nursery.start(program.words, program.log)  # type: ignore[assignment]
+            program._process = server.start(program.words, program.log)  # type: ignore[assignment]
             if program._process is None:
                 assert CHANGE not in os.environ, "the change would not be made: no fork can run this command"
                 start_anew(program)
@@ -211,7 +211,7 @@ def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
 def next_command(control: socket.socket) -> dict[str, Any]:
     """Fork for every command that is asked for, and report its end. Returns in a fork, with its command.
 
-    The process ends when nobody asks any more, without taking modules apart, which needs seconds.
+    The process ends when nobody asks any more; it does not free all modules first, which takes Python seconds.
     """
     running: dict[int, tuple[int, socket.socket]] = {}
     with selectors.DefaultSelector() as events:
@@ -270,7 +270,7 @@ def _isolate() -> None:
 
 
 def run(control: socket.socket) -> None:
-    """Be a nursery, and in its forks a command."""
+    """Be a fork server, and in its forks a command."""
     become(**next_command(control))
     if sys.argv[: len(PYTEST)] == PYTEST:
         _run_suite(sys.argv[len(PYTEST) :])

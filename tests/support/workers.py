@@ -85,7 +85,7 @@ def _own_shared_memory() -> None:
 
 
 def leave() -> None:
-    """End this process, after all that was registered for its end, without taking modules apart: that needs 5 s."""
+    """End this process once its exit handlers have run. Python would need 5 s more to free all modules."""
     atexit.unregister(leave)
     atexit._run_exitfuncs()
     os._exit(0)

@@ -64,7 +64,7 @@ def replaced_kernels() -> Iterator[None]:
     try:
         yield
     finally:
-        del current_platform.register_triton_kernel_overrides
+        vars(current_platform).pop("register_triton_kernel_overrides", None)  # another thread may have left the block
 
 
 @functools.cache
