@@ -34,7 +34,7 @@ from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, Malformed, Messag
 from vllm_omni_ext.wire.joining import FROM_HEAD, TO_HEAD, Endpoints, Gone, Join, Joined, Ping, Pong, Refusal, Started
 
 PATIENCE_S = 5.0
-LATE_S = 0.3
+LATE_S = 0.2
 HOST = "127.0.0.1"
 JOIN = Join(ticket="t", stage="talker", model="m", config_hash="t", version="1", host="10.0.0.2")
 EXPECTED = Expected(model="m", version="1", stages={"talker": "t", "thinker": "h"})
@@ -426,6 +426,7 @@ def test_replica_without_the_secret_learns_the_reason_even_if_refused_early(
 ) -> None:
     """libzmq tells of a failed handshake once, and does not try again."""
     plan: Any = SimpleNamespace(config=OmniConfig(startup_timeout_s=PATIENCE_S), model="m")
+    monkeypatch.setattr(headless, "ASK_AGAIN_S", 2 * LATE_S)
     monkeypatch.setattr(headless, "config_hash", lambda plan, stage: "t")
     monkeypatch.setattr(headless, "model_identity", lambda model: model)
     listen_for_events = zmq.Socket.get_monitor_socket
