@@ -32,7 +32,7 @@ async def test_a_killed_process_is_noticed_and_a_stopped_one_is_not() -> None:
         gone = lines.gone(address)
         assert lines.gone(address) is gone
         process.send_signal(signal.SIGSTOP)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.0)
         assert not gone.done()
         process.kill()
         await asyncio.wait_for(gone, SOON_S)

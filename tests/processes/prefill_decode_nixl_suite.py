@@ -20,9 +20,9 @@ from tests.processes.prefill_decode_suite import (
     nothing_is_kept,
     started,
     under_load,
-    until,
 )
 from tests.processes.test_parity import answer, check
+from tests.support.cluster import until
 from tests.support.oracle import Golden, Oracle
 
 __all__ = ["environment"]

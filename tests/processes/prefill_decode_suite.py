@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.processes.conftest import MAX_LEN, STEP_TOKENS
 from tests.processes.test_parity import CASES, SCHEDULES, answer, check
 from tests.support import kv_probe
+from tests.support.cluster import until
 from tests.support.oracle import Golden, Oracle, one_thread
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.qwen3_omni.family import THINKER
@@ -32,7 +32,6 @@ BACK_S = 300.0
 PATIENT: Mapping[str, Any] = MappingProxyType({"transfer_timeout_s": 60.0})
 """Nor does decode give up a transfer only because it had to wait for a core."""
 
-LOOK_EVERY_S = 0.01
 BLOCK = 32
 MEDIA = [name for name, case in CASES.items() if any(isinstance(m["content"], list) for m in case.messages)]
 EIGHT = [name for name, case in CASES.items() if case.voice == "ethan"][:8]
@@ -115,15 +114,6 @@ def nothing_is_kept(omni: Any) -> bool:
     return not any(
         kept for ask in (used_blocks, held_requests, "hidden_states_held") for kept in each(omni, ask).values()
     )
-
-
-def until(true: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(LOOK_EVERY_S)
-    return True
 
 
 # -- one of each ------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from vllm_omni_ext.patching import sockets
 from vllm_omni_ext.runtime.client.client import Client, addresses
 
 PATIENCE_S = 10.0
-QUIET_S = 0.2
+QUIET_S = 0.5
 KEYS = Keys.derive(b"correct horse battery staple")
 OTHER = Keys.derive(b"another horse, another staple")
 

@@ -34,7 +34,7 @@ from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, Malformed, Messag
 from vllm_omni_ext.wire.joining import FROM_HEAD, TO_HEAD, Endpoints, Gone, Join, Joined, Ping, Pong, Refusal, Started
 
 PATIENCE_S = 5.0
-LATE_S = 0.2
+LATE_S = 0.3
 HOST = "127.0.0.1"
 JOIN = Join(ticket="t", stage="talker", model="m", config_hash="t", version="1", host="10.0.0.2")
 EXPECTED = Expected(model="m", version="1", stages={"talker": "t", "thinker": "h"})

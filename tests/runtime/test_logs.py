@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.descriptors import open_files
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.launch.logs import TAIL_LINES, FileLogs, TerminalLogs
 
@@ -38,26 +38,17 @@ def test_a_child_writes_to_its_file(tmp_path: Path, capfd: pytest.CaptureFixture
     assert logs.path(TALKER).read_text() == "out\nerr\n"
 
 
-def open_files() -> Counter[str]:
-    """How many descriptors of this process each file has."""
-    found: Counter[str] = Counter()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed since then
-            found[os.readlink(f"/proc/self/fd/{number}")] += 1
-    return found
-
-
 def test_the_terminal_is_back_after_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Other threads of the test process may open and close files meanwhile: only those of the redirection count."""
-    logs, streams = FileLogs(tmp_path), [os.readlink(f"/proc/self/fd/{number}") for number in (1, 2)]
-    log, before = str(logs.path(TALKER)), open_files()
+    logs, before = FileLogs(tmp_path), open_files()
+    log, streams = str(logs.path(TALKER)), {before[1], before[2]}
     with pytest.raises(ValueError), logs.of(TALKER):
-        assert open_files()[log] == 2
+        assert list(open_files().values()).count(log) == 2
         raise ValueError
     print("here")
     assert capfd.readouterr().out == "here\n"
-    after = open_files()
-    assert after[log] == 0 and [after[stream] for stream in streams] == [before[stream] for stream in streams]
+    after = Counter(open_files().values())
+    assert after[log] == 0 and all(after[stream] == Counter(before.values())[stream] for stream in streams)
 
 
 def test_a_file_is_continued(tmp_path: Path) -> None:

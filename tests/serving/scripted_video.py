@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from typing import Any
@@ -10,17 +9,10 @@ from typing import Any
 import numpy as np
 from vllm.multimodal.video import VideoLoader
 
+from tests.support.descriptors import open_files
+
 MEMORY_BYTES = 1 << 30
 """What a call may take; the script `memory` takes twice as much."""
-
-
-def open_files() -> dict[int, str]:
-    """By number: what is listed and gone at once is not one of them."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-    return found
 
 
 class Scripted(VideoLoader):

@@ -20,7 +20,6 @@ from aiohttp import web
 from tests.support import media
 from tests.support.scripted import ScriptedOmni
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.serving import media as media_module
 from vllm_omni_ext.serving.fetching import (
     MOST_REDIRECTS,
     Budget,
@@ -30,11 +29,10 @@ from vllm_omni_ext.serving.fetching import (
     destinations,
     for_everybody,
 )
-from vllm_omni_ext.serving.media import FAILED, install
+from vllm_omni_ext.serving.media import EARLIEST_FAILURE_S, FAILED, install
 
 REFUSED, ALLOWED = "127.0.0.1", "127.0.0.2"
 MIB = 1 << 20
-EARLIEST_S = 0.2
 KINDS = ("image_url", "audio_url", "video_url")
 
 
@@ -341,10 +339,7 @@ async def test_chat_reads_what_it_fetches(site: Site, app: Any, engine: Scripted
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_nothing_can_be_told_from_a_failure(
-    site: Site, app: Any, engine: ScriptedOmni, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(media_module, "EARLIEST_FAILURE_S", EARLIEST_S)
+async def test_nothing_can_be_told_from_a_failure(site: Site, app: Any, engine: ScriptedOmni, kind: str) -> None:
     with socket.socket() as closed:
         closed.bind((ALLOWED, 0))
         silent = closed.getsockname()[1]
@@ -364,14 +359,14 @@ async def test_nothing_can_be_told_from_a_failure(
     error = found[0][0].json()["error"]
     assert (error["code"], error["param"]) == (400, "messages")
     assert error["message"] == f"messages: {kind} {FAILED}"
-    assert all(took >= EARLIEST_S for _, took in found)
+    assert all(took >= EARLIEST_FAILURE_S for _, took in found)
     assert site.asked[REFUSED] == 0
 
 
 async def test_other_endpoints_fetch_by_the_same_rules(
     site: Site, app: Any, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(media_module, "EARLIEST_FAILURE_S", 0.0)
+    monkeypatch.setattr("vllm_omni_ext.serving.media.EARLIEST_FAILURE_S", 0.0)
     chat = {
         key: value
         for key, value in question("image_url", site.url("image_url", REFUSED)).items()

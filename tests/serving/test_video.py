@@ -22,8 +22,9 @@ import pytest
 from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
 from vllm.multimodal.video import VIDEO_LOADER_REGISTRY
 
-from tests.serving.scripted_video import MEMORY_BYTES, Scripted, open_files
+from tests.serving.scripted_video import MEMORY_BYTES, Scripted
 from tests.support import media
+from tests.support.descriptors import open_files
 from tests.support.pace import pace
 from vllm_omni_ext.serving import crash_isolation, video
 from vllm_omni_ext.serving.crash_isolation import CallFailed

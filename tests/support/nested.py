@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support import preloaded
@@ -18,7 +17,6 @@ def run_suite(
     *arguments: str,
     timeout_s: float,
     isolated: bool = True,
-    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Run pytest on a file in another process; all that pytest prints is printed here too.
 
@@ -27,7 +25,6 @@ def run_suite(
         arguments: more of pytest's options.
         timeout_s: for machines that other programs keep busy.
         isolated: only loopback can be reached; needs the capability `isolation`.
-        environment: variables beside those of this process.
 
     Raises:
         AssertionError: a test failed, or none passed.
@@ -38,7 +35,7 @@ def run_suite(
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         try:
-            code = _run(words, log, isolated, environment or {}, timeout_s)
+            code = _run(words, log, isolated, timeout_s)
         finally:
             output = log.read_text(errors="replace")
             print(output)
@@ -46,19 +43,18 @@ def run_suite(
     assert " passed" in output
 
 
-def _run(words: list[str], log: Path, isolated: bool, more: Mapping[str, str], timeout_s: float) -> int:
+def _run(words: list[str], log: Path, isolated: bool, timeout_s: float) -> int:
     """Run pytest with its output in `log`; returns the exit status."""
     process: subprocess.Popen[bytes] | preloaded.Started | None = None
-    if isolated and not more and preloaded.current is not None:  # all others need no vLLM, or another one
+    if isolated and preloaded.current is not None:
         process = preloaded.current.start(words, log, isolated=True)
     if process is None:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(preloaded.PYTEST_PREFIX)}
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*(ISOLATED if isolated else ()), *words],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**kept, **more},
+                env=preloaded.for_a_suite(os.environ),
             )
     try:
         return process.wait(timeout_s)

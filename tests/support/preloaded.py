@@ -34,6 +34,7 @@ import pytest
 import setproctitle
 
 from examples.server import Program, command
+from tests.support.namespace import isolate
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
@@ -43,7 +44,6 @@ MODULES = (
     "vllm.v1.worker.cpu_worker",
     "vllm_omni_ext.cli.serve",
     "vllm_omni_ext.serving.app",
-    "vllm.model_executor.layers.quantization.online.base",
 )
 """What the commands import."""
 
@@ -67,11 +67,6 @@ LIBRARIES = (
 
 MESSAGE_BYTES = 1 << 16
 PYTEST = [sys.executable, "-m", "pytest"]
-PYTEST_PREFIX = "PYTEST_"
-"""Of variables that pytest and its plugins set for themselves."""
-
-CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
-"""Of unshare(2)."""
 
 _inherited: tuple[socket.socket, int] | None = None
 """In a suite that runs in a fork: the connection to its fork server, and that server's process id."""
@@ -153,7 +148,7 @@ class ForkServer:
         assert self._control is not None
         ours, theirs = socket.socketpair()
         if suite:
-            environment = {name: value for name, value in environment.items() if not name.startswith(PYTEST_PREFIX)}
+            environment = for_a_suite(environment)
         message = {"words": list(words), "environment": environment, "folder": os.getcwd(), "isolated": isolated}
         with theirs, log.open("wb") as output:
             socket.send_fds(self._control, [json.dumps(message).encode()], [theirs.fileno(), output.fileno()])
@@ -198,6 +193,11 @@ def starts() -> Iterator[None]:
 
         with mock.patch.object(Program, "start", start):
             yield
+
+
+def for_a_suite(variables: Mapping[str, str]) -> dict[str, str]:
+    """Leave out the variables that pytest and its plugins set for themselves."""
+    return {name: value for name, value in variables.items() if not name.startswith("PYTEST_")}
 
 
 def _search_path() -> list[Path]:
@@ -255,18 +255,7 @@ def become(words: Sequence[str], environment: Mapping[str, str], folder: str, ou
     sys.path[:0] = [str(path) for path in _search_path() if str(path) not in sys.path]
     sys.argv = list(words)
     if isolated:
-        _isolate()
-
-
-def _isolate() -> None:
-    """Give this process a network of its own with only loopback, as `capabilities.ISOLATED` does."""
-    user, group = os.getuid(), os.getgid()
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), "unshare")
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        isolate()
 
 
 def run(control: socket.socket) -> None:
@@ -302,6 +291,8 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     setproctitle.getproctitle()  # finds the command line, which it cannot when `become` has changed the environment
     for name in MODULES:
+        import_module(name)
+    for name in import_module("vllm_omni_ext.runtime.launch.preload").LATE_IMPORTS:
         import_module(name)
     sys.stdout.flush()  # what modules have printed, here and in C
     ctypes.CDLL(None).fflush(None)

@@ -256,7 +256,9 @@ class Deployment:
         if self._listener is not None:
             variables |= loading.variable(self._listener.path, str(self.name_of(replica)))
         self.progress.begun(self.name_of(replica))
-        with self.forking(threads), self.logs.of(self.name_of(replica)), environment(variables, defaults={}):
+        kernels = replaced_kernels() if self.fork else contextlib.nullcontext()
+        log = self.logs.of(self.name_of(replica))
+        with self.forking(threads), kernels, log, environment(variables, defaults={}):
             barrier = contextlib.ExitStack()
             self._deadlines[replica] = time.monotonic() + self.plan.config.startup_timeout_s
             self._launches[replica] = barrier.enter_context(launch)
@@ -318,7 +320,6 @@ class Deployment:
         with contextlib.ExitStack() as inside:
             inside.enter_context(self.progress.speaking)
             if self.fork:  # the server's head needs no garbage collector any more
-                inside.enter_context(replaced_kernels())
                 inside.enter_context(frozen_heap(keep=self._usage is UsageContext.OPENAI_API_SERVER))
                 inside.enter_context(compute_threads(threads))
             yield
