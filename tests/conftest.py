@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
-from tests.support import examples, goldens, preloaded, workers
+from tests.support import examples, goldens, preloaded, processes, workers
 from tests.support.capabilities import needs
 from tests.support.preloaded import ForkServer
+from vllm_omni_ext.patching import check
+from vllm_omni_ext.patching.source import VllmSource
 
 examples.register()
 gc.disable()  # until all is imported
@@ -74,6 +76,32 @@ def certificates_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_configs() -> Iterator[None]:
+    """Configs are not shown at length: transformers does that for each field that may be one of several configs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if (transformers := sys.modules.get("transformers")) is not None:
+            patch.setattr(transformers.PreTrainedConfig, "__repr__", object.__repr__)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sources_once() -> Iterator[None]:
+    """vLLM's sources are searched once: what comes out depends on their text alone, and most tests use the same."""
+    search, known = VllmSource.definition, dict[tuple[str | None, str], str | None]()
+
+    def definition(source: VllmSource, module: str, qualname: str) -> str | None:
+        key = source._read(module), qualname
+        if key not in known:
+            known[key] = search(source, module, qualname)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VllmSource, "definition", definition)
+        patch.setattr(check, "fingerprint", functools.cache(check.fingerprint))
+        yield
+
+
 @pytest.fixture(scope="module")
 def new_processes(preloaded_starts: None) -> Iterator[None]:
     """Servers of this module start as users start them."""
@@ -114,7 +142,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage again, but never among what the imports have made: that takes longer than most tests.
+    """Look for garbage again, but never among what the imports have made: one look there takes a second.
 
     pytest attaches two handlers to every logger that does not propagate, three times a test. torch has 80 of these, for
     what is logged only when it is asked for.
@@ -122,14 +150,14 @@ def pytest_collection_finish() -> None:
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.name.startswith("torch."):
             logger.propagate = True
-    gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have a folder for what all test processes of this run compute once."""
+    """Have a folder for what all test processes of this run compute once, and see what each test starts."""
     config.stash[GOLDENS] = goldens.begin()
+    processes.watch()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -147,8 +175,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     What an engine inherits is as it was.
     """
+    processes.begin(item)
     if (torch := sys.modules.get("torch")) is not None:
         usual = item.config.stash.setdefault(THREADS, torch.get_num_threads())
         torch.set_num_threads(usual if item.get_closest_marker("engine") else 1)
     for mark in item.iter_markers("needs"):
         needs(*mark.args)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Fail a test that starts a process and does not say so."""
+    processes.end()

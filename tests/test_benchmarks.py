@@ -147,6 +147,7 @@ def test_sizes_become_flags():
     assert words({"rate": 1.5, "stages": ["a", "b"]}) == ["--rate", "1.5", "--stages", "a", "b"]
 
 
+@pytest.mark.engine
 def test_a_program_gets_its_flags_and_its_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(description, "PROGRAMS", tmp_path)
     source = "import json, sys; open(sys.argv[-1], 'w').write(json.dumps(sys.argv[1:-1]))"
@@ -154,6 +155,7 @@ def test_a_program_gets_its_flags_and_its_file_is_read(tmp_path: Path, monkeypat
     assert program("echo.py", Options("some-model"), {"rounds": 3}) == ["some-model", "--rounds", "3", "--json"]
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("source", "status"), [("raise SystemExit('no cache')", 1), ("print('no cache')", 0)])
 def test_a_program_that_fails_says_how_it_ended(
     source: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +171,7 @@ def module(name: str, memory_gib: float, run: Any) -> ModuleType:
     return SimpleNamespace(DESCRIPTION=described, run=run)  # type: ignore[return-value]
 
 
+@pytest.mark.engine
 def test_one_that_fails_or_does_not_fit_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch):
     def fail(options: Options) -> Result:
         raise ProgramFailed("x.py ended with status 3")

@@ -121,6 +121,7 @@ def test_a_failed_serve_ends_the_process_with_its_status(commands, monkeypatch):
     assert vllm(monkeypatch, "serve", "m", "--omni") == 7
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["doctor", "--help"]])
 def test_help_loads_nothing_heavy(words):
     code = (
@@ -132,6 +133,7 @@ def test_help_loads_nothing_heavy(words):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.engine
 def test_the_package_can_be_run_as_a_module():
     done = subprocess.run(
         [sys.executable, "-m", "vllm_omni_ext", "--version"], capture_output=True, text=True, check=True

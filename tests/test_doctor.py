@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import shutil
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from vllm_omni_ext import environment, patches
 from vllm_omni_ext.compat import seams_of
 from vllm_omni_ext.doctor import main, vllm_sections
-from vllm_omni_ext.patching import check, source
 from vllm_omni_ext.patching.seams import SEAMS as CORE
 from vllm_omni_ext.patching.source import VllmSource
 from vllm_omni_ext.patching.spec import split_target
 from vllm_omni_ext.plugins.registry import families
 
 SEAMS = (*CORE, *(seam for family in families() for seam in seams_of(family)))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def each_text_is_parsed_once():
-    """Nearly all files are the same in every test, and what comes out depends on their text alone."""
-    once = mock.Mock(wraps=ast, parse=cache(ast.parse))
-    with (
-        mock.patch.object(source, "ast", once),
-        mock.patch.object(check, "fingerprint", cache(check.fingerprint)),
-    ):
-        yield
 
 
 @pytest.fixture
@@ -76,6 +61,7 @@ def run():
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
+@pytest.mark.engine
 def test_this_environment_is_fine(run):
     assert run.returncode == 0
     report = json.loads(run.stdout)
@@ -87,6 +73,7 @@ def test_this_environment_is_fine(run):
     assert report["sections"]["seams"][0]["state"] == f"{len(SEAMS)} of {len(SEAMS)} are as tested"
 
 
+@pytest.mark.engine
 def test_it_imports_neither_vllm_nor_torch(run):
     assert run.stderr.splitlines()[-1] == "[]"
 

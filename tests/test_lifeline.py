@@ -11,7 +11,7 @@ import pytest
 
 from vllm_omni_ext.lifeline import die_with_parent, how_it_ended, leave_interrupts_to_parent
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
+pytestmark = [pytest.mark.engine, pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")]
 NOBODY = 2**22 + 1
 """No process id on Linux."""
 

@@ -122,6 +122,7 @@ def test_the_sdist_can_be_built_from(built):
     assert {"pyproject.toml", "LICENSE", "README.md"} <= names
 
 
+@pytest.mark.engine
 def test_a_bare_import_of_a_mapped_folder_is_banned():
     """It would make a second copy of every module in it."""
     banned = PROJECT["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]

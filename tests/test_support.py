@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support import capabilities, goldens, preloaded, workers
+from tests.support import capabilities, goldens, preloaded, processes, workers
 from tests.support.capabilities import needs
 from tests.support.nested import run_suite
 from tests.support.pace import pace
@@ -15,6 +19,14 @@ from tests.support.pace import pace
 LACKING = "library no_such_module_anywhere"
 
 
+def fork() -> None:
+    """Start a child that ends at once."""
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.engine
 def test_a_missing_capability_skips_here_and_fails_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception, match="no no_such_module_anywhere here: ModuleNotFoundError"):
@@ -24,6 +36,7 @@ def test_a_missing_capability_skips_here_and_fails_in_ci(monkeypatch: pytest.Mon
         needs(LACKING)
 
 
+@pytest.mark.engine
 def test_a_capability_that_is_there_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "1")
     needs("library json")
@@ -50,6 +63,7 @@ def test_every_file_of_a_group_exists() -> None:
         assert Path(Path(__file__).parents[1], workers.PROCESSES, f"{name}.py").is_file(), name
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("body", "fits"), [("assert True", True), ("assert False, 'the reason'", False)])
 def test_the_output_of_a_nested_suite_is_shown(
     body: str, fits: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -63,6 +77,16 @@ def test_the_output_of_a_nested_suite_is_shown(
         with pytest.raises(AssertionError, match="exit code 1"):
             run_suite(suite, timeout_s=60, isolated=False)
         assert "the reason" in capsys.readouterr().out
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("start", [lambda: subprocess.run([sys.executable, "-c", ""], check=True), fork])
+def test_a_process_that_is_not_announced_is_noticed(start: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_started", [])
+    processes.end()
+    start()
+    with pytest.raises(pytest.fail.Exception, match="mark it `engine`"):
+        processes.end()
 
 
 def test_a_result_is_computed_once_for_each_key() -> None:

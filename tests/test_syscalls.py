@@ -23,6 +23,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.engine
 @pytest.mark.needs("strace")
 def test_calls_of_a_process_are_counted(benchmark: Import) -> None:
     syscalls: ModuleType = benchmark("syscalls")

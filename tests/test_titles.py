@@ -38,6 +38,7 @@ def test_secrets_are_not_shown(given: str, shown: str) -> None:
     assert without_secrets(given.split()) == shown.split()
 
 
+@pytest.mark.engine
 def test_a_process_and_those_forked_from_it_show_no_secret() -> None:
     words = [sys.executable, "-c", NAMED, "serve", "/a/model", "--api-key", "very-secret"]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:

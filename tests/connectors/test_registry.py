@@ -41,6 +41,7 @@ def test_a_wrong_value_is_refused(wrong: dict[str, object]) -> None:
         ConnectorConfig(name="tcp", **wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.engine
 def test_the_package_imports_nothing_heavy() -> None:
     code = (
         "import sys, vllm_omni_ext.connectors.registry as r;"

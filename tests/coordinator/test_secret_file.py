@@ -73,6 +73,7 @@ def _start(together: Barrier, said: Any, folders: list[Path]) -> None:
         said.put((number, made, file.read_bytes()))
 
 
+@pytest.mark.engine
 def test_all_that_start_at_once_have_the_same(state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     together, said = context.Barrier(AT_ONCE), context.Queue()

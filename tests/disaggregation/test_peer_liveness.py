@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from vllm_omni_ext.disaggregation.peer_liveness import PeerLiveness
 
 LISTEN = """
@@ -25,6 +27,7 @@ def listener() -> tuple[subprocess.Popen[str], str]:
     return process, f"tcp://127.0.0.1:{process.stdout.readline().strip()}"
 
 
+@pytest.mark.engine
 async def test_a_killed_process_is_noticed_and_a_stopped_one_is_not() -> None:
     process, address = listener()
     lines = PeerLiveness()

@@ -62,6 +62,7 @@ def _one(init: str, rank: int, size: int) -> dict[str, Any]:
     return results | {"results": [said.tolist(), whole.tolist(), parts[0].tolist(), objects, shared]}
 
 
+@pytest.mark.engine
 def test_one_process_listens_nowhere_and_computes_what_it_should(tmp_path: Path) -> None:
     (found,) = in_processes(1, _one, tmp_path)
     assert found.pop("listening") == 0
@@ -79,6 +80,7 @@ def _two(init: str, rank: int, size: int) -> tuple[str, list[float]]:
     return dist.get_backend(), said.tolist()
 
 
+@pytest.mark.engine
 def test_two_processes_talk_to_each_other(tmp_path: Path) -> None:
     assert in_processes(2, _two, tmp_path) == [("gloo", [3.0, 3.0])] * 2
 

@@ -18,6 +18,7 @@ from vllm_omni_ext.wire.envelope import StageError, StageProgress
 
 Load = Callable[[str], ModelFamily]
 
+pytestmark = pytest.mark.engine  # packages are installed
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 STEPS = 3
 

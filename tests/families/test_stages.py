@@ -22,6 +22,7 @@ from vllm_omni_ext.wire.stage_input import FILLER, PartHeader
 Load = Callable[[str], ModelFamily]
 Write = Callable[[str], Path]
 
+pytestmark = pytest.mark.engine  # packages are installed
 TEXT = "a red house by the sea"
 
 

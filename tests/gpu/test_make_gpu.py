@@ -173,6 +173,7 @@ def test_a_part_that_takes_too_long_is_ended_with_all_it_has_started(
     assert not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == "zombie"
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("status", "state"), [(0, "ok"), (1, "failed"), (3, "refused"), (-signal.SIGKILL, "failed")])
 def test_what_becomes_of_a_part(
     table: ModuleType, program: ModuleType, tmp_path: Path, status: int, state: str
@@ -283,6 +284,7 @@ def test_both_servers_get_the_same_flags(benchmark: Callable[[str], ModuleType])
 # -- a machine on which the package is not installed ----------------------------------------------------------------
 
 
+@pytest.mark.engine
 def test_the_package_as_if_it_were_installed(benchmark: Callable[[str], ModuleType], tmp_path: Path) -> None:
     site = benchmark("gpu_site").make(ROOT, tmp_path / "site")
     benchmark("gpu_site").make(ROOT, site)

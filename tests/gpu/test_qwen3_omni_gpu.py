@@ -37,6 +37,7 @@ def test_mode(mode: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.engine
 def test_the_script_knows_these_modes() -> None:
     assert tuple(run_once("--list").stdout.split()) == MODES
 

@@ -114,6 +114,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.engine
 def test_several_api_servers(tmp_path: Path) -> None:
     """In flight is a sum over servers, a replica's own load what was said last, a counter a sum."""
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}

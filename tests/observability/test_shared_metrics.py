@@ -72,6 +72,7 @@ def run(body: str, folder: Path) -> None:
     python(HEAD + body, str(folder))
 
 
+@pytest.mark.engine
 def test_totals_and_gauges(tmp_path: Path) -> None:
     run(
         """
@@ -87,6 +88,7 @@ assert seen["replica_up"] == 1 and seen["replica_requests_running"] == 20, "all 
     assert len(list(tmp_path.iterdir())) > 2
 
 
+@pytest.mark.engine
 def test_totals_survive_a_restarted_api_server(tmp_path: Path) -> None:
     run(
         """
@@ -104,6 +106,7 @@ assert seen["replica_requests_running"] == 30
     )
 
 
+@pytest.mark.engine
 def test_the_state_after_the_latest_step_is_shown(tmp_path: Path) -> None:
     """Not the one that was written last: an API server reads what its predecessor has not."""
     run(
@@ -130,6 +133,7 @@ assert after_step(0, 5) == 5, "a step without a time is of now"
     )
 
 
+@pytest.mark.engine
 def test_alone_nothing_is_written(tmp_path: Path) -> None:
     run(
         """

@@ -52,6 +52,7 @@ def test_targets_are_listed_once():
     assert [name for name, count in Counter(seam.target for seam in ALL_SEAMS).items() if count > 1] == []
 
 
+@pytest.mark.engine
 def test_seams_are_checked_quickly_and_without_importing_vllm():
     result = subprocess.run([sys.executable, "-c", CHECK, str(BUDGET_S)], capture_output=True, text=True, check=True)
     seconds, *imported = result.stdout.split()

@@ -171,6 +171,7 @@ def test_model_classes_are_registered_but_not_in_the_place_of_vllm_s(install: In
         ModelRegistry.models.pop("PainterModel", None)
 
 
+@pytest.mark.engine
 def test_families_are_found_without_vllm_and_torch() -> None:
     code = (
         "import sys; from vllm_omni_ext.plugins.registry import families; families()\n"

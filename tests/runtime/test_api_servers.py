@@ -39,6 +39,7 @@ from vllm_omni_ext.wire.control import (
 )
 from vllm_omni_ext.wire.operator_state import ReplicasSlept
 
+pytestmark = pytest.mark.engine
 TALKER, LATE = ReplicaId("talker", 0), ReplicaId("talker", 1)
 ABOUT = ReplicaInfo(host="here", pid=5, restarts=1)
 PATIENCE_S = 10.0

@@ -37,6 +37,7 @@ from vllm_omni_ext.wire.control import (
     encode,
 )
 
+pytestmark = pytest.mark.engine
 FORK = multiprocessing.get_context("fork")
 THINKER, TALKER, NEW = ReplicaId("thinker", 0), ReplicaId("talker", 0), ReplicaId("talker", 1)
 ABOUT = ReplicaInfo(host="here", pid=7, restarts=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 
+import pytest
 from vllm.v1.engine.admission_control import SharedAdmissionStats
 
 from vllm_omni_ext.runtime.client.board import NOT_ACCEPTING, SharedCounters
@@ -25,6 +26,7 @@ def test_vllm_takes_a_new_one_for_the_most_loaded() -> None:
     assert launcher._NOT_ACCEPTING == NOT_ACCEPTING
 
 
+@pytest.mark.engine
 def test_requests_of_all_are_counted_until_their_server_dies() -> None:
     board = SharedCounters(3)
 

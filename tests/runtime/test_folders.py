@@ -82,6 +82,7 @@ def test_folder_in_use_is_not_removed() -> None:
     second.remove()
 
 
+@pytest.mark.engine
 def test_folder_of_a_killed_process_is_removed_by_the_next_start() -> None:
     path, _ = _killed()
     assert path.is_dir()
@@ -89,6 +90,7 @@ def test_folder_of_a_killed_process_is_removed_by_the_next_start() -> None:
     assert not path.exists()
 
 
+@pytest.mark.engine
 def test_folder_is_kept_while_a_forked_process_lives() -> None:
     path, child = _killed(fork=True)
     assert child is not None
@@ -102,6 +104,7 @@ def test_folder_is_kept_while_a_forked_process_lives() -> None:
     assert not path.exists()
 
 
+@pytest.mark.engine
 def test_folders_of_other_programs_are_not_removed(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     being_made, elsewhere = temporary / f"{PREFIX}new", temporary / "something"
     for folder in (being_made, elsewhere):

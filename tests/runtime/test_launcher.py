@@ -65,6 +65,7 @@ def test_what_is_changed_inside_does_not_stay(monkeypatch: pytest.MonkeyPatch) -
     assert B not in os.environ
 
 
+@pytest.mark.engine
 def test_a_process_started_inside_sees_it() -> None:
     receiver, sender = FORK.Pipe(duplex=False)
     with environment({A: "inside"}, defaults={}):
@@ -144,6 +145,7 @@ def tidy(running: Any) -> None:
     time.sleep(LIFE_S)
 
 
+@pytest.mark.engine
 def test_an_obedient_process_is_not_waited_for(start: Start) -> None:
     processes, before = [start(obedient), start(obedient)], time.monotonic()
     end_processes(processes, 10)
@@ -151,6 +153,7 @@ def test_an_obedient_process_is_not_waited_for(start: Start) -> None:
     assert [process.exitcode for process in processes] == [-signal.SIGTERM] * 2
 
 
+@pytest.mark.engine
 def test_a_stubborn_process_is_killed_when_the_time_is_up(start: Start) -> None:
     processes, before = [start(stubborn), start(obedient), start(stubborn)], time.monotonic()
     end_processes(processes, 0.3)
@@ -159,12 +162,14 @@ def test_a_stubborn_process_is_killed_when_the_time_is_up(start: Start) -> None:
     assert [process.exitcode for process in processes] == [-signal.SIGKILL, -signal.SIGTERM, -signal.SIGKILL]
 
 
+@pytest.mark.engine
 def test_a_process_has_its_time_to_end_in_order(start: Start) -> None:
     process = start(tidy)
     end_processes([process], 10)
     assert process.exitcode == 5
 
 
+@pytest.mark.engine
 def test_processes_that_have_ended_are_left_alone(start: Start) -> None:
     process = start(tidy)
     process.kill()
@@ -200,6 +205,7 @@ def _look_for_kernels(answer: Any) -> None:
     answer.put((replaced.call_count, type(ComputeSlotMappingKernel.kernel).__name__))
 
 
+@pytest.mark.engine
 def test_a_forked_process_has_the_kernels_of_the_platform_and_looks_for_none() -> None:
     answer = FORK.SimpleQueue()
     with replaced_kernels():
@@ -221,6 +227,7 @@ def nothing_frozen() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.mark.engine
 @pytest.mark.usefixtures("nothing_frozen")
 def test_a_program_that_goes_on_is_not_searched_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's program with many objects starts replicas one after another, and each search takes a second."""

@@ -24,6 +24,7 @@ def speak() -> None:
     os.write(2, b"err\n")
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_child_writes_to_its_file(tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str) -> None:
     logs = FileLogs(tmp_path / "new" / "logs")
@@ -51,6 +52,7 @@ def test_the_terminal_is_back_after_an_error(tmp_path: Path, capfd: pytest.Captu
     assert after[log] == 0 and all(after[stream] == Counter(before.values())[stream] for stream in streams)
 
 
+@pytest.mark.engine
 def test_a_file_is_continued(tmp_path: Path) -> None:
     logs = FileLogs(tmp_path)
     for word in ("one", "two"):

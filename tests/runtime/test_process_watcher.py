@@ -16,6 +16,7 @@ import pytest
 from vllm_omni_ext.runtime.supervise.process_watcher import Child, ChildSupervisor, Exited
 from vllm_omni_ext.topology.turns import Turns
 
+pytestmark = pytest.mark.engine
 FORK = multiprocessing.get_context("fork")
 DEADLINE_S = 5
 Start = Callable[..., BaseProcess]

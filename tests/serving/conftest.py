@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ MODEL = "tiny"
 
 
 @pytest.fixture(scope="session")
-def server_parts(tiny: Path) -> tuple[ScriptedOmni, Any]:
+def server_parts(tiny: Path) -> Iterator[tuple[ScriptedOmni, Any]]:
     """The scripted engine and the server's arguments."""
+    from vllm.renderers.base import BaseRenderer
     from vllm.usage.usage_lib import UsageContext
 
     from vllm_omni_ext.cli.serve import prepare
@@ -27,7 +28,10 @@ def server_parts(tiny: Path) -> tuple[ScriptedOmni, Any]:
     plan, args = prepare(["serve", str(tiny), "--served-model-name", MODEL, "--disable-log-stats"])
     first = plan.frontend().replicas[0].id
     config = stage_engine_args(plan, first).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    return ScriptedOmni(config, plan), args
+    with pytest.MonkeyPatch.context() as patch:
+        # An application that starts would compute features of the largest image, so that the first one is not late.
+        patch.setattr(BaseRenderer, "warmup_mm", lambda renderer: None)
+        yield ScriptedOmni(config, plan), args
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

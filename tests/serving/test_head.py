@@ -57,6 +57,7 @@ def took(processes: list[Any], limit_s: float) -> float:
     return time.monotonic() - before
 
 
+@pytest.mark.engine
 def test_shutdown_waits_for_all_processes_at_once(start: Start) -> None:
     processes = [start(0.1), start(0.5), start(0.5)]
     assert 0.5 <= took(processes, 20) < 0.95 * pace(), "one after the other would take longer"
@@ -65,12 +66,14 @@ def test_shutdown_waits_for_all_processes_at_once(start: Start) -> None:
         assert process.exitcode == 0
 
 
+@pytest.mark.engine
 def test_shutdown_limit_is_one_for_all_processes_and_kills_none(start: Start) -> None:
     slow, quick = start(LIFE_S), start(0.0)
     assert 0.4 <= took([slow, quick], 0.4) < 2 * pace()
     assert slow.is_alive() and not quick.is_alive()
 
 
+@pytest.mark.engine
 def test_those_that_have_ended_are_not_waited_for(start: Start) -> None:
     process = start(0.0)
     process.kill()
@@ -78,6 +81,7 @@ def test_those_that_have_ended_are_not_waited_for(start: Start) -> None:
     assert took([process], 20) < pace() and took([], 20) < pace()
 
 
+@pytest.mark.engine
 def test_a_signal_ends_the_wait(start: Start) -> None:
     """As the head's own handler does it, on the second Ctrl-C."""
 

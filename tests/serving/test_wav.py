@@ -41,6 +41,7 @@ def test_every_sample_is_as_libsndfile_makes_it() -> None:
         assert pcm16(floats) == as_libsndfile(floats)
 
 
+@pytest.mark.engine
 def test_bare_samples_need_no_libsndfile() -> None:
     look = "import vllm_omni_ext.modalities.sound as e, sys; print('soundfile' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)

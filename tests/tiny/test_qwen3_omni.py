@@ -111,6 +111,7 @@ def test_without_the_package_of_the_trained_checkpoint(tmp_path: Path, monkeypat
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.engine
 def test_importing_it_is_cheap() -> None:
     code = (
         "import sys, vllm_omni_ext.cli.tiny, vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni\n"

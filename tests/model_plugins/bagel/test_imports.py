@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).parents[3] / "model_plugins" / "bagel"
 FAMILY, SPEC = FOLDER / "family.py", "vllm_omni_ext.plugins.spec"
 """The one module that declares what the core may use, and the one module of the core that it needs for that."""
@@ -30,6 +32,7 @@ def test_only_the_family_knows_the_plugin_contract() -> None:
     assert SPEC in imported(FAMILY)
 
 
+@pytest.mark.engine
 def test_parameters_and_errors_are_light() -> None:
     code = (
         "import sys, vllm_omni_ext.model_plugins.bagel.parameters\n"

@@ -1,0 +1,47 @@
+"""Tests without the marker `engine` start no process: they are the part of the suite that is run while one works."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+_started: list[str] | None = None
+"""What the running test has started, if it must not start anything."""
+
+
+def watch() -> None:
+    """Notice forks and Python processes that the main thread starts from now on. Other programs are no matter.
+
+    Libraries run those when they look at the machine, in whichever test needs them first.
+    """
+    os.register_at_fork(before=lambda: _note("a fork"))
+    start = subprocess.Popen.__init__
+
+    def noted(process: subprocess.Popen[Any], args: Any, *more: Any, **options: Any) -> None:
+        if isinstance(args, (list, tuple)) and args and args[0] == sys.executable:
+            _note(f"{args}")
+        start(process, args, *more, **options)
+
+    subprocess.Popen.__init__ = noted  # type: ignore[assignment,method-assign]
+
+
+def begin(item: pytest.Item) -> None:
+    """A test begins. Engines of other tests may start processes meanwhile, from threads."""
+    global _started
+    _started = None if item.get_closest_marker("engine") else []
+
+
+def end() -> None:
+    """A test has ended; it fails if it has started what it should not."""
+    if _started:
+        pytest.fail(f"starts a process, so mark it `engine`: {_started[0]}", pytrace=False)
+
+
+def _note(what: str) -> None:
+    if _started is not None and threading.current_thread() is threading.main_thread():
+        _started.append(what)
