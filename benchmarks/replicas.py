@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from checkpoint import checkpoint, parser
 from simulated import engine
 from stage_load import Step, Work, closed_loop, deployed, open_only, watch
@@ -32,6 +34,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.runtime.client.client import addresses
 from vllm_omni_ext.runtime.client.replica_connections import Connections
+from vllm_omni_ext.runtime.launch.launcher import Deployment
 
 SLOTS = 4
 """Requests a replica runs at once."""
@@ -73,6 +76,18 @@ async def rate(work: Work, count: int, steps: dict[ReplicaId, list[Step]], secon
         ended = time.monotonic()
     await work.over()
     return sum(step.items for each in steps.values() for step in each if began <= step.made < ended) / (ended - began)
+
+
+def share_out_cores(deployment: Deployment, stage: str) -> None:
+    """Give this process and one stage the first core, and the other stages the last: they compute on it meanwhile.
+
+    With a GPU the other stages would leave the cores alone too; a bare client's rounds have no other stages at all.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    placed = {process.pid: replica.stage == stage for replica, process in deployment.processes().items()}
+    for pid, first in (placed | {os.getpid(): True}).items():
+        for thread in psutil.Process(pid).threads():
+            os.sched_setaffinity(thread.id, {cores[0 if first else -1]})
 
 
 def bare_client(connections: Connections, replica: ReplicaId) -> AsyncMPClient:
@@ -137,6 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.add_argument("--rounds", type=int, default=3, help="measured rounds of each number of replicas")
     arguments.add_argument("--concurrency", nargs="+", type=int, default=[1, 4], help="requests at once, for overhead")
     arguments.add_argument("--turns", type=int, default=10, help="measured turns of each client; 0: no overhead")
+    arguments.add_argument("--apart", action="store_true", help="other stages compute on another core")
     arguments.add_argument("--json", type=Path, help="write the figures here too")
     args = arguments.parse_args(argv)
     activate()
@@ -146,6 +162,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             busy = {"replicas": max(args.replicas), "max_num_seqs": SLOTS, **engine(args.step)}
             plan = from_kwargs(model, max_model_len=1024, stage_overrides={stage: busy})
             with deployed(plan, clients=2) as deployment:
+                if args.apart:
+                    share_out_cores(deployment, stage)
                 speeds, costs = asyncio.run(measure(deployment, stage, args))
             show(stage, speeds, costs, args)
             figures[stage] = {

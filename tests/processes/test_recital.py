@@ -30,6 +30,7 @@ TEXTS = {
     "long": "one two three four five six seven eight nine ten " * 6,
 }
 FRAMES = 60
+PATIENCE_S = 30
 TALKER = SamplingParams(temperature=0, repetition_penalty=1.05, max_tokens=FRAMES)
 
 
@@ -90,8 +91,9 @@ def test_closing_frees_everything(omni: Any) -> None:
         request = await rendered(TEXTS["long"], Server(omni._omni))
         pieces = omni._omni.start(request, options(), "speech")
         waiting = asyncio.ensure_future(anext(pieces))
-        await asyncio.sleep(0.1)
-        assert omni._omni.get_num_unfinished_requests() == 1
+        async with asyncio.timeout(PATIENCE_S):
+            while omni._omni.get_num_unfinished_requests() != 1:
+                await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
         await pieces.aclose()
