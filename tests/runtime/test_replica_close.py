@@ -21,10 +21,11 @@ def test_the_context_ends_beside_the_event_loop() -> None:
     unsent.connect("tcp://127.0.0.1:9")
     unsent.send(b"to nobody")
     client: Any = SimpleNamespace(resources=SimpleNamespace(ctx=context), shutdown=lambda timeout: None)
-    began = time.monotonic()
+    before, began = threading.enumerate(), time.monotonic()
     StockReplica(ReplicaId("talker", 0), client).close()
     assert time.monotonic() - began < 1
-    [ending] = [thread for thread in threading.enumerate() if thread.name == "end-zmq"]
+    ending, *others = [each for each in threading.enumerate() if each.name == "end-zmq" and each not in before]
+    assert others == []
     assert ending.daemon and ending.is_alive(), "it waits for the message, as garbage collection would"
     unsent.close(linger=0)
     ending.join(PATIENCE_S)

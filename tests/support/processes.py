@@ -31,9 +31,13 @@ def watch() -> None:
 
 
 def begin(item: pytest.Item) -> None:
-    """A test begins. Engines of other tests may start processes meanwhile, from threads."""
+    """A test begins. Engines of other tests may start processes meanwhile, from threads.
+
+    The tests of a suite (`..._suite.py`) run for a marked test, in a process of their own.
+    """
     global _started
-    _started = None if item.get_closest_marker("engine") else []
+    suite = item.path.name.endswith("_suite.py") and not item.path.name.startswith("test_")
+    _started = None if suite or item.get_closest_marker("engine") else []
 
 
 def end() -> None:
