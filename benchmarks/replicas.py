@@ -84,10 +84,12 @@ def share_out_cores(deployment: Deployment, stage: str) -> None:
     With a GPU the other stages would leave the cores alone too; a bare client's rounds have no other stages at all.
     """
     cores = sorted(os.sched_getaffinity(0))
-    placed = {process.pid: replica.stage == stage for replica, process in deployment.processes().items()}
-    for pid, first in (placed | {os.getpid(): True}).items():
+    places = {os.getpid(): cores[0]}
+    for replica, process in deployment.processes().items():
+        places[process.pid] = cores[0] if replica.stage == stage else cores[-1]
+    for pid, core in places.items():
         for thread in psutil.Process(pid).threads():
-            os.sched_setaffinity(thread.id, {cores[0 if first else -1]})
+            os.sched_setaffinity(thread.id, {core})
 
 
 def bare_client(connections: Connections, replica: ReplicaId) -> AsyncMPClient:

@@ -171,7 +171,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Heed the marker `needs`; without engines compute with one thread: two wait for each other beside other programs.
+    """Heed the markers; without engines compute with one thread: two wait for each other beside other programs.
 
     What an engine inherits is as it was.
     """
