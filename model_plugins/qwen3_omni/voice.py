@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vllm_omni_ext.connectors.chunks import ChunkSchedule, ChunkWriter
+from vllm_omni_ext.connectors.chunks import ChunkCounter, ChunkSchedule
 from vllm_omni_ext.connectors.playback import Playback
 from vllm_omni_ext.plugins.flow import Produced, Submit
 from vllm_omni_ext.wire.envelope import StageError
@@ -19,7 +19,7 @@ POOLING_TASK: Literal["token_embed"] = "token_embed"
 this task reads no prefix cache and leaves the output as the pooler returns it, on both runners."""
 
 MOST_NEW = 64
-"""Steps whose frames are kept as they came; storing that many takes a fraction of a millisecond."""
+"""Frames that are kept as they came; storing that many takes a fraction of a millisecond."""
 
 FIRST_BESIDE_OTHERS = 2
 """Frames of the first part while the talker has other requests. One is played in 57 ms, and on a busy machine the next
@@ -35,16 +35,24 @@ class FrameLog:
         self.count = 0
         self._rows: Frames = np.zeros((0, 0), np.int64)
         self._stored = 0
+        # Frames after those in `_rows`: first those that were read, then tensors. Each is read once, for a part.
+        self._read: list[list[int]] = []
         self._new: list[Any] = []
-        """Frames that are not in `_rows` yet. Reading a tensor costs more than the rest of a step, so several are read
-        at once."""
 
     def add(self, frames: Any) -> None:
         """Append frames, integers [n, groups]."""
         self._new.append(frames)
         self.count += int(frames.shape[0])  # `len` of a tensor takes several calls of Python functions
-        if len(self._new) == MOST_NEW:
+        if self.count - self._stored >= MOST_NEW:
             self._store()
+
+    def ids(self, start: int, stop: int) -> list[int]:
+        """Return the ids of frames `start` to `stop`, frame by frame."""
+        before = self._stored
+        if start < before:
+            return self.between(start, stop).ravel().tolist()
+        self._read_new()
+        return [each for frame in self._read[start - before : stop - before] for each in frame]
 
     def between(self, start: int, stop: int) -> Frames:
         """Return frames `start` to `stop`, [stop - start, groups]: a view of rows that never change again."""
@@ -52,18 +60,23 @@ class FrameLog:
             self._store()
         return self._rows[start:stop]
 
-    def _store(self) -> None:
+    def _read_new(self) -> None:
         for frames in self._new:
-            new = np.asarray(frames)
-            stop = self._stored + len(new)
-            if stop > len(self._rows):
-                grown = np.zeros((2 * self.count, new.shape[1]), np.int64)
-                if self._stored:
-                    grown[: self._stored] = self._rows[: self._stored]
-                self._rows = grown
-            self._rows[self._stored : stop] = new
-            self._stored = stop
+            self._read += frames.tolist()
         self._new.clear()
+
+    def _store(self) -> None:
+        self._read_new()
+        if not self._read:
+            return
+        if self.count > len(self._rows):
+            grown = np.zeros((2 * self.count, len(self._read[0])), np.int64)
+            if self._stored:
+                grown[: self._stored] = self._rows[: self._stored]
+            self._rows = grown
+        self._rows[self._stored : self.count] = self._read
+        self._stored = self.count
+        self._read.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +94,7 @@ class Piece:
     last: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, it would take twice as long to make
 class _Pending:
     part: int
     start: int
@@ -100,7 +113,7 @@ class VocoderStream:
         self.frames = FrameLog()
         self._sample_rate = sample_rate
         self._playback = Playback(schedule.rate) if schedule.rate else None
-        self._writer = ChunkWriter[int](schedule)
+        self._chunks = ChunkCounter(schedule)
         self._pending: deque[_Pending] = deque()
         self._next = 0
         self._submitted = 0
@@ -118,12 +131,12 @@ class VocoderStream:
         before = self.frames.count
         if frames is not None:
             self.frames.add(frames)
+        count = self.frames.count
         elapsed = None if self._playing_since is None else at - self._playing_since
         least = FIRST_BESIDE_OTHERS if load > 1 and self._playback is not None and not self._submitted else 1
-        chunk = self._writer.write(range(before, self.frames.count), last=last, elapsed=elapsed, least=least)
-        if chunk is None:
+        if self._chunks.add(count - before, last=last, elapsed=elapsed, least=least) is None:
             return None
-        start, self._submitted, self._closed = self._submitted, self._submitted + len(chunk.items), last
+        start, self._submitted, self._closed = self._submitted, count, last
         due = None if self._playback is None else self._playback.due(start, at)
         return self._submit(start, due)
 
@@ -136,7 +149,7 @@ class VocoderStream:
     def _submit(self, start: int, due: float | None) -> Submit:
         part, self._next = self._next, self._next + 1
         self._pending.append(_Pending(part, start, self._submitted, self._closed))
-        prompt = self.frames.between(start, self._submitted).ravel().tolist()
+        prompt = self.frames.ids(start, self._submitted)
         return Submit(stage=CODE2WAV, part=part, prompt=prompt, pooling_task=POOLING_TASK, last=self._closed, due=due)
 
     def receive(self, event: Produced) -> Piece | None:

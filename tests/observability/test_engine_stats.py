@@ -86,6 +86,16 @@ def step(stats: ReplicaStats, replica: ReplicaId, tokens: int, running: int = 1)
     stats.record(SchedulerStats(num_running_reqs=running), tokens_of(outputs), engine_idx=stats._numbers.of(replica))
 
 
+def test_statistics_of_a_step_have_all_fields_of_vllm() -> None:
+    stats, empty = tokens_of(EngineCoreOutputs(outputs=[EngineCoreOutput("r", [7, 8])])), vars(IterationStats())
+    assert stats.num_prompt_tokens == 0
+    assert stats.finished_requests is stats.finished_requests
+    assert vars(stats).keys() == empty.keys()
+    assert stats.num_generation_tokens == 2
+    with pytest.raises(AttributeError, match="no attribute 'num_typos'"):
+        stats.num_typos  # noqa: B018
+
+
 def test_tokens_of_a_step_are_written_as_vllm_writes_statistics_that_have_nothing_else(
     config: VllmConfig, stats: ReplicaStats
 ) -> None:

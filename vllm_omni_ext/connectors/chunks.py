@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -62,23 +62,21 @@ class ChunkSchedule:
         return min(size, max(1, int(sent - 1 - elapsed * self.rate)))
 
 
-class ChunkWriter(Generic[T]):
-    """Splits a stream of items into the chunks of a schedule."""
+class ChunkCounter:
+    """Says when the chunks of a schedule are due, from numbers of items alone."""
 
     def __init__(self, schedule: ChunkSchedule) -> None:
         self._schedule = schedule
-        self._items: list[T] = []
+        self._pending = 0
         self._index = 0
         self._sent = 0
         self._closed = False
 
-    def write(
-        self, items: Iterable[T], *, last: bool = False, elapsed: float | None = None, least: int = 1
-    ) -> Chunk[T] | None:
-        """Add items; return the next chunk, with all pending items, if it is due, else None.
+    def add(self, items: int, *, last: bool = False, elapsed: float | None = None, least: int = 1) -> int | None:
+        """Add so many items; return the index of the next chunk, with all pending items, if it is due, else None.
 
         Args:
-            last: no item follows; the pending items are returned in a chunk marked as the last.
+            last: no item follows; the pending items are the last chunk.
             elapsed: seconds since the consumer began, for schedules with a rate.
             least: items that the chunk must have, whatever the schedule says, unless it is the last.
 
@@ -86,14 +84,38 @@ class ChunkWriter(Generic[T]):
             ValueError: the stream has been closed already.
         """
         if self._closed:
-            raise ValueError("write after the last chunk")
-        self._items.extend(items)
+            raise ValueError("items after the last chunk")
         self._closed = last
-        due = self._schedule.due(self._index, self._sent, elapsed)
-        if not last and (due == ALL or len(self._items) < max(due, least)):
+        pending = self._pending = self._pending + items
+        index = self._index
+        if not last:
+            due = self._schedule.due(index, self._sent, elapsed)
+            if due == ALL or pending < due or pending < least:
+                return None
+        self._sent += pending
+        self._pending = 0
+        self._index = index + 1
+        return index
+
+
+class ChunkWriter(Generic[T]):
+    """Splits a stream of items into the chunks of a schedule."""
+
+    def __init__(self, schedule: ChunkSchedule) -> None:
+        self._counter = ChunkCounter(schedule)
+        self._items: list[T] = []
+
+    def write(
+        self, items: Sequence[T], *, last: bool = False, elapsed: float | None = None, least: int = 1
+    ) -> Chunk[T] | None:
+        """Add items; return the next chunk, with all pending items, if it is due, else None.
+
+        The arguments are those of `ChunkCounter.add`, which also says when ValueError is raised.
+        """
+        index = self._counter.add(len(items), last=last, elapsed=elapsed, least=least)
+        self._items.extend(items)
+        if index is None:
             return None
-        chunk = Chunk(self._index, tuple(self._items), last)
-        self._sent += len(self._items)
+        chunk = Chunk(index, tuple(self._items), last)
         self._items.clear()
-        self._index += 1
         return chunk

@@ -217,14 +217,25 @@ def adds_to_counters(stats: SchedulerStats) -> bool:
 
 
 class StepTokens(IterationStats):
-    """Statistics that hold only `num_generation_tokens`."""
+    """Statistics of a step that hold only `num_generation_tokens`.
+
+    vLLM's constructor makes eight objects, which nobody reads in most steps. They are made on the first access.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.num_generation_tokens = tokens
+
+    def __getattr__(self, name: str) -> Any:
+        fields = vars(IterationStats())
+        if name not in fields:
+            raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
+        self.__dict__.update({**fields, **self.__dict__})
+        return fields[name]
 
 
 def tokens_of(outputs: EngineCoreOutputs) -> StepTokens:
     """Statistics of one step of a stage without vLLM's output processor: its tokens (for a codec stage, frames)."""
-    stats = StepTokens()
-    stats.num_generation_tokens = sum(len(output.new_token_ids) for output in outputs.outputs)
-    return stats
+    return StepTokens(sum(len(output.new_token_ids) for output in outputs.outputs))
 
 
 def name_engine(metrics: Metrics, number: int, replica: ReplicaId) -> None:

@@ -81,6 +81,7 @@ class Observer:
         self._load: dict[ReplicaId, tuple[Any, Any]] = {}
         self._in_flight: dict[ReplicaId, Any] = {}
         self._restarts: dict[ReplicaId, int] = {}
+        self._edges: dict[tuple[str, str], tuple[Any, Any]] = {}
         for replica in replicas:
             self.replica_up(replica)
             self.waiting(replica.stage, 0)  # makes the metric exist before a request waits
@@ -234,14 +235,24 @@ class Observer:
         if record is None:
             return
         now, target = self._clock() - record.started, replica.stage
-        record.stages.setdefault(target, StageTiming(replica, sent=now))
+        if target not in record.stages:
+            record.stages[target] = StageTiming(replica, sent=now)
         if source is None:
             return
-        size = payload_bytes(payload)
-        over = record.handovers.setdefault((source, target), HandOver(first=now))
+        edge, size = (source, target), payload_bytes(payload)
+        over = record.handovers.get(edge)
+        if over is None:
+            over = record.handovers[edge] = HandOver(first=now)
         over.last, over.chunks, over.size = now, over.chunks + 1, over.size + size
-        self._metrics.of(m.STAGE_TRANSFER_CHUNKS, source, target).inc()
-        self._metrics.of(m.STAGE_TRANSFER_BYTES, source, target).inc(size)
+        chunks, total = self._edges.get(edge) or self._edge(edge)
+        chunks.inc()
+        total.inc(size)
+
+    def _edge(self, edge: tuple[str, str]) -> tuple[Any, Any]:
+        """Return the counters of chunks and of bytes from one stage to another."""
+        of = self._metrics.of
+        counters = self._edges[edge] = of(m.STAGE_TRANSFER_CHUNKS, *edge), of(m.STAGE_TRANSFER_BYTES, *edge)
+        return counters
 
     def produced(self, stage: str, output: EngineCoreOutput) -> None:
         """Record an output of a stage."""

@@ -106,7 +106,7 @@ class Extend:
     hidden_states: Any = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen, for the same reason
 class Submit:
     """Send the next part of a stream to a stage that accepts parts.
 
@@ -146,7 +146,7 @@ class Recompute:
     stage: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, for the same reason
 class Emit:
     """Send an output chunk to the client; `chunk.last` ends the output of this modality."""
 
