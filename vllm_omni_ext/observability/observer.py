@@ -81,7 +81,6 @@ class Observer:
         self._load: dict[ReplicaId, tuple[Any, Any]] = {}
         self._in_flight: dict[ReplicaId, Any] = {}
         self._restarts: dict[ReplicaId, int] = {}
-        self._edges: dict[tuple[str, str], tuple[Any, Any]] = {}
         for replica in replicas:
             self.replica_up(replica)
             self.waiting(replica.stage, 0)  # makes the metric exist before a request waits
@@ -244,15 +243,8 @@ class Observer:
         if over is None:
             over = record.handovers[edge] = HandOver(first=now)
         over.last, over.chunks, over.size = now, over.chunks + 1, over.size + size
-        chunks, total = self._edges.get(edge) or self._edge(edge)
-        chunks.inc()
-        total.inc(size)
-
-    def _edge(self, edge: tuple[str, str]) -> tuple[Any, Any]:
-        """Return the counters of chunks and of bytes from one stage to another."""
-        of = self._metrics.of
-        counters = self._edges[edge] = of(m.STAGE_TRANSFER_CHUNKS, *edge), of(m.STAGE_TRANSFER_BYTES, *edge)
-        return counters
+        self._metrics.of(m.STAGE_TRANSFER_CHUNKS, source, target).inc()
+        self._metrics.of(m.STAGE_TRANSFER_BYTES, source, target).inc(size)
 
     def produced(self, stage: str, output: EngineCoreOutput) -> None:
         """Record an output of a stage."""
