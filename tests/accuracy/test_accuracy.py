@@ -26,8 +26,8 @@ from tests.support.cluster import (
     free_ports,
     kill,
     overrides,
-    replicas,
     until,
+    wait_busy,
 )
 from tests.support.nested import run_suite
 from vllm_omni_ext.disaggregation.parameters import CONNECTORS
@@ -75,21 +75,8 @@ def test_while_replicas_are_killed(trained: Path, asked: list[Case], usual: dict
     with Server(trained, tmp_path / "log", [*LENGTH, *overrides(**TWO)]) as server, ThreadPoolExecutor(1) as aside:
         for stage in STAGES:
             answers = aside.submit(answers_of, server, asked)
-            kill(server, working(server, stage))
+            kill(server, wait_busy(server, stage, answers))
             check_alike(answers.result(), usual)
-
-
-def working(server: Server, stage: str) -> str:
-    """A replica of a stage that had something to do at the look that found it; a second look may find none."""
-    found: list[str] = []
-
-    def look() -> list[str]:
-        shown = replicas(server).items()
-        found.extend(name for name, each in shown if name.startswith(stage) and each["running"])
-        return found
-
-    assert until(look, UP_S), f"{stage} had nothing to do"
-    return max(found)
 
 
 def test_replicas_that_joined(trained: Path, asked: list[Case], usual: dict[str, Answer], tmp_path: Path) -> None:

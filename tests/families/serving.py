@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from openai import OpenAI
 from PIL import Image
 
 from examples.server import Server
-from tests.support.cluster import ANSWER_S, MODEL, all_up, get, idle, until
-from vllm_omni_ext.metrics import PREFIX
+from tests.support.cluster import ANSWER_S, MODEL, all_up, idle, until, wait_busy
 
 FLAGS = ["--served-model-name", MODEL, "--max-model-len", "1024"]
 
@@ -82,39 +81,12 @@ def events(server: Server, path: str, body: dict[str, Any], leave_after: int | N
     return found
 
 
-def busy(server: Server, stage: str) -> str:
-    """The replica of a stage that has a request; "" if none has."""
-    name = PREFIX + "replica_requests_in_flight"
-    for line in get(server, "/metrics")[1].decode().splitlines():
-        if line.startswith(name) and float(line.rsplit(" ", 1)[1]) > 0:
-            labels = dict(label.split("=") for label in line[line.index("{") + 1 : line.index("}")].split(","))
-            replica = next((v.strip('"') for v in labels.values() if v.strip('"').startswith(f"{stage}/")), "")
-            if replica:
-                return replica
-    return ""
-
-
 def during(server: Server, stage: str, ask: Callable[[], Any], harm: Callable[[str], None]) -> Any:
     """What is answered when something happens to the replica that has the request, in the middle of it."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(ask())
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert until(lambda: busy(server, stage)), "no replica has the request"
-    replica = busy(server, stage)
-    assert replica, "the request was over too soon"
-    harm(replica)
-    thread.join(ANSWER_S)
-    assert found, "there was no answer"
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask)
+        harm(wait_busy(server, stage, asked))
+        return asked.result(ANSWER_S)
 
 
 def settled(server: Server) -> bool:

@@ -6,7 +6,6 @@ import base64
 import contextlib
 import json
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,10 +31,12 @@ from tests.support.cluster import (
     get,
     idle,
     kill,
+    load,
     replicas,
     status,
     until,
     used,
+    wait_busy,
 )
 from tests.support.media import image, openai_messages
 from tests.support.namespace import two_hosts
@@ -197,36 +198,17 @@ def test_media_without_data_are_refused(cluster: Any) -> None:
 
 
 @contextlib.contextmanager
-def load(server: Server, expected: list[Answer], replica: str) -> Iterator[None]:
+def loaded(server: Server, expected: list[Answer], replica: str) -> Iterator[None]:
     """Requests that come all the time, from when a replica has some of them; each must get its expected answer."""
-    over = threading.Event()
-
-    def ask_on() -> list[Answer]:
-        answers = []
-        while not over.is_set():
-            answers += ask_all(server, BODIES * 2, AT_ONCE)
-        return answers
-
-    with ThreadPoolExecutor(1) as thread:
-        answers = thread.submit(ask_on)
-        try:
-            # Some looks at the metrics find the replica between two requests, and they take as long as several answers.
-            works = until(
-                lambda: answers.done() or value(server, "replica_requests_in_flight", replica=replica), SOON_S
-            )
-            assert not answers.done(), answers.result()
-            assert works, busy(server)
-            yield
-        finally:
-            over.set()
-    found = answers.result()
-    assert found == expected * (len(found) // len(expected))
+    with load(server, BODIES * 2, expected * 2, AT_ONCE) as asked:
+        wait_busy(server, replica, asked)
+        yield
 
 
 @pytest.mark.parametrize("victim", [f"{PREFILL}/1", f"{PREFILL}/0", f"{DECODE}/0"])
 def test_a_replica_is_killed_under_load(cluster: Any, victim: str) -> None:
     server, _, expected = cluster
-    with load(server, expected, f"{DECODE}/0"):
+    with loaded(server, expected, f"{DECODE}/0"):
         kill(server, victim, signal.SIGKILL)
     assert until(lambda: all_up(server, ALL), UP_S)
     assert until(lambda: idle(server), SOON_S), busy(server)
@@ -240,11 +222,11 @@ def test_a_decode_replica_joins_dies_and_leaves(cluster: Any) -> None:
     joined.words = words
     with joined:
         assert until(lambda: all_up(server, ALL + 1), UP_S), joined.tail()
-        with load(server, expected, name):
+        with loaded(server, expected, name):
             kill(server, name, signal.SIGKILL)
         assert until(lambda: all_up(server, ALL + 1) and idle(server), UP_S), joined.tail()
         assert replicas(server)[name]["restarts"] == 1
-        with load(server, expected, name):
+        with loaded(server, expected, name):
             assert joined.stop(signal.SIGTERM) == [] and joined.status() == 0, joined.tail()
     assert until(lambda: all_up(server, ALL), UP_S)
     assert until(lambda: idle(server), SOON_S), busy(server)

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from examples.server import Server
-from tests.families.serving import busy, chat, client, during, events, picture, pixels, settled
+from tests.families.serving import chat, client, during, events, picture, pixels, settled
 from tests.support import promql
 from tests.support.bagel_runs import golden
 from tests.support.bagel_runs import picture as noise
@@ -33,7 +33,7 @@ from tests.support.bagel_serving import (
     made,
     png,
 )
-from tests.support.cluster import ANSWER_S, MODEL, all_up, get, idle, kill, overrides, stopped, until
+from tests.support.cluster import ANSWER_S, MODEL, all_up, busy, get, idle, kill, overrides, stopped, until
 from vllm_omni_ext.metrics import PREFIX
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 

@@ -73,6 +73,14 @@ def test_a_streamed_reply_is_the_text(server: Server) -> None:
     found = events(server, "chat/completions", chat_body(run.parts, "text", max_completion_tokens=23, stream=True))
     deltas = [choice["delta"].get("content") or "" for event in found for choice in event["choices"]]
     assert "".join(deltas) == run.info["text"][0]
+
+
+def test_a_long_reply_comes_in_pieces(server: Server) -> None:
+    """The API server joins what it has not sent yet, so that a short reply may come in few pieces, or in one."""
+    body = chat_body([PROMPT], "text", max_completion_tokens=LONG, ignore_eos=True)
+    found = events(server, "chat/completions", {**body, "stream": True})
+    deltas = [choice["delta"].get("content") or "" for event in found for choice in event["choices"]]
+    assert "".join(deltas) == chat(server, body)["choices"][0]["message"]["content"]
     assert len([delta for delta in deltas if delta]) > 10
 
 

@@ -35,6 +35,7 @@ from tests.support.cluster import (
     ask,
     ask_all,
     body,
+    busy,
     free_ports,
     get,
     idle,
@@ -148,8 +149,7 @@ def during(head: Server, stage: str, do: Callable[[], Any]) -> list[Answer]:
     """All answers, with something done while a replica of a stage works for them."""
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask_all, head, BODIES, AT_ONCE)
-        busy = until(lambda: any(r["running"] for name, r in replicas(head).items() if name.startswith(stage)), 10)
-        assert busy or asked.done()
+        assert until(lambda: busy(head, stage) or asked.done())
         do()
         return asked.result()
 
@@ -417,7 +417,7 @@ def test_leaving_loses_no_request(cluster: Cluster, undisturbed: list[Answer]) -
         left: list[list[psutil.Process]] = []
 
         def leave() -> None:
-            until(lambda: replicas(head)[name]["running"], 10)
+            until(lambda: busy(head, name), 10)
             left.append(third.stop(signal.SIGTERM))
 
         assert during(head, "talker", leave) == undisturbed
@@ -432,20 +432,17 @@ def test_replicas_of_the_frontend_join_die_and_leave(cluster: Cluster, undisturb
     with cluster.join("thinker", "thinker") as joined:
         assert until(lambda: states(head).get(name) == "UP" and all_up(head, 6), UP_S), states(head)
 
-        def busy() -> bool:
-            return until(lambda: replicas(head)[name]["running"], 10)
+        def harm() -> None:
+            until(lambda: busy(head, name), 10)
+            kill(head, name)
 
-        def harm(number: signal.Signals) -> None:
-            busy()
-            kill(head, name, number)
-
-        assert during(head, "thinker", lambda: harm(signal.SIGKILL)) == undisturbed
+        assert during(head, "thinker", harm) == undisturbed
         assert until(lambda: all_up(head, 6) and idle(head), UP_S), states(head)
         assert replicas(head)[name]["restarts"] == 1
         assert until(lambda: used(ask_all(head, BODIES, AT_ONCE))[name])
 
         def leave() -> None:
-            busy()
+            until(lambda: busy(head, name), 10)
             assert joined.stop(signal.SIGTERM) == []
 
         assert during(head, "thinker", leave) == undisturbed

@@ -36,9 +36,11 @@ from tests.support.cluster import (
     get,
     idle,
     kill,
+    load,
     replicas,
     status,
     until,
+    wait_busy,
 )
 from tests.support.pace import pace, waited
 from vllm_omni_ext.runtime.launch.folders import PrivateFolder
@@ -89,11 +91,6 @@ def recovering(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def replica(server: Server, stage: str) -> dict[str, Any]:
     return replicas(server)[f"{stage}/0"]
-
-
-def working(server: Server, stage: str) -> bool:
-    """Whether a request is so far that the end of this stage's process matters to it."""
-    return bool(replica(server, "thinker" if stage == "thinker" else "talker")["running"])
 
 
 class Told(NamedTuple):
@@ -175,15 +172,14 @@ def test_totals_go_on_when_the_only_api_server_is_killed(recovering: Server) -> 
 def test_requests_wait_for_a_killed_replica(stage: str, recovering: Server) -> None:
     """One that it had, and one that comes while it is gone."""
     undisturbed = ask(recovering, LONG)
-    with ThreadPoolExecutor(2) as threads:
-        had = threads.submit(ask, recovering, LONG)
-        assert until(lambda: working(recovering, stage))
+    with load(recovering, [LONG], [undisturbed], 1) as asked, ThreadPoolExecutor(1) as threads:
+        wait_busy(recovering, "thinker" if stage == "thinker" else "talker", asked)  # code2wav's parts come from it
         kill(recovering, f"{stage}/0")
         assert until(lambda: get(recovering, "/health")[0] == 503, TOLD_S)
         assert stage in json.loads(get(recovering, "/health")[1])["reason"]
         assert replica(recovering, stage)["state"] == "DOWN"
         came = threads.submit(ask, recovering, LONG)
-        assert had.result() == undisturbed and came.result() == undisturbed
+        assert came.result() == undisturbed
     assert until(lambda: all_up(recovering, 3) and idle(recovering))
     assert get(recovering, "/health")[0] == 200
     assert replica(recovering, stage)["restarts"] == 1

@@ -9,12 +9,13 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ ANSWER_S = 120.0
 SETTLE_S = 30.0
 LOOK_EVERY_S, LATER_EVERY_S, SOON_S = 0.02, 0.1, 1.0
 """How often `until` looks at first and later, and how long 'at first' is: each look costs a core some 10 ms."""
+
+IN_FLIGHT = PREFIX + "replica_requests_in_flight"
 
 LARGEST_DIFFERENCE = 1
 """Between two samples of 16 bits that are the same: sums in another order round differently."""
@@ -161,8 +164,58 @@ def coordinator(server: Server) -> psutil.Process:
 def open_requests(server: Server) -> float:
     """Requests the API servers hold open in replicas."""
     families = text_string_to_metric_families(get(server, "/metrics")[1].decode())
-    name = PREFIX + "replica_requests_in_flight"
-    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+    return sum(sample.value for family in families for sample in family.samples if sample.name == IN_FLIGHT)
+
+
+def busy(server: Server, stage: str) -> str:
+    """The replica of a stage, or the one of that name, that API servers hold a request open in; "" if there is none.
+
+    Unlike `running` in the status, which comes with heartbeats, this also shows requests that take milliseconds.
+    """
+    families = text_string_to_metric_families(get(server, "/metrics")[1].decode())
+    samples = (sample for family in families for sample in family.samples if sample.name == IN_FLIGHT and sample.value)
+    return next((name for s in samples if stage in (name := s.labels["replica"], name.partition("/")[0])), "")
+
+
+def wait_busy(server: Server, stage: str, asked: Future[Any] | None = None) -> str:
+    """Wait until a replica of a stage has a request, and return its name; a second look could find none.
+
+    Args:
+        stage: a stage, or the name of a replica.
+        asked: ends only after the replica was found; its error is raised if it has one.
+    """
+    found: list[str] = []
+
+    def look() -> bool:
+        found.append(busy(server, stage))
+        return bool(found[-1]) or (asked is not None and asked.done())
+
+    seen = until(look, ANSWER_S)
+    assert seen, f"no replica of {stage} has a request: {replicas(server)}"
+    assert found[-1], f"it was over before {stage} had a request: {asked and asked.result()}"
+    return found[-1]
+
+
+@contextmanager
+def load(
+    server: Server, bodies: Sequence[dict[str, Any]], expected: list[Answer], at_once: int
+) -> Iterator[Future[Any]]:
+    """Ask again and again until the block is left; each answer must be the expected one."""
+    over = threading.Event()
+
+    def ask_on() -> list[list[Answer]]:
+        rounds = []
+        while not (over.is_set() and rounds):
+            rounds.append(ask_all(server, bodies, at_once))
+        return rounds
+
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask_on)
+        try:
+            yield asked
+        finally:
+            over.set()
+    assert [found for found in asked.result() if found != expected] == []
 
 
 def idle(server: Server) -> bool:
