@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ pytestmark = pytest.mark.engine
 
 AT_ONCE = 8
 BODIES = [body(f"What is number {number}?", 40, 70) for number in range(16)]
-LONG = [body(f"Tell me a long story of number {number}.", 100, 200) for number in range(4)]
+STORIES = [body(f"Tell me a story of number {number}.", 100, 200) for number in range(4)]
+LONG = [body(f"Tell me a long story of number {number}.", 100, 800) for number in range(3)]
 ENDLESS = body("Never stop.", 7000, 4000)
 LENGTH = ["--served-model-name", MODEL, "--max-model-len", "8192"]
 CASES = ["text", "turns", "audio", "image", "short_answer"]
@@ -129,6 +130,32 @@ def ask_through(threads: ThreadPoolExecutor, callers: list[Caller], bodies: list
         assert until(lambda begun=begun, future=future: begun.is_set() or future.done())
         assert not future.done(), future.exception()
     return asked
+
+
+@contextmanager
+def asked_on(
+    threads: ThreadPoolExecutor, callers: list[Caller], bodies: list[dict[str, Any]], expected: list[Answer]
+) -> Iterator[list[Future[int]]]:
+    """One request after the other through each connection, from when sound comes through all of them until the block
+    is left; each answer must be the expected one. The futures say how many there were.
+    """
+    over = threading.Event()
+
+    def tell(caller: Caller, fields: dict[str, Any], answer: Answer, begun: threading.Event) -> int:
+        told = 0
+        while not (over.is_set() and told):
+            assert caller.stream(fields, begun) == answer
+            told += 1
+        return told
+
+    begun = [threading.Event() for _ in callers]
+    asked = [threads.submit(tell, *each) for each in zip(callers, bodies, expected, begun, strict=True)]
+    try:
+        assert until(lambda: all(event.is_set() for event in begun) or any(future.done() for future in asked))
+        yield asked
+    finally:
+        over.set()
+    assert all(future.result() for future in asked)
 
 
 def pids(server: Server) -> dict[int, int]:
@@ -226,7 +253,7 @@ def undisturbed(two: Server) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def stories(two: Server) -> list[Answer]:
-    return ask_all(two, LONG, AT_ONCE)
+    return ask_all(two, STORIES, AT_ONCE)
 
 
 def test_both_api_servers_reach_every_replica(two: Server, undisturbed: list[Answer]) -> None:
@@ -274,20 +301,19 @@ def test_a_killed_one_takes_its_own_requests_only(
     other = 1 - victim
     before, restarts = scrape(two), restarted(two, victim)
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        callers = [Caller(two, victim) for _ in range(3)], [Caller(two, other) for _ in LONG]
+        callers = [Caller(two, victim) for _ in range(3)], [Caller(two, other) for _ in STORIES]
         lost = ask_through(threads, callers[0], [ENDLESS] * 3)
-        kept = ask_through(threads, callers[1], LONG)
-        os.kill(pids(two)[victim], signal.SIGKILL)
-        for future, _ in lost:
-            with pytest.raises(httpx.TransportError):
-                future.result(ENDED_S)
-        assert [future.result() for future, _ in kept] == stories
+        with asked_on(threads, callers[1], STORIES, stories) as kept:
+            os.kill(pids(two)[victim], signal.SIGKILL)
+            for future, _ in lost:
+                with pytest.raises(httpx.TransportError):
+                    future.result(ENDED_S)
     assert until(lambda: again(two, victim, restarts + 1), UP_S) and until(lambda: idle(two))
     after = scrape(two)
     assert gone_back(before, after) == []
     finished = "vllm_omni_ext:requests_total"
     done = total(after, finished, outcome="finished") - total(before, finished, outcome="finished")
-    assert done == len(LONG)
+    assert done == sum(future.result() for future in kept)
     assert until(lambda: both_answer(two, undisturbed), UP_S), "the one that follows takes connections too"
     assert gone_back(after, scrape(two)) == []
 
@@ -417,11 +443,11 @@ def test_three_serve(three: Server, oracle: Oracle, expected: dict[str, Golden])
 
 def test_sigterm_lets_running_requests_end(three: Server) -> None:
     """Last of this server."""
-    exact = ask_all(three, LONG[:3], AT_ONCE)
+    exact = ask_all(three, LONG, AT_ONCE)
     log = three.log.read_text()
     with ThreadPoolExecutor(AT_ONCE) as threads:
         waiting = [Caller(three, which) for which in range(3)]
-        asked = ask_through(threads, [Caller(three, which) for which in range(3)], LONG[:3])
+        asked = ask_through(threads, [Caller(three, which) for which in range(3)], LONG)
         processes, told = three.processes(), time.monotonic()
         os.kill(three.pid, signal.SIGTERM)
         assert until(lambda: f"have {DRAIN_S} s" in three.log.read_text()[len(log) :])

@@ -33,6 +33,7 @@ from tests.support.cluster import (
     all_up,
     ask,
     body,
+    busy,
     get,
     idle,
     kill,
@@ -111,8 +112,8 @@ async def killed_under(server: Server, stage: str, modalities: list[str]) -> Tol
     client = openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=ANSWER_S)
     asking = asyncio.create_task(client.chat.completions.create(**ENDLESS, modalities=modalities))
     for works in ("thinker", "talker")[: 1 + (stage == "talker")]:
-        seen = await asyncio.to_thread(until, lambda name=works: replica(server, name)["running"] > 0)
-        assert seen, f"{works} does not work on the request; {asking=}, {replicas(server)}\n{server.tail()}"
+        seen = await asyncio.to_thread(until, lambda name=works: busy(server, name))
+        assert seen, f"{works} does not have the request; {asking=}, {replicas(server)}\n{server.tail()}"
     pid = (await asyncio.to_thread(replica, server, stage))["pid"]
     [asked] = (await asyncio.to_thread(status, server))["api_servers"]
     processes = [psutil.Process(), *map(psutil.Process, (server.pid, asked["pid"]))]
