@@ -349,7 +349,7 @@ async def test_a_prefill_that_hangs_and_comes_back(keeping: Pair) -> None:
 
 
 async def test_what_is_written_late_reaches_nobody(keeping: Pair, spare: Engine) -> None:
-    asked, other, params = prompt(1500), prompt(1500), SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    asked, other, params = prompt(1500), prompt(1500), SamplingParams(temperature=0, max_tokens=780, ignore_eos=True)
     expected = await keeping.expected(other, params)
     told = await prefill(keeping.prefill, asked)
     sent = await counted(keeping.prefill, "bytes")
