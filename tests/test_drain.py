@@ -117,8 +117,10 @@ async def test_shutdown_from_another_thread_waits_and_then_fails_the_rest(
     opened(omni, "r", TEXT)
     thread = threading.Thread(target=omni.shutdown, args=(LONG_S,))
     thread.start()
-    await asyncio.sleep(0.1)
-    assert happened == [] and omni._draining
+    async with asyncio.timeout(LONG_S):
+        while not omni._draining:
+            await asyncio.sleep(0.01)
+    assert happened == []
     omni.observer.finished("r", TEXT)
     await asyncio.to_thread(thread.join)
     await asyncio.sleep(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from tests.support import capabilities, goldens, preloaded, processes, workers
 from tests.support.capabilities import needs
+from tests.support.loop_clock import stopped_clock
 from tests.support.nested import run_suite
 from tests.support.pace import pace
 
@@ -111,3 +113,17 @@ def test_variables_that_libraries_set_do_not_count(monkeypatch: pytest.MonkeyPat
     assert server.environment() == before | {"PYTEST_CURRENT_TEST": os.environ["PYTEST_CURRENT_TEST"]}
     monkeypatch.setenv("VLLM_OMNI_SOMETHING", "1")
     assert server.environment() != before
+
+
+async def test_timers_go_off_when_the_test_says_so() -> None:
+    loop, off = asyncio.get_running_loop(), list[str]()
+    with stopped_clock() as advance:
+        loop.call_later(0.001, off.append, "first")
+        loop.call_later(5.0, off.append, "second")
+        await advance(0.0)
+        assert off == []
+        await advance(4.9)
+        assert off == ["first"]
+        await advance(0.1)
+        assert off == ["first", "second"]
+    await asyncio.wait_for(asyncio.sleep(0.001), 5)

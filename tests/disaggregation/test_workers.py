@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import queue
 import sys
@@ -21,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
     PullReqMeta,
 )
 
+from tests.support.loop_clock import stopped_clock
 from vllm_omni_ext.disaggregation import decode_worker
 from vllm_omni_ext.disaggregation.decode_worker import ReceiveMixin
 from vllm_omni_ext.disaggregation.mooncake_connector import OmniMooncakeWorker
@@ -183,11 +183,6 @@ def metas(*names: str) -> dict[str, PullReqMeta]:
     return {n: PullReqMeta(n, "t" + n, [[1, 2]], "e", "http://nowhere", pull_tasks_count=1) for n in names}
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_worker, "SETTLE_S", 0.05)
-
-
 async def begin(receiver: Receiver, wanted: dict[str, PullReqMeta], monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(self: Any, reqs_to_recv: Any) -> None:
         pass
@@ -208,21 +203,24 @@ async def test_a_request_that_has_its_blocks_does_not_fail_with_the_others(monke
     assert len(receiver.xfer_stats.clone_and_reset().data[WAITED]) == 1
 
 
-async def test_a_transfer_is_given_up_in_time_and_settled_later(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    receiver, wanted = Receiver(timeout_s=0.05), metas("a")
-    await begin(receiver, wanted, monkeypatch)
-    await asyncio.sleep(0.1)
-    assert (receiver.failed(), receiver.settled_now()) == (["a"], [])
-    receiver.process_pulling_result(MooncakeXferResponse(status=OK, ok_reqs=["a"]), wanted)  # too late
-    assert receiver.xfer_stats.totals["received"] == 0
-    receiver._report(receiver._pulls.answer([("a", "ta")]))
-    assert receiver.settled_now() == []
-    await asyncio.sleep(0.1)
+async def test_a_transfer_is_given_up_in_time_and_settled_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver, wanted = Receiver(timeout_s=5.0), metas("a")
+    with stopped_clock() as advance:
+        await begin(receiver, wanted, monkeypatch)
+        await advance(4.9)
+        assert (receiver.failed(), receiver.settled_now()) == ([], [])
+        await advance(0.1)
+        assert (receiver.failed(), receiver.settled_now()) == (["a"], [])
+        receiver.process_pulling_result(MooncakeXferResponse(status=OK, ok_reqs=["a"]), wanted)  # too late
+        assert receiver.xfer_stats.totals["received"] == 0
+        receiver._report(receiver._pulls.answer([("a", "ta")]))
+        assert receiver.settled_now() == []
+        await advance(decode_worker.SETTLE_S)
     assert receiver.settled_now() == [("a", "ta")]
     assert not receiver._pulls
 
 
-async def test_sizes_that_do_not_go_together(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sizes_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Any, engine: str, wanted: Any) -> None:
         raise AssertionError("3 is not divisible by 2")
 
@@ -230,9 +228,10 @@ async def test_sizes_that_do_not_go_together(quick: None, monkeypatch: pytest.Mo
     await begin(receiver, wanted, monkeypatch)
     receiver._pulls.ask([("a", "ta")], 0)
     monkeypatch.setattr(MooncakeConnectorWorker, "receive_kv", refuse)
-    receiver.receive_kv("e", wanted)
-    assert (receiver.failed(), receiver._remote_agents) == (["a"], {})
-    await asyncio.sleep(0.1)
+    with stopped_clock() as advance:
+        receiver.receive_kv("e", wanted)
+        assert (receiver.failed(), receiver._remote_agents) == (["a"], {})
+        await advance(decode_worker.SETTLE_S)
     assert receiver.settled_now() == [("a", "ta")]
 
 

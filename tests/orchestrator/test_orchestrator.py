@@ -21,6 +21,7 @@ from tests.support.fakes import (
     part,
     text_request,
 )
+from tests.support.loop_clock import stopped_clock
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.modalities.chunks import AudioChunk
@@ -496,14 +497,15 @@ async def test_a_request_for_text_alone_opens_nothing_else() -> None:
 
 
 async def test_a_stage_is_owed_nothing_before_the_first_text() -> None:
-    bench = ahead(chunk_timeout_s=0.02)
-    ticket, sink = await bench.start("r")
-    await asyncio.sleep(0.1)
-    assert sink.empty() and bench.of("voice/0").aborted == []
-    await bench.produce("text", "r", 10)
-    await asyncio.sleep(0.1)
+    bench = ahead(chunk_timeout_s=5.0)
+    with stopped_clock() as advance:
+        ticket, sink = await bench.start("r")
+        await advance(20.0)
+        assert sink.empty() and bench.of("voice/0").aborted == []
+        await bench.produce("text", "r", 10)
+        await advance(5.0)
     (error,) = drained(sink)
-    assert "the voice stage got nothing more from the text stage for 0.02 s" in str(error)
+    assert "the voice stage got nothing more from the text stage for 5 s" in str(error)
     await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 

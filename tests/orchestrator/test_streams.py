@@ -10,6 +10,7 @@ import torch
 
 from tests.orchestrator.test_orchestrator import emit
 from tests.support.fakes import Bench, Words, drained, output, owners, part
+from tests.support.loop_clock import stopped_clock
 from vllm_omni_ext.errors import RequestFailed
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.plugins.flow import Action, Emit, Extend, Finished, Open, Produced
@@ -154,7 +155,7 @@ async def test_a_part_that_fails_ends_its_stream(end: str) -> None:
 
 # -- input that never comes --------------------------------------------------------------------------
 
-SOON_S = 0.05
+LIMIT_S = 5.0
 
 
 def owing(event: Produced) -> list[Action]:
@@ -167,24 +168,30 @@ def owing(event: Produced) -> list[Action]:
 
 
 async def test_a_stage_that_is_owed_input_does_not_wait_for_ever() -> None:
-    bench = Bench(owing, chunk_timeout_s=SOON_S)
+    bench = Bench(owing, chunk_timeout_s=LIMIT_S)
     ticket, sink = await bench.start("r")
-    await bench.produce("text", "r", 10)
-    error = await asyncio.wait_for(sink.get(), 2)
+    with stopped_clock() as advance:
+        await bench.produce("text", "r", 10)
+        await advance(LIMIT_S - 0.1)
+        assert drained(sink) == []
+        await advance(0.1)
     await bench.settle()
+    (error,) = drained(sink)
     assert isinstance(error, RequestFailed)
-    assert str(error) == "the voice stage got nothing more from the text stage for 0.05 s (chunk_timeout_s)"
+    assert str(error) == "the voice stage got nothing more from the text stage for 5 s (chunk_timeout_s)"
     assert bench.of("voice/0").aborted == bench.of("text/0").aborted == ["r"]
     await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
 
 
 async def test_a_stream_that_is_owed_parts_does_not_wait_for_ever() -> None:
-    bench = Bench(Script(), chunk_timeout_s=SOON_S)
-    ticket, sink = await begun(bench)
-    await say(bench, 1)
-    error = await asyncio.wait_for(sink.get(), 2)
+    bench = Bench(Script(), chunk_timeout_s=LIMIT_S)
+    with stopped_clock() as advance:
+        ticket, sink = await begun(bench)
+        await say(bench, 1)
+        await advance(LIMIT_S)
     await bench.settle()
+    (error,) = drained(sink)
     assert "the sound stage got nothing more from the voice stage" in str(error)
     assert marks(bench)[-1].part == END
     await bench.orchestrator.abort([ticket])
@@ -192,30 +199,34 @@ async def test_a_stream_that_is_owed_parts_does_not_wait_for_ever() -> None:
 
 
 async def test_each_chunk_gives_the_whole_time_again() -> None:
-    bench = Bench(owing, chunk_timeout_s=0.2)
+    bench = Bench(owing, chunk_timeout_s=LIMIT_S)
     ticket, sink = await bench.start("r")
-    for token in range(10, 16):
-        await bench.produce("text", "r", token)
-        await asyncio.sleep(0.1)
-    assert drained(sink) == []
-    assert isinstance(await asyncio.wait_for(sink.get(), 2), RequestFailed)
+    with stopped_clock() as advance:
+        for token in range(10, 16):
+            await bench.produce("text", "r", token)
+            await advance(LIMIT_S - 0.1)
+        assert drained(sink) == []
+        await advance(0.1)
+    (error,) = drained(sink)
+    assert isinstance(error, RequestFailed)
     await bench.orchestrator.abort([ticket])
 
 
 @pytest.mark.parametrize("how", ["last chunk", "end of the stage", "loss"])
 async def test_a_stage_that_expects_no_input_has_no_deadline(how: str) -> None:
-    bench = Bench(owing, voice=2, chunk_timeout_s=SOON_S)
+    bench = Bench(owing, voice=2, chunk_timeout_s=LIMIT_S)
     ticket, sink = await bench.start("r")
-    await bench.produce("text", "r", 10)
-    match how:
-        case "last chunk":
-            await bench.produce("text", "r", 11, end="stop")
-        case "end of the stage":
-            await bench.produce("voice", "r", 7, end="length")
-        case _:  # replayed with everything it is owed
-            await bench.orchestrator.replica_down(ReplicaId("voice", 0), "gone")
-            await bench.produce("text", "r", 11, end="stop")
-    await asyncio.sleep(4 * SOON_S)
+    with stopped_clock() as advance:
+        await bench.produce("text", "r", 10)
+        match how:
+            case "last chunk":
+                await bench.produce("text", "r", 11, end="stop")
+            case "end of the stage":
+                await bench.produce("voice", "r", 7, end="length")
+            case _:  # replayed with everything it is owed
+                await bench.orchestrator.replica_down(ReplicaId("voice", 0), "gone")
+                await bench.produce("text", "r", 11, end="stop")
+        await advance(4 * LIMIT_S)
     assert drained(sink) == []
     await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
@@ -223,16 +234,18 @@ async def test_a_stage_that_expects_no_input_has_no_deadline(how: str) -> None:
 
 async def test_a_request_that_waits_for_a_replica_has_no_input_deadline() -> None:
     """The wait for a replica has a limit of its own; afterwards the stage is owed input as before."""
-    bench = Bench(owing, chunk_timeout_s=SOON_S, wait_s=30.0)
+    bench = Bench(owing, chunk_timeout_s=LIMIT_S, wait_s=6 * LIMIT_S)
     ticket, sink = await bench.start("r")
-    await bench.produce("text", "r", 10)
-    bench.flows[0].replay = lambda stage: [Open(stage=stage, prompt=[9], last=False)]  # type: ignore[method-assign]
-    bench.orchestrator.announce(ReplicaId("voice", 0))
-    await bench.orchestrator.replica_down(ReplicaId("voice", 0), "gone")
-    await asyncio.sleep(4 * SOON_S)
-    assert drained(sink) == []
-    await bench.orchestrator.replica_up(bench.of("voice/0"))
-    error = await asyncio.wait_for(sink.get(), 2)
+    with stopped_clock() as advance:
+        await bench.produce("text", "r", 10)
+        bench.flows[0].replay = lambda stage: [Open(stage=stage, prompt=[9], last=False)]  # type: ignore[method-assign]
+        bench.orchestrator.announce(ReplicaId("voice", 0))
+        await bench.orchestrator.replica_down(ReplicaId("voice", 0), "gone")
+        await advance(4 * LIMIT_S)
+        assert drained(sink) == []
+        await bench.orchestrator.replica_up(bench.of("voice/0"))
+        await advance(LIMIT_S)
+    (error,) = drained(sink)
     assert str(error).startswith("the voice stage got nothing more from the text stage")
     await bench.orchestrator.abort([ticket])
     assert bench.orchestrator.held() == 0
