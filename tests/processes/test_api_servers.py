@@ -10,7 +10,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,14 @@ from tests.support.cluster import (
     Headless,
     all_up,
     ask_all,
+    asked_again,
     body,
+    busy,
     free_ports,
     get,
     idle,
     kill,
+    load,
     overrides,
     replicas,
     status,
@@ -130,32 +135,6 @@ def ask_through(threads: ThreadPoolExecutor, callers: list[Caller], bodies: list
         assert until(lambda begun=begun, future=future: begun.is_set() or future.done())
         assert not future.done(), future.exception()
     return asked
-
-
-@contextmanager
-def asked_on(
-    threads: ThreadPoolExecutor, callers: list[Caller], bodies: list[dict[str, Any]], expected: list[Answer]
-) -> Iterator[list[Future[int]]]:
-    """One request after the other through each connection, from when sound comes through all of them until the block
-    is left; each answer must be the expected one. The futures say how many there were.
-    """
-    over = threading.Event()
-
-    def tell(caller: Caller, fields: dict[str, Any], answer: Answer, begun: threading.Event) -> int:
-        told = 0
-        while not (over.is_set() and told):
-            assert caller.stream(fields, begun) == answer
-            told += 1
-        return told
-
-    begun = [threading.Event() for _ in callers]
-    asked = [threads.submit(tell, *each) for each in zip(callers, bodies, expected, begun, strict=True)]
-    try:
-        assert until(lambda: all(event.is_set() for event in begun) or any(future.done() for future in asked))
-        yield asked
-    finally:
-        over.set()
-    assert all(future.result() for future in asked)
 
 
 def pids(server: Server) -> dict[int, int]:
@@ -303,7 +282,11 @@ def test_a_killed_one_takes_its_own_requests_only(
     with ThreadPoolExecutor(AT_ONCE) as threads:
         callers = [Caller(two, victim) for _ in range(3)], [Caller(two, other) for _ in STORIES]
         lost = ask_through(threads, callers[0], [ENDLESS] * 3)
-        with asked_on(threads, callers[1], STORIES, stories) as kept:
+        with ExitStack() as stack:
+            begun, kept = [threading.Event() for _ in stories], []
+            for caller, fields, event, story in zip(callers[1], STORIES, begun, stories, strict=True):
+                kept.append(stack.enter_context(asked_again(partial(caller.stream, fields, event), story)))
+            assert until(lambda: all(event.is_set() for event in begun) or any(future.done() for future in kept))
             os.kill(pids(two)[victim], signal.SIGKILL)
             for future, _ in lost:
                 with pytest.raises(httpx.TransportError):
@@ -313,7 +296,7 @@ def test_a_killed_one_takes_its_own_requests_only(
     assert gone_back(before, after) == []
     finished = "vllm_omni_ext:requests_total"
     done = total(after, finished, outcome="finished") - total(before, finished, outcome="finished")
-    assert done == sum(future.result() for future in kept)
+    assert done == sum(len(future.result()) for future in kept)
     assert until(lambda: both_answer(two, undisturbed), UP_S), "the one that follows takes connections too"
     assert gone_back(after, scrape(two)) == []
 
@@ -350,7 +333,7 @@ def test_requests_of_a_killed_api_server_leave_all_schedulers_at_once(two: Serve
 def test_a_killed_replica_is_not_missed(stage: str, two: Server, undisturbed: list[Answer]) -> None:
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask_all, two, BODIES, AT_ONCE)
-        assert until(lambda: replicas(two)[f"{stage}/0"]["running"] or asked.done())
+        assert until(lambda: busy(two, f"{stage}/0") or asked.done())
         kill(two, f"{stage}/0")
         assert asked.result() == undisturbed
     assert until(lambda: all_up(two, 6) and idle(two), UP_S)
@@ -375,39 +358,23 @@ def received(answers: list[Answer], tokens: str) -> int:
 
 def test_replicas_join_and_leave(two: Server, undisturbed: list[Answer], tiny: Path, tmp_path: Path, port: int) -> None:
     """And an API server is killed in between; the metrics count every token that clients get."""
-    before, got = scrape(two), list[Answer]()
-
-    def rounds(until_set: threading.Event) -> list[list[Any]]:
-        done = []
-        while not (until_set.is_set() and done):
-            done.append(ask_all(two, BODIES[:AT_ONCE], AT_ONCE))
-            got.extend(done[-1])
-        return done
-
-    joined, left = threading.Event(), threading.Event()
-    with ThreadPoolExecutor(1) as thread, ExitStack() as stack:
-        stack.callback(left.set)
-        stack.callback(joined.set)
-        with Headless(tiny, tmp_path / "log", "talker", port, "--omni-heartbeat-timeout", str(TIMEOUT_S)) as more:
-            assert until(lambda: "starting talker" in more.log.read_text(), UP_S)
-            during = thread.submit(rounds, joined)
+    before = scrape(two)
+    with Headless(tiny, tmp_path / "log", "talker", port, "--omni-heartbeat-timeout", str(TIMEOUT_S)) as more:
+        assert until(lambda: "starting talker" in more.log.read_text(), UP_S)
+        with load(two, BODIES[:AT_ONCE], undisturbed[:AT_ONCE], AT_ONCE) as joining:
             assert until(lambda: all_up(two, 7), UP_S), more.tail()
-            joined.set()
-            assert all(answers == undisturbed[:AT_ONCE] for answers in during.result())
-            assert until(lambda: idle(two))
-            restarts = restarted(two, 1)
-            os.kill(pids(two)[1], signal.SIGKILL)
-            assert until(lambda: again(two, 1, restarts + 1), UP_S)
-            during = thread.submit(rounds, left)
-            assert until(lambda: replicas(two)["talker/2"]["running"] or during.done())
+        assert until(lambda: idle(two))
+        restarts = restarted(two, 1)
+        os.kill(pids(two)[1], signal.SIGKILL)
+        assert until(lambda: again(two, 1, restarts + 1), UP_S)
+        with load(two, BODIES[:AT_ONCE], undisturbed[:AT_ONCE], AT_ONCE) as leaving:
+            assert until(lambda: busy(two, "talker/2") or leaving.done())
             assert not more.stop(signal.SIGTERM)
-        assert until(lambda: len(replicas(two)) == 6)
-        left.set()
-        answers = during.result()
-    assert all(each == undisturbed[:AT_ONCE] for each in answers)
-    by_server = {each.server for each in answers[0] if each.where["talker"] == "talker/2"}
+            assert until(lambda: len(replicas(two)) == 6)
+    by_server = {each.server for each in leaving.result()[0] if each.where["talker"] == "talker/2"}
     assert by_server, "it has served"
-    got += (last := ask_all(two, BODIES, AT_ONCE))
+    last = ask_all(two, BODIES, AT_ONCE)
+    got = [*chain(*joining.result(), *leaving.result()), *last]
     assert used(last).keys() == {f"{stage}/{n}" for stage in STAGES for n in (0, 1)}
     after = scrape(two)
     for stage, tokens in (("thinker", USAGE), ("talker", "talker")):

@@ -30,6 +30,7 @@ from tests.support.cluster import (
     status,
     until,
     used,
+    wait_busy,
 )
 from tests.support.media import audio, image, openai_messages
 
@@ -42,7 +43,6 @@ COORDINATOR = "coordinator"
 AFTER = {5: "talker", 12: "code2wav", 19: "thinker", 26: COORDINATOR}
 """What is killed when so many requests have been answered."""
 
-BUSY_WITHIN_S = 3.0
 KEPT_ALIVE = 8
 """Connections a process may keep open between requests."""
 
@@ -79,12 +79,6 @@ def folder(server: Server) -> Path:
     return Path(line.partition("; logs in ")[2]).parent
 
 
-def busiest(server: Server, stage: str) -> str:
-    """The replica of a stage with most to do."""
-    found = {name: each["running"] for name, each in replicas(server).items() if name.startswith(stage)}
-    return max(found, key=found.__getitem__)
-
-
 def check_served_by(answers: list[Any], count: int) -> None:
     """Every API server has answered; a single one does not say its number."""
     assert {each.server for each in answers} == ({""} if count == 1 else {str(which) for which in range(count)})
@@ -92,8 +86,7 @@ def check_served_by(answers: list[Any], count: int) -> None:
 
 def strike(server: Server, target: str, killed: list[str]) -> None:
     """Kill a replica of a stage, one that works."""
-    until(lambda: replicas(server)[busiest(server, target)]["running"], BUSY_WITHIN_S)
-    killed.append(busiest(server, target))
+    killed.append(wait_busy(server, target))
     kill(server, killed[-1])
 
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
-TURNS = 10
-"""Turns of the loop in which tasks that a timer wakes come to their next wait."""
+MOST_TURNS = 50
+
+
+async def settle() -> None:
+    """Let everything run that can: nothing but timers, and what waits for other threads, is left."""
+    loop: Any = asyncio.get_running_loop()
+    for _ in range(MOST_TURNS):
+        await asyncio.sleep(0)
+        if not loop._ready:
+            return
 
 
 @contextmanager
@@ -25,8 +34,7 @@ def stopped_clock() -> Iterator[Callable[[float], Awaitable[None]]]:
     async def advance(seconds: float) -> None:
         nonlocal now
         now += seconds
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
+        await settle()
 
     with mock.patch.object(loop, "time", lambda: now):
         yield advance

@@ -25,6 +25,7 @@ from tests.support.fakes import (
     part,
     text_request,
 )
+from tests.support.loop_clock import settle
 from vllm_omni_ext.disaggregation.parameters import KEY
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
@@ -483,11 +484,7 @@ class World:
 
     async def settle(self) -> None:
         """Let everything run that can, without a step of any engine."""
-        loop: Any = asyncio.get_running_loop()
-        for _ in range(50):
-            await asyncio.sleep(0)
-            if not loop._ready:  # nothing but timers is left
-                return
+        await settle()
 
     async def expire(self) -> None:
         """Every wait has become too long."""
