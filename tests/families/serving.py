@@ -6,7 +6,6 @@ import base64
 import io
 import json
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from openai import OpenAI
 from PIL import Image
 
 from examples.server import Server
-from tests.support.cluster import ANSWER_S, MODEL, all_up, idle, until, wait_busy
+from tests.support.cluster import ANSWER_S, MODEL, all_up, asked_again, idle, until, wait_busy
 
 FLAGS = ["--served-model-name", MODEL, "--max-model-len", "1024"]
 
@@ -82,11 +81,13 @@ def events(server: Server, path: str, body: dict[str, Any], leave_after: int | N
 
 
 def during(server: Server, stage: str, ask: Callable[[], Any], harm: Callable[[str], None]) -> Any:
-    """What is answered when something happens to the replica that has the request, in the middle of it."""
-    with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(ask)
+    """What is answered when something happens to the replica that has the request, in the middle of it.
+
+    A request that was over before a look found it is asked again.
+    """
+    with asked_again(ask) as asked:
         harm(wait_busy(server, stage, asked))
-        return asked.result(ANSWER_S)
+    return asked.result()[-1]
 
 
 def settled(server: Server) -> bool:

@@ -284,13 +284,15 @@ def test_a_killed_one_takes_its_own_requests_only(
         lost = ask_through(threads, callers[0], [ENDLESS] * 3)
         with ExitStack() as stack:
             begun, kept = [threading.Event() for _ in stories], []
-            for caller, fields, event, story in zip(callers[1], STORIES, begun, stories, strict=True):
-                kept.append(stack.enter_context(asked_again(partial(caller.stream, fields, event), story)))
+            for each in zip(callers[1], STORIES, begun, strict=True):
+                kept.append(stack.enter_context(asked_again(partial(Caller.stream, *each))))
             assert until(lambda: all(event.is_set() for event in begun) or any(future.done() for future in kept))
             os.kill(pids(two)[victim], signal.SIGKILL)
             for future, _ in lost:
                 with pytest.raises(httpx.TransportError):
                     future.result(ENDED_S)
+    for future, story in zip(kept, stories, strict=True):
+        assert all(told == story for told in future.result())
     assert until(lambda: again(two, victim, restarts + 1), UP_S) and until(lambda: idle(two))
     after = scrape(two)
     assert gone_back(before, after) == []

@@ -199,15 +199,14 @@ def wait_busy(server: Server, stage: str, asked: Future[Any] | None = None) -> s
 
 
 @contextmanager
-def asked_again(ask: Callable[[], T], expected: T) -> Iterator[Future[list[T]]]:
-    """Ask in a thread, again and again until the block is left; each answer must be the expected one."""
+def asked_again(ask: Callable[[], T]) -> Iterator[Future[list[T]]]:
+    """Ask in a thread, again and again until the block is left; the future has all answers."""
     over = threading.Event()
 
     def ask_on() -> list[T]:
         answers = []
         while not (over.is_set() and answers):
             answers.append(ask())
-            assert answers[-1] == expected
         return answers
 
     with ThreadPoolExecutor(1) as thread:
@@ -223,7 +222,13 @@ def load(
     server: Server, bodies: Sequence[dict[str, Any]], expected: list[Answer], at_once: int
 ) -> AbstractContextManager[Future[list[list[Answer]]]]:
     """Ask all of them again and again until the block is left; the answers must be the expected ones each time."""
-    return asked_again(lambda: ask_all(server, bodies, at_once), expected)
+
+    def ask_them() -> list[Answer]:
+        answers = ask_all(server, bodies, at_once)
+        assert answers == expected
+        return answers
+
+    return asked_again(ask_them)
 
 
 def idle(server: Server) -> bool:
