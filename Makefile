@@ -10,20 +10,26 @@ JOBS ?= 2
 # Requests of each kind.
 CASES ?= 60
 
-.PHONY: help setup test quick accuracy gpu lint types format demo release docs clean
+.PHONY: help setup test test-all quick faults accuracy gpu lint types format demo release docs clean
 
 help:
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 16
 
 setup: ## create or update .venv
 	@scripts/setup_env.sh
 
-test: setup ## run all tests that need no GPU, in JOBS processes (2); DEEP=1 with more examples
-	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -n $(JOBS) $(if $(DEEP),--hypothesis-profile=deep)
+test: setup ## run the tests of every capability, in JOBS processes (2); DEEP=1 with more examples
+	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -m "not extended" -n $(JOBS) --durations=20 $(if $(DEEP),--hypothesis-profile=deep)
+
+test-all: setup ## run all tests that need no GPU: also endurance, accuracy and all combinations of kills
+	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -n $(JOBS) --durations=20 $(if $(DEEP),--hypothesis-profile=deep)
 
 # One process more than cores: these tests wait for a time that must pass, a fifth of the time.
 quick: setup ## run the tests that start no engine and no other process, in a minute
-	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -m "not engine" -n $$(($(JOBS) + 1))
+	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -m "not engine and not extended" -n $$(($(JOBS) + 1)) --durations=20
+
+faults: setup ## make deliberate faults in a copy, one at a time, and check that the tests find them (an hour)
+	$(PYTHON) -m tests.faults
 
 accuracy: setup ## measure the trained tiny model through all topologies, with CASES (60) requests of each kind
 	$(PYTHON) -m pytest tests/accuracy -s --cases $(CASES)

@@ -1,4 +1,4 @@
-"""The rules of the layout, read from the syntax trees: who may import whom, and how large a piece of code may be."""
+"""Rules of the layout, read from the syntax trees: allowed imports, no swallowed errors, no polling."""
 
 from __future__ import annotations
 
@@ -13,12 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 OURS = "vllm_omni_ext"
 MAPPED = ("patches", "model_plugins", "stage_configs")
-
-FILE_LINES = 500
-FUNCTION_LINES = 60
-MODEL_FILE_LINES = 700
-MODEL_FUNCTION_LINES = 100
-MEDIAN_FILE_LINES = 120
 
 HEAVY = {"vllm", "torch", "zmq", "transformers", "mooncake"}
 
@@ -119,11 +113,6 @@ class Module:
     file: Path
     name: str
     tree: ast.Module
-    lines: int
-
-    @property
-    def is_model(self) -> bool:
-        return self.name.startswith("model_plugins")
 
 
 @dataclass(frozen=True)
@@ -144,8 +133,7 @@ def _read(file: Path) -> Module:
     parts = file.relative_to(ROOT).with_suffix("").parts
     parts = parts[1:] if parts[0] == OURS else parts
     name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
-    text = file.read_text()
-    return Module(file, name, ast.parse(text), text.count("\n"))
+    return Module(file, name, ast.parse(file.read_text()))
 
 
 @cache
@@ -249,27 +237,6 @@ def test_mapped_folders_are_imported_by_their_full_name():
     assert wrong == []
 
 
-def test_files_are_short():
-    limit = {True: MODEL_FILE_LINES, False: FILE_LINES}
-    assert {m.name: m.lines for m in modules() if m.lines > limit[m.is_model]} == {}
-
-
-def test_the_median_file_is_short():
-    lines = sorted(module.lines for module in modules() if module.lines > 1)
-    assert lines[len(lines) // 2] <= MEDIAN_FILE_LINES
-
-
-def test_functions_are_short():
-    limit = {True: MODEL_FUNCTION_LINES, False: FUNCTION_LINES}
-    wrong = {
-        f"{where(module, node)} {node.name}": length
-        for module in modules()
-        for node in every(module, (ast.FunctionDef, ast.AsyncFunctionDef))
-        if (length := node.end_lineno - node.lineno + 1) > limit[module.is_model]
-    }
-    assert wrong == {}
-
-
 def test_no_error_is_swallowed():
     """A broad handler must do something: raise, log and count, or turn the error into an event."""
     wrong = [
@@ -303,10 +270,9 @@ def test_nothing_polls():
     assert wrong == []
 
 
-def test_the_rules_see_through_the_tree():
-    """The helpers themselves, on a piece of code that breaks every rule."""
+def test_the_helpers_find_what_breaks_a_rule():
     tree = ast.parse("import torch\ndef f():\n    from vllm_omni_ext.cli import main\n    sleep(0.01)\n")
-    module = Module(Path("x.py"), "config.x", tree, 3)
+    module = Module(Path("x.py"), "config.x", tree)
     assert imports(module) == (Import("torch", False), Import("vllm_omni_ext.cli.main", True))
     assert list(ours(module)) == [("cli.main", True)]
     assert layer("cli.main") > layer("config.x")

@@ -1,4 +1,4 @@
-"""Which command runs what, and what is imported for it."""
+"""The commands and their imports."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def commands(monkeypatch):
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_the_rest_of_the_line_belongs_to_the_command(name, commands):
+def test_a_command_gets_the_rest_of_the_line(name, commands):
     assert cli.main([name, "--help", "x", "--y=1"]) == 0
     assert commands[-1] == (name, ["--help", "x", "--y=1"])
 
 
-def test_what_uses_vllm_s_inside_checks_it_first(commands, monkeypatch, capsys):
+def test_commands_that_use_internals_of_vllm_check_its_version(commands, monkeypatch, capsys):
     for name in cli.COMMANDS:
         cli.main([name])
     unchecked = [(name, []) for name in ("doctor", "tiny", "bench", "eval", "top")]
@@ -46,42 +46,30 @@ def test_what_uses_vllm_s_inside_checks_it_first(commands, monkeypatch, capsys):
     assert capsys.readouterr().err == "vllm-omni-ext serve: vLLM 0.99 is installed\n"
 
 
-def test_an_error_of_ours_is_one_line(commands, monkeypatch, capsys):
-    def fails(argv):
-        raise StageUnavailable("no talker")
+def test_an_error_of_the_package_is_one_line_and_a_bug_is_raised(commands, monkeypatch, capsys):
+    serve = sys.modules[cli.COMMANDS["serve"].module]
 
-    monkeypatch.setattr(sys.modules[cli.COMMANDS["serve"].module], "main", fails)
+    def fail(error):
+        raise error
+
+    monkeypatch.setattr(serve, "main", lambda argv: fail(StageUnavailable("no talker")))
     assert cli.main(["serve", "m"]) == 1
     assert capsys.readouterr().err == "vllm-omni-ext serve: no talker\n"
-
-
-def test_a_bug_is_not_hidden(commands, monkeypatch):
-    def fails(argv):
-        raise KeyError("x")
-
-    monkeypatch.setattr(sys.modules[cli.COMMANDS["serve"].module], "main", fails)
+    monkeypatch.setattr(serve, "main", lambda argv: fail(KeyError("x")))
     with pytest.raises(KeyError):
         cli.main(["serve", "m"])
+    monkeypatch.setattr(serve, "main", lambda argv: 7)
+    assert vllm(monkeypatch, "serve", "m", "--omni") == 7
 
 
-def test_nothing_at_all_prints_the_help(capsys):
+def test_without_a_known_command_the_known_ones_are_printed(capsys):
     assert cli.main([]) == 2
     text = capsys.readouterr().err
     assert all(name in text for name in cli.COMMANDS)
-
-
-def test_an_unknown_command_names_the_known_ones(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["serv"])
     assert stop.value.code == 2
     assert "'serve', 'plan', 'doctor', 'tiny', 'bench', 'eval', 'top'" in capsys.readouterr().err
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["--version"])
-    assert stop.value.code == 0
-    assert capsys.readouterr().out == f"vllm-omni-ext {__version__}\n"
 
 
 def vllm(monkeypatch, *words: str) -> int:
@@ -97,12 +85,12 @@ def vllm(monkeypatch, *words: str) -> int:
 @pytest.mark.parametrize(
     "words",
     [
-        ("serve", "m", "--omni", "--port", "1"),
-        ("--omni", "serve", "m", "--port", "1"),
-        ("serve", "--omni", "m", "--port", "1"),
+        ["serve", "m", "--omni", "--port", "1"],
+        ["--omni", "serve", "m", "--port", "1"],
+        ["serve", "--omni", "m", "--port", "1"],
     ],
 )
-def test_vllm_serve_is_our_serve_wherever_the_flag_is(words, commands, monkeypatch):
+def test_vllm_serve_runs_serve_with_the_flag_at_any_place(words, commands, monkeypatch):
     assert vllm(monkeypatch, *words) == 0
     assert commands == ["checked", ("serve", ["m", "--port", "1"])]
 
@@ -116,14 +104,9 @@ def test_other_vllm_commands_are_refused(words, commands, monkeypatch, capsys):
     assert "leave --omni out" in err
 
 
-def test_a_failed_serve_ends_the_process_with_its_status(commands, monkeypatch):
-    monkeypatch.setattr(sys.modules[cli.COMMANDS["serve"].module], "main", lambda argv: 7)
-    assert vllm(monkeypatch, "serve", "m", "--omni") == 7
-
-
 @pytest.mark.engine
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["doctor", "--help"]])
-def test_help_loads_nothing_heavy(words):
+@pytest.mark.parametrize("words", [["--version"], ["doctor", "--help"]])
+def test_help_imports_no_large_package(words):
     code = (
         "import sys\nfrom vllm_omni_ext.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
@@ -131,18 +114,11 @@ def test_help_loads_nothing_heavy(words):
     )
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+    assert words != ["--version"] or done.stdout.splitlines()[0] == f"vllm-omni-ext {__version__}"
 
 
 @pytest.mark.engine
-def test_the_package_can_be_run_as_a_module():
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_omni_ext", "--version"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == f"vllm-omni-ext {__version__}\n"
-
-
-@pytest.mark.engine
-def test_vllm_s_benchmarks_are_reachable():
+def test_the_package_is_a_module_with_the_benchmarks_of_vllm():
     command = [sys.executable, "-m", "vllm_omni_ext", "bench", "serve", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "Benchmark the online serving throughput" in done.stdout

@@ -1,8 +1,9 @@
-"""The doctor is quiet when all fits, and fails with a name and a remedy when something does not."""
+"""The doctor passes when everything fits, and names each mistake with a remedy."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -23,17 +24,15 @@ SEAMS = (*CORE, *(seam for family in families() for seam in seams_of(family)))
 
 @pytest.fixture
 def copy(tmp_path):
-    """The files of the installed vLLM that patches and seams are about, in a folder of their own."""
+    """A copy of the files of the installed vLLM that have targets of patches and seams."""
     installed = Path(str(VllmSource.installed().root))
     modules = {split_target(item.target)[0] for item in (*patches.ALL, *SEAMS)}
-    names = [Path(*module.split(".")[1:]) for module in modules]
-    files = [
-        name.with_suffix(".py") if (installed / name).with_suffix(".py").is_file() else name / "__init__.py"
-        for name in names
-    ]
-    for file in [*files, Path("_version.py")]:
-        (tmp_path / "vllm" / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(installed / file, tmp_path / "vllm" / file)
+    names = [installed.joinpath(*module.split(".")[1:]) for module in modules]
+    files = [name / "__init__.py" if name.is_dir() else name.with_suffix(".py") for name in names]
+    for file in [*files, installed / "_version.py"]:
+        place = tmp_path / "vllm" / file.relative_to(installed)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, place)
     return tmp_path / "vllm"
 
 
@@ -44,27 +43,23 @@ def replace(file: Path, old: str, new: str) -> None:
 
 
 def lines(root: Path) -> dict[str, dict[str, str]]:
-    """Section -> name of each line that is not ok -> its state."""
+    """Return section -> name of each line that is not ok -> its state."""
     return {
         section.title: {line.name: line.state for line in section.lines if not line.ok}
         for section in vllm_sections(root)
     }
 
 
-@pytest.fixture(scope="module")
-def run():
-    """The doctor in a process of its own: in this one another test may have applied the patches."""
+@pytest.mark.engine
+def test_this_environment_is_fine_and_is_checked_without_vllm_or_torch():
+    """In a process of its own: another test may have applied the patches in this one."""
     code = (
         "import sys; from vllm_omni_ext.cli.main import main; status = main(['doctor', '--json']);"
         "print([m for m in ('vllm', 'torch', 'transformers') if m in sys.modules], file=sys.stderr); sys.exit(status)"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-
-
-@pytest.mark.engine
-def test_this_environment_is_fine(run):
-    assert run.returncode == 0
-    report = json.loads(run.stdout)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "[]")
+    report = json.loads(done.stdout)
     assert report["ok"] is True
     assert {line["name"]: line["state"] for line in report["sections"]["patches"]} == {
         patch.name: "fits" for patch in patches.ALL
@@ -73,58 +68,40 @@ def test_this_environment_is_fine(run):
     assert report["sections"]["seams"][0]["state"] == f"{len(SEAMS)} of {len(SEAMS)} are as tested"
 
 
-@pytest.mark.engine
-def test_it_imports_neither_vllm_nor_torch(run):
-    assert run.stderr.splitlines()[-1] == "[]"
-
-
-def test_the_text_names_every_patch_with_all_about_it(capsys):
+def test_the_text_has_everything_about_every_patch(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
     for patch in patches.ALL:
         assert all(word in text for word in (patch.name, patch.target, patch.why, patch.upstream, patch.remove_when))
 
 
-def test_a_copy_of_vllm_fits(copy):
+def test_a_changed_vllm_fails(copy, capsys, monkeypatch):
     assert lines(copy) == {"vLLM": {}, "patches": {}, "seams": {}, "overrides at run time": {}}
-
-
-def test_a_drifted_patch_fails(copy, capsys):
     replace(copy / "entrypoints/llm.py", '"""LLM constructor."""', 'print("another body")')
     assert main(["--vllm-root", str(copy)]) == 1
     out = capsys.readouterr().out
-    assert "BAD llm_omni_keyword" in out
-    assert "vllm.entrypoints.llm:LLM.__init__ changed in vLLM" in out
-
-
-def test_a_drifted_seam_fails_and_can_be_accepted_by_name(copy, monkeypatch):
+    assert "BAD llm_omni_keyword" in out and "vllm.entrypoints.llm:LLM.__init__ changed in vLLM" in out
+    name = "vllm.v1.engine.utils:bind_engine_zmq_listeners"
     replace(
         copy / "v1/engine/utils.py", "def bind_engine_zmq_listeners(", "def bind_engine_zmq_listeners(extra=None, *,"
     )
-    name = "vllm.v1.engine.utils:bind_engine_zmq_listeners"
     assert list(lines(copy)["seams"]) == ["all", name]
     monkeypatch.setenv("VLLM_OMNI_EXT_ALLOW_DRIFT", name)
     assert lines(copy)["seams"] == {}
-
-
-def test_a_missing_seam_fails(copy):
     replace(copy / "v1/engine/utils.py", "def launch_core_engines(", "def launch_engines(")
     assert "has no vllm.v1.engine.utils:launch_core_engines" in str(lines(copy)["seams"])
 
 
-def test_another_version_fails_everywhere(copy):
+def test_another_or_no_vllm_fails(copy, tmp_path):
     (copy / "_version.py").write_text("__version__ = version = '0.33.0'\n")
     found = lines(copy)
     assert "vLLM 0.33.0 is installed" in found["vLLM"]["version"]
     assert set(found["patches"]) == {patch.name for patch in patches.ALL}
     assert len(found["seams"]) == len(SEAMS) + 1
+    assert list(lines(tmp_path / "nothing")) == ["vLLM"]
 
 
-def test_no_vllm_at_all_is_one_line(tmp_path):
-    assert list(lines(tmp_path)) == ["vLLM"]
-
-
-def test_docs_are_written_where_they_are_wanted(tmp_path, capsys):
+def test_docs_are_written_to_the_named_file(tmp_path, capsys):
     assert main(["--write-docs", str(tmp_path / "page.md")]) == 0
     assert (tmp_path / "page.md").read_text().startswith("# What this package changes")
 
@@ -147,25 +124,19 @@ def states(section) -> dict[str, tuple[bool, str]]:
     return {line.name: (line.ok, line.state) for line in section.lines}
 
 
-def test_cuda_builds_beside_a_cpu_torch_are_found(packages):
+def test_cuda_builds_next_to_a_torch_for_the_cpu_are_mistakes(packages):
     packages("torchaudio", "2.11.0+cu130")
     ok, state = states(environment.traps())["torchaudio"]
-    assert not ok
-    assert state.endswith("pip uninstall torchaudio")
-
-
-def test_on_a_cuda_torch_they_are_no_trap(packages):
+    assert not ok and state.endswith("pip uninstall torchaudio")
     packages("torch", "2.13.0", "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
-    packages("torchaudio", "2.11.0+cu130")
     assert environment.accelerator() == "cuda 13.0"
     assert states(environment.traps())["torchaudio"] == (True, "no conflict")
 
 
-def test_a_real_vllm_omni_is_said_to_win(packages):
+def test_the_real_vllm_omni_has_precedence(packages):
     packages("vllm_omni", "0.30.0")
     ok, state = states(environment.hooks({}))["vllm-omni"]
-    assert ok
-    assert "it wins" in state
+    assert ok and "it wins" in state
 
 
 @pytest.mark.parametrize(
@@ -176,36 +147,30 @@ def test_a_real_vllm_omni_is_said_to_win(packages):
         ("VLLM_PLUGINS", "another,omni_ext", True),
     ],
 )
-def test_variables_that_switch_us_off_are_found(variable, value, ok):
+def test_variables_that_disable_this_package_are_mistakes(variable, value, ok):
     assert (variable not in states(environment.hooks({variable: value}))) is ok
 
 
-def test_an_entry_point_that_is_missing_is_found(monkeypatch):
+def test_a_missing_entry_point_is_a_mistake(monkeypatch):
     monkeypatch.setattr(environment, "ENTRY_POINTS", (("torch.backends", "nobody", "a test"),))
     assert not environment.hooks({}).ok
 
 
-@pytest.mark.parametrize(("missing", "extra"), [("12", "[mooncake]"), ("13", "[mooncake-cuda12]")])
-def test_mooncake_for_another_cuda_says_which_one_fits(missing, extra, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("missing", "advice"),
+    [
+        ("libcudart.so.12", r"for CUDA 12.*\[mooncake\]"),
+        ("libcudart.so.13", r"for CUDA 13.*\[mooncake-cuda12\]"),
+        ("libibverbs.so.1", r"libibverbs\.so\.1"),
+    ],
+)
+def test_a_mooncake_that_cannot_be_imported_is_a_mistake(missing, advice, tmp_path, monkeypatch):
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake/__init__.py").touch()
-    (tmp_path / "mooncake/engine.py").write_text(f"raise ImportError('libcudart.so.{missing}: cannot open')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
-        monkeypatch.delitem(sys.modules, name)
-    ok, state = states(environment.connectors())["mooncake"]
-    assert not ok and f"for CUDA {missing}" in state and extra in state
-    sys.modules.pop("mooncake", None)
-
-
-def test_mooncake_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
-    (tmp_path / "mooncake").mkdir()
-    (tmp_path / "mooncake/__init__.py").touch()
-    (tmp_path / "mooncake/engine.py").write_text("raise ImportError('libibverbs.so.1: cannot open')\n")
+    (tmp_path / "mooncake/engine.py").write_text(f"raise ImportError('{missing}: cannot open')\n")
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
         monkeypatch.delitem(sys.modules, name)
     ok, state = states(environment.connectors())["mooncake"]
-    assert not ok
-    assert "libibverbs.so.1" in state
+    assert not ok and re.search(advice, state)
     sys.modules.pop("mooncake", None)

@@ -1,4 +1,4 @@
-"""Which grammars have no sentence."""
+"""Grammars without a sentence are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FINE = [
 
 
 @pytest.mark.parametrize("grammar", EMPTY)
-def test_empty(grammar: str) -> None:
+def test_a_grammar_that_never_ends_is_refused(grammar: str) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(grammar=grammar))
     with pytest.raises(VLLMValidationError, match="never ends") as caught:
         refuse_empty_grammar(params)
@@ -37,13 +37,13 @@ def test_empty(grammar: str) -> None:
 
 
 @pytest.mark.parametrize("grammar", FINE)
-def test_fine(grammar: str) -> None:
+def test_other_grammars_are_accepted(grammar: str) -> None:
     refuse_empty_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(grammar=grammar)))
     refuse_empty_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+")))
     refuse_empty_grammar(SamplingParams())
 
 
-def test_long_chains_take_no_time() -> None:
+def test_long_chains_of_rules_are_searched() -> None:
     rules = [f'r{number} ::= "a" r{number + 1}' for number in range(3000)]
     assert empty_rules("\n".join(["root ::= r0", *rules, 'r3000 ::= "b"'])) == []
     assert "root" in empty_rules("\n".join(["root ::= r0", *rules, "r3000 ::= r0"]))

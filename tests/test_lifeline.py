@@ -1,18 +1,22 @@
-"""A process ends with its parent, however that ends."""
+"""A process ends with its parent; processes are ended within a limit."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from vllm_omni_ext.lifeline import die_with_parent, how_it_ended, leave_interrupts_to_parent
+from vllm_omni_ext.lifeline import die_with_parent, end_processes, how_it_ended, leave_interrupts_to_parent
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")]
-NOBODY = 2**22 + 1
+FORK = multiprocessing.get_context("fork")
+NO_PROCESS = 2**22 + 1
 """No process id on Linux."""
 
 
@@ -57,15 +61,11 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_parent_that_has_ended_already_is_noticed(number: signal.Signals) -> None:
-    pid = forked(lambda: die_with_parent(NOBODY, number))
+def test_a_process_ends_if_its_parent_has_ended_already(number: signal.Signals) -> None:
+    pid = forked(lambda: die_with_parent(NO_PROCESS, number))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -number
-
-
-def test_a_parent_that_lives_changes_nothing() -> None:
     parent = os.getpid()
-    pid = forked(lambda: die_with_parent(parent))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(forked(lambda: die_with_parent(parent, number)), 0)[1]) == 0
 
 
 def test_an_interrupt_from_the_terminal_does_not_reach_the_child() -> None:
@@ -77,16 +77,33 @@ def test_an_interrupt_from_the_terminal_does_not_reach_the_child() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(forked(child), 0)[1]) == 7
 
 
-@pytest.mark.parametrize(
-    ("exitcode", "words"),
-    [
-        (1, "its process ended with exit code 1"),
-        (0, "its process ended with exit code 0"),
-        (None, "its process ended with exit code None"),
-        (-9, "its process was killed by SIGKILL"),
-        (-11, "its process was killed by SIGSEGV"),
-        (-36, "its process was killed by signal 36"),
-    ],
-)
-def test_how_a_process_ended(exitcode: int | None, words: str) -> None:
-    assert how_it_ended(exitcode) == words
+def test_the_end_of_a_process_is_a_text() -> None:
+    texts = {0: "exit code 0", 1: "exit code 1", None: "exit code None", -9: "SIGKILL", -36: "signal 36"}
+    for exitcode, text in texts.items():
+        how = "was killed by" if (exitcode or 0) < 0 else "ended with"
+        assert how_it_ended(exitcode) == f"its process {how} {text}"
+
+
+def ignoring(running: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    running.set()
+    time.sleep(30)
+
+
+def ending(running: Any) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.1), os._exit(5)))
+    running.set()
+    time.sleep(30)
+
+
+def test_processes_are_killed_after_one_common_limit() -> None:
+    processes = []
+    for target in (ignoring, ending, ignoring):
+        running = FORK.Event()
+        processes.append(FORK.Process(target=target, args=(running,), daemon=True))
+        processes[-1].start()
+        assert running.wait(5)
+    began = time.monotonic()
+    end_processes(processes, 1.0)
+    assert 1.0 <= time.monotonic() - began < 2.0
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL, 5, -signal.SIGKILL]

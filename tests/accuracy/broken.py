@@ -11,9 +11,10 @@ import argparse
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -39,16 +40,13 @@ def text_one_step_ahead() -> None:
 
 def residual_codes_zero() -> None:
     """Only the first code of each frame reaches the vocoder."""
-    _before_decode(lambda codes: codes * (torch.arange(codes.shape[1]) == 0))
-
-
-def _before_decode(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_streams import VocoderStreams
 
     decode = VocoderStreams.decode
 
     def changed(streams: Any, headers: Any, chunks: Any) -> Any:
-        return decode(streams, headers, [chunk if isinstance(chunk, str) else change(chunk) for chunk in chunks])
+        first = [chunk if isinstance(chunk, str) else chunk * (torch.arange(chunk.shape[1]) == 0) for chunk in chunks]
+        return decode(streams, headers, first)
 
     VocoderStreams.decode = changed  # type: ignore[method-assign]
 
@@ -122,13 +120,10 @@ def answers_of(server: Server, asked: Sequence[Case], **extra: Any) -> dict[str,
 
 
 def answers_with(fault: str, checkpoint: Path, log: Path, asked: Sequence[Case]) -> dict[str, Answer]:
-    """Return what a deployment with a fault answers; needs `preloaded.starts`."""
-    os.environ[preloaded.CHANGE] = f"{HERE}:{FAULTS[fault].__name__}"
-    try:
-        with Server(checkpoint, log, LENGTH) as server:
-            return answers_of(server, asked)
-    finally:
-        del os.environ[preloaded.CHANGE]
+    """Return the answers of a deployment with a fault; needs `preloaded.starts`."""
+    change = mock.patch.dict(os.environ, {preloaded.CHANGE: f"{HERE}:{FAULTS[fault].__name__}"})
+    with change, Server(checkpoint, log, LENGTH) as server:
+        return answers_of(server, asked)
 
 
 def others(answers: Mapping[str, Answer], usual: Mapping[str, Answer]) -> list[str]:
@@ -152,17 +147,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=6, help="requests of each kind (default: 6)")
     asked, judges = cases(parser.parse_args().cases), recognisers()
-    found, differ = {}, {}
     with tempfile.TemporaryDirectory() as folder, preloaded.starts():
         checkpoint = write_qwen3_omni(Path(folder) / "model", trained=True)
         with Server(checkpoint, Path(folder) / "none", LENGTH) as server:
-            usual = answers_of(server, asked)
-        every = {"none": usual} | {
-            fault: answers_with(fault, checkpoint, Path(folder) / str(number), asked)
-            for number, fault in enumerate(FAULTS)
-        }
-    for fault, answers in every.items():
-        found[fault], differ[fault] = figures(asked, answers, judges), len(others(answers, usual))
+            every = {"none": answers_of(server, asked)}
+        for number, fault in enumerate(FAULTS):
+            every[fault] = answers_with(fault, checkpoint, Path(folder) / str(number), asked)
+    found = {fault: figures(asked, answers, judges) for fault, answers in every.items()}
+    differ = {fault: len(others(answers, every["none"])) for fault, answers in every.items()}
     print(table(found, differ, asked))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from examples.server import HOST, Server
+from examples.server import Server
 from tests.accuracy.answers import Answer
 from tests.accuracy.broken import FAULTS, answers_of, answers_with, others
 from tests.accuracy.cases import Case
@@ -21,18 +20,14 @@ from tests.support.capabilities import needs
 from tests.support.cluster import (
     LENGTH,
     STAGES,
-    Headless,
-    all_up,
-    free_ports,
     kill,
     overrides,
-    until,
     wait_busy,
 )
 from tests.support.nested import run_suite
 from vllm_omni_ext.disaggregation.parameters import CONNECTORS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.extended]
 
 UP_S, SUITE_S = 300.0, 3000.0
 TWO = {stage: {"replicas": 2} for stage in STAGES}
@@ -77,20 +72,6 @@ def test_while_replicas_are_killed(trained: Path, asked: list[Case], usual: dict
             answers = aside.submit(answers_of, server, asked)
             kill(server, wait_busy(server, stage, answers))
             check_alike(answers.result(), usual)
-
-
-def test_replicas_that_joined(trained: Path, asked: list[Case], usual: dict[str, Answer], tmp_path: Path) -> None:
-    port = free_ports(3)
-    flags = [*LENGTH, "--stage", "thinker", "-oma", HOST, "-omp", str(port)]
-    server = Server(trained, tmp_path / "head", flags)
-    with contextlib.ExitStack() as stack:
-        server.start()
-        stack.callback(server.stop)
-        for stage in STAGES[1:]:
-            stack.enter_context(Headless(trained, tmp_path / stage, stage, port))
-        server.wait()
-        assert until(lambda: all_up(server, 3), UP_S), server.tail()
-        check_alike(answers_of(server, asked), usual)
 
 
 def test_prefill_and_decode_apart(request: pytest.FixtureRequest) -> None:

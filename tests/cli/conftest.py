@@ -6,7 +6,6 @@ import copy
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,7 +33,7 @@ def configs_are_read_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Commands that run in this process may change what later tests' servers inherit."""
+    """Commands that run in this process may change the environment of later tests."""
     with mock.patch.dict(os.environ):
         yield
 
@@ -51,12 +50,4 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     }
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return str(path)
-
-
-@pytest.fixture(scope="session")
-def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model without a pipeline."""
-    path: Path = tmp_path_factory.mktemp("other")
-    (path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
     return str(path)

@@ -15,33 +15,27 @@ from vllm_omni_ext.errors import ConfigError
 ONE, OTHER = {"a": torch.zeros(2, 3, dtype=torch.bfloat16)}, {"b": torch.zeros(4, dtype=torch.uint8)}
 
 
-def test_one_file(tmp_path: Path) -> None:
+def test_sizes_are_read_from_one_file_or_all_files_of_an_index(tmp_path: Path) -> None:
+    assert stored_tensors(tmp_path) is None and stored_tensors(None) is None
+    save_file(ONE, tmp_path / "1.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    assert stored_tensors(tmp_path) is None  # a file is missing
+    save_file(OTHER, tmp_path / "2.safetensors")
+    assert stored_tensors(tmp_path) == {"a": ("BF16", 6, 12), "b": ("U8", 4, 4)}
+    index.unlink()
     save_file({**ONE, **OTHER}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert stored_tensors(tmp_path) == {"a": ("BF16", 6, 12), "b": ("U8", 4, 4)}
 
 
-def test_files_of_an_index(tmp_path: Path) -> None:
-    save_file(ONE, tmp_path / "1.safetensors")
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
-    assert stored_tensors(tmp_path) is None  # half of it says nothing
-    save_file(OTHER, tmp_path / "2.safetensors")
-    assert stored_tensors(tmp_path) == {"a": ("BF16", 6, 12), "b": ("U8", 4, 4)}
-
-
-def test_no_files(tmp_path: Path) -> None:
-    assert stored_tensors(tmp_path) is None
-    assert stored_tensors(None) is None
-
-
 @pytest.mark.parametrize("content", [b"", b"\x04\0\0\0\0\0\0\0nope", b"\xff" * 8])
-def test_what_is_no_safetensors_file(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match=r"^model: '.*model\.safetensors' is not a safetensors file: "):
         stored_tensors(tmp_path)
 
 
-def test_where_a_model_lies(tmp_path: Path) -> None:
+def test_the_folder_of_a_checkpoint_is_found(tmp_path: Path) -> None:
     assert checkpoint_folder(str(tmp_path)) == tmp_path
     assert checkpoint_folder("nobody/has-this", download_dir=str(tmp_path)) is None
     assert checkpoint_folder("not a name at all", download_dir=str(tmp_path)) is None

@@ -1,4 +1,4 @@
-"""vLLM accepts what the plan says: the engine configuration of every stage, without starting an engine."""
+"""vLLM accepts the plan: the engine configuration of every stage, without starting an engine."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def plan(tiny: Path) -> Plan:
         ("code2wav", "Qwen3OmniCode2Wav"),
     ],
 )
-def test_every_stage(plan: Plan, stage: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    register_classes(
-        "qwen3_omni"
-    )  # as the server does: else vLLM imports itself once more in a process, just to look at each
+def test_the_plan_of_every_stage_is_a_configuration_of_vllm(
+    plan: Plan, stage: str, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register_classes("qwen3_omni")  # as the server does: else vLLM inspects each in a process of its own
     for name, value in plan.stage(stage).env.items():
         monkeypatch.setenv(name, value)
     config = stage_engine_args(plan, ReplicaId(stage, 0)).create_engine_config()

@@ -1,4 +1,4 @@
-"""Head, headless and everything in one: what each process of a deployment runs."""
+"""The stages of each process of a deployment: the head, headless processes, or all in one."""
 
 from __future__ import annotations
 
@@ -44,27 +44,8 @@ def error_of(*words: str) -> str:
     return str(caught.value)
 
 
-def test_flags_set_their_keys(model: str) -> None:
-    words = ["--omni-lb-policy", "random", "--omni-heartbeat-timeout", "1", "--omni-drain-timeout", "2"]
-    words += ["--omni-replica-wait-timeout", "3", "--omni-restart-limit", "0", "--omni-cluster-secret-file", "secret"]
-    words += ["--omni-master-address", "::1", "--omni-master-port", "1"]
-    config = planned(model, *words)[0].config
-    assert (config.lb_policy, config.heartbeat_timeout_s, config.drain_timeout_s) == ("random", 1.0, 2.0)
-    assert (config.replica_wait_timeout_s, config.restart_limit, config.cluster_secret_file) == (3.0, 0, "secret")
-    assert (config.master_address, config.master_port) == ("::1", 1)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["-oma", "10.0.0.1", "-omp", "9100"], ["-oma=10.0.0.1", "-omp=9100"], ["-omp", "9100", "-oma", "10.0.0.1"]],
-)
-def test_short_flags(model: str, words: list[str]) -> None:
-    config = planned(model, *words)[0].config
-    assert (config.master_address, config.master_port) == HEAD_AT
-
-
-def test_our_flags_leave_vllms_own_alone() -> None:
-    """argparse takes a later flag of the same name for an error, but a short one may also be the start of another."""
+def test_short_flags_do_not_shadow_those_of_vllm() -> None:
+    """argparse refuses two equal flags, but not a short flag that is the start of another."""
     parser = argparse.ArgumentParser()
     known = OmniServe().subparser_init(parser.add_subparsers())._option_string_actions
     ours = {"-oma", "-omp", "-ora"}
@@ -74,31 +55,38 @@ def test_our_flags_leave_vllms_own_alone() -> None:
     assert [(a, b) for a in ours for b in others if a.startswith(b) or b.startswith(a)] == []
 
 
-@pytest.mark.parametrize(("which", "stage"), [(["--stage", "talker"], "talker"), (["--stage-id", "1"], "talker")])
-def test_a_headless_process_runs_its_stage_alone(model: str, which: list[str], stage: str) -> None:
-    plan, args = planned(model, "--headless", *which, *HEAD)
-    assert headless_of(args, plan) == Headless(stage=stage, replicas=1, head=HEAD_AT, replica_address=None)
-    assert replicas(plan) == [0, 1, 0]
-    assert [str(replica.id) for replica in plan.replicas()] == ["talker/0"]
+def test_flags_set_their_keys(model: str) -> None:
+    words = ["--omni-lb-policy", "random", "--omni-heartbeat-timeout", "1", "--omni-drain-timeout", "2"]
+    words += ["--omni-replica-wait-timeout", "3", "--omni-restart-limit", "0", "--omni-cluster-secret-file", "secret"]
+    words += ["--omni-master-address", "::1", "--omni-master-port", "1", "--omni-log-dir", "logs"]
+    words += ["--omni-startup-timeout", "9", "--omni-shutdown-timeout", "2", "--omni-request-timeout", "4"]
+    config = planned(model, *words)[0].config
+    assert (config.lb_policy, config.heartbeat_timeout_s, config.drain_timeout_s) == ("random", 1.0, 2.0)
+    assert (config.replica_wait_timeout_s, config.restart_limit, config.cluster_secret_file) == (3.0, 0, "secret")
+    assert (config.master_address, config.master_port, config.log_dir) == ("::1", 1, "logs")
+    assert (config.startup_timeout_s, config.shutdown_timeout_s, config.request_timeout_s) == (9.0, 2.0, 4.0)
+    for short in (HEAD, ["-oma=10.0.0.1", "-omp=9100"], [*HEAD[2:], *HEAD[:2]]):
+        config = planned(model, *short)[0].config
+        assert (config.master_address, config.master_port) == HEAD_AT
 
 
 @pytest.mark.parametrize(("number", "stage"), [(0, "thinker"), (1, "talker"), (2, "code2wav")])
-def test_any_stage_may_be_headless(model: str, number: int, stage: str) -> None:
-    words = ["--headless", "--stage-id", str(number), "--omni-dp-size-local", "3", "-ora", "10.0.0.2"]
+def test_a_headless_process_runs_its_stage_alone(model: str, number: int, stage: str, tmp_path: Path) -> None:
     expected = Headless(stage=stage, replicas=3, head=HEAD_AT, replica_address="10.0.0.2")
-    assert headless(model, *words, *HEAD) == expected
-    assert headless(model, *words, *HEAD, "--stage-config", "qwen3_omni_replicas") == expected
-
-
-def test_the_head_may_be_named_in_the_file(model: str, tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("{master_address: 10.0.0.1, master_port: 9100, stages: {talker: {replicas: 0}}}")
-    found = headless(model, "--headless", "--stage", "talker", "--stage-config", str(file))
-    assert found == Headless(stage="talker", replicas=1, head=HEAD_AT, replica_address=None)
+    words = ["--headless", "--omni-dp-size-local", "3", "-ora", "10.0.0.2"]
+    for which in (["--stage", stage], ["--stage-id", str(number)]):
+        for more in ([], ["--stage-config", "qwen3_omni_replicas"], ["--api-server-count", "0"]):
+            plan, args = planned(model, *words, *which, *HEAD, *more)
+            assert headless_of(args, plan) == expected
+            assert replicas(plan) == [3 * (index == number) for index in range(3)]
+        assert headless(model, *words, *which, "--stage-config", str(file)) == expected
+    plan, args = planned(model, "--omni-dp-size-local", "1", *HEAD)  # not headless
+    assert replicas(plan) == [1, 1, 1] and headless_of(args, plan) is None
 
 
 def test_a_headless_process_has_the_settings_of_its_stage(model: str) -> None:
-    """Those of a plan that runs everything, except what follows from the number of replicas here."""
     words = ["--stage-overrides", '{"talker": {"max_num_seqs": 3, "seed": 7}}', "--max-num-seqs", "5"]
     plan = planned(model, "--headless", "--stage", "talker", *HEAD, *words)[0]
     for stage in plan.stages:
@@ -115,7 +103,7 @@ def test_a_headless_process_has_the_settings_of_its_stage(model: str) -> None:
     ],
 )
 def test_head_and_headless_agree(model: str, words: list[str]) -> None:
-    """Whatever vLLM's parser makes of the flags, and however many replicas each of them has."""
+    """With any form of vLLM's flags and any number of replicas."""
     head = planned(model, *words, *HEAD, "--stage", "thinker")[0]
     for stage in ("thinker", "talker", "code2wav"):
         local = ["--omni-dp-size-local", "3", "--max-num-seqs", "2", "--gpu-memory-utilization", "0.3"]
@@ -126,28 +114,12 @@ def test_head_and_headless_agree(model: str, words: list[str]) -> None:
 
 
 def test_the_head_may_run_one_stage_alone(model: str) -> None:
-    for which in (["--stage", "thinker"], ["--stage-id", "0"]):
-        plan, args = planned(model, *which, "--omni-dp-size-local", "2", *HEAD)
-        assert replicas(plan) == [2, 0, 0]
-        assert headless_of(args, plan) is None
+    plan, args = planned(model, "--stage-id", "0", "--omni-dp-size-local", "2", *HEAD)
+    assert replicas(plan) == [2, 0, 0] and headless_of(args, plan) is None
     plan, args = planned(model, "--stage", "talker", *HEAD)
     assert (replicas(plan), plan.frontend().name, headless_of(args, plan)) == ([0, 1, 0], "thinker", None)
-    assert replicas(planned(model, "--stage", "thinker", *HEAD, "--stage-config", "qwen3_omni_replicas")[0]) == [
-        1,
-        0,
-        0,
-    ]
-
-
-def test_without_these_flags_all_runs_here(model: str) -> None:
-    plan, args = planned(model, "--omni-dp-size-local", "1", *HEAD)
-    assert replicas(plan) == [1, 1, 1]
-    assert headless_of(args, plan) is None
-
-
-@pytest.mark.parametrize("count", [[], ["--api-server-count", "0"], ["--api-server-count", "1"]])
-def test_a_headless_process_has_no_api_server(model: str, count: list[str]) -> None:
-    assert headless(model, "--headless", "--stage", "talker", *HEAD, *count)
+    plan, _ = planned(model, "--stage", "thinker", *HEAD, "--stage-config", "qwen3_omni_replicas")
+    assert replicas(plan) == [1, 0, 0]
 
 
 def test_a_replica_number_is_ignored_with_one_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,81 +131,42 @@ def test_a_replica_number_is_ignored_with_one_line(model: str, capsys: pytest.Ca
 
 STAGES = "--stage thinker|talker|code2wav"
 MISSING = "--headless: the stage it runs and its head must be named; write "
+AWAY = "replicas: 0 here, so all of them join from elsewhere; write --omni-master-port PORT too, and --omni-master-addr"
+SPLIT = '{"thinker": {"prefill_decode": {"decode": {"replicas": 0}}}}'
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--headless"], f"{MISSING}{STAGES} --omni-master-address HOST --omni-master-port PORT too"),
-        (["--headless", "-oma", "h"], f"{MISSING}{STAGES} --omni-master-port PORT too"),
-        (["--headless", *HEAD], f"{MISSING}{STAGES} too"),
-        (["--headless", "--omni-dp-size-local", "2", *HEAD], f"{MISSING}{STAGES} too"),
-        (["--headless", "--stage", "talker", "-omp", "1"], f"{MISSING}--omni-master-address HOST too"),
-        (["--headless", "--stage-id", "0", "-oma", "h"], f"{MISSING}--omni-master-port PORT too"),
-        (["--stage", "taker", *HEAD], "--stage taker: no such stage; use one of thinker, talker, code2wav"),
-        (
-            ["--stage-id", "3", *HEAD],
-            "--stage-id 3: no such stage; use one of 0 (thinker), 1 (talker), 2 (code2wav)",
-        ),
-        (
-            ["--headless", "--stage-id", "-1", *HEAD],
-            "--stage-id -1: no such stage; use one of 0 (thinker), 1 (talker), 2 (code2wav)",
-        ),
-        (
-            ["--stage", "thinker", "--stage-id", "0", *HEAD],
-            "--stage-id: --stage names the stage too; keep one of the two",
-        ),
-        (
-            ["--stage-overrides", '{"thinker": {"prefill_decode": {"decode": {"replicas": 0}}}}'],
-            "stages.thinker.prefill_decode.decode.replicas: 0 here, so all of them join from elsewhere; write ",
-        ),
-        (
-            ["--stage", "talker"],
-            "stages.thinker.replicas: 0 here, so all of them join from elsewhere; write --omni-master-port PORT too, "
-            "and --omni-master-address HOST for other hosts",
-        ),
-        (["--omni-dp-size-local", "2"], "--omni-dp-size-local 2: of one stage; write --stage NAME too"),
-        (
-            ["--stage", "thinker", "--omni-dp-size-local", "0", *HEAD],
-            "--omni-dp-size-local: must be an integer >= 1, got 0",
-        ),
-        (
-            ["--omni-replica-address", "10.0.0.2"],
-            "--omni-replica-address 10.0.0.2: only with --headless; the replicas of this process are reached locally; "
-            "remove it",
-        ),
-        (
-            ["--headless", "--stage", "talker", *HEAD, "--api-server-count", "2"],
-            "--api-server-count 2: --headless starts no API server; remove it",
-        ),
-        (
-            ["--stage", "thinker"],
-            "stages.talker.replicas: 0 here, so all of them join from elsewhere; write --omni-master-port PORT too, "
-            "and --omni-master-address HOST for other hosts",
-        ),
-        (
-            ["--omni-lb-policy", "fastest"],
-            "lb_policy: must be 'least-queue-length', 'random' or 'round-robin', got 'fas",
-        ),
-        (["-omp", "70000"], "master_port: must be an integer from 1 to 65535, or null, got 70000"),
-        (["--omni-heartbeat-timeout", "0.5"], "heartbeat_timeout_s: must be a number of seconds >= 1, got 0.5"),
+        ("--headless", f"{MISSING}{STAGES} --omni-master-address HOST --omni-master-port PORT too"),
+        ("--headless -oma h", f"{MISSING}{STAGES} --omni-master-port PORT too"),
+        ("--headless --omni-dp-size-local 2 -oma h -omp 1", f"{MISSING}{STAGES} too"),
+        ("--headless --stage talker -omp 1", f"{MISSING}--omni-master-address HOST too"),
+        ("--headless --stage-id 0 -oma h", f"{MISSING}--omni-master-port PORT too"),
+        ("-oma h -omp 1 --stage taker", "--stage taker: no such stage; use one of thinker, talker, code2wav"),
+        ("--stage-id 3", "--stage-id 3: no such stage; use one of 0 (thinker), 1 (talker), 2 (code2wav)"),
+        ("--headless --stage-id -1", "--stage-id -1: no such stage; use one of 0 (thinker), 1"),
+        ("--stage thinker --stage-id 0", "--stage-id: --stage names the stage too; keep one of the two"),
+        (f"--stage-overrides {SPLIT.replace(' ', '')}", f"stages.thinker.prefill_decode.decode.{AWAY}"),
+        ("--stage talker", f"stages.thinker.{AWAY}"),
+        ("--stage thinker", f"stages.talker.{AWAY}"),
+        ("--omni-dp-size-local 2", "--omni-dp-size-local 2: of one stage; write --stage NAME too"),
+        ("--stage thinker --omni-dp-size-local 0", "--omni-dp-size-local: must be an integer >= 1, got 0"),
+        ("-ora 10.0.0.2", "--omni-replica-address 10.0.0.2: only with --headless; the replicas of this process are re"),
+        ("--headless --stage talker -oma h -omp 1 --api-server-count 2", "--api-server-count 2: --headless starts no"),
+        ("-omp 70000", "master_port: must be an integer from 1 to 65535, or null, got 70000"),
     ],
 )
-def test_refusals(model: str, words: list[str], message: str) -> None:
-    assert error_of(model, *words).startswith(message)
+def test_contradicting_or_missing_flags_are_refused(model: str, words: str, message: str) -> None:
+    assert error_of(model, *words.split()).startswith(message)
 
 
 def test_a_stage_without_replicas_needs_a_port_from_python_too(model: str) -> None:
-    away = {"talker": {"replicas": 0}}
-    with pytest.raises(
-        ConfigError, match=r"^stages\.talker\.replicas: 0 here, so all of them join from elsewhere; write"
-    ):
-        from_kwargs(model, stage_overrides=away)
-    assert replicas(from_kwargs(model, stage_overrides=away, master_port=9100)) == [1, 0, 1]
-    frontend_away = {"thinker": {"replicas": 0}}
-    with pytest.raises(ConfigError, match=r"^stages\.thinker\.replicas: 0 here, so all of them join from elsewhere"):
-        from_kwargs(model, stage_overrides=frontend_away)
-    assert replicas(from_kwargs(model, stage_overrides=frontend_away, master_port=9100)) == [0, 1, 1]
+    for stage, expected in (("talker", [1, 0, 1]), ("thinker", [0, 1, 1])):
+        away = {stage: {"replicas": 0}}
+        with pytest.raises(ConfigError, match=rf"^stages\.{stage}\.{AWAY}"):
+            from_kwargs(model, stage_overrides=away)
+        assert replicas(from_kwargs(model, stage_overrides=away, master_port=9100)) == expected
 
 
 def test_plan_shows_a_headless_process(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,7 +174,8 @@ def test_plan_shows_a_headless_process(model: str, capsys: pytest.CaptureFixture
     assert plan_command.main(words) == 0
     assert "processes\n  headless, joins 10.0.0.1 port 9100\n  |- talker\n" in capsys.readouterr().out
     assert plan_command.main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["headless"]["stage"] == "talker"
+    read = json.loads(capsys.readouterr().out)
+    assert (read["headless"]["stage"], read["pipeline"]) == ("talker", "qwen3_omni")
 
 
 def test_serve_runs_replicas_alone(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -260,5 +194,5 @@ def test_serve_runs_replicas_alone(model: str, monkeypatch: pytest.MonkeyPatch, 
     assert serve_command.main([*words, "--omni-no-cluster-secret"]) == 3
     assert left == [3]
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert serve_command.main(words) == 2, "the head is on another host, and its secret is not here"
+    assert serve_command.main(words) == 2, "the head is on another host, its secret is not here"
     assert seen == [([0, 0, 1], Headless(stage="code2wav", replicas=1, head=HEAD_AT, replica_address=None), model)]

@@ -1,4 +1,4 @@
-"""`vllm-omni-ext plan`: the table of the devices, machines that are not here, and what does not fit."""
+"""`vllm-omni-ext plan`: the table of the devices, other machines, and plans that do not fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_qwen3_omni(tmp_path_factory.mktemp("released"), released_shape=True))
 
 
-def test_a_machine_that_is_not_here(released: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_another_machine_or_for_this_one(released: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([released, "--machine", f"{H100}x2", "--max-model-len", "32768"]) == 0
     told = capsys.readouterr().out
     assert "machine   cuda, 2 devices of 79.6 GiB, " in told
@@ -34,9 +34,12 @@ def test_a_machine_that_is_not_here(released: str, capsys: pytest.CaptureFixture
     assert lines[at + 2].split()[:2] == ["thinker/0", "59.1"]
     assert lines[at + 3].split()[0] == "free"
     assert lines[at + 4] == "  device 1: 79.6 GiB, 77.3 of it to hand out"
+    assert main([released]) == 0
+    told = capsys.readouterr().out
+    assert "machine   cpu, " in told and "\nmemory\n" not in told
 
 
-def test_what_does_not_fit_is_shown_and_refused(released: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_does_not_fit_is_shown_and_refused(released: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([released, "--machine", H100]) == 2
     told = capsys.readouterr()
     assert told.out.startswith("memory\n  device 0: 79.6 GiB, 77.3 of it to hand out\n")
@@ -44,14 +47,14 @@ def test_what_does_not_fit_is_shown_and_refused(released: str, capsys: pytest.Ca
     [line] = [line for line in told.err.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: memory: device 0 has 77.3 GiB to hand out of 79.6, but 91.8 are needed: thinker/0")
     assert "it fits with --quantization fp8, or with" in line
-
-
-def test_with_the_flag_it_names_it_fits(released: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([released, "--machine", H100, "--quantization", "fp8"]) == 0
     assert "  |- code2wav/0  device 0" in capsys.readouterr().out
+    assert main([released, "--machine", "h100"]) == 2
+    refused = capsys.readouterr()
+    assert refused.out == "" and "error: --machine h100: write cuda:SIZExCOUNT, e.g. cuda:80GiBx2" in refused.err
 
 
-def test_as_data(released: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_printed_as_json(released: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([released, "--json", f"--machine={H100}x2", "--max-model-len=32768"]) == 0
     [first, second] = json.loads(capsys.readouterr().out)["memory"]
     assert [each["id"] for each in second["replicas"]] == ["talker/0", "code2wav/0"]
@@ -65,43 +68,26 @@ def test_as_data(released: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused["memory"][0]["free_bytes"] < 0
 
 
-def test_what_is_no_machine(released: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([released, "--machine", "h100"]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "error: --machine h100: write cuda:SIZExCOUNT, e.g. cuda:80GiBx2" in told.err
-
-
-def test_without_a_machine_it_is_this_one(released: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([released]) == 0
-    told = capsys.readouterr().out
-    assert "machine   cpu, " in told
-    assert "\nmemory\n" not in told
-
-
-def test_the_python_api_refuses_before_anything_starts(released: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = Machine(platform="cuda", device_count=1, cpu_count=8, memory_bytes=1 << 37, device_bytes=(81559 << 20,))
-    monkeypatch.setattr("vllm_omni_ext.cli.settings.detect_machine", lambda: card)
-    with pytest.raises(ConfigError, match=r"^memory: device 0 has .* it fits with --quantization fp8"):
-        from_kwargs(released)
-    plan = from_kwargs(released, quantization="fp8")
-    assert plan.stage("thinker").engine_args["gpu_memory_utilization"] > 0.7
-
-
 @pytest.mark.parametrize(
     "words", [[], ["--headless", "--stage", "thinker", "-oma", "127.0.0.1", "-omp", "9100"]], ids=["head", "headless"]
 )
-def test_a_server_refuses_before_anything_starts(
+def test_a_model_that_does_not_fit_is_refused_before_any_start(
     words: list[str], released: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    card = Machine(platform="cuda", device_count=1, cpu_count=8, memory_bytes=1 << 37, device_bytes=(40 << 30,))
-    monkeypatch.setattr("vllm_omni_ext.cli.settings.detect_machine", lambda: card)
+    def card(size: int) -> Machine:
+        return Machine(platform="cuda", device_count=1, cpu_count=8, memory_bytes=1 << 37, device_bytes=(size,))
+
+    monkeypatch.setattr("vllm_omni_ext.cli.settings.detect_machine", lambda: card(40 << 30))
     assert serve_main([released, *words]) == 2
     assert "error: memory: device 0 has " in capsys.readouterr().err
+    monkeypatch.setattr("vllm_omni_ext.cli.settings.detect_machine", lambda: card(81559 << 20))
+    with pytest.raises(ConfigError, match=r"^memory: device 0 has .* it fits with --quantization fp8"):
+        from_kwargs(released)
+    assert from_kwargs(released, quantization="fp8").stage("thinker").engine_args["gpu_memory_utilization"] > 0.7
 
 
 class FakeCuda:
-    """What `detect_machine` asks a CUDA platform with NVML."""
+    """The attributes of a CUDA platform that `detect_machine` reads."""
 
     device_type = "cuda"
 
@@ -118,17 +104,17 @@ class FakeCuda:
         return (device + 1) << 30
 
 
-def test_sizes_of_the_devices_come_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_of_the_devices_come_from_nvml_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without NVML vLLM's platform would initialise CUDA in the process that starts the others."""
+
     class Nvml(FakeCuda):
         pass
 
-    monkeypatch.setattr(model_module, "current_platform", Nvml())
     monkeypatch.setattr(model_module, "_nvml_platform", lambda: Nvml)
-    assert model_module.detect_machine().device_bytes == (1 << 30, 2 << 30)
-    # Without NVML vLLM's platform would ask CUDA itself, and so initialise it in the process that starts the others.
-    monkeypatch.setattr(model_module, "current_platform", FakeCuda())
-    found = model_module.detect_machine()
-    assert (found.device_count, found.device_bytes) == (2, ())
+    for platform, sizes in ((Nvml(), (1 << 30, 2 << 30)), (FakeCuda(), ())):
+        monkeypatch.setattr(model_module, "current_platform", platform)
+        found = model_module.detect_machine()
+        assert (found.device_count, found.device_bytes) == (2, sizes)
 
 
 def test_a_checkpoint_with_weights_is_measured_by_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which secret a command line leads to, what it says of it, and what it refuses."""
+"""The secret that follows from a command line, its messages and its refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decided(*words: str) -> tuple[Plan, list[str]]:
-    """The plan, and what a person is told."""
+    """The plan and the printed lines."""
     told: list[str] = []
     plan, args = from_cli(parse_serve([*words, "--omni"]))
     return with_secret(plan, headless=args.headless, tell=told.append), told
@@ -37,14 +37,9 @@ def error_of(*words: str) -> str:
     return str(caught.value)
 
 
-def test_nothing_that_stays_on_this_machine_has_one(model: str) -> None:
-    plan, told = decided(model)
-    assert (plan.config.cluster_secret_file, told) == (None, [])
-    assert not default_file().exists()
-
-
-def test_a_head_makes_one_says_how_to_bring_it_elsewhere_and_uses_it_again(model: str) -> None:
+def test_a_head_makes_a_secret_prints_how_to_copy_it_and_uses_it_again(model: str) -> None:
     file = default_file()
+    assert decided(model)[0].config.cluster_secret_file is None and not file.exists(), "all is on this machine"
     plan, told = decided(model, *ELSEWHERE)
     assert plan.config.cluster_secret_file == str(file) and file.is_file()
     how = f"scp {file} HOST:cluster.secret, and there --omni-cluster-secret-file cluster.secret"
@@ -55,13 +50,8 @@ def test_a_head_makes_one_says_how_to_bring_it_elsewhere_and_uses_it_again(model
     assert told == [f"cluster secret: {file}; this user's replicas on this host find it; other hosts: {how}"]
 
 
-def test_other_hosts_are_not_mentioned_where_there_can_be_none(model: str) -> None:
-    told = decided(model, *HERE)[1]
-    assert told == [f"cluster secret: {default_file()} (made now); this user's replicas on this host find it"]
-
-
 @pytest.mark.parametrize("head_first", [True, False])
-def test_replicas_of_the_same_host_find_it_in_any_start_order(model: str, head_first: bool) -> None:
+def test_replicas_of_the_same_host_find_the_secret_in_any_start_order(model: str, head_first: bool) -> None:
     head, replicas = [model, *HERE], [model, *HEADLESS, *HERE]
     first, second = (head, replicas) if head_first else (replicas, head)
     before = decided(*first)[0].config.cluster_secret_file
@@ -69,9 +59,14 @@ def test_replicas_of_the_same_host_find_it_in_any_start_order(model: str, head_f
     assert decided(*second)[0].config.cluster_secret_file == before == str(default_file())
     assert default_file().read_bytes() == content
     assert decided(*replicas)[1] == []
+    elsewhere = decided(model, *HEADLESS, *ELSEWHERE)[0].config.cluster_secret_file
+    assert elsewhere == before, "also with the head on another host"
+    default_file().chmod(0o644)
+    for words in (head, replicas):
+        assert error_of(*words).startswith("cluster secret: others may read")
 
 
-def test_replicas_of_another_host_are_told_to_bring_it(model: str) -> None:
+def test_replicas_of_another_host_are_refused_without_the_secret(model: str) -> None:
     said = error_of(model, *HEADLESS, *ELSEWHERE)
     assert said.startswith("cluster secret: the head at 192.0.2.1 is on another host, and its secret is not here.")
     for advice in (f"scp {default_file()}", "--omni-cluster-secret-file cluster.secret", NONE):
@@ -79,39 +74,32 @@ def test_replicas_of_another_host_are_told_to_bring_it(model: str) -> None:
     assert not default_file().exists()
 
 
-def test_replicas_of_another_host_find_one_that_lies_where_it_belongs(model: str) -> None:
-    decided(model, *HERE)
-    assert decided(model, *HEADLESS, *ELSEWHERE)[0].config.cluster_secret_file == str(default_file())
-
-
-@pytest.mark.parametrize("who", [[], HEADLESS])
-def test_a_file_that_is_named_counts(model: str, tmp_path: Path, who: list[str]) -> None:
+@pytest.mark.parametrize("role", [[], HEADLESS])
+def test_a_given_file_is_used_and_its_mode_is_checked(model: str, tmp_path: Path, role: list[str]) -> None:
     file = tmp_path / "named"
     file.write_text("a secret of thirty bytes, or so")
     file.chmod(0o600)
-    plan, told = decided(model, *who, *ELSEWHERE, "--omni-cluster-secret-file", str(file))
+    plan, told = decided(model, *role, *ELSEWHERE, "--omni-cluster-secret-file", str(file))
     assert (plan.config.cluster_secret_file, told) == (str(file), [])
     assert not default_file().exists()
     file.chmod(0o644)
-    told = decided(model, *who, *ELSEWHERE, "--omni-cluster-secret-file", str(file))[1]
+    told = decided(model, *role, *ELSEWHERE, "--omni-cluster-secret-file", str(file))[1]
     assert told == [f"warning: the cluster secret can be read by other users: chmod 600 {file}"]
 
 
-def test_a_file_that_is_no_secret_is_refused_before_anything_starts(model: str, tmp_path: Path) -> None:
+def test_wrong_settings_of_the_secret_are_refused_before_any_start(model: str, tmp_path: Path) -> None:
     named = ["--omni-cluster-secret-file", str(tmp_path / "named")]
     assert error_of(model, *HERE, *named).startswith("coordinator secret: cannot read")
     (tmp_path / "named").write_text("short")
     assert error_of(model, *HERE, *named) == "coordinator secret: must have at least 16 bytes, got 5"
+    assert error_of(model, *HERE, NONE, *named).startswith(
+        "no_cluster_secret: there is a cluster_secret_file too; keep"
+    )
+    alone = error_of(model, *HERE[:2])
+    assert alone == "master_address: without a port nobody can join; write --omni-master-port PORT too"
 
 
-def test_a_file_that_others_may_read_is_not_used_unasked(model: str) -> None:
-    decided(model, *HERE)
-    default_file().chmod(0o644)
-    for who in ([], HEADLESS):
-        assert error_of(model, *who, *HERE).startswith("cluster secret: others may read")
-
-
-def test_doing_without_is_said_and_warned_of(model: str, tmp_path: Path) -> None:
+def test_a_cluster_without_a_secret_is_possible_with_a_warning(model: str, tmp_path: Path) -> None:
     plan, told = decided(model, *ELSEWHERE, NONE)
     assert plan.config.cluster_secret_file is None and plan.config.no_cluster_secret
     assert told == [
@@ -123,16 +111,3 @@ def test_doing_without_is_said_and_warned_of(model: str, tmp_path: Path) -> None
     file = tmp_path / "config.yaml"
     file.write_text("{master_address: 192.0.2.1, master_port: 9100, no_cluster_secret: true}")
     assert decided(model, "--stage-config", str(file))[1] == told
-
-
-def test_an_address_alone_is_refused(model: str) -> None:
-    said = error_of(model, "-oma", "127.0.0.1")
-    assert said == "master_address: without a port nobody can join; write --omni-master-port PORT too"
-
-
-def test_doing_without_and_naming_a_file_contradict_each_other(model: str) -> None:
-    said = error_of(model, *HERE, NONE, "--omni-cluster-secret-file", "x")
-    assert said == (
-        "no_cluster_secret: there is a cluster_secret_file too; keep --omni-no-cluster-secret or "
-        "--omni-cluster-secret-file"
-    )

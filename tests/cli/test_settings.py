@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from pydantic import BaseModel, field_validator
 from vllm.config import KVTransferConfig
+from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.errors import ConfigError, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime.launch.engine_args import stage_engine_args
+from vllm_omni_ext.runtime.launch.engine_args import engine_config, stage_engine_args
 from vllm_omni_ext.topology.plan import ReplicaPlan
 
 
-def test_keywords(model: str) -> None:
+def test_keywords_are_settings_of_all_stages_or_of_the_frontend(model: str) -> None:
     plan = from_kwargs(
         model,
         stage_config="qwen3_omni_replicas",
-        stage_overrides={"talker": {"replicas": 3}},
+        stage_overrides='{"talker": {"replicas": 3}}',
         async_chunk=False,
         startup_timeout_s=30,
         max_num_seqs=2,
@@ -31,12 +35,6 @@ def test_keywords(model: str) -> None:
     assert [stage.engine_args["seed"] for stage in plan.stages] == [1, 1, 1]
 
 
-def test_overrides_as_json(model: str) -> None:
-    plan = from_kwargs(model, stage_overrides='{"talker": {"replicas": 2}}')
-    assert len(plan.stage("talker").replicas) == 2
-    assert plan.config.async_chunk is True
-
-
 @pytest.mark.parametrize(
     ("keyword", "message"),
     [
@@ -47,22 +45,18 @@ def test_overrides_as_json(model: str) -> None:
         ("api_servers", "api_servers: LLM(omni=True) is a program without API servers; leave it out, got 2"),
     ],
 )
-def test_wrong_keywords(model: str, keyword: str, message: str) -> None:
+def test_wrong_keywords_are_refused_with_advice(model: str, keyword: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_kwargs(model, **{keyword: 2})
     assert str(caught.value) == message
 
 
-def test_engine_args(model: str) -> None:
+def test_engine_args_belong_to_a_replica_of_the_plan(model: str) -> None:
     plan = from_kwargs(model, max_num_seqs=2)
     args = stage_engine_args(plan, ReplicaId("thinker", 0))
     assert (args.model, args.max_num_seqs, args.device_ids) == (model, 2, None)
     assert (args._api_process_count, args._api_process_rank) == (2, -1)
     assert stage_engine_args(plan, ReplicaId("thinker", 0), api_process=1)._api_process_rank == 1
-
-
-def test_engine_args_of_unknown_replicas(model: str) -> None:
-    plan = from_kwargs(model)
     for unknown in (ReplicaId("dit", 0), ReplicaId("thinker", 1)):
         with pytest.raises(UnknownMember):
             stage_engine_args(plan, unknown)
@@ -89,3 +83,22 @@ def test_mappings_become_vllms_config_objects(model: str) -> None:
     bad = from_kwargs(model, stage_overrides={"thinker": {"kv_transfer_config": {"kv_rol": "kv_both"}}})
     with pytest.raises(ConfigError, match=r"^stages\.thinker\.engine\.kv_transfer_config: .*kv_rol"):
         stage_engine_args(bad, ReplicaId("thinker", 0))
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_an_error_of_vllm_is_one_line_with_the_stage(plain: bool) -> None:
+    class Checked(BaseModel):
+        field: int
+
+        @field_validator("field")
+        @classmethod
+        def _never(cls, value: int) -> int:
+            raise ValueError("Not on this\nplatform.")
+
+    def create_engine_config(usage: Any) -> Any:
+        return Checked._never(1) if plain else Checked(field=1)
+
+    args: Any = SimpleNamespace(create_engine_config=create_engine_config)
+    with pytest.raises(ConfigError) as caught:
+        engine_config("ar", args, UsageContext.LLM_CLASS)
+    assert str(caught.value) == "stage 'ar': vLLM refuses its engine arguments: Not on this platform."

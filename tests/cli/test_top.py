@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from vllm_omni_ext.cli import main as commands
-from vllm_omni_ext.cli.top import Client, Row, Sample, made, rows, table
+from vllm_omni_ext.cli.top import Row, Sample, made, rows, table
 
 MODEL = ("model_name", "m")
 REPLICA = {"state": "UP", "host": "h", "pid": 7, "running": 2, "waiting": 1, "restarts": 0, "heartbeat_age_s": 0.1}
@@ -55,7 +55,7 @@ def test_rows_have_the_rates_between_two_samples() -> None:
     ]
 
 
-def test_a_counter_that_began_anew_and_one_that_is_missing_have_no_rate() -> None:
+def test_a_counter_that_fell_or_is_missing_has_no_rate() -> None:
     assert rows(sample(0.0, tokens=100.0), sample(1.0, tokens=3.0))[0].tokens_per_s is None
     assert rows(sample(1.0), sample(1.0))[0].tokens_per_s is None, "no time has passed"
     bare = Sample(2.0, STATUS, {})
@@ -63,13 +63,13 @@ def test_a_counter_that_began_anew_and_one_that_is_missing_have_no_rate() -> Non
     assert rows(Sample(0.0, STATUS, {}), sample(2.0, tokens=4.0))[0].tokens_per_s == 2.0, "it was not there yet"
 
 
-def test_what_a_server_makes_is_named_by_its_metrics() -> None:
+def test_rates_of_products_are_named_by_their_metrics() -> None:
     before = sample(0.0, images=1.0, **{"vllm_omni_ext:audio_seconds_total": 2.0})
     now = sample(2.0, images=2.0, **{"vllm_omni_ext:audio_seconds_total": 5.0})
     assert made(before, now) == {"audio seconds": 1.5, "images": 0.5}
 
 
-def test_the_table() -> None:
+def test_the_table_has_the_replicas_with_their_rates() -> None:
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(table(sample(0.0), sample(2.0, tokens=5.0, images=3.0), "http://here"))
     text = console.export_text()
@@ -77,10 +77,14 @@ def test_the_table() -> None:
     lines = {line.split("│")[2].strip(): line.split("│") for line in text.splitlines() if "│" in line}
     assert [cell.strip() for cell in lines["ar/0"][3:8]] == ["UP", "2", "1", "2.5", "0"]
     assert [cell.strip() for cell in lines["ar/1"][3:8]] == ["DOWN", "2", "1", "-", "0"]
+    narrow = Console(width=60, record=True, file=io.StringIO())
+    narrow.print(table(sample(0.0), sample(2.0), "http://here"))
+    shown = narrow.export_text()
+    assert all(name in shown for name in ("ar/0", "ar/1", "dit/0", "DOWN")), "whole on a narrow terminal"
 
 
 class Peer:
-    """A server that says what the test says; `key` is the one it needs."""
+    """A server with the answers of the test; `key` is the one it needs."""
 
     def __init__(self) -> None:
         self.key, self.code, self.status = "", 200, json.dumps(STATUS)
@@ -112,7 +116,9 @@ def peer() -> Iterator[Peer]:
     made_peer.server.server_close()
 
 
-def test_one_table_and_the_end(peer: Peer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_with_once_prints_one_table(
+    peer: Peer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     peer.key = "k"
     monkeypatch.setenv("VLLM_API_KEY", "k")
     monkeypatch.setenv("COLUMNS", "160")
@@ -123,20 +129,22 @@ def test_one_table_and_the_end(peer: Peer, capsys: pytest.CaptureFixture[str], m
 
 
 @pytest.mark.parametrize(
-    ("change", "words", "says"),
+    ("change", "words", "error"),
     [
         ({"key": "k"}, [], "needs a key; give it with --api-key or VLLM_API_KEY"),
         ({"key": "k"}, ["--api-key", "other"], "refuses this key; give it with --api-key or VLLM_API_KEY"),
         ({"code": 404}, [], "is no server of vllm-omni-ext: it has no /v1/omni/status"),
         ({"code": 500}, [], "/v1/omni/status answers with status 500"),
         ({"status": "<html>"}, [], "is no server of vllm-omni-ext: its status page is not JSON"),
+        ({"url": "http://127.0.0.1:9"}, [], "no server answers at http://127.0.0.1:9: "),
+        ({"url": "here:80"}, [], "--url: must begin with http"),
     ],
 )
 def test_a_server_that_cannot_be_shown_is_one_line(
     peer: Peer,
     change: dict[str, Any],
     words: list[str],
-    says: str,
+    error: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -144,25 +152,4 @@ def test_a_server_that_cannot_be_shown_is_one_line(
     vars(peer).update(change)
     assert commands.main(["top", "--url", peer.url, "--once", *words]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"vllm-omni-ext top: {peer.url}") and line.endswith(says)
-
-
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [("http://127.0.0.1:9", "no server answers at http://127.0.0.1:9: "), ("here:80", "--url: must begin with http")],
-)
-def test_no_server(url: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert commands.main(["top", "--url", url, "--once"]) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"vllm-omni-ext top: {says}")
-
-
-def test_the_address_may_be_that_of_the_api() -> None:
-    assert Client("https://here:1/v1/").url == Client("https://here:1").url == "https://here:1"
-
-
-def test_names_are_whole_on_a_narrow_terminal() -> None:
-    console = Console(width=60, record=True, file=io.StringIO())
-    console.print(table(sample(0.0), sample(2.0), "http://here"))
-    text = console.export_text()
-    assert all(name in text for name in ("ar/0", "ar/1", "dit/0", "DOWN"))
+    assert line.startswith(f"vllm-omni-ext top: {'' if 'url' in change else peer.url}") and error in line

@@ -24,56 +24,32 @@ def test_every_preset_is_valid_for_its_pipeline(name: str) -> None:
     pipeline = FAMILY.pipeline(pipeline_of(name, FAMILY.presets))
     stages = tuple(stage.name for stage in pipeline.stages)
     assert load_config(name, Names(stages=stages), FAMILY.presets).pipeline == pipeline.name
-
-
-@pytest.mark.parametrize("pipeline", [p.name for p in FAMILY.pipelines])
-def test_every_pipeline_has_a_preset_of_its_name(pipeline: str) -> None:
-    assert pipeline in preset_names(FAMILY.presets)
-
-
-def test_a_family_may_have_no_presets(tmp_path: Path) -> None:
-    assert preset_names("") == ()
-    with pytest.raises(ConfigError, match=r"^mine: no such stage config; give the path of a \.yaml file$"):
-        load_config("mine", NAMES)
+    assert {each.name for each in FAMILY.pipelines} <= set(preset_names(FAMILY.presets)) and preset_names("") == ()
 
 
 @pytest.mark.parametrize(("text", "name"), [("pipeline: one", "one"), ("", ""), ("- 1", ""), ("pipeline: 3", "")])
-def test_the_pipeline_of_a_file(tmp_path: Path, text: str, name: str) -> None:
+def test_a_file_may_name_its_pipeline(tmp_path: Path, text: str, name: str) -> None:
     assert pipeline_of(write(tmp_path / "mine.yaml", text), FAMILY.presets) == name
 
 
-def test_replicas_config() -> None:
-    config = load_config("qwen3_omni_replicas", NAMES, FAMILY.presets)
-    assert [config.stage(name).replicas for name in NAMES.stages] == [1, 2, 2]
-
-
-def test_file(tmp_path: Path) -> None:
+def test_a_file_is_read_by_path_or_text(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.yaml", "stages:\n  talker:\n    replicas: 3\n")
-    assert load_config(path, NAMES).stage("talker").replicas == 3
-    assert load_config(str(path), NAMES).stage("talker").replicas == 3
-
-
-def test_file_without_suffix_and_empty_file(tmp_path: Path) -> None:
+    assert [load_config(each, NAMES).stage("talker").replicas for each in (path, str(path))] == [3, 3]
     assert load_config(write(tmp_path / "mine", ""), NAMES).stages == {}
 
 
-def test_unknown_name_lists_the_presets() -> None:
-    with pytest.raises(ConfigError, match=r"^qwen4: no such stage config; give the path .* or one of qwen3_omni, qwen"):
-        load_config("qwen4", NAMES, FAMILY.presets)
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml: no such stage config file$"):
-        load_config(tmp_path / "none.yaml", NAMES)
-
-
-def test_unreadable(tmp_path: Path) -> None:
+def test_a_missing_or_unreadable_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "dir.yaml").mkdir()
-    with pytest.raises(ConfigError, match=r"dir\.yaml: cannot be read: "):
-        load_config(tmp_path / "dir.yaml", NAMES)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ConfigError, match=r"binary\.yaml: cannot be read: "):
-        load_config(tmp_path / "binary.yaml", NAMES)
+    for name, presets, reason in (
+        (tmp_path / "dir.yaml", "", r"dir\.yaml: cannot be read: "),
+        (tmp_path / "binary.yaml", "", r"binary\.yaml: cannot be read: "),
+        (tmp_path / "none.yaml", "", r"none\.yaml: no such stage config file$"),
+        ("mine", "", r"^mine: no such stage config; give the path of a \.yaml file$"),
+        ("qwen4", FAMILY.presets, r"^qwen4: no such stage config; give the path .* or one of qwen3_omni, qwen"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            load_config(name, NAMES, presets)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +63,7 @@ def test_unreadable(tmp_path: Path) -> None:
         ("!!python/object:os.system {}", "is not valid YAML: could not determine a constructor"),
     ],
 )
-def test_wrong_content_names_file_and_place(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_content_is_refused_with_file_and_place(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path / "bad.yaml", text)
     with pytest.raises(ConfigError) as caught:
         load_config(path, NAMES)

@@ -1,4 +1,4 @@
-"""The command line over the file."""
+"""Settings of the command line replace those of the file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_ext.config.overrides import parse_overrides, with_overrides, with_settings
+from vllm_omni_ext.config.overrides import with_overrides, with_settings
 from vllm_omni_ext.config.parse import Names
 from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.errors import ConfigError
@@ -20,12 +20,14 @@ NAMES = Names(
 )
 
 
-def test_keys_go_where_they_belong() -> None:
-    config = with_overrides(OmniConfig(), {"talker": {"replicas": 2, "max_num_seqs": 4}}, NAMES)
+def test_keys_of_the_stage_and_of_the_engine_are_told_apart() -> None:
+    config = with_overrides(OmniConfig(), '{"talker": {"replicas": 2, "max_num_seqs": 4}}', NAMES)
+    assert with_overrides(config, {"talker": {}}, NAMES) == with_overrides(config, {}, NAMES) == config
+    assert with_settings(config, {"async_chunk": None, "log_dir": None}) == config
     assert config.stages == {"talker": StageConfig(replicas=2, engine_overrides={"max_num_seqs": 4})}
 
 
-def test_the_file_stays_where_nothing_is_said() -> None:
+def test_values_that_are_not_overridden_stay() -> None:
     file = OmniConfig(
         async_chunk=False,
         stages={
@@ -49,13 +51,6 @@ def test_the_file_stays_where_nothing_is_said() -> None:
     )
 
 
-def test_nothing_given_changes_nothing() -> None:
-    config = OmniConfig(stages={"talker": StageConfig(replicas=2)})
-    assert with_overrides(config, {}, NAMES) == config
-    assert with_overrides(config, {"talker": {}}, NAMES) == config
-    assert with_settings(config, {"async_chunk": None, "log_dir": None}) == config
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -67,32 +62,17 @@ def test_nothing_given_changes_nothing() -> None:
         ({"talker": {"replicas": -1}}, "stages.talker.replicas: must be an integer >= 0, got -1"),
         ({"talker": {"engine": {"sed": 1}}}, "stages.talker.engine.sed: unknown key; did you mean 'seed'?"),
         ({"talker": {"params": {"seed": 1}}}, "stages.talker.params.seed: unknown key; use one of temperature, "),
+        ("{", "is not valid JSON: "),
+        ('{"talker": {"replicas": 1, "replicas": 2}}', "key 'replicas' is written twice; keep one of the two"),
     ],
 )
-def test_refusals(overrides: Any, message: str) -> None:
+def test_wrong_overrides_are_refused_with_their_place(overrides: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         with_overrides(OmniConfig(), overrides, NAMES)
     assert str(caught.value).startswith(f"--stage-overrides: {message}")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is not valid JSON: "),
-        ('{"talker": {"replicas": 1, "replicas": 2}}', "key 'replicas' is written twice; keep one of the two"),
-    ],
-)
-def test_json_refusals(text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_overrides(text)
-    assert str(caught.value).startswith(f"--stage-overrides: {message}")
-
-
-def test_json() -> None:
-    assert parse_overrides('{"talker": {"replicas": 2}}') == {"talker": {"replicas": 2}}
-
-
-def test_settings() -> None:
+def test_settings_replace_top_level_keys() -> None:
     config = with_settings(OmniConfig(async_chunk=True), {"async_chunk": False, "startup_timeout_s": 3})
     assert (config.async_chunk, config.startup_timeout_s) == (False, 3.0)
     with pytest.raises(ConfigError, match=r"^startup_timeout_s: must be a number of seconds > 0, got -1$"):
@@ -105,7 +85,7 @@ def test_settings() -> None:
     first=st.dictionaries(st.sampled_from(["max_num_seqs", "dtype", "seed"]), st.integers()),
     second=st.dictionaries(st.sampled_from(["max_num_seqs", "dtype", "seed"]), st.integers()),
 )
-def test_overrides_laid_twice_are_overrides_laid_once(first: dict[str, int], second: dict[str, int]) -> None:
+def test_two_overrides_are_equal_to_their_union(first: dict[str, int], second: dict[str, int]) -> None:
     twice = with_overrides(with_overrides(OmniConfig(), {"talker": first}, NAMES), {"talker": second}, NAMES)
     once = with_overrides(OmniConfig(), {"talker": {**first, **second}}, NAMES)
     assert twice == once

@@ -1,7 +1,9 @@
-"""Plain data to the schema: what is accepted, and the exact text of every refusal."""
+"""Plain data becomes the configuration, or is refused with its place; docs/configuration.md has its keys."""
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +12,14 @@ from hypothesis import strategies as st
 
 from vllm_omni_ext.config.checks import LB_POLICIES, SHORTEST_HEARTBEAT_TIMEOUT_S
 from vllm_omni_ext.config.parse import Names, parse_config
-from vllm_omni_ext.config.schema import OmniConfig, StageConfig, keys
+from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, Schema, StageConfig, keys
 from vllm_omni_ext.coordinator import timing
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.pool import policies
 from vllm_omni_ext.pool.policies import POLICIES
+from vllm_omni_ext.topology.layers import SHARED_FIELDS
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 NAMES = Names(
     stages=("thinker", "talker", "code2wav"),
@@ -24,206 +29,141 @@ NAMES = Names(
 
 
 @pytest.mark.parametrize("data", [None, {}, {"stages": None}, {"stages": {}}])
-def test_nothing_said_is_all_defaults(data: Any) -> None:
+def test_an_empty_configuration_has_all_defaults(data: Any) -> None:
     assert parse_config(data, NAMES) == OmniConfig()
 
 
-def test_everything_said_arrives() -> None:
-    config = parse_config(
-        {
-            "pipeline": "qwen3_omni",
-            "async_chunk": False,
-            "api_servers": 2,
-            "startup_timeout_s": 60,
-            "shutdown_timeout_s": 1.5,
-            "request_timeout_s": 30,
-            "lb_policy": "random",
-            "heartbeat_timeout_s": 1,
-            "drain_timeout_s": 2,
-            "replica_wait_timeout_s": 3,
-            "restart_limit": 0,
-            "restart_window_s": 4,
-            "restart_backoff_s": 0.5,
-            "master_address": "10.0.0.1",
-            "master_port": 65535,
-            "cluster_secret_file": "secret",
-            "log_dir": "logs",
-            "stages": {
-                "talker": {
-                    "replicas": 2,
-                    "devices": "0, 1",
-                    "lb_policy": "round-robin",
-                    "kv_cache_bytes": 1024,
-                    "cpu_threads": 3,
-                    "engine": {"max_num_seqs": 4},
-                    "params": {"temperature": 0.5},
-                    "env": {"A": 1, "B": "x"},
-                }
-            },
-        },
-        NAMES,
-    )
-    assert config == OmniConfig(
-        pipeline="qwen3_omni",
-        async_chunk=False,
-        api_servers=2,
-        startup_timeout_s=60.0,
-        shutdown_timeout_s=1.5,
-        request_timeout_s=30.0,
-        lb_policy="random",
-        heartbeat_timeout_s=1.0,
-        drain_timeout_s=2.0,
-        replica_wait_timeout_s=3.0,
-        restart_limit=0,
-        restart_window_s=4.0,
-        restart_backoff_s=0.5,
-        master_address="10.0.0.1",
-        master_port=65535,
-        cluster_secret_file="secret",
-        log_dir="logs",
-        stages={
-            "talker": StageConfig(
-                replicas=2,
-                devices="0,1",
-                lb_policy="round-robin",
-                kv_cache_bytes=1024,
-                cpu_threads=3,
-                engine={"max_num_seqs": 4},
-                params={"temperature": 0.5},
-                env={"A": "1", "B": "x"},
-            )
-        },
-    )
+def test_every_key_arrives() -> None:
+    top = {
+        "pipeline": "qwen3_omni",
+        "async_chunk": False,
+        "api_servers": 2,
+        "startup_timeout_s": 60,
+        "shutdown_timeout_s": 1.5,
+        "request_timeout_s": 30,
+        "lb_policy": "random",
+        "heartbeat_timeout_s": 1,
+        "drain_timeout_s": 2,
+        "replica_wait_timeout_s": 3,
+        "restart_limit": 0,
+        "restart_window_s": 4,
+        "restart_backoff_s": 0.5,
+        "master_address": "10.0.0.1",
+        "master_port": 65535,
+        "cluster_secret_file": "secret",
+        "log_dir": "logs",
+    }
+    talker = {
+        "replicas": 2,
+        "lb_policy": "round-robin",
+        "kv_cache_bytes": 1024,
+        "cpu_threads": 3,
+        "engine": {"max_num_seqs": 4},
+        "params": {"temperature": 0.5},
+    }
+    text = {"devices": "0, 1", "env": {"A": 1, "B": "x"}}
+    converted: dict[str, Any] = {"devices": "0,1", "env": {"A": "1", "B": "x"}}
+    config = parse_config({**top, "stages": {"talker": talker | text}}, NAMES)
+    stage = StageConfig(**talker, **converted)  # type: ignore[arg-type]
+    assert config == OmniConfig(**top, stages={"talker": stage})  # type: ignore[arg-type]
     assert config.stage("thinker") == StageConfig()
-
-
-def test_a_stage_may_have_a_policy_of_its_own() -> None:
-    config = parse_config({"lb_policy": "random", "stages": {"talker": {"lb_policy": "round-robin"}}}, NAMES)
     assert [config.policy(name) for name in ("thinker", "talker")] == ["random", "round-robin"]
 
 
-def test_what_is_said_twice_is_the_same() -> None:
-    """The configuration may not import those who use it."""
+def test_constants_that_are_written_twice_are_equal() -> None:
+    """The configuration may not import the modules that use it."""
     assert set(LB_POLICIES) == set(POLICIES)
     assert OmniConfig().lb_policy == policies.DEFAULT
     assert SHORTEST_HEARTBEAT_TIMEOUT_S == timing.SHORTEST_TIMEOUT_S
 
 
-def test_chunk_sizes_become_tuples() -> None:
+def test_chunk_sizes_and_a_device_number_are_converted() -> None:
     config = parse_config({"chunks": {"text": "all", "frames": [4, 25], "adaptive": False}}, NAMES)
     assert config.chunks == {"text": "all", "frames": (4, 25), "adaptive": False}
-
-
-@pytest.mark.parametrize("sizes", [[], [1, -1], [1.5], [True], ["all"], "any", 4, None], ids=str)
-def test_what_are_no_chunk_sizes(sizes: Any) -> None:
-    with pytest.raises(ConfigError, match="chunks: must be"):
-        parse_config({"chunks": {"frames": sizes}}, NAMES)
-
-
-def test_one_device_may_be_a_number() -> None:
     assert parse_config({"stages": {"talker": {"devices": 1}}}, NAMES).stage("talker").devices == "1"
+
+
+SECONDS, COUNT, TEXT = "a number of seconds > 0", "an integer >= 0", "a non-empty string, or null"
+POLICY = "'least-queue-length', 'random' or 'round-robin'"
+MAPPING = "a mapping with string keys"
+CHUNKS = "a mapping of hand-overs to lists of sizes >= 1 or 'all', and adaptive to true or false"
+DEVICES = "a comma-separated list of device numbers such as '0,1', or null"
+STAGE_KEYS = ", ".join(sorted({*keys(StageConfig), "prefill_decode"}))
+
+
+def below(path: str, value: Any) -> Any:
+    """A mapping that has a value at a path."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("path", "expected", "values"),
+    [
+        ("async_chunk", "true or false", ["yes", 1]),
+        ("chunks.frames", CHUNKS, [[], [0], [1, -1], [1.5], [True], ["all"], "any", 4, None]),
+        ("chunks.adaptive", CHUNKS, ["yes"]),
+        ("chunk_timeout_s", SECONDS, [0]),
+        ("api_servers", "an integer >= 1, or auto", [0, True]),
+        ("startup_timeout_s", SECONDS, [0, None]),
+        ("request_timeout_s", "a number of seconds > 0, auto or null", ["x"]),
+        ("shutdown_timeout_s", SECONDS, [float("nan")]),
+        ("default_modalities", "a comma-separated list of names such as 'text,audio', or null", ["text,"]),
+        ("log_dir", TEXT, [""]),
+        ("lb_policy", POLICY, ["fastest", None]),
+        ("stages.talker.lb_policy", f"{POLICY}, or null", [1]),
+        ("heartbeat_timeout_s", "a number of seconds >= 1", [0.9, "x"]),
+        ("drain_timeout_s", SECONDS, [0]),
+        ("replica_wait_timeout_s", SECONDS, [None]),
+        ("restart_limit", COUNT, [-1]),
+        ("restart_window_s", SECONDS, [0]),
+        ("restart_backoff_s", SECONDS, [False]),
+        ("master_address", TEXT, [""]),
+        ("master_port", "an integer from 1 to 65535, or null", [0, 65536]),
+        ("cluster_secret_file", TEXT, [1]),
+        ("stages", MAPPING, [[]]),
+        ("stages.talker", MAPPING, [2]),
+        ("stages.talker.replicas", COUNT, [-1, "two", 1.5]),
+        ("stages.talker.devices", DEVICES, ["gpu0"]),
+        ("stages.talker.step_timeout_s", SECONDS, [0]),
+        ("stages.talker.env", "a mapping of variable names to strings or numbers", [{"A": None}]),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_place(path: str, expected: str, values: list[Any]) -> None:
+    place, chunk = ("chunks", True) if path.startswith("chunks.") else (path, False)
+    for value in values:
+        with pytest.raises(ConfigError) as caught:
+            parse_config(below(path, value), NAMES)
+        shown = below(path, value)["chunks"] if chunk else value
+        assert str(caught.value) == f"{place}: must be {expected}, got {shown!r}"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("async_chunks", "unknown key; did you mean 'async_chunk'?"),
+        ("async-chunk", "unknown key; did you mean 'async_chunk'?"),
+        ("stages.taler", "no such stage; use one of thinker, talker, code2wav"),
+        ("stages.talker.replica", "unknown key; did you mean 'replicas'?"),
+        ("stages.talker.zzz", f"unknown key; use one of {STAGE_KEYS}"),
+        ("stages.talker.engine_overrides", f"unknown key; use one of {STAGE_KEYS}"),
+        ("stages.talker.max_num_seqs", "is an engine setting; write it as stages.talker.engine.max_num_seqs"),
+        ("stages.talker.engine.max_num_seq", "unknown key; did you mean 'max_num_seqs'?"),
+        ("stages.talker.params.temprature", "unknown key; did you mean 'temperature'?"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_advice(path: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(below(path, {}), NAMES)
+    assert str(caught.value) == f"{path}: {message}"
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
-    [
-        ([], "the configuration: must be a mapping with string keys, got []"),
-        ({1: 2}, "1: Keys should be strings, got 1"),
-        ({"async_chunks": True}, "async_chunks: unknown key; did you mean 'async_chunk'?"),
-        ({"async-chunk": True}, "async-chunk: unknown key; did you mean 'async_chunk'?"),
-        ({"stage": {}}, "stage: unknown key; did you mean 'stages'?"),
-        ({"async_chunk": "yes"}, "async_chunk: must be true or false, got 'yes'"),
-        ({"async_chunk": 1}, "async_chunk: must be true or false, got 1"),
-        (
-            {"chunks": {"frames": [0]}},
-            "chunks: must be a mapping of hand-overs to lists of sizes >= 1 or 'all', and adaptive to true or false, "
-            "got {'frames': [0]}",
-        ),
-        (
-            {"chunks": {"adaptive": "yes"}},
-            "chunks: must be a mapping of hand-overs to lists of sizes >= 1 or 'all', and adaptive to true or false, "
-            "got {'adaptive': 'yes'}",
-        ),
-        ({"chunk_timeout_s": 0}, "chunk_timeout_s: must be a number of seconds > 0, got 0"),
-        ({"api_servers": 0}, "api_servers: must be an integer >= 1, or auto, got 0"),
-        ({"api_servers": True}, "api_servers: must be an integer >= 1, or auto, got True"),
-        ({"startup_timeout_s": 0}, "startup_timeout_s: must be a number of seconds > 0, got 0"),
-        ({"startup_timeout_s": None}, "startup_timeout_s: must be a number of seconds > 0, got None"),
-        ({"request_timeout_s": "x"}, "request_timeout_s: must be a number of seconds > 0, auto or null, got 'x'"),
-        ({"shutdown_timeout_s": float("nan")}, "shutdown_timeout_s: must be a number of seconds > 0, got nan"),
-        (
-            {"default_modalities": "text,"},
-            "default_modalities: must be a comma-separated list of names such as 'text,audio', or null, got 'text,'",
-        ),
-        ({"log_dir": ""}, "log_dir: must be a non-empty string, or null, got ''"),
-        (
-            {"lb_policy": "fastest"},
-            "lb_policy: must be 'least-queue-length', 'random' or 'round-robin', got 'fastest'",
-        ),
-        ({"lb_policy": None}, "lb_policy: must be 'least-queue-length', 'random' or 'round-robin', got None"),
-        (
-            {"stages": {"talker": {"lb_policy": 1}}},
-            "stages.talker.lb_policy: must be 'least-queue-length', 'random' or 'round-robin', or null, got 1",
-        ),
-        ({"heartbeat_timeout_s": 0.9}, "heartbeat_timeout_s: must be a number of seconds >= 1, got 0.9"),
-        ({"heartbeat_timeout_s": "x"}, "heartbeat_timeout_s: must be a number of seconds >= 1, got 'x'"),
-        ({"drain_timeout_s": 0}, "drain_timeout_s: must be a number of seconds > 0, got 0"),
-        ({"replica_wait_timeout_s": None}, "replica_wait_timeout_s: must be a number of seconds > 0, got None"),
-        ({"restart_limit": -1}, "restart_limit: must be an integer >= 0, got -1"),
-        ({"restart_window_s": 0}, "restart_window_s: must be a number of seconds > 0, got 0"),
-        ({"restart_backoff_s": False}, "restart_backoff_s: must be a number of seconds > 0, got False"),
-        ({"master_address": ""}, "master_address: must be a non-empty string, or null, got ''"),
-        ({"master_port": 0}, "master_port: must be an integer from 1 to 65535, or null, got 0"),
-        ({"master_port": 65536}, "master_port: must be an integer from 1 to 65535, or null, got 65536"),
-        ({"cluster_secret_file": 1}, "cluster_secret_file: must be a non-empty string, or null, got 1"),
-        ({"stages": {"talker": {"replicas": -1}}}, "stages.talker.replicas: must be an integer >= 0, got -1"),
-        ({"stages": []}, "stages: must be a mapping with string keys, got []"),
-        ({"stages": {"taler": {}}}, "stages.taler: no such stage; use one of thinker, talker, code2wav"),
-        ({"stages": {"talker": 2}}, "stages.talker: must be a mapping with string keys, got 2"),
-        ({"stages": {"talker": {"replica": 2}}}, "stages.talker.replica: unknown key; did you mean 'replicas'?"),
-        (
-            {"stages": {"talker": {"replicas": "two"}}},
-            "stages.talker.replicas: must be an integer >= 0, got 'two'",
-        ),
-        ({"stages": {"talker": {"replicas": 1.5}}}, "stages.talker.replicas: must be an integer >= 0, got 1.5"),
-        (
-            {"stages": {"talker": {"devices": "gpu0"}}},
-            "stages.talker.devices: must be a comma-separated list of device numbers such as '0,1', or null, "
-            "got 'gpu0'",
-        ),
-        (
-            {"stages": {"talker": {"zzz": 1}}},
-            "stages.talker.zzz: unknown key; use one of cpu_threads, devices, engine, env, kv_cache_bytes, lb_policy, "
-            "min_replicas, params, prefill_decode, replicas, step_timeout_s",
-        ),
-        (
-            {"stages": {"talker": {"step_timeout_s": 0}}},
-            "stages.talker.step_timeout_s: must be a number of seconds > 0, got 0",
-        ),
-        (
-            {"stages": {"talker": {"max_num_seqs": 4}}},
-            "stages.talker.max_num_seqs: is an engine setting; write it as stages.talker.engine.max_num_seqs",
-        ),
-        (
-            {"stages": {"talker": {"engine": {"max_num_seq": 4}}}},
-            "stages.talker.engine.max_num_seq: unknown key; did you mean 'max_num_seqs'?",
-        ),
-        (
-            {"stages": {"talker": {"params": {"temprature": 1}}}},
-            "stages.talker.params.temprature: unknown key; did you mean 'temperature'?",
-        ),
-        (
-            {"stages": {"talker": {"env": {"A": None}}}},
-            "stages.talker.env: must be a mapping of variable names to strings or numbers, got {'A': None}",
-        ),
-        (
-            {"stages": {"talker": {"engine_overrides": {}}}},
-            "stages.talker.engine_overrides: unknown key; use one of cpu_threads, devices, engine, env, "
-            "kv_cache_bytes, lb_policy, min_replicas, params, prefill_decode, replicas, step_timeout_s",
-        ),
-    ],
+    [([], f"the configuration: must be {MAPPING}, got []"), ({1: 2}, "1: Keys should be strings, got 1")],
 )
-def test_refusals_name_the_place(data: Any, message: str) -> None:
+def test_data_that_is_no_mapping_of_keys_is_refused(data: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(data, NAMES)
     assert str(caught.value) == message
@@ -248,3 +188,24 @@ def test_any_data_is_a_config_or_a_config_error(data: Any) -> None:
         assert str(err)
     else:
         assert isinstance(config, OmniConfig)
+
+
+def rows(schema: Schema) -> list[str]:
+    default_of = {f.name: getattr(schema(), f.name) for f in fields(schema)}
+    return [
+        f"| `{name}` | `{text(default_of[name])}` | {key.unit} | {key.text} |" for name, key in keys(schema).items()
+    ]
+
+
+def text(default: object) -> str:
+    if isinstance(default, dict):
+        return f"{{{', '.join(f'{name}: {each}' for name, each in default.items())}}}"
+    return {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
+
+
+def test_the_documentation_has_the_keys_of_the_schema() -> None:
+    assert ", ".join(f"`{name}`" for name in sorted(SHARED_FIELDS)) in DOCUMENT
+    schemas = (OmniConfig, StageConfig, PrefillDecode)
+    assert all("\n".join(rows(schema)) + "\n" in DOCUMENT for schema in schemas)
+    documented = [line for line in DOCUMENT.splitlines() if line.startswith("| `") and line.count("|") == 5]
+    assert documented == [row for schema in schemas for row in rows(schema)]

@@ -1,4 +1,4 @@
-"""The allocator: pieces never overlap, nothing is lost, and what is free is one span again in the end."""
+"""Ranges of the allocator never overlap, and all free memory is one span again in the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINES = 20
 
 
 class Machine(RuleBasedStateMachine):
-    """Any order of taking and freeing, against a list of which line belongs to whom."""
+    """Any order of `take` and `free`, compared with a list of the owners of all cache lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,5 +55,5 @@ TestArena = Machine.TestCase
 
 
 @given(st.integers(0, ALIGNMENT - 1))
-def test_less_than_a_line_holds_nothing(capacity: int) -> None:
+def test_less_than_a_cache_line_has_no_room(capacity: int) -> None:
     assert Arena(capacity).take(1) is None

@@ -1,8 +1,6 @@
-"""Chunks: any schedule, any writing pattern."""
+"""Chunks of any schedule, for items that come in any portions."""
 
 from __future__ import annotations
-
-from typing import Generic, TypeVar
 
 import pytest
 from hypothesis import given
@@ -13,32 +11,9 @@ from vllm_omni_ext.connectors.chunks import ALL, Chunk, ChunkSchedule, ChunkWrit
 schedules = st.lists(st.integers(0, 6), min_size=1, max_size=4).map(lambda sizes: ChunkSchedule(tuple(sizes)))
 writes = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 
-T = TypeVar("T")
 
-
-class ChunkReader(Generic[T]):
-    """Puts chunks together again and refuses gaps, repeats and chunks after the end."""
-
-    def __init__(self) -> None:
-        self._next = 0
-        self.closed = False
-
-    def read(self, chunk: Chunk[T]) -> tuple[T, ...]:
-        """Return the chunk's items; ValueError if it is not the next one."""
-        if self.closed or chunk.index != self._next:
-            raise ValueError(f"chunk {chunk.index} came where {'the end' if self.closed else self._next} was due")
-        self._next += 1
-        self.closed = chunk.last
-        return chunk.items
-
-
-def write_all(schedule: ChunkSchedule, counts: list[int]) -> list[Chunk[int]]:
-    """Write `counts` items at a time, the last time as the end."""
-    return [chunk for chunk in answers(schedule, counts) if chunk is not None]
-
-
-def answers(schedule: ChunkSchedule, counts: list[int]) -> list[Chunk[int] | None]:
-    """What each write returns."""
+def write(schedule: ChunkSchedule, counts: list[int]) -> list[Chunk[int] | None]:
+    """Write `counts` items at a time, the last time as the end; return the result of each write."""
     writer, written, out = ChunkWriter[int](schedule), 0, []
     for turn, count in enumerate(counts, start=1):
         out.append(writer.write(range(written, written + count), last=turn == len(counts)))
@@ -46,17 +21,14 @@ def answers(schedule: ChunkSchedule, counts: list[int]) -> list[Chunk[int] | Non
     return out
 
 
-@given(schedules, writes)
-def test_a_reader_gets_back_what_was_written(schedule: ChunkSchedule, counts: list[int]) -> None:
-    reader = ChunkReader[int]()
-    got = [item for chunk in write_all(schedule, counts) for item in reader.read(chunk)]
-    assert got == list(range(sum(counts)))
-    assert reader.closed
+def sizes_of(schedule: ChunkSchedule, counts: list[int]) -> list[int]:
+    return [len(chunk.items) for chunk in write(schedule, counts) if chunk is not None]
 
 
 @given(schedules, writes)
-def test_chunks_are_as_large_as_scheduled_and_have_one_end(schedule: ChunkSchedule, counts: list[int]) -> None:
-    chunks = write_all(schedule, counts)
+def test_chunks_have_no_gaps_and_one_end(schedule: ChunkSchedule, counts: list[int]) -> None:
+    chunks = [chunk for chunk in write(schedule, counts) if chunk is not None]
+    assert [item for chunk in chunks for item in chunk.items] == list(range(sum(counts)))
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
     assert [chunk.last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert all(len(chunk.items) >= schedule.size(chunk.index) != ALL for chunk in chunks[:-1])
@@ -64,9 +36,8 @@ def test_chunks_are_as_large_as_scheduled_and_have_one_end(schedule: ChunkSchedu
 
 @given(schedules, writes)
 def test_a_complete_chunk_does_not_wait_for_the_next_item(schedule: ChunkSchedule, counts: list[int]) -> None:
-    """After each write, less than one chunk is kept back; a write that completes one hands everything over."""
     kept = index = 0
-    for chunk, count in zip(answers(schedule, counts), counts, strict=True):
+    for chunk, count in zip(write(schedule, counts), counts, strict=True):
         kept += count
         if chunk is not None:
             assert len(chunk.items) == kept
@@ -75,51 +46,29 @@ def test_a_complete_chunk_does_not_wait_for_the_next_item(schedule: ChunkSchedul
         assert size == ALL or kept < size
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 30))
-def test_items_that_come_one_by_one_leave_in_the_scheduled_sizes(sizes: list[int], count: int) -> None:
-    schedule = ChunkSchedule(tuple(sizes))
-    *chunks, _ = write_all(schedule, [1] * count + [0])
-    assert [len(chunk.items) for chunk in chunks] == [schedule.size(chunk.index) for chunk in chunks]
-
-
-def test_the_last_size_repeats_and_all_is_one_chunk() -> None:
-    sizes = [len(chunk.items) for chunk in write_all(ChunkSchedule((1, 3)), [1] * 11)]
-    assert sizes == [1, 3, 3, 3, 1]
-    assert write_all(ChunkSchedule(), [2, 0, 3]) == [Chunk(0, (0, 1, 2, 3, 4), True)]
-    assert [len(chunk.items) for chunk in write_all(ChunkSchedule((2, ALL)), [2, 7, 9])] == [2, 16]
-
-
-def test_what_comes_together_leaves_together() -> None:
-    assert [len(chunk.items) for chunk in write_all(ChunkSchedule((1,)), [3, 1, 2])] == [3, 1, 2]
-
-
-def test_an_end_that_fills_its_chunk_needs_no_other() -> None:
-    assert write_all(ChunkSchedule((2,)), [2]) == [Chunk(0, (0, 1), True)]
-
-
-def test_an_end_without_items_is_a_chunk() -> None:
-    assert write_all(ChunkSchedule((2,)), [2, 0]) == [Chunk(0, (0, 1), False), Chunk(1, (), True)]
-    assert write_all(ChunkSchedule((2,)), [0]) == [Chunk(0, (), True)]
-
-
-# -- a consumer that plays ---------------------------------------------------------------------------
-
-
-def test_before_the_consumer_begins_only_the_sizes_count() -> None:
-    schedule = ChunkSchedule((4, 25), rate=12.5)
-    assert [schedule.due(index, 4, None) for index in (0, 1)] == [4, 25]
+@pytest.mark.parametrize(
+    ("sizes", "counts", "chunks"),
+    [
+        ((1, 3), [1] * 11, [1, 3, 3, 3, 1]),  # the last size repeats
+        ((ALL,), [2, 0, 3], [5]),
+        ((2, ALL), [2, 7, 9], [2, 16]),
+        ((1,), [3, 1, 2], [3, 1, 2]),  # items that come together leave together
+        ((2,), [2], [2]),  # an end that fills its chunk needs no other
+        ((2,), [2, 0], [2, 0]),
+        ((2,), [0], [0]),
+    ],
+)
+def test_sizes_of_chunks(sizes: tuple[int, ...], counts: list[int], chunks: list[int]) -> None:
+    assert sizes_of(ChunkSchedule(sizes), counts) == chunks
 
 
 @pytest.mark.parametrize(
     ("sent", "elapsed", "due"),
-    [(1, 0.0, 1), (4, 0.0, 3), (4, 0.16, 1), (40, 0.0, 25), (40, 1.6, 19), (40, 100.0, 1)],
+    [(4, None, 25), (1, 0.0, 1), (4, 0.0, 3), (4, 0.16, 1), (40, 0.0, 25), (40, 1.6, 19), (40, 100.0, 1)],
 )
-def test_a_chunk_is_no_larger_than_what_is_left_to_play(sent: int, elapsed: float, due: int) -> None:
+def test_a_chunk_is_no_larger_than_the_rest_to_play(sent: int, elapsed: float | None, due: int) -> None:
     assert ChunkSchedule((25,), rate=12.5).due(3, sent, elapsed) == due
-
-
-def test_everything_at_once_does_not_adapt() -> None:
-    assert ChunkSchedule((ALL,), rate=12.5).due(0, 100, 50.0) == ALL
+    assert ChunkSchedule((ALL,), rate=12.5).due(3, sent, elapsed) == ALL
 
 
 @given(
@@ -141,7 +90,7 @@ def test_playback_never_waits_while_items_come_in_time(sizes: list[int], gaps: l
             begun = now if begun is None else begun
 
 
-def test_a_chunk_may_have_to_be_larger_than_its_schedule_says() -> None:
+def test_a_chunk_has_at_least_the_required_items() -> None:
     writer = ChunkWriter[int](ChunkSchedule((1,)))
     assert writer.write([1], least=2) is None
     assert writer.write([2], least=2) == Chunk(0, (1, 2), last=False)
@@ -149,14 +98,15 @@ def test_a_chunk_may_have_to_be_larger_than_its_schedule_says() -> None:
     assert writer.write([4], last=True, least=2) == Chunk(2, (4,), last=True)
 
 
-def test_a_negative_rate_is_refused() -> None:
-    with pytest.raises(ValueError, match="rate"):
-        ChunkSchedule((1,), rate=-1.0)
+@pytest.mark.parametrize(("value", "sizes"), [("all", (ALL,)), ([4, 25], (4, 25))])
+def test_schedules_of_a_configuration(value: list[int] | str, sizes: tuple[int, ...]) -> None:
+    assert ChunkSchedule.of(value, 2.0) == ChunkSchedule(sizes, 2.0)
 
 
-@pytest.mark.parametrize(("said", "sizes"), [("all", (ALL,)), ([4, 25], (4, 25)), ((1,), (1,))])
-def test_schedules_of_a_configuration(said: list[int] | str, sizes: tuple[int, ...]) -> None:
-    assert ChunkSchedule.of(said, 2.0) == ChunkSchedule(sizes, 2.0)
+@pytest.mark.parametrize(("sizes", "rate"), [((), 0.0), ((4, -2), 0.0), ((1,), -1.0)])
+def test_impossible_schedules_are_refused(sizes: tuple[int, ...], rate: float) -> None:
+    with pytest.raises(ValueError, match=r"chunk sizes|rate"):
+        ChunkSchedule(sizes, rate)
 
 
 @given(schedules, writes, st.booleans())
@@ -167,26 +117,3 @@ def test_nothing_can_be_written_after_the_end(schedule: ChunkSchedule, counts: l
     writer.write((), last=True)
     with pytest.raises(ValueError, match="after the last chunk"):
         writer.write((), last=last)
-
-
-@pytest.mark.parametrize("sizes", [(), (-1,), (4, -2)])
-def test_impossible_sizes_are_refused(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="chunk sizes"):
-        ChunkSchedule(sizes)
-
-
-@pytest.mark.parametrize("index", [0, 2, 5])
-def test_a_reader_refuses_gaps_and_repeats(index: int) -> None:
-    reader = ChunkReader[int]()
-    reader.read(Chunk(0, (1,), False))
-    with pytest.raises(ValueError, match=f"chunk {index} came where 1 was due"):
-        reader.read(Chunk(index, (2,), False))
-    assert reader.read(Chunk(1, (2,), True)) == (2,)  # the refused chunk changed nothing
-
-
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_a_reader_refuses_chunks_after_the_end(index: int) -> None:
-    reader = ChunkReader[int]()
-    reader.read(Chunk(0, (1,), True))
-    with pytest.raises(ValueError, match="the end was due"):
-        reader.read(Chunk(index, (), True))

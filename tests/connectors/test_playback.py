@@ -1,4 +1,4 @@
-"""When a listener runs dry, for any pieces at any times."""
+"""The times at which parts of a sound are due, for any parts at any times."""
 
 from __future__ import annotations
 
@@ -11,24 +11,16 @@ from vllm_omni_ext.connectors.playback import Playback
 RATE = 12.5
 
 
-def test_the_first_part_is_due_at_once_and_the_next_when_it_has_been_played() -> None:
+def test_a_part_is_due_when_the_parts_before_it_have_been_played() -> None:
     playback = Playback(RATE)
     assert playback.due(0, 7.0) == 7.0
-    assert playback.due(1, 7.1) == pytest.approx(7.08), "as if the first were heard at once"
+    assert playback.due(1, 7.1) == pytest.approx(7.08), "as if the first part had been played at once"
     playback.hear(0.057, 1, 7.2)
     assert playback.due(1, 7.2) == pytest.approx(7.257)
-    assert playback.due(3, 7.2) == pytest.approx(7.257 + 2 / RATE), "parts on the way count as what they will be"
+    assert playback.due(3, 7.2) == pytest.approx(7.257 + 2 / RATE), "parts that are on their way count too"
 
 
-def test_a_listener_who_waited_plays_later() -> None:
-    playback = Playback(RATE)
-    playback.due(0, 0.0)
-    playback.hear(0.08, 1, 0.0)
-    playback.hear(0.08, 2, 1.0)
-    assert playback.due(2, 1.0) == pytest.approx(1.08)
-
-
-def test_a_stream_that_begins_anew_is_due_when_its_listener_runs_dry() -> None:
+def test_a_stream_that_begins_again_is_due_at_the_end_of_its_sound() -> None:
     playback = Playback(RATE)
     playback.due(0, 0.0)
     playback.hear(0.08, 1, 0.1)
@@ -39,7 +31,6 @@ def test_a_stream_that_begins_anew_is_due_when_its_listener_runs_dry() -> None:
 
 @given(st.lists(st.tuples(st.floats(0.0, 0.5), st.integers(1, 25), st.booleans()), max_size=60))
 def test_parts_of_a_stream_are_due_in_their_order(steps: list[tuple[float, int, bool]]) -> None:
-    """The times of a stream never fall, wherever its answers come in between; after it began anew too."""
     playback, now, sent, heard = Playback(RATE), 0.0, 0, 0
     last = 0.0
     for gap, items, answered in steps:
@@ -50,12 +41,12 @@ def test_parts_of_a_stream_are_due_in_their_order(steps: list[tuple[float, int, 
         if answered:
             playback.hear((sent - heard) / RATE, sent, now)
             heard = sent
-    anew = playback.again()
-    assert playback.due(sent, now) >= anew
+    again = playback.again()
+    assert playback.due(sent, now) >= again
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(1, 25)), min_size=1, max_size=40))
-def test_what_is_due_next_is_what_a_listener_who_plays_in_real_time_has_left(pieces: list[tuple[float, int]]) -> None:
+def test_the_next_part_is_due_when_a_listener_in_real_time_has_played_all(pieces: list[tuple[float, int]]) -> None:
     playback, now, items, played_to = Playback(RATE), 0.0, 0, None
     playback.due(0, now)
     for gap, count in pieces:

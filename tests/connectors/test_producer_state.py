@@ -1,4 +1,4 @@
-"""A producer's state, in any order of puts, readers, failures and losses: nothing is freed twice, early, or never."""
+"""A producer's state in any order of events: no payload is freed twice, too early, or never."""
 
 from __future__ import annotations
 

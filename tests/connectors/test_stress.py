@@ -1,4 +1,4 @@
-"""Hundreds of streams, some aborted, while producers and consumers are killed: nothing is left and nothing hangs."""
+"""A thousand streams, some aborted, while producers and consumers are killed: no stream hangs, nothing is left."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ STREAMS = 1000
 
 
 def shared() -> set[str]:
-    """What is in /dev/shm; `psm_` is Python's own, and other programs'."""
+    """Return the names in /dev/shm, except Python's own `psm_`."""
     return {entry for entry in os.listdir("/dev/shm") if not entry.startswith("psm_")}
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ["shared_memory", "tcp"])
-def test_streams_in_a_storm(name: str) -> None:
+def test_each_stream_ends_as_planned_or_is_lost_with_its_producer(name: str) -> None:
     config = ConnectorConfig(name=name)
     with child(consume, config):  # the server that forks the tests' processes has files of its own
         before = shared()

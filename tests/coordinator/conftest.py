@@ -37,17 +37,11 @@ from vllm_omni_ext.coordinator.reporter import Reporter
 from vllm_omni_ext.pool.load import Load
 
 address, stage, config_hash, secret, index = sys.argv[1:]
-load = Load(1, 2, 0.5)
 me = Register(instance=uuid.uuid4().hex, stage=stage, model="m", config_hash=config_hash, version="1")
-reporter = Reporter(address, me, lambda: load, keys=Keys.read(secret or None), index=int(index) if index else None)
+options = dict(keys=Keys.read(secret or None), index=int(index) if index else None)
+reporter = Reporter(address, me, lambda: Load(1, 2, 0.5), **options)
 reporter.start()
-for line in sys.stdin:
-    if line == "drain\\n":
-        reporter.drain()
-    if line == "idle\\n":
-        load = Load()
-        reporter.released.wait()
-        print("released", flush=True)
+sys.stdin.read()
 reporter.stop()
 """
 
@@ -99,20 +93,19 @@ def replica() -> Iterator[Callable[..., subprocess.Popen]]:
     def start(address: str, stage: str = "talker", secret: str | Path = "", index: int | None = 0) -> subprocess.Popen:
         said = (address, stage, EXPECTED.stages[stage], str(secret), "" if index is None else str(index))
         command = [sys.executable, "-c", REPLICA, *said]
-        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE))
         return started[-1]
 
     yield start
     for process in started:
         process.kill()
         process.wait()
-        process.stdout.close()
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
 
 
 class Witness:
-    """A subscriber that remembers all changes."""
+    """A subscriber that keeps all changes."""
 
     def __init__(self, watcher: Watcher) -> None:
         self.watcher = watcher
@@ -148,7 +141,7 @@ async def watching(address: str, keys: Keys | None = None) -> AsyncIterator[Witn
 
 @pytest.fixture
 def freeze() -> Iterator[Callable[[int], None]]:
-    """Stop a process; it goes on at the end of the test at the latest, so that it can be ended."""
+    """Stop a process; it continues at the end of the test at the latest."""
     stopped: list[int] = []
 
     def stop(pid: int) -> None:

@@ -1,6 +1,8 @@
-"""What a subscriber makes of views."""
+"""Changes that a subscriber computes from views."""
 
 from __future__ import annotations
+
+import pytest
 
 from vllm_omni_ext.coordinator.follower import ViewDiff, apply_view
 from vllm_omni_ext.coordinator.members import Attach, Detach, Entry, Forget, Member, State, View
@@ -20,7 +22,7 @@ def up(member: Member, load: Load | None = BUSY) -> Entry:
     return Entry(member, State.UP, load)
 
 
-def test_only_the_difference_counts() -> None:
+def test_changes_are_the_difference_of_two_views() -> None:
     follower = ViewDiff()
     assert follower.take(view(up(A), Entry(B, State.JOINING))) == [Attach(A)]
     assert follower.take(view(Entry(A, State.SUSPECT), up(B))) == [Attach(B)]
@@ -29,10 +31,12 @@ def test_only_the_difference_counts() -> None:
     assert follower.take(view(up(A))) == []
 
 
-def test_another_bearer_of_a_name_is_another_replica() -> None:
+@pytest.mark.parametrize(("generation", "settled"), [(1, True), (2, False)])
+def test_the_next_replica_of_a_name_replaces_the_one_before(generation: int, settled: bool) -> None:
     follower = ViewDiff()
     follower.take(view(up(A)))
-    assert follower.take(view(up(A2))) == [Detach(A, "it has left"), Forget(A), Attach(A2)]
+    changes = follower.take(view(up(A2), generation=generation, settled=settled))
+    assert changes == [Detach(A, "it has left"), Forget(A), Attach(A2)]
 
 
 def test_a_new_coordinator_removes_no_replica_until_it_has_settled() -> None:
@@ -47,7 +51,7 @@ def test_a_new_coordinator_removes_no_replica_until_it_has_settled() -> None:
     assert follower.take(view(up(A), generation=2)) == [Detach(C, "it has left"), Forget(C)]
 
 
-def test_one_that_has_registered_again_is_kept_until_its_heartbeat() -> None:
+def test_a_replica_that_registers_again_is_kept_until_its_heartbeat() -> None:
     follower = ViewDiff()
     follower.take(view(up(A)))
     for settled in (False, True):
@@ -58,17 +62,7 @@ def test_one_that_has_registered_again_is_kept_until_its_heartbeat() -> None:
     assert follower.take(view(generation=3)) == [Detach(A, "it has left"), Forget(A)]
 
 
-def test_a_name_given_to_another_by_a_new_coordinator_is_not_kept_for_the_old_one() -> None:
-    follower = ViewDiff()
-    follower.take(view(up(A)))
-    assert follower.take(view(up(A2), generation=2, settled=False)) == [
-        Detach(A, "it has left"),
-        Forget(A),
-        Attach(A2),
-    ]
-
-
-def test_an_old_view_keeps_the_replicas_and_loses_the_loads() -> None:
+def test_an_outdated_view_keeps_the_replicas_without_loads() -> None:
     follower = ViewDiff()
     assert follower.distrust() is None
     follower.take(view(up(A)))
@@ -77,7 +71,7 @@ def test_an_old_view_keeps_the_replicas_and_loses_the_loads() -> None:
     assert follower.take(view(up(A))) == []
 
 
-def test_a_pool_is_steered() -> None:
+def test_a_pool_follows_states_and_loads_of_a_view() -> None:
     pool = StagePool("talker", [A.id, B.id])
     apply_view(pool, view(Entry(A, State.SUSPECT), up(B), up(C)))
     assert {pool.admit(str(i)) for i in range(4)} == {B.id}

@@ -13,26 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec.structs import replace
 
 from tests.support.examples import examples
+from vllm_omni_ext.coordinator import members as msg
 from vllm_omni_ext.coordinator.follower import ViewDiff
-from vllm_omni_ext.coordinator.members import (
-    ATTACHED,
-    Admitted,
-    Attach,
-    Detach,
-    Entry,
-    Forget,
-    Heartbeat,
-    Leave,
-    Member,
-    NotYet,
-    Register,
-    RegisterAgain,
-    Released,
-    State,
-    Subscribed,
-    Tick,
-    View,
-)
+from vllm_omni_ext.coordinator.members import ATTACHED, Entry, Member, State, View
 from vllm_omni_ext.coordinator.membership import Expected, Membership
 from vllm_omni_ext.coordinator.timing import PUBLISH_GAP_S, Timing
 from vllm_omni_ext.pool.load import Load
@@ -46,19 +29,19 @@ TIMING = Timing(timeout_s=2.0, drain_s=6.0)
 class Process:
     """A replica's process, as its reporter behaves."""
 
-    descriptor: Register
+    descriptor: msg.Register
     wish: int | None
     member: Member | None = None
     leaving: bool = False
 
 
 def unnumbered(view: View) -> list[Entry]:
-    """The replicas of a view; a report that says nothing new is not published for its number."""
+    """The replicas of a view without the numbers of reports: an equal report is not published at once."""
     return [replace(e, load=e.load and dataclasses.replace(e.load, report=0)) for e in view.replicas]
 
 
 class Attachments:
-    """Checks that attaching and detaching take turns, and that nobody is forgotten while attached."""
+    """Checks that attaching and detaching alternate, and that no replica is forgotten while attached."""
 
     def __init__(self) -> None:
         self.now: set[Member] = set()
@@ -66,18 +49,18 @@ class Attachments:
     def take(self, actions: list) -> None:
         for action in actions:
             match action:
-                case Attach(member):
+                case msg.Attach(member):
                     assert member not in self.now, f"{member} attached twice"
                     self.now.add(member)
-                case Detach(member, reason):
+                case msg.Detach(member, reason):
                     assert reason
                     self.now.remove(member)
-                case Forget(member):
+                case msg.Forget(member):
                     assert member not in self.now, f"{member} forgotten while attached"
 
 
 class MembershipMachine(RuleBasedStateMachine):
-    """The coordinator against what its messages say, with two subscribers, of which one misses views."""
+    """The coordinator compared with its messages, with two subscribers; the second one misses views."""
 
     @initialize()
     def start(self) -> None:
@@ -92,7 +75,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """The coordinator ends; a new one knows nothing."""
+        """The coordinator ends; a new one starts without replicas."""
         self.generation += 1000
         self.them = Membership(EXPECTED, TIMING, generation=self.generation, at=self.now)
         self.attached = Attachments()
@@ -110,51 +93,47 @@ class MembershipMachine(RuleBasedStateMachine):
                     if at == 0 or len(self.views) % 3 == 0:
                         changes = follower.take(action)
                         attachments.take(changes)
-                        self.nobody_who_is_heard_of_is_given_up(changes)
+                        self.no_live_replica_is_detached(changes)
         return actions
 
-    def nobody_who_is_heard_of_is_given_up(self, changes: list) -> None:
-        """Not even while a new coordinator is learning who is there.
-
-        One case apart: a replica whose name was given away while it was silent asks a new coordinator for it, before
-        the new bearer does. A name has one bearer, and the coordinator cannot know of the other yet.
-        """
+    def no_live_replica_is_detached(self, changes: list) -> None:
+        """Also not by a new coordinator, except where two replicas register for one name: one of them was silent."""
         staying = {process.member for process in self.processes if not process.leaving}
-        asked_for = Counter(process.member.id for process in self.processes if process.member)
+        names = Counter(process.member.id for process in self.processes if process.member)
         for change in changes:
-            if isinstance(change, Detach) and change.member in staying and asked_for[change.member.id] == 1:
+            if isinstance(change, msg.Detach) and change.member in staying and names[change.member.id] == 1:
                 assert self.now - self.last_heard[change.member] > TIMING.timeout_s - 1e-6
 
     def advance(self, seconds: float) -> None:
         end = self.now + seconds
         while (due := self.them.deadline()) <= end:
             self.now = max(self.now, due)
-            self.handle(Tick())
+            self.handle(msg.Tick())
         self.now = end
 
-    def speak(self, process: Process, load: Load) -> None:
-        """What a reporter sends, until it has nothing more to say."""
+    def send(self, process: Process, load: Load) -> None:
+        """Send the messages of a reporter, until it is registered."""
         for _ in range(4):
             if process.member is None:
                 self.register(process)
                 return
             if process.leaving:
-                self.hear(process, self.handle(Leave(process.member, proof=process.descriptor.instance)))
-            actions = self.handle(Heartbeat(process.member, load, process.descriptor.instance))
-            if not any(isinstance(action, RegisterAgain) for action in actions):
+                self.receive(process, self.handle(msg.Leave(process.member, proof=process.descriptor.instance)))
+            actions = self.handle(msg.Heartbeat(process.member, load, process.descriptor.instance))
+            if not any(isinstance(action, msg.RegisterAgain) for action in actions):
                 self.heard[process.member] = self.last_heard[process.member] = self.now
-                self.hear(process, actions)
+                self.receive(process, actions)
                 return
             if not self.register(process):
                 return
         raise AssertionError("a replica is told to register again and again")
 
-    def hear(self, process: Process, actions: list) -> None:
-        if any(isinstance(action, Released) for action in actions) and process in self.processes:
+    def receive(self, process: Process, actions: list) -> None:
+        if any(isinstance(action, msg.Released) for action in actions) and process in self.processes:
             self.processes.remove(process)
 
     def wish(self, process: Process) -> int | None:
-        """A newcomer asks for a name only if its bearer has ended, as who starts the replicas of a plan knows."""
+        """A new replica wishes for a name only if no process has it, as in a plan."""
         stage = process.descriptor.stage
         borne = {other.member.id.index for other in self.processes if other.member and other.member.id.stage == stage}
         return None if process.wish in borne else process.wish
@@ -163,10 +142,10 @@ class MembershipMachine(RuleBasedStateMachine):
         before = {entry.member.id for entry in self.view().replicas}
         index, epoch = (process.member.index, process.member.epoch) if process.member else (self.wish(process), None)
         actions = self.handle(replace(process.descriptor, index=index, epoch=epoch))
-        if actions == [NotYet()]:
+        if actions == [msg.NotYet()]:
             assert not self.view().settled
             return False
-        (member,) = [action.member for action in actions if isinstance(action, Admitted)]
+        (member,) = [action.member for action in actions if isinstance(action, msg.Admitted)]
         stage = [name for name in before if name.stage == process.descriptor.stage]
         assert member.id.index in (index, *range(len(stage) + 1)), "a free name was passed over"
         process.member = member
@@ -180,19 +159,19 @@ class MembershipMachine(RuleBasedStateMachine):
     def join(self, stage: str, wish: int | None) -> None:
         self.count += 1
         name = f"i{self.count}"
-        process = Process(Register(instance=name, stage=stage, model="m", config_hash="x", version="1"), wish)
+        process = Process(msg.Register(instance=name, stage=stage, model="m", config_hash="x", version="1"), wish)
         self.processes.append(process)
         self.register(process)
 
     @precondition(lambda self: self.processes)
     @rule(pick=st.randoms(use_true_random=False), queue=st.integers(0, 3))
     def beat(self, pick: random.Random, queue: int) -> None:
-        self.speak(pick.choice(self.processes), Load(queue, 0, 0.5))
+        self.send(pick.choice(self.processes), Load(queue, 0, 0.5))
 
     @rule()
     def all_beat(self) -> None:
         for process in tuple(self.processes):
-            self.speak(process, Load())
+            self.send(process, Load())
 
     @precondition(lambda self: self.processes)
     @rule(pick=st.randoms(use_true_random=False), drain=st.booleans())
@@ -200,9 +179,9 @@ class MembershipMachine(RuleBasedStateMachine):
         process = pick.choice(self.processes)
         if process.member is not None and drain:
             process.leaving = True
-            self.hear(process, self.handle(Leave(process.member, proof=process.descriptor.instance)))
+            self.receive(process, self.handle(msg.Leave(process.member, proof=process.descriptor.instance)))
         elif process.member is not None:
-            self.handle(Leave(process.member, drain=False, proof=process.descriptor.instance))
+            self.handle(msg.Leave(process.member, drain=False, proof=process.descriptor.instance))
             self.processes.remove(process)
 
     @precondition(lambda self: self.processes)
@@ -212,25 +191,25 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.past)
     @rule(pick=st.randoms(use_true_random=False), leave=st.booleans())
-    def a_late_message_of_one_that_is_gone(self, pick: random.Random, leave: bool) -> None:
+    def late_message_of_a_removed_replica(self, pick: random.Random, leave: bool) -> None:
         member = pick.choice(self.past)
         if member in {entry.member for entry in self.view().replicas}:
             return
         before = self.view()
-        event = Leave(member, drain=False) if leave else Heartbeat(member, Load(9, 9, 0.9))
-        assert self.handle(event) == [Released(member) if leave else RegisterAgain(member)]
+        event = msg.Leave(member, drain=False) if leave else msg.Heartbeat(member, Load(9, 9, 0.9))
+        assert self.handle(event) == [msg.Released(member) if leave else msg.RegisterAgain(member)]
         assert self.view() == before
 
     @rule()
     def subscribe(self) -> None:
-        assert self.handle(Subscribed()) == []
+        assert self.handle(msg.Subscribed()) == []
 
     @rule(seconds=st.sampled_from([0.05, 0.4, 0.7, 1.3, 2.1, 7.0, 25.0]))
     def wait(self, seconds: float) -> None:
         self.advance(seconds)
 
     @invariant()
-    def nobody_is_up_without_a_recent_heartbeat(self) -> None:
+    def no_replica_is_up_without_a_recent_heartbeat(self) -> None:
         for entry in self.view().replicas:
             if entry.state is State.UP:
                 assert self.now - self.heard[entry.member] < TIMING.suspect_s + 1e-6
@@ -238,17 +217,17 @@ class MembershipMachine(RuleBasedStateMachine):
                 assert self.now - self.heard[entry.member] < TIMING.timeout_s + 1e-6
 
     @invariant()
-    def a_name_has_one_bearer(self) -> None:
+    def a_name_has_one_replica(self) -> None:
         names = [entry.member.id for entry in self.view().replicas]
         assert len(names) == len(set(names)) and names == sorted(names)
 
     @invariant()
-    def attached_are_those_whose_requests_go_on(self) -> None:
+    def replicas_with_requests_are_attached(self) -> None:
         states = {entry.member: entry.state for entry in self.view().replicas}
         assert self.attached.now == {member for member, state in states.items() if state in ATTACHED}
 
     @invariant()
-    def what_is_published_is_what_is_and_subscribers_agree(self) -> None:
+    def views_are_current_and_subscribers_agree(self) -> None:
         self.advance(1.01 * PUBLISH_GAP_S)
         if unnumbered(self.views[-1]) != unnumbered(self.view()):  # something changed in this very moment
             assert self.now < self.them.deadline() < self.now + PUBLISH_GAP_S
@@ -261,7 +240,7 @@ class MembershipMachine(RuleBasedStateMachine):
             assert attachments.now >= self.attached.now
 
     def teardown(self) -> None:
-        """When everybody has been silent for long enough, nothing is left."""
+        """After a long silence of all replicas nothing is left."""
         if hasattr(self, "them"):
             self.advance(TIMING.forget_s + TIMING.drain_s + 1)
             assert self.view().replicas == () and self.attached.now == set()
@@ -271,23 +250,3 @@ class MembershipMachine(RuleBasedStateMachine):
 
 MembershipMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestMembershipMachine = MembershipMachine.TestCase
-
-
-def test_names_of_former_replicas_are_reused() -> None:
-    """Two thousand crashes: never more names than replicas at one time."""
-    now, indexes = 0.0, set()
-    them = Membership(EXPECTED, TIMING, generation=1, at=now - TIMING.timeout_s)
-    base = Register(instance="", stage="talker", model="m", config_hash="x", version="1")
-    for number in range(2000):
-        (*_, admitted) = them.handle(replace(base, instance=str(number)), now)
-        indexes.add(admitted.member.id.index)
-        them.handle(Heartbeat(admitted.member, Load(), str(number)), now)
-        if number % 2:
-            them.handle(Leave(admitted.member, drain=False, proof=str(number)), now)
-        end = now + TIMING.timeout_s * 1.1
-        while (due := them.deadline()) <= end:
-            now = max(now, due)
-            them.handle(Tick(), now)
-        now = end
-    assert indexes == {0}
-    assert len(them._by_instance) <= 1

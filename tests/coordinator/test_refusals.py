@@ -1,4 +1,4 @@
-"""What those are told who are refused, and how much of it is logged."""
+"""Texts of refusals, and the limit of their log lines."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from vllm_omni_ext.coordinator.refusals import LOG_EVERY_S, WITHHELD, Refusals
 LOG = logging.getLogger("refusing")
 
 
-@pytest.mark.parametrize("with_reason", [True, False])
+@pytest.mark.parametrize(("with_reason", "answer"), [(True, "model is 'a' there and 'b' here"), (False, WITHHELD)])
 def test_refusal_reason_goes_to_the_log_and_not_to_strangers(
-    with_reason: bool, caplog: pytest.LogCaptureFixture
+    with_reason: bool, answer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     refusals = Refusals(LOG, with_reason=with_reason)
-    assert refusals.words("a replica", "model is 'a' there and 'b' here") == (
-        "model is 'a' there and 'b' here" if with_reason else WITHHELD
-    )
+    assert refusals.words("a replica", "model is 'a' there and 'b' here") == answer
     assert caplog.messages == ["refused a replica: model is 'a' there and 'b' here"]
 
 

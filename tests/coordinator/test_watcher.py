@@ -1,4 +1,4 @@
-"""An API server's side, against a socket of the test."""
+"""The watcher of an API server, with a socket of the test."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def following(watcher: Watcher) -> tuple[View, list]:
         return await watcher.__anext__()
 
 
-async def test_views_come_through_and_grow_old(publisher: Publisher) -> None:
+async def test_views_arrive_and_become_outdated(publisher: Publisher) -> None:
     watcher = Watcher(publisher.address)
     await publisher.ready()
     publisher.say(encode(VIEW))
@@ -59,25 +59,16 @@ async def test_views_come_through_and_grow_old(publisher: Publisher) -> None:
     stale, changes = await following(watcher)
     assert (stale.replicas, changes) == ((Entry(MEMBER, State.UP, None),), [])
     assert not watcher.fresh and watcher.age() >= VIEW.timeout_s
+    with pytest.raises(TimeoutError):  # it is reported once
+        async with asyncio.timeout(3 * VIEW.timeout_s):
+            await watcher.__anext__()
     publisher.say(encode(VIEW))
     assert await following(watcher) == (VIEW, [])
     assert watcher.fresh
     watcher.close()
 
 
-async def test_an_old_view_is_reported_once(publisher: Publisher) -> None:
-    watcher = Watcher(publisher.address)
-    await publisher.ready()
-    publisher.say(encode(VIEW))
-    await following(watcher)
-    await following(watcher)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(3 * VIEW.timeout_s):
-            await watcher.__anext__()
-    watcher.close()
-
-
-async def test_a_delay_of_this_process_is_no_silence_of_the_coordinator(
+async def test_a_delay_of_this_process_is_not_counted_as_silence(
     publisher: Publisher, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 0.0
@@ -87,7 +78,7 @@ async def test_a_delay_of_this_process_is_no_silence_of_the_coordinator(
     await following(watcher)
     waiting = asyncio.create_task(following(watcher))
     await asyncio.sleep(0)
-    now = 54.0  # the loop was busy with something else, and what has arrived meanwhile is not read yet
+    now = 54.0  # the loop was busy, messages are not read yet
     await asyncio.sleep(1.5 * VIEW.timeout_s)
     assert not waiting.done() and not caplog.messages
     publisher.say(encode(VIEW))
@@ -97,7 +88,7 @@ async def test_a_delay_of_this_process_is_no_silence_of_the_coordinator(
     watcher.close()
 
 
-async def test_what_is_no_view_is_ignored_and_counted(publisher: Publisher) -> None:
+async def test_messages_that_are_no_views_are_ignored_and_counted(publisher: Publisher) -> None:
     watcher = Watcher(publisher.address)
     await publisher.ready()
     strange = replace(VIEW, replicas=(Entry(MEMBER, "asleep"),))

@@ -1,4 +1,4 @@
-"""Blocks that may still be written to belong to nobody else: with vLLM's own block pool."""
+"""Blocks that a transfer may still write into are not given to another request (vLLM's block pool)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,16 @@ def free(pool: Any) -> int:
     return int(pool.get_num_free_blocks())
 
 
-def test_block_freed_by_its_request_is_not_reused_before_it_is_settled(pool: BlockPool) -> None:
-    guard, blocks = BlockHold(workers=1), pool.get_new_blocks(3)
+def hold(pool: BlockPool, count: int, workers: int = 1) -> tuple[BlockHold, list[Any]]:
+    """Hold new blocks for the transfer A."""
+    guard, blocks = BlockHold(workers), pool.get_new_blocks(count)
     guard.bind(pool)
     guard.hold(A, blocks)
+    return guard, blocks
+
+
+def test_block_freed_by_its_request_is_not_reused_before_it_is_settled(pool: BlockPool) -> None:
+    guard, blocks = hold(pool, 3)
     pool.free_blocks(blocks)
     assert (free(pool), guard.blocks, bool(guard)) == (4, 3, True)
     others = pool.get_new_blocks(4)
@@ -35,29 +41,18 @@ def test_block_freed_by_its_request_is_not_reused_before_it_is_settled(pool: Blo
 
 
 def test_block_settled_first_stays_with_its_request(pool: BlockPool) -> None:
-    guard, blocks = BlockHold(workers=1), pool.get_new_blocks(3)
-    guard.bind(pool)
-    guard.hold(A, blocks)
-    guard.settle({A: 1})
+    guard, blocks = hold(pool, 3)
+    guard.settle({A: 1, B: 1})  # nothing is held for B
     assert free(pool) == 4
     pool.free_blocks(blocks)
     assert free(pool) == 7
 
 
 def test_block_hold_ends_only_when_all_workers_have_settled(pool: BlockPool) -> None:
-    guard, blocks = BlockHold(workers=3), pool.get_new_blocks(2)
-    guard.bind(pool)
-    guard.hold(A, blocks)
+    guard, blocks = hold(pool, 2, workers=3)
     pool.free_blocks(blocks)
     guard.settle({A: 1})
     guard.settle({A: 1, B: 1})
     assert free(pool) == 5
     guard.settle(Settled(Counter({A: 1})).aggregate(Settled(Counter({B: 1}))).counts)
-    assert free(pool) == 7
-
-
-def test_settling_a_block_without_a_hold_is_harmless(pool: BlockPool) -> None:
-    guard = BlockHold(workers=1)
-    guard.bind(pool)
-    guard.settle({A: 1})
     assert free(pool) == 7

@@ -1,7 +1,8 @@
-"""What makes a replica prefill or decode, and what requests carry."""
+"""Engine settings of prefill and decode replicas, and the transfer parameters of requests."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -31,12 +32,7 @@ NIXL = {
     "tp_size": 1,
 }
 
-SAID = answer("t", "e", "http://127.0.0.1:1")
-
-
-def test_the_defaults_are_good() -> None:
-    check(Settings())
-    check_pair(Settings(), {}, {})
+ANSWER = answer("t", "e", "http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize(
@@ -53,28 +49,27 @@ def test_the_defaults_are_good() -> None:
     ],
 )
 def test_a_wrong_setting_is_named(changed: dict[str, Any], name: str) -> None:
+    check(Settings())
     with pytest.raises(ValueError, match=f"^{name}: "):
         check(Settings(**changed))
 
 
 @pytest.mark.parametrize("name", ["dtype", "kv_cache_dtype", "block_size", "max_model_len"])
-def test_blocks_must_look_alike(name: str) -> None:
+def test_both_roles_need_the_same_layout_of_blocks(name: str) -> None:
     for connector in CONNECTORS:
+        check_pair(Settings(connector=connector), {name: 1}, {name: 1})
         with pytest.raises(ValueError, match=f"^{name}: is 1 in prefill and 2 in decode"):
             check_pair(Settings(connector=connector), {name: 1}, {name: 2})
 
 
 @pytest.mark.parametrize(("prefill", "decode", "good"), [(1, 2, True), (4, 2, True), (2, 3, False), (None, 1, True)])
-def test_parallel_sizes(prefill: int | None, decode: int, good: bool) -> None:
-    sizes = ({"tensor_parallel_size": prefill}, {"tensor_parallel_size": decode})
-    if good:
-        check_pair(Settings(), *sizes)
-        return
-    with pytest.raises(ValueError, match=r"^tensor_parallel_size: is 2 and 3; one must be a multiple"):
-        check_pair(Settings(), *sizes)
+def test_one_tensor_parallel_size_is_a_multiple_of_the_other(prefill: int | None, decode: int, good: bool) -> None:
+    refused = pytest.raises(ValueError, match=r"^tensor_parallel_size: is 2 and 3; one must be a multiple")
+    with nullcontext() if good else refused:
+        check_pair(Settings(), {"tensor_parallel_size": prefill}, {"tensor_parallel_size": decode})
 
 
-def test_the_fields_are_what_vllm_takes() -> None:
+def test_vllm_accepts_the_fields_of_an_engine() -> None:
     from vllm.config import KVTransferConfig
 
     for connector in CONNECTORS:
@@ -84,42 +79,32 @@ def test_the_fields_are_what_vllm_takes() -> None:
             assert connector != "mooncake" or made.kv_role == kv_role
 
 
-def test_transfer_ids_are_unique() -> None:
-    assert len({new_transfer_id() for _ in range(1000)}) == 1000
+def test_only_the_answer_of_prefill_leads_to_decode() -> None:
+    assert decode_transfer(ANSWER) == ANSWER
+    for other in (None, {}, prefill_transfer("t")):
+        assert decode_transfer(other) is None
+    assert new_transfer_id() != new_transfer_id()
 
 
-def test_an_answer_leads_to_decode_and_nothing_else_does() -> None:
-    assert decode_transfer(SAID) == SAID
-    assert decode_transfer(None) is None
-    assert decode_transfer({}) is None
-    assert decode_transfer(prefill_transfer("t")) is None
-
-
-def test_each_role_understands_its_own() -> None:
-    assert understood(PREFILL, prefill_transfer("t"))
-    assert understood(DECODE, SAID)
-    assert not understood(DECODE, prefill_transfer("t"))
-    assert not understood(PREFILL, SAID)
+def test_each_role_accepts_its_own_parameters_only() -> None:
+    assert understood(PREFILL, prefill_transfer("t")) and understood(DECODE, ANSWER)
+    assert not understood(DECODE, prefill_transfer("t")) and not understood(PREFILL, ANSWER)
+    for params in ("text", 3, [], {}):
+        assert not understood(PREFILL, params) and not understood(DECODE, params)
 
 
 @pytest.mark.parametrize("name", ["transfer_id", "remote_engine_id", "remote_bootstrap_addr"])
 @pytest.mark.parametrize("value", [None, "", 3, ["x"], {}])
-def test_wrong_transfer_parameters_are_not_understood(name: str, value: Any) -> None:
-    assert not understood(DECODE, {**SAID, name: value})
-    assert not understood(DECODE, {key: each for key, each in SAID.items() if key != name})
+def test_wrong_transfer_parameters_are_refused(name: str, value: Any) -> None:
+    assert not understood(DECODE, {**ANSWER, name: value})
+    assert not understood(DECODE, {key: each for key, each in ANSWER.items() if key != name})
     if name == "transfer_id":
         assert not understood(PREFILL, prefill_transfer(value))
 
 
 @pytest.mark.parametrize("name", [name for name in NIXL if name != "do_remote_prefill"])
-def test_wrong_nixl_parameters_are_not_understood(name: str) -> None:
+def test_wrong_nixl_parameters_are_refused(name: str) -> None:
     assert understood(DECODE, NIXL, connector="nixl")
     assert understood(PREFILL, prefill_transfer("t"), connector="nixl")
     for value in (None, {}, []):
         assert not understood(DECODE, {**NIXL, name: value}, connector="nixl")
-
-
-@pytest.mark.parametrize("params", ["text", 3, [], {}])
-def test_transfer_parameters_that_are_no_dictionary_are_not_understood(params: Any) -> None:
-    assert not understood(PREFILL, params)
-    assert not understood(DECODE, params)

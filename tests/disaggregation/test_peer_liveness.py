@@ -1,4 +1,4 @@
-"""A connection that tells when the process at its other end is gone."""
+"""The end of a peer's process is detected; a stopped process is not taken for an ended one."""
 
 from __future__ import annotations
 
@@ -21,15 +21,10 @@ socket.recv()
 SOON_S = 3.0
 
 
-def listener() -> tuple[subprocess.Popen[str], str]:
-    process = subprocess.Popen([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, f"tcp://127.0.0.1:{process.stdout.readline().strip()}"
-
-
 @pytest.mark.engine
-async def test_a_killed_process_is_noticed_and_a_stopped_one_is_not() -> None:
-    process, address = listener()
+async def test_a_killed_process_has_ended_and_a_stopped_one_has_not() -> None:
+    process = subprocess.Popen([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, text=True)
+    address = f"tcp://127.0.0.1:{process.stdout.readline().strip()}"  # type: ignore[union-attr]
     lines = PeerLiveness()
     try:
         gone = lines.gone(address)

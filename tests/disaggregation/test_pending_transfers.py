@@ -1,4 +1,4 @@
-"""When a transfer is settled: the request knows, and nobody writes any more."""
+"""A transfer is settled when its request does not wait and no worker can write any more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pulls() -> PendingTransfers:
     return made
 
 
-def test_blocks_that_come_in_time(pulls: PendingTransfers) -> None:
+def test_a_successful_transfer_is_settled_by_the_answer(pulls: PendingTransfers) -> None:
     pulls.ask([A], 1)
     assert pulls.waits(A)
     assert pulls.arrived(A, 12.5) == 2.5
@@ -25,23 +25,17 @@ def test_blocks_that_come_in_time(pulls: PendingTransfers) -> None:
     assert not pulls
 
 
-def test_given_up_is_not_settled_before_the_worker_answers(pulls: PendingTransfers) -> None:
-    pulls.ask([A], 1)
+def test_a_failed_transfer_is_not_settled_before_every_worker_has_answered(pulls: PendingTransfers) -> None:
+    pulls.ask([A], 2)
     pulls.failed(A)
     assert pulls.settle([A]) == ([], [])
+    assert pulls.answer([A]) == ([], [])
     assert pulls
     assert pulls.answer([A]) == ([], [A])
     assert not pulls
 
 
-def test_every_worker_must_answer(pulls: PendingTransfers) -> None:
-    pulls.ask([A], 2)
-    pulls.failed(A)
-    assert pulls.answer([A]) == ([], [])
-    assert pulls.answer([A]) == ([], [A])
-
-
-def test_an_answer_does_not_settle_what_still_waits(pulls: PendingTransfers) -> None:
+def test_an_answer_does_not_settle_a_transfer_whose_request_waits(pulls: PendingTransfers) -> None:
     pulls.ask([A], 2)
     assert pulls.answer([A]) == ([], [])
     assert pulls.waits(A)

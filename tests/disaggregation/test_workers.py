@@ -1,17 +1,20 @@
-"""Both workers without an engine around them: what comes in an order that vLLM's own do not survive."""
+"""Workers that send and receive blocks, their statistics and their bootstrap server, without an engine."""
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import queue
 import sys
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
+import psutil
 import pytest
+import requests
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
     MooncakeConnectorMetadata,
     MooncakeConnectorWorker,
@@ -21,21 +24,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 
 from tests.support.loop_clock import stopped_clock
-from vllm_omni_ext.disaggregation import decode_worker
+from vllm_omni_ext.disaggregation import bootstrap, decode_worker
+from vllm_omni_ext.disaggregation.bootstrap import Bootstrap, TransferEndpoint
 from vllm_omni_ext.disaggregation.decode_worker import ReceiveMixin
 from vllm_omni_ext.disaggregation.mooncake_connector import OmniMooncakeWorker
 from vllm_omni_ext.disaggregation.prefill_worker import SendMixin
 from vllm_omni_ext.disaggregation.transfer_stats import WAITED, TransferStats
 
-OK, CONTINUE, ERROR = (
-    MooncakeXferResponseStatus.FINISH,
-    MooncakeXferResponseStatus.CONTINUE,
-    MooncakeXferResponseStatus.ERROR,
-)
+Status = MooncakeXferResponseStatus
 
 
 class Sender(SendMixin):
-    """The half that sends, with an engine that is told what to say."""
+    """A worker that sends, with a fake of Mooncake's engine."""
 
     def __init__(self, kv_retention_s: float = 60.0) -> None:
         self.start_sending(kv_retention_s)
@@ -55,21 +55,20 @@ class Sender(SendMixin):
         await self.record_send_reqs(metadata)
 
 
-async def test_a_request_that_was_aborted_before_it_ran_costs_no_other_its_blocks() -> None:
+async def test_an_aborted_request_does_not_free_the_blocks_of_others() -> None:
     sender = Sender()
     await sender.step({"a": ("ta", []), "b": ("tb", [])})
     await sender.step({"a": ("ta", [[1, 2]])}, drop=("never seen", "tb"))
     assert list(sender.reqs_need_send) == ["ta"]
     assert sender.reqs_need_send["ta"].ready.is_set()
-    await sender.step({"c": ("tc", [[3]])}, drop=("never seen",))  # without a first word, as after a restart of decode
+    await sender.step({"c": ("tc", [[3]])}, drop=("never seen",))  # as after a restart of decode
     assert sender.reqs_need_send["tc"].local_block_ids == [[3]]
     assert await sender.fetch_finished_sending_reqs() == set()
 
 
-async def test_blocks_are_freed_when_their_time_is_over() -> None:
-    sender = Sender(kv_retention_s=0.01)
+async def test_blocks_are_freed_after_their_retention_time() -> None:
+    sender = Sender(kv_retention_s=-1.0)  # at once
     await sender.step({"a": ("ta", [[1]])})
-    time.sleep(0.02)
     assert await sender.fetch_finished_sending_reqs() == {"a"}
     assert (sender.reqs_need_send, sender.xfer_stats.totals["expired"]) == ({}, 1)
 
@@ -82,82 +81,57 @@ async def test_a_transfer_id_that_is_used_twice_leaks_nothing() -> None:
     assert sender.reqs_need_send["t"].p_req_id == "a"
 
 
-class Socket:
-    """Takes answers to a decode worker."""
-
-    async def send_multipart(self, parts: Any) -> None:
-        pass
-
-
-def stock_answers(monkeypatch: pytest.MonkeyPatch, *said: MooncakeXferResponse | Exception) -> None:
-    async def answer(self: Any, identity: bytes, sock: Any, meta: Any) -> None:
-        for each in said:
-            if isinstance(each, Exception):
-                raise each
-            await sock.send_multipart((identity, msgspec.msgpack.encode(each)))
-
-    monkeypatch.setattr(MooncakeConnectorWorker, "send_kv_to_decode", answer)
-
-
 ASKED = SimpleNamespace(req_blocks={"da": ("ta", [[1]]), "db": ("tb", [[2]]), "dc": ("never", [[3]])})
 
 
-async def test_what_decode_did_not_get_is_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+FAILED_ONE = MooncakeXferResponse(status=Status.CONTINUE, ok_reqs=["db"], err_reqs=["da"])
+FAILED_ALL = MooncakeXferResponse(status=Status.ERROR, err_msg="sizes")
+
+
+@pytest.mark.parametrize(
+    ("answer", "freed"), [(FAILED_ONE, {"a"}), (FAILED_ALL, {"a", "b"}), (AssertionError("sizes"), {"a", "b"})]
+)
+async def test_blocks_of_failed_transfers_are_freed_at_once(
+    answer: Any, freed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sender = Sender()
     await sender.step({"a": ("ta", [[1]]), "b": ("tb", [[2]])})
-    stock_answers(monkeypatch, MooncakeXferResponse(status=CONTINUE, ok_reqs=["db"], err_reqs=["da"]))
-    await sender.send_kv_to_decode(b"", Socket(), ASKED)
-    assert sender.finished_sending_reqs == {"a"}
-    assert list(sender.reqs_need_send) == ["tb"]
+    sender.reqs_need_send["tb"].sending = 1 if isinstance(answer, Exception) else 0
+
+    async def stock(self: Any, identity: bytes, sock: Any, meta: Any) -> None:
+        if isinstance(answer, Exception):
+            raise answer
+        await sock.send_multipart((identity, msgspec.msgpack.encode(answer)))
+
+    monkeypatch.setattr(MooncakeConnectorWorker, "send_kv_to_decode", stock)
+    with pytest.raises(AssertionError) if isinstance(answer, Exception) else contextlib.nullcontext():
+        await sender.send_kv_to_decode(b"", AsyncMock(), ASKED)
+    assert (sender.finished_sending_reqs, set(sender.reqs_need_send)) == (freed, {f"t{n}" for n in {"a", "b"} - freed})
 
 
-@pytest.mark.parametrize("said", [MooncakeXferResponse(status=ERROR, err_msg="sizes"), AssertionError("sizes")])
-async def test_all_of_them_when_the_answer_is_an_error(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sender = Sender()
-    await sender.step({"a": ("ta", [[1]]), "b": ("tb", [[2]])})
-    sender.reqs_need_send["tb"].sending = 1 if isinstance(said, Exception) else 0
-    stock_answers(monkeypatch, said)
-    expected = pytest.raises(AssertionError) if isinstance(said, Exception) else contextlib.nullcontext()
-    with expected:
-        await sender.send_kv_to_decode(b"", Socket(), ASKED)
-    assert (sender.finished_sending_reqs, sender.reqs_need_send) == ({"a", "b"}, {})
-
-
-@pytest.mark.parametrize(("words", "code"), [((0, 0, 1), 0), ((0, -1), -1), ((-2,), -1)])
-def test_sending_lasts_until_it_is_certain(words: tuple[int, ...], code: int) -> None:
-    sender, said = Sender(), iter(words)
-    sender.engine.transfer_check_status = lambda batch: next(said)
-    assert sender._send_blocks("somewhere", [1], [2], [30]) == code
-    assert next(said, None) is None
-    assert sender.xfer_stats.totals["bytes"] == (30 if code == 0 else 0)
+@pytest.mark.parametrize(
+    ("batches", "statuses", "code"),
+    [
+        ([1], {1: [0, 0, 1]}, 0),
+        ([1, 2, 3], {1: [0, 1], 2: [1], 3: [0, 0, 0, 1]}, 0),
+        ([1], {1: [-2]}, -1),
+        ([1, 0, 3], {1: [-1], 3: [0, 0, 1]}, -1),  # a batch without a number has not begun
+        ([0], {}, -1),
+    ],
+)
+def test_sending_ends_when_every_write_has_ended(batches: list[int], statuses: dict[int, list[int]], code: int) -> None:
+    sender, started, left = Sender(), iter(batches), {batch: list(each) for batch, each in statuses.items()}
+    sender.engine.batch_transfer_async_write = lambda session, src, dst, length: next(started)
+    sender.engine.transfer_check_status = lambda batch: left[batch].pop(0)
+    count = len(batches)
+    assert sender._send_blocks("somewhere", [1] * count, [2] * count, [30] * count) == code
+    assert not any(left.values())
+    assert sender.xfer_stats.totals["bytes"] == (30 * count if code == 0 else 0)
     assert sender.xfer_stats.totals["failed_transfers"] == (code != 0)
 
 
-def test_blocks_are_not_sent_to_an_unreachable_peer() -> None:
-    sender = Sender()
-    sender.engine.batch_transfer_async_write = lambda *args: 0
-    assert sender._send_blocks("nowhere", [1], [2], [30]) == -1
-
-
-def test_all_writes_have_ended_when_blocks_count_as_sent() -> None:
-    sender, statuses, started = Sender(), {1: [0, 1], 2: [1], 3: [0, 0, 0, 1]}, iter((1, 2, 3))
-    sender.engine.batch_transfer_async_write = lambda session, src, dst, length: next(started)
-    sender.engine.transfer_check_status = lambda batch: statuses[batch].pop(0)
-    assert sender._send_blocks("somewhere", [1, 2, 3], [4, 5, 6], [30, 40, 50]) == 0
-    assert not any(statuses.values())
-    assert sender.xfer_stats.totals["bytes"] == 120
-
-
-def test_a_failed_write_is_reported_after_the_others_have_ended() -> None:
-    sender, statuses, started = Sender(), {1: [-1], 3: [0, 0, 1]}, iter((1, 0, 3))
-    sender.engine.batch_transfer_async_write = lambda session, src, dst, length: next(started)
-    sender.engine.transfer_check_status = lambda batch: statuses[batch].pop(0)
-    assert sender._send_blocks("somewhere", [1, 2, 3], [4, 5, 6], [30, 40, 50]) == -1
-    assert not any(statuses.values())
-
-
 class Receiver(ReceiveMixin):
-    """The half that receives."""
+    """A worker that receives."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         self.start_receiving(timeout_s)
@@ -175,8 +149,8 @@ class Receiver(ReceiveMixin):
         return [self._failed_recv_reqs.get() for _ in range(self._failed_recv_reqs.qsize())]
 
     def settled_now(self) -> list[tuple[str, str]]:
-        said = self.settled()
-        return [] if said is None else sorted(said.counts)
+        settled = self.settled()
+        return [] if settled is None else sorted(settled.counts)
 
 
 def metas(*names: str) -> dict[str, PullReqMeta]:
@@ -195,15 +169,15 @@ async def begin(receiver: Receiver, wanted: dict[str, PullReqMeta], monkeypatch:
 async def test_a_request_that_has_its_blocks_does_not_fail_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     receiver, wanted = Receiver(), metas("a", "b")
     await begin(receiver, wanted, monkeypatch)
-    receiver.process_pulling_result(MooncakeXferResponse(status=CONTINUE, ok_reqs=["a"]), wanted)
-    receiver._handle_failed_recv(wanted, ["a", "b"], "the sender died in between")
+    receiver.process_pulling_result(MooncakeXferResponse(status=Status.CONTINUE, ok_reqs=["a"]), wanted)
+    receiver._handle_failed_recv(wanted, ["a", "b"], "the sender has ended")
     assert receiver.failed() == ["b"]
     assert receiver.finished_recving_reqs == {"a", "b"}
     assert (receiver.xfer_stats.totals["received"], receiver.xfer_stats.totals["failed_receives"]) == (1, 1)
     assert len(receiver.xfer_stats.clone_and_reset().data[WAITED]) == 1
 
 
-async def test_a_transfer_is_given_up_in_time_and_settled_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_transfer_fails_after_the_timeout_and_is_settled_later(monkeypatch: pytest.MonkeyPatch) -> None:
     receiver, wanted = Receiver(timeout_s=5.0), metas("a")
     with stopped_clock() as advance:
         await begin(receiver, wanted, monkeypatch)
@@ -211,7 +185,7 @@ async def test_a_transfer_is_given_up_in_time_and_settled_later(monkeypatch: pyt
         assert (receiver.failed(), receiver.settled_now()) == ([], [])
         await advance(0.1)
         assert (receiver.failed(), receiver.settled_now()) == (["a"], [])
-        receiver.process_pulling_result(MooncakeXferResponse(status=OK, ok_reqs=["a"]), wanted)  # too late
+        receiver.process_pulling_result(MooncakeXferResponse(status=Status.FINISH, ok_reqs=["a"]), wanted)  # too late
         assert receiver.xfer_stats.totals["received"] == 0
         receiver._report(receiver._pulls.answer([("a", "ta")]))
         assert receiver.settled_now() == []
@@ -220,7 +194,7 @@ async def test_a_transfer_is_given_up_in_time_and_settled_later(monkeypatch: pyt
     assert not receiver._pulls
 
 
-async def test_sizes_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_transfer_between_sizes_that_do_not_match_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Any, engine: str, wanted: Any) -> None:
         raise AssertionError("3 is not divisible by 2")
 
@@ -250,3 +224,78 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(RuntimeError, match=r"vllm-omni-ext\[mooncake\].*libibverbs1"):
         OmniMooncakeWorker(SimpleNamespace(), None)
+
+
+def test_statistics_of_an_interval_can_be_sent_and_added_up() -> None:
+    stats = TransferStats()
+    assert stats.is_empty()
+    stats.record_received(0.25)
+    assert not stats.is_empty()
+    stats.record_transfer(0.5, 100, 2)
+    first = pickle.loads(pickle.dumps(stats.clone_and_reset()))
+    assert stats.is_empty()
+    stats.record_received(0.5)
+    stats.record_failed_recv()
+    both = first.aggregate(stats.clone_and_reset())
+    assert both.data[WAITED] == [0.25, 0.5]
+    assert (both.reduce()["Num failed recvs"], both.reduce()["Num successful transfers"]) == (1, 1)
+
+
+def test_totals_are_kept_after_an_interval() -> None:
+    stats = TransferStats()
+    for _ in range(2):
+        stats.record_transfer(0.5, 100, 2)
+        stats.record_failed_transfer()
+        stats.record_kv_expired_req()
+        stats.record_received(0.25)
+        stats.clone_and_reset()
+    assert stats.totals == {
+        "transfers": 2,
+        "bytes": 200,
+        "seconds": 1.0,
+        "failed_transfers": 2,
+        "expired": 2,
+        "received": 2,
+        "waited_seconds": 0.5,
+    }
+
+
+WORKER = {"dp_rank": 0, "tp_rank": 0, "pp_rank": 0, "addr": "tcp://127.0.0.1:1"}
+
+
+def as_worker(monkeypatch: pytest.MonkeyPatch, rank: int, sent: TransferEndpoint | None = None) -> None:
+    group: Any = SimpleNamespace(rank_in_group=rank, broadcast_object=lambda place, src: place or sent)
+    monkeypatch.setattr(bootstrap, "get_world_group", lambda: group)
+
+
+def test_the_bootstrap_server_listens_only_on_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_worker(monkeypatch, 0)
+    made = Bootstrap("127.0.0.1")
+    port = int(made.place.address.rpartition(":")[2])
+    listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
+    assert requests.get(f"{made.place.url}/query", timeout=5).json() == {}
+    made.close()
+    made.close()
+    with pytest.raises(requests.ConnectionError):
+        requests.get(f"{made.place.url}/query", timeout=5)
+
+
+def test_a_restarted_bootstrap_server_has_no_old_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_worker(monkeypatch, 0)
+    ids = set()
+    for _ in range(2):
+        made = Bootstrap("127.0.0.1")
+        answer = requests.post(f"{made.place.url}/register", json={**WORKER, "engine_id": made.place.engine_id})
+        assert answer.status_code == 200
+        ids.add(made.place.engine_id)
+        made.close()
+    assert len(ids) == 2
+
+
+def test_other_workers_receive_the_endpoint_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = TransferEndpoint("e", "10.0.0.1:5")
+    as_worker(monkeypatch, 1, sent)
+    made = Bootstrap("127.0.0.1")
+    assert made.place == sent
+    made.close()

@@ -1,28 +1,25 @@
-"""A prompt is computed as far as it is known: vLLM's own scheduler, without a model."""
+"""A request is computed as far as its input has arrived: vLLM's own scheduler, without a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_omni_ext.cli.settings import from_kwargs
+from tests.engine.schedulers import runner_output, stage_config
+from vllm_omni_ext.engine.agent import ReplicaAgent
 from vllm_omni_ext.engine.scheduler import streaming_input_scheduler
-from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
-from vllm_omni_ext.runtime.launch.engine_args import stage_engine_args
-from vllm_omni_ext.runtime.launch.preload import register_classes
+from vllm_omni_ext.runtime.client.replica import forget_request
 from vllm_omni_ext.wire.envelope import StageError, pack, unpack
 from vllm_omni_ext.wire.stage_input import CHUNK, INPUT, HiddenStatesRef, StageInput
 
@@ -32,15 +29,9 @@ BUDGET = 16  # tokens of one step
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    path: Path = tmp_path_factory.mktemp("tiny") / "model"
-    write_qwen3_omni(path, seed=0)
-    register_classes("qwen3_omni")
     engine = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 2, "max_model_len": 64}
-    plan = from_kwargs(str(path), stage_overrides={"talker": {"engine": engine}})
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in plan.stage("talker").env.items():
-            patch.setenv(name, value)
-        yield stage_engine_args(plan, ReplicaId("talker", 0)).create_engine_config()
+    with stage_config(tmp_path_factory.mktemp("tiny"), "talker", **engine) as made:
+        yield made
 
 
 @pytest.fixture(params=[False, True], ids=["", "async"])
@@ -57,17 +48,19 @@ def scheduler(config: VllmConfig, request: pytest.FixtureRequest, monkeypatch: p
     )
 
 
-def opened(name: str = "r", last: bool = False, **fields: Any) -> Request:
+def opened(name: str = "r", last: bool = False, client: int = 0, **fields: Any) -> Request:
     return Request(
         request_id=name,
         prompt_token_ids=[0] * SIZE,
         sampling_params=SamplingParams(max_tokens=30, extra_args={INPUT: StageInput(last=last, **fields)}),
         pooling_params=None,
+        client_index=client,
+        arrival_time=50.0,
     )
 
 
 def chunk(name: str = "r", hidden: int = 0, prompt_positions: int = 0, **fields: Any) -> Request:
-    """`hidden`: how many hidden states there are by now."""
+    """`hidden`: number of hidden states that can be taken."""
     ref = HiddenStatesRef(source="s", name=name, count=hidden) if hidden else None
     given = StageInput(prompt_positions=prompt_positions, hidden_states=ref, last=False, **fields)
     return Request(
@@ -79,22 +72,20 @@ def chunk(name: str = "r", hidden: int = 0, prompt_positions: int = 0, **fields:
 
 
 def steps(scheduler: Any, most: int = 20) -> list[dict[str, int]]:
-    """What is computed until the engine would sleep; each completed prompt or step samples a token."""
+    """The steps until the engine would sleep; each completed prompt or step samples a token."""
     done = []
     while scheduler.has_requests() and len(done) < most:
         output: SchedulerOutput = scheduler.schedule()
         names = list(output.num_scheduled_tokens)
         ready = [not scheduler.requests[name].is_prefill_chunk for name in names]
         sampled = [[7] if yes else [] for yes in ready]
-        scheduler.update_from_output(
-            output, ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
-        )
+        scheduler.update_from_output(output, runner_output(names, sampled))
         if names:
             done.append(dict(output.num_scheduled_tokens))
     return done
 
 
-def test_known_positions_first_then_hidden_states_then_the_end(scheduler: Any) -> None:
+def test_a_request_runs_as_far_as_its_input_has_arrived(scheduler: Any) -> None:
     scheduler.add_request(opened(prompt_positions=SIZE - 1, hidden_spans=((4, 6), (10, 13))))
     assert steps(scheduler) == [{"r": 4}]
     scheduler.add_request(chunk(hidden=1))
@@ -109,11 +100,6 @@ def test_known_positions_first_then_hidden_states_then_the_end(scheduler: Any) -
     scheduler.add_request(chunk(step_inputs=2))
     assert steps(scheduler) == [{"r": 1}, {"r": 1}]
     assert scheduler.requests["r"].num_output_tokens == 3
-
-
-def test_a_step_takes_no_more_than_its_budget(scheduler: Any) -> None:
-    scheduler.add_request(opened(prompt_positions=SIZE - 1))
-    assert steps(scheduler) == [{"r": BUDGET}, {"r": SIZE - 1 - BUDGET}]
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -148,23 +134,56 @@ def test_preempted_request_is_recomputed_up_to_its_known_input(scheduler: Any, w
     request = scheduler.running.pop()
     before = request.num_tokens, request.num_computed_tokens
     scheduler._preempt_request(request, 0.0)
-    again = steps(scheduler)
-    assert sum(step["r"] for step in again) == before[1], "also the step that waits for its step input"
+    assert sum(step["r"] for step in steps(scheduler)) == before[1], "also the step that waits for its step input"
     assert (request.num_tokens, request.num_computed_tokens) == before
 
 
 @pytest.mark.parametrize("known", [SIZE - 1, SIZE], ids=["prefill", "sampled"])
-def test_a_request_that_the_worker_refuses_ends_alone_and_says_why(scheduler: Any, known: int) -> None:
+def test_a_request_that_the_worker_refuses_ends_alone_with_the_reason(scheduler: Any, known: int) -> None:
     for name in ("bad", "good"):
         scheduler.add_request(opened(name, prompt_positions=known, step_inputs=1))
     output = scheduler.schedule()
     names = list(output.num_scheduled_tokens)
     sampled = [[] if scheduler.requests[name].is_prefill_chunk else [7] for name in names]
     answers = [pack(StageError("the hidden states are gone")) if name == "bad" else None for name in names]
-    made = ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, sampled, pooler_output=answers)
-    outputs = scheduler.update_from_output(output, made)
+    outputs = scheduler.update_from_output(output, runner_output(names, sampled, answers))
     (bad,) = [each for each in outputs[0].outputs if each.request_id == "bad"]
     assert bad.finish_reason == FinishReason.ERROR
     assert unpack(bad.pooling_output) == StageError("the hidden states are gone")
     assert set(scheduler.requests) == {"good"} == set(scheduler._progress)
     assert "bad" in scheduler.finished_req_ids, "so that the worker forgets it"
+
+
+@pytest.mark.parametrize("given", [None, "r", ["r", "unknown"]], ids=str)
+def test_a_request_aborted_while_it_waits_for_hidden_states_is_reported(scheduler: Any, given: Any) -> None:
+    scheduler.add_request(opened(hidden_spans=((0, 5),)))
+    ended = scheduler.finish_requests(given, RequestStatus.FINISHED_ABORTED)
+    assert [(each.request_id, each.status) for each in ended] == [("r", RequestStatus.FINISHED_ABORTED)]
+    assert not scheduler._parked and not scheduler._progress
+    assert scheduler.finish_requests(given, RequestStatus.FINISHED_ABORTED) == []
+
+
+def test_a_pause_waits_for_requests_that_wait_for_chunks(scheduler: Any) -> None:
+    scheduler.add_request(opened(prompt_positions=SIZE))
+    steps(scheduler)
+    assert scheduler.running and not scheduler.has_requests(), "the engine sleeps until the chunk is there"
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert scheduler.has_requests()
+
+
+def test_requests_of_a_dead_api_server_end_also_while_they_wait_for_input(scheduler: Any) -> None:
+    watched = ReplicaAgent(scheduler)
+    for client, name in enumerate(("of another", "of the dead one")):
+        running = opened(f"running {name}", prompt_positions=4, client=client)
+        for request in (running, opened(name, hidden_spans=((0, 5),), client=client)):
+            assert not watched.intercept(request)
+            scheduler.add_request(request)
+        scheduler.add_request(chunk(name))
+    scheduler.schedule()
+    load = watched.load()
+    assert load is not None and (load.running, load.waiting) == (2, 2)
+    assert watched.intercept(Request.from_engine_core_request(forget_request(1, 100.0), None))
+    load = watched.load()
+    assert load is not None and (load.running, load.waiting) == (1, 1)
+    assert set(scheduler._parked) == {"of another"} == set(scheduler._chunks)
+    assert set(scheduler._progress) == {"of another", "running of another"}

@@ -1,9 +1,9 @@
-"""What goes into a step, and in which order, when requests are due at different times: vLLM's scheduler, no model."""
+"""The order of requests that are due at different times, and the size of a step: vLLM's scheduler, no model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,57 +11,36 @@ import torch
 from vllm.config import VllmConfig
 from vllm.pooling_params import PoolingParams
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_omni_ext.cli.settings import from_kwargs
+from tests.engine.schedulers import runner_output, stage_config
 from vllm_omni_ext.engine import scheduler as module
 from vllm_omni_ext.engine.scheduler import due_first_scheduler
-from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
-from vllm_omni_ext.runtime.launch.engine_args import stage_engine_args
-from vllm_omni_ext.runtime.launch.preload import register_classes
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    path: Path = tmp_path_factory.mktemp("tiny") / "model"
-    write_qwen3_omni(path, seed=0)
-    register_classes("qwen3_omni")
-    plan = from_kwargs(str(path), stage_overrides={"code2wav": {"engine": {"max_num_seqs": 8}}})
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in plan.stage("code2wav").env.items():
-            patch.setenv(name, value)
-        yield stage_engine_args(plan, ReplicaId("code2wav", 0)).create_engine_config()
-
-
-class Clock:
-    """Replaces the scheduler's clock."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
+    with stage_config(tmp_path_factory.mktemp("tiny"), "code2wav", max_num_seqs=8) as made:
+        yield made
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(module, "time", made)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Replaces the scheduler's clock."""
+    made = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now))
     return made
 
 
 def build(config: VllmConfig) -> Any:
-    size = config.cache_config.block_size
     config.cache_config.num_gpu_blocks = 1
     config.scheduler_config.enable_chunked_prefill = False  # as vLLM's engine does for a model without a KV cache
     return due_first_scheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(1, [], []),
         structured_output_manager=StructuredOutputManager(config),
-        block_size=size,
+        block_size=config.cache_config.block_size,
     )
 
 
@@ -77,28 +56,23 @@ def add(scheduler: Any, name: str, due: int, tokens: int = 16) -> None:
     scheduler.add_request(request)
 
 
-def step(scheduler: Any, clock: Clock, token_s: float = 0.001) -> list[str]:
-    """The requests of one step, whose tokens take `token_s` seconds each."""
+def step(scheduler: Any, clock: SimpleNamespace, token_s: float = 0.001) -> list[str]:
+    """Return the requests of one step, whose tokens take `token_s` seconds each."""
     output = scheduler.schedule()
     names = list(output.num_scheduled_tokens)
     clock.now += output.total_num_scheduled_tokens * token_s
-    scheduler.update_from_output(
-        output,
-        ModelRunnerOutput(
-            names, {name: i for i, name in enumerate(names)}, [], pooler_output=[torch.zeros(1) for _ in names]
-        ),
-    )
+    scheduler.update_from_output(output, runner_output(names, [], [torch.zeros(1) for _ in names]))
     return names
 
 
-def test_what_is_due_first_goes_first_and_equal_ones_as_they_came(config: VllmConfig, clock: Clock) -> None:
+def test_requests_are_scheduled_by_due_time_and_then_by_arrival(config: VllmConfig, clock: SimpleNamespace) -> None:
     scheduler = build(config)
     for name, due in (("late", 900), ("a", 500), ("b", 500), ("c", 500), ("first", 100)):
         add(scheduler, name, due)
     assert step(scheduler, clock) == ["first", "a", "b", "c", "late"]
 
 
-def test_a_step_is_as_long_as_its_limit_allows(config: VllmConfig, clock: Clock) -> None:
+def test_a_step_is_as_long_as_its_limit_allows(config: VllmConfig, clock: SimpleNamespace) -> None:
     """At a millisecond a token, one part of 16 fits into 25 ms; when tokens cost a twentieth of that, all do."""
     scheduler = build(config)
     add(scheduler, "teacher", 0)
@@ -117,7 +91,7 @@ def test_a_step_is_as_long_as_its_limit_allows(config: VllmConfig, clock: Clock)
     assert step(scheduler, clock, token_s=0.00005) == ["s0", "s1", "s2", "s3"]
 
 
-def test_a_request_that_is_larger_than_a_step_may_be_goes_alone(config: VllmConfig, clock: Clock) -> None:
+def test_a_request_that_is_larger_than_a_step_runs_alone(config: VllmConfig, clock: SimpleNamespace) -> None:
     scheduler = build(config)
     add(scheduler, "teacher", 0)
     step(scheduler, clock)
@@ -128,7 +102,7 @@ def test_a_request_that_is_larger_than_a_step_may_be_goes_alone(config: VllmConf
 
 
 def test_first_come_first_served_is_stock_vllm(
-    config: VllmConfig, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    config: VllmConfig, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config.scheduler_config, "policy", "fcfs")
     scheduler = build(config)

@@ -1,16 +1,22 @@
-"""Exported hidden states: any ranges, any split of the prefill, any preemption."""
+"""Exported hidden states: any ranges, any split of the prefill, any preemption; exports of aborted requests."""
 
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_omni_ext.engine.exporter import Exporter
 from vllm_omni_ext.engine.input_provider import Span
+from vllm_omni_ext.engine.orphaned_exports import OrphanedExports
+from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageProgress, pack
 
 LENGTH = 24
 WIDTH = 2
@@ -18,7 +24,7 @@ Ranges = list[tuple[int, int]]
 
 
 def hidden_of(request: int, start: int, count: int) -> Tensor:
-    """Rows that say whose they are and where: [request, position]."""
+    """Rows [request, position]."""
     return torch.tensor([[float(request), float(p)] for p in range(start, start + count)]).view(count, WIDTH)
 
 
@@ -57,6 +63,7 @@ def owed(wanted: Ranges) -> list[int]:
 
 
 @given(ranges(), prefill())
+@example([(1, 9)], [(0, 4), (0, LENGTH)])  # preempted between two exported rows
 def test_every_row_is_cut_once_and_in_order(wanted: Ranges, spans: list[tuple[int, int]]) -> None:
     exporter, positions = Exporter(), owed(wanted)
     exporter.add("a", wanted)
@@ -93,24 +100,16 @@ def test_requests_of_a_batch_are_not_mixed(batch: list[tuple[Ranges, int, int]])
     assert not exporter.due(spans), "each row is cut once"
 
 
-def test_requests_without_ranges_cost_nothing() -> None:
-    exporter = Exporter()
+def test_only_steps_with_rows_to_export_are_counted() -> None:
+    exporter, spans = Exporter(), [Span("a", 0, 4), Span("unknown", 0, 4)]
     exporter.add("a", [])
-    spans = [Span("a", 0, 9), Span("unknown", 0, 4)]
     assert not exporter.due(spans)
-    assert exporter.cut(spans, torch.zeros(13, WIDTH)) == {}
     exporter.add("b", [(2, 4)])
-    assert not exporter.due(spans)
-    assert exporter.cut(spans, torch.zeros(13, WIDTH)) == {}
-
-
-def test_a_dropped_request_owes_nothing() -> None:
-    exporter = Exporter()
-    exporter.add("a", [(0, 2)])
-    exporter.drop("a")
-    exporter.drop("a")
-    assert not exporter.due([Span("a", 0, 4)])
-    assert exporter.cut([Span("a", 0, 4)], torch.zeros(4, WIDTH)) == {}
+    assert not exporter.due(spans) and exporter.steps == 0
+    exporter.drop("b")
+    exporter.drop("b")
+    assert not exporter.due([Span("b", 0, 4)])
+    assert exporter.cut([Span("b", 0, 4)], torch.zeros(4, WIDTH)) == {} and exporter.steps == 1
 
 
 def test_a_reused_request_id_exports_again() -> None:
@@ -124,11 +123,38 @@ def test_a_reused_request_id_exports_again() -> None:
     assert exporter.due([Span("a", 0, 4)])
 
 
-def test_steps_with_work_are_counted() -> None:
-    exporter = Exporter()
-    exporter.add("a", [(1, 2)])
-    for start in range(3):
-        span = Span("a", start, 1)
-        if exporter.due([span]):
-            exporter.cut([span], hidden_of(1, start, 1))
-    assert exporter.steps == 1
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Has a request that runs and one that has ended; vLLM's part does nothing."""
+    monkeypatch.setattr(Scheduler, "update_from_output", lambda self, step, results: results)
+    monkeypatch.setattr(Scheduler, "schedule", lambda self, throttle_prefills: SimpleNamespace())
+    monkeypatch.setattr(Scheduler, "has_requests", lambda self: False)
+    made: Any = OrphanedExports.__new__(OrphanedExports)
+    made._orphaned = []
+    made.requests = {
+        "runs": SimpleNamespace(is_finished=lambda: False),
+        "ended": SimpleNamespace(is_finished=lambda: True),
+    }
+    return made
+
+
+def message(name: str) -> torch.Tensor:
+    return pack(HiddenStatesChunkReady(source="s", name=name, first=0, count=1))
+
+
+def results(*req_ids: str, tensors: list[Any] | None) -> Any:
+    return SimpleNamespace(req_ids=list(req_ids), pooler_output=tensors)
+
+
+def test_exports_of_aborted_requests_are_freed_once(scheduler: Any) -> None:
+    tensors = [message("a"), message("b"), message("c"), None]
+    scheduler.update_from_output(None, results("runs", "ended", "gone", "ended", tensors=tensors))
+    assert scheduler.has_requests(), "a step follows that frees them"
+    assert scheduler.schedule().orphaned == ["b", "c"]
+    assert scheduler.schedule().orphaned == [] and not scheduler.has_requests()
+
+
+@pytest.mark.parametrize("tensors", [None, [], [None, pack(StageProgress(1, 2))], [None, torch.zeros(3)]], ids=str)
+def test_steps_without_exports_free_nothing(scheduler: Any, tensors: list[Any] | None) -> None:
+    scheduler.update_from_output(None, results("runs", "ended", tensors=tensors))
+    assert scheduler.schedule().orphaned == []

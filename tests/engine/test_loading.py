@@ -1,4 +1,4 @@
-"""How far the weights of a replica are, as vLLM's own loader passes them on."""
+"""Reports of the weights that a replica has read, from vLLM's own loader."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader
 
 from vllm_omni_ext.engine import loading
-from vllm_omni_ext.wire.loading import VARIABLE, Loading
+from vllm_omni_ext.wire.loading import Loading
 
-REPLICA = "talker/0"
 ROWS = {"a.one": 4, "a.two": 8, "b.other": 16}
 
 
 class Model(torch.nn.Module):
-    """Takes what begins with "a."."""
+    """Loads the tensors whose names begin with "a."."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,31 +35,21 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Loading]:
-    """What this process says of its loading."""
+    """The reports of this process."""
     taken: list[Loading] = []
 
-    class Kept:
-        def __init__(self, path: str, replica: str) -> None:
-            assert (path, replica) == ("/somewhere", REPLICA)
+    def say(phase: Any, **fields: Any) -> None:
+        taken.append(Loading(replica="talker/0", phase=phase, **fields))
 
-        @classmethod
-        def of_this_process(cls) -> Any:
-            return cls("/somewhere", REPLICA)
-
-        def say(self, phase: Any, **fields: Any) -> None:
-            taken.append(Loading(replica=REPLICA, phase=phase, **fields))
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(loading, "Teller", Kept)
+    teller = SimpleNamespace(say=say, close=lambda: None)
+    monkeypatch.setattr(loading.Teller, "of_this_process", lambda: teller)
     monkeypatch.setattr(loading, "EVERY_S", 0.0)
     return taken
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint of two files, one of which the model does not want."""
+    """A checkpoint of two files, one of which the model ignores."""
     tensors = {name: torch.zeros(rows, 1024) for name, rows in ROWS.items()}
     save_file({name: tensors[name] for name in ("a.one", "a.two")}, tmp_path / "model-1.safetensors")
     save_file({"b.other": tensors["b.other"]}, tmp_path / "model-2.safetensors")
@@ -68,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, config: LoadConfig) -> Model:
-    """As vLLM's runner loads a model."""
+    """Load a model as vLLM's runner does."""
     model, about = Model(), SimpleNamespace(model=str(folder), revision=None, quantization=None, multimodal_config=None)
     about.is_moe = False
     with set_current_vllm_config(VllmConfig()):
@@ -77,11 +66,11 @@ def load(folder: Path, config: LoadConfig) -> Model:
 
 
 @pytest.mark.parametrize("name", ["auto", "safetensors"])
-def test_bytes_are_counted_up_to_all_of_them(folder: Path, reports: list[Loading], name: str) -> None:
+def test_progress_ends_at_the_bytes_of_all_wanted_tensors(folder: Path, reports: list[Loading], name: str) -> None:
     config = LoadConfig(load_format=name, use_tqdm_on_load=False)
     with loading.progress_reported(config):
         model = load(folder, config)
-    assert sorted(model.taken) == ["a.one", "a.two"], "the file with what is not wanted is not read"
+    assert sorted(model.taken) == ["a.one", "a.two"], "the file of unwanted tensors is not read"
     assert "load_weights" not in vars(model)
     total = 12 * 1024 * 4
     *counts, last = [(report.loaded, report.total) for report in reports if report.phase == "loading"]
@@ -90,9 +79,10 @@ def test_bytes_are_counted_up_to_all_of_them(folder: Path, reports: list[Loading
     assert config.load_format == name
 
 
-def test_a_tensor_that_is_not_wanted_does_not_count(reports: list[Loading]) -> None:
+def test_an_unwanted_tensor_does_not_count(reports: list[Loading]) -> None:
     weights = [(name, torch.zeros(rows)) for name, rows in ROWS.items()]
-    teller: Any = loading.Teller("/somewhere", REPLICA)
+    teller = loading.Teller.of_this_process()
+    assert teller is not None
     passed = loading.counting(weights, teller, lambda: 48, Model().is_unused_checkpoint_weight)
     assert [name for name, _ in passed] == list(ROWS)
     assert [report.loaded for report in reports] == [0, 16, 48, 48]
@@ -109,20 +99,16 @@ def test_a_download_reports_its_folder(reports: list[Loading], tmp_path: Path, m
     assert config.load_format == "auto"
 
 
-def test_other_formats_are_left_alone(reports: list[Loading]) -> None:
-    config = LoadConfig(load_format="dummy")
-    with loading.progress_reported(config):
+def test_other_formats_and_processes_without_a_socket_have_the_loader_of_vllm(reports: list[Loading]) -> None:
+    with loading.progress_reported(config := LoadConfig(load_format="dummy")):
         assert config.load_format == "dummy"
     assert [report.phase for report in reports] == ["warming up"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading.Teller, "of_this_process", lambda: None)
+        with loading.progress_reported(config := LoadConfig()):
+            assert config.load_format == "auto"
 
 
-def test_without_a_listener_nothing_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    config = LoadConfig()
-    with loading.progress_reported(config):
-        assert config.load_format == "auto"
-
-
-def test_weights_of_other_files_count_whole(tmp_path: Path) -> None:
+def test_files_without_a_safetensors_header_count_whole(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(bytes(100))
     assert loading.wanted_bytes([str(tmp_path / "model.bin")], lambda name: False) == 100

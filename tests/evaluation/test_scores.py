@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_ext.evaluation import statistics
 from vllm_omni_ext.evaluation.scores import choice, edits, exact, letter, words, words_of
 from vllm_omni_ext.evaluation.statistics import compare, estimate, sign_test
 
@@ -19,86 +16,56 @@ WORDS = st.lists(st.sampled_from(["red", "two", "left"]), max_size=6)
     ("answer", "expected", "both"),
     [
         ("Seven, blue left.", "seven blue left", (1, 1)),
-        ("7 blue LEFT", "seven blue left", (1, 1)),
         ("seven left", "seven blue left", (0, 2 / 3)),
         ("seven green left", "seven blue left", (0, 2 / 3)),
         ("", "red", (0, 0)),
         ("red red red red", "red", (0, 0)),
         ("", "", (1, 1)),
-        ("12 dogs don't bark", "12 dogs don't bark!", (1, 1)),
+        ("12 dogs don\u2019t bark", "twelve dogs don't bark!", (1, 1)),
+        ("21 and 305", "twenty-one and three hundred five", (1, 1)),
+        ("1,250 km", "one thousand two hundred fifty km", (1, 1)),
+        ("999999", "nine hundred ninety-nine thousand nine hundred ninety-nine", (1, 1)),
+        ("\uff33\uff25\uff36\uff25\uff2e", "seven", (1, 1)),
+        ("今天天气很好", "今天天气真好。", (0, 5 / 6)),
+        ("东京", "東京", (0, 0.5)),
     ],
 )
-def test_words_and_exact(answer: str, expected: str, both: tuple[float, float]) -> None:
+def test_words_are_compared_without_case_punctuation_and_forms(
+    answer: str, expected: str, both: tuple[float, float]
+) -> None:
     assert (exact(answer, expected), words(answer, expected)) == pytest.approx(both)
+    assert exact(expected, answer) == both[0]
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ("12 dogs", "twelve dogs"),
-        ("21 and 305", "twenty-one and three hundred five"),
-        ("1,250 km", "one thousand two hundred fifty km"),
-        ("999999", "nine hundred ninety-nine thousand nine hundred ninety-nine"),
-        ("don\u2019t", "don't"),
-        ("\uff33\uff25\uff36\uff25\uff2e", "seven"),
-    ],
-)
-def test_numbers_and_forms_of_characters(answer: str, expected: str) -> None:
-    assert exact(answer, expected) == exact(expected, answer) == 1
-
-
-@pytest.mark.parametrize("digits", ["007", "1000000", "b52"])
-def test_numbers_that_stay_digits(digits: str) -> None:
-    assert words_of(digits) == [digits]
-
-
-def test_texts_without_spaces_are_compared_by_character() -> None:
-    assert words("今天天气很好", "今天天气真好。") == pytest.approx(5 / 6)
-    assert words("东京", "東京") == 0.5
+def test_large_numbers_and_parts_of_words_stay_digits() -> None:
+    assert words_of("007 1000000 b52") == ["007", "1000000", "b52"]
     assert words_of("GPU很快, ok") == ["gpu", "很", "快", "ok"]
 
 
 CHOICES = """
-B: B
 B: b
-B: (b)
 B: **B**
 B: B.
 B: B) blue
-B: b) blue
 B: (B) because C is wrong
 B: B because C is wrong
-B: Answer: B.
 B: answer: (b)
-B: The answer is B
-B: I think the answer is B
 B: I think the answer is B, because a dog is no cat
-B: The answer is **B**: blue.
 B: First I thought of A. The answer is B.
 B: A closer look shows that it is B.
 B: A dog barks, so it must be (B)
 B: Both A and C are wrong, so I choose B
-B: The correct option is "B".
 B: My choice would be B
-B: The answer is B. Option A is wrong.
 B: The answer is (B), since option C is too long.
 B: Option B is correct; option A is not.
 B: Option A isn't right, so B
-B: A is wrong, so B
 B: 答案是B
-B: 选B。
-A: A
 A: A, since dogs bark
-A: A because dogs bark
-A: The answer is A because dogs bark
 A: I would pick A
 A: It is A.
-I: I
 I: The answer is I.
 -: A dog barks
--: I do not know
 -: The answer is a bit complicated
--: The answer is unknown
 -: A or B
 -: b, c
 -: Bees
@@ -108,7 +75,7 @@ I: The answer is I.
 
 
 @pytest.mark.parametrize("line", CHOICES.strip().splitlines())
-def test_choice(line: str) -> None:
+def test_a_choice_is_the_letter_that_an_answer_names(line: str) -> None:
     right, _, answer = line.partition(":")
     assert letter(answer.strip()) == (None if right == "-" else right)
     assert choice(answer.strip(), f" {right.lower()} ") == float(right != "-")
@@ -129,17 +96,8 @@ def test_an_interval_has_the_mean_and_shrinks_with_more_items() -> None:
     assert estimate([1.0] * 5) == estimate([1.0] * 50)
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
-    draw = random.Random(0)
-    covered = 0
-    for _ in range(40):
-        found = estimate([float(draw.random() < 0.7) for _ in range(100)])
-        covered += found.low <= 0.7 <= found.high
-    assert covered >= 35
-
-
 @pytest.mark.parametrize(("better", "worse", "p"), [(0, 0, 1), (1, 0, 1), (5, 0, 0.0625), (0, 6, 0.03125), (3, 3, 1)])
-def test_the_sign_test(better: int, worse: int, p: float) -> None:
+def test_the_sign_test_gives_exact_probabilities(better: int, worse: int, p: float) -> None:
     assert sign_test(better, worse) == sign_test(worse, better) == pytest.approx(p)
 
 
@@ -153,11 +111,3 @@ def test_runs_are_compared_item_by_item() -> None:
     assert not one_less.is_worse, "one item of twenty may be chance"
     with pytest.raises(KeyError):
         compare(earlier | {"new": 0.0}, earlier)
-
-
-def test_the_interval_of_many_items_needs_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is drawn in parts, and the same."""
-    scores = [float(number % 3 == 0) for number in range(50)]
-    whole = estimate(scores)
-    monkeypatch.setattr(statistics, "DRAWN_AT_ONCE", 128)
-    assert estimate(scores) == whole

@@ -1,4 +1,4 @@
-"""Suites are read with their files, and what is wrong in one is said in one line."""
+"""Suites are read with their files, and mistakes are refused."""
 
 from __future__ import annotations
 
@@ -21,11 +21,6 @@ def write(folder: Path, content: Any) -> Path:
     return file
 
 
-def test_defaults(tmp_path: Path) -> None:
-    suite = load(write(tmp_path, GOOD))
-    assert (suite.threshold, suite.score, suite.options, suite.recogniser) == (0.0, "words", {}, None)
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "field"),
     [
@@ -34,12 +29,14 @@ def test_defaults(tmp_path: Path) -> None:
         ("input_audio", "x.wav", {"data": "AQI=", "format": "wav"}),
     ],
 )
-def test_files_beside_the_suite(tmp_path: Path, kind: str, name: str, field: dict[str, str]) -> None:
+def test_files_of_items_and_conversations_are_read(tmp_path: Path, kind: str, name: str, field: dict[str, str]) -> None:
     (tmp_path / name).write_bytes(base64.b64decode("AQI="))
     content = [{"type": kind, "file": name}, {"type": "text", "text": "What is it?"}]
-    suite = load(write(tmp_path, GOOD | {"items": [GOOD["items"][0] | {"content": content}]}))
-    [message] = suite.messages(suite.items[0])
-    assert message == {"role": "user", "content": [{"type": kind, kind: field}, content[1]]}
+    message = {"role": "user", "content": content}
+    for given in ({"content": content}, {"messages": [message]}):
+        suite = load(write(tmp_path, GOOD | {"items": [{"id": "a", "expected": "red"} | given]}))
+        assert (suite.threshold, suite.score, suite.options, suite.recogniser) == (0.0, "words", {}, None)
+        assert suite.messages(suite.items[0]) == [message | {"content": [{"type": kind, kind: field}, content[1]]}]
 
 
 def item(**fields: Any) -> dict[str, Any]:
@@ -64,21 +61,21 @@ def item(**fields: Any) -> dict[str, Any]:
         (item(messages=[{"role": "me", "content": "x"}]), "role"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, wrong: Any, message: str) -> None:
+def test_the_error_names_the_mistake_in_a_suite(tmp_path: Path, wrong: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(write(tmp_path, wrong if isinstance(wrong, str) else GOOD | wrong))
 
 
-def test_files_in_a_conversation(tmp_path: Path) -> None:
-    (tmp_path / "x.png").write_bytes(b"x")
-    content = [{"type": "image_url", "file": "x.png"}]
-    conversation = {"id": "a", "expected": "red", "messages": [{"role": "user", "content": content}]}
-    suite = load(write(tmp_path, GOOD | {"items": [conversation]}))
-    [message] = suite.messages(suite.items[0])
-    assert message["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
+@pytest.mark.parametrize(
+    ("name", "problem"), [("latin", r"must be UTF-8: .* at byte 6"), ("none", r"none\.yaml: cannot be read: No such")]
+)
+def test_a_suite_that_cannot_be_read_is_refused(tmp_path: Path, name: str, problem: str) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match=problem):
+        load(tmp_path / f"{name}.yaml")
 
 
-def test_the_digest_is_of_what_scores_depend_on(tmp_path: Path) -> None:
+def test_the_digest_changes_with_files_but_not_with_the_threshold(tmp_path: Path) -> None:
     file = tmp_path / "x.wav"
     file.write_bytes(b"one")
     media = item(content=[{"type": "input_audio", "file": "x.wav"}])
@@ -86,14 +83,3 @@ def test_the_digest_is_of_what_scores_depend_on(tmp_path: Path) -> None:
     assert before == load(write(tmp_path, GOOD | media | {"threshold": 0.5})).digest()
     file.write_bytes(b"two")
     assert before != load(write(tmp_path, GOOD | media)).digest()
-
-
-def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
-    (tmp_path / "suite.yaml").write_bytes(b"name: \xff")
-    with pytest.raises(ConfigError, match=r"must be UTF-8: .* at byte 6"):
-        load(tmp_path / "suite.yaml")
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file"):
-        load(tmp_path / "none.yaml")

@@ -15,7 +15,7 @@ import pytest
 from vllm_omni_ext.plugins.registry import plugins
 from vllm_omni_ext.plugins.spec import ENTRY_POINTS, ModelFamily, resolve
 
-NAMES = ("onestage_image", "optional_text_image", "plain_tts")
+NAMES = ("optional_text_image", "plain_tts")
 HERE = Path(__file__).parent
 
 

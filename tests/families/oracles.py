@@ -18,20 +18,6 @@ def tokens_of(folder: Path, text: str) -> list[int]:
     return list(AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"])
 
 
-def denoised(folder: Path, text: str, size: tuple[int, int], seed: int, steps: int = 4) -> list[np.ndarray]:
-    """The pictures after each step of `onestage_image`, uint8 [height, width, 3]."""
-    weights = load_file(folder / "model.safetensors")
-    condition = weights["embedding"][tokens_of(folder, text)].mean(0)
-    width, height = size
-    picture = torch.randn(height, width, 3, generator=torch.Generator().manual_seed(seed))
-    pictures = []
-    for done in range(1, steps + 1):
-        inner = torch.tanh(picture @ weights["inward"] + condition + weights["time"] * (done / steps))
-        picture = picture + inner @ weights["outward"] / steps
-        pictures.append(_uint8(picture))
-    return pictures
-
-
 def painted(
     folder: Path, tokens: list[int], size: tuple[int, int], seed: int, steps: int = 3, contrast: float = 1.0
 ) -> np.ndarray:

@@ -20,7 +20,7 @@ from tests.support.cluster import all_up, until
 from vllm_omni_ext.model_plugins.bagel.tiny.bagel import write_bagel
 from vllm_omni_ext.plugins.spec import ENTRY_POINTS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.extended]
 
 OURS, THEIRS = "vllm_omni_ext.model_plugins.bagel", "painting_words"
 RENAMED = {
@@ -92,7 +92,7 @@ def checkpoint(found: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_nothing_of_it_is_ours(installed: Path) -> None:
+def test_the_copy_imports_nothing_of_the_original(installed: Path) -> None:
     for file in (installed / THEIRS).rglob("*.py"):
         assert "vllm_omni_ext.model_plugins" not in file.read_text(encoding="utf-8"), file
     (point,) = importlib.metadata.Distribution.at(next(installed.glob("*.dist-info"))).entry_points
@@ -100,7 +100,7 @@ def test_nothing_of_it_is_ours(installed: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [[], ["--stage-config", f"{THEIRS}_single"]])
-def test_it_serves_what_ours_serves(checkpoint: Path, tmp_path: Path, config: list[str]) -> None:
+def test_the_copy_answers_like_the_original(checkpoint: Path, tmp_path: Path, config: list[str]) -> None:
     run = golden("understand_fp32")
     with Server(checkpoint, tmp_path / "log", [*FLAGS, *config]) as server:
         assert until(lambda: all_up(server, 1 if config else 2)), server.tail()

@@ -1,4 +1,4 @@
-"""The families' flows in a simulated world where anything may happen at any step."""
+"""Flows of the families, and faulty ones, with a disturbance at every step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.families.test_stages import options, runtime_of
+from tests.families.conftest import NAMES
 from vllm_omni_ext.modalities.chunks import ImageChunk
 from vllm_omni_ext.plugins.flow import Action, Emit, Finished, Produced, Submit
-from vllm_omni_ext.plugins.runtime import Rendered
-from vllm_omni_ext.plugins.spec import ModelFamily
+from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions, RuntimeContext
+from vllm_omni_ext.plugins.spec import ModelFamily, resolve
 from vllm_omni_ext.testing import DISTURBANCES, Reply, Work, check_flow
 from vllm_omni_ext.wire.envelope import StageError, StageProgress
 
@@ -23,16 +23,26 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 STEPS = 3
 
 
+def runtime_of(family: ModelFamily) -> Any:
+    """The family's runtime, made as an API server makes it."""
+    pipeline = family.pipeline()
+    return resolve(family.runtime)(RuntimeContext(hf_config=None, pipeline=pipeline.name, frontend=pipeline.frontend))
+
+
+def options(*modalities: str, **fields: Any) -> RequestOptions:
+    return RequestOptions(modalities=modalities, fields=fields)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_runtime_answers_the_modalities_of_its_pipeline_with_its_stages(family: Load, name: str) -> None:
+    pipeline, capabilities = family(name).pipeline(), runtime_of(family(name)).capabilities()
+    assert set(capabilities.modalities) == set(pipeline.modalities)
+    assert all(route <= {stage.name for stage in pipeline.stages} for route in capabilities.routes.values())
+
+
 def picture_of(tokens: Any, seed: int) -> np.ndarray:
     """A picture that depends on all of them."""
     return np.array([[[sum(tokens) % 256, len(tokens), seed]]], np.uint8)
-
-
-def denoiser(work: Work) -> Iterator[Reply | None]:
-    paint = work.take().payload
-    for done in range(1, STEPS):
-        yield Reply(payload=StageProgress(done, STEPS))
-    yield Reply(payload=picture_of(paint.tokens, paint.seed), finish="stop")
 
 
 def painter(work: Work) -> Iterator[Reply | None]:
@@ -60,17 +70,6 @@ def voicebox(work: Work) -> Iterator[Reply | None]:
             yield Reply(payload=np.full(3, phase, np.float32), finish="stop" if last else None)
 
 
-def test_pictures_of_one_stage(family: Load) -> None:
-    runtime = runtime_of(family("onestage_image"))
-    answer = check_flow(
-        lambda: runtime.plan(Rendered(prompt=PROMPT), options("image", seed=7)).flow,
-        {"denoiser": denoiser},
-        frontend="denoiser",
-    )
-    np.testing.assert_array_equal(answer.outputs["image"], [picture_of(PROMPT, 7)])
-    assert answer.text == ()
-
-
 @pytest.mark.parametrize(
     ("modalities", "think", "text", "seen"),
     [
@@ -80,7 +79,7 @@ def test_pictures_of_one_stage(family: Load) -> None:
         (("image",), True, (10, 11, 12, 13), [*PROMPT, 10, 11, 12, 13]),
     ],
 )
-def test_every_route_of_an_optional_text_stage(
+def test_a_route_with_or_without_text_survives_any_disturbance(
     family: Load, modalities: tuple[str, ...], think: bool, text: tuple[int, ...], seen: list[int] | None
 ) -> None:
     runtime = runtime_of(family("optional_text_image"))
@@ -95,7 +94,7 @@ def test_every_route_of_an_optional_text_stage(
         np.testing.assert_array_equal(answer.outputs["image"], [picture_of(seen, 7)])
 
 
-def test_sound_in_parts(family: Load) -> None:
+def test_sound_in_parts_survives_any_disturbance(family: Load) -> None:
     runtime = runtime_of(family("plain_tts"))
     answer = check_flow(
         lambda: runtime.plan(Rendered(prompt=PROMPT), options("audio")).flow,
@@ -105,11 +104,8 @@ def test_sound_in_parts(family: Load) -> None:
     np.testing.assert_array_equal(answer.outputs["audio"], np.repeat(np.cumsum(PROMPT), 3))
 
 
-# -- the check finds what is wrong ------------------------------------------------------------------------------------
-
-
 class Faulty:
-    """One picture; what is wrong with it is said by `fault`."""
+    """A flow of one picture with the fault `fault`."""
 
     stages = frozenset(("denoiser",))
     outputs = frozenset(("image",))
@@ -152,6 +148,6 @@ def plain(work: Work) -> Iterator[Reply | None]:
         ("changes its answer", "kill of denoiser at step .* instead of"),
     ],
 )
-def test_faulty_flows_are_found(fault: str, wrong: str) -> None:
+def test_check_flow_finds_faulty_flows(fault: str, wrong: str) -> None:
     with pytest.raises(AssertionError, match=wrong):
         check_flow(lambda: Faulty(fault), {"denoiser": plain}, frontend="denoiser", disturbances=DISTURBANCES)

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 import soundfile
 
@@ -45,7 +44,7 @@ def nothing_is_held(server: Server) -> Iterator[None]:
 
 
 def check(samples: Any, expected: np.ndarray) -> None:
-    """16 bits cut what the oracle says."""
+    """Samples of 16 bits are those of the oracle, rounded."""
     assert samples.shape == expected.shape
     assert np.abs(np.asarray(samples, np.float64) - expected * 32768).max() <= 1
 
@@ -55,29 +54,21 @@ def speech(server: Server, text: str = TEXT, **fields: Any) -> httpx.Response:
     return httpx.post(f"{server.base_url}/audio/speech", json=body, timeout=ANSWER_S)
 
 
-def test_health_and_voices(server: Server) -> None:
+def test_the_card_of_the_family_is_served(server: Server) -> None:
     assert get(server, "/health")[0] == 200
-    answer = httpx.get(f"{server.base_url}/audio/voices").json()
-    assert answer["voices"] == ["bass", "tenor"]
+    assert client(server).models.list().data[0].id == MODEL
+    assert httpx.get(f"{server.base_url}/audio/voices").json()["voices"] == ["bass", "tenor"]
 
 
 @pytest.mark.parametrize(("voice", "pitch"), [("tenor", 1.0), ("bass", 0.5)])
-def test_speech(server: Server, folder: Path, voice: str, pitch: float) -> None:
+def test_speech_is_the_sound_of_the_oracle(server: Server, folder: Path, voice: str, pitch: float) -> None:
     made = client(server).audio.speech.create(model=MODEL, voice=voice, input=TEXT, response_format="wav")
     samples, rate = soundfile.read(io.BytesIO(made.read()), dtype="int16")
     assert rate == SAMPLE_RATE
     check(samples, spoken(folder, TEXT, pitch))
 
 
-def test_speech_is_streamed(server: Server, folder: Path) -> None:
-    with client(server).audio.speech.with_streaming_response.create(
-        model=MODEL, voice="tenor", input=TEXT, response_format="pcm", extra_body={"stream": True}
-    ) as answer:
-        pieces = list(answer.iter_bytes())
-    check(np.frombuffer(b"".join(pieces), np.int16), spoken(folder, TEXT))
-
-
-def test_speech_as_events(server: Server, folder: Path) -> None:
+def test_speech_is_streamed_as_events(server: Server, folder: Path) -> None:
     body = {"model": MODEL, "input": TEXT, "response_format": "pcm", "stream_format": "sse", "stream": True}
     found = events(server, "audio/speech", body)
     sound = b"".join(base64.b64decode(event["audio"]) for event in found if event["type"] == "speech.audio.delta")
@@ -85,30 +76,25 @@ def test_speech_as_events(server: Server, folder: Path) -> None:
     assert found[-1]["type"] == "speech.audio.done"
 
 
-def test_the_volume_is_a_parameter_of_the_stage(server: Server, folder: Path) -> None:
-    answer = speech(server, voicebox={"volume": 0.25})
+def test_speech_is_streamed_with_parameters_of_the_stage(server: Server, folder: Path) -> None:
+    answer = speech(server, voicebox={"volume": 0.25}, stream=True)
     check(np.frombuffer(answer.content, np.int16), spoken(folder, TEXT, volume=0.25))
 
 
-def test_chat(server: Server, folder: Path) -> None:
+def test_a_chat_is_answered_with_sound(server: Server, folder: Path) -> None:
     answer = chat(server, chat_body(TEXT, "audio", audio={"voice": "bass", "format": "wav"}))
     sound = base64.b64decode(answer["choices"][0]["message"]["audio"]["data"])
     check(soundfile.read(io.BytesIO(sound), dtype="int16")[0], spoken(folder, TEXT, 0.5))
 
 
-def test_an_unknown_voice_is_one_clear_error(server: Server) -> None:
-    with pytest.raises(openai.BadRequestError, match="alto"):
-        client(server).audio.speech.create(model=MODEL, voice="alto", input=TEXT)
-
-
-@pytest.mark.parametrize("leave_after", [0, 1, 2, 9, 40])
-def test_a_client_that_leaves(server: Server, leave_after: int) -> None:
+@pytest.mark.parametrize("leave_after", [0, 2, 40])
+def test_a_client_that_leaves_ends_its_request(server: Server, leave_after: int) -> None:
     body = {"model": MODEL, "input": LONG, "response_format": "pcm", "stream_format": "sse", "stream": True}
     events(server, "audio/speech", body, leave_after)
     assert settled(server)
 
 
-def test_a_replica_dies_during_a_request(server: Server, folder: Path) -> None:
+def test_a_request_survives_the_death_of_its_replica(server: Server, folder: Path) -> None:
     answer = during(server, "voicebox", lambda: speech(server, LONG), lambda name: kill(server, name) and None)
     check(np.frombuffer(answer.content, np.int16), spoken(folder, LONG))
     assert until(lambda: all_up(server, 2), 120)

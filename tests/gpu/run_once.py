@@ -1,11 +1,11 @@
 """Run a tiny Qwen3-Omni through all stages in several modes and compare with stored answers. Needs no pytest.
 
-    python tests/gpu/run_once.py [--modes NAME ...] [--all-at-once] [--list]
+    python tests/gpu/run_once.py [--modes NAME ...]
 
 Each mode runs in a process of its own, one after the other. In float32 every token and frame must be the stored one;
 in bfloat16 it is only counted how many are, and the answer has to be complete. On a machine without CUDA the modes
-are "cpu" and "cpu-compiled" with the V1 model runner, and "cpu-v2", "cpu-v2-async" and "cpu-v2-compiled" with Model
-Runner V2, whose kernels Triton interprets. Exit status 1 if a mode failed.
+are "cpu" and "cpu-compiled" with the V1 model runner, and "cpu-v2" and "cpu-v2-compiled" with Model Runner V2, whose
+kernels Triton interprets. Exit status 1 if a mode failed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ CPU_MODES = {
     "cpu": Mode("float32", eager=True, v2=False),
     "cpu-compiled": Mode("float32", eager=False, v2=False),
     "cpu-v2": Mode("float32", eager=True, v2=True),
-    "cpu-v2-async": Mode("float32", eager=True, v2=True, asynchronous=True),
     "cpu-v2-compiled": Mode("float32", eager=False, v2=True, asynchronous=True),
 }
 COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}}
@@ -80,19 +79,18 @@ def prompt_of(case: dict[str, Any]) -> dict[str, Any]:
 
     pictures = [Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB") for data in case["image"]]
     sounds = [np.frombuffer(base64.b64decode(data), "<i2").astype("f4") / 2**15 for data in case["audio"]]
-    media = {"image": pictures, "audio": [(sound, RATE_HZ) for sound in sounds]}
+    media: dict[str, list[Any]] = {"image": pictures, "audio": [(sound, RATE_HZ) for sound in sounds]}
     return {"prompt": case["prompt"], "multi_modal_data": {kind: items for kind, items in media.items() if items}}
 
 
 def same(got: list[Any], expected: list[Any]) -> int:
     """Length of the common beginning."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected))
-    )
+    differing = (i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b)
+    return next(differing, min(len(got), len(expected)))
 
 
 def judge(name: str, output: Any, case: dict[str, Any], *, exact: bool) -> bool:
-    """Print how an answer compares and whether it will do."""
+    """Compare an answer with the stored one; print the result."""
     if output.error is not None:
         print(f"  {name}: FAILED: {output.error}")
         return False
@@ -143,7 +141,7 @@ def v2_on_a_cpu() -> dict[str, str]:
 
 
 def run(mode: Mode, model: str, *, cpu: bool) -> bool:
-    """Start, ask each case alone and then all together, compare and time."""
+    """Start all stages and run the cases."""
     from vllm import LLM
 
     started = time.perf_counter()
@@ -194,7 +192,7 @@ def ask(llm: Any, mode: Mode) -> bool:
     return ok
 
 
-def in_a_process(name: str, model: str, *, all_at_once: bool) -> bool:
+def in_a_process(name: str, model: str) -> bool:
     """Run one mode in a fresh interpreter, its log going where ours goes."""
     environment = {**os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
     if name in MODES:
@@ -203,7 +201,6 @@ def in_a_process(name: str, model: str, *, all_at_once: bool) -> bool:
         environment["VLLM_DISABLE_COMPILE_CACHE"] = "1"
         environment |= v2_on_a_cpu() if CPU_MODES[name].v2 else {}
     command = [sys.executable, __file__, "--mode", name, "--model", model]
-    command += ["--all-at-once"] if all_at_once else []
     print(f"== {name}", flush=True)
     began = time.perf_counter()
     try:
@@ -220,20 +217,12 @@ def main() -> int:
     """Run the modes asked for."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--modes", nargs="+", choices=[*MODES, *CPU_MODES], help="default: all that this machine can do")
-    flags.add_argument("--all-at-once", action="store_true", help="start all stages at once, as a server does")
-    flags.add_argument("--list", action="store_true", help="print the modes")
     flags.add_argument("--mode", choices=[*MODES, *CPU_MODES], help=argparse.SUPPRESS)
     flags.add_argument("--model", help=argparse.SUPPRESS)
     args = flags.parse_args()
-    if args.list:
-        print("\n".join(MODES))
-        return 0
     if args.mode is not None:
         mode = (MODES | CPU_MODES)[args.mode]
-        with (
-            nullcontext() if args.all_at_once else one_by_one(),
-            asynchronous_thinker() if mode.asynchronous else nullcontext(),
-        ):
+        with one_by_one(), asynchronous_thinker() if mode.asynchronous else nullcontext():
             return 0 if run(mode, args.model, cpu=args.mode in CPU_MODES) else 1
     import torch
 
@@ -242,7 +231,7 @@ def main() -> int:
     names = args.modes or (MODES if torch.cuda.is_available() else CPU_MODES)
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_qwen3_omni(f"{folder}/model", seed=0))
-        results = [in_a_process(name, model, all_at_once=args.all_at_once) for name in names]
+        results = [in_a_process(name, model) for name in names]
     return 0 if all(results) else 1
 
 

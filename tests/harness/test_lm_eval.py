@@ -1,4 +1,4 @@
-"""lm-eval through both of its routes, and the scores of a plain vLLM beside this package."""
+"""lm-eval through both of its routes, and the scores of a plain vLLM with and without this package."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ import torch
 from examples.server import Server
 from tests.support.cluster import LENGTH, MODEL
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.extended]
 
 HERE = Path(__file__).parent
 TASKS = HERE / "tasks"
@@ -69,27 +67,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen3_omni(tmp_path_factory.mktemp("trained") / "model", trained=True)
 
 
-def run(words: list[Any], output: Path, environment: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """Run lm-eval, in the folder of its output; returns its results by task and metric."""
-    done = subprocess.run(
-        [*map(str, words), "--include_path", str(TASKS), "--output_path", str(output)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(output.parent), **environment},
-        cwd=output.parent,
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr and "is gone" not in done.stderr, done.stderr
-    (found,) = output.parent.glob(f"{output.stem}*.json")
-    results = json.loads(found.read_text())["results"]
-    return {
-        task: {name.partition(",")[0]: value for name, value in values.items() if isinstance(value, float | int)}
-        for task, values in results.items()
-    }
-
-
 def lm_eval(
     paths: list[str],
     output: Path,
@@ -99,10 +76,28 @@ def lm_eval(
     python: str = sys.executable,
     **environment: str,
 ) -> dict[str, dict[str, float]]:
+    """Run lm-eval, in the folder of its output; returns its results by task and metric."""
     words = [python, "-m", "lm_eval", "run", "--model", model, "--model_args", arguments, "--tasks", *tasks]
+    words += ["--include_path", str(TASKS), "--output_path", str(output)]
     if "omni=True" in arguments or model == "local-chat-completions":
         words.append("--apply_chat_template")
-    return run(words, output, {"PYTHONPATH": ":".join(paths), **environment})
+    ours = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(output.parent), "PYTHONPATH": ":".join(paths)}
+    done = subprocess.run(
+        words,
+        env={**os.environ, **ours, **environment},
+        cwd=output.parent,
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and "is gone" not in done.stderr, done.stderr
+    (found,) = output.parent.glob(f"{output.stem}*.json")
+    return {
+        task: {name.partition(",")[0]: value for name, value in values.items() if isinstance(value, float | int)}
+        for task, values in json.loads(found.read_text())["results"].items()
+    }
 
 
 def test_the_vllm_backend_on_omni(paths: list[str], trained: Path, tmp_path: Path) -> None:

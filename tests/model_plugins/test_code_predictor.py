@@ -83,19 +83,6 @@ def test_greedy_codes_are_those_of_transformers(shape: str, batch: int) -> None:
     assert codes.tolist() == expected(shape, hidden, first).tolist()
 
 
-def test_the_codes_are_not_all_the_same() -> None:
-    hidden, first = inputs(8, seed=3)
-    codes = predictor("grouped heads").predict(hidden, first, [GREEDY] * 8)
-    assert all(len(set(column.tolist())) > 3 for column in codes.T)
-
-
-def test_a_sampling_neighbour_does_not_change_a_greedy_row() -> None:
-    hidden, first = inputs(3, seed=5)
-    draws = [Draw(greedy=False), GREEDY, Draw(greedy=False)]
-    codes = predictor("grouped heads").predict(hidden, first, draws)
-    assert codes[1].tolist() == expected("grouped heads", hidden, first)[1].tolist()
-
-
 def choose(logits: Tensor, draws: list[Draw]) -> Tensor:
     return Choice.of(draws, 1, logits.device).choose(logits, 0)
 
@@ -111,7 +98,8 @@ def test_seeded_frames_do_not_depend_on_their_batch() -> None:
     assert model.predict(hidden, first, [draw(i) for i in range(4)]).tolist() == alone
     order = [2, 0, 3, 1]
     mixed = model.predict(hidden[order], first[order], [GREEDY if i == 3 else draw(i) for i in order]).tolist()
-    assert [row for i, row in zip(order, mixed, strict=True) if i != 3] == [alone[i] for i in order if i != 3]
+    alone[3] = expected("grouped heads", hidden, first)[3].tolist()
+    assert mixed == [alone[i] for i in order]
 
 
 def warped(row: Tensor) -> Tensor:
@@ -141,14 +129,9 @@ def test_codes_are_drawn_as_often_as_transformers_would() -> None:
     assert set(drawn.tolist()) == set(warped(row).nonzero().flatten().tolist())
 
 
-def test_the_most_likely_code_always_stays() -> None:
-    row = torch.tensor([0.0, 20.0, 1.0])
-    assert choose(row.expand(50, -1), [Draw(greedy=False)] * 50).tolist() == [1] * 50
-
-
 @given(st.integers(0, 10**6), st.lists(st.booleans(), min_size=1, max_size=5))
-def test_a_seeded_choice_is_its_own(seed: int, greedy: list[bool]) -> None:
-    """The same logits and seed give the same code, whoever is beside it; greedy rows are the maximum."""
+def test_a_seeded_choice_does_not_depend_on_other_rows(seed: int, greedy: list[bool]) -> None:
+    """The same logits and seed give the same code in any batch; a greedy row gives the maximum."""
     logits = torch.randn(len(greedy), 70, generator=torch.Generator().manual_seed(seed))
     draws = [GREEDY if g else draw(seed + i) for i, g in enumerate(greedy)]
     together = choose(logits, draws).tolist()
@@ -159,25 +142,10 @@ def test_a_seeded_choice_is_its_own(seed: int, greedy: list[bool]) -> None:
             assert alone == logits[i].argmax()
 
 
-def test_a_generator_goes_on_from_draw_to_draw() -> None:
-    row, one = torch.zeros(1, 500), draw(1)
-    assert len({choose(row, [one]).item() for _ in range(20)}) > 5
-
-
-@pytest.mark.parametrize("shape", ["grouped heads", "many groups"])
-def test_frame_rows_are_the_sum_of_the_embeddings(shape: str) -> None:
-    model, tables = predictor(shape), reference(shape).model.codec_embedding
-    codes = torch.randint(0, 64, (5, len(tables)), generator=torch.Generator().manual_seed(0))
-    wanted = torch.stack([table(codes[:, i]) for i, table in enumerate(tables)]).sum(dim=0)
-    torch.testing.assert_close(model.frame_rows(codes.int()), wanted)
-
-
-def test_merging_leaves_the_weights_as_they_were_loaded() -> None:
-    model = CodePredictor(reference("bias").config)
-    model.load_state_dict(reference("bias").state_dict())
+def test_a_prediction_leaves_the_weights_as_they_were_loaded() -> None:
+    model, loaded = predictor("bias"), reference("bias").state_dict()
     model.predict(*inputs(2, seed=1), [GREEDY] * 2)
-    for name, weight in reference("bias").state_dict().items():
-        assert torch.equal(model.state_dict()[name], weight), name
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in loaded.items())
 
 
 def test_batches_of_changing_size_share_their_memory() -> None:

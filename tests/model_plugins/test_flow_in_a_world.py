@@ -1,8 +1,9 @@
-"""Qwen3-Omni's flows where anything may happen at any step: what is spoken depends on the prompt and the text alone."""
+"""Qwen3-Omni's flows with any failure at any step: the sound depends on the prompt and the text alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -124,24 +125,21 @@ def spoken(track: list[int], prompt: list[int] = PROMPT, hidden: list[int] | Non
     return np.stack([totals, -totals], 1).ravel().astype(np.float32)
 
 
+STAGES = {"talker": talker, "code2wav": code2wav}
+
+
 @pytest.mark.parametrize(("text", "frames"), PAIRS[: examples(len(PAIRS))])
-def test_a_spoken_reply(text: ChunkSchedule, frames: ChunkSchedule) -> None:
-    answer = check_flow(
-        lambda: SpeechFlow(speech(), text=text, frames=frames),
-        {"thinker": thinker, "talker": talker, "code2wav": code2wav},
-        frontend="thinker",
-    )
+def test_a_reply_is_spoken_alike_with_any_failure(text: ChunkSchedule, frames: ChunkSchedule) -> None:
+    flow = partial(SpeechFlow, speech(), text=text, frames=frames)
+    answer = check_flow(flow, {"thinker": thinker, **STAGES}, frontend="thinker")
     assert answer.text == REPLY
     np.testing.assert_array_equal(answer.outputs["audio"], spoken(list(REPLY[:-1])))
 
 
 @pytest.mark.parametrize("frames", SCHEDULES)
-def test_a_text_that_is_read_out(frames: ChunkSchedule) -> None:
-    answer = check_flow(
-        lambda: ReadAloudFlow(speech(), REPLY[:-1], frames=frames),
-        {"thinker": thinker, "talker": talker, "code2wav": code2wav},
-        frontend="thinker",
-    )
+def test_a_text_is_read_aloud_alike_with_any_failure(frames: ChunkSchedule) -> None:
+    flow = partial(ReadAloudFlow, speech(), REPLY[:-1], frames=frames)
+    answer = check_flow(flow, {"thinker": thinker, **STAGES}, frontend="thinker")
     assert answer.text == ()
     np.testing.assert_array_equal(answer.outputs["audio"], spoken(list(REPLY[:-1])))
 
@@ -149,11 +147,8 @@ def test_a_text_that_is_read_out(frames: ChunkSchedule) -> None:
 @pytest.mark.parametrize(
     ("text", "with_token"), [(SCHEDULES[0], 0), (SCHEDULES[1], 0), (SCHEDULES[1], 2), (SCHEDULES[2], 3)]
 )
-def test_a_reply_to_media(text: ChunkSchedule, with_token: int) -> None:
-    answer = check_flow(
-        lambda: SpeechFlow(speech(MEDIA), text=text, frames=SCHEDULES[2]),
-        {"thinker": thinker_of_media(with_token), "talker": talker, "code2wav": code2wav},
-        frontend="thinker",
-    )
+def test_a_reply_to_media_is_spoken_alike_with_any_failure(text: ChunkSchedule, with_token: int) -> None:
+    flow = partial(SpeechFlow, speech(MEDIA), text=text, frames=SCHEDULES[2])
+    answer = check_flow(flow, {"thinker": thinker_of_media(with_token), **STAGES}, frontend="thinker")
     assert answer.text == REPLY
     np.testing.assert_array_equal(answer.outputs["audio"], spoken(list(REPLY[:-1]), MEDIA, HIDDEN))

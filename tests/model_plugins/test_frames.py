@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ def fresh() -> CodePredictor:
 def makers() -> tuple[FrameMaker, FrameMaker, TapeRecorder]:
     """One that calls the function, one that repeats what was recorded, and its recorder."""
     tape = TapeRecorder()
-    called, repeated = FrameMaker(fresh(), TABLE, rows=ROWS), FrameMaker(fresh(), TABLE, rows=ROWS, recorder=tape)
+    called, repeated = (FrameMaker(fresh(), TABLE, rows=ROWS, recorder=recorder) for recorder in (None, tape))
     repeated.try_out()
     called.warm_up()
     repeated.warm_up()
@@ -66,7 +68,7 @@ def test_repeated_frames_are_those_of_the_function(steps: list[tuple[list[str], 
 
 
 @pytest.mark.parametrize("count", range(1, ROWS + 1))
-def test_they_are_those_of_the_predictor(count: int) -> None:
+def test_frames_are_those_of_the_predictor(count: int) -> None:
     hidden = torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count))
     first = [(3 * i + count) % CODES for i in range(count)]
     wanted = predictor("grouped heads").predict(hidden, TABLE[first], [draw(i) for i in range(count)])
@@ -81,7 +83,7 @@ def test_every_bucket_is_recorded_the_largest_first() -> None:
     assert len(tape.calls) == 4
 
 
-def test_what_was_given_out_does_not_change() -> None:
+def test_a_returned_frame_does_not_change() -> None:
     for maker in makers()[:2]:
         hidden = torch.randn(2, HIDDEN)
         before = maker.make(hidden[:1], [0], [3], [GREEDY])
@@ -90,13 +92,10 @@ def test_what_was_given_out_does_not_change() -> None:
         assert before.tolist() == copied
 
 
-def test_warming_up_draws_nothing() -> None:
-    maker = FrameMaker(fresh(), TABLE, rows=1)
-    torch.manual_seed(3)
-    wanted = torch.rand(1).item()
-    torch.manual_seed(3)
+def test_warming_up_draws_no_random_number() -> None:
+    maker, before = FrameMaker(fresh(), TABLE, rows=1), torch.get_rng_state()
     maker.warm_up()
-    assert torch.rand(1).item() == wanted
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_more_frames_than_there_is_room_for_are_refused() -> None:
@@ -117,25 +116,53 @@ class Broken:
         return replay
 
 
-def test_without_a_graph_the_function_is_called(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_graph_the_function_is_called(caplog: pytest.LogCaptureFixture) -> None:
     maker = FrameMaker(fresh(), TABLE, rows=ROWS, recorder=Broken())  # type: ignore[arg-type]
     maker.warm_up()
     assert maker.recorded == [2, 1]
     assert "no CUDA graph for frames of 8 requests" in caplog.text
     for count in (1, 2, 5):
-        batch = ["seeded", "greedy"] * 3
-        assert step(maker, batch[:count], count) == step(makers()[0], batch[:count], count)
+        batch = (["seeded", "greedy"] * 3)[:count]
+        assert step(maker, batch, count) == step(makers()[0], batch, count)
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (2, [2, 1]), (5, [8, 4, 2, 1]), (64, [64, 32, 16, 8, 4, 2, 1])])
-def test_buckets(most: int, sizes: list[int]) -> None:
+def test_buckets_are_powers_of_two(most: int, sizes: list[int]) -> None:
     assert graphs.buckets(most) == sizes
     assert graphs.bucket_of(most, sizes) == sizes[0]
     assert graphs.bucket_of(sizes[0] + 1, sizes) is None
 
 
-def test_there_are_no_graphs_on_a_cpu() -> None:
+def test_there_are_no_graphs_on_a_cpu_or_in_eager_mode() -> None:
     assert graphs.recorder_for(torch.device("cpu"), eager=False) is None
     assert graphs.recorder_for(torch.device("cuda"), eager=True) is None
+
+
+# -- operator calls, which a frame and a pass of the vocoder cost on a GPU ------------------------------
+
+
+@pytest.fixture
+def module(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    """The program as a module."""
+    return benchmark("operator_calls")
+
+
+def test_a_frame_and_its_input_row_take_few_calls(module: ModuleType) -> None:
+    calls = module.of_a_frame()
+    assert calls.inside.total() <= 1205
+    assert calls.beside <= 6
+    assert calls.inside["mm"] == 5 * 4 * 16 + 15, "the count has seen the whole frame"
+    assert module.of_a_row().beside <= 9
+
+
+def test_a_pass_of_the_vocoder_takes_few_calls(module: ModuleType) -> None:
+    calls = module.of_a_pass()
+    assert calls.inside.total() <= 415
+    assert calls.beside <= 11
+    assert calls.inside["conv1d"] == 28, "the count has seen the whole pass"
+
+
+def test_the_calls_do_not_depend_on_the_batch_or_the_length_of_a_pass(module: ModuleType) -> None:
+    few, many = module.of_a_frame(2), module.of_a_frame(8)
+    assert (few.inside, few.outside) == (many.inside, many.outside)
+    assert module.of_a_pass(1).inside.total() == module.of_a_pass(16).inside.total()

@@ -45,8 +45,8 @@ def test_computed_sizes_are_those_of_the_model(sizes: Sizes) -> None:
     for name, parameter in model.named_parameters():
         real[part_of(name)] += parameter.numel()
     computed = elements(memory(config))
-    text = config.thinker_config.text_config
-    assert computed.pop("text table") == text.vocab_size * config.talker_config.text_config.hidden_size
+    text, talker = config.thinker_config.text_config, config.talker_config.text_config
+    assert computed.pop("text table") == text.vocab_size * talker.hidden_size
     assert computed == real
     if sizes is RELEASED:
         assert sum(real.values()) == RELEASED_PARAMETERS
@@ -62,17 +62,10 @@ def test_the_state_of_a_stream(sizes: Sizes) -> None:
     assert counted <= 1.3 * real
 
 
-def test_frames_in_flight() -> None:
-    assert FRAMES_IN_FLIGHT == DEFAULT_MAX_FRAMES_PER_PASS
-
-
-def test_a_frame_in_the_making_costs_what_the_makers_memory_has() -> None:
+def test_frames_in_the_making_are_counted() -> None:
     talker = memory(config_of(RELEASED))["talker"]
     assert 1.3e6 <= 2 * talker.sequence_elements < 1.4e6
-
-
-def test_recorded_passes() -> None:
-    assert RECORDED_FRAMES == MOST_FRAMES
+    assert (FRAMES_IN_FLIGHT, RECORDED_FRAMES) == (DEFAULT_MAX_FRAMES_PER_PASS, MOST_FRAMES)
 
 
 def stored(sizes: Sizes, expert: tuple[str, float]) -> StoredTensors:
@@ -87,13 +80,9 @@ def stored(sizes: Sizes, expert: tuple[str, float]) -> StoredTensors:
     return found
 
 
-def test_files_in_the_models_own_type_say_the_same_as_the_config() -> None:
+def test_stored_files_have_the_sizes_of_their_types() -> None:
     config = config_of(SMALL)
     assert memory(config, stored(SMALL, ("BF16", 2.0))) == memory(config)
-
-
-def test_quantized_files_have_the_size_they_have() -> None:
-    config = config_of(SMALL)
     plain = {part.name: part for part in memory(config)["thinker"].weights}
     packed = {part.name: part for part in memory(config, stored(SMALL, ("U8", 0.5)))["thinker"].weights}
     experts = packed.pop("thinker experts")
@@ -112,7 +101,7 @@ def test_quantized_files_have_the_size_they_have() -> None:
         (None, 2),
     ],
 )
-def test_a_quantized_checkpoint_that_is_not_here(said: Any, width: float) -> None:
+def test_without_files_the_config_gives_the_width_of_quantized_weights(said: Any, width: float) -> None:
     config = config_of(SMALL)
     config.quantization_config = said
     [part] = [part for part in memory(config)["thinker"].weights if part.name == "thinker experts"]
@@ -120,16 +109,13 @@ def test_a_quantized_checkpoint_that_is_not_here(said: Any, width: float) -> Non
     found = part.elements * 2 + part.stored_bytes
     assert found == pytest.approx(whole * width, rel=0.06)
     assert part.quantizable is (width == 2)
-    talker = memory(config)["talker"]
-    assert talker == memory(config_of(SMALL))["talker"]
+    assert memory(config)["talker"] == memory(config_of(SMALL))["talker"]
 
 
-def test_the_largest_picture_is_vllms() -> None:
-    """12,544 tokens for the released `preprocessor_config.json`, which vLLM's `encoder_budget` says too."""
+def test_the_largest_picture_is_that_of_vllms_encoder_budget() -> None:
     encoder = memory(config_of(RELEASED))["thinker"].encoder
     assert encoder is not None
-    assert encoder.image_tokens == 12544
-    assert module.LARGEST_IMAGE_PIXELS == 12544 * 32 * 32
+    assert (encoder.image_tokens, module.LARGEST_IMAGE_PIXELS) == (12544, 12544 * 32 * 32)
 
 
 @pytest.mark.engine

@@ -1,4 +1,4 @@
-"""What a request may ask for, and what the thinker is asked to hand over for it."""
+"""Fields of requests, their limits and refusals, and the planned stages."""
 
 from __future__ import annotations
 
@@ -9,21 +9,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.multimodal.inputs import (
-    MultiModalBatchedField,
-    MultiModalFeatureSpec,
-    MultiModalFieldElem,
-    MultiModalKwargsItem,
-    PlaceholderRange,
-)
 from vllm.sampling_params import SamplingParams
 
-from tests.support import media
-from tests.support.media import Message
-from tests.support.oracle import Oracle
 from tests.support.talker_ids import AUDIO, HEADER, IDS, turn, user
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import RequestError
@@ -35,12 +24,8 @@ from vllm_omni_ext.model_plugins.qwen3_omni.read_aloud import MOST_SPEECH_TOKENS
 from vllm_omni_ext.model_plugins.qwen3_omni.runtime import OPENAI_VOICES, Qwen3OmniRuntime, join_segments
 from vllm_omni_ext.plugins.flow import ForwardFlow, Open, Produced
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions, RuntimeContext
-from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady
-from vllm_omni_ext.wire.stage_input import EXPORT
 
 BOTH = ("text", "audio")
-
-
 VOCODER = SimpleNamespace(upsampling_ratios=(2, 2), upsample_rates=(8, 5, 4, 3))
 SPEAKING = SimpleNamespace(
     enable_audio_output=True, code2wav_config=VOCODER, talker_config=SimpleNamespace(num_code_groups=4)
@@ -67,40 +52,21 @@ def options(*, voice: str | None = None, **more: Any) -> RequestOptions:
     return RequestOptions(**{"modalities": BOTH, "fields": {} if voice is None else {"voice": voice}, **more})
 
 
-def test_what_a_checkpoint_offers(requests: Qwen3OmniRuntime) -> None:
+def test_capabilities_of_a_checkpoint_with_and_without_sound(requests: Qwen3OmniRuntime) -> None:
     capabilities = requests.capabilities()
     assert capabilities.modalities == capabilities.default_modalities == BOTH
     assert (requests.voices, requests.default_voice) == (("chelsie", "ethan"), "ethan")
-    card = {"voices": ["chelsie", "ethan"], "default_voice": "ethan", MOST_SPEECH_TOKENS: 40}
-    assert capabilities.card == card
+    assert capabilities.card == {"voices": ["chelsie", "ethan"], "default_voice": "ethan", MOST_SPEECH_TOKENS: 40}
     thinker, talking = {"thinker"}, {"talker", "code2wav"}
     assert capabilities.routes == {"text": thinker, "audio": thinker | talking, "speech": talking}
     silent = SILENT.capabilities()
     assert (silent.modalities, silent.routes, silent.card) == (("text",), {"text": thinker}, {})
+    SILENT.validate(options(modalities=("text",)))
+    with pytest.raises(RequestError, match="'audio' is not available; use text"):
+        SILENT.validate(options())
 
 
-def test_special_ids_come_from_the_config(oracle: Oracle) -> None:
-    ids = SpecialIds.of(oracle.model.config)
-    assert set(ids.speakers) == {"aiden", "chelsie", "ethan"}
-    names = {
-        "<|im_start|>": ids.im_start,
-        "user": ids.user,
-        "assistant": ids.assistant,
-        "<tts_text_bos>": ids.tts_bos,
-        "<tts_text_eod>": ids.tts_eos,
-        "<tts_pad>": ids.tts_pad,
-    }
-    known = oracle.processor.tokenizer.convert_tokens_to_ids
-    assert {name: known(name) for name in names} == names
-    assert ids.multimodal == {known(f"<|{kind}_pad|>") for kind in ("audio", "image", "video")}
-
-
-def test_without_the_preferred_voice_the_first_one_speaks(requests: Qwen3OmniRuntime) -> None:
-    with mock.patch.object(Qwen3OmniRuntime, "voices", ("bea", "carl")):
-        assert requests.default_voice == "bea"
-
-
-def test_openai_s_names_of_voices_stand_for_the_checkpoint_s(requests: Qwen3OmniRuntime) -> None:
+def test_openai_s_voices_stand_for_speakers_of_the_checkpoint(requests: Qwen3OmniRuntime) -> None:
     assert {name: requests.speaker(name) for name in (None, "Ethan", "alloy", "Ash", "ECHO", "nova", "nobody", "")} == {
         None: "ethan",
         "Ethan": "ethan",
@@ -116,13 +82,8 @@ def test_openai_s_names_of_voices_stand_for_the_checkpoint_s(requests: Qwen3Omni
     requests.validate(options(modalities=("audio",), voice="alloy"))
     with mock.patch.object(Qwen3OmniRuntime, "voices", ("alloy", "bea")):
         assert requests.speaker("alloy") == "alloy", "the checkpoint's own comes first"
+        assert requests.default_voice == "alloy", "without the preferred voice it is the first one"
     assert SILENT.speaker("alloy") is None
-
-
-@pytest.mark.parametrize("modalities", [("text",), ("audio",), BOTH])
-@pytest.mark.parametrize("voice", [None, "ethan", "Chelsie", "ETHAN"])
-def test_what_is_offered_can_be_asked_for(requests: Any, modalities: tuple[str, ...], voice: str | None) -> None:
-    requests.validate(options(modalities=modalities, voice=voice))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +100,7 @@ def test_what_is_offered_can_be_asked_for(requests: Any, modalities: tuple[str, 
     ],
     ids=str,
 )
-def test_refusals_name_the_parameter_and_what_is_allowed(
+def test_refusals_name_the_parameter_and_its_allowed_values(
     requests: Any, asked: Any, parameter: str, says: list[str]
 ) -> None:
     with pytest.raises(RequestError) as refused:
@@ -148,16 +109,12 @@ def test_refusals_name_the_parameter_and_what_is_allowed(
     assert [word for word in says if word not in str(refused.value)] == []
 
 
-def test_a_checkpoint_without_a_talker_answers_with_text_only() -> None:
-    SILENT.validate(options(modalities=("text",)))
-    with pytest.raises(RequestError, match="'audio' is not available; use text"):
-        SILENT.validate(options())
-
-
 def test_a_text_prompt_exports_nothing(requests: Qwen3OmniRuntime) -> None:
-    planned = requests.plan(Rendered(prompt=turn(4, AUDIO) + user(20) + HEADER), options())
-    assert isinstance(planned.flow, SpeechFlow) and planned.flow.outputs == {"text", "audio"}
-    assert (planned.frontend_args, planned.skip_prefix_cache) == ({}, False)
+    for modalities in (BOTH, ("audio",)):
+        planned = requests.plan(Rendered(prompt=turn(4, AUDIO) + user(20) + HEADER), options(modalities=modalities))
+        assert isinstance(planned.flow, SpeechFlow) and planned.flow.stages == {"thinker", "talker", "code2wav"}
+        assert planned.flow.outputs == set(modalities)
+        assert (planned.frontend_args, planned.skip_prefix_cache) == ({}, False)
 
 
 def test_text_alone_needs_the_thinker_alone(requests: Qwen3OmniRuntime) -> None:
@@ -174,39 +131,28 @@ def test_a_prompt_without_a_speaker_is_refused(requests: Qwen3OmniRuntime, promp
 
 
 @pytest.mark.parametrize(("voice", "speaker"), [(None, 80), ("Chelsie", 81), ("Alloy", 81), ("verse", 80)])
-def test_the_voice_reaches_the_talker(requests: Qwen3OmniRuntime, voice: str | None, speaker: int) -> None:
+def test_the_talker_gets_the_voice_of_the_request(requests: Qwen3OmniRuntime, voice: str | None, speaker: int) -> None:
+    requests.validate(options(voice=voice))
     flow = requests.plan(Rendered(prompt=user(20) + HEADER), options(voice=voice)).flow
     (opened,) = flow.handle(Produced("thinker", (40, 9), None, "stop"))
     assert isinstance(opened, Open) and isinstance(opened.payload, TalkerPrompt)
     assert opened.payload.codec[-3] == speaker
 
 
-def test_tensors_are_what_they_are() -> None:
-    rows = torch.ones(2, 3)
-    assert SILENT.decode("talker", rows) is rows
-    assert SILENT.decode("code2wav", rows) is rows
-
-
-@pytest.mark.parametrize(
-    ("limits", "budget"),
-    [({}, 40), ({"talker": 45}, 45 - len(user(20)) - 9), ({"code2wav": 7}, 1)],
-    ids=str,
-)
-def test_the_talker_may_make_what_it_holds_and_code2wav_decodes(limits: dict[str, int], budget: int) -> None:
+def budgets(**limits: int) -> Any:
     with mock.patch.object(SpecialIds, "of", return_value=IDS):
         requests = made(SPEAKING, limits=LIMITS | limits)
-    assert requests.plan(Rendered(prompt=user(20) + HEADER), options()).budgets == {"talker": budget}
+    return requests.plan(Rendered(prompt=user(20) + HEADER), options()).budgets
 
 
-def test_a_prompt_that_fills_the_talker_is_refused() -> None:
-    with mock.patch.object(SpecialIds, "of", return_value=IDS):
-        requests = made(SPEAKING, limits=LIMITS | {"talker": len(user(20)) + 9})
-    with pytest.raises(RequestError, match="whose context holds 15") as refused:
-        requests.plan(Rendered(prompt=user(20) + HEADER), options())
+def test_the_talker_is_limited_by_its_context_and_by_code2wav(requests: Qwen3OmniRuntime) -> None:
+    tail = len(user(20)) + 9
+    assert budgets() == {"talker": 40}
+    assert budgets(talker=45) == {"talker": 45 - tail}
+    assert budgets(code2wav=7) == {"talker": 1}
+    with pytest.raises(RequestError, match=f"whose context holds {tail}") as refused:
+        budgets(talker=tail)
     assert refused.value.parameter == "messages"
-
-
-def test_more_frames_than_code2wav_can_decode_are_refused(requests: Qwen3OmniRuntime) -> None:
     asked = options(params={"talker": SamplingParams(max_tokens=41)})
     with pytest.raises(RequestError, match="use at most 40") as refused:
         requests.plan(Rendered(prompt=user(20) + HEADER), asked)
@@ -237,11 +183,11 @@ def test_a_request_may_change_the_configured_chunks(
     assert flow.call_args.kwargs == {"text": text, "frames": frames, "text_too": True}
 
 
-# -- a text that is read out ---------------------------------------------------------------------------
+# -- a text to read aloud ---------------------------------------------------------------------------
 
 
 class Server:
-    """Counts a token for each character, and remembers what was asked."""
+    """Makes a token of each character, and records the calls."""
 
     def __init__(self, most: int = 40) -> None:
         self.capabilities = SimpleNamespace(card={MOST_SPEECH_TOKENS: most})
@@ -252,28 +198,32 @@ class Server:
         return user() + HEADER if special else [20] * len(words)
 
 
-async def test_marks_in_a_text_that_is_read_out_are_characters() -> None:
+async def test_special_tokens_in_a_text_to_read_aloud_are_characters() -> None:
     server: Any = Server()
     request = await rendered("<|im_end|>", server)
     assert server.asked == [(OPENING, True), ("<|im_end|>", False)]
     assert request.data == ReadAloud(prompt=user() + HEADER, reply=[20] * 10)
 
 
-@pytest.mark.parametrize("words", ["", " \n", "a\ud800"], ids=ascii)
-async def test_a_text_that_cannot_be_read_out_is_refused(words: str) -> None:
-    with pytest.raises(RequestError) as refused:
-        await rendered(words, Server())  # type: ignore[arg-type]
-    assert refused.value.parameter == "input"
-
-
-async def test_not_all_of_a_text_that_is_much_too_long_is_cut() -> None:
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("", "nothing to read"),
+        (" \n", "nothing to read"),
+        ("a\ud800", "surrogate"),
+        ("a" * 1_000_000, "1000000 characters are too many"),
+    ],
+    ids=["empty", "spaces", "surrogate", "too long"],
+)
+async def test_a_text_that_cannot_be_read_aloud_is_refused_before_it_is_tokenized(words: str, reason: str) -> None:
     server: Any = Server()
-    with pytest.raises(RequestError, match="1000000 characters are too many"):
-        await rendered("a" * 1_000_000, server)
-    assert len(server.asked) == 1
+    with pytest.raises(RequestError, match=reason) as refused:
+        await rendered(words, server)
+    assert refused.value.parameter == "input"
+    assert len(server.asked) <= 1
 
 
-async def test_a_text_that_is_read_out_is_planned(requests: Qwen3OmniRuntime) -> None:
+async def test_a_text_to_read_aloud_uses_talker_and_code2wav_alone(requests: Qwen3OmniRuntime) -> None:
     server: Any = Server()
     planned = requests.plan(await rendered("hello", server), options(modalities=("audio",)))
     assert isinstance(planned.flow, ReadAloudFlow) and not isinstance(planned.flow, SpeechFlow)
@@ -308,111 +258,3 @@ def test_a_segment_goes_on_after_the_highest_position_of_the_one_before() -> Non
         [0, 1, 7, 8, 9],
         [0, 1, 1, 8, 9],
     ]
-
-
-# -- against Transformers ----------------------------------------------------------------------
-
-
-def feature(modality: str, offset: int, length: int, **data: torch.Tensor) -> MultiModalFeatureSpec:
-    field = MultiModalBatchedField()
-    item = MultiModalKwargsItem({name: MultiModalFieldElem(value, field) for name, value in data.items()})
-    return MultiModalFeatureSpec(item, modality, f"{modality}{offset}", PlaceholderRange(offset, length))
-
-
-def features_of(oracle: Oracle, inputs: dict[str, torch.Tensor]) -> list[MultiModalFeatureSpec]:
-    """vLLM's description of the media, from what the processor says."""
-    thinker, ids = oracle.model.config.thinker_config, inputs["input_ids"][0].tolist()
-    found: list[MultiModalFeatureSpec] = []
-    kinds = {
-        "audio": (
-            thinker.audio_token_id,
-            lambda i: {"audio_feature_lengths": inputs["feature_attention_mask"][i].sum()},
-        ),
-        "image": (thinker.image_token_id, lambda i: {"image_grid_thw": inputs["image_grid_thw"][i]}),
-        "video": (
-            thinker.video_token_id,
-            lambda i: {
-                "video_grid_thw": inputs["video_grid_thw"][i],
-                "second_per_grid_ts": torch.as_tensor(inputs["video_second_per_grid"][i]),
-            },
-        ),
-    }
-    for kind, (token, data) in kinds.items():
-        starts = [p for p, t in enumerate(ids) if t == token and ids[p - 1] != token]
-        for i, start in enumerate(starts):
-            stop = next(p for p in range(start, len(ids)) if ids[p] != token)
-            found.append(feature(kind, start, stop - start, **data(i)))
-    return found
-
-
-def heard(seconds: float, seed: int) -> dict[str, Any]:
-    return {"type": "audio", "audio": media.audio(seconds, seed)}
-
-
-def seen(width: int, height: int, seed: int) -> dict[str, Any]:
-    return {"type": "image", "image": media.image(width, height, seed)}
-
-
-def text(words: str) -> dict[str, Any]:
-    return {"type": "text", "text": words}
-
-
-SYSTEM: Message = {"role": "system", "content": "Be kind."}
-REPLY: Message = {"role": "assistant", "content": "I see."}
-CONVERSATIONS: dict[str, list[Message]] = {
-    "image and audio": [SYSTEM, {"role": "user", "content": [seen(96, 64, 1), heard(0.5, 2), text("Which?")]}],
-    "audio, then images": [
-        SYSTEM,
-        {"role": "user", "content": [text("Listen:"), heard(0.7, 3)]},
-        REPLY,
-        {"role": "user", "content": [seen(64, 96, 4), text("and"), seen(128, 64, 5)]},
-    ],
-    "video": [
-        {"role": "user", "content": [{"type": "video", "video": media.video(4, 64, 64, 6)}, text("What?")]},
-        REPLY,
-        {"role": "user", "content": "Sure?"},
-    ],
-    "audio alone": [SYSTEM, {"role": "user", "content": [heard(0.4, 7), text("What?")]}],
-}
-
-
-def talker_positions(oracle: Oracle, inputs: dict[str, torch.Tensor]) -> list[list[int]]:
-    """The prompt's positions as Transformers gives them to the talker's transformer."""
-    seen_ = []
-    forward = oracle.model.talker.model.forward
-
-    def listen(*args: Any, **kwargs: Any) -> Any:
-        seen_.append(kwargs["position_ids"])
-        return forward(*args, **kwargs)
-
-    with mock.patch.object(oracle.model.talker.model, "forward", listen):
-        oracle.model.generate(
-            **inputs,
-            thinker_max_new_tokens=3,
-            thinker_eos_token_id=-1,
-            thinker_do_sample=False,
-            talker_max_new_tokens=2,
-            talker_do_sample=False,
-            return_audio=True,
-        )
-    return seen_[0][-3:, 0].long().tolist()
-
-
-@pytest.mark.parametrize("name", CONVERSATIONS)
-def test_positions_and_ranges_are_those_of_transformers(oracle: Oracle, name: str) -> None:
-    inputs = oracle.inputs(CONVERSATIONS[name])
-    ids = inputs["input_ids"][0].tolist()
-    limits = dict.fromkeys(LIMITS, 10_000)
-    request = Rendered(prompt=ids, features=features_of(oracle, inputs))
-    planned = made(oracle.model.config, limits=limits).plan(request, options())
-    assert planned.skip_prefix_cache
-    multimodal = SpecialIds.of(oracle.model.config).multimodal
-    exported = [p for a, b in planned.frontend_args[EXPORT] for p in range(a, b)]
-    assert exported == [p for p, t in enumerate(ids) if t in multimodal]
-    ready = HiddenStatesChunkReady(source="tcp://a", name="0/r", first=0, count=len(exported))
-    (opened,) = planned.flow.handle(Produced("thinker", (40, 41, 9), ready, "stop"))
-    assert isinstance(opened, Open) and isinstance(opened.payload, TalkerPrompt)
-    assert opened.payload.positions is not None
-    got = segments_of(opened.payload.positions)
-    assert got.shape[1] == len(opened.prompt) == len(opened.payload.text)
-    assert got.tolist() == talker_positions(oracle, inputs)

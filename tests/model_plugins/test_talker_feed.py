@@ -25,7 +25,7 @@ GREEDY = SimpleNamespace(temperature=0.0, seed=None)
 
 
 class Weights:
-    """Random tables; the predictor's codes are a function of its inputs and of who asks."""
+    """Random tables; the predictor's codes are a function of its inputs."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -80,8 +80,11 @@ def spoken(
     track: list[int], frames: list[tuple[int, int]], input_provider: TalkerInputProvider, req_id: str = "a"
 ) -> None:
     """A request with its hidden states and frames (first code, hidden value)."""
-    open_(input_provider, req_id, payload(track))
-    input_provider.add_hidden_states(req_id, hidden_rows(3))
+    open_(input_provider, req_id, payload(track[:1]))
+    for entry in track[1:]:
+        input_provider.extend(req_id, TalkerChunk(track=(entry,)))
+    for row in hidden_rows(3).split(2):  # they come in pieces
+        input_provider.add_hidden_states(req_id, row)
     for code, hidden in frames:
         sample(input_provider, req_id, code, hidden)
 
@@ -105,45 +108,23 @@ codes = st.lists(st.tuples(st.integers(0, EOS - 1), st.integers(0, 40)), max_siz
 
 
 @settings(deadline=None)
-@given(tracks, codes, st.data())
-def test_any_split_gives_the_rows_of_one_go(track: list[int], frames: list[tuple[int, int]], data: Any) -> None:
-    input_provider, whole = make(), by_hand(track, frames)
-    spoken(track, frames, input_provider)
-    torch.testing.assert_close(input_provider.rows([Span("a", 0, len(whole))]), whole)
-    marks = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1))) | {0, len(whole)})
-    spans = [Span("a", a, b - a) for a, b in itertools.pairwise(marks)]
-    torch.testing.assert_close(torch.cat([input_provider.rows([span]) for span in spans]), whole)
-    torch.testing.assert_close(input_provider.rows(spans), whole)
-
-
-@settings(deadline=None)
 @given(st.permutations(["a", "b", "c"]), st.data())
-def test_requests_of_a_batch_do_not_mix(order: list[str], data: Any) -> None:
-    input_provider = make()
-    given_ = {name: (data.draw(tracks), data.draw(codes)) for name in ("a", "b", "c")}
-    for name, (track, frames) in given_.items():
+def test_rows_depend_on_their_own_request_and_not_on_the_split_into_spans(order: list[str], data: Any) -> None:
+    input_provider, wholes = make(), dict[str, Tensor]()
+    for name in ("a", "b", "c"):
+        track, frames = data.draw(tracks), data.draw(codes)
         spoken(track, frames, input_provider, name)
-    wholes = [by_hand(*given_[name]) for name in order]
-    spans = [Span(name, 0, len(whole)) for name, whole in zip(order, wholes, strict=True)]
-    torch.testing.assert_close(input_provider.rows(spans), torch.cat(wholes))
-
-
-@given(tracks, st.data())
-def test_a_track_in_pieces_is_the_track(track: list[int], data: Any) -> None:
-    cut = data.draw(st.integers(0, len(track)))
-    input_provider, frames = make(), [(1, 2), (3, 4), (5, 6)]
-    spoken(track[:cut], frames, input_provider)
-    for entry in track[cut:]:
-        input_provider.extend("a", TalkerChunk(track=(entry,)))
-    torch.testing.assert_close(input_provider.rows([Span("a", 0, 10)]), by_hand(track, frames))
-
-
-def test_rows_in_pieces_are_the_rows() -> None:
-    input_provider = make()
-    open_(input_provider, "a", payload([]))
-    for row in hidden_rows(3):
-        input_provider.add_hidden_states("a", row[None])
-    torch.testing.assert_close(input_provider.rows([Span("a", 0, 7)]), by_hand([], []))
+        wholes[name] = by_hand(track, frames)
+    spans = []
+    for name in order:
+        length = len(wholes[name])
+        marks = sorted(data.draw(st.sets(st.integers(1, length - 1))) | {0, length})
+        spans += [Span(name, a, b - a) for a, b in itertools.pairwise(marks)]
+    joined = torch.cat([wholes[name] for name in order])
+    torch.testing.assert_close(input_provider.rows(spans), joined)
+    torch.testing.assert_close(torch.cat([input_provider.rows([span]) for span in spans]), joined)
+    whole = [Span(name, 0, len(wholes[name])) for name in order]
+    torch.testing.assert_close(input_provider.rows(whole), joined)
 
 
 def test_opening_again_after_a_preemption_keeps_the_history() -> None:
@@ -156,20 +137,14 @@ def test_opening_again_after_a_preemption_keeps_the_history() -> None:
 
 
 def test_a_history_grows_with_its_reply() -> None:
-    """Room is made for the frames that there are, however many were asked for."""
-    input_provider = make()
-    open_(input_provider, "a", payload([], text=[1], codec=[NO_CODEC]))
-    frames = [(step % EOS, step % 40) for step in range(3 * FIRST_FRAMES)]
-    for code, hidden in frames:
-        sample(input_provider, "a", code, hidden)
+    input_provider, frames = make(), [(step % EOS, step % 40) for step in range(3 * FIRST_FRAMES)]
+    spoken([], frames, input_provider)
     assert input_provider._requests["a"].history.shape == (4 * FIRST_FRAMES, GROUPS)
-    expected = torch.stack(
-        [_row(code, [(2 * hidden + i) % CODES for i in range(GROUPS - 1)]) for code, hidden in frames]
-    )
-    torch.testing.assert_close(input_provider.rows([Span("a", 1, len(frames))]), expected)
+    whole = by_hand([], frames)
+    torch.testing.assert_close(input_provider.rows([Span("a", 0, len(whole))]), whole)
 
 
-def test_a_closed_request_is_forgotten() -> None:
+def test_a_closed_request_is_freed() -> None:
     input_provider = make()
     spoken([5], [(1, 2)], input_provider)
     input_provider.close("a")
@@ -177,7 +152,7 @@ def test_a_closed_request_is_forgotten() -> None:
     assert len(input_provider) == 0
     with pytest.raises(KeyError):
         input_provider.rows([Span("a", 0, 1)])
-    spoken([6], [(3, 4)], input_provider)  # the same id starts anew
+    spoken([6], [(3, 4)], input_provider)  # the same id again
     torch.testing.assert_close(input_provider.rows([Span("a", 0, 8)]), by_hand([6], [(3, 4)]))
 
 
@@ -187,18 +162,12 @@ def test_frames_are_complete_and_the_end_has_none() -> None:
         spoken([], [], input_provider, name)
     hidden = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
     made = input_provider.sampled(list("abcd"), [[4], [EOS], [], [5]], hidden)
-    assert [None if frame is None else frame.tolist() for frame in made] == [
-        [[4, 0, 1, 2]],
-        None,
-        None,
-        [[5, 3, 4, 5]],
-    ]
-    assert made[0] is not None
-    assert made[0].dtype == torch.int32
+    frames = [None if frame is None else frame.tolist() for frame in made]
+    assert frames == [[[4, 0, 1, 2]], None, None, [[5, 3, 4, 5]]]
+    assert made[0] is not None and made[0].dtype == torch.int32
     assert len(WEIGHTS.draws) == 2
     assert input_provider.sampled(["b"], [[EOS]], hidden[:1]) == [None]
-    # "b" and "c" have no frame yet: their next one is their first
-    sample(input_provider, "c", 8, 1)
+    sample(input_provider, "c", 8, 1)  # "b" and "c" have no frame yet: their next one is their first
     torch.testing.assert_close(input_provider.rows([Span("c", 7, 1)]), _row(8, [2, 3, 4])[None])
 
 
@@ -223,15 +192,8 @@ def test_residual_codes_use_the_requests_sampling(sampling: Any, greedy: bool, s
     assert WEIGHTS.draws[0].generator is before  # one stream of numbers for the whole request
 
 
-def test_positions_of_text_are_a_plain_count() -> None:
-    input_provider = make()
-    open_(input_provider, "a", payload([]))
-    positions, delta = input_provider.positions("a", 4)
-    assert (positions.tolist(), delta) == ([[0, 1, 2, 3]] * 3, 0)
-
-
 @pytest.mark.parametrize("length", [2, 4, 7])
-def test_given_positions_go_on_after_their_highest(length: int) -> None:
+def test_positions_go_on_after_the_highest_of_the_prompt(length: int) -> None:
     prompt = np.array([[0, 1, 1, 5], [0, 1, 2, 5], [0, 1, 3, 5]], np.int32)
     input_provider = make()
     open_(input_provider, "a", payload([], text=[1] * 4, codec=[NO_CODEC] * 4, positions=prompt.tobytes()))
@@ -240,6 +202,9 @@ def test_given_positions_go_on_after_their_highest(length: int) -> None:
     assert positions.tolist() == expected.tolist()
     assert positions.dtype == torch.int64
     assert delta == 2  # position p of the request has rope position p + delta
+    open_(input_provider, "text", payload([]))
+    positions, delta = input_provider.positions("text", length)
+    assert (positions.tolist(), delta) == ([list(range(length))] * 3, 0)
 
 
 @given(st.integers(0, 6), st.integers(0, 4))

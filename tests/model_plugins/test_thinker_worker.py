@@ -1,4 +1,4 @@
-"""Who is encoded together with whom."""
+"""The sound of each request is encoded in a call of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def feature(modality: str | None) -> Any:
     return SimpleNamespace(modality=modality or "audio", data=None if modality is None else "data")
 
 
-CALLS = pytest.mark.parametrize(
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize(
     ("names", "calls"),
     [
         ([], [[]]),
@@ -34,35 +35,26 @@ CALLS = pytest.mark.parametrize(
     ],
     ids=str,
 )
-
-
-@CALLS
-def test_requests_with_sound_are_apart(names: list[str], calls: list[list[str]]) -> None:
-    seen: list[dict[str, list[int]]] = []
-
-    def execute(step: Any) -> list[str]:
-        seen.append(step.scheduled_encoder_inputs)
-        return list(step.scheduled_encoder_inputs)
-
-    requests = {name: SimpleNamespace(mm_features=[feature(each) for each in FEATURES[name]]) for name in names}
-    runner = SimpleNamespace(requests=requests, _execute_mm_encoder=execute)
-    encode_apart(runner)
-    due = {name: list(range(len(FEATURES[name]))) for name in names}
-    step = SimpleNamespace(scheduled_encoder_inputs=dict(due), other="kept")
-    made = runner._execute_mm_encoder(step)
-    assert [list(each) for each in seen] == calls
-    assert all(each[name] == due[name] for each in seen for name in each)
-    assert sorted(made) == sorted(names) and step.scheduled_encoder_inputs == due
-
-
-@CALLS
-def test_requests_with_sound_are_apart_on_v2(names: list[str], calls: list[list[str]]) -> None:
+def test_requests_with_sound_are_encoded_apart(names: list[str], calls: list[list[str]], v2: bool) -> None:
     seen: list[dict[str, list[int]]] = []
     features = {name: [feature(each) for each in FEATURES[name]] for name in names}
-    state = SimpleNamespace(execute_mm_encoder=lambda due: seen.append(dict(due)))
-    runner = SimpleNamespace(model_state=state, encoder_cache=SimpleNamespace(mm_features=features))
-    encode_apart(runner)
     due = {name: list(range(len(FEATURES[name]))) for name in names}
-    runner.model_state.execute_mm_encoder(due)
+    if v2:
+        state = SimpleNamespace(execute_mm_encoder=lambda due: seen.append(dict(due)))
+        runner = SimpleNamespace(model_state=state, encoder_cache=SimpleNamespace(mm_features=features))
+        encode_apart(runner)
+        runner.model_state.execute_mm_encoder(due)
+    else:
+
+        def execute(step: Any) -> list[str]:
+            seen.append(step.scheduled_encoder_inputs)
+            return list(step.scheduled_encoder_inputs)
+
+        requests = {name: SimpleNamespace(mm_features=features[name]) for name in names}
+        runner = SimpleNamespace(requests=requests, _execute_mm_encoder=execute)
+        encode_apart(runner)
+        step = SimpleNamespace(scheduled_encoder_inputs=dict(due), other="kept")
+        assert sorted(runner._execute_mm_encoder(step)) == sorted(names)
+        assert step.scheduled_encoder_inputs == due
     assert [list(each) for each in seen] == calls
     assert all(each[name] == due[name] for each in seen for name in each)

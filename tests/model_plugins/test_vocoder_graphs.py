@@ -1,6 +1,8 @@
-"""Recorded passes of the vocoder: whatever they are put together from, the sound is Transformers'."""
+"""Recorded passes of the vocoder: in any combination, the sound equals Transformers'."""
 
 from __future__ import annotations
+
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ def recorded() -> tuple[Vocoder, TapeRecorder]:
     st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5).filter(sum), min_size=1, max_size=6),
     st.randoms(use_true_random=False),
 )
-def test_streams_that_come_and_go(recorded, cuts: list[list[int]], random) -> None:
+def test_streams_in_any_parts_and_any_batch_equal_unchunked(recorded, cuts: list[list[int]], random) -> None:
     """Any sizes of parts, any streams in a call, more streams than one pass takes."""
     vocoder, tape = recorded
     whole = [random_codes(SMALL.config, sum(cut), seed=i) for i, cut in enumerate(cuts)]
@@ -72,21 +74,19 @@ def test_nothing_is_computed_outside_of_the_graphs(recorded, monkeypatch: pytest
         check_equal(wave, expected(SMALL, frames))
 
 
-def test_what_was_given_out_does_not_change(recorded) -> None:
+def test_returned_samples_do_not_change(recorded) -> None:
     vocoder, _ = recorded
-    first, second = vocoder.new_state(), vocoder.new_state()
     codes = random_codes(SMALL.config, 8, seed=0)
-    (wave,) = vocoder.decode([codes[:4]], [first], [False])
+    (wave,) = vocoder.decode([codes[:4]], [vocoder.new_state()], [False])
     copied = wave.clone()
-    vocoder.decode([codes[4:]], [second], [False])
+    vocoder.decode([codes[4:]], [vocoder.new_state()], [False])
     assert torch.equal(wave, copied)
 
 
 def test_every_size_of_a_part_has_its_graphs(recorded) -> None:
     vocoder, tape = recorded
-    streams = (4, 2, 1)
-    assert len(vocoder._graphs) == len(streams) * (len(vocoder_graphs.FRAMES) + len(vocoder_graphs.FIRST_FRAMES))
-    assert len(tape.calls) == len(vocoder._graphs)
+    sizes = len(vocoder_graphs.FRAMES) + len(vocoder_graphs.FIRST_FRAMES)
+    assert len(vocoder._graphs) == len(tape.calls) == len((4, 2, 1)) * sizes
 
 
 def test_no_pass_exceeds_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,22 +97,15 @@ def test_no_pass_exceeds_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {(key.frames, key.streams) for key in vocoder._graphs._replays}
     assert sizes == {(4, 2), (4, 1), (1, 8), (1, 4), (1, 2), (1, 1)}
     codes = [random_codes(SMALL.config, 5, seed=seed) for seed in range(5)]
-    for wave, frames in zip(
-        vocoder.decode(codes, [vocoder.new_state() for _ in codes], [True] * 5), codes, strict=True
-    ):
+    waves = vocoder.decode(codes, [vocoder.new_state() for _ in codes], [True] * 5)
+    for wave, frames in zip(waves, codes, strict=True):
         check_equal(wave, expected(SMALL, frames))
 
 
-class Broken:
-    """Cannot record anything."""
-
-    def record(self, body: object) -> object:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-
-def test_without_graphs_it_computes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_graphs_the_passes_are_computed(caplog: pytest.LogCaptureFixture) -> None:
     vocoder = vocoder_like(SMALL)
-    vocoder.record(Broken(), streams=2)  # type: ignore[arg-type]
+    broken = Mock(record=Mock(side_effect=RuntimeError("operation not permitted when stream is capturing")))
+    vocoder.record(broken, streams=2)
     assert "no CUDA graph for" in caplog.text
     codes = random_codes(SMALL.config, 40, seed=0)
     state = vocoder.new_state()

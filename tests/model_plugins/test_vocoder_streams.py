@@ -1,6 +1,8 @@
-"""Streams of parts: in any cut and any company the sound of each is that of its whole utterance."""
+"""Streams of parts: with any parts in any batch, the sound of each stream equals that of its whole utterance."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,45 +18,28 @@ from tests.support.vocoder_reference import (
     random_codes,
     reference,
     small_config,
+    vocoder_like,
 )
-from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_streams import VocoderStreams
 from vllm_omni_ext.wire.stage_input import PartHeader
 
 REFERENCE = reference(small_config(), seed=2)
+VOCODER = vocoder_like(REFERENCE)
 IDLE_S = 10.0
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture(scope="module")
-def vocoder() -> Vocoder:
-    vocoder = Vocoder(REFERENCE.config)
-    vocoder.load_state_dict(REFERENCE.state_dict())
-    return vocoder.eval()
+@pytest.fixture
+def clock() -> SimpleNamespace:
+    return SimpleNamespace(now=0.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def streams(vocoder: Vocoder, clock: Clock) -> VocoderStreams:
-    return VocoderStreams(vocoder, idle_s=IDLE_S, clock=clock)
+def streams(clock: SimpleNamespace) -> VocoderStreams:
+    return VocoderStreams(VOCODER, idle_s=IDLE_S, clock=lambda: clock.now)
 
 
 def codes(frames: int, seed: int = 0) -> Tensor:
     return random_codes(REFERENCE.config, frames, seed=seed)
-
-
-NONE = codes(1)[:0]
 
 
 @settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
@@ -62,9 +47,9 @@ NONE = codes(1)[:0]
     st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(sum), min_size=1, max_size=8),
     st.randoms(use_true_random=False),
 )
-def test_any_cut_and_any_company(vocoder: Vocoder, cuts: list[list[int]], random) -> None:
+def test_any_parts_in_any_batch_equal_the_whole_utterance(cuts: list[list[int]], random) -> None:
     """Each stream's parts come in order, any number of any streams in a step, shuffled within it."""
-    streams = VocoderStreams(vocoder, idle_s=IDLE_S)
+    streams = VocoderStreams(VOCODER, idle_s=IDLE_S)
     whole = [codes(sum(cut), seed=i) for i, cut in enumerate(cuts)]
     waiting = {i: list(zip(range(len(cut)), whole[i].split(cut), strict=True)) for i, cut in enumerate(cuts)}
     heard: dict[int, dict[int, Tensor]] = {i: {} for i in waiting}
@@ -95,7 +80,6 @@ def test_a_gap_ends_the_stream_and_no_other(streams: VocoderStreams) -> None:
     assert isinstance(good, Tensor)
     (late,) = streams.decode([header("a", 1, False)], [frames[2:4]])
     assert late == "part 1 came for a stream that is not open"
-    assert len(streams) == 0
 
 
 def test_parts_before_a_bad_one_are_decoded_and_those_after_it_refused(streams: VocoderStreams) -> None:
@@ -107,7 +91,7 @@ def test_parts_before_a_bad_one_are_decoded_and_those_after_it_refused(streams: 
     assert len(streams) == 0
 
 
-def test_nothing_follows_the_last_part_not_even_in_the_same_step(streams: VocoderStreams) -> None:
+def test_a_part_after_the_last_one_is_refused_even_in_the_same_step(streams: VocoderStreams) -> None:
     frames = codes(3)
     first, second = streams.decode([header("a", 0, True), header("a", 1, False)], [frames[:2], frames[2:]])
     assert isinstance(first, Tensor)
@@ -122,16 +106,16 @@ def test_part_0_starts_the_stream_again(streams: VocoderStreams) -> None:
     check_equal(whole, expected(REFERENCE, frames))
 
 
-def test_an_end_header_forgets_also_what_comes_in_the_same_step(streams: VocoderStreams) -> None:
+def test_an_end_header_frees_the_stream_with_its_parts_of_the_same_step(streams: VocoderStreams) -> None:
     frames = codes(2)
     streams.decode([header("a", 0, False)], [frames])
-    end, _ = streams.decode([PartHeader.end("a"), header("a", 1, False)], [NONE, frames])
+    end, _ = streams.decode([PartHeader.end("a"), header("a", 1, False)], [frames[:0], frames])
     assert isinstance(end, Tensor) and len(end) == 0
     assert len(streams) == 0
-    streams.decode([PartHeader.end("unknown")], [NONE])
+    streams.decode([PartHeader.end("unknown")], [frames[:0]])
 
 
-def test_a_stream_for_which_nothing_comes_is_forgotten(streams: VocoderStreams, clock: Clock) -> None:
+def test_an_idle_stream_is_freed(streams: VocoderStreams, clock: SimpleNamespace) -> None:
     frames = codes(4)
     streams.decode([header("a", 0, False), header("b", 0, False)], [frames[:1], frames[:1]])
     clock.now = IDLE_S

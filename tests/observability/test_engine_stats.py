@@ -1,9 +1,8 @@
-"""vLLM's metrics of all replicas: their labels, and what is written for stages that vLLM's output processor skips."""
+"""vLLM's metrics of all replicas: their labels, and statistics of stages that vLLM's output processor skips."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +25,6 @@ from vllm_omni_ext.observability.engine_numbers import EngineNumbers
 from vllm_omni_ext.observability.engine_series import EngineMetric
 from vllm_omni_ext.observability.engine_stats import ReplicaStats, tokens_of
 
-STEPS = (3, 1, 0)
 STAGES = ("text", "codes")
 TEXT, CODES, JOINED = ReplicaId("text", 0), ReplicaId("codes", 0), ReplicaId("codes", 1)
 TOKENS = "vllm:generation_tokens_total"
@@ -39,29 +37,30 @@ def config(tiny: Path) -> VllmConfig:
     ).create_engine_config()
 
 
-def stats_of(
-    config: VllmConfig,
-    *,
-    connected: tuple[ReplicaId, ...] = (TEXT, CODES),
-    client_count: int = 1,
-    replaces: bool = False,
-) -> ReplicaStats:
-    numbers, configs = EngineNumbers("text", STAGES, (TEXT, CODES)), dict.fromkeys(connected, config)
-    planned = (TEXT, CODES)
-    return ReplicaStats(config, configs, numbers, planned=planned, client_count=client_count, replaces=replaces)
+Make = Callable[..., ReplicaStats]
 
 
 @pytest.fixture
-def stats(config: VllmConfig) -> Iterator[ReplicaStats]:
-    yield stats_of(config)
+def make_stats(config: VllmConfig) -> Iterator[Make]:
+    def make(connected: tuple[ReplicaId, ...] = (TEXT, CODES), client_count: int = 1, **more: Any) -> ReplicaStats:
+        planned, configs = (TEXT, CODES), dict.fromkeys(connected, config)
+        numbers = EngineNumbers("text", STAGES, planned)
+        return ReplicaStats(config, configs, numbers, planned=planned, client_count=client_count, **more)
+
+    yield make
     unregister_vllm_metrics()
+
+
+@pytest.fixture
+def stats(make_stats: Make) -> ReplicaStats:
+    return make_stats()
 
 
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def written(replica: ReplicaId) -> Values:
-    """Every value of vLLM's metrics for one replica, by name and other labels."""
+    """Return all values of vLLM's metrics for one replica, by name and other labels."""
     own = {"engine", "stage", "replica"}
     return {
         (sample.name, tuple(sorted(item for item in sample.labels.items() if item[0] not in own))): sample.value
@@ -73,12 +72,9 @@ def written(replica: ReplicaId) -> Values:
 
 
 def one(name: str, replica: ReplicaId, **labels: str) -> float:
-    """The only value of that name for a replica."""
-    found = [
-        value for (known, rest), value in written(replica).items() if known == name and labels.items() <= set(rest)
-    ]
-    assert len(found) == 1, (name, replica, found)
-    return found[0]
+    values = written(replica).items()
+    (found,) = [value for (known, rest), value in values if known == name and labels.items() <= set(rest)]
+    return found
 
 
 def step(stats: ReplicaStats, replica: ReplicaId, tokens: int, running: int = 1) -> None:
@@ -96,32 +92,10 @@ def test_statistics_of_a_step_have_all_fields_of_vllm() -> None:
         stats.num_typos  # noqa: B018
 
 
-def test_tokens_of_a_step_are_written_as_vllm_writes_statistics_that_have_nothing_else(
+def test_a_replica_has_all_series_when_it_joins_and_keeps_its_totals_when_it_leaves(
     config: VllmConfig, stats: ReplicaStats
 ) -> None:
-    for tokens in STEPS:
-        stock = IterationStats()
-        stock.num_generation_tokens = tokens
-        outputs = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [7] * tokens)])
-        stats.record(SchedulerStats(num_running_reqs=tokens), stock, engine_idx=0)
-        stats.record(SchedulerStats(num_running_reqs=tokens), tokens_of(outputs), engine_idx=1)
-    assert written(TEXT) == written(CODES)
-    model = (("model_name", config.model_config.model),)
-    assert written(CODES)[TOKENS, model] == sum(STEPS)
-    assert written(CODES)["vllm:iteration_tokens_total_count", model] == len(STEPS)
-
-
-def test_a_replica_that_joins_has_the_series_of_the_others(config: VllmConfig, stats: ReplicaStats) -> None:
-    step(stats, CODES, 5)
     assert written(JOINED) == {}
-    stats.add(JOINED, config)
-    assert written(JOINED).keys() == written(CODES).keys()
-    step(stats, JOINED, 3)
-    step(stats, CODES, 1)
-    assert (one(TOKENS, CODES), one(TOKENS, JOINED), one(TOKENS, TEXT)) == (6, 3, 0)
-
-
-def test_a_replica_that_leaves_runs_nothing_and_its_totals_stay(config: VllmConfig, stats: ReplicaStats) -> None:
     for replica in (CODES, JOINED):
         stats.add(replica, config)
         step(stats, replica, 4, running=2)
@@ -129,23 +103,20 @@ def test_a_replica_that_leaves_runs_nothing_and_its_totals_stay(config: VllmConf
         assert one("vllm:num_requests_running", replica) == 0
         stats.add(replica, config)
         step(stats, replica, 1)
-        assert one(TOKENS, replica) == 5
-        assert one("vllm:num_requests_running", replica) == 1
+        assert (one(TOKENS, replica), one("vllm:num_requests_running", replica)) == (5, 1)
+    assert written(JOINED).keys() == written(CODES).keys()
+    assert one(TOKENS, TEXT) == 0
 
 
-def test_a_planned_replica_that_is_connected_later(config: VllmConfig) -> None:
-    """An API server that is started again may find it down."""
-    later = stats_of(config, connected=(TEXT,))
-    try:
-        assert one(TOKENS, CODES) == 0
-        assert "vllm:cache_config_info" not in {name for name, _ in written(CODES)}
-        later.add(CODES, config)
-        assert one("vllm:cache_config_info", CODES) == 1
-    finally:
-        unregister_vllm_metrics()
+def test_a_planned_replica_that_is_connected_later_has_all_series(config: VllmConfig, make_stats: Make) -> None:
+    later = make_stats(connected=(TEXT,))
+    assert one(TOKENS, CODES) == 0
+    assert "vllm:cache_config_info" not in {name for name, _ in written(CODES)}
+    later.add(CODES, config)
+    assert one("vllm:cache_config_info", CODES) == 1
 
 
-def test_a_cache_of_another_size_replaces_what_was_said(config: VllmConfig, stats: ReplicaStats) -> None:
+def test_a_cache_of_another_size_replaces_the_earlier_size(config: VllmConfig, stats: ReplicaStats) -> None:
     other = config.__class__.__new__(config.__class__)
     other.__dict__.update(config.__dict__, cache_config=type(config.cache_config)(block_size=64))
     stats.add(JOINED, config)
@@ -170,22 +141,13 @@ def test_sleep_is_shown_for_the_replicas_that_sleep(config: VllmConfig, stats: R
     assert awake() == [1, 1, 1], "another process has its name"
 
 
-def test_an_api_server_that_replaces_another_one_does_not_wake_replicas(config: VllmConfig) -> None:
-    """What it does not write, others have written: a new value of this kind yields to any that was set."""
-    stats = stats_of(config, connected=(TEXT, CODES, JOINED), replaces=True)
-    later = ReplicaId("text", 1)
+def test_an_api_server_that_replaces_another_one_does_not_wake_replicas(config: VllmConfig, make_stats: Make) -> None:
+    stats, later = make_stats(connected=(TEXT, CODES, JOINED), replaces=True), ReplicaId("text", 1)
     stats.add(later, config)
-    try:
-        assert [one("vllm:engine_sleep_state", each, sleep_state="awake") for each in (TEXT, CODES, JOINED, later)] == [
-            0,
-            0,
-            0,
-            1,
-        ]
-        stats.record_sleep_state(0, 0)
-        assert one("vllm:engine_sleep_state", JOINED, sleep_state="awake") == 1
-    finally:
-        unregister_vllm_metrics()
+    awake = [one("vllm:engine_sleep_state", each, sleep_state="awake") for each in (TEXT, CODES, JOINED, later)]
+    assert awake == [0, 0, 0, 1]
+    stats.record_sleep_state(0, 0)
+    assert one("vllm:engine_sleep_state", JOINED, sleep_state="awake") == 1
 
 
 def test_other_metrics_stay_registered_when_a_replica_joins(config: VllmConfig, stats: ReplicaStats) -> None:
@@ -197,7 +159,7 @@ def test_other_metrics_stay_registered_when_a_replica_joins(config: VllmConfig, 
         REGISTRY.unregister(other)
 
 
-class Told(loggers.StatLoggerBase):
+class EngineLogger(loggers.StatLoggerBase):
     """A stat logger plugin for single engines."""
 
     made: ClassVar[list[tuple[int, list[Any]]]] = []
@@ -206,32 +168,26 @@ class Told(loggers.StatLoggerBase):
         self.steps: list[Any] = []
         self.made.append((engine_index, self.steps))
 
-    def record(
-        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
-    ) -> None:
+    def record(self, stats: Any, tokens: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
         self.steps.append(engine_idx)
 
     def log_engine_initialized(self) -> None: ...
 
 
-def test_plugins_for_single_engines_are_told_of_replicas_that_join(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+def test_plugins_for_single_engines_record_replicas_that_join(
+    config: VllmConfig, make_stats: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_stats, "load_stat_logger_plugin_factories", lambda: [Told])
-    stats = stats_of(config)
-    try:
-        stats.add(JOINED, config)
-        for replica in (CODES, JOINED, JOINED):
-            step(stats, replica, 1)
-        assert Told.made == [(0, []), (1, [1]), (3, [3, 3])]
-    finally:
-        unregister_vllm_metrics()
+    monkeypatch.setattr(engine_stats, "load_stat_logger_plugin_factories", lambda: [EngineLogger])
+    stats = make_stats()
+    stats.add(JOINED, config)
+    for replica in (CODES, JOINED, JOINED):
+        step(stats, replica, 1)
+    assert EngineLogger.made == [(0, []), (1, [1]), (3, [3, 3])]
 
 
-def test_a_label_of_vllm_s_that_is_called_stage_stays() -> None:
-    metric = EngineMetric(
-        Counter, ("engine", "stage"), lambda number: CODES, name="x", documentation="x", registry=None
-    )
+def test_a_label_stage_of_vllm_is_kept() -> None:
+    options: dict[str, Any] = {"name": "x", "documentation": "x", "registry": None}
+    metric = EngineMetric(Counter, ("engine", "stage"), lambda number: CODES, **options)
     metric.labels("1", "in_progress").inc()
     [sample, *_] = metric._metric.collect()[0].samples
     assert sample.labels == {"engine": "1", "stage": "in_progress", "replica": "codes/0"}
@@ -241,7 +197,9 @@ def test_a_label_of_vllm_s_that_is_called_stage_stays() -> None:
     planned=st.dictionaries(st.sampled_from("abc"), st.integers(0, 4)),
     joined=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 20))),
 )
-def test_every_name_has_one_number_whatever_joins(planned: dict[str, int], joined: list[tuple[str, int]]) -> None:
+def test_every_replica_has_one_number_in_any_order_of_joining(
+    planned: dict[str, int], joined: list[tuple[str, int]]
+) -> None:
     known = [ReplicaId(stage, index) for stage, count in planned.items() for index in range(count)]
     numbers = EngineNumbers("b", "abc", known)
     names = [*known, *(ReplicaId(stage, index) for stage, index in joined)]
@@ -276,18 +234,22 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def test_a_schedulers_state_is_shown_after_each_step(stats: ReplicaStats, calls: list[Any]) -> None:
-    outputs = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [7])])
-    for state in STATES:
+def test_a_step_is_recorded_as_vllm_records_it(config: VllmConfig, stats: ReplicaStats, calls: list[Any]) -> None:
+    tokens = [number % 4 for number in range(len(STATES))]
+    for state, count in zip(STATES, tokens, strict=True):
         stock = IterationStats()
-        stock.num_generation_tokens = 1
+        stock.num_generation_tokens = count
+        outputs = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [7] * count)])
         stats.record(SchedulerStats(**state), stock, engine_idx=0)
         stats.record(SchedulerStats(**state), tokens_of(outputs), engine_idx=1)
         assert written(CODES) == written(TEXT), state
+    model = (("model_name", config.model_config.model),)
+    assert written(CODES)[TOKENS, model] == sum(tokens)
+    assert written(CODES)["vllm:iteration_tokens_total_count", model] == len(STATES)
     assert len(calls) == 2 * len(STATES) - 1, "a state that is shown already is not written again"
 
 
-def test_a_replica_that_comes_back_as_it_was(stats: ReplicaStats) -> None:
+def test_a_replica_that_joins_again_in_the_same_state_is_shown(stats: ReplicaStats) -> None:
     for _ in range(2):
         step(stats, CODES, 1, running=2)
         assert one("vllm:num_requests_running", CODES) == 2
@@ -295,20 +257,15 @@ def test_a_replica_that_comes_back_as_it_was(stats: ReplicaStats) -> None:
         assert one("vllm:num_requests_running", CODES) == 0
 
 
-def test_beside_other_api_servers_a_busy_replica_is_written_again_at_times(
-    config: VllmConfig, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+def test_gauges_that_other_api_servers_set_are_written_again(
+    make_stats: Make, calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They set the same gauges: what they wrote must not stay, above all not when the replica has become idle."""
-    stats = stats_of(config, client_count=2)
+    stats = make_stats(client_count=2)
     logger: Any = next(each for each in stats.stat_loggers if isinstance(each, PrometheusStatLogger))
-    shown = partial(one, "vllm:num_requests_running", CODES)
-    try:
-        for pause, running, expected in ((0, 1, 1), (inf, 1, 7), (inf, 2, 2), (0, 2, 2), (inf, 0, 0), (inf, 0, 0)):
-            monkeypatch.setattr(shown_states, "AGAIN_S", pause)
-            logger.gauge_scheduler_running[1].set(7)
-            step(stats, CODES, 1, running)
-            assert shown() == expected, (pause, running)
-        assert len(calls) == 5
-        assert one(TOKENS, CODES) == 6, "every token is counted in its step"
-    finally:
-        unregister_vllm_metrics()
+    for pause, running, expected in ((0, 1, 1), (inf, 1, 7), (inf, 2, 2), (0, 2, 2), (inf, 0, 0), (inf, 0, 0)):
+        monkeypatch.setattr(shown_states, "AGAIN_S", pause)
+        logger.gauge_scheduler_running[1].set(7)
+        step(stats, CODES, 1, running)
+        assert one("vllm:num_requests_running", CODES) == expected, (pause, running)
+    assert len(calls) == 5
+    assert one(TOKENS, CODES) == 6, "every token is counted in its step"

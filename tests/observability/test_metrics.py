@@ -1,27 +1,30 @@
-"""docs/operations.md, the dashboard and the registry say the same."""
+"""The registry, docs/operations.md and the dashboard have the same metrics."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client import REGISTRY, CollectorRegistry
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import MODEL, PREFIX, REPLICA_INFO, Metric, Metrics, make_all
-from vllm_omni_ext.modalities.registry import METRICS as ALL
+from vllm_omni_ext.modalities.registry import METRICS
+from vllm_omni_ext.observability.engine_series import EngineSeries
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 DASHBOARD = json.loads((ROOT / "dashboards" / "vllm-omni-ext.json").read_text(encoding="utf-8"))
+PANELS = DASHBOARD["panels"]
+TARGETS = [(target["expr"], target["legendFormat"]) for panel in PANELS for target in panel.get("targets", ())]
+NAME = re.compile(r"[a-z_]+:[a-z_]+")
+ADDED = {"instance", "job"}
+"""Labels that Prometheus adds when it scrapes."""
 
 
 def row(metric: Metric) -> str:
@@ -29,108 +32,95 @@ def row(metric: Metric) -> str:
     return f"| `{metric.full_name}` | {metric.kind} | {labels} | {metric.unit} | {metric.text} |"
 
 
-def families() -> dict[str, Family]:
-    registry = CollectorRegistry()
-    make_all(registry, ALL)
-    return {family.name: family for family in registry.collect()}
-
-
 def test_the_table_is_the_registry() -> None:
     documented = [line for line in DOCUMENT.splitlines() if line.startswith(f"| `{PREFIX}")]
-    assert documented == [row(metric) for metric in ALL]
-    made = families()
-    assert {metric.full_name.removesuffix("_total") for metric in ALL} == set(made)
-    for metric in ALL:
+    assert documented == [row(metric) for metric in METRICS]
+    registry = CollectorRegistry()
+    make_all(registry, METRICS)
+    made = {family.name: family for family in registry.collect()}
+    assert {metric.full_name.removesuffix("_total") for metric in METRICS} == set(made)
+    for metric in METRICS:
         family = made[metric.full_name.removesuffix("_total")]
         assert (family.type, family.documentation) == (metric.kind, metric.text)
 
 
-@pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)
-def test_names_follow_prometheus(metric: Metric) -> None:
-    assert re.fullmatch(r"[a-z_]+", metric.name)
-    assert metric.name.endswith("_total") == (metric.kind == "counter")
-    assert ("_seconds" in metric.name) == (metric.unit == "seconds")
-    assert list(metric.buckets) == sorted(set(metric.buckets))
-    assert bool(metric.buckets) == (metric.kind == "histogram")
-    assert MODEL not in metric.labels
-
-
 def test_metrics_of_two_models_share_the_default_registry() -> None:
     for model in ("one", "two"):
-        assert Metrics(model).of(ALL[0], "text") is Metrics(model).of(ALL[0], "text")
+        assert Metrics(model).of(METRICS[0], "text") is Metrics(model).of(METRICS[0], "text")
 
 
-def expressions() -> Iterator[tuple[str, str]]:
-    """(panel title, query) of the whole dashboard."""
+def mistakes(expression: str, legend: str, known: Mapping[str, set[str]]) -> Iterator[str]:
+    """Yield series and labels of a query that do not exist.
 
-    def walk(panels: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-        for panel in panels:
-            yield from ((panel["title"], target["expr"]) for target in panel.get("targets", ()))
-            yield from walk(panel.get("panels", []))
+    Args:
+        known: labels of each series.
+    """
+    shown = set(re.findall(r"{{(\w+)}}", legend))
+    matched = set(re.findall(r"[{,]\s*(\w+)\s*[=!][=~]?", expression))
+    grouped = [set(labels.split(", ")) for labels in re.findall(r"by \(([^)]*)\)", expression)]
+    aggregated = re.search(r"\b(sum|max|min)\b", expression) is not None
+    yield from shown - set().union(*grouped) if aggregated else ()
+    if "histogram_quantile(" in expression and not any("le" in labels for labels in grouped):
+        yield "le"
+    for name in NAME.findall(expression):
+        yield from {name} - known.keys()
+        if f"rate({name}" in expression and not name.endswith(("_total", "_bucket", "_sum", "_count")):
+            yield f"rate of {name}"
+        yield from (shown | matched).union(*grouped) - ADDED - known.get(name, set())
 
-    yield from walk(DASHBOARD["panels"])
+
+@pytest.fixture(scope="module")
+def known(tiny: Path) -> Iterator[dict[str, set[str]]]:
+    """Labels of each series of this package and of vLLM."""
+    found = {}
+    for metric in METRICS:
+        labels = {MODEL, *metric.labels}
+        parts = {"_bucket": {"le"}, "_sum": set(), "_count": set()} if metric.kind == "histogram" else {"": set()}
+        found |= {metric.full_name + part: labels | more for part, more in parts.items()}
+    config = AsyncEngineArgs(model=str(tiny), dtype="float32", max_model_len=512).create_engine_config()
+    EngineSeries(lambda number: ReplicaId("talker", number)).logger_class()(config, [0])
+    samples = [sample for family in REGISTRY.collect() for sample in family.samples if sample.name.startswith("vllm:")]
+    found |= {sample.name: set(sample.labels) for sample in samples}
+    yield found
+    unregister_vllm_metrics()
 
 
-def test_the_dashboard_queries_what_exists() -> None:
-    exported = {metric.full_name for metric in ALL}
-    suffixes = {f"{metric.full_name}_{part}" for metric in ALL if metric.kind == "histogram" for part in PARTS}
-    for title, query in expressions():
-        for name in re.findall(r"[a-z_]+:[a-z_]+", query):
-            assert name in exported | suffixes or name.startswith("vllm:"), (title, name)
+def test_every_series_and_label_of_the_dashboard_exists(known: dict[str, set[str]]) -> None:
+    assert {name.partition(":")[0] for query, _ in TARGETS for name in NAME.findall(query)} == {"vllm", "vllm_omni_ext"}
+    for query, legend in TARGETS:
+        assert set(mistakes(query, legend, known)) == set(), query
 
 
-PARTS = ("bucket", "sum", "count")
+@pytest.mark.parametrize(
+    ("query", "legend", "mistake"),
+    [
+        ("vllm:num_preemption_total", "", "vllm:num_preemption_total"),
+        ("vllm_omni_ext:replica_running", "", "vllm_omni_ext:replica_running"),
+        ('vllm_omni_ext:replica_up{model=~"$model"}', "", "model"),
+        ('vllm:kv_cache_usage_perc{model_name=~"$model", stages="x"}', "", "stages"),
+        ("sum by (stage, kind) (vllm_omni_ext:replica_up)", "", "kind"),
+        ("vllm_omni_ext:replica_up", "{{kind}}", "kind"),
+        ("sum by (stage) (vllm_omni_ext:replica_up)", "{{replica}}", "replica"),
+        ("rate(vllm_omni_ext:replica_up[1m])", "", "rate of vllm_omni_ext:replica_up"),
+        ("histogram_quantile(0.5, sum(vllm_omni_ext:kv_wait_seconds_bucket))", "", "le"),
+    ],
+)
+def test_a_wrong_name_in_a_query_is_found(query: str, legend: str, mistake: str, known: dict[str, set[str]]) -> None:
+    assert set(mistakes(query, legend, known)) == {mistake}
 
 
 def test_the_dashboard_shows_every_metric() -> None:
-    """But for the numbers of replicas, which have labels instead."""
-    queries = " ".join(query for _, query in expressions())
-    assert [metric for metric in ALL if metric.full_name not in queries] == [REPLICA_INFO]
+    """Except the numbers of replicas, which have labels instead."""
+    queries = {name for query, _ in TARGETS for name in NAME.findall(query)}
+    assert [each for each in METRICS if not any(name.startswith(each.full_name) for name in queries)] == [REPLICA_INFO]
 
 
-def test_the_dashboard_can_be_imported() -> None:
+def test_grafana_can_import_the_dashboard() -> None:
     assert DASHBOARD["id"] is None and DASHBOARD["uid"] and DASHBOARD["title"]
     assert [entry["name"] for entry in DASHBOARD["__inputs"]] == ["DS_PROMETHEUS"]
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(ids) == len(set(ids))
-    for panel in DASHBOARD["panels"]:
-        assert set(panel["gridPos"]) == {"x", "y", "w", "h"}
+    assert len({panel["id"] for panel in PANELS}) == len(PANELS)
+    for panel in PANELS:
         assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
         if panel["type"] != "row":
             assert panel["datasource"] == {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
             assert panel["targets"] and panel["description"]
-
-
-SERVER = """
-import sys
-from vllm_omni_ext import metrics as m
-from vllm_omni_ext.modalities.audio import AUDIO_SECONDS
-metrics = m.Metrics("tiny")
-metrics.of(m.REPLICA_IN_FLIGHT, "talker", "talker/0").set(int(sys.argv[1]))
-metrics.of(m.REPLICA_RUNNING, "talker", "talker/0").set(int(sys.argv[1]))
-metrics.of(AUDIO_SECONDS).inc(2)
-print(flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.engine
-def test_several_api_servers(tmp_path: Path) -> None:
-    """In flight is a sum over servers, a replica's own load what was said last, a counter a sum."""
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    words, pipe = [sys.executable, "-c", SERVER], subprocess.PIPE
-    servers = [
-        subprocess.Popen([*words, number], env=environment, stdin=pipe, stdout=pipe, cwd=ROOT) for number in ("3", "4")
-    ]
-    try:
-        for server in servers:
-            assert server.stdout is not None and server.stdout.readline()
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry, path=str(tmp_path))
-        labels = {"model_name": "tiny", "stage": "talker", "replica": "talker/0"}
-        assert registry.get_sample_value(PREFIX + "replica_requests_in_flight", labels) == 7
-        assert registry.get_sample_value(PREFIX + "replica_requests_running", labels) in (3, 4)
-        assert registry.get_sample_value(PREFIX + "audio_seconds_total", {"model_name": "tiny"}) == 4
-    finally:
-        for server in servers:
-            server.communicate()

@@ -1,4 +1,4 @@
-"""What is noted about requests, with a clock that the test turns."""
+"""Metrics and traces of requests and replicas, with a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -114,32 +114,22 @@ def test_metrics_of_a_spoken_request(bench: Bench) -> None:
     assert bench.value(m.REQUESTS, outcome="finished", modalities="text+audio") == 1
 
 
-def test_the_course_of_a_spoken_request(bench: Bench) -> None:
+def test_metrics_and_trace_of_one_request_have_all_stages(bench: Bench) -> None:
     bench.observer.keep("client r")
     spoken(bench)
     record = bench.observer.trace("client r")
     assert record is not None and bench.ended == [record]
     course = as_metrics(record)
     assert list(course["stages"]) == ["thinker", "talker", "code2wav"]
-    thinker = course["stages"]["thinker"]
+    thinker, sound_made = course["stages"]["thinker"], course["audio"]
     assert (thinker["replica"], thinker["tokens"], thinker["waited_s"]) == ("thinker/0", 3, 0.25)
-    assert thinker["first_output_s"] == pytest.approx(0.5, abs=0.01)
-    assert thinker["last_output_s"] == pytest.approx(0.75, abs=0.01)
-    assert [(over["from"], over["to"], over["chunks"], over["bytes"]) for over in course["handovers"]] == [
+    assert (thinker["first_output_s"], thinker["last_output_s"]) == pytest.approx((0.5, 0.75), abs=0.01)
+    assert [tuple(over[name] for name in ("from", "to", "chunks", "bytes")) for over in course["handovers"]] == [
         ("thinker", "talker", 2, 16),
         ("talker", "code2wav", 1, 16),
     ]
-    audio = course["audio"]
-    assert (audio["frames"], audio["samples"], audio["seconds"], audio["chunks"]) == (2, RATE * 3 // 2, 1.5, 2)
-
-
-def test_the_trace_of_a_spoken_request(bench: Bench) -> None:
-    bench.observer.keep("client r")
-    spoken(bench)
-    record = bench.observer.trace("client r")
-    assert record is not None
+    assert [sound_made[name] for name in ("frames", "samples", "seconds", "chunks")] == [2, RATE * 3 // 2, 1.5, 2]
     events = as_trace(record)["traceEvents"]
-    assert {event["ph"] for event in events} == {"M", "X", "i"}
     named = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert {"request client r", "thinker (thinker/0)", "talker (talker/1)", "code2wav (code2wav/0)"} <= named
     bars = [event for event in events if event["ph"] == "X"]
@@ -147,13 +137,6 @@ def test_the_trace_of_a_spoken_request(bench: Bench) -> None:
     whole = next(event for event in bars if event["name"] == "request: finished")
     assert whole["dur"] == pytest.approx(3_000_000, abs=10_000)
     assert all(event["ts"] + event["dur"] <= whole["dur"] for event in bars)
-
-
-def test_text_alone_ends_with_the_text(bench: Bench) -> None:
-    bench.open(modalities=("text",))
-    bench.observer.sent("r", None, THINKER)
-    bench.produce("thinker", 1, finish_reason=FinishReason.LENGTH)
-    assert bench.value(m.REQUESTS, outcome="finished", modalities="text") == 1
 
 
 @pytest.mark.parametrize("error", [StageUnavailable("talker/0 is gone"), RequestFailed("no"), ValueError("odd")])
@@ -167,51 +150,69 @@ def test_a_failure_is_counted_once(bench: Bench, error: Exception) -> None:
     assert bench.value(m.REQUESTS, outcome="aborted", modalities="text+audio") is None
 
 
-@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
-def test_an_engine_that_gives_up(bench: Bench, reason: FinishReason) -> None:
+@pytest.mark.parametrize(
+    ("reason", "outcome"),
+    [(FinishReason.ABORT, "aborted"), (FinishReason.ERROR, "failed"), (FinishReason.LENGTH, "finished")],
+)
+def test_a_text_request_ends_with_the_engines_finish_reason(bench: Bench, reason: FinishReason, outcome: str) -> None:
     bench.open(modalities=("text",))
     bench.observer.sent("r", None, THINKER)
     bench.produce("thinker", finish_reason=reason)
-    outcome = {FinishReason.ABORT: "aborted", FinishReason.ERROR: "failed"}[reason]
     assert bench.value(m.REQUESTS, outcome=outcome, modalities="text") == 1
 
 
-def test_a_cancelled_caller_is_an_abort(bench: Bench) -> None:
+def test_a_cancelled_request_counts_as_aborted_and_later_events_are_ignored(bench: Bench) -> None:
     bench.open()
     bench.observer.failed("r", "thinker", GeneratorExit())
     assert bench.value(m.REQUESTS, outcome="aborted", modalities="text+audio") == 1
+    bench.observer.sent("r", None, THINKER)
+    bench.produce("thinker", 1)
+    bench.observer.emitted("r", "code2wav", sound(1))
+    bench.observer.finished("r", TEXT)
+    assert len(bench.ended) == 1
 
 
-def test_replicas(bench: Bench) -> None:
-    labels = {"stage": "talker", "replica": "talker/1"}
+def test_gauges_and_totals_of_a_replica(bench: Bench) -> None:
+    labels, before = {"stage": "talker", "replica": "talker/1"}, time.time()
     bench.observer.loaded(TALKER, SchedulerStats(num_running_reqs=3, num_waiting_reqs=1, num_skipped_waiting_reqs=1))
     bench.observer.bound(TALKER, 5)
-    found = [bench.value(metric, **labels) for metric in (m.REPLICA_RUNNING, m.REPLICA_WAITING, m.REPLICA_IN_FLIGHT)]
-    assert found == [3, 2, 5]
+    bench.observer.restarted(TALKER, 3)
+    bench.observer.heartbeat(TALKER)
+    bench.observer.viewed(2.0)
+    for why in ("policy", "policy", "affinity"):
+        bench.observer.decided(TALKER, why)
+    for requests in (4, 2):
+        bench.observer.waiting("talker", requests)
+    bench.observer.taken_over("talker")
+    bench.observer.fetched("a", "talker", 0.3)
+    bench.observer.alone("talker")
+    gauges = m.REPLICA_RUNNING, m.REPLICA_WAITING, m.REPLICA_IN_FLIGHT, m.REPLICA_UP, m.REPLICA_RESTARTS
+    assert [bench.value(metric, **labels) for metric in gauges] == [3, 2, 5, 1, 3]
     assert bench.observer.loads[TALKER] == (3, 2)
-    assert bench.value(m.REPLICA_UP, **labels) == 1
+    heard, seen = bench.value(m.REPLICA_HEARTBEAT, **labels), bench.value(m.COORDINATOR_VIEW)
+    assert heard is not None and before <= heard <= time.time()
+    assert seen is not None and before - 2 <= seen <= time.time() - 2
+    assert [bench.value(m.ROUTING_DECISIONS, reason=why, **labels) for why in ("policy", "affinity")] == [2, 1]
+    totals = m.REQUESTS_WAITING, m.REQUEST_FAILOVERS, m.KV_LOCAL_PREFILLS
+    assert [bench.value(metric, stage="talker") for metric in totals] == [2, 1, 1]
+    assert bench.value(m.KV_WAIT, "_sum", source="a", target="talker") == 0.3
     bench.observer.replica_down(TALKER)
-    found = [bench.value(metric, **labels) for metric in (m.REPLICA_RUNNING, m.REPLICA_WAITING, m.REPLICA_UP)]
-    assert found == [0, 0, 0]
+    assert [bench.value(metric, **labels) for metric in gauges] == [0, 0, 0, 0, 3]
 
 
-def test_what_another_api_server_wrote_does_not_stay() -> None:
-    clock, metrics, labels = (
-        iter((0.0, 1.0, 1.1, 1.3, 1.4, 1.5)),
-        Metrics("tiny", CollectorRegistry()),
-        ("talker", "talker/1"),
-    )
+def test_a_gauge_that_another_api_server_wrote_is_written_again() -> None:
+    clock, metrics = iter((0.0, 1.0, 1.1, 1.3, 1.4, 1.5)), Metrics("tiny", CollectorRegistry())
     observer = Observer(metrics, frontend="thinker", replicas=[TALKER], alone=False, clock=lambda: next(clock))
-    seen = []
+    gauge, seen = metrics.of(m.REPLICA_RUNNING, "talker", "talker/1"), []
     for running in (1, 1, 1, 0, 0):
-        metrics.of(m.REPLICA_RUNNING, *labels).set(7)
+        gauge.set(7)
         observer.loaded(TALKER, SchedulerStats(num_running_reqs=running))
-        seen.append(metrics.of(m.REPLICA_RUNNING, *labels)._value.get())
+        seen.append(gauge._value.get())
     assert seen == [1, 7, 1, 0, 0]
     assert observer.loads[TALKER] == (0, 0)
 
 
-def test_only_the_last_courses_are_kept(bench: Bench) -> None:
+def test_only_the_last_traces_are_kept(bench: Bench) -> None:
     for name in ("a", "b", "c"):
         bench.observer.keep(f"client {name}")
         bench.open(name, ("text",))
@@ -219,13 +220,6 @@ def test_only_the_last_courses_are_kept(bench: Bench) -> None:
     assert bench.observer.trace("client a") is None
     kept = bench.observer.trace("client c")
     assert kept is not None and kept.outcome == "finished"
-
-
-def test_unknown_requests_are_ignored(bench: Bench) -> None:
-    bench.observer.sent("x", None, THINKER)
-    bench.produce("thinker", 1, request_id="x")
-    bench.observer.emitted("x", "code2wav", sound(1))
-    bench.observer.finished("x", TEXT)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +233,7 @@ def test_unknown_requests_are_ignored(bench: Bench) -> None:
         ([(1, 2), (3, 4)], 16),
     ],
 )
-def test_sizes(payload: Any, size: int) -> None:
+def test_sizes_of_payloads(payload: Any, size: int) -> None:
     assert payload_bytes(payload) == size
 
 
@@ -260,7 +254,7 @@ def test_underruns_are_counted(bench: Bench) -> None:
 
 
 def series(bench: Bench, replica: ReplicaId) -> set[str]:
-    """Names of everything that is shown of a replica."""
+    """Return the names of all series of a replica."""
     return {
         sample.name
         for family in bench.registry.collect()
@@ -269,28 +263,7 @@ def series(bench: Bench, replica: ReplicaId) -> set[str]:
     }
 
 
-def test_what_is_shown_of_replicas(bench: Bench) -> None:
-    labels = {"stage": "talker", "replica": "talker/1"}
-    bench.observer.restarted(TALKER, 3)
-    before = time.time()
-    bench.observer.heartbeat(TALKER)
-    bench.observer.viewed(2.0)
-    for why in ("policy", "policy", "affinity"):
-        bench.observer.decided(TALKER, why)
-    bench.observer.waiting("talker", 4)
-    bench.observer.waiting("talker", 2)
-    bench.observer.taken_over("talker")
-    assert bench.value(m.REPLICA_RESTARTS, **labels) == 3
-    heard, seen = bench.value(m.REPLICA_HEARTBEAT, **labels), bench.value(m.COORDINATOR_VIEW)
-    assert heard is not None and before <= heard <= time.time()
-    assert seen is not None and before - 2 <= seen <= time.time() - 2
-    assert bench.value(m.ROUTING_DECISIONS, reason="policy", **labels) == 2
-    assert bench.value(m.ROUTING_DECISIONS, reason="affinity", **labels) == 1
-    assert bench.value(m.REQUESTS_WAITING, stage="talker") == 2
-    assert bench.value(m.REQUEST_FAILOVERS, stage="talker") == 1
-
-
-def test_a_replica_that_is_forgotten_is_shown_no_more(bench: Bench) -> None:
+def test_only_the_totals_of_a_forgotten_replica_stay(bench: Bench) -> None:
     bench.observer.restarted(TALKER, 3)
     bench.observer.heartbeat(TALKER)
     bench.observer.decided(TALKER, "only")
@@ -306,7 +279,7 @@ def test_a_replica_that_is_forgotten_is_shown_no_more(bench: Bench) -> None:
     assert bench.value(m.REPLICA_UP, stage="talker", replica="talker/1") == 1
 
 
-def test_transfers_of_kv_caches(bench: Bench) -> None:
+def test_bytes_times_and_failures_of_kv_transfers_are_counted(bench: Bench) -> None:
     labels = {"stage": "thinker", "replica": "thinker/0"}
     assert bench.value(m.KV_BYTES, **labels) is None
     columns = {
@@ -330,14 +303,7 @@ def test_transfers_of_kv_caches(bench: Bench) -> None:
     assert bench.value(m.KV_FAILURES, **labels, kind="receive") == 2
 
 
-def test_what_a_kv_cache_was_waited_for(bench: Bench) -> None:
-    bench.observer.fetched("a", "b", 0.3)
-    bench.observer.alone("b")
-    assert bench.value(m.KV_WAIT, "_sum", source="a", target="b") == 0.3
-    assert bench.value(m.KV_LOCAL_PREFILLS, stage="b") == 1
-
-
-def test_the_parts_of_a_stage_s_work(bench: Bench) -> None:
+def test_times_of_the_parts_of_an_output_add_up(bench: Bench) -> None:
     bench.open()
     for steps in (1.5, 0.5):
         picture = ImageChunk(pixels=np.zeros((1, 1, 3), np.uint8), seconds={"steps": steps, "vae": 0.25})

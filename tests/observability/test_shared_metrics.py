@@ -1,4 +1,4 @@
-"""Metrics of several processes in one answer. In processes of their own: what is set up holds for all of a process."""
+"""Metrics that several processes share. Each test has processes of its own: the setting is one for a process."""
 
 from __future__ import annotations
 
@@ -73,26 +73,15 @@ def run(body: str, folder: Path) -> None:
 
 
 @pytest.mark.engine
-def test_totals_and_gauges(tmp_path: Path) -> None:
-    run(
-        """
-pids = [forked(1, 3), forked(2, 4)]
-seen = scraped()
-assert seen["requests_total"] == 7 and seen["audio_seconds_total"] == 1.0
-assert seen["stage_request_duration_seconds_count"] == 2
-assert seen["replica_requests_in_flight"] == 7, "each has its own open"
-assert seen["replica_up"] == 1 and seen["replica_requests_running"] == 20, "all speak of the same replica"
-""",
-        tmp_path,
-    )
-    assert len(list(tmp_path.iterdir())) > 2
-
-
-@pytest.mark.engine
-def test_totals_survive_a_restarted_api_server(tmp_path: Path) -> None:
+def test_api_servers_share_totals_and_gauges_also_after_a_restart(tmp_path: Path) -> None:
     run(
         """
 first, second = forked(1, 3), forked(2, 4)
+seen = scraped()
+assert seen["requests_total"] == 7 and seen["audio_seconds_total"] == 1.0
+assert seen["stage_request_duration_seconds_count"] == 2
+assert seen["replica_requests_in_flight"] == 7, "a sum over API servers"
+assert seen["replica_up"] == 1 and seen["replica_requests_running"] == 20, "the latest value of the same replica"
 m.mark_dead(first)
 seen = scraped()
 assert seen["requests_total"] == 7, "totals never go back"
@@ -131,21 +120,6 @@ assert after_step(0, 5) == 5, "a step without a time is of now"
 """,
         tmp_path,
     )
-
-
-@pytest.mark.engine
-def test_alone_nothing_is_written(tmp_path: Path) -> None:
-    run(
-        """
-del os.environ[m.DIRECTORY]
-from prometheus_client import values
-values.ValueClass = values.get_value_class()
-work(1, 1)
-m.mark_dead(os.getpid())
-""",
-        tmp_path,
-    )
-    assert list(tmp_path.iterdir()) == []
 
 
 RESTARTS = """
@@ -206,22 +180,11 @@ assert scraped()["replica_up"] == 1 and scraped()["replica_heartbeat_timestamp_s
 """
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """Status of each body with vLLM, and what all of them have printed."""
-    bodies = (RESTARTS, LEFT)
-    done = python(IMPORTS, *(word for body in bodies for word in (HEAD + body, str(tmp_path_factory.mktemp("shared")))))
-    *_, statuses = done.stdout.splitlines()
-    return {body: (int(status), done.stderr) for body, status in zip(bodies, statuses.split(), strict=True)}
-
-
-@pytest.mark.engine  # imports vLLM, in a process of its own
-def test_restarts_are_counted_on_by_the_api_server_that_follows(ended: dict[str, tuple[int, str]]) -> None:
-    status, printed = ended[RESTARTS]
-    assert status == 0, printed
-
-
-@pytest.mark.engine  # the same
-def test_a_replica_that_has_left_runs_nothing(ended: dict[str, tuple[int, str]]) -> None:
-    status, printed = ended[LEFT]
-    assert status == 0, printed
+@pytest.mark.engine  # imports vLLM in a process of its own
+def test_restarts_are_counted_on_and_a_replica_that_left_runs_nothing(tmp_path: Path) -> None:
+    words = []
+    for name, body in (("restarts", RESTARTS), ("left", LEFT)):
+        (tmp_path / name).mkdir()
+        words += [HEAD + body, str(tmp_path / name)]
+    done = python(IMPORTS, *words)
+    assert done.stdout.split()[-2:] == ["0", "0"], done.stderr

@@ -22,7 +22,7 @@ def found(files: TraceFiles, request_id: str) -> dict[str, object] | None:
     return None if kept is None else json.loads(kept)["otherData"]
 
 
-def test_trace_is_found_by_every_api_server(tmp_path: Path) -> None:
+def test_every_api_server_finds_a_trace(tmp_path: Path) -> None:
     servers = [TraceFiles(tmp_path, number, keep=3) for number in range(3)]
     servers[1].write(record("a"))
     for server in servers:
@@ -42,7 +42,7 @@ def test_oldest_own_traces_are_removed_first(tmp_path: Path, keep: int) -> None:
     assert other.read("other") and mine.read("other")
 
 
-def test_one_id_twice_is_one_trace_and_the_newest(tmp_path: Path) -> None:
+def test_the_newest_trace_of_a_repeated_id_is_kept(tmp_path: Path) -> None:
     files = TraceFiles(tmp_path, 0, keep=2)
     for request_id, outcome in (("a", "failed"), ("b", "finished"), ("a", "aborted"), ("c", "finished")):
         files.write(record(request_id, outcome))
@@ -64,7 +64,7 @@ def test_restarted_api_server_continues_its_trace_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("request_id", ["../../etc/passwd", "a/b", "", "x" * 5000, "\ud800", "..", "ü"])
-def test_any_id_is_a_name(tmp_path: Path, request_id: str) -> None:
+def test_a_request_id_of_any_characters_is_a_file_name(tmp_path: Path, request_id: str) -> None:
     files = TraceFiles(tmp_path, 0, keep=2)
     assert files.read(request_id) is None
     files.write(record(request_id))

@@ -1,4 +1,4 @@
-"""Tickets, the one plan of each request, and what the plan asks of vLLM."""
+"""Tickets, the one plan of each request, and its parameters for vLLM."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.fakes import Bench, ScriptedFlow, drained, text_request
 from vllm_omni_ext.errors import ConfigError, RequestError, RequestFailed, StageUnavailable
-from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.orchestrator.admission import Admission
 from vllm_omni_ext.orchestrator.answers import chunks, merged, until
 from vllm_omni_ext.orchestrator.messages import END
-from vllm_omni_ext.plugins.flow import Finished, Forward, ForwardFlow, Open
+from vllm_omni_ext.plugins.flow import Finished, ForwardFlow, Open
 from vllm_omni_ext.plugins.runtime import Capabilities, Planned, Rendered, RequestOptions
-from vllm_omni_ext.wire.stage_input import CHUNK, INPUT, PART, TICKET
+from vllm_omni_ext.wire.stage_input import TICKET
 
 BOTH = RequestOptions(modalities=("text", "audio"))
 TEXT = RequestOptions(modalities=("text",))
@@ -29,7 +28,7 @@ RENDERED = Rendered(prompt=[1, 2, 3])
 
 @dataclass
 class Runtime:
-    """Plans what a test says, and remembers what it was asked."""
+    """Plans a text or a voice, and records the requests."""
 
     planned: list[tuple[Rendered, RequestOptions]] = field(default_factory=list)
     frontend_args: dict[str, Any] = field(default_factory=dict)
@@ -85,13 +84,6 @@ def test_a_ticket_leads_to_its_options_once() -> None:
     assert desk.admission.held() == 0
 
 
-@pytest.mark.parametrize("key", [INPUT, CHUNK, PART])
-def test_keys_that_stages_read_are_not_a_clients_to_set(key: str) -> None:
-    params = SamplingParams(extra_args={key: {"last": True}, TICKET: 7, "mine": 1})
-    Desk().admission.options_of(params, None)
-    assert params.extra_args == {"mine": 1}
-
-
 def test_options_that_cannot_be_met_are_refused_at_once() -> None:
     desk, smell = Desk(), RequestOptions(modalities=("smell",))
     for refuse in (lambda: desk.admission.expect(smell), lambda: desk.admission.options_of(SamplingParams(), smell)):
@@ -100,7 +92,7 @@ def test_options_that_cannot_be_met_are_refused_at_once() -> None:
     assert desk.admission.held() == 0
 
 
-def test_what_the_plugin_refuses_is_not_started() -> None:
+def test_a_request_that_the_plugin_refuses_is_not_started() -> None:
     desk = Desk()
     desk.runtime.error = RequestError("prompt: no", parameter="prompt")
     with pytest.raises(RequestError, match="prompt: no"):
@@ -123,7 +115,7 @@ def test_several_answers_are_for_text_alone() -> None:
     assert refused.value.parameter == "n"
 
 
-async def test_what_the_plan_asks_of_the_frontend_is_in_its_request_and_nothing_else() -> None:
+async def test_the_parameters_of_the_plan_are_in_the_requests_of_its_stages() -> None:
     desk = Desk()
     desk.runtime.frontend_args = {"export": [[0, 2]]}
     admitted, request = desk.admission.admit(RENDERED, BOTH), text_request("r", {"mine": 1})
@@ -155,7 +147,7 @@ async def test_several_answers_share_one_plan() -> None:
     assert len(desk.runtime.planned) == 1
 
 
-async def test_what_comes_without_a_plan_is_the_frontends() -> None:
+async def test_a_request_without_a_plan_is_for_the_frontend() -> None:
     desk = Desk()
     await desk.admission.open(text_request("r"))
     await desk.bench.produce("text", "r", 10, end="stop")
@@ -190,9 +182,6 @@ class Alone:
         return self.begin()
 
 
-# -- what callers iterate over -----------------------------------------------------------------------
-
-
 async def frontend(*outputs: Any) -> Any:
     for output in outputs:
         await asyncio.sleep(0)
@@ -201,14 +190,14 @@ async def frontend(*outputs: Any) -> Any:
         yield output
 
 
-async def test_both_ends_have_to_come() -> None:
+async def test_a_merged_answer_ends_when_both_sources_have_ended() -> None:
     sink: asyncio.Queue[Any] = asyncio.Queue()
     for item in ("sound", END):
         sink.put_nowait(item)
     assert [item async for item in merged(frontend("a", "b"), sink)] == ["sound", "a", "b"]
 
 
-async def test_an_error_ends_both() -> None:
+async def test_an_error_ends_an_answer() -> None:
     error = RequestFailed("no")
     sink: asyncio.Queue[Any] = asyncio.Queue()
     sink.put_nowait(error)
@@ -225,22 +214,8 @@ async def test_an_answer_has_a_deadline() -> None:
         _ = [item async for item in until(0.01, chunks(asyncio.Queue()))]
 
 
-def test_replicas_that_may_come_are_there() -> None:
-    desk = Desk(voice=0)
-    desk.bench.orchestrator.announce(ReplicaId("voice", 0))
-    desk.admission.admit(RENDERED, BOTH)
-    desk.bench.orchestrator.announce(ReplicaId("voice", 0), coming=False)
-    with pytest.raises(StageUnavailable):
-        desk.admission.admit(RENDERED, BOTH)
-
-
-def test_a_flow_begins_once() -> None:
-    admitted = Desk().admission.admit(RENDERED, BOTH)
-    assert [type(action) for action in admitted.actions] == [Forward, Open]
-
-
-async def test_a_caller_that_is_cancelled_while_vllm_sends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM then ends nothing: neither its output processor nor the orchestrator may keep the request."""
+async def test_a_request_whose_caller_is_cancelled_during_the_send_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM then aborts nothing, so the package must."""
     desk, sending = Desk(), asyncio.Event()
     request, aborted = text_request("r"), list[set[str]]()
 

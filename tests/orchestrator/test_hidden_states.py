@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
+from tests.orchestrator.test_orchestrator import end
 from tests.support.fakes import Bench, output, text_request
+from tests.support.loop_clock import settle
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.engine_requests import prompt_request
 from vllm_omni_ext.orchestrator.messages import SendPrompt
@@ -38,11 +39,6 @@ async def start(made: Bench) -> str:
     return ticket
 
 
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
 async def test_the_consumer_frees_hidden_states_that_it_took() -> None:
     made = Bench(speaks)
     await start(made)
@@ -53,7 +49,6 @@ async def test_the_consumer_frees_hidden_states_that_it_took() -> None:
 
 
 async def test_hidden_states_taken_by_a_dead_consumer_are_freed() -> None:
-    """The other one's leaving frees nothing, as long as the first is not known to be gone."""
     made = Bench(speaks, voice=2)
     ticket = await start(made)
     await made.produce("text", "r", 1, tensor=ready())
@@ -64,34 +59,21 @@ async def test_hidden_states_taken_by_a_dead_consumer_are_freed() -> None:
     await made.produce("voice", "r", 1, end="stop")
     await settle()
     assert made.of("text/0").calls == [FORGET]
-    await made.orchestrator.abort([ticket])
-    assert made.orchestrator.held() == 0
+    await end(made, ticket)
 
 
-@pytest.mark.parametrize("voice", [False, True])
-async def test_hidden_states_of_an_aborted_request_are_freed(voice: bool) -> None:
+@pytest.mark.parametrize(
+    ("first", "tokens"),
+    [("output", []), ("output", [1]), ("output", [5]), ("abort", [])],
+    ids=["aborted", "aborted with an open consumer", "without a consumer", "announced after the abort"],
+)
+async def test_unclaimed_hidden_states_are_freed(first: str, tokens: list[int]) -> None:
     made = Bench(speaks)
     ticket = await start(made)
-    await made.produce("text", "r", *([1] if voice else []), tensor=ready())
-    await made.orchestrator.abort([ticket])
-    await settle()
-    assert made.of("text/0").calls == [FORGET]
-    assert made.orchestrator.held() == 0
-
-
-async def test_hidden_states_of_a_request_without_consumer_are_freed() -> None:
-    made = Bench(speaks)
-    await start(made)
-    await made.produce("text", "r", 5, tensor=ready())
-    await settle()
-    assert made.of("text/0").calls == [FORGET]
-
-
-async def test_hidden_states_announced_after_the_end_are_freed() -> None:
-    made = Bench(speaks)
-    ticket = await start(made)
-    await made.orchestrator.abort([ticket])
-    await made.produce("text", "r", tensor=ready())
+    if first == "abort":
+        await end(made, ticket)
+    await made.produce("text", "r", *tokens, tensor=ready())
+    await end(made, ticket)
     await settle()
     assert made.of("text/0").calls == [FORGET]
 
@@ -107,11 +89,10 @@ async def test_recomputing_hidden_states_produces_no_tokens() -> None:
     events = made.flows[0].events
     before = len(events)
     replica, text = ReplicaId("text", 0), again.request_id
-    for end in ("", "length"):
-        assert not await made.orchestrator.produced(replica, output(text, 7, tensor=ready(), end=end))
+    for finish in ("", "length"):
+        assert not await made.orchestrator.produced(replica, output(text, 7, tensor=ready(), end=finish))
     assert [(e.stage, e.tokens, e.payload, e.finish) for e in events[before:]] == [("text", (), READY, None)] * 2
-    await made.orchestrator.abort([ticket])
-    assert made.orchestrator.held() == 0
+    await end(made, ticket)
 
 
 async def read_again() -> tuple[Bench, str, str]:
@@ -123,14 +104,14 @@ async def read_again() -> tuple[Bench, str, str]:
     return made, ticket, made.of("text/0").added[-1].request_id
 
 
-async def test_a_prompt_that_is_read_again_ends_with_its_request() -> None:
+async def test_an_abort_ends_the_recomputation_of_a_prompt() -> None:
     made, ticket, again = await read_again()
     await made.orchestrator.abort([ticket])
     assert set(made.of("text/0").aborted) == {"r", again}
     assert made.orchestrator.held() == 0
 
 
-def test_it_asks_for_one_token_and_nothing_else() -> None:
+def test_recomputing_a_prompt_generates_one_token() -> None:
     text = text_request("r")
     text.sampling_params = SamplingParams(max_tokens=50, min_tokens=9, logprobs=3, temperature=0.7)
     again = prompt_request(SendPrompt(ReplicaId("text", 0), "r", "r/again/0", request=text, recompute=True))
@@ -139,12 +120,11 @@ def test_it_asks_for_one_token_and_nothing_else() -> None:
     assert text.sampling_params.max_tokens == 50 and (text.request_id, again.request_id) == ("r", "r/again/0")
 
 
-async def test_a_request_that_ends_first_stops_the_reading_and_frees_what_came_of_it() -> None:
+async def test_the_end_of_a_request_ends_the_recomputation_and_frees_its_hidden_states() -> None:
     made, ticket, again = await read_again()
     await made.produce("text", "r", 5, end="stop")
     assert made.of("text/0").aborted == [again]
     assert not await made.orchestrator.produced(ReplicaId("text", 0), output(again, 7, tensor=ready()))
     await settle()
     assert made.of("text/0").calls == [FORGET]
-    await made.orchestrator.abort([ticket])
-    assert made.orchestrator.held() == 0
+    await end(made, ticket)

@@ -1,14 +1,13 @@
-"""The request machine alone: events in, effects out, and nothing that contradicts itself after any of them."""
+"""The request machine alone: events in, effects out; its state is checked after every event."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
+from vllm_omni_ext.errors import OmniError, RequestFailed
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.modalities.base import OutputChunk, ProgressChunk
 from vllm_omni_ext.modalities.chunks import ImageChunk, TextChunk
@@ -51,21 +50,6 @@ class Pictures:
         return self.begin()
 
 
-class Think(Pictures):
-    """Text of the frontend first, then the picture."""
-
-    stages = frozenset({"ar", "dit"})
-    outputs = frozenset({"text", "image"})
-
-    def begin(self) -> list[Action]:
-        return [Forward("ar")]
-
-    def handle(self, event: Produced) -> list[Action]:
-        if event.stage == "ar":
-            return [Submit(stage="dit")] if event.finish else []
-        return super().handle(event)
-
-
 class Machine:
     """A machine that is checked after every event; the newest effects are kept."""
 
@@ -75,7 +59,7 @@ class Machine:
         self.machine = RequestMachine(Settings(frontend="ar", **settings), self.pools)
         self.time = 0.0
 
-    def tell(self, event: m.Event) -> list[m.Effect]:
+    def send(self, event: m.Event) -> list[m.Effect]:
         effects = self.machine.handle(event)
         self.machine.check()
         return effects
@@ -86,10 +70,10 @@ class Machine:
         opened = m.Opened(
             request_id=name, external_id=f"external {name}", flow=flow, options=options, sink="sink", client=request
         )
-        return self.tell(opened)
+        return self.send(opened)
 
     def out(self, replica: ReplicaId, engine_id: str, *tokens: int, at: float = 0.0, **more: Any) -> list[m.Effect]:
-        return self.tell(m.Output(replica=replica, engine_id=engine_id, tokens=tokens, at=at, **more))
+        return self.send(m.Output(replica=replica, engine_id=engine_id, tokens=tokens, at=at, **more))
 
 
 def of(effects: list[m.Effect], kind: Any) -> list[Any]:
@@ -128,18 +112,7 @@ def test_a_request_that_never_uses_the_frontend() -> None:
     assert machine.machine.held() == 0
 
 
-def test_text_first_then_a_picture() -> None:
-    machine = Machine()
-    effects = machine.open(Think())
-    assert [each.engine_id for each in of(effects, m.SendPrompt)] == ["r"]
-    assert machine.out(AR, "r", 5)[0] == m.Accept("r", to_client=True)
-    effects = machine.out(AR, "r", 6, finish="stop")
-    assert len(of(effects, m.SendPart)) == 1 and items(effects) == []
-    assert items(machine.out(DIT, "r/0/0", finish="stop"))[-1] == m.END
-    assert machine.machine.held() == 0
-
-
-def test_the_frontend_alone() -> None:
+def test_the_frontend_answers_alone() -> None:
     machine = Machine(dit=0)
     machine.open(ForwardFlow("ar"))
     assert of(machine.out(AR, "r", 5), m.Send) == []
@@ -163,7 +136,7 @@ def test_text_of_another_stage_ends_with_its_last_chunk(text_first: bool) -> Non
     assert machine.machine.held() == 0
 
 
-# -- what a flow must not do -------------------------------------------------------------------------
+# -- forbidden actions -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -176,7 +149,7 @@ def test_text_of_another_stage_ends_with_its_last_chunk(text_first: bool) -> Non
     ],
     ids=str,
 )
-def test_a_flow_that_decides_what_it_may_not_fails_its_request(action: Action, says: str) -> None:
+def test_a_forbidden_action_of_a_flow_fails_its_request(action: Action, says: str) -> None:
     class Wrong(Pictures):
         def handle(self, event: Produced) -> list[Action]:
             return [action]
@@ -190,11 +163,11 @@ def test_a_flow_that_decides_what_it_may_not_fails_its_request(action: Action, s
     assert machine.machine.held() == 0
 
 
-def test_an_error_carries_what_happened_before() -> None:
+def test_an_error_has_the_history_of_its_request() -> None:
     machine = Machine()
     machine.open(Pictures(), client=False)
     machine.out(DIT, "r/0/0", payload=1)
-    (error,) = errors(machine.tell(m.SendFailed("r", "dit", OSError("broken pipe"))))
+    (error,) = errors(machine.send(m.SendFailed("r", "dit", OSError("broken pipe"))))
     assert str(error) == "broken pipe" and "external r" in error.__notes__[0] and "dit" in error.__notes__[0]
     assert machine.machine.held() == 0
 
@@ -202,90 +175,39 @@ def test_an_error_carries_what_happened_before() -> None:
 # -- replicas and time -------------------------------------------------------------------------------
 
 
-def test_only_the_stages_of_the_flow_are_needed() -> None:
-    machine = Machine(ar=0)
-    assert machine.machine.unavailable({"dit"}) is None
-    assert machine.machine.unavailable({"ar", "dit"}) == "ar"
-    machine.tell(m.ReplicaAnnounced(AR))
-    assert machine.machine.unavailable({"ar", "dit"}) is None
-
-
 def test_a_lost_stage_fails_only_requests_that_need_it() -> None:
     machine = Machine()
     machine.open(Pictures(), client=False, name="picture")
     machine.open(ForwardFlow("ar"), name="text")
-    (error,) = errors(machine.tell(m.ReplicaLost(AR, "killed")))
+    (error,) = errors(machine.send(m.ReplicaLost(AR, "killed")))
     assert str(error) == "replica ar/0 is gone: killed; stage 'ar' has no live replica"
     assert list(machine.machine.requests) == ["picture"]
-
-
-def lose_and_wait(machine: Machine) -> list[m.Effect]:
-    machine.open(Pictures(), client=False)
-    machine.tell(m.ReplicaAnnounced(DIT))
-    return machine.tell(m.ReplicaLost(DIT, "killed"))
-
-
-def test_a_lost_part_waits_for_a_replica_and_starts_again() -> None:
-    machine = Machine(wait_s=5.0)
-    timer = m.Timer("replica", "dit", "r")
-    assert m.ArmTimer(timer, 5.0) in lose_and_wait(machine)
-    effects = machine.tell(m.ReplicaUp(DIT))
-    assert m.CancelTimer(timer) in effects
-    assert [each.engine_id for each in of(effects, m.SendPart)] == ["r/1/0"]
-    assert of(machine.out(DIT, "r/0/0", finish="stop"), m.Accept) == []
-    machine.out(DIT, "r/1/0", finish="stop")
-    assert machine.machine.held() == 0
-
-
-def test_a_wait_ends() -> None:
-    machine = Machine(wait_s=5.0)
-    lose_and_wait(machine)
-    (error,) = errors(machine.tell(m.TimerFired(m.Timer("replica", "dit", "r"), 5.0)))
-    assert isinstance(error, StageUnavailable) and "5 s (replica_wait_timeout_s)" in str(error)
-    assert machine.machine.held() == 0
-
-
-def test_a_timer_that_fires_early_is_armed_again() -> None:
-    class Parts(Pictures):
-        def begin(self) -> list[Action]:
-            return [Submit(stage="dit", last=False)]
-
-        def handle(self, event: Produced) -> list[Action]:
-            return [Submit(stage="dit", part=1, last=False)]
-
-    machine, timer = Machine(input_deadline_s=4.0), m.Timer("input", "dit", "r")
-    assert m.ArmTimer(timer, 4.0) in machine.open(Parts(), client=False)
-    assert of(machine.out(DIT, "r/0/0", finish="stop", at=3.0), m.ArmTimer) == []
-    assert machine.tell(m.TimerFired(timer, 4.0)) == [m.ArmTimer(timer, 3.0)]
-    (error,) = errors(machine.tell(m.TimerFired(timer, 7.0)))
-    assert "got nothing more" in str(error) and "chunk_timeout_s" in str(error)
-    assert machine.machine.held() == 0
 
 
 def begin_waiting(*names: str, announced: tuple[ReplicaId, ...] = (DIT,)) -> Machine:
     machine = Machine(dit=0, wait_s=5.0)
     for replica in announced:
-        machine.tell(m.ReplicaAnnounced(replica))
+        machine.send(m.ReplicaAnnounced(replica))
     for name in names:
         machine.open(Pictures(), client=False, name=name)
     return machine
 
 
-def test_those_that_wait_go_in_their_order_and_once() -> None:
+def test_waiting_requests_are_sent_once_and_in_order() -> None:
     machine = begin_waiting("b", "a", "c")
-    effects = machine.tell(m.ReplicaUp(DIT))
+    effects = machine.send(m.ReplicaUp(DIT))
     assert [each.request_id for each in of(effects, m.SendPart)] == ["b", "a", "c"]
-    assert of(machine.tell(m.ReplicaUp(DIT)), m.Send) == []
+    assert of(machine.send(m.ReplicaUp(DIT)), m.Send) == []
 
 
-def test_a_request_that_waits_already_gains_no_time() -> None:
+def test_a_wait_is_not_prolonged() -> None:
     machine = begin_waiting("a")
-    machine.tell(m.ReplicaUp(DIT))
-    machine.tell(m.ReplicaAnnounced(DIT))
-    effects = machine.tell(m.ReplicaLost(DIT, "killed"))
-    assert [each.timer.name for each in of(effects, m.ArmTimer)] == ["a"], "a wait that begins anew has the whole time"
-    assert of(machine.tell(m.ReplicaAnnounced(ReplicaId("dit", 1))), m.ArmTimer) == []
-    assert of(machine.tell(m.NeverUp(DIT, "no")), m.FailRequest) == []
+    machine.send(m.ReplicaUp(DIT))
+    machine.send(m.ReplicaAnnounced(DIT))
+    effects = machine.send(m.ReplicaLost(DIT, "killed"))
+    assert [each.timer.name for each in of(effects, m.ArmTimer)] == ["a"], "a wait that begins again has the whole time"
+    assert of(machine.send(m.ReplicaAnnounced(ReplicaId("dit", 1))), m.ArmTimer) == []
+    assert of(machine.send(m.NeverUp(DIT, "no")), m.FailRequest) == []
 
 
 def test_how_many_wait_is_observed_when_it_changes() -> None:
@@ -293,40 +215,30 @@ def test_how_many_wait_is_observed_when_it_changes() -> None:
     seen: list[tuple[Any, ...]] = []
     for name in "ab":
         seen += observed(machine.open(Pictures(), client=False, name=name))
-    seen += observed(machine.tell(m.Aborted("a")))
-    seen += observed(machine.tell(m.TimerFired(m.Timer("replica", "dit", "b"), 5.0)))
+    seen += observed(machine.send(m.Aborted("a")))
+    seen += observed(machine.send(m.TimerFired(m.Timer("replica", "dit", "b"), 5.0)))
     assert [each for each in seen if each[0] == "waiting"] == [("waiting", "dit", count) for count in (1, 2, 1, 0)]
 
 
 def test_a_stage_with_an_announced_replica_is_available() -> None:
     machine, other = begin_waiting(), ReplicaId("dit", 1)
-    machine.tell(m.ReplicaAnnounced(other))
-    machine.tell(m.ReplicaAnnounced(DIT, coming=False))
-    machine.tell(m.ReplicaAnnounced(AR, coming=False))
+    machine.send(m.ReplicaAnnounced(other))
+    machine.send(m.ReplicaAnnounced(DIT, coming=False))
+    machine.send(m.ReplicaAnnounced(AR, coming=False))
     assert machine.machine.unavailable({"dit"}) is None
     machine.open(Pictures(), client=False)
-    assert len(errors(machine.tell(m.NeverUp(other, "no")))) == 1
+    assert len(errors(machine.send(m.NeverUp(other, "no")))) == 1
     assert machine.machine.unavailable({"dit"}) == "dit"
 
 
-def test_where_anybody_may_join_there_is_always_hope() -> None:
-    machine = Machine(dit=0, joinable=True)
-    machine.open(Pictures(), client=False)
-    assert errors(machine.tell(m.NeverUp(DIT, "no"))) == []
-    assert machine.machine.unavailable({"dit"}) is None
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        lambda: m.Aborted("unknown"),
-        lambda: m.TextStopped("unknown"),
-        lambda: m.SendFailed("unknown", "dit", OSError()),
-        lambda: m.Output(replica=DIT, engine_id="unknown"),
-        lambda: m.TimerFired(m.Timer("input", "dit", "unknown")),
-        lambda: m.TimerFired(m.Timer("replica", "dit", "unknown")),
-    ],
-)
-def test_what_concerns_no_request_changes_nothing(event: Callable[[], m.Event]) -> None:
+def test_events_of_unknown_requests_change_nothing() -> None:
     machine = Machine()
-    assert [each for each in machine.tell(event()) if not isinstance(each, m.Observe)] == []
+    for event in (
+        m.Aborted("unknown"),
+        m.TextStopped("unknown"),
+        m.SendFailed("unknown", "dit", OSError()),
+        m.Output(replica=DIT, engine_id="unknown"),
+        m.TimerFired(m.Timer("input", "dit", "unknown")),
+        m.TimerFired(m.Timer("replica", "dit", "unknown")),
+    ):
+        assert [each for each in machine.send(event) if not isinstance(each, m.Observe)] == []

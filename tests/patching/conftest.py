@@ -1,21 +1,91 @@
-"""Fixtures of the patching tests."""
+"""A small importable package that stands in for vLLM."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from tests.support.fake_vllm import FakeVllm
+from vllm_omni_ext.patching.fingerprint import fingerprint
+from vllm_omni_ext.patching.source import VllmSource
+from vllm_omni_ext.patching.spec import Patch, split_target
+
+ENGINE = """
+import functools
+
+
+def decorate(function):
+    @functools.wraps(function)
+    def inner(*args):
+        return function(*args)
+
+    return inner
+
+
+def start(name):
+    # a comment
+    return f"start {name}"
+
+
+@decorate
+def stop():
+    return "stop"
+
+
+class Engine:
+    \"\"\"An engine.\"\"\"
+
+    def step(self):
+        return 1
+
+    @classmethod
+    def kind(cls):
+        return cls.__name__
+"""
+
+
+class FakeVllm:
+    """Writes and imports `<name>.engine`."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.folder = root / name
+        self.folder.mkdir()
+        (self.folder / "__init__.py").touch()
+        (self.folder / "_version.py").write_text("__version__ = version = '0.32.0'\n")
+        self.rewrite(ENGINE)
+
+    def rewrite(self, text: str) -> None:
+        """Change the source of the engine module."""
+        (self.folder / "engine.py").write_text(text)
+
+    def load(self) -> ModuleType:
+        """Import the engine module."""
+        return importlib.import_module(f"{self.folder.name}.engine")
+
+    @property
+    def source(self) -> VllmSource:
+        """The source tree, read again."""
+        return VllmSource(self.folder)
+
+    def patch(self, name: str, qualname: str, wrap=lambda original: original, **changes) -> Patch:
+        """Return a patch that fits the current source."""
+        target = f"{self.folder.name}.engine:{qualname}"
+        code = self.source.definition(*split_target(target))
+        seen = frozenset({fingerprint(code) if code else "0" * 12})
+        fields = {"name": name, "target": target, "why": "a test", "upstream": "none: a test", "remove_when": "never"}
+        return Patch(**(fields | {"seen": seen, "wrap": wrap} | changes))
+
 
 _numbers = itertools.count()
 
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """A fresh stand-in for vLLM under a name of its own; forgotten afterwards."""
+    """A new stand-in for vLLM under a name of its own."""
     fake = FakeVllm(tmp_path, f"fake_vllm_{next(_numbers)}")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()

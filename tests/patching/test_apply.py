@@ -1,4 +1,4 @@
-"""All or none, once, and never on top of somebody else's change."""
+"""All patches are applied or none, once, and never on top of another package's change."""
 
 from __future__ import annotations
 
@@ -19,27 +19,19 @@ def louder(original):
     return replacement
 
 
-def test_applied_once(fake):
-    patch = fake.patch("start", "start", louder)
-    assert apply_all([patch], fake.source, allowed=NONE) == ["start"]
-    assert apply_all([patch], fake.source, allowed=NONE) == []
-    assert fake.load().start("x") == "start x!"
-
-
-def test_methods_and_decorated_functions(fake):
+def test_patches_are_applied_once_to_functions_methods_and_class_methods(fake):
     patches = [
+        fake.patch("start", "start", louder),
+        fake.patch("stop", "stop", louder),  # decorated
         fake.patch("step", "Engine.step", lambda original: lambda self: original(self) + 1),
-        fake.patch("stop", "stop", louder),
+        fake.patch("kind", "Engine.kind", lambda original: classmethod(lambda cls: original.__func__(cls) + "!")),
     ]
-    apply_all(patches, fake.source, allowed=NONE)
-    assert fake.load().Engine().step() == 2
-    assert fake.load().stop() == "stop!"
-
-
-def test_a_class_method_gets_its_descriptor(fake):
-    patch = fake.patch("kind", "Engine.kind", lambda original: classmethod(lambda cls: original.__func__(cls) + "!"))
-    apply_all([patch], fake.source, allowed=NONE)
-    assert fake.load().Engine.kind() == "Engine!"
+    assert apply_all(patches, fake.source, allowed=NONE) == ["start", "stop", "step", "kind"]
+    assert apply_all(patches, fake.source, allowed=NONE) == []
+    module = fake.load()
+    assert (module.start("x"), module.stop(), module.Engine().step(), module.Engine.kind()) == (
+        "start x!", "stop!", 2, "Engine!",
+    )  # fmt: skip
 
 
 def test_none_is_applied_if_one_does_not_fit(fake):
@@ -62,17 +54,13 @@ def test_none_is_applied_if_one_cannot_be_wrapped(fake):
     assert apply_all(patches, fake.source, allowed=NONE) == ["start", "stop"]
 
 
-def test_a_target_replaced_by_somebody_else_is_a_conflict(fake):
-    fake.load().start = lambda name: "mine"
-    with pytest.raises(PatchConflict, match=r"start: .* was already replaced by tests"):
-        apply_all([fake.patch("start", "start", louder)], fake.source, allowed=NONE)
-
-
-def test_our_replacement_replaced_by_somebody_else_is_a_conflict(fake):
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_a_target_that_another_package_has_replaced_is_a_conflict(fake, ours_first):
     patch = fake.patch("start", "start", louder)
-    apply_all([patch], fake.source, allowed=NONE)
+    if ours_first:
+        apply_all([patch], fake.source, allowed=NONE)
     fake.load().start = louder(fake.load().start)
-    with pytest.raises(PatchConflict):
+    with pytest.raises(PatchConflict, match=r"start: .* was already replaced by tests"):
         apply_all([patch], fake.source, allowed=NONE)
 
 

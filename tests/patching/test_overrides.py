@@ -21,7 +21,7 @@ ALLOWED = {"tempfile.tempdir", "sys.argv"}
 
 
 def foreign_names(tree: ast.Module) -> set[str]:
-    """Names in a module that stand for modules or objects of other packages."""
+    """Return the names in a module that are modules or objects of other packages."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -38,7 +38,7 @@ def root_of(node: ast.expr) -> str:
 
 
 def replaced(path: Path) -> Iterator[str]:
-    """Assignments to attributes of imported objects of other packages."""
+    """Find assignments to attributes of objects of other packages."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     foreign = foreign_names(tree)
     for node in ast.walk(tree):
@@ -49,12 +49,9 @@ def replaced(path: Path) -> Iterator[str]:
                     yield text
 
 
-def sources() -> list[Path]:
-    return [path for folder in ("vllm_omni_ext", "model_plugins", "patches") for path in (ROOT / folder).rglob("*.py")]
-
-
 def test_assignments_to_foreign_attributes_are_declared() -> None:
-    undeclared = {str(path.relative_to(ROOT)): found for path in sources() if (found := list(replaced(path)))}
+    files = [path for folder in ("vllm_omni_ext", "model_plugins", "patches") for path in (ROOT / folder).rglob("*.py")]
+    undeclared = {str(path.relative_to(ROOT)): found for path in files if (found := list(replaced(path)))}
     assert {path for path in undeclared if ROOT / path not in DECLARED} == set(), undeclared
 
 
@@ -64,6 +61,6 @@ def test_the_scan_finds_an_assignment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", OVERRIDES, ids=lambda override: override.target[:40])
-def test_an_override_says_where_why_and_until_when(override) -> None:
+def test_an_override_has_a_place_a_reason_and_an_end(override) -> None:
     assert (ROOT / override.where).is_file()
     assert override.scope and override.why and override.remove_when

@@ -1,4 +1,4 @@
-"""The installed vLLM is the one all our patches and seams were written against."""
+"""All patches and seams fit the installed vLLM; another vLLM is refused."""
 
 from __future__ import annotations
 
@@ -18,23 +18,15 @@ from vllm_omni_ext.plugins.registry import families
 
 ROOT = Path(__file__).parents[2]
 ALL_SEAMS = (*SEAMS, *(seam for family in families() for seam in compat.seams_of(family)))
-BUDGET_S = 2.0
 CHECK = """
-import sys, time
+import sys
 from vllm_omni_ext.compat import seams_of
 from vllm_omni_ext.patching.seams import SEAMS, check_seams
 from vllm_omni_ext.plugins.registry import families
 
-def once():
-    started = time.process_time()
-    for seams in (SEAMS, *map(seams_of, families())):
-        check_seams(seams)
-    return time.process_time() - started
-
-times = [once()]
-while times[-1] >= float(sys.argv[1]) and len(times) < 3:  # the machine was busy, maybe
-    times.append(once())
-print(times[-1], *[name for name in sys.modules if name.split(".")[0] in ("vllm", "torch")])
+for seams in (SEAMS, *map(seams_of, families())):
+    check_seams(seams)
+print([name for name in sys.modules if name.split(".")[0] in ("vllm", "torch")])
 """
 
 
@@ -48,28 +40,19 @@ def test_every_patch_and_seam_fits_the_installed_vllm(installed):
     assert {finding.item.name: finding.state for finding in findings if finding.state != "fits"} == {}
 
 
-def test_targets_are_listed_once():
+def test_every_patch_is_listed_with_a_reason_and_every_target_once():
     assert [name for name, count in Counter(seam.target for seam in ALL_SEAMS).items() if count > 1] == []
-
-
-@pytest.mark.engine
-def test_seams_are_checked_quickly_and_without_importing_vllm():
-    result = subprocess.run([sys.executable, "-c", CHECK, str(BUDGET_S)], capture_output=True, text=True, check=True)
-    seconds, *imported = result.stdout.split()
-    assert imported == []
-    assert float(seconds) < BUDGET_S
-
-
-def test_one_file_a_patch_and_all_of_them_listed():
     files = {file.stem for file in (ROOT / "patches").glob("*.py")} - {"__init__"}
     assert files == {patch.name for patch in patches.ALL}
     assert len({patch.target for patch in patches.ALL}) == len(patches.ALL)
+    for patch in patches.ALL:
+        assert patch.why and patch.remove_when and patch.upstream.startswith(("https://", "none: "))
 
 
-@pytest.mark.parametrize("patch", patches.ALL, ids=lambda patch: patch.name)
-def test_a_patch_says_why_and_until_when(patch):
-    assert patch.why and patch.remove_when
-    assert patch.upstream.startswith(("https://", "none: "))
+@pytest.mark.engine
+def test_seams_are_checked_without_importing_vllm():
+    done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_the_page_is_up_to_date():
@@ -87,21 +70,15 @@ def doctored(tmp_path: Path, installed: VllmSource, old: str, new: str) -> VllmS
     return VllmSource.at(tmp_path)
 
 
-def scheduler_seams():
-    return [seam for seam in SEAMS if seam.target.startswith("vllm.v1.core.sched.scheduler:")]
-
-
-def test_a_changed_seam_is_found(tmp_path, installed):
-    source = doctored(tmp_path, installed, "def has_requests(self) -> bool:", "def has_requests(self) -> int:")
-    with pytest.raises(IncompatibleVllm, match=r"Scheduler.has_requests changed") as caught:
-        check(scheduler_seams(), source, allowed=frozenset())
-    assert len(str(caught.value).splitlines()) == 1
-    check(scheduler_seams(), source, allowed=frozenset({"vllm.v1.core.sched.scheduler:Scheduler.has_requests"}))
-
-
-def test_a_changed_comment_is_not(tmp_path, installed):
-    source = doctored(tmp_path, installed, "# Override the interface default", "# Another comment")
-    check(scheduler_seams(), source, allowed=frozenset())
+def test_a_changed_seam_is_found_and_a_changed_comment_does_not_matter(tmp_path, installed):
+    seams = [seam for seam in SEAMS if seam.target.startswith("vllm.v1.core.sched.scheduler:")]
+    name = "vllm.v1.core.sched.scheduler:Scheduler.has_requests"
+    source = doctored(tmp_path / "a", installed, "def has_requests(self) -> bool:", "def has_requests(self) -> int:")
+    with pytest.raises(IncompatibleVllm, match=rf"^{name}: {name} changed[^\n]*$"):
+        check(seams, source, allowed=frozenset())
+    check(seams, source, allowed=frozenset({name}))
+    source = doctored(tmp_path / "b", installed, "# Override the interface default", "# Another comment")
+    check(seams, source, allowed=frozenset())
 
 
 def test_an_incomplete_tree_is_refused(tmp_path, installed):
@@ -110,19 +87,12 @@ def test_an_incomplete_tree_is_refused(tmp_path, installed):
         check_seams(SEAMS, source, allowed=frozenset())
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0"])
-def test_another_vllm_is_refused_in_one_sentence(tmp_path, version):
-    (tmp_path / "_version.py").write_text(f"__version__ = version = '{version}'\n")
-    with pytest.raises(IncompatibleVllm, match=f"vLLM {version} is installed, but .* needs .*; pip install") as caught:
-        compat.require_vllm(VllmSource(tmp_path))
-    assert "\n" not in str(caught.value)
-
-
-def test_the_installed_vllm_is_accepted(installed):
+def test_another_or_a_missing_vllm_is_refused_with_the_remedy(tmp_path, installed, monkeypatch):
     assert compat.require_vllm(installed) == installed.version
-
-
-def test_a_missing_vllm_is_refused(monkeypatch):
+    for version in ("0.31.2", "0.33.0"):
+        (tmp_path / "_version.py").write_text(f"__version__ = version = '{version}'\n")
+        with pytest.raises(IncompatibleVllm, match=f"vLLM {version} is installed, but .* needs .*; pip install"):
+            compat.require_vllm(VllmSource(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(IncompatibleVllm, match="vLLM is not installed; pip install"):
         compat.require_vllm()

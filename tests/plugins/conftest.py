@@ -1,4 +1,4 @@
-"""Model plugins as somebody else would install them: packages with metadata, in a folder on the path."""
+"""Model plugins as installed packages: modules with metadata, in a folder on the path."""
 
 from __future__ import annotations
 

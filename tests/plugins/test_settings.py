@@ -1,4 +1,4 @@
-"""From a command line to the plan of somebody else's family: variants, parameters of its own, no stage config."""
+"""From a command line to the plan of an installed family: its pipelines and parameters, without a stage config."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from tests.plugins.conftest import Install
 from vllm_omni_ext.cli.args import parse_serve
 from vllm_omni_ext.cli.settings import from_cli, from_kwargs
 from vllm_omni_ext.errors import ConfigError, IncompatibleVllm
+from vllm_omni_ext.plugins.params import make_params, param_names
+from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
 from vllm_omni_ext.topology.plan import Plan
 
 SOURCE = """
 import msgspec
 
-class Denoise(msgspec.Struct, frozen=True, kw_only=True):
+class Denoise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     steps: int = 50
     guidance: float = 4.0
 
@@ -42,14 +44,14 @@ SEAMS = seams_in("vllm.v1.engine.core", ("EngineCore.sleep", "000000000000", "ca
 
 @pytest.fixture
 def plan_of(install: Install, tmp_path: Path) -> Callable[..., Plan]:
-    """Plans a model of the family; the words are those of the command line."""
+    """Plan a model of the family; the arguments are those of the command line."""
     install("omni-painter", SOURCE)
     config = {"architectures": ["Painter"], "model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return lambda *words: from_cli(parse_serve([str(tmp_path), *words]))[0]
 
 
-def test_without_any_stage_config(plan_of: Callable[..., Plan]) -> None:
+def test_a_family_is_planned_without_a_stage_config(plan_of: Callable[..., Plan]) -> None:
     plan = plan_of("--max-num-seqs", "3")
     assert (plan.family, plan.pipeline, plan.frontend().name) == ("painter", "both", "reader")
     assert [str(replica.id) for replica in plan.replicas()] == ["painter/0", "reader/0"]
@@ -79,6 +81,21 @@ def test_the_frontend_may_be_split(plan_of: Callable[..., Plan]) -> None:
     assert [stage.engine_args.get("max_num_seqs") == 3 for stage in plan.stages] == [False, True, True]
 
 
+def test_parameters_are_made_of_a_struct_or_of_vllms_type(install: Install) -> None:
+    install("omni-painter", SOURCE)
+    denoise = "omni_painter_module:Denoise"
+    assert param_names(denoise) == ("steps", "guidance")
+    made = make_params(denoise, {"guidance": 2})
+    assert (made.steps, made.guidance) == (50, 2.0)
+    names = param_names(SAMPLING_PARAMS)
+    assert {"temperature", "max_tokens", "seed"} <= set(names) and not any(name.startswith("_") for name in names)
+    made = make_params(SAMPLING_PARAMS, {"temperature": 0.5, "stop": "x"})
+    assert (made.temperature, made.stop) == (0.5, ["x"])
+    for kind, wrong in ((denoise, {"step": 1}), (SAMPLING_PARAMS, {"temprature": 1.0})):
+        with pytest.raises(ValueError, match="|".join(wrong)):
+            make_params(kind, wrong)
+
+
 @pytest.mark.parametrize(
     ("file", "message"),
     [
@@ -97,7 +114,7 @@ def test_the_frontend_may_be_split(plan_of: Callable[..., Plan]) -> None:
         ),
     ],
 )
-def test_refusals(plan_of: Callable[..., Plan], tmp_path: Path, file: str, message: str) -> None:
+def test_wrong_stage_configs_are_refused(plan_of: Callable[..., Plan], tmp_path: Path, file: str, message: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(file)
     with pytest.raises(ConfigError) as caught:
@@ -105,7 +122,7 @@ def test_refusals(plan_of: Callable[..., Plan], tmp_path: Path, file: str, messa
     assert str(caught.value).removeprefix(f"{path}: ").startswith(message)
 
 
-def test_a_preset_that_is_not_there(plan_of: Callable[..., Plan]) -> None:
+def test_an_unknown_preset_is_refused(plan_of: Callable[..., Plan]) -> None:
     with pytest.raises(ConfigError, match=r"^qwen3_omni: no such stage config; give the path of a \.yaml file$"):
         plan_of("--stage-config", "qwen3_omni")
 

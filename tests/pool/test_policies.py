@@ -1,4 +1,4 @@
-"""Which replica a request goes to."""
+"""Load balancing policies, and the estimated load that they get."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ loads = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 
 
 @given(loads, st.integers(0, 20))
-def test_the_least_loaded_is_taken_whoever_had_the_last_turn(load: list[int], turns: int) -> None:
+def test_the_least_loaded_replica_is_picked(load: list[int], turns: int) -> None:
     least, known = LeastQueueLength(), dict(zip(REPLICAS, load, strict=False))
     for _ in range(turns + 1):
         assert known[least.pick(known)] == min(load)
@@ -26,7 +26,7 @@ def test_the_least_loaded_is_taken_whoever_had_the_last_turn(load: list[int], tu
 
 @pytest.mark.parametrize("kind", [LeastQueueLength, RoundRobin])
 @given(count=st.integers(1, 5), start=st.integers(0, 7))
-def test_equals_take_turns(kind, count: int, start: int) -> None:
+def test_equally_loaded_replicas_take_turns(kind, count: int, start: int) -> None:
     chooser, candidates = kind(start), REPLICAS[:count]
     idle = dict.fromkeys(candidates, 0.0)
     first = start % count
@@ -34,13 +34,13 @@ def test_equals_take_turns(kind, count: int, start: int) -> None:
 
 
 @given(loads)
-def test_round_robin_does_not_look_at_the_load(load: list[int]) -> None:
+def test_round_robin_ignores_the_load(load: list[int]) -> None:
     known = dict(zip(REPLICAS, load, strict=False))
     chooser = RoundRobin()
     assert Counter(chooser.pick(known) for _ in range(3 * len(known))) == dict.fromkeys(known, 3)
 
 
-def test_random_takes_all_and_a_seed_repeats_it() -> None:
+def test_random_picks_all_replicas_and_repeats_with_a_seed() -> None:
     idle = dict.fromkeys(REPLICAS, 0.0)
     one, two = Random(1), Random(1)
     picks = [one.pick(idle) for _ in range(500)]
@@ -49,7 +49,7 @@ def test_random_takes_all_and_a_seed_repeats_it() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_one_that_comes_late_is_used(name: str) -> None:
+def test_a_replica_that_joins_late_is_picked(name: str) -> None:
     chooser = policy(name)
     for _ in range(3):
         chooser.pick({REPLICAS[0]: 0.0})
@@ -58,12 +58,8 @@ def test_one_that_comes_late_is_used(name: str) -> None:
 
 
 def test_policies_are_made_by_name() -> None:
-    assert [type(policy(name)) for name in ("random", "round-robin", "least-queue-length")] == [
-        Random,
-        RoundRobin,
-        LeastQueueLength,
-    ]
-    assert isinstance(policy(), LeastQueueLength)
+    kinds = [type(policy(name)) for name in ("random", "round-robin", "least-queue-length")]
+    assert [*kinds, type(policy())] == [Random, RoundRobin, LeastQueueLength, LeastQueueLength]
     with pytest.raises(ConfigError, match=r"'rand' is not a .* use one of least-queue-length, random, round-robin"):
         policy("rand")
 
@@ -83,7 +79,7 @@ def test_policies_are_made_by_name() -> None:
         (Load(0, 4, 1.0), 0, 0, 1, 4.0),
     ],
 )
-def test_how_loaded_a_replica_is(published, then: int, own: int, clients: int, score: float) -> None:
+def test_the_estimated_load_of_a_replica(published, then: int, own: int, clients: int, score: float) -> None:
     assert estimate(published, then, own, clients) == score
 
 

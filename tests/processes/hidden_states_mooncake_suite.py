@@ -1,7 +1,4 @@
-"""Hidden states over Mooncake; `test_hidden_states.py` runs this file in a network namespace.
-
-Mooncake's engine listens on all addresses.
-"""
+"""Hidden states over Mooncake, whose engine listens on all addresses. `test_hidden_states.py` runs it."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from tests.support.oracle import Oracle
 pytestmark = pytest.mark.engine
 
 
-def test_hidden_states_over_mooncake_equal_the_oracles(tiny: Path, oracle: Oracle) -> None:
+def test_answers_to_media_equal_transformers(tiny: Path, oracle: Oracle) -> None:
     connector = {"name": "mooncake", "capacity_bytes": 64 << 20}
     with LLM(str(tiny), omni=True, connectors={"hidden_states": connector}, **SIZE) as omni:
         parity(omni, oracle, {name: golden(oracle, CASES[name]) for name in MEDIA})

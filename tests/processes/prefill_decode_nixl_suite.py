@@ -8,72 +8,45 @@ from typing import Any
 
 import pytest
 
-from tests.processes.prefill_decode_suite import (
-    DECODE,
-    MEDIA,
-    PREFILL,
-    SETTLED_S,
-    count_encoder,
-    each,
-    encoder_steps,
-    environment,
-    nothing_is_kept,
-    started,
-    under_load,
-)
+from tests.processes import prefill_decode_suite
+from tests.processes.prefill_decode_suite import DECODE, MEDIA, PREFILL, each, nothing_is_kept, started, under_load
 from tests.processes.test_parity import answer, check
 from tests.support.cluster import until
 from tests.support.oracle import Golden, Oracle
 
-__all__ = ["environment"]
-
+pytestmark = pytest.mark.extended
+environment = prefill_decode_suite.environment
 SETTINGS = {"connector": "nixl", "kv_retention_s": 10.0}
 SOME = ["text", "turns", "audio", "two_images_and_audio", "long_prompt", "long_media_prompt", "one_token"]
 
 
 @pytest.fixture(scope="module")
 def pair(tiny: Path) -> Iterator[Any]:
-    """One replica of each side; decode's tokens and both encoders are counted."""
-    with started(tiny, 1, 1, SETTINGS) as omni:
-        omni.collective_rpc(count_encoder, targets=["thinker"])
-        omni.collective_rpc(count_tokens, targets=[DECODE])
+    with started(tiny, SETTINGS) as omni:
         yield omni
 
 
-def count_tokens(worker: Any) -> None:
-    """Count the tokens of all steps."""
-    step = worker.execute_model
-    worker.computed = 0
-
-    def counted(scheduled: Any) -> Any:
-        worker.computed += scheduled.total_num_scheduled_tokens
-        return step(scheduled)
-
-    worker.execute_model = counted
-
-
-def computed_tokens(worker: Any) -> int:
-    return worker.computed
-
-
-def test_answers_are_as_from_one_replica(pair: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
-    """And decode has computed nothing of the prompts but their last tokens."""
+def test_answers_equal_transformers(pair: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
+    """Decode computes no token of a prompt but the last."""
+    before = each(pair, "computed_tokens", DECODE)[f"{DECODE}/0"]
     for name, output in zip(SOME, answer(pair, oracle, SOME), strict=True):
         check(output, expected[name])
-    computed, written = each(pair, computed_tokens, DECODE), sum(len(expected[name].thinker_ids) for name in SOME)
-    assert computed == {f"{DECODE}/0": written}
-    steps = each(pair, encoder_steps)
+    computed = each(pair, "computed_tokens", DECODE)[f"{DECODE}/0"] - before
+    assert computed == sum(len(expected[name].thinker_ids) for name in SOME)
+    steps = each(pair, "encoder_steps")
     assert steps[f"{PREFILL}/0"] > 0 and steps[f"{DECODE}/0"] == 0
-    assert until(lambda: nothing_is_kept(pair), SETTLED_S)
+    assert until(lambda: nothing_is_kept(pair), prefill_decode_suite.SETTLED_S)
 
 
 def handed(omni: Any) -> int:
-    """Prompts that replicas which are there have computed for others."""
-    return sum(pair.handed for pair in omni._omni.orchestrator.pairs())
+    """Prompts that the present replicas have computed for others."""
+    return sum(edge.handed for edge in omni._omni.orchestrator.pairs())
 
 
-def test_the_only_prefill_replica_dies(pair: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
-    """Decode computes the prompts until it is back, and fetches them of the next one."""
+def test_answers_stay_the_same_when_the_prefill_replica_dies(
+    pair: Any, oracle: Oracle, expected: dict[str, Golden]
+) -> None:
+    """Decode computes the prompts until the replica has restarted, and fetches blocks of it then."""
     under_load(pair, oracle, expected, f"{PREFILL}/0")
     before = handed(pair)
     check(answer(pair, oracle, MEDIA[:1])[0], expected[MEDIA[0]])

@@ -1,4 +1,7 @@
-"""The same behind HTTP: two API servers, a prefill replica of another process. `test_prefill_decode.py` runs it."""
+"""Prefill and decode apart behind HTTP: two API servers, a prefill replica in another process.
+
+`test_prefill_decode.py` runs it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from examples.server import HOST, Server
 from tests.processes.test_headless import check_parity
-from tests.support import promql
 from tests.support.cluster import (
     LENGTH,
     MODEL,
@@ -47,16 +49,16 @@ PREFILL, DECODE = "thinker.prefill", "thinker.decode"
 TIMES = ["--omni-heartbeat-timeout", "20", "--omni-drain-timeout", "60"]
 PORTS = 3
 SESSIONS = 7
-"""An odd number: a policy that takes turns alone would change the replica of each."""
+"""An odd number: a round-robin policy would change the replica of each."""
 
 UP_S, SOON_S = 300.0, 120.0
-"""For machines that other programs keep busy; nobody waits longer than needed."""
+"""For machines that other programs keep busy."""
 
 AT_ONCE = 8
 LONG = "A long prompt, " * 60
 BODIES = [body(f"{LONG if number % 3 else 'Short.'} Tell me about number {number}.", 20, 30) for number in range(16)]
 PATIENT = {"transfer_timeout_s": 60.0}
-"""Decode does not give up a transfer only because it had to wait for a core."""
+"""Decode gives up no transfer because it had to wait for a core."""
 
 SPLIT = json.dumps({"thinker": {"prefill_decode": PATIENT}})
 PRESET = ["--stage-config", "qwen3_omni_pd"]
@@ -67,7 +69,7 @@ ALL = 5
 
 @pytest.fixture(scope="module")
 def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Headless, list[Answer]]]:
-    """A server, one more prefill replica that has joined it, and what one replica of each stage says to `BODIES`."""
+    """A server, one more prefill replica that has joined it, and the answers to `BODIES` before that."""
     logs, port = tmp_path_factory.mktemp("logs"), free_ports(PORTS)
     head = ["-oma", HOST, "-omp", str(port)]
     shared = [*PRESET, "--stage-overrides", SPLIT, *TIMES]
@@ -89,13 +91,13 @@ def value(server: Server, name: str, **labels: str) -> float:
 
 
 def busy(server: Server) -> str:
-    """What keeps a server from being idle."""
+    """The requests that a server still holds."""
     known = [f"{name} {each['running']}+{each['waiting']}" for name, each in replicas(server).items()]
     lines = get(server, "/metrics")[1].decode().splitlines()
     return "\n".join([*known, *(line for line in lines if "requests_in_flight{" in line and not line.endswith(" 0.0"))])
 
 
-def test_replicas_of_other_processes_and_several_api_servers(cluster: Any) -> None:
+def test_all_prefill_replicas_and_api_servers_give_the_same_answers(cluster: Any) -> None:
     server, _, expected = cluster
     answers = ask_all(server, BODIES * 2, AT_ONCE)
     assert answers == expected * 2
@@ -107,12 +109,15 @@ def test_replicas_of_other_processes_and_several_api_servers(cluster: Any) -> No
     assert value(server, "kv_wait_seconds_count", source=PREFILL, target=DECODE) >= len(answers)
     failures = "kv_transfer_failures_total", "kv_local_prefills_total"
     assert [value(server, name) for name in failures] == [0, 0]
-    scrape = get(server, "/metrics")[1].decode()
-    promql.check(scrape, ("Prefill and decode apart",), {PREFIX + name for name in failures})
+    (edge,) = status(server)["kv_edges"]
+    assert (edge["source"], edge["target"], edge["connector"]) == (PREFILL, DECODE, "mooncake")
+    assert {pair["target"] for pair in edge["pairs"]} == {f"{DECODE}/0"}
+    assert all(pair["handed"] > 0 and pair["fetching"] == 0 for pair in edge["pairs"])
+    assert [stage["name"] for stage in status(server)["stages"]][:2] == [PREFILL, DECODE]
 
 
-def test_media(cluster: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
-    """Images, sounds and videos are answered as by Transformers, one by one and all at once; no prompt twice."""
+def test_answers_to_media_equal_transformers(cluster: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
+    """One by one and all at once; decode computes no prompt again."""
     server, *_ = cluster
     before = value(server, "kv_local_prefills_total")
     check_parity(server, oracle, expected, MEDIA)
@@ -124,36 +129,26 @@ def test_media(cluster: Any, oracle: Oracle, expected: dict[str, Golden]) -> Non
     assert until(lambda: idle(server))
 
 
-def test_sessions_and_media_stay_with_a_prefill_replica(cluster: Any) -> None:
-    """Seen over one connection, and so through one API server: each remembers for itself."""
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["session", "image"])
+def test_a_session_or_a_medium_stays_with_a_prefill_replica(cluster: Any, kind: str) -> None:
+    """Over one connection, and so through one API server: each has its own table."""
     server, *_ = cluster
     shown = [{"type": "image", "image": image(64, 64, 100 + number)} for number in range(SESSIONS)]
     pictures = [openai_messages([{"role": "user", "content": [part]}])[0]["content"] for part in shown]
+    places: dict[int, set[str]] = {number: set() for number in range(SESSIONS)}
     with httpx.Client() as client:
-        for kind in ("session", "image"):
-            places: dict[int, set[str]] = {number: set() for number in range(SESSIONS)}
-            for turn in range(2):
-                for number in range(SESSIONS):
-                    told = {"type": "text", "text": f"Turn {turn} of {number}."}
-                    content = [told] if kind == "session" else [told, *pictures[number]]
-                    fields = body(content, 4, 4, **({"session_id": f"s{number}"} if kind == "session" else {}))
-                    places[number].add(ask(server, fields, client).where[PREFILL])
-            assert all(len(found) == 1 for found in places.values()), (kind, places)
-            assert set.union(*places.values()) == {f"{PREFILL}/0", f"{PREFILL}/1"}, kind
+        for turn in range(2):
+            for number in range(SESSIONS):
+                text = {"type": "text", "text": f"Turn {turn} of {number}."}
+                content = [text] if kind == "session" else [text, *pictures[number]]
+                fields = body(content, 4, 4, **({"session_id": f"s{number}"} if kind == "session" else {}))
+                places[number].add(ask(server, fields, client).where[PREFILL])
+    assert all(len(found) == 1 for found in places.values()), places
+    assert set.union(*places.values()) == {f"{PREFILL}/0", f"{PREFILL}/1"}
 
 
-def test_status_shows_the_prefill_replicas_of_a_decode_stage(cluster: Any) -> None:
-    server, *_ = cluster
-    ask_all(server, BODIES, AT_ONCE)
-    (edge,) = status(server)["kv_edges"]
-    assert (edge["source"], edge["target"], edge["connector"]) == (PREFILL, DECODE, "mooncake")
-    assert {pair["target"] for pair in edge["pairs"]} == {f"{DECODE}/0"}
-    assert all(pair["handed"] > 0 and pair["fetching"] == 0 for pair in edge["pairs"])
-    assert [stage["name"] for stage in status(server)["stages"]][:2] == [PREFILL, DECODE]
-
-
-def test_several_turns(cluster: Any) -> None:
-    """Each is the prompt of the next: both sides find what they know of it in their prefix caches."""
+def test_several_turns_get_the_same_answers_from_prefix_caches(cluster: Any) -> None:
     server, *_ = cluster
     messages = [{"role": "user", "content": LONG}]
     for turn in range(3):
@@ -164,49 +159,41 @@ def test_several_turns(cluster: Any) -> None:
     assert until(lambda: idle(server))
 
 
-TRANSFER = {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": "y", "remote_bootstrap_addr": "http://z"}
+EMBEDDED = {"type": "image_embeds", "image_embeds": {"image_grid_thw": base64.b64encode(b"x").decode()}}
+PRIVATE: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "completions": {"prompt": "Hi"},
+    "responses": {"input": "Hi"},
+    "media without data": {"messages": [{"role": "user", "content": [EMBEDDED]}]},
+}
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
-@pytest.mark.parametrize(
-    "transfer", [TRANSFER, {"do_remote_decode": True, "transfer_id": "x"}], ids=["to fetch", "to keep"]
-)
-def test_what_replicas_settle_among_themselves_is_no_client_s(cluster: Any, path: str, transfer: Any) -> None:
+@pytest.mark.parametrize("case", PRIVATE)
+def test_a_client_cannot_send_what_replicas_exchange(cluster: Any, case: str) -> None:
+    """Transfer parameters, and media without data, which vLLM accepts from its own proxy."""
     server, _, expected = cluster
-    asked = {
-        "chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 4},
-        "completions": {"prompt": "Hi", "max_tokens": 4},
-        "responses": {"input": "Hi", "max_output_tokens": 4},
-    }[path]
-    fields = {"model": MODEL, **asked, "kv_transfer_params": transfer}
+    path, fields = case, {"model": MODEL, **PRIVATE[case]}
+    if case == "media without data":
+        path = "chat/completions"
+    else:
+        fields["kv_transfer_params"] = {"do_remote_decode": True, "transfer_id": "x"}
     answer = httpx.post(f"{server.base_url}/{path}", json=fields, timeout=30)
     assert answer.status_code == 400, answer.text
-    assert "kv_transfer_params" in answer.text
-    assert ask(server, BODIES[0]) == expected[0]
-    assert until(lambda: idle(server), SOON_S), busy(server)
-
-
-def test_media_without_data_are_refused(cluster: Any) -> None:
-    """vLLM accepts them of whom it takes for its own proxy."""
-    server, _, expected = cluster
-    part = {"type": "image_embeds", "image_embeds": {"image_grid_thw": base64.b64encode(b"x").decode()}}
-    fields = body("", 4, 4) | {"messages": [{"role": "user", "content": [part]}]}
-    answer = httpx.post(f"{server.base_url}/chat/completions", json=fields, timeout=30)
-    assert answer.status_code == 400, answer.text
+    assert case == "media without data" or "kv_transfer_params" in answer.text
     assert ask(server, BODIES[0]) == expected[0]
     assert until(lambda: idle(server), SOON_S), busy(server)
 
 
 @contextlib.contextmanager
 def loaded(server: Server, expected: list[Answer], replica: str) -> Iterator[None]:
-    """Requests that come all the time, from when a replica has some of them; each must get its expected answer."""
+    """Requests arrive all the time, and a replica has some of them; each must get its expected answer."""
     with load(server, BODIES * 2, expected * 2, AT_ONCE) as asked:
         wait_busy(server, replica, asked)
         yield
 
 
-@pytest.mark.parametrize("victim", [f"{PREFILL}/1", f"{PREFILL}/0", f"{DECODE}/0"])
-def test_a_replica_is_killed_under_load(cluster: Any, victim: str) -> None:
+@pytest.mark.parametrize("victim", [f"{PREFILL}/0", f"{DECODE}/0"])
+def test_answers_stay_the_same_when_a_replica_is_killed(cluster: Any, victim: str) -> None:
     server, _, expected = cluster
     with loaded(server, expected, f"{DECODE}/0"):
         kill(server, victim, signal.SIGKILL)
@@ -214,8 +201,8 @@ def test_a_replica_is_killed_under_load(cluster: Any, victim: str) -> None:
     assert until(lambda: idle(server), SOON_S), busy(server)
 
 
-def test_a_decode_replica_joins_dies_and_leaves(cluster: Any) -> None:
-    """Under load: the head has one of its own, the other is another process's, which starts it again when killed."""
+def test_answers_stay_the_same_when_a_decode_replica_joins_dies_and_leaves(cluster: Any) -> None:
+    """The process that joined restarts its replica when it is killed."""
     server, crew, expected = cluster
     name, words = f"{DECODE}/1", [DECODE if word == PREFILL else word for word in crew.words]
     joined = Headless(Path(), crew.log.with_name("decode"), DECODE, 0)
@@ -232,9 +219,9 @@ def test_a_decode_replica_joins_dies_and_leaves(cluster: Any) -> None:
     assert until(lambda: idle(server), SOON_S), busy(server)
 
 
+@pytest.mark.extended
 @pytest.mark.needs("two hosts")
-def test_prefill_on_another_host(tiny: Path, tmp_path: Path) -> None:
-    """Real addresses: each side is told where it is reached, and blocks go over the wire between the two."""
+def test_prefill_on_another_host_sends_its_blocks_over_the_network(tiny: Path, tmp_path: Path) -> None:
     port = free_ports(PORTS)
     with contextlib.ExitStack() as stack:
         here, there = stack.enter_context(two_hosts())
@@ -245,7 +232,7 @@ def test_prefill_on_another_host(tiny: Path, tmp_path: Path) -> None:
         crew = Headless(tiny, tmp_path / "crew", PREFILL, port, *split, *TIMES, host=here.address)
         crew.words[:0] = there.words
         here.call(lambda: stack.enter_context(head))
-        alone = here.call(lambda: ask_all(head, BODIES[:4], 1))  # there is none yet: decode does both
+        alone = here.call(lambda: ask_all(head, BODIES[:4], 1))  # decode alone
         stack.enter_context(crew)
         assert here.call(lambda: until(lambda: all_up(head, 4), UP_S)), crew.tail()
         assert here.call(lambda: replicas(head))[f"{PREFILL}/0"]["host"] == there.address

@@ -40,7 +40,6 @@ from tests.support.cluster import (
     free_ports,
     get,
     idle,
-    kill,
     load,
     overrides,
     replicas,
@@ -331,18 +330,6 @@ def test_requests_of_a_killed_api_server_leave_all_schedulers_at_once(two: Serve
     assert until(lambda: total(scrape(two), RUNNING) == 0)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_killed_replica_is_not_missed(stage: str, two: Server, undisturbed: list[Answer]) -> None:
-    with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(ask_all, two, BODIES, AT_ONCE)
-        assert until(lambda: busy(two, f"{stage}/0") or asked.done())
-        kill(two, f"{stage}/0")
-        assert asked.result() == undisturbed
-    assert until(lambda: all_up(two, 6) and idle(two), UP_S)
-    assert {each["restarts"] for name, each in replicas(two).items() if name.startswith(stage)} == {0, 1}
-    assert until(lambda: restart_counts(two, stage) == {0.0, 1.0}), "the API server that counts may be the later one"
-
-
 def made_by_replicas(before: Any, after: Any, stage: str) -> dict[str, float]:
     """The tokens that each replica of a stage has made between two looks at the metrics, by vLLM's counter."""
     replicas_of = {dict(labels)["replica"] for (name, labels) in after if name == TOKENS and ("stage", stage) in labels}
@@ -404,6 +391,7 @@ def three(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
         yield started
 
 
+@pytest.mark.extended
 def test_three_serve(three: Server, oracle: Oracle, expected: dict[str, Golden]) -> None:
     answers = ask_all(three, BODIES, AT_ONCE)
     assert {each.server for each in answers} == {"0", "1", "2"}

@@ -1,4 +1,4 @@
-"""A head that has no replica of the frontend: its replicas join from elsewhere, like those of any other stage."""
+"""A head without a replica of the stage that writes text: its replicas join from other processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from examples.server import HOST, Server
 from tests.support.cluster import LENGTH, Headless, all_up, ask, body, free_ports, get, states, until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.extended]
 
 UP_S = 180.0  # three engines start beside others
 
 
-def test_the_frontend_joins_later(tiny: Path, tmp_path: Path) -> None:
+def test_a_request_is_answered_when_the_text_stage_joins_the_head(tiny: Path, tmp_path: Path) -> None:
     port = free_ports(3)
     head = Server(tiny, tmp_path / "head", [*LENGTH, "--stage", "code2wav", "-oma", HOST, "-omp", str(port)])
     with contextlib.ExitStack() as stack:

@@ -72,7 +72,7 @@ PORTS = 3
 
 AT_ONCE = 8
 BODIES = [body(f"Tell me about number {number}.", 20, 40) for number in range(16)]
-EACH, FEWER, RAW = 5_000, 20, 50
+EACH, FEWER, RAW = 500, 5, 20
 """Messages of each kind for each port of the members, one of how many goes to every port, and raw connections."""
 
 GROWTH_BYTES = 48 << 20
@@ -254,7 +254,7 @@ def listening_ports(head: Server) -> list[int]:
 
 
 @pytest.mark.needs("user nobody")
-def test_nobody_gets_in_with_the_ports_alone(cluster: Cluster, tiny: Path, undisturbed: list[Answer]) -> None:
+def test_messages_without_the_secret_get_no_reply(cluster: Cluster, tiny: Path, undisturbed: list[Answer]) -> None:
     """Another user of the machine who knows everything but the secret, while requests go on."""
     head, ports = cluster.head, listening_ports(cluster.head)
     assert {cluster.port, cluster.port + 1, cluster.port + 2} < set(ports)
@@ -276,8 +276,8 @@ def test_nobody_gets_in_with_the_ports_alone(cluster: Cluster, tiny: Path, undis
     assert as_nobody(_readable, [str(default_file()), str(default_file().parent)]) == [os.geteuid() != 0] * 2
 
 
-def test_noise_at_every_port_changes_nothing(cluster: Cluster, undisturbed: list[Answer]) -> None:
-    """20,000 messages while requests go on: bytes that are not ZeroMQ, messages without the secret at all ports, and
+def test_malformed_messages_at_every_port_change_no_answer(cluster: Cluster, undisturbed: list[Answer]) -> None:
+    """2,000 messages while requests go on: bytes that are not ZeroMQ, messages without the secret at all ports, and
     malformed ones with the secret where members of the deployment talk to the head.
     """
     head, rng = cluster.head, random.Random(1)
@@ -332,7 +332,7 @@ def _readable(paths: list[str]) -> list[bool]:
     return [os.access(path, os.R_OK) for path in paths]
 
 
-def test_what_listens_in_a_replica(cluster: Cluster) -> None:
+def test_only_the_thinker_listens_on_a_port(cluster: Cluster) -> None:
     """Only the thinker's hidden states have a port. Forked replicas also hold the sockets of their parents."""
     parents = (cluster.head.pid, cluster.talkers.pid, cluster.vocoder.pid)
     inherited = {each.laddr for pid in parents for each in _open(pid)}
@@ -369,6 +369,7 @@ def test_a_replica_that_hangs_comes_back(cluster: Cluster, undisturbed: list[Ans
     assert too_long or replicas(head)["talker/0"]["restarts"] == 0
 
 
+@pytest.mark.extended
 def test_a_replica_that_hangs_for_too_long_is_replaced(cluster: Cluster, undisturbed: list[Answer]) -> None:
     """Its name is given up; who wakes up then is told so, and another is started in its place."""
     head, before = cluster.head, replicas(cluster.head)["talker/0"]
@@ -383,6 +384,7 @@ def test_a_replica_that_hangs_for_too_long_is_replaced(cluster: Cluster, undistu
     assert until(lambda: idle(head))
 
 
+@pytest.mark.extended
 def test_a_host_that_hangs_comes_back(cluster: Cluster, undisturbed: list[Answer]) -> None:
     """All talkers are gone for a while: requests wait."""
     head = cluster.head
@@ -409,7 +411,7 @@ def test_a_killed_replica_is_started_again_where_it_was(cluster: Cluster, undist
     assert "talker/1" in used(ask_all(head, BODIES, AT_ONCE))
 
 
-def test_leaving_loses_no_request(cluster: Cluster, undisturbed: list[Answer]) -> None:
+def test_no_request_is_lost_when_a_replica_leaves(cluster: Cluster, undisturbed: list[Answer]) -> None:
     head = cluster.head
     with cluster.join("third", "talker") as third:
         assert until(lambda: all_up(head, 6), UP_S)
@@ -426,6 +428,7 @@ def test_leaving_loses_no_request(cluster: Cluster, undisturbed: list[Answer]) -
     assert until(lambda: all_up(head, 5) and idle(head), UP_S)
 
 
+@pytest.mark.extended
 def test_replicas_of_the_frontend_join_die_and_leave(cluster: Cluster, undisturbed: list[Answer]) -> None:
     """The head has two of its own; the third is another process's, which starts it again when it is killed."""
     head, name = cluster.head, "thinker/2"
@@ -476,7 +479,7 @@ def test_sigterm_ends_every_headless_process(cluster: Cluster) -> None:
     assert not cluster.talkers.stop(signal.SIGTERM)
 
 
-def test_a_head_that_never_comes(tiny: Path, tmp_path: Path) -> None:
+def test_headless_replicas_wait_for_a_head_with_a_limit(tiny: Path, tmp_path: Path) -> None:
     """Waiting has an end, by itself or by a signal."""
     port = free_ports(PORTS)
     # A replica that gives up is started again, each time later.
@@ -499,7 +502,7 @@ def probes(head: Server) -> dict[str, int]:
 
 
 @pytest.mark.needs("IPv6")
-def test_replicas_that_were_there_before_their_head(
+def test_replicas_join_a_head_that_starts_after_them(
     tiny: Path, tmp_path: Path, oracle: Oracle, expected: dict[str, Golden]
 ) -> None:
     """Two more hosts for a head that runs every stage itself, over IPv6; one leaves, then the head is killed."""
@@ -557,6 +560,7 @@ def crossed(head: Server, ways: set[Any]) -> bool:
     return both and {("thinker/0", "talker/1"), ("thinker/1", "talker/0")} <= ways
 
 
+@pytest.mark.extended
 @pytest.mark.needs("two hosts")
 def test_two_hosts(tiny: Path, tmp_path: Path, oracle: Oracle, expected: dict[str, Golden]) -> None:
     """Real addresses: where the talker is reached is found by routing, where the thinker is, by what its host says.

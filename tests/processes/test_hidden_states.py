@@ -1,4 +1,4 @@
-"""Rows of multimodal positions: the same answer over every connector; those that are lost are made again."""
+"""Hidden states of multimodal positions give the same answers over every connector; lost ones are computed again."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import contextlib
 import itertools
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.processes.conftest import MAX_LEN, STEP_TOKENS
 from tests.processes.test_parity import answer, check, heard, seen, user, watched
-from tests.processes.test_take_over import hidden_states_held, same, within
+from tests.processes.test_replicas import hidden_states_held, same, within
 from tests.support.cluster import until
 from tests.support.media import openai_messages
 from tests.support.nested import run_suite
@@ -41,10 +41,9 @@ SEEN = openai_messages([user(seen(96, 64, 2), "before " * 60 + "What is this?")]
 LARGE = openai_messages([user(watched(4, 3), "What happens?")])
 TEXT_ONLY = openai_messages([user("hello world")])
 CAPACITY = 96 * 1024
-"""Bytes a thinker may keep: enough for everything here at once but the 288 hidden states of `LARGE`."""
-SOON_S = 30.0
-"""Far less than `chunk_timeout_s`, and than `retention_s`, after which hidden states are dropped anyway."""
-ENDED_S = 240.0
+"""Bytes a thinker may keep: enough for all requests of this module but the 288 hidden states of `LARGE`."""
+SOON_S, ENDED_S = 30.0, 240.0
+"""The first is far less than `chunk_timeout_s` and `retention_s`, after which hidden states are dropped in any case."""
 TIMEOUT_S = 300
 MOST_BYTES_A_PROMPT = 16 * 1024
 """Of a prompt with 99 hidden states, of which each alone would be more than 1 KiB in the released model's width."""
@@ -59,11 +58,11 @@ def sampling(text: int = 12, frames: int = 24) -> dict[str, SamplingParams]:
 
 def ask(omni: Any, conversations: list[Any], **lengths: int) -> list[Any]:
     outputs = omni.chat(conversations, sampling(**lengths), use_tqdm=False)
-    return [(o.error, *(() if o.error else (o.outputs[0].token_ids, heard_of(o), o.audio))) for o in outputs]
-
-
-def heard_of(output: Any) -> list[Any]:
-    return [] if output.frames is None else output.frames.tolist()
+    frames = [[] if o.frames is None else o.frames.tolist() for o in outputs]
+    return [
+        (o.error, *(() if o.error else (o.outputs[0].token_ids, f, o.audio)))
+        for o, f in zip(outputs, frames, strict=True)
+    ]
 
 
 def nothing_is_held(omni: Any) -> bool:
@@ -79,14 +78,14 @@ def connected(request: Any, tiny: Path) -> Iterator[Any]:
 
 
 def parity(omni: Any, oracle: Oracle, expected: Mapping[str, Golden]) -> None:
-    """All at once: several in flight, several steps a prompt."""
+    """All at once: several in flight, several steps a prompt. Nothing is held afterwards."""
     names = list(expected)
     for name, output in zip(names, answer(omni, oracle, names), strict=True):
         check(output, expected[name])
     assert nothing_is_held(omni)
 
 
-def test_text_opens_nothing(connected: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
+def test_text_opens_no_connection(connected: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
     """Run first."""
     before = {pid: _sockets(pid) for pid in _pids(connected)}
     for name, output in zip(TEXT, answer(connected, oracle, TEXT), strict=True):
@@ -102,66 +101,55 @@ def _pids(omni: Any) -> list[int]:
 
 
 def _sockets(pid: int) -> int:
-    return sum(link.startswith("socket:") for link in map(os.readlink, _links(pid)))
+    return sum(os.readlink(link).startswith("socket:") for link in Path(f"/proc/{pid}/fd").iterdir())
 
 
-def _links(pid: int) -> list[str]:
-    return [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
-
-
-def test_every_answer_is_that_of_transformers(connected: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
+def test_answers_to_media_equal_transformers(connected: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
     parity(connected, oracle, {name: expected[name] for name in MEDIA})
     assert within(connected, "thinker", "hidden_states_held") == [0], "a producer was opened"
 
 
-def test_hidden_states_do_not_pass_through_this_process(
+def test_hidden_states_do_not_pass_through_the_orchestrator(
     connected: Any, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replica = connected._omni.orchestrator.replicas[ReplicaId("talker", 0)]
     add, sizes, encoder = replica.add, [], MsgpackEncoder()
 
-    async def counting(request: Any) -> None:
+    async def counted(request: Any) -> None:
         sizes.append(sum(memoryview(part).nbytes for part in encoder.encode(request)))
         await add(request)
 
-    def looking(tensor: Any) -> Any:
+    def unpacked(tensor: Any) -> Any:
         found = unpack(tensor)
         if found is not None:
             sizes.append(tensor.nbytes)
         return found
 
-    monkeypatch.setattr(orchestrator, "unpack", looking)
-    monkeypatch.setattr(replica, "add", counting)
+    monkeypatch.setattr(orchestrator, "unpack", unpacked)
+    monkeypatch.setattr(replica, "add", counted)
     answer(connected, oracle, ["long_media_prompt"])
     assert 0 < sum(sizes) < MOST_BYTES_A_PROMPT
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.1, 0.2, 0.4])
-def test_nothing_is_kept_of_a_request_whose_client_has_left(connected: Any, after_s: float) -> None:
-    prompt = connected._preprocess_chat_one(SEEN)
-    lengths = sampling(text=400, frames=800)
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.1, 0.4])
+def test_nothing_is_held_of_requests_aborted(connected: Any, after_s: float) -> None:
+    prompt, lengths = connected._preprocess_chat_one(SEEN), sampling(text=400, frames=800)
+    options = RequestOptions(modalities=("text", "audio"), params={"talker": lengths["talker"]})
 
-    async def listen(name: str) -> None:
-        options = RequestOptions(modalities=("text", "audio"), params={"talker": lengths["talker"]})
+    async def read(name: str) -> None:
         stream = connected._omni.generate(prompt, lengths["thinker"], name, options=options)
         async with contextlib.aclosing(stream):
             async for _ in stream:
                 pass
 
-    async def leave() -> None:
-        tasks = [asyncio.create_task(listen(f"left {after_s} {i}")) for i in range(3)]
+    async def abort() -> None:
+        tasks = [asyncio.create_task(read(f"aborted {after_s} {i}")) for i in range(3)]
         await asyncio.sleep(after_s)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    connected._run(leave())
-    assert nothing_is_held(connected)
-
-
-def test_a_reply_too_short_to_speak_leaves_no_hidden_states(connected: Any) -> None:
-    ((error, *_),) = ask(connected, [HEARD], text=1, frames=1)
-    assert error is None
+    connected._run(abort())
     assert nothing_is_held(connected)
 
 
@@ -169,7 +157,7 @@ Change = Callable[[HiddenStatesChunkReady], HiddenStatesChunkReady]
 
 
 def elsewhere(notice: HiddenStatesChunkReady) -> HiddenStatesChunkReady:
-    """Where nobody listens."""
+    """At an address where no process listens."""
     gone = notice.source.replace("ipc://@omni-", "ipc://@gone-")
     host, _, rest = gone.partition("tcp://127.0.0.1:")
     gone = gone if not rest else f"{host}tcp://127.0.0.1:1#{rest.partition('#')[2]}"
@@ -177,27 +165,27 @@ def elsewhere(notice: HiddenStatesChunkReady) -> HiddenStatesChunkReady:
 
 
 def dropped(notice: HiddenStatesChunkReady) -> HiddenStatesChunkReady:
-    """Of a chunk that was never put. Nobody hears of the one that was."""
+    """Of a chunk that does not exist; the notice of the one that does is lost."""
     return msgspec.structs.replace(notice, name=f"dropped/{notice.name}")
 
 
 @pytest.fixture
 def changing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change, int], list[str]]:
-    """Let some of the next messages be changed on their way; the names of which nobody hears, as they come."""
+    """Change some of the next notices on their way; returns the names of chunks whose notices are lost."""
 
     def change(how: Change, times: int) -> list[str]:
-        numbers, unheard = itertools.count(), list[str]()
+        numbers, lost = itertools.count(), list[str]()
 
         def unpacked(tensor: Any) -> Any:
             found = unpack(tensor)
             if not isinstance(found, HiddenStatesChunkReady) or next(numbers) >= times:
                 return found
             changed = how(found)
-            unheard.extend({found.name} - {changed.name})
+            lost.extend({found.name} - {changed.name})
             return changed
 
         monkeypatch.setattr(orchestrator, "unpack", unpacked)
-        return unheard
+        return lost
 
     return change
 
@@ -205,73 +193,55 @@ def changing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change, int], list[st
 @pytest.mark.parametrize("how", [elsewhere, dropped])
 def test_lost_hidden_states_are_computed_again(connected: Any, changing: Any, how: Change) -> None:
     expected = ask(connected, [HEARD])
-    unheard = changing(how, 1)
+    lost = changing(how, 1)
     began = time.monotonic()
     assert same(ask(connected, [HEARD]), expected)
     assert time.monotonic() - began < SOON_S
-    assert len(unheard) == (how is dropped)
-    assert until(lambda: hidden_states_held(connected) == len(unheard), SOON_S)
-    within(connected, "thinker", "forget_hidden_states", unheard)
+    assert len(lost) == (how is dropped)
+    assert until(lambda: hidden_states_held(connected) == len(lost), SOON_S)
+    within(connected, "thinker", "forget_hidden_states", lost)
     assert nothing_is_held(connected)
 
 
-def test_hidden_states_that_stay_lost_fail_their_request_alone(connected: Any, changing: Any) -> None:
-    other = ask(connected, [TEXT_ONLY])
+def test_a_request_whose_hidden_states_stay_lost_fails_alone(connected: Any, changing: Any) -> None:
     changing(elsewhere, 1000)
-    began = time.monotonic()
-    (bad,) = ask(connected, [HEARD])
-    assert time.monotonic() - began < SOON_S
-    assert isinstance(bad[0], RequestFailed) and "could not take the thinker's hidden states" in str(bad[0])
-    (bad, good) = ask(connected, [HEARD, TEXT_ONLY])
-    assert isinstance(bad[0], RequestFailed)
-    assert same([good], other)
-    assert nothing_is_held(connected)
+    fails_alone(connected, HEARD, "could not take the thinker's hidden states")
 
 
-def test_no_room_fails_only_its_request(connected: Any) -> None:
-    other = ask(connected, [TEXT_ONLY])
-    began = time.monotonic()
-    (bad, good) = ask(connected, [LARGE, TEXT_ONLY])
-    assert time.monotonic() - began < SOON_S
-    assert isinstance(bad[0], RequestFailed) and f"of {CAPACITY} are held" in str(bad[0])
-    assert same([good], other)
-    assert nothing_is_held(connected)
+def test_a_request_whose_hidden_states_have_no_room_fails_alone(connected: Any) -> None:
+    fails_alone(connected, LARGE, f"of {CAPACITY} are held")
     assert same(ask(connected, [HEARD]), ask(connected, [HEARD])), "there is room again"
 
 
-def test_a_talker_and_a_thinker_killed_are_not_missed(twofold: Any) -> None:
+def fails_alone(omni: Any, conversation: Any, reason: str) -> None:
+    """Beside another request, whose answer stays the same."""
+    other = ask(omni, [TEXT_ONLY])
+    began = time.monotonic()
+    (bad, good) = ask(omni, [conversation, TEXT_ONLY])
+    assert time.monotonic() - began < SOON_S
+    assert isinstance(bad[0], RequestFailed) and reason in str(bad[0])
+    assert same([good], other)
+    assert nothing_is_held(omni)
+
+
+def test_answers_stay_the_same_when_a_talker_and_a_thinker_die(twofold: Any) -> None:
     """The first talker and the last thinker: the first thinker keeps hidden states that the dead talker had open."""
-    stages = {"talker": 0, "thinker": -1}
-    conversations = [HEARD, SEEN] * 3
-    lengths = {"text": 150, "frames": 200}
+    conversations, lengths = [HEARD, SEEN] * 3, {"text": 150, "frames": 200}
     undisturbed = ask(twofold, conversations, **lengths)
-    got: list[Any] = []
-    asking = threading.Thread(target=lambda: got.extend(ask(twofold, conversations, **lengths)))
-    asking.start()
-    pools = twofold._omni.orchestrator.pools
-    assert until(lambda: all(within(twofold, "talker", "hidden_states_open")), SOON_S)
-    for stage, which in stages.items():
-        gone = sorted(pools[stage].replicas)[which]
-        os.kill(twofold._deployment.processes()[gone].pid, signal.SIGKILL)
-    asking.join(ENDED_S)
-    assert same(got, undisturbed)
-    assert until(lambda: all(len(pools[stage].replicas) == 2 for stage in stages), ENDED_S)
+    with ThreadPoolExecutor(1) as thread:
+        got = thread.submit(ask, twofold, conversations, **lengths)
+        assert until(lambda: all(within(twofold, "talker", "hidden_states_open")), SOON_S)
+        pools = twofold._omni.orchestrator.pools
+        for stage, which in (("talker", 0), ("thinker", -1)):
+            victim = sorted(pools[stage].replicas)[which]
+            os.kill(twofold._deployment.processes()[victim].pid, signal.SIGKILL)
+        assert same(got.result(ENDED_S), undisturbed)
+    assert until(lambda: all(len(pools[stage].replicas) == 2 for stage in ("talker", "thinker")), ENDED_S)
     assert nothing_is_held(twofold)
 
 
-def test_hidden_states_make_no_file(connected: Any) -> None:
-    before = _files(connected)
-    ask(connected, [HEARD, SEEN])
-    assert _files(connected) == before
-
-
-def _files(omni: Any) -> set[str]:
-    """Shared memory with a name that the replicas have mapped."""
-    maps = (Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in _pids(omni))
-    return {line[line.index("/dev/shm/") :] for lines in maps for line in lines if "/dev/shm/" in line}
-
-
+@pytest.mark.extended
 @pytest.mark.needs("library mooncake.engine", "isolation")
-def test_mooncake() -> None:
-    """In a namespace, since its engine listens everywhere."""
+def test_answers_over_mooncake_equal_transformers() -> None:
+    """In a namespace: its engine listens on all addresses."""
     run_suite(Path(__file__).with_name("hidden_states_mooncake_suite.py"), "-x", timeout_s=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A served model under requests nobody should send: every one is answered, and the server stays what it was."""
+"""Malformed requests to a served model: each gets an error of the client, and later answers are unchanged."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 
 from examples.server import HOST, Server
 from tests.support import media
-from tests.support.cluster import Answer
+from tests.support.cluster import MODEL, Answer
+from tests.support.examples import examples
 from vllm_omni_ext.wire.stage_input import CHUNK, EXPORT, FORGET, INPUT, PART, RESERVED, TICKET
 
 pytestmark = pytest.mark.engine
 
-MODEL = "tiny"
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
 BODY_MIB = 4
 CHAT_BODY: dict[str, Any] = {
@@ -43,7 +43,7 @@ GROWTH = 48 << 20
 """Bytes that all processes of the server together may have gained by the second half of this module."""
 
 SETTINGS = settings(
-    max_examples=120,
+    max_examples=examples(160),
     derandomize=True,
     deadline=None,
     database=None,
@@ -330,12 +330,12 @@ def test_methods_and_paths(target: Target, path: str) -> None:
         assert status < 500
 
 
-def test_memory_is_flat(target: Target) -> None:
+def test_memory_does_not_grow(target: Target) -> None:
     """After all of the above once: the same kinds of requests again leave nothing behind."""
     bodies = [json.dumps(CHAT_BODY), json.dumps(CHAT_BODY | {"stream": True}), json.dumps(CHAT_BODY | {"voice": "x"})]
     urls = [ask_about(kind, made()[:-400]) for kind, made in MEDIA.items()]
     before = target.bytes()
-    for _ in range(40):
+    for _ in range(15):
         for body in (*bodies, *urls):
             target.send(CHAT, body)
         target.send(SPEECH, json.dumps(SPEECH_BODY))
@@ -343,10 +343,10 @@ def test_memory_is_flat(target: Target) -> None:
     assert target.bytes() - before < GROWTH
 
 
-def test_nothing_has_changed(target: Target) -> None:
+def test_answers_are_unchanged_afterwards(target: Target) -> None:
     """Last."""
     assert target.ask() == target.good
     assert target.server.healthy()
-    assert sum(target.seen.values()) >= 500
+    assert sum(target.seen.values()) >= 300
     assert psutil.pid_exists(target.server.processes()[0].pid)
     print(f"{sum(target.seen.values())} requests: {dict(target.seen)}")

@@ -15,14 +15,12 @@ import pytest
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from tests.processes.conftest import MAX_LEN, STEP_TOKENS
-from tests.processes.test_take_over import BUSY_WITHIN_S, answers, busy, restarts, same
-from tests.support.cluster import until
+from tests.processes.test_replicas import answers, both_up, restarts, same, wait_busy
+from tests.support.cluster import STAGES, until
 from tests.support.pace import pace
-from vllm_omni_ext.ids import ReplicaId
 
 pytestmark = pytest.mark.engine
 
-STAGES = ("thinker", "talker", "code2wav")
 LIMIT_S = 6.0
 
 
@@ -63,7 +61,13 @@ def undisturbed(watched: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "number"), [*((stage, signal.SIGUSR1) for stage in STAGES), ("talker", signal.SIGUSR2)]
+    ("stage", "number"),
+    [
+        pytest.param("thinker", signal.SIGUSR1, marks=pytest.mark.extended),
+        ("talker", signal.SIGUSR1),
+        pytest.param("code2wav", signal.SIGUSR1, marks=pytest.mark.extended),
+        pytest.param("talker", signal.SIGUSR2, marks=pytest.mark.extended),
+    ],
 )
 def test_a_hung_step_is_found_and_answered_elsewhere(
     stage: str, number: signal.Signals, watched: Any, undisturbed: list[Any]
@@ -75,10 +79,7 @@ def test_a_hung_step_is_found_and_answered_elsewhere(
     got: list[Any] = []
     asking = threading.Thread(target=lambda: got.extend(answers(watched)))
     asking.start()
-    found: list[ReplicaId] = []
-    assert until(lambda: bool(found.extend(filter(None, [busy(watched, stage)])) or found), BUSY_WITHIN_S)
-    hung = found[0]
-    pool, before = watched._omni.orchestrator.pools[stage], restarts(watched, stage)
+    hung, before = wait_busy(watched, stage), restarts(watched, stage)
     process = watched._deployment.processes()[hung]
     began = time.monotonic()
     os.kill(process.pid, number)
@@ -87,6 +88,6 @@ def test_a_hung_step_is_found_and_answered_elsewhere(
     asking.join(120)
     assert time.monotonic() - began < (2 * LIMIT_S + usual_s) * pace()
     assert same(got, undisturbed)
-    assert until(lambda: set(pool.replicas) == {ReplicaId(stage, 0), ReplicaId(stage, 1)}, 60)
+    assert until(lambda: both_up(watched, stage), 60)
     assert restarts(watched, stage) == {each: before[each] + int(each == hung) for each in before}
     assert same(answers(watched), undisturbed), "the other replica's first step, and the new one's, are no hung steps"

@@ -1,5 +1,4 @@
-"""Prefill and decode with real engines, over each connector. Mooncake's engine listens on all interfaces: only loopback
-can be reached where the suites run."""
+"""Transfers of KV cache between real engines. Mooncake listens on all addresses: the suites have only loopback."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ SUITES = {"mooncake": "kv_transfer_suite.py", "nixl": "kv_transfer_nixl_suite.py
 TIMEOUT_S = 3000
 """For machines that other programs keep busy."""
 
-pytestmark = pytest.mark.engine
 
-
-@pytest.mark.parametrize("connector", CONNECTORS)
-def test_the_suite(connector: str) -> None:
+@pytest.mark.engine
+@pytest.mark.parametrize("connector", ["mooncake", pytest.param("nixl", marks=pytest.mark.extended)])
+def test_blocks_reach_decode_or_decode_computes_them(connector: str, pytestconfig: pytest.Config) -> None:
     needs(f"library {CONNECTORS[connector].module}", "isolation")
-    run_suite(Path(__file__).with_name(SUITES[connector]), "--tb=short", timeout_s=TIMEOUT_S)
+    suite = Path(__file__).with_name(SUITES[connector])
+    run_suite(suite, "--tb=short", timeout_s=TIMEOUT_S, config=pytestconfig)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -20,7 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from examples.server import HOST, Server
-from tests.support import promql
+from tests.support.cluster import MODEL, STAGES, get, kill, replicas, status, until
 from vllm_omni_ext.cli import main as commands
 from vllm_omni_ext.cli.top import Client, rows
 from vllm_omni_ext.metrics import ALL, PREFIX
@@ -28,12 +26,9 @@ from vllm_omni_ext.modalities.audio import METRICS as AUDIO
 
 pytestmark = pytest.mark.engine
 
-MODEL = "tiny"
-STAGES = ("thinker", "talker", "code2wav")
 WORDS, FRAMES, RATE = 12, 23, 24_000
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
-SETTLE_S = 15.0
 ASK: dict[str, Any] = {
     "model": MODEL,
     "messages": [{"role": "user", "content": "Tell me about the blue cat in the moon"}],
@@ -95,15 +90,6 @@ def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=120)
 
 
-def get(server: Server, path: str, method: str = "GET") -> tuple[int, bytes]:
-    request = urllib.request.Request(f"http://{HOST}:{server.port}{path}", method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
-
-
 def scrape(server: Server) -> Series:
     families = text_string_to_metric_families(get(server, "/metrics")[1].decode())
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
@@ -117,21 +103,9 @@ def value(series: Series, name: str, **labels: str) -> float:
     return sum(found)
 
 
-def until(true: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + SETTLE_S
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
-
-
-def status(server: Server) -> dict[str, Any]:
-    return json.loads(get(server, "/v1/omni/status")[1])
-
-
 def load(server: Server) -> int:
-    return sum(r["running"] + r["waiting"] for stage in status(server)["stages"] for r in stage["replicas"])
+    """Return the requests in all schedulers."""
+    return sum(each["running"] + each["waiting"] for each in replicas(server).values())
 
 
 @pytest.fixture(scope="module")
@@ -231,24 +205,6 @@ def test_every_metric_is_there(traffic: Series) -> None:
     assert missing <= NOT_HERE
 
 
-def panel(title: str) -> promql.Query:
-    return next(query for query in promql.queries() if query.panel == title)
-
-
-def test_the_dashboard(server: Server, traffic: Series) -> None:
-    """Each of its queries shows something, but for what has not happened."""
-    text = get(server, "/metrics")[1].decode()
-    promql.check(text, ("Latency", "Traffic", "Replicas"), {PREFIX + name for name in NOT_HERE})
-    minute = promql.shown(panel("Requests"), {}, traffic)
-    assert sum(minute.values()) * 60 == pytest.approx(4)
-    tokens = {
-        dict(labels)["stage"]: value * 60 for labels, value in promql.shown(panel("Text tokens"), {}, traffic).items()
-    }
-    assert tokens["talker"] >= 2 * (FRAMES + 1) and tokens["thinker"] >= 3 * WORDS
-    up = promql.shown(panel("Replicas that take requests"), {}, traffic)
-    assert {dict(labels)["stage"]: value for labels, value in up.items()} == dict.fromkeys(STAGES, 1)
-
-
 def test_metrics_of_one_request(reply: Any) -> None:
     stages = reply.metrics["stages"]
     assert list(stages) == list(STAGES)
@@ -337,20 +293,19 @@ def test_top(
 
 
 def test_health(server: Server) -> None:
-    assert get(server, "/health", "HEAD") == (200, b"")
+    head = httpx.head(f"http://{HOST}:{server.port}/health")
+    assert (head.status_code, head.content) == (200, b"")
     code, body = get(server, "/health")
     assert (code, json.loads(body)["status"]) == (200, "healthy")
 
 
 def test_a_lost_stage(server: Server, client: openai.OpenAI, traffic: Series) -> None:
     """Last: the talker is gone afterwards."""
-    [talker] = next(stage for stage in status(server)["stages"] if stage["name"] == "talker")["replicas"]
-    psutil.Process(talker["pid"]).kill()
+    kill(server, "talker/0")
     assert until(lambda: get(server, "/health")[0] == 503)
     body = json.loads(get(server, "/health")[1])
     assert body["reason"] == "stage 'talker' has no live replica"
     assert body["stages"]["talker"] == {"up": 0, "replicas": 1}
-    assert get(server, "/health", "HEAD")[0] == 503
+    assert httpx.head(f"http://{HOST}:{server.port}/health").status_code == 503
     assert ours(scrape(server), "replica_up", replica="talker/0") == 0
-    [talker] = next(stage for stage in status(server)["stages"] if stage["name"] == "talker")["replicas"]
-    assert talker["state"] == "DOWN"
+    assert replicas(server)["talker/0"]["state"] == "DOWN"

@@ -16,7 +16,7 @@ from tests.processes.test_api_servers import Caller, again, pids
 from tests.support.cluster import ANSWER_S, MODEL, all_up, kill, overrides, replicas, states, until
 from tests.support.lora import write_adapter, write_dense
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.extended]
 
 SERVERS = 3
 THINKERS = ["thinker/0", "thinker/1"]

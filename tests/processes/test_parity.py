@@ -65,6 +65,7 @@ CASES: dict[str, Case] = {
     "long_answer": Case([user("Tell me a long story.")], text=96, frames=200),
     "one_token": Case([user("Zebra crossing at noon!")]),
     "short_answer": Case([user("Be brief.")], text=2),
+    "few_frames": Case([user("Be very brief.")], text=3, frames=6),
 }
 
 
@@ -128,16 +129,6 @@ def test_chat(name: str, omni: Any, expected: dict[str, Golden]) -> None:
     check(output, expected[name])
 
 
-def test_the_chosen_cases_include_one_without_sound(expected: dict[str, Golden]) -> None:
-    assert not len(expected["one_token"].frames) and len(expected["short_answer"].frames)
-
-
-def test_eight_at_once(omni: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
-    names = [name for name, case in CASES.items() if case.voice == "ethan"][:8]
-    for name, output in zip(names, answer(omni, oracle, names), strict=True):
-        check(output, expected[name])
-
-
 def test_all_at_once(omni: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
     names = list(CASES)
     for name, output in zip(names, answer(omni, oracle, names), strict=True):
@@ -154,9 +145,14 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_chunks_change_nothing(schedule: str, omni: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
-    """All cases at once, so streams of all lengths share the vocoder's steps; then some alone."""
+@pytest.mark.parametrize(
+    "schedule",
+    [name if name in ("growing", "off") else pytest.param(name, marks=pytest.mark.extended) for name in SCHEDULES],
+)
+def test_sizes_of_chunks_do_not_change_an_answer(
+    schedule: str, omni: Any, oracle: Oracle, expected: dict[str, Golden]
+) -> None:
+    """All cases at once, so that streams of all lengths share steps of code2wav; then some alone."""
     chunks, names = SCHEDULES[schedule], list(CASES)
     for name, output in zip(names, answer(omni, oracle, names, chunks), strict=True):
         check(output, expected[name])
@@ -170,9 +166,17 @@ MINUTE = 750
 """Frames of one minute."""
 
 
-@pytest.mark.parametrize("chunks", [None, SCHEDULES["one by one"], SCHEDULES["off"]], ids=["default", "each", "off"])
-def test_a_minute(chunks: Mapping[str, Any] | None, omni: Any, oracle: Oracle) -> None:
-    """Its sound is that of Transformers' unchunked decode of its frames."""
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        pytest.param(None, id="default"),
+        pytest.param(SCHEDULES["one by one"], id="each", marks=pytest.mark.extended),
+        pytest.param(SCHEDULES["off"], id="off", marks=pytest.mark.extended),
+    ],
+)
+def test_a_minute_of_sound_equals_an_unchunked_decode(
+    chunks: Mapping[str, Any] | None, omni: Any, oracle: Oracle
+) -> None:
     talker = SamplingParams(temperature=0, repetition_penalty=1.05, min_tokens=MINUTE + 1, max_tokens=MINUTE + 1)
     (output,) = omni.generate(
         prompt(oracle, CASES["text"]),
@@ -194,6 +198,7 @@ def test_the_cases_cover_both_ends_of_both_stages(oracle: Oracle, expected: dict
     thinker = {golden.thinker_ids[-1] in eos for golden in expected.values()}
     talker = {golden.talker_ids[-1] == codec_eos for golden in expected.values() if golden.talker_ids}
     assert thinker == {True, False} and talker == {True, False}
+    assert not len(expected["one_token"].frames) and len(expected["short_answer"].frames)
 
 
 def test_concurrent_requests_do_not_mix(omni: Any, oracle: Oracle) -> None:

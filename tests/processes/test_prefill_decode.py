@@ -1,4 +1,4 @@
-"""Prefill and decode apart. Mooncake listens on all interfaces: the suites run where there is only loopback."""
+"""Prefill and decode apart. Mooncake listens on all addresses: the suites run where there is only loopback."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from tests.support.capabilities import needs
 from tests.support.nested import run_suite
 from vllm_omni_ext.disaggregation.parameters import CONNECTORS
 
-pytestmark = pytest.mark.engine
-
-HERE = Path(__file__).parent
 SUITES = {
     "prefill_decode_suite.py": "mooncake",
     "prefill_decode_server_suite.py": "mooncake",
@@ -22,7 +19,10 @@ TIMEOUT_S = 3000
 """For machines that other programs keep busy."""
 
 
-@pytest.mark.parametrize("suite", SUITES)
-def test_the_suite(suite: str) -> None:
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "suite", [pytest.param(name, marks=pytest.mark.extended if "nixl" in name else ()) for name in SUITES]
+)
+def test_answers_equal_those_of_one_engine(suite: str, pytestconfig: pytest.Config) -> None:
     needs(f"library {CONNECTORS[SUITES[suite]].module}", "isolation")
-    run_suite(HERE / suite, "-x", timeout_s=TIMEOUT_S)
+    run_suite(Path(__file__).with_name(suite), "-x", timeout_s=TIMEOUT_S, config=pytestconfig)

@@ -1,4 +1,4 @@
-"""What requests may ask for, how they fail, and that nothing of them stays."""
+"""Sampling, refusals and aborts of requests through `LLM`; closing it leaves nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from vllm_omni_ext.plugins.runtime import RequestOptions
 
 pytestmark = pytest.mark.engine
 
+TOLERANCE = 1e-4
 QUESTION = [{"role": "user", "content": "Tell me about the blue cat in the moon"}]
+LONG = [{"role": "user", "content": "Tell me more about the moon. " * 40}]
 OTHER = [{"role": "user", "content": "Say something nice."}]
 TOO_LONG = [{"role": "user", "content": "word " * 4000}]
 
@@ -50,9 +52,6 @@ def ask(omni: Any, conversations: Any, sampling: Any, **options: Any) -> list[An
     return outputs
 
 
-TOLERANCE = 1e-4
-
-
 def said(output: Any) -> tuple[Any, ...]:
     """Ids and frames of an answer."""
     assert output.error is None
@@ -60,16 +59,20 @@ def said(output: Any) -> tuple[Any, ...]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether ids and frames are equal and the sound is, up to rounding: in which pieces it is made, and together with
-    whose, is a matter of time."""
+    """Whether ids and frames are equal, and sounds up to rounding, which depends on the batches of code2wav."""
     return said(one) == said(other) and bool(np.abs(one.audio - other.audio).max() <= TOLERANCE)
 
 
-def test_seeds(omni: Any) -> None:
-    (first,), (again,), (other,) = (ask(omni, [QUESTION], sampled(seed)) for seed in (7, 7, 8))
+@pytest.mark.parametrize("asked", [QUESTION, LONG], ids=["one step", "several steps"])
+def test_a_seed_repeats_an_answer_alone_and_among_others(omni: Any, asked: Any) -> None:
+    """Also with a prompt of several steps: vLLM alone ends a CPU engine there."""
+    (first,), (again,), (other,) = (ask(omni, [asked], sampled(seed)) for seed in (7, 7, 8))
+    assert (len(first.prompt_token_ids) > 2 * STEP_TOKENS) == (asked is LONG)
     assert same(first, again)
     assert first.outputs[0].token_ids != other.outputs[0].token_ids
     assert first.frames.tolist() != other.frames.tolist()
+    together = ask(omni, [asked, OTHER, asked], [sampled(7), sampled(9), sampled(7)])
+    assert same(together[0], first) and same(together[2], first)
 
 
 def test_the_talker_has_a_seed_of_its_own(omni: Any) -> None:
@@ -78,42 +81,17 @@ def test_the_talker_has_a_seed_of_its_own(omni: Any) -> None:
     assert outputs[0].frames.tolist() != outputs[1].frames.tolist()
 
 
-def test_a_seed_with_a_prompt_of_several_steps(omni: Any) -> None:
-    """In both stages that sample: vLLM ends a CPU engine there."""
-    long = [{"role": "user", "content": "Tell me more about the moon. " * 40}]
-    (first,), (again,), (other,) = (ask(omni, [long], sampled(seed)) for seed in (7, 7, 8))
-    assert len(first.prompt_token_ids) > 2 * STEP_TOKENS
-    assert same(first, again)
-    assert first.outputs[0].token_ids != other.outputs[0].token_ids
-    assert same(ask(omni, [QUESTION, long, OTHER], sampled(7))[1], first), "whoever else is in the batch"
-
-
-def test_seeds_at_the_same_time(omni: Any) -> None:
-    (alone,) = ask(omni, [QUESTION], sampled(7))
-    together = ask(omni, [QUESTION, OTHER, QUESTION], [sampled(7), sampled(9), sampled(7)])
-    assert same(together[0], alone) and same(together[2], alone)
-
-
-def test_one_bad_prompt_fails_alone(omni: Any, oracle: Oracle) -> None:
-    prompts = [oracle.prompt(QUESTION), "nobody is asked to answer", oracle.prompt(OTHER)]
-    good, bad, other = omni.generate(prompts, greedy(), use_tqdm=False)
-    assert isinstance(bad.error, RequestError)
-    assert bad.outputs[0].finish_reason == "error"
+def test_a_wrong_prompt_fails_alone(omni: Any, oracle: Oracle) -> None:
+    """One without a speaker, and one that is too long."""
+    prompts = [oracle.prompt(QUESTION), "nobody is asked to answer", oracle.prompt(TOO_LONG), oracle.prompt(OTHER)]
+    good, mute, too_long, other = omni.generate(prompts, greedy(), use_tqdm=False)
+    assert isinstance(mute.error, RequestError) and "assistant" in str(mute.error)
+    assert isinstance(too_long.error, RequestError)
+    assert mute.outputs[0].finish_reason == "error"
     assert same(good, ask(omni, [QUESTION], greedy())[0])
     assert same(other, ask(omni, [OTHER], greedy())[0])
-
-
-def test_one_prompt_too_long_fails_alone(omni: Any) -> None:
-    good, too_long = ask(omni, [QUESTION, TOO_LONG], greedy())
-    assert isinstance(too_long.error, RequestError)
-    assert same(good, ask(omni, [QUESTION], greedy())[0])
-
-
-def test_no_one_to_speak(omni: Any) -> None:
-    (output,) = omni.generate("hello", greedy(), use_tqdm=False)
-    assert isinstance(output.error, RequestError) and "assistant" in str(output.error)
-    (output,) = omni.generate("hello", greedy(), use_tqdm=False, modalities=["text"])
-    assert output.error is None and output.audio is None
+    (text,) = omni.generate(prompts[1:2], greedy(), use_tqdm=False, modalities=["text"])
+    assert text.error is None and text.audio is None
 
 
 @pytest.mark.parametrize(
@@ -121,11 +99,10 @@ def test_no_one_to_speak(omni: Any) -> None:
     [
         ({"voice": "nobody"}, "voice"),
         ({"modalities": ["smell"]}, "modalities"),
-        ({"modalities": []}, "modalities"),
         ({"chunks": {"frames": [0]}}, "chunks.frames"),
     ],
 )
-def test_refusals(omni: Any, options: dict[str, Any], parameter: str) -> None:
+def test_the_error_of_a_wrong_option_names_it(omni: Any, options: dict[str, Any], parameter: str) -> None:
     with pytest.raises(RequestError) as caught:
         omni.chat(QUESTION, use_tqdm=False, **options)
     assert caught.value.parameter == parameter
@@ -143,7 +120,7 @@ def test_a_stop_string_ends_the_text_and_not_the_sound(omni: Any) -> None:
 
 
 @pytest.mark.parametrize("modalities", [("text",), ("text", "audio")])
-def test_leaving_a_stream_frees_everything(omni: Any, modalities: tuple[str, ...]) -> None:
+def test_leaving_a_stream_aborts_its_request(omni: Any, modalities: tuple[str, ...]) -> None:
     (expected,) = ask(omni, [QUESTION], greedy())
     prompt = omni._preprocess_chat_one(QUESTION)
     endless = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
@@ -158,6 +135,11 @@ def test_leaving_a_stream_frees_everything(omni: Any, modalities: tuple[str, ...
     assert omni._run(leave()) > 0
     assert omni._omni.orchestrator.held() == 0
     assert same(ask(omni, [QUESTION], greedy())[0], expected)
+
+
+def run(script: Path, *arguments: Path, timeout_s: float, **variables: str) -> subprocess.CompletedProcess[str]:
+    words, environment = [sys.executable, script, *arguments], {**os.environ, **variables}
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
 
 OPEN_AND_CLOSE = """
@@ -183,18 +165,11 @@ if __name__ == "__main__":
 """
 
 
-def test_closing_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
+def test_closing_leaves_no_process_and_no_file(tiny: Path, tmp_path: Path) -> None:
     script = tmp_path / "open_and_close.py"
     script.write_text(OPEN_AND_CLOSE)
     with tempfile.TemporaryDirectory() as folder:  # short: sockets have their paths in it
-        done = subprocess.run(
-            [sys.executable, script, tiny],
-            env={**os.environ, "TMPDIR": folder},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = run(script, tiny, timeout_s=300, TMPDIR=folder)
         assert done.returncode == 0, done.stdout + done.stderr
         assert os.listdir(folder) == []
     facts = json.loads(done.stdout.partition("FACTS")[2])
@@ -234,16 +209,10 @@ if __name__ == "__main__":
 
 
 def test_a_program_that_never_closes_ends_silently(tmp_path: Path) -> None:
-    """With what a program for `LLM` also uses: adapters by prompt, and `llm_engine.model_config`."""
+    """It also uses adapters by prompt, and `llm_engine.model_config`."""
     script, model = tmp_path / "never_closed.py", write_dense(tmp_path / "model")
     script.write_text(NEVER_CLOSED)
-    done = subprocess.run(
-        [sys.executable, script, model, write_adapter(model, tmp_path / "accent", seed=1)],
-        capture_output=True,
-        text=True,
-        timeout=300 * pace(),
-        check=False,
-    )
+    done = run(script, model, write_adapter(model, tmp_path / "accent", seed=1), timeout_s=300 * pace())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FACTS llm_engine.step is not available with omni=True" in done.stdout
     assert "is gone" not in done.stderr

@@ -11,7 +11,7 @@ import pytest
 
 from examples.server import Server
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.extended]
 
 SETTLE_S, SECONDS, KILL_EVERY_S, CLIENTS = 40.0, 75.0, 11.0, 4
 

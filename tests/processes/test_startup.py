@@ -36,8 +36,8 @@ def says_ready(log: Path) -> bool:
     return until(lambda: any(line.startswith("ready:") for line in said(log)))
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_one_line_a_stage(tiny: Path, tmp_path: Path, kept: bool) -> None:
+@pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.extended)])
+def test_the_terminal_has_one_line_a_stage(tiny: Path, tmp_path: Path, kept: bool) -> None:
     terminal, logs = tmp_path / "terminal", tmp_path / "logs"
     flags = ["--max-model-len", "2048", *(["--omni-log-dir", str(logs)] if kept else ["--omni-verbose"])]
     with Server(tiny, terminal, flags) as server:
@@ -59,6 +59,7 @@ def test_one_line_a_stage(tiny: Path, tmp_path: Path, kept: bool) -> None:
         assert all("EngineCore" in text for text in files.values())
 
 
+@pytest.mark.extended
 def test_loading_is_reported_and_ends_at_100_percent(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With real engines: every replica says how much of the checkpoint it has read, and that it has read all of it."""
     reports: list[Loading] = []
@@ -101,7 +102,8 @@ def test_a_replica_that_does_not_start(tiny: Path, tmp_path: Path) -> None:
     assert folder.name.startswith("omni-") and not folder.exists()
 
 
-def test_one_after_the_other_and_all_are_known(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.extended
+def test_api_servers_know_replicas_that_start_after_them(tiny: Path, tmp_path: Path) -> None:
     """API servers are started before most replicas have a process, and learn of these."""
     terminal = tmp_path / "terminal"
     server = Server(tiny, terminal, ["--max-model-len", "2048", "--api-server-count", "2"])

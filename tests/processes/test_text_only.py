@@ -11,26 +11,16 @@ from vllm import SamplingParams
 from tests.support.media import image, openai_messages
 from vllm_omni_ext.ids import ReplicaId
 
-TOLERANCE = 1e-4
-
 pytestmark = pytest.mark.engine
 
 TALKER = ReplicaId("talker", 0)
+TOLERANCE = 1e-4
 MOST_BYTES_A_TOKEN = 64
 MOST_BYTES_A_MESSAGE = 256
 QUESTION = [{"role": "user", "content": "Tell me about the blue cat in the moon"}]
 LONG = [{"role": "user", "content": "word " * 300}]
-PICTURE = openai_messages(
-    [
-        {
-            "role": "user",
-            "content": [
-                {"type": "image", "image": image(96, 64, seed=2)},
-                {"type": "text", "text": "before " * 200 + "What is this?"},
-            ],
-        }
-    ]
-)
+SHOWN = [{"type": "image", "image": image(96, 64, seed=2)}, {"type": "text", "text": "before " * 200 + "What is this?"}]
+PICTURE = openai_messages([{"role": "user", "content": SHOWN}])
 
 
 def ask(
@@ -47,38 +37,29 @@ def ask(
     return output
 
 
-def handoff_steps(omni: Any) -> int:
-    """Steps in which the thinker's worker did more than the stock one."""
-    (steps,) = omni.collective_rpc("handoff_steps")
-    return int(steps)
-
-
 @pytest.mark.parametrize(("chunks", "most"), [("all", MOST_BYTES_A_TOKEN), ([1], MOST_BYTES_A_MESSAGE)], ids=str)
-def test_bytes_a_thinker_token(omni: Any, benchmark: Any, record_property: Any, chunks: Any, most: int) -> None:
-    """Ids alone; with chunks the rest is what vLLM's request message costs."""
+def test_a_thinker_token_takes_few_bytes_to_the_talker(omni: Any, benchmark: Any, chunks: Any, most: int) -> None:
+    """Ids alone; with chunks the rest is the cost of vLLM's request message."""
     totals = {}
     for text in (2, 200):
         with benchmark("handoff_bytes").sent_to(omni, TALKER) as sizes:
             ask(omni, QUESTION, text=text, frames=220, least=220, chunks={"text": chunks})
         totals[text] = sum(sizes)
-    each = (totals[200] - totals[2]) / 198
-    record_property("bytes of a reply of 2 and of 200 tokens", totals)
-    print(f"{totals[2]} bytes for 2 tokens, {totals[200]} for 200: {each:.1f} bytes a token")
-    assert 0 < each <= most
+    assert 0 < (totals[200] - totals[2]) / 198 <= most, totals
 
 
-def test_the_thinker_works_more_for_media_alone(omni: Any) -> None:
-    before = handoff_steps(omni)
+def test_the_thinker_exports_hidden_states_of_spoken_answers_to_media_alone(omni: Any) -> None:
+    before = omni.collective_rpc("handoff_steps")
     ask(omni, QUESTION)
     ask(omni, LONG)
     ask(omni, PICTURE, modalities=["text"])
-    assert handoff_steps(omni) == before
+    assert omni.collective_rpc("handoff_steps") == before
     ask(omni, PICTURE)
-    assert handoff_steps(omni) > before
+    assert omni.collective_rpc("handoff_steps") > before
 
 
 @pytest.mark.parametrize("modalities", [["text"], ["text", "audio"]])
-def test_a_repeated_prompt_comes_from_the_cache(omni: Any, modalities: list[str]) -> None:
+def test_a_repeated_text_prompt_comes_from_the_prefix_cache(omni: Any, modalities: list[str]) -> None:
     block = omni._omni.vllm_config.cache_config.block_size
     ask(omni, LONG, modalities=modalities)
     output = ask(omni, LONG, modalities=modalities)
@@ -86,7 +67,7 @@ def test_a_repeated_prompt_comes_from_the_cache(omni: Any, modalities: list[str]
     assert output.num_cached_tokens >= block
 
 
-def test_a_repeated_picture_sounds_the_same(omni: Any) -> None:
+def test_a_repeated_picture_has_the_same_sound(omni: Any) -> None:
     first, second = ask(omni, PICTURE, frames=24), ask(omni, PICTURE, frames=24)
     assert len(first.frames) > 1
     assert first.frames.tolist() == second.frames.tolist()

@@ -1,4 +1,4 @@
-"""The three stages on Model Runner V2, which is what runs on CUDA, and what else only CUDA machines do."""
+"""The three stages on Model Runner V2, the runner of CUDA machines; `make test` runs one short request on it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.extended
 def test_engines() -> None:
     run_suite(HERE / "v2_suite.py", "-x", timeout_s=TIMEOUT_S, isolated=False)
 
 
+@pytest.mark.extended
 @pytest.mark.needs("library mooncake.engine", "isolation")
 def test_prefill_and_decode_apart() -> None:
     some = "eight_at_once or encoder_runs_on_prefill_only"
@@ -46,7 +48,6 @@ def where_libc_is(pid: int) -> str:
 
 
 def test_spawned_replicas(tiny: Path, tmp_path: Path, oracle: Oracle, expected: dict[str, Golden]) -> None:
-    """Text and sound are answered, and SIGTERM ends everything."""
     server = Server(tiny, tmp_path / "server.log", LENGTH)
     server.words = [
         sys.executable,
@@ -56,5 +57,5 @@ def test_spawned_replicas(tiny: Path, tmp_path: Path, oracle: Oracle, expected: 
     with server:
         places = {where_libc_is(int(found["pid"])) for found in replicas(server).values()}
         assert len(places - {where_libc_is(server.pid)}) == len(STAGES)
-        check_parity(server, oracle, expected, ["text", "audio"])
+        check_parity(server, oracle, expected, ["few_frames"])  # interpreted kernels take a second a frame
         assert server.stop(signal.SIGTERM) == [] and server.status() == 0

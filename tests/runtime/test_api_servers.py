@@ -1,330 +1,344 @@
-"""The head and its API servers: real processes, real pipes, nothing behind them."""
+"""The head and its API servers: real processes and pipes, no engines."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.utils.network_utils import ZmqListener
 
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
-from vllm_omni_ext.runtime.launch.descriptors import receive_descriptors
+from vllm_omni_ext.lifeline import end_processes
+from vllm_omni_ext.runtime.client.board import NOT_ACCEPTING
+from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
+from vllm_omni_ext.runtime.launch.descriptors import receive_descriptors, send_descriptors
+from vllm_omni_ext.runtime.supervise import api_servers
 from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
-from vllm_omni_ext.wire.control import (
-    ChangeAsked,
-    ChangeKnown,
-    ChangeMade,
-    ChangeSettled,
-    ReplicaConnected,
-    ReplicaEnded,
-    ReplicaReady,
-    ReplicaStarted,
-    ReplicaStarting,
-    ServerLost,
-    ServerReady,
-    Servers,
-    decode,
-    encode,
-)
+from vllm_omni_ext.wire import control as msg
+from vllm_omni_ext.wire.control import Servers, decode, encode
 from vllm_omni_ext.wire.operator_state import ReplicasSlept
 
 pytestmark = pytest.mark.engine
-TALKER, LATE = ReplicaId("talker", 0), ReplicaId("talker", 1)
-ABOUT = ReplicaInfo(host="here", pid=5, restarts=1)
-PATIENCE_S = 10.0
-LIFETIME_S = 60
+FORK = multiprocessing.get_context("fork")
+THINKER, TALKER, NEW, OTHER = ReplicaId("thinker", 0), *(ReplicaId("talker", i) for i in range(3))
+ABOUT = ReplicaInfo(host="here", pid=7, restarts=2)
 SLEPT = ReplicasSlept(("talker/0",), asleep=True)
+WITHIN_S, QUIET_S, LIFETIME_S = 10.0, 0.2, 60
+BACKOFF_S = 0.5
 
 
 class Deployment:
-    """Holds the listeners; `made` has what each API server was started with."""
+    """Its replicas are names. Each listener is one end of a pipe that holds the name of its replica and client."""
 
     fork = True
 
     def __init__(self, clients: int, **config: Any) -> None:
-        self.plan: Any = SimpleNamespace(config=OmniConfig(restart_backoff_s=0.5, **config))
         self.clients = clients
-        self.listening: dict[ReplicaId, list[tuple[Any, Any]]] = {}
-        self.made: list[tuple[int, dict[str, Any]]] = []
-        self.error: OSError | None = None
+        self.plan = SimpleNamespace(config=OmniConfig(restart_backoff_s=BACKOFF_S, **config))
+        self.listening: dict[ReplicaId, list[tuple[ZmqListener, ZmqListener]]] = {}
+        for replica in (THINKER, TALKER):
+            self.listen(replica, None)
 
     def about(self) -> dict[ReplicaId, ReplicaInfo]:
-        return {TALKER: ABOUT}
+        return {replica: ReplicaInfo(host="here", pid=1) for replica in (THINKER, TALKER)}
 
-    def connections(self, client: int, **said: Any) -> Any:
-        self.made.append((client, said))
-        return SimpleNamespace(client_index=client)
+    def connections(self, client: int, *, about: Any = None, **fields: Any) -> Connections:
+        about = self.about() if about is None else about
+        plan: Any = None
+        return Connections(plan=plan, configs={}, listeners={}, folder="", client_index=client, about=about, **fields)
+
+    def listen(self, replica: ReplicaId, host: str | None) -> list[tuple[str, str]]:
+        self.listening[replica] = [
+            (self._listener(f"{replica} {client} in"), self._listener(f"{replica} {client} out"))
+            for client in range(self.clients)
+        ]
+        return [(given.address, taken.address) for given, taken in self.listening[replica]]
+
+    def _listener(self, name: str) -> ZmqListener:
+        writing, reading = socket.socketpair()
+        with writing:
+            writing.sendall(name.encode())
+        return ZmqListener(name, reading)
+
+    def unlisten(self, replica: ReplicaId) -> None:
+        for listener in (one for pair in self.listening.pop(replica, ()) for one in pair):
+            listener.socket.close()
+
+    def listeners(self, replica: ReplicaId, client: int) -> tuple[ZmqListener, ZmqListener]:
+        return self.listening[replica][client]
 
     def forking(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def listen(self, replica: ReplicaId, host: str | None = None) -> list[tuple[str, str]]:
-        if self.error is not None:
-            raise self.error
-        self.listening[replica] = [
-            (_Listener(f"in {client}"), _Listener(f"out {client}")) for client in range(self.clients)
-        ]
-        return [(given.address, taken.address) for given, taken in self.listening[replica]]
-
-    def listeners(self, replica: ReplicaId, client: int) -> tuple[Any, Any]:
-        return self.listening[replica][client]
-
-    def unlisten(self, replica: ReplicaId) -> None:
-        for pair in self.listening.pop(replica, []):
-            for listener in pair:
-                listener.socket.close()
-
     def end(self, processes: list[Any]) -> None:
-        for process in processes:
-            process.kill()
-            process.join()
+        end_processes(processes, WITHIN_S)
 
 
-class _Listener:
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.socket = socket.create_server(("127.0.0.1", 0))
-
-
-def server(connections: Any, control: Connection, report: Connection, behaviour: str) -> None:
-    """An API server that reports what it is told: (its number, the message), and for listeners their ports.
+def serve(connections: Connections, control: Connection, report: Connection, behaviour: str) -> None:
+    """Body of an API server: reports its connections, then every message, with the names of its listeners.
 
     `behaviour`: "dies" at once, "asks" for a change, is "silent" about changes.
     """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.alarm(LIFETIME_S)
     if behaviour == "dies":
         os._exit(1)
-    control.send_bytes(encode(ReplicaConnected("talker/0", f"hello {connections.client_index}".encode())))
-    control.send_bytes(encode(ServerReady()))
+    report.send(replace(connections, board=None))  # shared memory: it travels with the process only
+    earlier = connections.ready_responses
+    for replica in connections.about:
+        response = f"response of {replica}".encode() if earlier is None else earlier[replica]
+        control.send_bytes(encode(msg.ReplicaConnected(str(replica), response)))
+    control.send_bytes(encode(msg.ServerReady()))
     if behaviour == "asks":
-        control.send_bytes(encode(ChangeAsked(7, SLEPT)))
-    with contextlib.suppress(EOFError, ConnectionResetError):
-        while True:
-            message = decode(control.recv_bytes())
-            ports = []
-            if isinstance(message, ReplicaReady):
-                for number in receive_descriptors(control, 2):
-                    with socket.socket(fileno=number) as listener:
-                        ports.append(listener.getsockname()[1])
-                control.send_bytes(encode(ReplicaConnected(message.replica, b"late")))
-            report.send((connections.client_index, message, ports))
-            if isinstance(message, ChangeMade) and behaviour != "silent":
-                control.send_bytes(encode(ChangeKnown(message.version)))
+        control.send_bytes(encode(msg.ChangeAsked(7, SLEPT)))
+    while True:
+        message: Any = decode(control.recv_bytes())
+        if isinstance(message, msg.ReplicaReady):
+            names = []
+            for descriptor in receive_descriptors(control, 2):
+                with socket.socket(fileno=descriptor) as listener:
+                    names.append(listener.recv(99).decode())
+            control.send_bytes(encode(msg.ReplicaConnected(message.replica, f"response of {message.replica}".encode())))
+            report.send((message, names))
+        else:
+            report.send(message)
+        if isinstance(message, msg.ChangeMade) and behaviour != "silent":
+            control.send_bytes(encode(msg.ChangeKnown(message.version)))
 
 
-class Bench:
-    def __init__(self, clients: int = 2, behaviour: Callable[[int], str] = lambda client: "", **config: Any) -> None:
+class Running:
+    """API servers, and the messages that each of them reports."""
+
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        clients: int = 2,
+        behaviour: Mapping[int, str] = MappingProxyType({}),
+        **config: Any,
+    ) -> None:
         self.deployment: Any = Deployment(clients, **config)
-        self.reports, report = get_context("fork").Pipe(duplex=False)
+        self._reports = [FORK.Pipe(duplex=False) for _ in range(clients)]
 
-        def start(connections: Any, control: Connection) -> Any:
-            return server, (connections, control, report, behaviour(connections.client_index))
+        def start(connections: Connections, control: Connection) -> Any:
+            client = connections.client_index
+            return serve, (connections, control, self._reports[client][1], behaviour.get(client, ""))
 
-        self.servers = ApiServers(self.deployment, "views", start)
+        self.servers = stack.enter_context(ApiServers(self.deployment, "tcp://views", start))
+        self.ready = self.servers.wait()
+        for client in range(clients) if not behaviour else ():
+            assert self.up(client) == [True] * clients
 
-    def heard(self, kind: type, count: int) -> dict[int, Any]:
-        """The next messages of this kind, by API server; others are skipped."""
-        found: dict[int, Any] = {}
-        while len(found) < count:
-            assert self.reports.poll(PATIENCE_S)
-            client, message, ports = self.reports.recv()
-            if isinstance(message, kind):
-                found[client] = (message, ports) if ports else message
-        return found
+    def next(self, client: int) -> Any:
+        """The next report of an API server."""
+        assert self._reports[client][0].poll(WITHIN_S), f"API server {client} has received nothing more"
+        return self._reports[client][0].recv()
+
+    def until(self, client: int, kind: type) -> Any:
+        """The next message of this kind that an API server reports; others are skipped."""
+        while not isinstance(message := self.next(client), kind):
+            pass
+        return message
+
+    def nothing_more(self, client: int) -> bool:
+        return not self._reports[client][0].poll(QUIET_S)
+
+    def up(self, client: int) -> list[bool]:
+        """Which API servers are up, from the next such message to an API server."""
+        message = self.until(client, Servers)
+        assert [(each.index, each.pid) for each in message.servers] == [
+            (index, process.pid) for index, process in sorted(self.servers.processes.items())
+        ]
+        return [each.up for each in message.servers]
+
+    def join(self, replica: ReplicaId, about: ReplicaInfo = ABOUT) -> None:
+        self.servers.listen(replica)
+        self.servers.ready(replica, about)
+
+    def kill(self, client: int) -> float | None:
+        """Kill an API server; returns the pause before its restart."""
+        process = self.servers.processes[client]
+        process.kill()
+        process.join(WITHIN_S)
+        return self.servers.lost(client)
+
+    def restart(self, client: int) -> Connections:
+        """Kill an API server and start it again; returns its connections."""
+        self.kill(client)
+        self.servers.start_again(client)
+        return self.until(client, Connections)
+
+    def responds(self, replica: ReplicaId) -> bool:
+        """Whether the head receives the ready response of a replica."""
+        deadline = time.monotonic() + WITHIN_S
+        while replica not in self.servers._ready_responses and time.monotonic() < deadline:
+            threading.Event().wait(0.01)
+        return replica in self.servers._ready_responses
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    made = Bench()
-    with made.servers:
-        assert made.servers.wait()
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as made:
         yield made
-    assert all(process.exitcode is not None for process in made.servers.processes.values())
 
 
-def test_every_api_server_is_told_of_every_replica(bench: Bench) -> None:
-    for message in bench.heard(Servers, 2).values():
-        pids = {client: process.pid for client, process in bench.servers.processes.items()}
-        assert [(each.index, each.pid, each.up, each.restarts) for each in message.servers] == [
-            (client, pids[client], True, 0) for client in (0, 1)
-        ]
+def test_start_readiness_and_end_of_a_replica_are_sent_to_every_api_server(stack: contextlib.ExitStack) -> None:
+    running = Running(stack)
+    servers = running.servers
+    assert servers.listen(NEW) == [("talker/1 0 in", "talker/1 0 out"), ("talker/1 1 in", "talker/1 1 out")]
+    servers.ready(NEW, ReplicaInfo(host="there", pid=9, restarts=2))
+    servers.ended(NEW, "killed", again=True)
+    for client in (0, 1):
+        own = [f"talker/1 {client} in", f"talker/1 {client} out"]
+        assert running.next(client) == msg.ReplicaStarting("talker/1")
+        assert running.next(client) == (msg.ReplicaReady("talker/1", "there", 9, 2, *own), own)
+        assert running.next(client) == msg.ReplicaEnded("talker/1", "killed", True)
+    assert NEW not in running.deployment.listening
 
 
-def test_a_replica_starts_is_ready_and_ends(bench: Bench) -> None:
-    assert bench.servers.listen(LATE) == [("in 0", "out 0"), ("in 1", "out 1")]
-    assert bench.heard(ReplicaStarting, 2) == dict.fromkeys((0, 1), ReplicaStarting("talker/1"))
-    bench.servers.ready(LATE, ReplicaInfo(host="there", pid=9, restarts=2))
-    for client, (message, ports) in bench.heard(ReplicaReady, 2).items():
-        assert message == ReplicaReady("talker/1", "there", 9, 2, f"in {client}", f"out {client}")
-        mine = bench.deployment.listeners(LATE, client)
-        assert ports == [listener.socket.getsockname()[1] for listener in mine], "each gets its own listeners"
-    bench.servers.ended(LATE, "killed", again=True)
-    assert bench.heard(ReplicaEnded, 2) == dict.fromkeys((0, 1), ReplicaEnded("talker/1", "killed", True))
-    assert LATE not in bench.deployment.listening
+def test_api_server_that_exits_during_startup_is_noticed(stack: contextlib.ExitStack) -> None:
+    assert Running(stack, behaviour={1: "dies"}).ready is False
 
 
-def test_a_head_that_cannot_listen_tells_nobody(bench: Bench) -> None:
-    bench.deployment.error = OSError("no such address")
-    with pytest.raises(OSError, match="no such address"):
-        bench.servers.listen(LATE)
-    bench.servers.ended(LATE, "no such address", again=False)
-    assert set(bench.heard(ReplicaEnded, 2)) == {0, 1}
+def test_only_live_api_servers_are_sent_the_death_of_one(stack: contextlib.ExitStack) -> None:
+    running = Running(stack, 3)
+    board, before = running.servers._board, time.time()
+    board.loads[:], board.admitted[8] = [3, 2, 1], 5
+    assert running.kill(1) == BACKOFF_S
+    assert list(board.loads) == [3, NOT_ACCEPTING, 1] and sum(board.admitted) == 0
+    running.join(NEW)
+    for client in (0, 2):
+        lost = running.next(client)
+        assert isinstance(lost, msg.ServerLost) and lost.index == 1 and before <= lost.at <= time.time()
+        assert running.up(client) == [True, False, True]
+        assert running.next(client) == msg.ReplicaStarting(str(NEW))
+        assert running.next(client)[1] == [f"{NEW} {client} in", f"{NEW} {client} out"]
+    assert running.nothing_more(1)
 
 
-def test_api_server_that_exits_during_startup_is_noticed() -> None:
-    made = Bench(behaviour=lambda client: "dies" if client else "")
-    with made.servers:
-        assert made.servers.wait() is False
+def test_message_to_an_api_server_that_just_died_is_no_error(stack: contextlib.ExitStack) -> None:
+    running = Running(stack, restart_limit=1)
+    running.servers.processes[0].kill()
+    running.servers.processes[0].join()
+    running.deployment.launched(TALKER, 77)
+    assert running.next(1) == msg.ReplicaStarted("talker/0", 77)
+    running.join(NEW)
+    running.servers.ended(NEW, "killed", again=False)
+    assert running.until(1, msg.ReplicaEnded).replica == str(NEW)
+    assert running.restart(0).about[TALKER] == ReplicaInfo(host="here", pid=77)
+    assert running.kill(0) is None, "the limit of restarts"
 
 
-def kill(bench: Bench, client: int) -> None:
-    process = bench.servers.processes[client]
-    process.kill()
-    process.join()
+def test_restarted_api_server_receives_all_replicas_and_their_ready_responses(stack: contextlib.ExitStack) -> None:
+    running = Running(stack)
+    running.join(NEW)
+    assert running.responds(NEW) and running.responds(THINKER)
+    running.servers.listen(OTHER)
+    made = running.restart(0)
+    assert set(made.about) == {THINKER, TALKER, NEW} and made.starting == (OTHER,)
+    assert made.ready_responses[NEW] == b"response of talker/1"
+    assert running.up(0) == [True, True]
+    assert running.servers.processes[0].is_alive()
 
 
-def test_death_of_an_api_server_is_announced_to_the_others(bench: Bench) -> None:
-    bench.heard(Servers, 2)
-    kill(bench, 0)
-    before = time.time()
-    assert bench.servers.lost(0) == 0.5
-    lost = bench.heard(ServerLost, 1)[1]
-    assert lost.index == 0 and before <= lost.at <= time.time()
-    assert [each.up for each in bench.heard(Servers, 1)[1].servers] == [False, True]
-    bench.servers.listen(LATE)
-    bench.servers.ready(LATE, ABOUT)
-    assert set(bench.heard(ReplicaReady, 1)) == {1}
+def test_unknown_ready_response_of_a_restarted_api_server_replaces_none(stack: contextlib.ExitStack) -> None:
+    """Its server dies, the next one reports an empty response; a third one must still receive the first response."""
+    running = Running(stack, 1)
+    assert running.responds(THINKER)
+    response = running.servers._ready_responses.pop(THINKER)
+    assert running.restart(0).ready_responses[THINKER] == b""
+    running.servers._ready_responses[THINKER] = response
+    running.join(NEW)
+    assert running.responds(NEW), "the reports of the second one were read before this"
+    assert running.servers._ready_responses[THINKER] == response
 
 
-def test_message_to_an_api_server_that_just_died_is_no_error(bench: Bench) -> None:
-    kill(bench, 0)
-    bench.servers.listen(LATE)
-    bench.servers.ready(LATE, ABOUT)
-    bench.servers.ended(LATE, "killed", again=False)
-    assert set(bench.heard(ReplicaEnded, 1)) == {1}
+def test_state_of_a_forgotten_replica_is_released(stack: contextlib.ExitStack) -> None:
+    running = Running(stack)
+    running.servers.listen(NEW)
+    running.servers.forgotten(NEW)
+    assert NEW in running.deployment.listening, "it is starting: the name was assigned again"
+    running.servers.ready(NEW, ABOUT)
+    running.servers.forgotten(NEW)
+    assert NEW not in running.deployment.listening
+    assert set(running.restart(0).about) == {THINKER, TALKER}
 
 
-def test_restarted_api_server_knows_all_replicas(bench: Bench) -> None:
-    other = ReplicaId("talker", 2)
-    bench.servers.listen(LATE)
-    bench.servers.ready(LATE, ABOUT)
-    bench.heard(ReplicaReady, 2)
-    bench.servers.listen(other)
-    deadline = time.monotonic() + PATIENCE_S
-    while bench.servers._ready_responses.get(LATE) is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    kill(bench, 0)
-    bench.servers.lost(0)
-    process = bench.servers.start_again(0)
-    assert process is bench.servers.processes[0] and process.is_alive()
-    client, said = bench.deployment.made[-1]
-    assert client == 0 and set(said["about"]) == {TALKER, LATE} and said["starting"] == (other,)
-    assert said["ready_responses"][LATE] == b"late" and said["ready_responses"][TALKER].startswith(b"hello")
-    message = bench.heard(Servers, 2)[0]
-    assert [(each.up, each.restarts) for each in message.servers] == [(True, 1), (True, 0)]
+def test_restarts_while_an_api_server_is_down_are_part_of_its_connections(stack: contextlib.ExitStack) -> None:
+    running = Running(stack)
+    running.join(NEW)
+    running.kill(0)
+    running.join(TALKER, ABOUT)
+    running.servers.ended(TALKER, "killed", again=False)
+    running.servers.ended(NEW, "it has left", again=False)
+    running.servers.start_again(0)
+    assert running.until(0, Connections).restarts == {TALKER: 2}, "that of the plan, though it is down"
 
 
-def test_state_of_a_forgotten_replica_is_released(bench: Bench) -> None:
-    bench.servers.listen(LATE)
-    bench.servers.forgotten(LATE)
-    assert LATE in bench.deployment.listening, "it is starting: the name was given anew"
-    bench.servers.ready(LATE, ABOUT)
-    bench.servers.forgotten(LATE)
-    assert LATE not in bench.deployment.listening
-    kill(bench, 0)
-    bench.servers.lost(0)
-    bench.servers.start_again(0)
-    assert set(bench.deployment.made[-1][1]["about"]) == {TALKER}
+def test_change_is_settled_when_all_live_api_servers_have_made_it(stack: contextlib.ExitStack) -> None:
+    running = Running(stack, 3, {0: "silent", 1: "asks"})
+    assert [running.until(client, msg.ChangeMade).change for client in range(3)] == [SLEPT] * 3
+    running.servers.listen(NEW)
+    running.until(1, msg.ReplicaStarting)  # skips a settlement that comes too early
+    running.kill(0)
+    assert running.until(1, msg.ChangeSettled) == msg.ChangeSettled(7)
+    running.servers.start_again(0)
+    assert running.until(0, Connections).operator_state.asleep == {"talker/0"}
+    running.servers.ended(TALKER, "killed", again=True)
+    assert running.restart(0).operator_state.asleep == frozenset(), "its next process is awake"
 
 
-def test_the_limit_of_restarts() -> None:
-    made = Bench(restart_limit=1)
-    with made.servers:
-        assert made.servers.wait()
-        kill(made, 0)
-        assert made.servers.lost(0) == 0.5
-        made.servers.start_again(0)
-        kill(made, 0)
-        assert made.servers.lost(0) is None
+def test_many_restarts_leave_no_open_files(stack: contextlib.ExitStack) -> None:
+    running = Running(stack, restart_limit=100)
+
+    def files_after(restarts: int) -> int:
+        for _ in range(restarts):
+            running.restart(0)
+            assert running.up(0) == [True, True]
+        return len(os.listdir("/proc/self/fd"))
+
+    before = files_after(2)
+    assert files_after(6) <= before + 1
 
 
-def test_a_process_that_is_made_later_is_told_and_known_to_a_server_that_follows() -> None:
-    bench = Bench()
-    with bench.servers as servers:
-        assert servers.wait()
-        bench.deployment.launched(TALKER, 77)
-        assert bench.heard(ReplicaStarted, 2) == dict.fromkeys((0, 1), ReplicaStarted("talker/0", 77))
-        kill(bench, 1)
-        servers.lost(1)
-        servers.start_again(1)
-        client, said = bench.deployment.made[-1]
-        assert client == 1 and said["about"] == {TALKER: ReplicaInfo(host="here", pid=77, restarts=1)}
+def test_no_message_comes_between_a_message_and_its_descriptors(
+    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, sending = Running(stack, 1), threading.Event()
+    running.servers.listen(NEW)
+
+    def interrupted(*given: Any) -> None:
+        sending.set()
+        time.sleep(QUIET_S)
+        send_descriptors(*given)
+
+    def interrupt() -> None:
+        sending.wait(WITHIN_S)
+        running.servers._tell_servers()
+
+    monkeypatch.setattr(api_servers, "send_descriptors", interrupted)
+    other = threading.Thread(target=interrupt)
+    other.start()
+    running.servers.ready(NEW, ABOUT)
+    other.join()
+    reports = [running.next(0) for _ in range(3)]
+    assert reports[1][1] == [f"{NEW} 0 in", f"{NEW} 0 out"] and isinstance(reports[2], Servers)
 
 
-def test_restarted_api_server_is_told_of_restarts_that_happened_while_it_was_down(bench: Bench) -> None:
-    bench.servers.listen(LATE)
-    bench.servers.ready(LATE, ABOUT)
-    kill(bench, 0)
-    bench.servers.lost(0)
-    bench.servers.listen(TALKER)
-    bench.servers.ready(TALKER, replace(ABOUT, restarts=2))
-    bench.servers.ended(TALKER, "killed", again=False)
-    bench.servers.ended(LATE, "it has left", again=False)
-    bench.servers.start_again(0)
-    assert bench.deployment.made[-1][1]["restarts"] == {TALKER: 2}, "one of the plan, though it is down"
-
-
-def test_a_change_goes_to_all_and_then_the_one_that_asked_goes_on() -> None:
-    made = Bench(3, lambda client: "asks" if client == 1 else "")
-    with made.servers:
-        assert made.servers.wait()
-        assert {each.change for each in made.heard(ChangeMade, 3).values()} == {SLEPT}
-        assert made.heard(ChangeSettled, 1) == {1: ChangeSettled(7)}
-
-
-def test_a_change_is_not_settled_before_all_know_and_a_dead_server_is_not_waited_for() -> None:
-    made = Bench(3, lambda client: {0: "silent", 1: "asks"}.get(client, ""))
-    with made.servers:
-        assert made.servers.wait()
-        made.heard(ChangeMade, 3)
-        made.servers.listen(LATE)
-        assert made.heard(ReplicaStarting, 3), "sent after all others had answered"
-        kill(made, 0)
-        made.servers.lost(0)
-        found = {client: type(message) for client, message in iter_heard(made, until=ChangeSettled)}
-        assert found[1] is ChangeSettled
-        made.servers.start_again(0)
-        client, said = made.deployment.made[-1]
-        assert client == 0 and said["operator_state"].asleep == {"talker/0"}
-
-
-def iter_heard(bench: Bench, until: type) -> Iterator[tuple[int, Any]]:
-    """Messages as they come, up to the first of this kind."""
-    message: Any = None
-    while not isinstance(message, until):
-        assert bench.reports.poll(PATIENCE_S)
-        client, message, _ = bench.reports.recv()
-        yield client, message
-
-
-def test_a_replica_that_has_ended_is_awake_when_it_comes_back() -> None:
-    made = Bench(2, lambda client: "asks" if client == 1 else "")
-    with made.servers:
-        assert made.servers.wait()
-        made.heard(ChangeSettled, 1)
-        made.servers.ended(TALKER, "killed", again=True)
-        kill(made, 0)
-        made.servers.lost(0)
-        made.servers.start_again(0)
-        assert made.deployment.made[-1][1]["operator_state"].asleep == frozenset()
+def test_closing_ends_all_api_servers() -> None:
+    with contextlib.ExitStack() as stack:
+        running = Running(stack, 3)
+        processes = list(running.servers.processes.values())
+        assert all(process.is_alive() for process in processes)
+    assert [process.exitcode for process in processes] == [-signal.SIGTERM] * 3

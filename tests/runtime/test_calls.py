@@ -1,4 +1,4 @@
-"""Which replicas a call reaches, and what is known afterwards."""
+"""Which replicas a call reaches, and its answers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SOON_S = 0.05
 
 
 class Client:
-    """vLLM's client of one replica; every utility takes down its call and answers with what `answers` has for it."""
+    """vLLM's client of one replica; every utility logs its call and returns its entry of `answers`."""
 
     def __init__(self, log: list[tuple[str, str, tuple[Any, ...]]], name: str) -> None:
         self._log = log
         self._name = name
         self.answers: dict[str, Any] = {}
-        self.outputs: asyncio.Queue[Any] = asyncio.Queue()
+        self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
         self.resources = SimpleNamespace(engine_dead=False)
 
     def __getattr__(self, utility: str) -> Any:
@@ -46,12 +46,7 @@ class Client:
         return call
 
     async def get_output_async(self) -> Any:
-        output = await self.outputs.get()
-        raise output
-
-    @property
-    def outputs_queue(self) -> asyncio.Queue[Any]:
-        return self.outputs
+        raise await self.outputs_queue.get()
 
 
 class Bench:
@@ -93,7 +88,7 @@ def texts(replies: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-async def test_a_call_reaches_exactly_what_is_named(targets: Any, reached: list[str]) -> None:
+async def test_a_call_reaches_exactly_its_targets(targets: Any, reached: list[str]) -> None:
     bench = Bench()
     bench.answer("reset_prefix_cache", True)
     bench.answer("reset_prefix_cache", False, "talker/1")
@@ -103,21 +98,17 @@ async def test_a_call_reaches_exactly_what_is_named(targets: Any, reached: list[
 
 
 @pytest.mark.parametrize("target", ["vocoder", "talker/2", "talker/", "/0", "", "talker/01", "Talker", "talker/-1"])
-async def test_an_unknown_name_is_refused_before_anybody_is_called(target: str) -> None:
+async def test_an_unknown_target_is_refused_before_any_replica_is_called(target: str) -> None:
     bench = Bench()
     with pytest.raises(UnknownMember, match=r"thinker, talker, code2wav; live replicas: thinker/0, .*code2wav/0") as it:
         await bench.calls.to(["talker/0", target], "sleep_async", 1, "abort")
     assert f"'{target}'" in str(it.value)
-    assert bench.log == []
-    assert bench.pools["talker"].admit("a") == ReplicaId("talker", 0), "nobody was put to sleep"
-
-
-async def test_no_names_are_refused() -> None:
+    assert bench.log == [] and bench.pools["talker"].admit("a") == ReplicaId("talker", 0)
     with pytest.raises(UnknownMember, match="no targets"):
-        await Bench().calls.to([], "sleep_async")
+        await bench.calls.to([], "sleep_async")
 
 
-async def test_a_replica_that_is_gone_is_unknown_and_its_stage_goes_on() -> None:
+async def test_a_lost_replica_is_unknown_and_its_stage_is_reachable() -> None:
     bench = Bench()
     bench.lose("talker/0")
     with pytest.raises(UnknownMember, match=r"no stage or live replica 'talker/0'.*: thinker/0, thinker/1, talker/1"):
@@ -128,51 +119,36 @@ async def test_a_replica_that_is_gone_is_unknown_and_its_stage_goes_on() -> None
         bench.calls.resolve(["thinker", "talker"])
 
 
-async def test_failure_of_one_replica_hides_no_other_answer() -> None:
-    bench = Bench()
-    bench.answer("collective_rpc", [7])
-    bench.answer("collective_rpc", ValueError("no such method"), "talker/0")
-    replies = texts(await bench.calls.to(["talker", "code2wav"], "collective_rpc_async", "f"))
-    assert isinstance(replies.pop("talker/0"), ValueError)
-    assert replies == {"talker/1": [7], "code2wav/0": [7]}
-
-
-async def test_a_replica_that_dies_during_the_call_hides_nothing() -> None:
+async def test_failure_or_death_of_one_replica_hides_no_other_answer() -> None:
     bench = Bench()
     bench.answer("list_loras", {1})
+    bench.answer("list_loras", ValueError("no such method"), "talker/1")
     bench.answer("list_loras", asyncio.Event(), "talker/0")
     dying = bench.replicas[ReplicaId("talker", 0)]
     pump = asyncio.create_task(dying.outputs())
-    asking = asyncio.create_task(bench.calls.to(["talker"], "list_loras_async"))
+    call = asyncio.create_task(bench.calls.to(["talker", "code2wav"], "list_loras_async"))
     await asyncio.sleep(SOON_S)
-    assert not asking.done()
+    assert not call.done()
     dying.fail(EngineDeadError())
-    replies = texts(await asyncio.wait_for(asking, 2))
+    replies = texts(await asyncio.wait_for(call, 2))
     assert str(replies.pop("talker/0")) == "replica talker/0 is gone"
-    assert replies == {"talker/1": {1}}
-    with pytest.raises(EngineDeadError):
-        await pump
-    with pytest.raises(EngineDeadError):
-        await dying.call("list_loras_async")
+    assert isinstance(replies.pop("talker/1"), ValueError) and replies == {"code2wav/0": {1}}
+    for later in (pump, dying.call("list_loras_async")):
+        with pytest.raises(EngineDeadError):
+            await later
 
 
-async def test_a_silent_replica_has_failed_when_its_time_is_over() -> None:
+async def test_a_silent_replica_has_failed_after_the_timeout_and_nothing_is_kept_of_the_call() -> None:
     bench = Bench()
     bench.answer("is_sleeping", asyncio.Event(), "talker/1")
     replies = texts(await bench.calls.to(["talker"], "is_sleeping_async", timeout_s=SOON_S))
     assert isinstance(replies["talker/1"], RequestFailed) and "0.05 s" in str(replies["talker/1"])
     assert replies["talker/0"] is None
-    assert not bench.replicas[ReplicaId("talker", 1)]._calls, "nothing is kept of a call that is over"
-
-
-async def test_cancelled_caller_cancels_its_calls() -> None:
-    bench = Bench()
-    bench.answer("is_sleeping", asyncio.Event())
-    asking = asyncio.create_task(bench.calls.to(["talker"], "is_sleeping_async"))
+    cancelled = asyncio.create_task(bench.calls.to(["talker"], "is_sleeping_async"))
     await asyncio.sleep(SOON_S)
-    asking.cancel()
+    cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asking
+        await cancelled
     assert not any(replica._calls for replica in bench.replicas.values())
 
 
@@ -181,36 +157,28 @@ async def test_cancelled_caller_cancels_its_calls() -> None:
     [
         ("reset_prefix_cache", True, True, True),
         ("is_sleeping", False, True, False),
-        ("sleep", None, True, None),
         ("reset_encoder_cache", None, True, None),
         ("collective_rpc", ["a"], False, ["a", "a"]),
         ("add_lora", True, False, True),
         ("get_weight_version", "3", False, "3"),
-        ("compute_weight_checksums", [{}], False, [{}, {}]),
     ],
 )
-async def test_without_targets_vllms_callers_get_one_answer(
-    utility: str, answer: Any, whole: bool, folded: Any
-) -> None:
+async def test_a_call_without_targets_returns_one_answer(utility: str, answer: Any, whole: bool, folded: Any) -> None:
     bench = Bench()
     bench.answer(utility, answer)
     assert await bench.calls.everywhere(f"{utility}_async") == folded
     assert bench.called() == [str(name) for name in NAMES if whole or name.stage == "thinker"]
 
 
-async def test_one_answer_of_several_that_differ() -> None:
+async def test_different_answers_are_folded_and_a_failure_has_all_answers() -> None:
     bench = Bench()
-    for utility, odd, other in [("is_sleeping", True, False), ("wake_up", False, True)]:
-        bench.answer(utility, other)
+    for utility, odd in (("is_sleeping", True), ("wake_up", False)):
+        bench.answer(utility, not odd)
         bench.answer(utility, odd, "code2wav/0")
         assert await bench.calls.everywhere(f"{utility}_async") is odd
     bench.answer("list_loras", {1, 2}, "thinker/0")
     bench.answer("list_loras", {2, 3}, "thinker/1")
     assert await bench.calls.everywhere("list_loras_async") == {2}
-
-
-async def test_without_targets_a_failure_is_told_with_what_the_others_said() -> None:
-    bench = Bench()
     bench.answer("reset_prefix_cache", True)
     bench.answer("reset_prefix_cache", ValueError("held"), "talker/0")
     with pytest.raises(CallFailed, match=r"^talker/0: held$") as failure:
@@ -222,32 +190,29 @@ async def test_without_targets_a_failure_is_told_with_what_the_others_said() -> 
         await bench.calls.everywhere("reset_prefix_cache_async")
 
 
-async def test_requests_are_not_routed_to_sleeping_replicas() -> None:
-    bench = Bench()
-    zero, one = bench.pools["talker"].replicas
-    await bench.calls.to(["talker/0"], "sleep_async", 1, "abort")
-    assert {bench.pools["talker"].admit(f"a{i}") for i in range(4)} == {one}
-    bench.answer("wake_up", False)
-    await bench.calls.to(["talker/0"], "wake_up_async", ["weights"])
-    assert bench.pools["talker"].admit("b") == one, "partly awake is asleep"
-    bench.answer("wake_up", True)
-    await bench.calls.to(["talker/0"], "wake_up_async", None)
-    assert bench.pools["talker"].admit("c") == zero
-
-
-async def test_all_know_before_a_replica_sleeps_and_after_it_was_woken() -> None:
+async def test_sleep_is_shared_before_the_call_and_wake_after_it() -> None:
     bench, shared = Bench(), []
+    talker = bench.pools["talker"]
+    zero, one = talker.replicas
+    apply = bench.calls.share
 
     async def share(change: ReplicasSlept) -> None:
         shared.append((change, len(bench.log)))
+        await apply(change)
 
     bench.calls.share = share
+    await bench.calls.to(["talker/0"], "sleep_async", 1, "abort")
+    assert {talker.admit(f"a{i}") for i in range(4)} == {one}, "no request is routed to a sleeping replica"
+    bench.answer("wake_up", False)
+    await bench.calls.to(["talker/0"], "wake_up_async", ["weights"])
+    assert talker.admit("b") == one, "partly awake is asleep"
     bench.answer("wake_up", True)
-    await bench.calls.to(["talker"], "sleep_async", 1, "abort")
-    await bench.calls.to(["talker/0"], "wake_up_async", None)
+    await bench.calls.to(["talker"], "wake_up_async", None)
+    assert talker.admit("c") == zero
     assert shared == [
-        (ReplicasSlept(("talker/0", "talker/1"), asleep=True), 0),
-        (ReplicasSlept(("talker/0",), asleep=False), 3),
+        (ReplicasSlept(("talker/0",), asleep=True), 0),
+        (ReplicasSlept((), asleep=False), 2),
+        (ReplicasSlept(("talker/0", "talker/1"), asleep=False), 4),
     ]
 
 
@@ -282,39 +247,29 @@ def targeted(bench: Bench) -> Any:
     return llm
 
 
-TARGETED = [
-    ("collective_rpc", ("f", None, (1,), {"a": 2}), ("f", None, (1,), {"a": 2})),
-    ("sleep", (2, "keep"), (2, "keep")),
-    ("release_kv_cache_memory", (), ()),
-    ("wake_up", (["weights"],), (["weights"],)),
-    ("is_sleeping", (), ()),
-    ("reset_prefix_cache", (True, False), (True, False)),
-    ("reset_mm_cache", (), ()),
-    ("reset_encoder_cache", (), ()),
-    ("stop_profile", (), (False,)),
-    ("add_lora", ("lora",), ("lora",)),
-    ("remove_lora", (3,), (3,)),
-    ("list_loras", (), ()),
-    ("pin_lora", (3,), (3,)),
-]
-
-
-@pytest.mark.parametrize(("method", "given", "sent"), TARGETED, ids=[row[0] for row in TARGETED])
-async def test_vllms_methods_take_targets(method: str, given: tuple[Any, ...], sent: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize(
+    ("method", "given"), [("list_loras", ()), ("pin_lora", (3,)), ("collective_rpc", ("f", None, (1,), {"a": 2}))]
+)
+async def test_targeted_methods_have_a_timeout(method: str, given: tuple[Any, ...]) -> None:
+    """`tests/serving/test_stage_calls.py` has the other methods."""
     bench = Bench()
-    utility = {"stop_profile": "profile"}.get(method, method)
-    bench.answer(utility, "done")
     llm = targeted(bench)
+    bench.answer(method, "done")
     assert texts(await getattr(llm, method)(*given, targets=["talker/1"])) == {"talker/1": "done"}
-    assert bench.log == [("talker/1", utility, sent)]
-    with pytest.raises(UnknownMember):
-        await getattr(llm, method)(*given, targets=["talker/9"])
-    bench.answer(utility, asyncio.Event())
+    assert bench.log == [("talker/1", method, given)]
+    bench.answer(method, asyncio.Event())
     late = texts(await getattr(llm, method)(*given, targets=["talker/1"], timeout_s=0.01))
-    assert isinstance(late["talker/1"], RequestFailed)
+    assert isinstance(late["talker/1"], RequestFailed) and "0.01 s" in str(late["talker/1"])
 
 
-async def test_this_process_forgets_media_when_the_text_stage_does() -> None:
+async def test_the_timeout_of_a_remote_call_is_its_own_argument() -> None:
+    bench = Bench()
+    bench.answer("collective_rpc", asyncio.Event())
+    late = texts(await targeted(bench).collective_rpc("f", 0.01, targets=["talker/1"]))
+    assert "0.01 s" in str(late["talker/1"])
+
+
+async def test_the_media_cache_is_cleared_with_that_of_the_text_stage() -> None:
     llm = targeted(Bench())
     await llm.reset_mm_cache(targets=["talker"])
     await llm.sleep(0, targets=["thinker"])
@@ -324,13 +279,6 @@ async def test_this_process_forgets_media_when_the_text_stage_does() -> None:
     assert llm.renderer.cleared == 2
 
 
-async def test_the_timeout_of_a_remote_call_is_its_deadline() -> None:
-    bench = Bench()
-    bench.answer("collective_rpc", asyncio.Event())
-    late = texts(await targeted(bench).collective_rpc("f", 0.01, targets=["talker/1"]))
-    assert "0.01 s" in str(late["talker/1"])
-
-
 def split() -> Bench:
     """The thinker's replicas are the prefill side of a text stage, the talker's its decode side."""
     bench = Bench()
@@ -338,39 +286,27 @@ def split() -> Bench:
     return bench
 
 
-async def test_both_sides_of_a_stage_are_meant_by_its_name() -> None:
-    bench = split()
-    bench.answer("sleep", None)
-    both = ["thinker/0", "thinker/1", "talker/0", "talker/1"]
+async def test_a_split_stage_has_one_name_and_needs_its_decode_side_only() -> None:
+    bench, both = split(), ["thinker/0", "thinker/1", "talker/0", "talker/1"]
+    bench.answer("add_lora", True)
     assert list(texts(await bench.calls.to(["text"], "sleep_async", 1))) == both
     assert list(texts(await bench.calls.to(["talker"], "sleep_async", 1))) == both[2:]
     with pytest.raises(UnknownMember, match=r"stages: text, thinker, talker, code2wav"):
         bench.calls.resolve(["txt"])
-
-
-async def test_a_call_of_the_text_stage_reaches_both_sides_and_does_without_prefill() -> None:
-    bench = split()
-    bench.answer("add_lora", True)
+    calls, media = bench.calls, {"thinker", "code2wav"}
+    common = [calls.common({"thinker", "talker"}), calls.common({"thinker"}), calls.common(media)]
+    assert common == ["text", "thinker", None] and Bench().calls.common({"thinker", "talker"}) is None
+    assert [bench.calls.is_text(stage) for stage in ("text", "thinker", "talker", "code2wav")] == [True] * 3 + [False]
+    bench.log.clear()
     assert await bench.calls.everywhere("add_lora_async", None)
-    assert bench.called() == ["thinker/0", "thinker/1", "talker/0", "talker/1"]
+    assert bench.called() == both
     for name in ("thinker/0", "thinker/1"):
         bench.lose(name)
     assert await bench.calls.everywhere("add_lora_async", None)
-    assert bench.called()[4:] == ["talker/0", "talker/1"]
+    assert bench.called()[4:] == both[2:]
     with pytest.raises(StageUnavailable, match="stage 'thinker' has no live replica"):
         bench.calls.resolve(["text"])
     for name in ("talker/0", "talker/1"):
         bench.lose(name)
     with pytest.raises(StageUnavailable, match="stage 'talker' has no live replica"):
         await bench.calls.everywhere("add_lora_async", None)
-
-
-def test_sides_have_a_stage_in_common() -> None:
-    calls = split().calls
-    assert calls.common({"thinker", "talker"}) == "text"
-    assert calls.common({"thinker"}) == "thinker"
-    assert calls.common({"thinker", "code2wav"}) is None
-    assert [calls.is_text(stage) for stage in ("text", "thinker", "talker", "code2wav")] == [True, True, True, False]
-    whole = Bench().calls
-    assert [whole.is_text(stage) for stage in ("thinker", "talker")] == [True, False]
-    assert whole.common({"thinker", "talker"}) is None

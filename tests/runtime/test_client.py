@@ -1,9 +1,10 @@
-"""vLLM's client of one engine that follows another client, or has no engine; the engine is a socket of the test."""
+"""vLLM's client of one engine, also without an engine or after another client; the engine is a socket of the test."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -17,8 +18,10 @@ from vllm.utils.network_utils import ZmqListener, make_zmq_listener
 from vllm.v1.engine import EngineCoreReadyResponse, EngineCoreRequestType
 from vllm.v1.engine.core_client import AsyncMPClient
 
+from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.client import client as module
-from vllm_omni_ext.runtime.client.client import ENGINE, Client, _Ready, addresses, bootstrap_client_addresses
+from vllm_omni_ext.runtime.client.client import ENGINE, Client, addresses, bootstrap_client_addresses
+from vllm_omni_ext.runtime.client.replica import StockReplica
 
 LATE_S = 0.3
 ANSWER_MS = 5000
@@ -91,33 +94,24 @@ def connected(listeners: tuple[ZmqListener, ZmqListener], ready_response: bytes 
     return Client(config(), object, False, client_addresses=copies(listeners), ready_response=ready_response)
 
 
-def test_the_first_client_keeps_the_engines_ready_response(context: Any, listeners: Any) -> None:
-    engine = Engine(context, listeners)
-    engine.input.send(SAID)
-    client = connected(listeners, None)
-    assert client.ready_response == SAID
-    assert client.vllm_config.model_config.max_model_len == 64
-    assert client.core_engines == [ENGINE]
-    client.shutdown(timeout=0)
-
-
 def test_later_client_reuses_the_ready_response_and_reaches_the_engine(context: Any, listeners: Any) -> None:
     engine = Engine(context, listeners)
     engine.input.send(SAID)
     first = connected(listeners, None)
+    assert first.ready_response == SAID and first.core_engines == [ENGINE]
+    assert first.vllm_config.model_config.max_model_len == 64
     first.shutdown(timeout=0)
     second = connected(listeners, first.ready_response)
     assert second.ready_response == SAID
     assert second.vllm_config.model_config.max_model_len == 64
     assert second.vllm_config.cache_config.num_gpu_blocks == 7
-
     asyncio.run(second.abort_requests_async(["r"]))
     assert engine.received() == EngineCoreRequestType.ABORT.value
     second.shutdown(timeout=0)
 
 
-def test_what_is_sent_at_once_waits_for_the_engine(context: Any, listeners: Any) -> None:
-    """A ROUTER drops what it cannot deliver: the end of a dead API server's requests would be lost."""
+def test_messages_sent_before_the_engine_connects_reach_it(context: Any, listeners: Any) -> None:
+    """A ROUTER drops undeliverable messages: the abort of a dead API server's requests would be lost."""
     engines: list[Engine] = []
     late = threading.Timer(LATE_S, lambda: engines.append(Engine(context, listeners)))
     late.start()
@@ -128,47 +122,30 @@ def test_what_is_sent_at_once_waits_for_the_engine(context: Any, listeners: Any)
     client.shutdown(timeout=0)
 
 
-def test_an_engine_that_hangs_is_not_waited_for_for_long(
+def test_waiting_for_a_hung_engine_has_a_limit(
     listeners: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "CONNECT_MS", 50)
     client = connected(listeners, b"")
     assert "has not connected" in caplog.text
-    asyncio.run(client.abort_requests_async(["r"]))  # nobody hears it, and nothing is raised
-    client.shutdown(timeout=0)
-
-
-def test_client_of_an_engine_without_a_ready_response(context: Any, listeners: Any) -> None:
-    engine = Engine(context, listeners)
-    client = connected(listeners, b"")
     assert client.ready_response == b"" and client.vllm_config.model_config.max_model_len == 128
-    assert engine.input.poll(0) == 0
+    asyncio.run(client.abort_requests_async(["r"]))  # is dropped without an error
     client.shutdown(timeout=0)
 
 
-def test_bootstrap_addresses_list_every_engine_as_ready() -> None:
-    ready = _Ready([ENGINE])
-    assert set(ready) == set() and ready[0] == ENGINE and len(ready) == 1 and ready[:] == [ENGINE]
-
-
-def test_stock_client_without_an_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("response", "max_model_len"), [(SAID, 64), (b"", 128)], ids=["ready", "no response yet"])
+def test_stock_client_starts_without_an_engine(tmp_path: Path, response: bytes, max_model_len: int) -> None:
     made = config()
-    with bootstrap_client_addresses(str(tmp_path), SAID) as where:
+    with bootstrap_client_addresses(str(tmp_path), response) as where:
         client = AsyncMPClient(made, object, False, client_addresses=where, client_count=3, client_index=2)
-    assert made.model_config.max_model_len == 64 and client.client_index == 2
+    assert made.model_config.max_model_len == max_model_len and client.client_index == 2
     client.shutdown(timeout=0)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_stock_client_before_any_engine_has_said_anything(tmp_path: Path) -> None:
-    made = config()
-    with bootstrap_client_addresses(str(tmp_path), b"") as where:
-        client = AsyncMPClient(made, object, False, client_addresses=where)
-    assert made.model_config.max_model_len == 128
-    client.shutdown(timeout=0)
-
-
-def test_our_limit_holds_and_not_vllms(context: Any, listeners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_limit_of_the_package_replaces_that_of_vllm(
+    context: Any, listeners: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vllm.v1.engine.core_client.VLLM_ENGINE_READY_TIMEOUT_S", LATE_S / 3)
     engine = Engine(context, listeners)
     late = threading.Timer(LATE_S, engine.input.send, [SAID])
@@ -179,6 +156,22 @@ def test_our_limit_holds_and_not_vllms(context: Any, listeners: Any, monkeypatch
     client.shutdown(timeout=0)
 
 
-def test_an_engine_that_is_not_ready_in_time_is_given_up(listeners: Any) -> None:
+def test_an_engine_that_is_not_ready_in_time_fails(listeners: Any) -> None:
     with pytest.raises(TimeoutError, match=r"not ready within 0\.3 s \(startup_timeout_s\)"):
         Client(config(), object, False, client_addresses=copies(listeners), ready_within_s=LATE_S)
+
+
+def test_closing_a_connection_with_an_unsent_message_does_not_block() -> None:
+    context = zmq.Context()
+    unsent = context.socket(zmq.PUSH)
+    unsent.connect("tcp://127.0.0.1:9")
+    unsent.send(b"no receiver")
+    client: Any = SimpleNamespace(resources=SimpleNamespace(ctx=context), shutdown=lambda timeout: None)
+    before, began = threading.enumerate(), time.monotonic()
+    StockReplica(ReplicaId("talker", 0), client).close()
+    assert time.monotonic() - began < 1
+    (ending,) = [each for each in threading.enumerate() if each.name == "end-zmq" and each not in before]
+    assert ending.daemon and ending.is_alive(), "it waits for the message, as garbage collection would"
+    unsent.close(linger=0)
+    ending.join(30)
+    assert context.closed

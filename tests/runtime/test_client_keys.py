@@ -1,4 +1,4 @@
-"""Connections between vLLM's client and vLLM's engine over TCP, with keys: who does not know them has no effect."""
+"""Connections between vLLM's client and vLLM's engine over TCP: peers without the keys have no effect."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def listeners(request: pytest.FixtureRequest) -> Iterator[Listeners]:
 
 
 @pytest.fixture(autouse=True)
-def knowing(monkeypatch: pytest.MonkeyPatch) -> None:
+def engine_with_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process's engine has the keys."""
     monkeypatch.setattr(sockets, "_options", {})
     sockets.use(KEYS.connecting)
@@ -76,10 +76,7 @@ def outputs(request: str) -> EngineCoreOutputs:
 
 @contextmanager
 def stranger(listeners: Listeners, options: dict[int, Any]) -> Iterator[zmq.Socket[Any]]:
-    """Somebody who was there first, says that it is the engine, and sends outputs; its input.
-
-    Who has been refused already can send nothing, and would wait for ever.
-    """
+    """A peer that connects first, claims to be the engine and sends outputs; yields its input socket."""
     given, taken = (listener.address for listener in listeners)
     context = zmq.Context()
     context.sockopts.update({zmq.LINGER: 0, zmq.IPV6: 1, **options})
@@ -122,54 +119,31 @@ def first_output(client: Client, wait_s: float) -> str:
     return asyncio.run(wait())
 
 
-def test_requests_and_outputs_pass_between_owners_of_the_keys(listeners: Listeners) -> None:
-    with connecting(listeners, KEYS) as made:
-        engine = Engine(listeners)
-        client = made.result(PATIENCE_S)
-        assert client.ready_response == SAID
-        asyncio.run(client.abort_requests_async(["r"]))
-        assert engine.input_queue.get(timeout=PATIENCE_S) == (EngineCoreRequestType.ABORT, ["r"])
-        engine.output_queue.put((0, outputs("true")))
-        assert first_output(client, PATIENCE_S) == "true"
-        engine.output_queue.put(EngineCoreProc.ENGINE_CORE_DEAD)
-
-
 WITHOUT = {
     "no keys": {},
     "other keys": OTHER.connecting,
     "a wrong key of the listening side": {**KEYS.connecting, zmq.CURVE_SERVERKEY: KEYS.client.public},
 }
-"""What strangers connect with."""
+"""Socket options of strangers."""
 
 
-def test_strangers_who_were_there_first_are_neither_heard_nor_told_anything(listeners: Listeners) -> None:
+def test_strangers_that_connect_first_are_not_read_and_receive_nothing(listeners: Listeners) -> None:
     with ExitStack() as open_, connecting(listeners, KEYS) as made:
-        inputs = {who: open_.enter_context(stranger(listeners, options)) for who, options in WITHOUT.items()}
+        inputs = {name: open_.enter_context(stranger(listeners, options)) for name, options in WITHOUT.items()}
         with pytest.raises(TimeoutError):
             made.result(QUIET_S)
         engine = Engine(listeners)
         client = made.result(PATIENCE_S)
-        assert client.vllm_config.model_config.max_model_len == 64, "the engine's own"
+        assert client.ready_response == SAID and client.vllm_config.model_config.max_model_len == 64
         asyncio.run(client.abort_requests_async(["r"]))
         assert engine.input_queue.get(timeout=PATIENCE_S) == (EngineCoreRequestType.ABORT, ["r"])
         engine.output_queue.put((0, outputs("true")))
         assert first_output(client, PATIENCE_S) == "true", "the false one was there before"
-        assert [who for who, its_input in inputs.items() if its_input.poll(0)] == []
+        assert [name for name, its_input in inputs.items() if its_input.poll(0)] == []
         engine.output_queue.put(EngineCoreProc.ENGINE_CORE_DEAD)
 
 
-def test_without_keys_the_stranger_would_be_the_engine(listeners: Listeners) -> None:
-    """What the other tests rely on: the stranger says the right things."""
-    with connecting(listeners, None) as made, stranger(listeners, {}) as its_input:
-        client = made.result(PATIENCE_S)
-        assert client.vllm_config.model_config.max_model_len == 1
-        assert first_output(client, PATIENCE_S) == "false"
-        asyncio.run(client.abort_requests_async(["r"]))
-        assert its_input.poll(PATIENCE_S * 1000)
-
-
 def test_an_engine_sends_nothing_to_a_listener_without_the_keys(listeners: Listeners) -> None:
-    """Whoever has taken the head's address gets no outputs."""
     given, taken = listeners
     context = zmq.Context()
     context.sockopts.update({zmq.LINGER: 0, zmq.IPV6: 1})
@@ -184,11 +158,10 @@ def test_an_engine_sends_nothing_to_a_listener_without_the_keys(listeners: Liste
 
 
 def test_unix_sockets_have_no_keys() -> None:
-    """Those lie in a private folder, and their other ends have none."""
     context = zmq.Context()
-    name = EngineCoreProc.process_input_sockets.__globals__[sockets.MAKER]
+    stock = EngineCoreProc.process_input_sockets.__globals__[sockets.MAKER]
     made = sockets.with_options(EngineCoreProc.process_input_sockets).__globals__[sockets.MAKER]
     socket = made(context, "ipc:///nowhere/at/all", zmq.DEALER, bind=False)
     assert socket.mechanism == zmq.NULL
-    assert EngineCoreProc.process_input_sockets.__globals__[sockets.MAKER] is name, "vLLM's own is untouched"
+    assert EngineCoreProc.process_input_sockets.__globals__[sockets.MAKER] is stock, "vLLM's own is untouched"
     context.destroy(linger=0)

@@ -50,15 +50,16 @@ def _killed(*, fork: bool = False) -> tuple[Path, int | None]:
     return Path(path), child
 
 
-def test_private_folder_has_mode_0700() -> None:
-    folder = PrivateFolder()
-    assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o700
-    folder.remove()
-    folder.remove()
-    assert not os.path.exists(folder.path)
+def test_private_folder_has_mode_0700_and_is_not_removed_while_it_is_in_use() -> None:
+    folder, other = PrivateFolder(), PrivateFolder()
+    remove_abandoned()
+    assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o700 and os.path.isdir(other.path)
+    for each in (folder, folder, other):
+        each.remove()
+        assert not os.path.exists(each.path)
 
 
-def test_a_long_path_of_the_temporary_folder_leaves_room_for_sockets(
+def test_a_long_temporary_folder_leaves_room_for_paths_of_sockets(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = temporary / ("x" * 60)
@@ -74,22 +75,6 @@ def test_a_long_path_of_the_temporary_folder_leaves_room_for_sockets(
     folder.remove()
 
 
-def test_folder_in_use_is_not_removed() -> None:
-    first, second = PrivateFolder(), PrivateFolder()
-    remove_abandoned()
-    assert os.path.isdir(first.path) and os.path.isdir(second.path)
-    first.remove()
-    second.remove()
-
-
-@pytest.mark.engine
-def test_folder_of_a_killed_process_is_removed_by_the_next_start() -> None:
-    path, _ = _killed()
-    assert path.is_dir()
-    PrivateFolder().remove()
-    assert not path.exists()
-
-
 @pytest.mark.engine
 def test_folder_is_kept_while_a_forked_process_lives() -> None:
     path, child = _killed(fork=True)
@@ -98,9 +83,9 @@ def test_folder_is_kept_while_a_forked_process_lives() -> None:
     assert path.is_dir()
     os.kill(child, 9)
     deadline = time.monotonic() + LIMIT_S
-    while path.exists() and time.monotonic() < deadline:  # nobody's child any more: its end is not announced
+    while path.exists() and time.monotonic() < deadline:  # not a child of this process: its end is not announced
         time.sleep(0.01)
-        remove_abandoned()
+        PrivateFolder().remove()  # as the next start does
     assert not path.exists()
 
 

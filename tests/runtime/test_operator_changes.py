@@ -1,4 +1,4 @@
-"""Changes of operators in the head: made once, and settled when every API server knows."""
+"""Changes of operators in the head: made once, and settled when every API server has made them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_change_is_settled_when_all_have_made_it() -> None:
     assert changes.made(1, version) == []
 
 
-def test_changes_that_overlap() -> None:
+def test_overlapping_changes_are_settled_apart() -> None:
     changes = OperatorChanges()
     first, second = changes.asked(0, 7, SLEPT, (0, 1)), changes.asked(1, 7, SLEPT, (0, 1))
     assert first != second
@@ -26,22 +26,13 @@ def test_changes_that_overlap() -> None:
     assert changes.made(0, first) == [(0, 7)]
 
 
-def test_nobody_waits_for_a_server_that_has_died() -> None:
+def test_a_dead_api_server_is_not_waited_for() -> None:
     changes = OperatorChanges()
     version = changes.asked(1, 7, SLEPT, (0, 1))
     assert changes.made(1, version) == []
     assert changes.server_lost(0) == [(1, 7)]
-
-
-def test_a_server_that_has_died_waits_for_nobody() -> None:
-    changes = OperatorChanges()
     version = changes.asked(0, 7, SLEPT, (0, 1))
     assert changes.server_lost(0) == [] == changes.made(1, version)
     assert changes.state.asleep == {"talker/0"}, "the change stays"
-
-
-def test_a_new_process_is_awake() -> None:
-    changes = OperatorChanges()
-    changes.asked(0, 7, SLEPT, (0,))
     changes.replica_ended("talker/0")
-    assert changes.state.asleep == frozenset()
+    assert changes.state.asleep == frozenset(), "its next process is awake"

@@ -1,11 +1,13 @@
-"""What is said while replicas start."""
+"""Progress lines while replicas start, and their logs."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pty
 import queue
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.descriptors import open_files
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.runtime.launch.logs import TAIL_LINES, FileLogs, TerminalLogs
 from vllm_omni_ext.runtime.launch.progress import Listener, Progress, spinner, text_of
 from vllm_omni_ext.wire.loading import Loading, Teller
 
@@ -31,32 +35,26 @@ def plan(**counts: int) -> Any:
     )
 
 
-def test_one_line_a_stage() -> None:
-    said: list[str] = []
+def test_each_stage_has_one_line_when_its_last_replica_is_ready() -> None:
+    lines: list[str] = []
     seconds = iter([3.0, 5.25])
-    progress = Progress(plan(thinker=1, talker=2, code2wav=0), said.append, lambda: next(seconds))
+    progress = Progress(plan(thinker=1, talker=2, code2wav=0), lines.append, lambda: next(seconds))
     progress.starting("in /logs")
     progress.ready(ReplicaId("talker", 1))
     progress.ready(ReplicaId("thinker", 0))
     progress.ready(ReplicaId("talker", 0))
-    assert said == [
+    assert lines == [
         "starting thinker (1 replica), talker (2 replicas); logs in /logs",
         "thinker ready after 3.0 s",
         "talker ready after 5.2 s",
     ]
 
 
-def test_nothing_moves_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with spinner("loading"):
-        print("line")
-    assert capsys.readouterr().out == "line\n"
-
-
 def report(replica: ReplicaId, **fields: Any) -> Loading:
     return Loading(replica=str(replica), phase=fields.pop("phase", "loading"), **fields)
 
 
-def test_how_a_report_reads(tmp_path: Path) -> None:
+def test_a_report_has_phase_and_sizes(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "a.incomplete").write_bytes(bytes(3 << 20))
     assert text_of(report(THINKER, loaded=12 * GIB, total=59 * GIB)) == "thinker/0: loading 12.0 of 59.0 GiB (20 %)"
@@ -67,42 +65,33 @@ def test_how_a_report_reads(tmp_path: Path) -> None:
     assert text_of(report(THINKER, phase="warming up")) == "thinker/0: weights loaded, warming up"
 
 
-def test_without_a_terminal_a_line_comes_now_and_then() -> None:
-    said: list[str] = []
-    progress = Progress(plan(thinker=1, talker=1), said.append, lambda: 0.0, every_s=60.0)
-    progress.begun(THINKER)
-    progress.loading(report(THINKER, loaded=GIB, total=2 * GIB))
-    progress.loading()
-    assert said == []
-    often = Progress(plan(thinker=1, talker=1), said.append, lambda: 0.0, every_s=0.0)
+def test_progress_is_one_line_that_changes_on_a_terminal_or_repeats_elsewhere() -> None:
+    lines: list[str] = []
+    shown: list[str] = []
+    rare = Progress(plan(thinker=1), lines.append, lambda: 0.0, every_s=60.0)
+    rare.begun(THINKER)
+    rare.loading(report(THINKER, loaded=GIB, total=2 * GIB))
+    assert lines == []
+    often = Progress(plan(thinker=1, talker=1), lines.append, lambda: 0.0, every_s=0.0)
     for replica in (THINKER, TALKER):
         often.begun(replica)
     often.loading()
-    often.loading(report(THINKER, loaded=GIB, total=2 * GIB))
+    with often.shown(shown.append):
+        often.loading(report(THINKER, loaded=GIB, total=2 * GIB))
+    assert lines == [] and shown == ["thinker/0: loading 1.0 of 2.0 GiB (50 %)"]
     often.loading(report(TALKER, phase="warming up"))
-    assert said == [
-        "thinker/0: loading 1.0 of 2.0 GiB (50 %)",
-        "talker/0: weights loaded, warming up; thinker/0: loading 1.0 of 2.0 GiB (50 %)",
-    ]
     often.ready(THINKER)
-    often.loading(report(THINKER, phase="warming up"))
-    assert said[2:] == ["thinker ready after 0.0 s", "talker/0: weights loaded, warming up"], "a late report counts not"
-
-
-def test_on_a_terminal_one_line_changes() -> None:
-    said, shown = [], []
-    progress = Progress(plan(thinker=1), said.append, lambda: 0.0, every_s=0.0)
-    progress.begun(THINKER)
-    with progress.shown(shown.append):
-        progress.loading(report(THINKER, loaded=GIB, total=2 * GIB))
-        progress.loading(report(THINKER, loaded=2 * GIB, total=2 * GIB))
-    assert said == []
-    assert shown == ["thinker/0: loading 1.0 of 2.0 GiB (50 %)", "thinker/0: loading 2.0 of 2.0 GiB (100 %)"]
+    often.loading(report(THINKER, phase="warming up"))  # late
+    assert lines == [
+        "talker/0: weights loaded, warming up; thinker/0: loading 1.0 of 2.0 GiB (50 %)",
+        "thinker ready after 0.0 s",
+        "talker/0: weights loaded, warming up",
+    ]
 
 
 @pytest.fixture
 def listening(tmp_path: Path) -> Iterator[tuple[str, queue.Queue[str], Progress]]:
-    """A listener's socket, the lines that are told, and whose they are."""
+    """A listener's socket, its lines and its progress."""
     lines: queue.Queue[str] = queue.Queue()
     progress = Progress(plan(thinker=1), lines.put, lambda: 0.0, every_s=0.01)
     progress.begun(THINKER)
@@ -112,29 +101,22 @@ def listening(tmp_path: Path) -> Iterator[tuple[str, queue.Queue[str], Progress]
     listener.close()
 
 
-def test_reports_arrive_and_are_repeated_while_nobody_speaks(listening: Any) -> None:
+def test_reports_arrive_and_are_repeated_until_the_next(listening: Any) -> None:
     path, lines, progress = listening
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-        stranger.sendto(b"nonsense", path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.sendto(b"nonsense", path)
     teller = Teller(path, str(THINKER))
     teller.say("loading", loaded=1, total=4)
+    lost = Teller(f"{path}/gone", str(THINKER))
+    lost.say("loading")  # no listener: no error
+    lost.close()
     expected = "thinker/0: loading 0.0 of 0.0 MiB (25 %)"
     assert [lines.get(timeout=PATIENCE_S) for _ in range(3)] == [expected] * 3
     progress.over(THINKER)
     teller.close()
 
 
-def test_nobody_has_to_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMNI_LOADING", raising=False)
-    assert Teller.of_this_process() is None
-    monkeypatch.setenv("OMNI_LOADING", f"{tmp_path}/a folder/gone thinker/0")
-    teller = Teller.of_this_process()
-    assert teller is not None
-    teller.say("loading")
-    teller.close()
-
-
-def test_the_terminals_line_changes(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     parent, child = pty.openpty()
     terminal = os.fdopen(child, "w")
     monkeypatch.setattr("sys.stdout", terminal)
@@ -147,3 +129,50 @@ def test_the_terminals_line_changes(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     while b"(50 %)" not in seen:
         seen += os.read(parent, 4096)
     os.close(parent)
+
+
+def write() -> None:
+    """Body of a child that writes to its standard output and error."""
+    os.write(1, b"out\n")
+    os.write(2, b"err\n")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_output_of_a_child_is_appended_to_its_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str
+) -> None:
+    logs = FileLogs(tmp_path / "new" / "logs")
+    print("before")
+    for _ in range(2):
+        with logs.of(TALKER):
+            child = multiprocessing.get_context(method).Process(target=write)
+            child.start()
+        child.join()
+    print("after")
+    assert capfd.readouterr().out == "before\nafter\n"
+    assert logs.path(TALKER).name == "talker-0.log"
+    assert logs.path(TALKER).read_text() == "out\nerr\n" * 2
+
+
+def test_the_terminal_is_restored_after_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Other threads of the test process may open and close files meanwhile: only those of the redirection count."""
+    logs, before = FileLogs(tmp_path), open_files()
+    log, streams = str(logs.path(TALKER)), {before[1], before[2]}
+    with pytest.raises(ValueError), logs.of(TALKER):
+        assert list(open_files().values()).count(log) == 2
+        raise ValueError
+    print("here")
+    assert capfd.readouterr().out == "here\n"
+    after = Counter(open_files().values())
+    assert after[log] == 0 and all(after[stream] == Counter(before.values())[stream] for stream in streams)
+
+
+def test_the_tail_has_the_last_lines(tmp_path: Path) -> None:
+    logs = FileLogs(tmp_path)
+    assert str(logs.path(TALKER)) in logs.tail(TALKER)
+    logs.path(TALKER).write_text("\n".join(f"line {i}." for i in range(100)))
+    tail = logs.tail(TALKER)
+    assert tail.endswith("  line 99.")
+    assert f"line {100 - TAIL_LINES}." in tail and f"line {99 - TAIL_LINES}." not in tail
+    assert "above" in TerminalLogs().tail(TALKER)

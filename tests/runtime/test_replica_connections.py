@@ -1,4 +1,4 @@
-"""Who is connected, who is lost, who comes back: what the head and the coordinator say, in any order."""
+"""Replicas are connected, lost and attached again, by messages of the head and views of the coordinator."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HERE, THERE = ReplicaInfo(host="here", pid=1), ReplicaInfo(host="there", pid=2)
 
 
 class Connected:
-    """A connection; it takes down what passes through it, and answers the fence when the test says so."""
+    """A connection that logs its messages; the test answers the fence."""
 
     def __init__(self, replica: ReplicaId) -> None:
         self.id = replica
@@ -79,7 +79,7 @@ class Connected:
 
 
 class Views:
-    """A watcher whose views the test writes."""
+    """A watcher with the views of the test."""
 
     fresh = True
 
@@ -96,7 +96,8 @@ class Views:
         return self._follower.view, changes
 
     def show(self, *entries: Entry) -> None:
-        self._views.put_nowait(View(generation=1, settled=True, timeout_s=1.0, replicas=tuple(sorted_by_id(entries))))
+        replicas = tuple(sorted(entries, key=lambda each: each.member))
+        self._views.put_nowait(View(generation=1, settled=True, timeout_s=1.0, replicas=replicas))
 
     def age(self) -> float:
         return 0.0
@@ -105,16 +106,12 @@ class Views:
         pass
 
 
-def sorted_by_id(entries: Any) -> list[Entry]:
-    return sorted(entries, key=lambda entry: entry.member)
-
-
 def entry(replica: ReplicaId, state: State = State.UP, epoch: int = 1, load: Load | None = None) -> Entry:
     return Entry(Member(replica.stage, replica.index, epoch), state, load)
 
 
 class Bench:
-    """A fleet over fake connections. `connections` has every one that was ever made."""
+    """Replica connections over fakes; `connections` has every one that was made."""
 
     def __init__(
         self,
@@ -236,90 +233,100 @@ async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     assert not any(task.exception() for task in tasks if not task.cancelled())
 
 
-# -- what the head says ----------------------------------------------------------------------------
+# -- messages of the head --------------------------------------------------------------------------
 
 
-async def test_a_replica_that_ends_and_is_started_again(bench: Bench) -> None:
+async def test_a_replica_that_ends_is_lost_and_connected_again(bench: Bench) -> None:
+    connections = bench.replica_connections
     await bench.open("a", "b")
     assert {bench.where("a"), bench.where("b")} == {A, B}
     name = "a" if bench.where("a") == A else "b"
     bench.of(A).say(EngineCoreOutputs(outputs=[output(name, 5)]))
-    bench.replica_connections.ended(A, "killed by signal 9", again=True)
+    connections.ended(A, "killed by signal 9", again=True)
     await bench.settle()
-    assert bench.delivered == [(A, name)], "what it said before its end is read"
+    assert bench.delivered == [(A, name)], "outputs before its end are read"
     assert bench.where("a") == bench.where("b") == B
-    assert (
-        bench.orchestrator.machine.placement.hopeful("text")
-        and bench.replica_connections.state(A) == "DOWN"
-        and bench.lost == [A]
-    )
-    assert bench.replica_connections.replica_names("text") == [A, B], "it is planned, so people are told of it"
-    await bench.up(A, ReplicaInfo(host="here", pid=9, restarts=1))
-    assert (
-        bench.replica_connections.about[A].restarts == 1
-        and bench.replica_connections.state(A) == "UP"
-        and bench.joined == [A]
-    )
+    assert bench.orchestrator.machine.placement.hopeful("text")
+    assert connections.state(A) == "DOWN" and bench.lost == [A] and connections.replica_names("text") == [A, B]
+    await bench.up(A, ReplicaInfo(host="here", pid=0, restarts=1))
+    connections.started(A, 4711)
+    assert connections.about[A] == ReplicaInfo(host="here", pid=4711, restarts=1)
+    assert connections.state(A) == "UP" and bench.joined == [A]
     assert not bench.orchestrator.machine.placement.hopeful("text")
     await bench.open("c")
     assert bench.where("c") == A and bench.of(A).sent == ["c"]
+    connections.forget_requests_of(3, 1000.0)
+    await bench.settle()
+    assert [len(bench.of(replica).sent) for replica in (A, B)] == [2, 3], "both abort requests of a dead API server"
 
 
-async def test_the_process_of_one_that_began_later_is_shown(bench: Bench) -> None:
-    bench.replica_connections.about[A] = ReplicaInfo(host="here", pid=0)
-    bench.replica_connections.started(A, 4711)
-    assert bench.replica_connections.about[A] == ReplicaInfo(host="here", pid=4711)
-
-
-async def test_requests_wait_while_no_replica_is_connected(bench: Bench) -> None:
+async def test_requests_wait_while_a_replica_may_come_back(bench: Bench) -> None:
+    connections, placement = bench.replica_connections, bench.orchestrator.machine.placement
     for replica in (A, B):
-        bench.replica_connections.ended(replica, "gone", again=replica == A)
+        connections.ended(replica, "gone", again=replica == A)
     await bench.settle()
     await bench.open("a")
-    assert bench.where("a") is None and len(bench.orchestrator.machine.placement.waiting) == 1
+    assert bench.where("a") is None and len(placement.waiting) == 1
     await bench.up(A)
     assert bench.where("a") == A
-    bench.replica_connections.ended(A, "gone", again=False)
+    await bench.view(entry(A))
+    await bench.view(entry(A, State.DOWN))
+    assert len(placement.waiting) == 1
+    await bench.view(entry(A))
+    bench.of(A).fences[0].set_result(None)
     await bench.settle()
-    assert bench.orchestrator.held() == 0, "there is nothing to wait for"
+    assert bench.where("a") == A
 
 
-async def test_one_that_ends_while_it_is_connected_is_closed_and_never_up(bench: Bench) -> None:
-    bench.gated = True
+@pytest.mark.parametrize("how", ["ended", "not connected", "forgotten"])
+async def test_waiting_requests_fail_when_no_replica_can_come_back(bench: Bench, how: str) -> None:
+    connections, last = bench.replica_connections, FAR if how == "forgotten" else A
     listeners: Any = None
-    bench.replica_connections.starting(FAR)
-    bench.replica_connections.ready(FAR, THERE, listeners)
-    while not bench.gates:
-        await asyncio.sleep(0.001)
-    bench.replica_connections.ended(FAR, "gone", again=False)
-    await bench.settle()
-    bench.gates[0].set()
-    while len(bench.connections) == 2:
-        await asyncio.sleep(0.001)
-    await bench.settle()
-    while not bench.of(FAR).closed:
-        await asyncio.sleep(0.001)
-    assert FAR not in bench.pool.replicas and FAR not in bench.replica_connections.about and bench.joined == []
-
-
-async def test_replica_that_cannot_be_connected_is_not_waited_for(bench: Bench) -> None:
+    if last == FAR:
+        await bench.up(FAR)
+        await bench.view(entry(FAR))
     for replica in (A, B):
-        bench.replica_connections.ended(replica, "gone", again=replica == A)
+        connections.ended(replica, "gone", again=replica == last)
     await bench.settle()
+    await bench.view(entry(last, State.DOWN))
     await bench.open("a")
-    bench.broken = True
-    listeners: Any = None
-    bench.replica_connections.ready(A, HERE, listeners)
-    while bench.orchestrator.held():
-        await asyncio.sleep(0.001)
+    assert len(bench.orchestrator.machine.placement.waiting) == 1
+    match how:
+        case "ended":
+            connections.ended(A, "gone", again=False)
+        case "not connected":
+            bench.broken = True
+            connections.ready(A, HERE, listeners)
+        case _:
+            await bench.view()
+    async with asyncio.timeout(5):
+        while bench.orchestrator.held():
+            await asyncio.sleep(0.001)
     assert not bench.orchestrator.machine.placement.hopeful("text")
     bench.broken = False
     await bench.up(A)
 
 
-@pytest.mark.parametrize("seed", seeds(100))
+async def test_a_replica_that_ends_while_it_is_connected_is_closed_and_never_up(bench: Bench) -> None:
+    bench.gated = True
+    listeners: Any = None
+    bench.replica_connections.starting(FAR)
+    bench.replica_connections.ready(FAR, THERE, listeners)
+    async with asyncio.timeout(5):
+        while not bench.gates:
+            await asyncio.sleep(0.001)
+        bench.replica_connections.ended(FAR, "gone", again=False)
+        await bench.settle()
+        bench.gates[0].set()
+        while len(bench.connections) == 2 or not bench.of(FAR).closed:
+            await asyncio.sleep(0.001)
+    await bench.settle()
+    assert FAR not in bench.pool.replicas and FAR not in bench.replica_connections.about and bench.joined == []
+
+
+@pytest.mark.parametrize("seed", seeds(60))
 async def test_any_order_of_the_heads_messages_ends_in_the_same_state(bench: Bench, seed: int) -> None:
-    """After it all is settled: in the pool is who was ready last, everything else is closed, no request is lost."""
+    """At the end the pool has the replicas that were ready last, others are closed, no request is lost."""
     rng = random.Random(seed)
     listeners: Any = None
     there = {A: True, B: True, FAR: False}
@@ -339,9 +346,8 @@ async def test_any_order_of_the_heads_messages_ends_in_the_same_state(bench: Ben
         if rng.random() < 0.5:
             await asyncio.sleep(rng.choice((0, 0.002)))
     async with asyncio.timeout(5):
-        while (
-            set(bench.pool.replicas) != {each for each, up in there.items() if up} or bench.replica_connections._coming
-        ):
+        up = {replica for replica in there if there[replica]}
+        while set(bench.pool.replicas) != up or bench.replica_connections._coming:
             await asyncio.sleep(0.001)
     await bench.settle()
     assert set(bench.replica_connections.replicas) == set(bench.pool.replicas)
@@ -349,7 +355,7 @@ async def test_any_order_of_the_heads_messages_ends_in_the_same_state(bench: Ben
     assert held == 3
 
 
-# -- what the coordinator says ---------------------------------------------------------------------
+# -- views of the coordinator ----------------------------------------------------------------------
 
 
 async def silent(bench: Bench) -> str:
@@ -379,8 +385,10 @@ async def test_silent_replica_takes_requests_after_its_fence_is_answered(bench: 
     assert bench.where("d") == A and bench.of(A).sent[-1] == "d"
 
 
-async def test_replica_silent_again_before_its_fence_is_answered(bench: Bench) -> None:
+async def test_replica_silent_or_dead_before_its_fence_is_answered_takes_no_requests(bench: Bench) -> None:
     name = await silent(bench)
+    await bench.view(entry(B))  # forgotten: the process is local, its end would be noticed
+    assert bench.of(A).closed == 0 and bench.replica_connections.replica_names("text") == [A, B]
     await bench.view(entry(A), entry(B))
     await bench.view(entry(A, State.DOWN), entry(B))
     bench.of(A).fences[0].set_result(None)
@@ -392,45 +400,22 @@ async def test_replica_silent_again_before_its_fence_is_answered(bench: Bench) -
     await bench.settle()
     assert A in bench.pool.replicas
     assert bench.of(A).sent == [name, ("abort", name), "fence", ("abort",), "fence"]
-
-
-async def test_replica_dead_before_its_fence_is_answered(bench: Bench) -> None:
-    await silent(bench)
+    await bench.view(entry(A, State.DOWN), entry(B))
     await bench.view(entry(A), entry(B))
     bench.of(A).fail(EngineDeadError("gone"))
     await bench.settle()
-    assert bench.of(A).closed == 1 and A not in bench.pool.replicas
-    assert bench.of(A).fences[0].cancelled(), "nobody waits for it any more"
+    assert bench.of(A).closed == 1 and A not in bench.pool.replicas and bench.of(A).fences[2].cancelled()
     await bench.up(A)
 
 
-async def test_a_request_waits_for_a_silent_replica_that_may_come_back(bench: Bench) -> None:
-    bench.replica_connections.ended(B, "gone", again=False)
-    await bench.view(entry(A))
-    await bench.open("a")
-    await bench.view(entry(A, State.DOWN))
-    assert len(bench.orchestrator.machine.placement.waiting) == 1
-    await bench.view(entry(A))
-    bench.of(A).fences[0].set_result(None)
-    await bench.settle()
-    assert bench.where("a") == A
-
-
-async def test_one_that_runs_here_keeps_its_connection_when_it_is_forgotten(bench: Bench) -> None:
-    """Its process lives, or its end would have been noticed; it may wake up under the same name and epoch."""
-    await silent(bench)
-    await bench.view(entry(B))
-    assert bench.of(A).closed == 0 and bench.replica_connections.replica_names("text") == [A, B]
-    await bench.view(entry(A), entry(B))
-    bench.of(A).fences[0].set_result(None)
-    await bench.settle()
-    assert A in bench.pool.replicas
-
-
-async def test_one_of_another_host_that_is_forgotten_is_closed_and_shown_no_more(bench: Bench) -> None:
+@pytest.mark.parametrize("ended", [False, True])
+async def test_a_forgotten_replica_of_another_host_is_closed_and_not_shown(bench: Bench, ended: bool) -> None:
     await bench.up(FAR)
     await bench.view(entry(A), entry(B), entry(FAR))
     assert bench.replica_connections.replica_names("text") == [A, B, FAR]
+    if ended:
+        bench.replica_connections.ended(FAR, "gone", again=False)
+        await bench.settle()
     await bench.view(entry(A), entry(B))
     assert bench.of(FAR).closed == 1 and FAR not in bench.pool.replicas
     assert bench.replica_connections.replica_names("text") == [A, B] and FAR not in bench.replica_connections.reports
@@ -439,18 +424,8 @@ async def test_one_of_another_host_that_is_forgotten_is_closed_and_shown_no_more
     assert {"text/0", "text/1"} <= shown and "text/2" not in shown
 
 
-async def test_one_of_another_host_that_ended_first_is_shown_no_more_either(bench: Bench) -> None:
-    await bench.up(FAR)
-    await bench.view(entry(A), entry(B), entry(FAR))
-    bench.replica_connections.ended(FAR, "gone", again=False)
-    await bench.settle()
-    await bench.view(entry(A), entry(B))
-    assert bench.replica_connections.replica_names("text") == [A, B]
-
-
 @pytest.mark.parametrize("known", [True, False])
-async def test_the_name_of_one_that_is_forgotten_may_be_anothers_already(bench: Bench, known: bool) -> None:
-    """The end of the old bearer is heard of after the new one was connected: that one stays."""
+async def test_late_forgetting_of_a_replica_keeps_the_next_one_of_that_name(bench: Bench, known: bool) -> None:
     await bench.up(FAR)
     await bench.view(entry(A), entry(B), entry(FAR, epoch=1))
     bench.replica_connections.ended(FAR, "gone", again=True)
@@ -464,89 +439,43 @@ async def test_the_name_of_one_that_is_forgotten_may_be_anothers_already(bench: 
     assert FAR not in bench.pool.replicas and FAR not in bench.replica_connections.about
 
 
-async def test_what_is_waited_for_ends_when_the_last_one_is_forgotten(bench: Bench) -> None:
-    await bench.up(FAR)
-    for replica in (A, B):
-        bench.replica_connections.ended(replica, "gone", again=False)
-    await bench.view(entry(FAR))
-    await bench.open("a")
-    await bench.view(entry(FAR, State.DOWN))
-    assert len(bench.orchestrator.machine.placement.waiting) == 1
-    await bench.view()
-    assert bench.orchestrator.held() == 0
+async def test_requests_follow_states_and_loads_of_views(bench: Bench) -> None:
+    for states, name in (
+        ((entry(A, State.DRAINING), entry(B)), "a"),
+        ((entry(A, State.SUSPECT), entry(B)), "b"),
+        ((entry(A, load=Load(0, 9, 0.0, 1)), entry(B, load=Load(0, 0, 0.0, 1))), "c"),
+    ):
+        await bench.view(*states)
+        await bench.open(name)
+        assert bench.where(name) == B
 
 
-async def test_states_steer_the_pool(bench: Bench) -> None:
-    await bench.view(entry(A, State.DRAINING), entry(B))
-    await bench.open("a", "b")
-    assert bench.where("a") == bench.where("b") == B
-    await bench.view(entry(A, State.SUSPECT), entry(B))
-    await bench.open("c")
-    assert bench.where("c") == B
-    assert [bench.replica_connections.state(replica) for replica in (A, B)] == ["SUSPECT", "UP"]
-    await bench.view(entry(A, load=Load(0, 0, 0.0, 1)), entry(B, load=Load(0, 9, 0.0, 1)))
-    await bench.open("d")
-    assert bench.where("d") == A
+async def test_a_replica_is_shown_as_sleeping_from_the_call_until_it_is_woken(bench: Bench) -> None:
+    connections, asleep, awake = bench.replica_connections, Load(asleep=True), Load()
 
-
-async def test_a_replica_that_sleeps_is_shown_as_sleeping(bench: Bench) -> None:
     def states() -> list[str]:
-        return [bench.replica_connections.state(replica) for replica in (A, B)]
+        return [connections.state(replica) for replica in (A, B)]
 
-    bench.replica_connections.slept([A], asleep=True)
-    assert states() == ["SLEEPING", "UP"], "known at once"
-    await bench.view(entry(A, load=Load()), entry(B, load=Load(asleep=True)))
-    assert states() == ["SLEEPING", "SLEEPING"], "that one is paused is known from its report"
-    await bench.view(entry(A, State.SUSPECT, load=Load()), entry(B, State.DRAINING, load=Load(asleep=True)))
-    assert states() == ["SUSPECT", "DRAINING"], "what is wrong with it matters more"
-    bench.replica_connections.slept([A], asleep=False)
-    await bench.view(entry(A, load=Load()), entry(B, load=Load()))
-    assert states() == ["UP", "UP"]
-
-
-async def test_a_replica_that_was_woken_is_up_at_once(bench: Bench) -> None:
-    """Its last report is from when it slept."""
-    connections = bench.replica_connections
     connections.slept([A], asleep=True)
-    await bench.view(entry(A, load=Load(asleep=True)), entry(B, load=Load()))
+    assert states() == ["SLEEPING", "UP"] and bench.pool.is_asleep(A)
+    await bench.view(entry(A, load=awake), entry(B, load=asleep))
+    assert states() == ["SLEEPING", "SLEEPING"], "a paused one is known from its report"
+    await bench.view(entry(A, State.SUSPECT, load=awake), entry(B, State.DRAINING, load=asleep))
+    assert states() == ["SUSPECT", "DRAINING"]
+    await bench.view(entry(A, load=asleep), entry(B, load=awake))
     connections.slept([A], asleep=False)
-    assert connections.state(A) == "UP"
-    await bench.view(entry(A, load=Load(asleep=True)), entry(B, load=Load(1, 0)))
-    assert connections.state(A) == "UP", "the same report, in a view that another replica has changed"
-    await bench.view(entry(A, load=Load()), entry(B, load=Load(1, 0)))
-    await bench.view(entry(A, load=Load(asleep=True)), entry(B, load=Load(1, 0)))
-    assert connections.state(A) == "SLEEPING", "a later report counts again"
+    assert states() == ["UP", "UP"], "its last report is older"
+    await bench.view(entry(A, load=asleep), entry(B, load=Load(1, 0)))
+    assert states() == ["UP", "UP"], "the same report, in a view that another replica has changed"
+    await bench.view(entry(A, load=awake), entry(B, load=awake))
+    await bench.view(entry(A, load=asleep), entry(B, load=awake))
+    assert states() == ["SLEEPING", "UP"], "a later report counts"
+    connections.slept([A], asleep=True)
+    connections.ended(A, "killed", again=True)
+    assert A not in connections._asleep, "its next process is awake"
 
 
-async def test_requests_of_a_replica_that_sleeps_go_elsewhere_even_after_it_was_silent(bench: Bench) -> None:
-    bench.replica_connections.slept([A], asleep=True)
-    await bench.view(entry(A, State.UP), entry(B, State.UP))
-    assert bench.pool.is_asleep(A)
-    bench.replica_connections.ended(A, "killed", again=True)
-    assert A not in bench.replica_connections._asleep, "its next process is awake"
-
-
-async def test_the_age_of_a_heartbeat_is_that_of_the_last_new_report(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(replica_connections_module.time, "monotonic", lambda: now)
-    heard = []
-    for report in (1, 1, 2):
-        await bench.view(entry(A, load=Load(0, 0, 0.0, report)), entry(B))
-        heard.append(bench.replica_connections.reports[A].last_seen)
-        now += 1
-    monkeypatch.undo()
-    assert heard == [100.0, 100.0, 102.0]
-
-
-async def test_an_api_server_that_died_is_forgotten_everywhere(bench: Bench) -> None:
-    bench.replica_connections.forget_requests_of(3, 1000.0)
-    await bench.settle()
-    assert [len(bench.of(replica).sent) for replica in (A, B)] == [1, 1]
-
-
-async def test_what_is_shown_in_metrics(bench: Bench) -> None:
+async def test_metrics_show_failovers_waiting_requests_restarts_and_heartbeats(bench: Bench) -> None:
     await bench.open("a", "b")
     bench.replica_connections.ended(A, "gone", again=True)
     await bench.settle()
@@ -571,36 +500,28 @@ async def test_what_is_shown_in_metrics(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "at_start", "then"),
-    [({}, 1, 3), ({"ready_responses": {}}, 1, 3), ({"client_index": 1}, None, None)],
-    ids=["first", "replaces one whose counts are lost", "second"],
+    [
+        ({}, [3, 3, 2], [4, 3, 2]),
+        ({"client_index": 1}, [None] * 3, [None] * 3),
+        ({"ready_responses": {}, "shared": {}}, [3, 3, 2], [4, 3, 2]),
+        ({"ready_responses": {}, "shared": {("text", "text/0"): 1.0, ("text", "text/1"): 2.0}}, [2, 1, 2], [3, 1, 2]),
+    ],
+    ids=["first", "second", "replaces one whose counts are lost", "replaces one that has counted"],
 )
 async def test_one_api_server_counts_each_restart_once(
-    settings: dict[str, Any], at_start: int | None, then: int | None, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], at_start: list[int | None], then: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counters of several API servers are summed, also those of API servers that have died."""
     monkeypatch.setattr(replica_connections_module, "Watcher", Views)
-    bench = Bench(about=replace(HERE, restarts=1), **settings)
-    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == at_start
-    await bench.up(A, replace(HERE, restarts=3))
-    await bench.up(A, replace(HERE, restarts=3))
-    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == then
-    bench.replica_connections.close()
+    if (shared := settings.pop("shared", None)) is not None:
+        monkeypatch.setattr(Metrics, "shared_counts", lambda self, counter: shared)
+    bench = Bench(about=replace(HERE, restarts=3), restarts={A: 3, B: 3, FAR: 2}, **settings)
 
+    def counts() -> list[float | None]:
+        return [bench.shown(m.REPLICA_RESTARTS, stage="text", replica=f"text/{index}") for index in range(3)]
 
-async def test_restarts_while_the_counting_api_server_is_down_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first one has counted 1; the replica is restarted twice before the next one counts. B ended meanwhile."""
-    monkeypatch.setattr(replica_connections_module, "Watcher", Views)
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            Metrics, "shared_counts", lambda self, counter: {("text", "text/0"): 1.0, ("text", "text/1"): 2.0}
-        )
-        bench = Bench(about=replace(HERE, restarts=3), ready_responses={}, restarts={A: 3, B: 3, FAR: 2})
-    counts = [bench.shown(m.REPLICA_RESTARTS, stage="text", replica=f"text/{index}") for index in range(3)]
-    assert counts == [2, 1, 2], "beside what the first one has counted, which is added"
-    await bench.up(A, replace(HERE, restarts=4))
-    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == 3
-    await bench.up(A, replace(HERE, restarts=2))
-    assert bench.shown(m.REPLICA_RESTARTS, stage="text", replica="text/0") == 3, "it never falls"
+    assert counts() == at_start
+    for restarts in (4, 4, 2):  # it never falls
+        await bench.up(A, replace(HERE, restarts=restarts))
+    assert counts() == then
     bench.replica_connections.close()

@@ -1,11 +1,10 @@
-"""Replicas that end are started again, whatever goes wrong meanwhile; nothing is started once it is over."""
+"""Replicas that end are started again after any failure; no replica is started after the end."""
 
 from __future__ import annotations
 
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ ADDRESSES = [("in", "out")]
 
 
 class Deployment:
-    """Starts nothing: `started` has every start, and a start is over when the test says how."""
+    """Starts no process: `started` has every start, and `settle` ends it."""
 
     def __init__(self, devices: Mapping[ReplicaId, tuple[int, ...]] | None = None, **config: Any) -> None:
         self.plan = SimpleNamespace(
@@ -71,7 +70,7 @@ class Deployment:
 
 
 class ReplicaListener:
-    """Takes down what it is told; `refusals` are raised by the next calls of `listen`."""
+    """Logs messages; `refusals` are raised by the next calls of `listen`."""
 
     def __init__(self) -> None:
         self.told: queue.Queue[tuple[Any, ...]] = queue.Queue()
@@ -90,7 +89,7 @@ class ReplicaListener:
 
 
 class Watched(dict[Any, Any]):
-    """Tells which children are watched from now on."""
+    """Reports which children are watched from now on."""
 
     def __init__(self, told: queue.Queue[tuple[ReplicaId, Any]]) -> None:
         super().__init__()
@@ -134,7 +133,7 @@ class Bench:
         return self.deployment.started.get(timeout=DEADLINE_S)
 
     def idle(self) -> None:
-        """Wait until the keeper has done what it was handed."""
+        """Wait until the supervisor has done its work."""
         done = threading.Event()
         self.replica_supervisor.do(done.set)
         assert done.wait(DEADLINE_S)
@@ -153,69 +152,34 @@ def bench() -> Iterator[Bench]:
     made.close()
 
 
-def test_a_replica_that_ends_is_started_again(bench: Bench) -> None:
+def test_a_replica_that_ends_or_does_not_start_is_started_again(bench: Bench) -> None:
+    bench.deployment.names[A] = ReplicaId("talker", 7)
+    bench.start(C)
+    for error in (OmniError("it was not ready after 1 s"), RuntimeError("vLLM's own")):
+        bench.started()
+        bench.deployment.settle(C, error)
+        assert bench.told() == ("ended", C, str(error), True)
+    bench.started()
+    bench.deployment.settle(C)
+    assert bench.told() == ("ready", C, ReplicaInfo(host="here", pid=102, restarts=2))
+    assert bench.watched.get(timeout=DEADLINE_S)[0] == C and bench.watched.empty()
+    bench.idle()
+    for log in (bench.left, bench.deployment.discarded, bench.lines):
+        log.clear()
     bench.ended(A, -9)
     assert bench.told() == ("ended", A, "its process was killed by SIGKILL", True)
     assert bench.started() == (A, ADDRESSES)
     assert (bench.left, bench.deployment.discarded) == ([A], [A])
     bench.deployment.settle(A)
-    assert bench.told() == ("ready", A, ReplicaInfo(host="here", pid=100, restarts=1))
-    assert bench.watched.get(timeout=DEADLINE_S)[1].pid == 100
+    assert bench.told() == ("ready", A, ReplicaInfo(host="here", pid=103, restarts=1))
+    assert bench.watched.get(timeout=DEADLINE_S)[1].pid == 103
     bench.idle()
     first, second = bench.lines
-    assert "talker/0 is gone" in first and "killed by SIGKILL" in first and "log of talker/0" in first
-    assert second == "replica talker/0 is up again"
+    assert "talker/7 is gone" in first and "killed by SIGKILL" in first and "log of talker/7" in first
+    assert second == "replica talker/7 is up again", "the name of the head"
 
 
-def test_lines_name_a_replica_as_the_head_does(bench: Bench) -> None:
-    bench.deployment.names[A] = ReplicaId("talker", 7)
-    bench.ended(A, 1)
-    bench.started()
-    bench.deployment.settle(A)
-    assert [bench.told()[1] for _ in range(2)] == [A, A]
-    bench.idle()
-    first, second = bench.lines
-    assert "replica talker/7 is gone: its process ended with exit code 1; " in first and "log of talker/7" in first
-    assert second == "replica talker/7 is up again"
-
-
-def test_a_replica_that_has_not_run_yet_is_started(bench: Bench) -> None:
-    bench.start(A)
-    assert bench.started() == (A, ADDRESSES)
-    bench.deployment.settle(A)
-    assert bench.told() == ("ready", A, ReplicaInfo(host="here", pid=100, restarts=0))
-    assert bench.watched.get(timeout=DEADLINE_S)[0] == A
-    bench.idle()
-    assert bench.lines == ["replica talker/0 is up"]
-
-
-def test_death_while_starting_is_a_failure_like_any_other(bench: Bench) -> None:
-    bench.start(A)
-    bench.started()
-    bench.deployment.settle(A, OmniError("it was not ready after 1 s"))
-    assert bench.told() == ("ended", A, "it was not ready after 1 s", True)
-    bench.started()
-    bench.deployment.settle(A, RuntimeError("vLLM's own"))
-    assert bench.told() == ("ended", A, "vLLM's own", True)
-    bench.started()
-    bench.deployment.settle(A)
-    assert bench.told()[:2] == ("ready", A)
-    assert bench.watched.get(timeout=DEADLINE_S)[0] == A
-    assert bench.watched.empty()
-
-
-def test_pauses_grow(bench: Bench) -> None:
-    begun = time.monotonic()
-    for _ in range(4):
-        bench.ended(A, 1)
-        bench.told()
-        bench.started()
-        bench.deployment.settle(A)
-        bench.told()
-    assert time.monotonic() - begun >= BACKOFF_S * (1 + 2 + 4 + 8)
-
-
-def test_after_too_many_failures_it_is_given_up() -> None:
+def test_a_replica_is_not_restarted_beyond_its_limit() -> None:
     bench = Bench(restart_limit=2)
     for again in (True, True, False):
         bench.ended(A, 1)
@@ -231,46 +195,28 @@ def test_after_too_many_failures_it_is_given_up() -> None:
     bench.close()
 
 
-def test_users_that_cannot_listen_are_asked_again(bench: Bench) -> None:
+def test_failures_to_listen_or_to_make_a_process_are_retried_unless_they_are_final() -> None:
+    def closed(line: str) -> None:
+        raise BrokenPipeError
+
+    bench = Bench(closed)  # a closed output does not stop restarts
     bench.users.refusals = [OmniError("no head answers"), OSError("no port is free")]
+    bench.deployment.cannot_start = BlockingIOError("no more processes")
     bench.start(A)
     assert bench.told() == ("ended", A, "no head answers", True)
     assert bench.told() == ("ended", A, "no port is free", True)
-    assert bench.started() == (A, ADDRESSES)
-
-
-def test_permanent_startup_errors_are_not_retried(bench: Bench) -> None:
-    bench.users.refusals = [Final("the model is another one")]
-    bench.start(A)
-    assert bench.told() == ("ended", A, "the model is another one", False)
-    bench.idle()
-    assert bench.given_up == [A] and bench.deployment.started.empty()
-    assert "not started again; log" in bench.lines[-1]
-
-
-def test_a_process_that_cannot_be_made_is_tried_again(bench: Bench) -> None:
-    bench.deployment.cannot_start = BlockingIOError("no more processes")
-    bench.start(A)
     bench.started()
     assert bench.told() == ("ended", A, "it cannot be started: no more processes", True)
     assert bench.started() == (A, ADDRESSES)
-
-
-def test_failing_status_listener_does_not_stop_restarts() -> None:
-    def tell(line: str) -> None:
-        raise BrokenPipeError
-
-    bench = Bench(tell)
-    bench.ended(A, -9)
-    bench.told()
-    assert bench.started()[0] == A
-    bench.deployment.settle(A)
-    assert bench.told()[0] == "ready"
-    assert bench.watched.get(timeout=DEADLINE_S)[0] == A
+    bench.users.refusals = [Final("the model is another one")]
+    bench.start(B)
+    assert bench.told() == ("ended", B, "the model is another one", False)
+    bench.idle()
+    assert bench.given_up == [B] and bench.deployment.started.empty()
     bench.close()
 
 
-def test_those_that_share_a_device_start_one_after_the_other() -> None:
+def test_replicas_that_share_a_device_start_one_after_the_other() -> None:
     bench = Bench(devices={A: (0,), B: (0, 1), C: (2,)})
     for replica in ALL:
         bench.start(replica)
@@ -283,7 +229,7 @@ def test_those_that_share_a_device_start_one_after_the_other() -> None:
     bench.close()
 
 
-def test_a_start_that_fails_makes_room_for_the_next_one() -> None:
+def test_after_a_failed_start_the_next_replica_of_the_device_starts() -> None:
     bench = Bench(devices=dict.fromkeys(ALL, (0,)), restart_limit=1)
     bench.users.refusals = [Final("the model is another one")]
     for replica in ALL:
@@ -301,92 +247,60 @@ def test_a_start_that_fails_makes_room_for_the_next_one() -> None:
     bench.close()
 
 
-def test_several_start_at_once(bench: Bench) -> None:
-    for replica in (A, B, C):
-        bench.ended(replica, -9)
-    assert {bench.started()[0] for _ in range(3)} == {A, B, C}
-    assert [bench.told()[:2] for _ in range(3)] == [("ended", replica) for replica in (A, B, C)]
-    for replica in (C, A, B):
-        bench.deployment.settle(replica)
-        assert bench.told()[:2] == ("ready", replica)
-    assert {bench.watched.get(timeout=DEADLINE_S)[0] for _ in range(3)} == {A, B, C}
-
-
-def test_a_bug_in_one_thing_to_do_is_not_the_end_of_others(bench: Bench) -> None:
-    def fail() -> None:
-        raise KeyError("bug")
-
-    bench.replica_supervisor.do(fail)
-    bench.idle()
-
-
-def test_due_restarts_run_while_new_events_keep_coming(bench: Bench) -> None:
-    due = threading.Event()
+def test_due_work_is_done_in_order_while_new_work_keeps_coming_and_some_fails(bench: Bench) -> None:
+    supervisor, done, over = bench.replica_supervisor, [], threading.Event()  # type: ignore[var-annotated]
 
     def again() -> None:
-        if not due.is_set():
-            bench.replica_supervisor.do(again)
-
-    bench.replica_supervisor.do(again)
-    bench.replica_supervisor.do(lambda: bench.replica_supervisor.after(0.0, due.set))
-    assert due.wait(DEADLINE_S)
-
-
-def test_things_are_done_in_the_order_in_which_they_are_due(bench: Bench) -> None:
-    done: queue.Queue[int] = queue.Queue()
+        if not over.is_set():
+            supervisor.do(again)
 
     def plan() -> None:
         for number, pause in ((3, 0.03), (1, 0.01), (2, 0.01)):
-            bench.replica_supervisor.after(pause, lambda number=number: done.put(number))  # type: ignore[misc]
+            supervisor.after(pause, partial(done.append, number))
+        supervisor.after(0.03, over.set)
+        raise KeyError("bug")
 
-    bench.replica_supervisor.do(plan)
-    assert [done.get(timeout=DEADLINE_S) for _ in range(3)] == [1, 2, 3]
+    supervisor.do(again)
+    supervisor.do(plan)
+    assert over.wait(DEADLINE_S) and done == [1, 2, 3]
 
 
 # -- the end at any moment -------------------------------------------------------------------------
 
 
-def test_nothing_is_started_after_the_end(bench: Bench) -> None:
+def test_no_replica_is_started_after_the_end() -> None:
+    before, bench = set(threading.enumerate()), Bench(restart_backoff_s=60.0)
+    bench.ended(C, -9)
+    bench.told()  # its restart waits for the pause
     bench.replica_supervisor.close()
+    bench.lines.clear()
     bench.ended(A, -9)
     bench.start(B)
     bench.idle()
     assert bench.deployment.started.empty() and bench.users.told.empty() and bench.lines == []
-
-
-def test_the_end_during_a_pause() -> None:
-    bench, begun = Bench(restart_backoff_s=60.0), time.monotonic()
-    bench.ended(A, -9)
-    bench.told()
     bench.close()
-    assert bench.deployment.started.empty()
-    assert time.monotonic() - begun < DEADLINE_S, "the pause is not waited for"
+    assert set(threading.enumerate()) <= before
 
 
-def test_the_end_while_users_are_asked_to_listen() -> None:
-    bench, asked, go_on = Bench(), threading.Event(), threading.Event()
+def test_end_while_a_listener_listens_starts_no_replica() -> None:
+    bench, listening, go_on = Bench(), threading.Event(), threading.Event()
 
     def listen(replica: ReplicaId) -> list[tuple[str, str]]:
-        asked.set()
+        listening.set()
         assert go_on.wait(DEADLINE_S)
         return ADDRESSES
 
     bench.users.listen = listen
     bench.start(A)
-    assert asked.wait(DEADLINE_S)
-    closing = threading.Thread(target=bench.replica_supervisor.close)
-    closing.start()
-    while not bench.replica_supervisor._closing.is_set():
-        time.sleep(0.1)
+    assert listening.wait(DEADLINE_S)
+    bench.replica_supervisor._closing.set()
     go_on.set()
-    closing.join(DEADLINE_S)
-    assert not closing.is_alive() and bench.deployment.started.empty()
     bench.close()
+    assert bench.deployment.started.empty()
 
 
 @pytest.mark.parametrize("error", [None, OmniError("ended")])
-def test_the_end_while_a_replica_starts(error: Exception | None) -> None:
-    """It is ended by the caller: neither its death nor that it was ready before is news."""
+def test_end_while_a_replica_starts_is_not_reported(error: Exception | None) -> None:
     bench = Bench()
     bench.start(A)
     bench.started()
@@ -394,12 +308,3 @@ def test_the_end_while_a_replica_starts(error: Exception | None) -> None:
     bench.deployment.settle(A, error)
     bench.replica_supervisor.join()
     assert bench.users.told.empty() and bench.watched.empty() and bench.lines == []
-
-
-def test_no_thread_is_left() -> None:
-    before = set(threading.enumerate())
-    bench = Bench()
-    bench.start(A)
-    bench.started()
-    bench.close()
-    assert set(threading.enumerate()) <= before

@@ -50,21 +50,11 @@ class Client:
 
 
 class Orchestrator:
-    """Takes down what passes through it."""
-
     frontend = "thinker"
 
     def __init__(self, replicas: dict[ReplicaId, StockReplica]) -> None:
         self.replicas = dict(replicas)
         self.pools = {"thinker": StagePool("thinker", replicas)}
-        self.opened: list[Any] = []
-        self.stopped: list[str] = []
-
-    async def open(self, request: Any) -> None:
-        self.opened.append(request)
-
-    async def text_stopped(self, request_ids: list[str]) -> None:
-        self.stopped += request_ids
 
 
 CONFIG: Any = "config of the stage"
@@ -87,38 +77,24 @@ def outputs(request_id: str) -> EngineCoreOutputs:
     return EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, [1])])
 
 
-async def test_outputs_come_in_order() -> None:
-    text = Bench().text
+async def test_outputs_are_delivered_in_order_after_the_last_replica_is_lost() -> None:
+    bench = Bench()
+    text = bench.text
     waiting = asyncio.create_task(text.get_output_async())
     await asyncio.sleep(0)
     assert not waiting.done()
-    for i in (2, 0, 1):
-        text.deliver(outputs(str(i)))
-    got = [await waiting, await text.get_output_async(), await text.get_output_async()]
-    assert [o.outputs[0].request_id for o in got] == ["2", "0", "1"]
-
-
-async def test_requests_and_stop_strings_go_to_the_orchestrator() -> None:
-    bench = Bench()
-    request: Any = object()
-    await bench.text.add_request_async(request)
-    await bench.text.abort_requests_async(["a", "b"])
-    assert (bench.orchestrator.opened, bench.orchestrator.stopped) == ([request], ["a", "b"])
-
-
-async def test_the_server_outlives_the_last_replica() -> None:
-    bench = Bench()
-    text = bench.text
-    text.deliver(outputs("before"))
+    for request_id in "cab":
+        text.deliver(outputs(request_id))
     for name in NAMES:
         bench.lose(name)
     assert not text.resources.engine_dead
-    assert (await text.get_output_async()).outputs[0].request_id == "before"
+    got = [await waiting, await text.get_output_async(), await text.get_output_async()]
+    assert [each.outputs[0].request_id for each in got] == ["c", "a", "b"]
     with pytest.raises(StageUnavailable):
         await text.reset_prefix_cache_async()
 
 
-async def test_a_replica_that_joins_is_reached_too() -> None:
+async def test_a_replica_that_joins_is_called_and_closed_and_a_lost_one_is_not() -> None:
     bench = Bench(2)
     late: Any = Client(2)
     bench.lose(NAMES[0])
@@ -128,42 +104,22 @@ async def test_a_replica_that_joins_is_reached_too() -> None:
     assert await bench.text.collective_rpc_async("f") == ["f 1", "f 2"]
     bench.text.shutdown(1.0)
     assert ([client.closed for client in bench.clients], late.closed) == ([[], [1.0]], [1.0])
+    assert len(bench.replicas) == 2, "the caller's mapping is not changed"
 
 
-async def test_utilities_reach_every_live_replica() -> None:
+async def test_utilities_reach_every_live_replica_and_fail_if_one_fails() -> None:
     bench = Bench()
-    bench.lose(NAMES[1])
-    assert await bench.text.reset_prefix_cache_async(True, False) is False  # replica 0 says 0
-    assert [client.calls for client in bench.clients] == [[(True, False)], [], [(True, False)]]
-    assert await bench.text.collective_rpc_async("f") == ["f 0", "f 2"]
-
-
-async def test_a_utility_that_fails_in_one_replica_fails() -> None:
     with pytest.raises(CallFailed, match=r"thinker/1: no$"):
-        await Bench().text.failing_async()
+        await bench.text.failing_async()
+    bench.lose(NAMES[1])
+    assert await bench.text.reset_prefix_cache_async(True, False) is False  # replica 0 answers 0
+    assert [client.calls for client in bench.clients] == [[(True, False)], [], [(True, False)]]
 
 
-def test_other_names_are_unknown() -> None:
-    async def main() -> None:
-        text = Bench().text
-        assert not hasattr(text, "nothing")
-        with pytest.raises(AttributeError, match="'nothing'"):
-            _ = text.nothing
-
-    asyncio.run(main())
-
-
-async def test_what_vllm_reads_of_a_client() -> None:
-    bench = Bench()
-    assert bench.text.engine_ranks_managed == [0, 1, 2]
-    assert bench.text.vllm_config == CONFIG
-    assert bench.text.get_kv_event_sources() == {0: "source 0", 1: "source 1", 2: "source 2"}
-    assert bench.text.dp_engines_running() is False
-
-
-async def test_closing_closes_what_is_left_and_not_the_callers_table() -> None:
-    bench = Bench()
-    bench.text.lost(NAMES[0])
-    bench.text.shutdown(2.5)
-    assert [client.closed for client in bench.clients] == [[], [2.5], [2.5]]
-    assert len(bench.replicas) == 3
+async def test_attributes_that_vllm_reads_of_a_client() -> None:
+    text = Bench().text
+    assert text.engine_ranks_managed == [0, 1, 2] and text.vllm_config == CONFIG
+    assert text.get_kv_event_sources() == {0: "source 0", 1: "source 1", 2: "source 2"}
+    assert text.dp_engines_running() is False
+    with pytest.raises(AttributeError, match="'nothing'"):
+        _ = text.nothing

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import httpx2
 import openai
 import pytest
@@ -14,6 +17,40 @@ import pytest_asyncio
 from tests.support.scripted import ScriptedOmni
 
 MODEL = "tiny"
+
+
+def asking(app: Any) -> httpx.AsyncClient:
+    """Return an HTTP client of an application, without a network."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server", timeout=60)
+
+
+async def disconnect(app: Any, engine: ScriptedOmni, path: str, body: dict[str, Any], script: Sequence[Any]) -> None:
+    """Send a request and disconnect when the engine has answered `script`; all calls must end and no task be left."""
+    waiting, sent = asyncio.Event(), False
+
+    async def hang() -> None:
+        waiting.set()
+        await asyncio.Event().wait()
+
+    async def receive() -> dict[str, Any]:
+        nonlocal sent
+        if not sent:
+            sent = True
+            return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+        await waiting.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None: ...
+
+    engine.script, engine.calls, tasks = [*script, hang, "never"], [], asyncio.all_tasks()
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "root_path": ""}
+    scope |= {"asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http"}
+    scope |= {"query_string": b"", "headers": [(b"content-type", b"application/json"), (b"host", b"server")]}
+    await asyncio.wait_for(app(scope | {"client": ("c", 1), "server": ("server", 80)}, receive, send), timeout=10)
+    for _ in range(20):  # what a closed generator leaves to the event loop
+        await asyncio.sleep(0)
+    assert engine.calls and all(call.closed for call in engine.calls)
+    assert asyncio.all_tasks() <= tasks
 
 
 @pytest.fixture(scope="session")

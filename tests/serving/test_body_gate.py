@@ -1,30 +1,26 @@
-"""Bodies that are refused before anything is made of them, on every route that reads one."""
+"""Middleware in front of all routes: limits of bodies and errors, and headers of answers."""
 
 from __future__ import annotations
 
-import json
 import tracemalloc
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 
+from tests.serving.conftest import asking
 from tests.support.scripted import ScriptedOmni
 from vllm_omni_ext.serving.body_gate import BodyGate, RefusedBody, refused_handler
 from vllm_omni_ext.serving.body_scan import BodyLimits
+from vllm_omni_ext.serving.gate import SERVER_HEADER, RequestLimitMiddleware
 from vllm_omni_ext.serving.short_errors import LONGEST_ERROR, ShortErrors, shorten
 
-HELLO = [{"role": "user", "content": "hello"}]
 JSON = {"content-type": "application/json"}
 PIECE = 1 << 16
-
-
-def asking(app: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server", timeout=60)
 
 
 async def pieces(body: bytes) -> AsyncIterator[bytes]:
@@ -49,7 +45,7 @@ def routes(app: FastAPI) -> list[str]:
     ]
 
 
-async def test_every_route_with_a_body(app: FastAPI, engine: ScriptedOmni) -> None:
+async def test_every_route_refuses_too_many_messages(app: FastAPI, engine: ScriptedOmni) -> None:
     forms = {"/v1/audio/transcriptions", "/v1/audio/translations"}
     paths = {*routes(app), "/invocations"} - forms
     assert {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/v1/audio/speech"} <= paths
@@ -59,31 +55,24 @@ async def test_every_route_with_a_body(app: FastAPI, engine: ScriptedOmni) -> No
     assert engine.calls == []
 
 
+CHAT = "/v1/chat/completions"
 SHAPES: dict[str, tuple[str, bytes, str]] = {
-    "messages": ("/v1/chat/completions", many('{"messages": ', "{}", 100_000, "}"), "messages"),
-    "parts": ("/v1/chat/completions", many('{"messages": [{"content": ', "{}", 200_000, "}]}"), "messages"),
-    "tools": ("/v1/chat/completions", many('{"messages": [], "tools": ', "{}", 5_000, "}"), "tools"),
-    "stop": ("/v1/chat/completions", many('{"messages": [], "stop": ', '"a"', 200_000, "}"), "stop"),
-    "talker": ("/v1/chat/completions", many('{"messages": [], "talker": {"a": ', "1", 200_000, "}}"), "talker"),
-    "depth": ("/v1/chat/completions", b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}", "x"),
-    "metadata": ("/v1/responses", many('{"input": "a", "metadata": ', '{"a": 1}', 100_000, "}"), "metadata"),
-    "conversations": ("/v1/chat/completions/batch", many('{"messages": ', "[{}]", 2_000, "}"), "messages"),
+    "parts": (CHAT, many('{"messages": [{"content": ', "{}", 200_000, "}]}"), "messages"),
+    "tools": (CHAT, many('{"messages": [], "tools": ', "{}", 5_000, "}"), "tools"),
+    "talker": (CHAT, many('{"messages": [], "talker": {"a": ', "1", 200_000, "}}"), "talker"),
+    "depth": (CHAT, b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}", "x"),
+    "conversations": (f"{CHAT}/batch", many('{"messages": ', "[{}]", 2_000, "}"), "messages"),
     "ids": ("/v1/completions", many('{"prompt": ', "1", 2_100_000, "}"), "prompt"),
-    "prompts": ("/v1/completions", many('{"prompt": ', "[1]", 200_000, "}"), "prompt"),
-    "text": ("/v1/chat/completions", b'{"messages": [], "user": "' + b"a" * 2_000_000 + b'"}', "user"),
-    "key": ("/v1/chat/completions", b'{"messages": [], "' + b"a" * 2_000_000 + b'": 1}', "body"),
-    "wide": ("/v1/chat/completions", b'{"messages": "\xf0\x9f\x8e\x89' + b"a" * 9_000_000 + b'"}', "messages"),
-    "grammar": (
-        "/v1/chat/completions",
-        b'{"messages": [], "structured_outputs": {"regex": "' + b"a" * 500_000 + b'"}}',
-        "structured_outputs",
-    ),
-    "utf-16": ("/v1/chat/completions", '{"messages": []}'.encode("utf-16"), "body"),
+    "text": (CHAT, b'{"messages": [], "user": "' + b"a" * 2_000_000 + b'"}', "user"),
+    "key": (CHAT, b'{"messages": [], "' + b"a" * 2_000_000 + b'": 1}', "body"),
+    "wide": (CHAT, b'{"messages": "\xf0\x9f\x8e\x89' + b"a" * 9_000_000 + b'"}', "messages"),
+    "grammar": (CHAT, b'{"structured_outputs": {"regex": "' + b"a" * 500_000 + b'"}}', "structured_outputs"),
+    "utf-16": (CHAT, '{"messages": []}'.encode("utf-16"), "body"),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_shapes(app: FastAPI, engine: ScriptedOmni, shape: str) -> None:
+async def test_a_body_beyond_a_limit_is_refused_with_its_field(app: FastAPI, engine: ScriptedOmni, shape: str) -> None:
     path, body, parameter = SHAPES[shape]
     answer = await send(app, path, body)
     error = answer.json()["error"]
@@ -95,7 +84,7 @@ async def test_shapes(app: FastAPI, engine: ScriptedOmni, shape: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
 )
-async def test_content_types_hide_nothing(app: FastAPI, kind: str) -> None:
+async def test_no_content_type_hides_json(app: FastAPI, kind: str) -> None:
     """`/invocations` reads JSON whatever its content type; so may a route of another package."""
     seen = []
     inner = FastAPI()
@@ -116,8 +105,8 @@ async def test_content_types_hide_nothing(app: FastAPI, kind: str) -> None:
     assert (answer.status_code, len(seen)) == ((200, 1) if kind.startswith("multi") or "form" in kind else (413, 0))
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize", "/v1/messages"])
-async def test_the_first_errors_are_enough(app: FastAPI, engine: ScriptedOmni, path: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/invocations"])
+async def test_thousands_of_validation_errors_cost_little(app: FastAPI, engine: ScriptedOmni, path: str) -> None:
     field = "input" if path == "/v1/responses" else "messages"
     body = many(f'{{"model": "tiny", "max_tokens": 1, "{field}": ', "{}", 3_000, "}")
     tracemalloc.start()
@@ -130,47 +119,7 @@ async def test_the_first_errors_are_enough(app: FastAPI, engine: ScriptedOmni, p
     assert most < 8 << 20
 
 
-async def test_the_routes_own_adapters_fail_fast_too(app: FastAPI) -> None:
-    from vllm_omni_ext.serving.first_error import _adapters
-
-    (route,) = (route for route in app.routes if getattr(route, "path", "") == "/invocations")
-    adapters = list(_adapters(route))
-    assert len(adapters) >= 2
-    for adapter in adapters:
-        with pytest.raises(ValueError) as caught:
-            adapter.validate_python({"prompt": "a", "messages": [{}] * 1000, "stop_token_ids": ["x"] * 1000})
-        assert caught.value.error_count() < 100  # type: ignore[attr-defined]
-
-
-async def test_plain_vllm_is_as_before(app: FastAPI) -> None:
-    from pydantic import ValidationError
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    with pytest.raises(ValidationError) as caught:
-        ChatCompletionRequest(messages=[{}] * 100)
-    assert caught.value.error_count() == 1500
-
-
-async def test_large_requests_that_are_meant(app: FastAPI, engine: ScriptedOmni) -> None:
-    schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "enum": ["a", "b"]} for i in range(50)}}
-    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(128)]
-    turns = [HELLO[0], {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}] * 2000
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (27 << 20)}}
-    for fields, said in (
-        ({"messages": HELLO, "tools": tools, "tool_choice": "none"}, None),
-        ({"messages": turns}, "maximum context length"),
-        ({"messages": [{"role": "user", "content": [image, {"type": "text", "text": "🎉"}]}]}, "image"),
-        ({"messages": [{"role": "user", "content": "世" * 1_000_000}]}, "maximum context length"),
-    ):
-        engine.script = ["fine"]
-        answer = await send(app, "/v1/chat/completions", json.dumps({**fields, "modalities": ["text"]}).encode())
-        assert answer.status_code == (200 if said is None else 400), answer.text
-        assert said is None or said in answer.text
-    answer = await send(app, "/v1/completions", json.dumps({"prompt": list(range(100_000))}).encode())
-    assert answer.status_code == 400 and "100000 input tokens" in answer.text
-
-
-async def test_errors_are_short() -> None:
+async def test_only_long_errors_are_cut() -> None:
     inner = FastAPI()
     inner.add_middleware(ShortErrors)
 
@@ -184,8 +133,35 @@ async def test_errors_are_short() -> None:
     assert int(long.headers["content-length"]) == len(long.content)
     assert long.json()["error"]["code"] == 400 and long.json()["error"]["param"].startswith("yyy")
     assert len(short.json()["error"]["message"]) == 5000 and len(fine.json()["error"]["message"]) == 100_000
-
-
-def test_what_is_no_error_stays() -> None:
     for body in (b"[1, 2]", b'{"status": "unhealthy"}', b'{"error": "x"}', b"x"):
         assert shorten(body) == body
+
+
+def limited(server: int | None) -> httpx.AsyncClient:
+    """Return a client of an application with a limit of 1 MiB."""
+    inner = FastAPI()
+
+    @inner.get("/stream")
+    async def stream() -> StreamingResponse:
+        return StreamingResponse(iter(["a", "b"]))
+
+    @inner.post("/{status}")
+    async def answer(status: int, request: Request) -> dict[str, Any]:
+        if status != 200:
+            raise HTTPException(status)
+        return {"size": len(await request.body())}
+
+    inner.add_middleware(RequestLimitMiddleware, max_body_mib=1, server=server)
+    return asking(inner)
+
+
+@pytest.mark.parametrize("server", [0, 3, None])
+async def test_every_answer_names_its_api_server_if_there_are_several(server: int | None) -> None:
+    async with limited(server) as http:
+        answers = [await http.post(f"/{status}", headers={SERVER_HEADER: "7"}) for status in (200, 404, 503)]
+        answers += [await http.post("/200", content=b"x" * (1 << 20 | 1)), await http.get("/stream")]
+        answers.append(await http.get("/no/such/path"))
+    assert [each.status_code for each in answers] == [200, 404, 503, 413, 200, 404]
+    named = [] if server is None else [str(server)]
+    assert all(each.headers.get_list(SERVER_HEADER) == named for each in answers)
+    assert [each.headers.get("Retry-After") for each in answers] == [None, None, "1", None, None, None]

@@ -1,10 +1,10 @@
-"""Media fetched from URLs of clients: real HTTP servers on two loopback addresses, one of which may be allowed."""
+"""Media from URLs of clients, fetched from real HTTP servers on two loopback addresses, one of which is allowed."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
-import io
 import ipaddress
 import socket
 import time
@@ -17,8 +17,10 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from tests.serving.conftest import asking
 from tests.support import media
 from tests.support.scripted import ScriptedOmni
+from vllm_omni_ext.config.parse import Names, parse_config
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.serving.fetching import (
     MOST_REDIRECTS,
@@ -37,19 +39,17 @@ KINDS = ("image_url", "audio_url", "video_url")
 
 
 def files() -> dict[str, bytes]:
-    """A readable file of each kind."""
-    picture = io.BytesIO()
-    media.image(48, 48, seed=1).save(picture, "PNG")
+    """Return a readable file of each kind."""
     urls = {
+        "image_url": media.image_url(media.image(48, 48, seed=1)),
         "audio_url": media.audio_url(media.audio(0.5, seed=1)),
         "video_url": media.video_url(media.video(4, 64, 64, 1)),
     }
-    decoded = {kind: media.base64.b64decode(url.partition(",")[2]) for kind, url in urls.items()}
-    return {"image_url": picture.getvalue(), **decoded}
+    return {kind: base64.b64decode(url.partition(",")[2]) for kind, url in urls.items()}
 
 
 class Site:
-    """A web server at both addresses, and how often each was asked."""
+    """A web server at both addresses; `asked` counts the requests to each."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
@@ -60,28 +60,25 @@ class Site:
         return f"http://{host}:{self.port}/{path}"
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Whatever the path says."""
         self.asked[request.transport.get_extra_info("sockname")[0]] += 1  # type: ignore[union-attr]
-        name = request.match_info["name"]
+        match name := request.match_info["name"]:
+            case "to":
+                status = int(request.query.get("status", 302))
+                return web.Response(status=status, headers={"Location": request.query["url"]})
+            case "loop":
+                return web.Response(status=302, headers={"Location": "/loop"})
+            case "nowhere":
+                return web.Response(status=302)
+            case "long":
+                return await _pieces(request, 3 * MIB, declared=True)
+            case "endless":
+                return await _pieces(request, 1 << 40)
+            case "slow":
+                return await _pieces(request, 1 << 20, pause_s=0.05, size=1)
+            case "bomb":
+                return web.Response(body=gzip.compress(bytes(MIB)), headers={"Content-Encoding": "gzip"})
         if name in self.files:
             return web.Response(body=self.files[name])
-        if name == "to":
-            return web.Response(
-                status=int(request.query.get("status", 302)), headers={"Location": request.query["url"]}
-            )
-        if name == "loop":
-            return web.Response(status=302, headers={"Location": "/loop"})
-        if name == "nowhere":
-            return web.Response(status=302)
-        if name == "long":
-            return await _pieces(request, 3 * MIB, declared=True)
-        if name == "endless":
-            return await _pieces(request, 1 << 40)
-        if name == "slow":
-            return await _pieces(request, 1 << 20, pause_s=0.05, size=1)
-        if name == "bomb":
-            packed = gzip.compress(bytes(64 * MIB))
-            return web.Response(body=packed, headers={"Content-Encoding": "gzip"})
         return web.Response(text="nothing", status=int(name) if name.isdecimal() else 200)
 
 
@@ -119,7 +116,7 @@ def fetch() -> Callable[..., Any]:
 
 
 def names(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> None:
-    """Let every name resolve to the next of `answers`, the last one repeats."""
+    """Resolve each name to the next of `answers`; the last one repeats."""
     real, left = socket.getaddrinfo, list(answers)
 
     def resolve(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,36 +132,23 @@ async def test_a_file_is_fetched_and_redirects_are_followed(site: Site, fetch: C
     assert await fetch(site.url("image_url")) == site.files["image_url"]
     for status in (301, 302, 303, 307, 308):
         assert await fetch(site.url(f"to?status={status}&url=/audio_url")) == site.files["audio_url"]
+    with pytest.raises(FetchRefused, match="redirects"):
+        await fetch(site.url("to?url=/image_url"), allow_redirects=False)
     assert site.asked[REFUSED] == 0
 
 
 async def test_only_the_allowed_address_is_connected_to(site: Site, fetch: Callable[..., Any]) -> None:
-    for url in (
-        site.url("image_url", REFUSED),
-        site.url("image_url", "localhost"),
-        site.url("image_url", "127.1"),
-        site.url("image_url", "2130706433"),
-        site.url("image_url", "0x7f.0.0.1"),
-        site.url("image_url", "0"),
-        site.url("image_url", "[::ffff:127.0.0.1]"),
-        site.url("to?url=" + site.url("image_url", REFUSED)),
-        site.url(f"to?url=//{REFUSED}:{site.port}/image_url"),
-        site.url("to?url=file:///etc/passwd"),
-        site.url("to?url=gopher://127.0.0.2:1/x"),
-        "ftp://127.0.0.2/x",
-        "http:///x",
-    ):
+    hosts = REFUSED, "localhost", "127.1", "2130706433", "0x7f.0.0.1", "0", "[::ffff:127.0.0.1]"
+    there = site.url("image_url", REFUSED)
+    targets = there, there.removeprefix("http:"), "file:///etc/passwd", "gopher://127.0.0.2:1/x"
+    redirects = [site.url(f"to?url={target}") for target in targets]
+    for url in (*(site.url("image_url", host) for host in hosts), *redirects, "ftp://127.0.0.2/x", "http:///x"):
         with pytest.raises((OSError, ValueError, FetchRefused)):
             await fetch(url, timeout=5)
     assert site.asked[REFUSED] == 0
 
 
-async def test_a_redirect_is_not_followed_when_vllm_says_so(site: Site, fetch: Callable[..., Any]) -> None:
-    with pytest.raises(FetchRefused, match="redirects"):
-        await fetch(site.url("to?url=/image_url"), allow_redirects=False)
-
-
-async def test_a_name_that_resolves_to_something_else_the_second_time(
+async def test_the_address_of_each_connection_is_checked(
     site: Site, fetch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names(monkeypatch, [ALLOWED], [REFUSED])
@@ -186,7 +170,7 @@ async def test_a_named_host_may_have_any_address(site: Site, monkeypatch: pytest
     assert await Fetcher(Rules.of("all")).async_get_bytes(site.url("image_url", "other.test"))
 
 
-async def test_vllms_domains_hold_after_a_redirect_too(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_allowed_media_domains_also_hold_after_a_redirect(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     names(monkeypatch, [ALLOWED])
     fetch = Fetcher(Rules.of(ALLOWED, ["good.test"])).async_get_bytes
     assert await fetch(site.url("image_url", "good.test"))
@@ -199,13 +183,36 @@ async def test_vllms_domains_hold_after_a_redirect_too(site: Site, monkeypatch: 
 
 
 @pytest.mark.parametrize("path", ["long", "endless"])
-async def test_long_bodies(site: Site, fetch: Callable[..., Any], path: str) -> None:
+async def test_a_body_beyond_the_limit_is_refused(
+    site: Site, fetch: Callable[..., Any], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(FetchRefused, match=r"more than"):
         await fetch(site.url(path), max_bytes=2 * MIB)
     assert len(await fetch(site.url("long"), max_bytes=4 * MIB)) == 3 * MIB
+    monkeypatch.setenv("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB", "1")
+    with pytest.raises(FetchRefused, match=r"more than"):
+        await fetch(site.url(path))
 
 
-async def test_all_together_have_a_limit(site: Site, fetch: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("path", "reason", "requests"),
+    [
+        ("bomb", "compressed", 1),
+        ("404", "status 404", 1),
+        ("503", "status 503", 1),
+        ("loop", "redirects", MOST_REDIRECTS + 1),
+        ("nowhere", "redirects", MOST_REDIRECTS + 1),
+    ],
+)
+async def test_an_answer_without_a_file_is_refused(
+    site: Site, fetch: Callable[..., Any], path: str, reason: str, requests: int
+) -> None:
+    with pytest.raises(FetchRefused, match=reason):
+        await fetch(site.url(path))
+    assert site.asked[ALLOWED] == requests
+
+
+async def test_all_fetches_together_have_a_limit_of_bytes(site: Site, fetch: Callable[..., Any]) -> None:
     budget = Budget(5 * MIB)
 
     async def one() -> int:
@@ -219,127 +226,53 @@ async def test_all_together_have_a_limit(site: Site, fetch: Callable[..., Any]) 
     assert await one() == 3 * MIB
 
 
-async def test_vllms_limit_of_size_holds(
-    site: Site, fetch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB", "1")
-    with pytest.raises(FetchRefused, match=r"more than"):
-        await fetch(site.url("endless"))
-
-
 @pytest.mark.parametrize("path", ["slow", "to?url=/slow"])
-async def test_the_time_counts_for_everything_together(site: Site, fetch: Callable[..., Any], path: str) -> None:
+async def test_the_time_limit_includes_redirects_and_the_body(site: Site, fetch: Callable[..., Any], path: str) -> None:
     with pytest.raises(TimeoutError):
         await fetch(site.url(path), timeout=0.3)
 
 
-async def test_answers_that_are_no_file(site: Site, fetch: Callable[..., Any]) -> None:
-    for path, why in (("bomb", "compressed"), ("404", "status 404"), ("503", "status 503")):
-        with pytest.raises(FetchRefused, match=why):
-            await fetch(site.url(path))
-    for path in ("loop", "nowhere"):
-        before = site.asked[ALLOWED]
-        with pytest.raises(FetchRefused, match="redirects"):
-            await fetch(site.url(path))
-        assert site.asked[ALLOWED] - before == MOST_REDIRECTS + 1
+PRIVATE = """
+0.0.0.0 10.1.2.3 127.0.0.1 127.255.255.255 169.254.169.254 172.16.0.1 192.168.1.1 100.64.0.1 100.100.100.200 192.0.0.192
+168.63.129.16 198.18.0.1 192.0.2.1 224.0.0.1 239.1.1.1 240.0.0.1 255.255.255.255 :: ::1 fe80::1 fc00::1 fd00:ec2::254
+fec0::1 ff02::1 2001:db8::1 100::1 ::127.0.0.1 ::ffff:10.0.0.1 ::ffff:127.0.0.1 ::ffff:169.254.169.254 64:ff9b::7f00:1
+64:ff9b::a00:1 64:ff9b:1::1 2002:7f00:1:: 2002:a9fe:a9fe::1 2001:0:102:304::1 5f00::1
+"""
+PUBLIC = """
+1.1.1.1 8.8.8.8 93.184.216.34 2606:4700:4700::1111 ::ffff:8.8.8.8 64:ff9b::808:808 2002:808:808::1
+"""
 
 
-PRIVATE = [
-    "0.0.0.0",
-    "10.1.2.3",
-    "127.0.0.1",
-    "127.255.255.255",
-    "169.254.169.254",
-    "172.16.0.1",
-    "192.168.1.1",
-    "100.64.0.1",
-    "100.100.100.200",
-    "192.0.0.192",
-    "168.63.129.16",
-    "198.18.0.1",
-    "192.0.2.1",
-    "224.0.0.1",
-    "239.1.1.1",
-    "240.0.0.1",
-    "255.255.255.255",
-    "::",
-    "::1",
-    "fe80::1",
-    "fc00::1",
-    "fd00:ec2::254",
-    "fec0::1",
-    "ff02::1",
-    "2001:db8::1",
-    "100::1",
-    "::127.0.0.1",
-    "::ffff:10.0.0.1",
-    "::ffff:127.0.0.1",
-    "::ffff:169.254.169.254",
-    "64:ff9b::7f00:1",
-    "64:ff9b::a00:1",
-    "64:ff9b:1::1",
-    "2002:7f00:1::",
-    "2002:a9fe:a9fe::1",
-    "2001:0:102:304::1",
-    "5f00::1",
-]
-PUBLIC = [
-    "1.1.1.1",
-    "8.8.8.8",
-    "93.184.216.34",
-    "2606:4700:4700::1111",
-    "::ffff:8.8.8.8",
-    "64:ff9b::808:808",
-    "2002:808:808::1",
-]
-
-
-@pytest.mark.parametrize("address", [*PRIVATE, *PUBLIC])
-def test_addresses(address: str) -> None:
+@pytest.mark.parametrize("address", (PRIVATE + PUBLIC).split())
+def test_only_public_addresses_are_reached(address: str) -> None:
     reached = all(for_everybody(each) for each in destinations(ipaddress.ip_address(address)))
-    assert reached == (address in PUBLIC)
+    assert reached == (address in PUBLIC.split())
 
 
-def test_what_the_key_may_be() -> None:
-    from vllm_omni_ext.config.parse import Names, parse_config
-
+@pytest.mark.parametrize("value", ["", ",", "10.0.0", "10.0.0.0/33", "http://host", "a b", 7])
+def test_a_wrong_list_of_allowed_private_media_is_refused(value: Any) -> None:
     for fine in ("all", "10.0.0.0/8", "::1", "media.internal, 10.1.2.3"):
         assert parse_config({"allow_private_media": fine}, Names(stages=())).allow_private_media == fine
-    for wrong in ("", ",", "10.0.0", "10.0.0.0/33", "http://host", "a b", 7):
-        with pytest.raises(ConfigError, match="allow_private_media: must be 'all', or a comma-separated list"):
-            parse_config({"allow_private_media": wrong}, Names(stages=()))
+    with pytest.raises(ConfigError, match="allow_private_media: must be 'all', or a comma-separated list"):
+        parse_config({"allow_private_media": value}, Names(stages=()))
 
 
 # -- through the server ----------------------------------------------------------------------------------------------
 
 
-def question(kind: str, url: str) -> dict[str, Any]:
-    content = [{"type": kind, kind: {"url": url}}]
-    return {"model": "tiny", "messages": [{"role": "user", "content": content}], "modalities": ["text"]}
-
-
-def responses_question(url: str) -> dict[str, Any]:
-    return {"model": "tiny", "input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]}
-
-
-async def post(app: Any, path: str, body: dict[str, Any]) -> tuple[httpx.Response, float]:
-    """The answer, and the seconds it took."""
-    since = time.monotonic()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as client:
-        return await client.post(path, json=body), time.monotonic() - since
+async def ask(app: Any, kind: str, url: str) -> tuple[httpx.Response, float]:
+    """Return the answer, and the seconds until it arrived."""
+    message, since = {"role": "user", "content": [{"type": kind, kind: {"url": url}}]}, time.monotonic()
+    async with asking(app) as client:
+        body = {"messages": [message], "modalities": ["text"]}
+        return await client.post("/v1/chat/completions", json=body), time.monotonic() - since
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_chat_reads_what_it_fetches(site: Site, app: Any, engine: ScriptedOmni, kind: str) -> None:
+async def test_all_failures_to_fetch_give_the_same_answer(
+    site: Site, app: Any, engine: ScriptedOmni, kind: str
+) -> None:
     engine.script = ("seen",)
-    with install(ALLOWED):
-        answer, _ = await post(app, "/v1/chat/completions", question(kind, site.url(kind)))
-    assert answer.status_code == 200, answer.text
-    assert site.asked == {ALLOWED: 1}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_nothing_can_be_told_from_a_failure(site: Site, app: Any, engine: ScriptedOmni, kind: str) -> None:
     with socket.socket() as closed:
         closed.bind((ALLOWED, 0))
         silent = closed.getsockname()[1]
@@ -353,39 +286,12 @@ async def test_nothing_can_be_told_from_a_failure(site: Site, app: Any, engine: 
             "http://no-such-host.invalid/x",
         ]
         with install(ALLOWED):
-            found = await asyncio.gather(*(post(app, "/v1/chat/completions", question(kind, url)) for url in urls))
-    said = {(answer.status_code, answer.text) for answer, _ in found}
-    assert len(said) == 1, said
+            found = await asyncio.gather(*(ask(app, kind, url) for url in urls))
+            good, _ = await ask(app, kind, site.url(kind))
+    assert good.status_code == 200, good.text
+    assert len({(answer.status_code, answer.text) for answer, _ in found}) == 1
     error = found[0][0].json()["error"]
     assert (error["code"], error["param"]) == (400, "messages")
     assert error["message"] == f"messages: {kind} {FAILED}"
     assert all(took >= EARLIEST_FAILURE_S for _, took in found)
     assert site.asked[REFUSED] == 0
-
-
-async def test_other_endpoints_fetch_by_the_same_rules(
-    site: Site, app: Any, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vllm_omni_ext.serving.media.EARLIEST_FAILURE_S", 0.0)
-    chat = {
-        key: value
-        for key, value in question("image_url", site.url("image_url", REFUSED)).items()
-        if key != "modalities"
-    }
-    with install(None):
-        for path, body in (
-            ("/v1/responses", responses_question(site.url("image_url", REFUSED))),
-            ("/tokenize", chat),
-        ):
-            answer, _ = await post(app, path, body)
-            assert (answer.status_code, answer.json()["error"]["message"]) == (400, f"image_url {FAILED}"), path
-    assert not site.asked
-
-
-def test_a_plain_vllm_keeps_its_own() -> None:
-    from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
-
-    assert MEDIA_CONNECTOR_REGISTRY.name2class["http"] is MediaConnector
-    with install(None):
-        assert MEDIA_CONNECTOR_REGISTRY.name2class["http"] is not MediaConnector
-    assert MEDIA_CONNECTOR_REGISTRY.name2class["http"] is MediaConnector

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.serving.conftest import asking
 from tests.support.scripted import ScriptedOmni
 from vllm_omni_ext.config.schema import StageConfig
 from vllm_omni_ext.ids import ReplicaId
@@ -34,19 +35,18 @@ class Deployment:
         self.up()
 
     def up(self, *stages: str) -> None:
-        """Let these stages alone have a live replica, those that are named twice two."""
+        """Give these stages a live replica each time they are named, and the others none."""
         pools: Any = defaultdict(lambda: SimpleNamespace(replicas=()))
         for name, count in Counter(stages).items():
             pools[name].replicas = tuple(ReplicaId(name, each) for each in range(count))
         self._omni.orchestrator = SimpleNamespace(pools=pools)
 
     async def ask(self, path: str, method: str = "GET") -> httpx.Response:
-        transport = httpx.ASGITransport(app=self._app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as asking:
-            return await asking.request(method, path)
+        async with asking(self._app) as client:
+            return await client.request(method, path)
 
     async def states(self) -> tuple[bool, bool, bool]:
-        """Whether the deployment is live, is ready and has started."""
+        """Return whether the deployment is live, is ready and has started."""
         answers = [await self.ask(path) for path in (LIVE, READY, STARTED)]
         assert all(answer.status_code in (200, 503) for answer in answers)
         live, ready, started = (answer.status_code == 200 for answer in answers)
@@ -64,30 +64,36 @@ def deployment(app: Any, engine: ScriptedOmni) -> Iterator[Deployment]:
         vars(omni).pop(name, None)
 
 
-async def test_the_course_of_a_deployment(deployment: Deployment) -> None:
+async def test_probes_follow_the_stages_that_are_up(deployment: Deployment, engine: Any) -> None:
     courses = []
-    for stages in ((), TEXT, SOUND, TEXT, ()):
+    for stages in ((), {"talker"}, TEXT, SOUND, TEXT, ()):
         deployment.up(*stages)
         courses.append(await deployment.states())
     assert courses == [
-        (True, False, False),  # nothing is up yet
+        (True, False, False),
+        (True, False, False),
         (True, False, False),  # text alone can be served
-        (True, True, True),  # everything
+        (True, True, True),
         (True, False, True),  # a stage is lost: it has been up
-        (True, False, True),  # all are: a restart would help nobody
+        (True, False, True),
     ]
+    deployment.up(*SOUND)
+    answers = [await deployment.ask(path, "HEAD") for path in (LIVE, READY, STARTED)]
+    assert [(answer.status_code, answer.content) for answer in answers] == [(200, b"")] * 3
+    engine.errored = True
+    assert await deployment.states() == (False, False, True)
 
 
-async def test_stages_count_as_started_one_after_the_other(deployment: Deployment) -> None:
+async def test_stages_that_were_up_one_after_the_other_have_started(deployment: Deployment) -> None:
     for stage in sorted(SOUND):
         assert not (await deployment.states())[2]
         deployment.up(stage)
-        await deployment.ask(READY)  # the readiness probe notices too
+        await deployment.ask(READY)  # the readiness probe counts, too
         deployment.up()
     assert (await deployment.states())[2]
 
 
-async def test_what_is_missing_is_named(deployment: Deployment) -> None:
+async def test_missing_stages_are_named(deployment: Deployment) -> None:
     deployment.up("code2wav")
     ready, started = await deployment.ask(READY), await deployment.ask(STARTED)
     reasons = ready.json()["reason"].split("; ")
@@ -101,66 +107,46 @@ async def test_what_is_missing_is_named(deployment: Deployment) -> None:
 async def test_readiness_for_one_kind_of_requests(deployment: Deployment, engine: Any) -> None:
     kinds = {frozenset(needed): kind for kind, needed in engine.capabilities.routes.items()}
     deployment.up(*TEXT)
-    assert (await deployment.ask(f"{READY}?kind={kinds[frozenset(TEXT)]}")).status_code == 200
-    refused = await deployment.ask(f"{READY}?kind={kinds[frozenset(SOUND)]}")
-    assert (refused.status_code, "talker" in refused.json()["reason"]) == (503, True)
-    unknown = await deployment.ask(f"{READY}?kind=smell")
+    ready, refused, unknown = [
+        await deployment.ask(f"{READY}?kind={kind}") for kind in (kinds[frozenset(TEXT)], kinds[frozenset(SOUND)], "x")
+    ]
+    assert ready.status_code == 200
+    assert refused.status_code == 503 and "talker" in refused.json()["reason"]
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "kind")
 
 
-async def test_a_silent_coordinator_ends_the_server_only_when_nobody_replaces_it(deployment: Deployment) -> None:
+@pytest.mark.parametrize(
+    ("running", "view_age", "live"),
+    [
+        (10 * COORDINATOR_LOST_S, 0.0, True),
+        (10 * COORDINATOR_LOST_S, COORDINATOR_LOST_S, True),
+        (10 * COORDINATOR_LOST_S, COORDINATOR_LOST_S + 1, False),
+        (0.0, math.inf, True),  # the server has just started
+        (COORDINATOR_LOST_S + 1, math.inf, False),
+        (10 * COORDINATOR_LOST_S, None, True),  # there is no coordinator
+    ],
+)
+async def test_a_server_is_not_live_when_the_coordinator_is_silent_for_long(
+    deployment: Deployment, engine: Any, running: float, view_age: float | None, live: bool
+) -> None:
     deployment.up(*SOUND)
-    deployment.now = 10 * COORDINATOR_LOST_S
-    live = {}
-    for age in (0.0, COORDINATOR_LOST_S, COORDINATOR_LOST_S + 1):
-        deployment.view_age = age
-        live[age] = await deployment.states()
-    assert [state[0] for state in live.values()] == [True, True, False]
-    assert all(state[1:] == (True, True) for state in live.values()), "the last view is still used"
-    assert (await deployment.ask(LIVE)).json()["reason"] == "the coordinator has been silent for 301 s"
+    deployment.now = running
+    if view_age is None:
+        engine.replica_connections = SimpleNamespace(watcher=None)
+    else:
+        deployment.view_age = view_age
+    assert await deployment.states() == (live, True, True), "the last view is still used"
+    assert live or (await deployment.ask(LIVE)).json()["reason"] == "the coordinator has been silent for 301 s"
 
 
-async def test_a_server_that_has_just_started_waits_for_the_first_view(deployment: Deployment) -> None:
-    deployment.view_age = math.inf
-    assert (await deployment.ask(LIVE)).status_code == 200
-    deployment.now = COORDINATOR_LOST_S + 1
-    assert (await deployment.ask(LIVE)).status_code == 503
-
-
-async def test_a_deployment_without_a_coordinator_is_live(deployment: Deployment, engine: Any) -> None:
-    engine.replica_connections = SimpleNamespace(watcher=None)
-    deployment.now = 10 * COORDINATOR_LOST_S
-    assert (await deployment.ask(LIVE)).status_code == 200
-
-
-async def test_a_failed_engine_client(deployment: Deployment, engine: Any) -> None:
-    deployment.up(*SOUND)
-    engine.errored = True
-    assert await deployment.states() == (False, False, True)
-
-
-async def test_a_server_that_drains_gets_nothing_new_and_is_left_alone(deployment: Deployment, engine: Any) -> None:
+async def test_a_draining_server_is_live_and_not_ready(deployment: Deployment, engine: Any) -> None:
     deployment.up(*SOUND)
     engine.draining, deployment.now, deployment.view_age = True, 10 * COORDINATOR_LOST_S, math.inf
     assert await deployment.states() == (True, False, True)
     assert (await deployment.ask(READY)).json()["reason"] == "the server is shutting down"
 
 
-@pytest.mark.parametrize("path", [LIVE, READY, STARTED])
-async def test_head_requests(deployment: Deployment, path: str) -> None:
-    deployment.up(*SOUND)
-    answer = await deployment.ask(path, "HEAD")
-    assert (answer.status_code, answer.content) == (200, b"")
-
-
-async def test_stock_health_keeps_its_meaning(deployment: Deployment, engine: Any) -> None:
-    engine.replica_connections.replica_names = lambda stage: []
-    for stages, code in ((TEXT, 503), (SOUND, 200)):
-        deployment.up(*stages)
-        assert [(await deployment.ask(path)).status_code for path in ("/health", READY)] == [code] * 2
-
-
-async def test_a_stage_that_needs_several_replicas(
+async def test_a_stage_is_ready_with_its_min_replicas(
     deployment: Deployment, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.replica_connections.replica_names = lambda stage: []

@@ -6,7 +6,6 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -17,6 +16,7 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.entrypoints.serve.profile.api_router import router as profile
 
 from tests.runtime.test_calls import Bench, targeted
+from tests.serving.conftest import asking
 from vllm_omni_ext.serving.adapters import Adapters
 from vllm_omni_ext.serving.stage_calls import add_routes
 from vllm_omni_ext.wire.operator_state import NOTHING_CHANGED, Change, OperatorState
@@ -25,12 +25,8 @@ JSON = {"content-type": "application/json"}
 ADAPTER = {"lora_name": "tune", "lora_path": "/adapters/tune"}
 
 
-def json_of(body: Any) -> bytes:
-    return json.dumps(body).encode()
-
-
 class Rig:
-    """The endpoints over scripted replicas."""
+    """The endpoints over replicas with prepared answers."""
 
     def __init__(self, client_index: int = 0, client_count: int = 1, state: OperatorState = NOTHING_CHANGED) -> None:
         self.bench = Bench()
@@ -65,8 +61,7 @@ class Rig:
         return call
 
     async def ask(self, method: str, path: str, **fields: Any) -> tuple[int, Any]:
-        transport = httpx.ASGITransport(app=self.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with asking(self.app) as client:
             answer = await client.request(method, path, **fields)
         return answer.status_code, answer.json() if answer.content[:1] in (b"{", b"[") else answer.text
 
@@ -76,7 +71,6 @@ class Rig:
 
 CALLS = [
     ("POST", "/sleep?level=2&mode=keep", "sleep", (2, "keep")),
-    ("POST", "/wake_up?tags=weights&tags=kv_cache", "wake_up", (["weights", "kv_cache"],)),
     ("GET", "/is_sleeping?", "is_sleeping", ()),
     ("POST", "/release_kv_cache_memory?", "release_kv_cache_memory", ()),
     ("POST", "/reset_prefix_cache?reset_external=true", "reset_prefix_cache", (False, True)),
@@ -88,7 +82,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("method", "path", "utility", "args"), CALLS, ids=[row[1] for row in CALLS])
-async def test_targets_in_the_query(method: str, path: str, utility: str, args: tuple[Any, ...]) -> None:
+async def test_a_call_reaches_only_its_targets(method: str, path: str, utility: str, args: tuple[Any, ...]) -> None:
     rig = Rig()
     rig.bench.answer(utility, True)
     rig.bench.answer(utility, ValueError("broken"), "code2wav/0")
@@ -106,7 +100,7 @@ async def test_targets_in_the_query(method: str, path: str, utility: str, args: 
     assert rig.bench.log == []
 
 
-async def test_without_targets_vllm_answers() -> None:
+async def test_vllms_handler_answers_without_targets() -> None:
     rig = Rig()
     rig.bench.answer("wake_up", True)
     rig.bench.answer("is_sleeping", False)
@@ -129,45 +123,36 @@ async def test_a_remote_call_takes_targets_in_the_query_or_the_body() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status"),
+    ("path", "body", "status", "parameter"),
     [
-        ("?targets=talker", {"method": "f", "targets": ["talker"]}, 400),
-        ("", {"method": "f", "targets": [1]}, 400),
-        ("", {"method": "f", "targets": {"talker": 1}}, 400),
-        ("", {"method": "f", "targets": []}, 404),
-        ("", {"method": "f", "targets": ["\ud800"]}, 404),
+        ("?targets=talker", {"targets": ["talker"]}, 400, "targets"),
+        ("", {"targets": [1]}, 400, "targets"),
+        ("", {"targets": {"talker": 1}}, 400, "targets"),
+        ("", {"targets": []}, 404, "targets"),
+        ("", {"targets": ["\ud800"]}, 404, "targets"),
+        *(
+            ("?targets=talker", wrong, 400, next(iter(wrong)))
+            for wrong in ({"method": 5}, {"args": "x"}, {"kwargs": []}, {"timeout": "1"}, {"timeout": float("nan")})
+        ),
+        ("?targets=talker", {"timeout": 0}, 400, "timeout"),
     ],
     ids=str,
 )
-async def test_targets_that_are_none(path: str, body: Any, status: int) -> None:
-    rig = Rig()
-    got, answer = await rig.post(f"/collective_rpc{path}", content=json_of(body), headers=JSON)
-    assert got == status and answer["error"]["param"] == "targets"
+async def test_a_wrong_remote_call_reaches_no_replica(path: str, body: Any, status: int, parameter: str) -> None:
+    rig, content = Rig(), json.dumps({"method": "f"} | body).encode()
+    got, answer = await rig.post(f"/collective_rpc{path}", content=content, headers=JSON)
+    assert (got, answer["error"]["param"]) == (status, parameter)
     assert rig.bench.log == []
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"targets": ["talker"]}', b"\xff"])
-async def test_a_remote_call_without_a_method_is_vllms_to_refuse(body: bytes) -> None:
+async def test_a_remote_call_without_a_method_is_refused(body: bytes) -> None:
     rig = Rig()
-    status, _ = await rig.post("/collective_rpc", content=body, headers=JSON)
-    assert status == 400
+    assert (await rig.post("/collective_rpc", content=body, headers=JSON))[0] == 400
     assert rig.bench.log == []
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"method": 5}, {"args": "x"}, {"kwargs": []}, {"timeout": "1"}, {"timeout": 0}, {"timeout": float("nan")}],
-    ids=str,
-)
-async def test_what_no_replica_could_take_is_refused(wrong: dict[str, Any]) -> None:
-    rig = Rig()
-    body = json_of({"method": "f", "targets": ["talker"]} | wrong)
-    status, answer = await rig.post("/collective_rpc", content=body, headers=JSON)
-    assert status == 400 and [answer["error"]["param"]] == list(wrong)
-    assert rig.bench.log == []
-
-
-async def test_an_adapter_goes_to_the_replicas_that_are_named() -> None:
+async def test_an_adapter_is_loaded_only_in_its_targets() -> None:
     rig = Rig()
     rig.bench.answer("add_lora", True)
     status, body = await rig.post("/v1/load_lora_adapter", json=ADAPTER | {"targets": ["thinker/1"]})
@@ -186,16 +171,25 @@ async def test_an_adapter_goes_to_the_replicas_that_are_named() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
-async def test_an_adapter_of_a_later_stage_is_refused(path: str) -> None:
+@pytest.mark.parametrize(
+    ("targets", "status", "said"),
+    [
+        (["talker"], 400, "cannot use adapters of 'talker'"),
+        (["thinker", "talker"], 400, "cannot use adapters of 'talker'"),
+        (["vocoder"], 404, "vocoder"),
+        (5, 400, "targets"),
+    ],
+    ids=str,
+)
+async def test_an_adapter_of_a_later_stage_is_refused(path: str, targets: Any, status: int, said: str) -> None:
     rig = Rig()
     rig.models.lora_requests["tune"] = SimpleNamespace(lora_int_id=1)
-    status, answer = await rig.post(f"{path}?targets=talker", json=ADAPTER | {"load_inplace": True})
-    assert (status, answer["error"]["param"]) == (400, "targets")
-    assert "cannot use adapters of 'talker'" in answer["error"]["message"]
+    got, answer = await rig.post(path, json=ADAPTER | {"load_inplace": True, "targets": targets})
+    assert (got, answer["error"]["param"]) == (status, "targets") and said in answer["error"]["message"]
     assert rig.bench.log == []
 
 
-async def test_all_api_servers_know_an_adapter_of_one() -> None:
+async def test_all_api_servers_share_the_names_of_adapters() -> None:
     state, shared = NOTHING_CHANGED, []
     rigs = [Rig(client, 2) for client in (0, 1)]
 
@@ -220,41 +214,26 @@ async def test_all_api_servers_know_an_adapter_of_one() -> None:
     for change in shared:
         state = state.after(change)
     again = Rig(0, 2, state)
-    assert set(again.models.lora_requests) == {"more"}, "an API server that is started again knows it"
+    assert set(again.models.lora_requests) == {"more"}, "an API server that is started again has the name"
     again.bench.answer("add_lora", True)
     assert (await again.post("/v1/load_lora_adapter", json=ADAPTER))[0] == 200
     assert again.models.lora_requests["tune"].lora_int_id > max(number for number, _ in known[0].values())
 
 
-async def test_an_adapter_that_cannot_be_loaded_is_not_shared() -> None:
+async def test_an_adapter_that_one_replica_cannot_load_is_not_shared_and_has_no_name() -> None:
     rig, shared = Rig(), []
     rig.omni.submit = shared.append
-    rig.bench.answer("add_lora", ValueError("LoRA is not enabled"), "thinker/1")
-    assert (await rig.post("/v1/load_lora_adapter", json=ADAPTER))[0] == 500
-    assert (await rig.post("/v1/unload_lora_adapter", json=ADAPTER))[0] == 404
-    assert shared == []
-
-
-async def test_an_adapter_that_one_replica_cannot_load_has_no_name() -> None:
-    rig = Rig()
     rig.bench.answer("add_lora", True)
     rig.bench.answer("add_lora", ValueError("LoRA is not enabled"), "thinker/1")
+    assert (await rig.post("/v1/load_lora_adapter", json=ADAPTER))[0] == 500
     status, body = await rig.post("/v1/load_lora_adapter?targets=thinker", json=ADAPTER)
     assert status == 500
     assert body["replicas"] == {"thinker/0": {"value": True}, "thinker/1": {"error": "LoRA is not enabled"}}
-    assert not rig.models.lora_requests
+    assert (await rig.post("/v1/unload_lora_adapter", json=ADAPTER))[0] == 404
+    assert shared == [] and not rig.models.lora_requests
 
 
-@pytest.mark.parametrize(("targets", "status"), [(["thinker", "talker"], 400), (["vocoder"], 404), (5, 400)], ids=str)
-async def test_an_adapter_is_for_one_stage(targets: Any, status: int) -> None:
-    rig = Rig()
-    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-        got, answer = await rig.post(path, json=ADAPTER | {"targets": targets})
-        assert got == status and answer["error"]["param"] == "targets"
-    assert rig.bench.log == []
-
-
-def test_what_vllm_does_not_offer_is_not_there() -> None:
+def test_endpoints_that_vllm_does_not_offer_are_not_added() -> None:
     app = FastAPI()
     attach_sleep(app)
     before = [route.path for route in app.routes]
@@ -265,17 +244,12 @@ def test_what_vllm_does_not_offer_is_not_there() -> None:
 
 UNKNOWN: list[tuple[str, str, Any, str, str]] = [
     ("POST", "/sleep?target=talker", None, "target", "did you mean 'targets'? query parameters: level, mode, targets"),
-    ("POST", "/sleep?Targets=talker", None, "Targets", "did you mean 'targets'?"),
-    ("POST", "/sleep?targets=talker&level=1&x", None, "x", "query parameters: level, mode, targets"),
     ("POST", "/sleep", {"targets": ["talker"]}, "targets", "fields of the body: none"),
     ("POST", "/sleep", ["talker"], "body", "is not read here; query parameters: level, mode, targets"),
-    ("POST", "/wake_up?tag=weights", None, "tag", "did you mean 'tags'?"),
-    ("GET", "/is_sleeping?target=talker", None, "target", "query parameters: targets"),
-    ("POST", "/reset_prefix_cache?target=talker", None, "target", "did you mean 'targets'?"),
+    ("GET", "/is_sleeping?Targets=talker", None, "Targets", "did you mean 'targets'?"),
     ("POST", "/start_profile", {"target": "talker"}, "target", "fields of the body: delay_iterations, max_iterations"),
     ("POST", "/collective_rpc", {"method": "f", "target": "x"}, "target", "did you mean 'targets'? fields of the body"),
     ("POST", "/collective_rpc?method=f", {"method": "f"}, "method", "query parameters: targets"),
-    ("POST", "/v1/load_lora_adapter", {**ADAPTER, "target": "talker"}, "target", "did you mean 'targets'?"),
     ("POST", "/v1/unload_lora_adapter?target=x", ADAPTER, "target", "did you mean 'targets'?"),
 ]
 
@@ -287,10 +261,3 @@ async def test_an_unknown_parameter_is_refused(method: str, path: str, body: Any
     assert (status, answer["error"]["param"]) == (400, name), answer
     assert advice in answer["error"]["message"]
     assert rig.bench.log == []
-
-
-async def test_an_empty_body_means_nothing() -> None:
-    rig = Rig()
-    rig.bench.answer("sleep", None)
-    for body in (b"", b"  ", b"{}", b"null"):
-        assert (await rig.post("/sleep?targets=talker/1", content=body, headers=JSON))[0] == 200

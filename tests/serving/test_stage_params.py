@@ -1,4 +1,4 @@
-"""A stage's parameters as an object, or as a dict of what differs."""
+"""Parameters of a stage as an object, or as a dict of changes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,11 @@ OWN: Any = SimpleNamespace(
 SAMPLED: Any = SimpleNamespace(model_stage="write", params_type=SAMPLING_PARAMS)
 
 
-def test_of_a_stage_with_its_own_type() -> None:
-    given = DitParams(seed=3)
+def test_given_parameters_replace_configured_ones() -> None:
+    given, configured = DitParams(seed=3), {"seed": 1, "height": 16}
     assert stage_params(OWN, given, {}) is given
-    configured = {"seed": 1, "height": 16}
-    assert stage_params(OWN, {"seed": 2, "cfg_interval": [0, 1]}, configured) == DitParams(
-        seed=2, height=16, cfg_interval=(0.0, 1.0)
-    )
-
-
-def test_of_a_stage_that_samples() -> None:
+    made = stage_params(OWN, {"seed": 2, "cfg_interval": [0, 1]}, configured)
+    assert made == DitParams(seed=2, height=16, cfg_interval=(0.0, 1.0))
     made = stage_params(SAMPLED, {"max_tokens": 5, "stop": "x"}, {"temperature": 0.5})
     assert isinstance(made, SamplingParams)
     assert (made.max_tokens, made.temperature, made.stop) == (5, 0.5, ["x"])
@@ -45,7 +40,7 @@ def test_of_a_stage_that_samples() -> None:
         (SAMPLED, DitParams(), "write"),
     ],
 )
-def test_what_is_wrong_is_named(stage: Any, given: Any, name: str) -> None:
+def test_a_wrong_parameter_is_named(stage: Any, given: Any, name: str) -> None:
     with pytest.raises(RequestError) as caught:
         stage_params(stage, given, {})
     assert caught.value.parameter == name

@@ -1,4 +1,4 @@
-"""What the reference implementation computed with the tiny checkpoint, and how it is compared with."""
+"""Results of the reference implementation with the tiny checkpoint, and comparisons."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters, image_parameters
 from vllm_omni_ext.model_plugins.bagel.prompts import Part
 
-ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "data" / "bagel"
+GOLDEN = Path(__file__).parents[1] / "data" / "bagel"
 
 
 @dataclass(frozen=True)
 class Golden:
-    """One run of the reference: tensors by name, and what was asked of it."""
+    """One run of the reference: tensors by name, and its request."""
 
     tensors: dict[str, Tensor]
     info: dict[str, Any]
@@ -33,10 +32,8 @@ class Golden:
     @property
     def parts(self) -> list[Part]:
         """The prompt."""
-        return [self._picture() if term == "source_u8" else term for term in self.info["terms"]]
-
-    def _picture(self) -> Image.Image:
-        return Image.fromarray(self.tensors["source_u8"].numpy())
+        source = self.tensors.get("source_u8")
+        return [Image.fromarray(source.numpy()) if term == "source_u8" else term for term in self.info["terms"]]
 
     @property
     def parameters(self) -> ImageParameters:

@@ -1,4 +1,4 @@
-"""What clients ask a server of BAGEL's, and what the reference and the model itself say to it."""
+"""Requests to a server of BAGEL, and the answers of the reference and of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from examples.server import Server
-from tests.families.serving import client, pixels
+from tests.families.serving import chat, client, pixels
 from tests.support.bagel_runs import Golden, golden
 from tests.support.cluster import MODEL
 from tests.support.oracle import one_thread
@@ -64,13 +64,7 @@ def messages(parts: Any) -> list[dict[str, Any]]:
 
 def chat_body(parts: Any, *modalities: str, **fields: Any) -> dict[str, Any]:
     """A chat request."""
-    return {
-        "model": MODEL,
-        "messages": messages(parts),
-        "modalities": list(modalities),
-        "temperature": 0,
-        **fields,
-    }
+    return {"model": MODEL, "messages": messages(parts), "modalities": list(modalities), "temperature": 0, **fields}
 
 
 def made(server: Server, prompt: str, **fields: Any) -> np.ndarray:
@@ -95,6 +89,20 @@ def ask_for(server: Server, name: str) -> np.ndarray:
     return edited(server, text_of(run), picture, **fields)
 
 
+def reply(server: Server, name: str) -> list[int]:
+    """The tokens of a text answer to the prompt of a run; greedy is the default."""
+    body = chat_body(golden(name).parts, "text", max_completion_tokens=23, return_token_ids=True)
+    del body["temperature"]
+    tokens: list[int] = chat(server, body)["choices"][0]["token_ids"]
+    return tokens
+
+
+def expected_reply(name: str) -> list[int]:
+    """The reference's tokens."""
+    tokens: list[int] = golden(name).info["generated_ids"][0][1:]
+    return tokens
+
+
 def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
     """Pictures are equal up to rounding."""
     assert found.shape == expected.shape
@@ -109,7 +117,7 @@ def assert_golden(found: np.ndarray, name: str) -> None:
 
 
 def alone(model: Bagel, parts: Any, **given: Any) -> tuple[np.ndarray, str | None]:
-    """What the model makes in this process: the picture, and what it thought."""
+    """The picture and the thought of the model in this process."""
     parameters = image_parameters(given, edit=any(not isinstance(part, str) for part in parts))
     with one_thread():
         found = generate_image(model, parts, parameters)

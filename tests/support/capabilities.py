@@ -1,7 +1,4 @@
-"""What a machine must have for some tests. Without it a test is skipped here, and fails where CI is set.
-
-A capability is missing where `missing` gives a reason. `.ci/run` sets CI: a proof that did not run there is no proof.
-"""
+"""Capabilities of a machine that some tests need. A test without them is skipped here, and fails where CI is set."""
 
 from __future__ import annotations
 
@@ -53,9 +50,8 @@ def _library(name: str) -> str | None:
 
 
 def _isolation() -> str | None:
-    if not all(map(shutil.which, ("unshare", "ip"))) or subprocess.run([*ISOLATED, "true"]).returncode:
-        return "no network namespace can be made here"
-    return None
+    possible = all(map(shutil.which, ("unshare", "ip"))) and not subprocess.run([*ISOLATED, "true"]).returncode
+    return None if possible else "no network namespace can be made here"
 
 
 def _hosts() -> str | None:
@@ -69,13 +65,9 @@ def _hosts() -> str | None:
 
 
 def _nobody() -> str | None:
-    if os.geteuid() != 0:
-        return None  # the stranger is then this user, who is not trusted more
-    try:
-        pwd.getpwnam(NOBODY)
-    except KeyError:
-        return f"no user {NOBODY!r} here"
-    return None
+    """Where this user is not root, the stranger is this user, who is not trusted more."""
+    known = os.geteuid() != 0 or NOBODY in (user.pw_name for user in pwd.getpwall())
+    return None if known else f"no user {NOBODY!r} here"
 
 
 def _ipv6() -> str | None:
@@ -90,9 +82,8 @@ def _ipv6() -> str | None:
 def _strace() -> str | None:
     if shutil.which("strace") is None:
         return "no strace here"
-    if subprocess.run(["strace", "-o", os.devnull, "true"], capture_output=True).returncode:
-        return "strace may not look into processes here"
-    return None
+    failed = subprocess.run(["strace", "-o", os.devnull, "true"], capture_output=True).returncode
+    return "strace may not trace processes here" if failed else None
 
 
 PROBES: dict[str, Callable[[], str | None]] = {

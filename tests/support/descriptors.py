@@ -7,7 +7,7 @@ import os
 
 
 def open_files() -> dict[int, str]:
-    """By number: what is listed and gone at once is not one of them."""
+    """By number, without files that were closed meanwhile."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

@@ -31,7 +31,7 @@ CLOSE = 1e-4
 
 
 def config_of(checkpoint: Path, *, seats: int = 8, rows: int = 32768) -> Any:
-    """What the stage reads of vLLM's config."""
+    """The part of vLLM's config that the stage reads."""
     return SimpleNamespace(
         model_config=SimpleNamespace(model=str(checkpoint), revision=None, dtype=torch.float32, max_model_len=2048),
         load_config=SimpleNamespace(load_format="auto"),
@@ -41,7 +41,7 @@ def config_of(checkpoint: Path, *, seats: int = 8, rows: int = 32768) -> Any:
 
 
 class Room:
-    """The engine's loop: the scheduler, the worker, and what came of each request."""
+    """The engine's loop: scheduler, worker, and the outputs of each request."""
 
     def __init__(self, checkpoint: Path, model: type[BagelDit] = BagelDit, **given: Any) -> None:
         config = config_of(checkpoint, **given)

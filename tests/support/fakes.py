@@ -1,4 +1,4 @@
-"""Replicas that write down what they are sent, and a plugin whose flows do what a test says."""
+"""Replicas that record requests, and flows whose actions a test gives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS = RequestOptions(modalities=("text", "audio"))
 
 
 class Words(msgspec.Struct):
-    """What the voice is sent."""
+    """The payload of the voice stage."""
 
     track: list[int] = []
     text: list[int] = []
@@ -39,7 +39,7 @@ def part(prompt: list[int], number: int = 0, *, last: bool = True, stage: str = 
 
 
 class FakeReplica:
-    """Remembers requests and aborts; `error` is raised by the next `add`."""
+    """Records requests and aborts; `add` raises `error` if there is one."""
 
     def __init__(self, replica: ReplicaId) -> None:
         self.id = replica
@@ -67,14 +67,12 @@ class FakeReplica:
 
 
 class ScriptedFlow:
-    """Forwards the request, then answers each event with what `script` says."""
+    """Forwards the request, then returns the actions of `script` for each event."""
 
-    stages = frozenset(STAGES)
-    outputs = frozenset({"audio"})
+    stages, outputs = frozenset(STAGES), frozenset({"audio"})
 
     def __init__(self, script: Callable[[Produced], list[Action]], beginning: list[Action]) -> None:
-        self.script = script
-        self.beginning = beginning
+        self.script, self.beginning = script, beginning
         self.events: list[Produced] = []
 
     def begin(self) -> list[Action]:
@@ -91,7 +89,7 @@ class ScriptedFlow:
 
 
 class FakeRuntime:
-    """Gives every tensor back with the name of its stage."""
+    """Decodes a tensor to a pair with the name of its stage."""
 
     fields = object
 
@@ -100,7 +98,7 @@ class FakeRuntime:
 
 
 class Bench:
-    """An orchestrator over fake replicas, and short ways to drive it."""
+    """An orchestrator over fake replicas."""
 
     def __init__(
         self,
@@ -115,8 +113,7 @@ class Bench:
         ids = [ReplicaId(stage, i) for stage in STAGES for i in range(counts.get(stage, 1))]
         self.replicas = {replica: FakeReplica(replica) for replica in ids}
         self.runtime: Any = FakeRuntime()
-        self.script = script
-        self.beginning = list(beginning)
+        self.script, self.beginning = script, list(beginning)
         self.flows: list[ScriptedFlow] = []
         self._answered: set[str] = set()
         self.pools = {s: StagePool(s, [r for r in ids if r.stage == s]) for s in STAGES}
@@ -158,7 +155,7 @@ class Bench:
         await self.orchestrator.open(opened(request, flow, sink, options, {"voice": VOICE_BUDGET}))
 
     async def settle(self) -> None:
-        """Until everything has been sent that was decided."""
+        """Wait until all effects have been sent."""
         for _ in range(9):
             await asyncio.sleep(0)
         while self.orchestrator._sending:
@@ -170,7 +167,7 @@ class Bench:
         await self.orchestrator.produced(replica, output(engine_id, *tokens, tensor=tensor, end=end))
 
     def _part(self, request_id: str) -> str:
-        """The oldest part of a request that has no answer yet; any id if there is none."""
+        """Id of the oldest part of a request without an answer; any id if there is none."""
         replica = self.pools["sound"].replica_of(request_id)
         for request in () if replica is None else self.replicas[replica].added:
             if request.request_id.startswith(f"{request_id}/") and request.request_id not in self._answered:
@@ -210,23 +207,15 @@ def check_always(orchestrator: Orchestrator) -> None:
 
 
 def drained(sink: asyncio.Queue[Any]) -> list[Any]:
-    """What the caller was given, without the mark of the end."""
+    """Outputs for the caller, without the mark of the end."""
     return [item for item in (sink.get_nowait() for _ in range(sink.qsize())) if item != END]
 
 
 def text_request(request_id: str, extra_args: dict[str, Any] | None = None) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=[1, 2, 3],
-        mm_features=None,
-        sampling_params=SamplingParams(extra_args=extra_args),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-        external_req_id=f"external {request_id}",
-    )
+    params = SamplingParams(extra_args=extra_args)
+    external = {"arrival_time": 0.0, "external_req_id": f"external {request_id}"}
+    unused = dict.fromkeys(("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank"))
+    return EngineCoreRequest(request_id, [1, 2, 3], sampling_params=params, **external, **unused)
 
 
 def output(request_id: str, *tokens: int, tensor: Any = None, end: str = "") -> EngineCoreOutput:
@@ -235,5 +224,5 @@ def output(request_id: str, *tokens: int, tensor: Any = None, end: str = "") -> 
 
 
 def owners(engine_ids: Iterable[str]) -> list[str]:
-    """Whose requests or parts these are."""
+    """The requests to which these requests or parts belong."""
     return [engine_id.partition("/")[0] for engine_id in engine_ids]

@@ -19,7 +19,7 @@ FOLDER = "OMNI_TEST_GOLDENS"
 
 
 def begin() -> str | None:
-    """Make the folder, unless the process that started this one has made it; the folder's path if it was made here."""
+    """Make the folder, unless a process above this one has made it; returns its path if it was made here."""
     if FOLDER in os.environ:
         return None
     os.environ[FOLDER] = tempfile.mkdtemp(prefix="goldens-")
@@ -34,17 +34,15 @@ def end(folder: str | None) -> None:
 
 
 def once(compute: Callable[[], T], *key: Any) -> T:
-    """A result that another process has computed, or will have in a moment, or else that of `compute`.
+    """Return the result of `compute`, which the processes of a run call once for each key.
 
     Args:
         compute: gives the same for the same key; the result can be pickled.
-        key: what the result depends on; can be pickled. A key whose pickled form varies is only computed more often.
+        key: can be pickled. A key whose pickled form varies is only computed more often.
     """
     path = Path(os.environ[FOLDER], hashlib.sha256(pickle.dumps(key)).hexdigest())
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists():
-            return pickle.loads(path.read_bytes())  # type: ignore[no-any-return]
-        result = compute()
-        path.write_bytes(pickle.dumps(result))
-        return result
+        if not path.exists():
+            path.write_bytes(pickle.dumps(compute()))
+        return pickle.loads(path.read_bytes())  # type: ignore[no-any-return]

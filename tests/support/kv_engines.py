@@ -1,4 +1,4 @@
-"""A prefill, a decode and a plain engine of the tiny thinker, forked from this process."""
+"""Prefill, decode and plain engines of the tiny thinker, forked from this process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,15 @@ from typing import Any
 import psutil
 import torch
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-}
-os.environ.update(ENVIRONMENT)
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-from vllm import SamplingParams  # noqa: E402
-from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
-from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_omni_ext.config.schema import OUTGOING  # noqa: E402
-from vllm_omni_ext.disaggregation.parameters import (  # noqa: E402
+from vllm_omni_ext.config.schema import OUTGOING
+from vllm_omni_ext.disaggregation.parameters import (
     KEY,
     Settings,
     decode_transfer,
@@ -36,17 +32,14 @@ from vllm_omni_ext.disaggregation.parameters import (  # noqa: E402
     prefill_sampling,
     prefill_transfer,
 )
-from vllm_omni_ext.runtime.launch.engine_args import _config_classes  # noqa: E402
+from vllm_omni_ext.runtime.launch.engine_args import _config_classes
 
 PLAIN = "plain"
 ROWS = {OUTGOING: {"hidden_states": {"name": "shared_memory"}}}
 """The edge over which a replica's worker would send hidden states."""
-CACHE_BYTES = 32 << 20
-MAX_LEN = 2304
+CACHE_BYTES, MAX_LEN = 32 << 20, 2304
 BACK_WITHIN_S = 30.0
 """For machines that other programs keep busy."""
-
-LOOK_EVERY_S = 0.1
 
 
 class Engine:
@@ -80,14 +73,14 @@ class Engine:
         return (await self.llm.collective_rpc(what, args=args))[0]
 
     async def run(self, prompt: Any, params: SamplingParams, transfer: dict[str, Any] | None = None) -> Any:
-        """The last output of a request."""
+        """Return the last output of a request."""
         if transfer is not None:
             params = params.clone()
             params.extra_args = {**(params.extra_args or {}), KEY: transfer}
         return [output async for output in self.llm.generate(prompt, params, uuid.uuid4().hex)][-1]
 
     async def reject(self, transfer: dict[str, Any]) -> None:
-        """A decode replica says that it will not fetch these blocks."""
+        """Refuse to fetch these blocks, as a decode replica does."""
         await self.llm.notify_kv_transfer_request_rejected(uuid.uuid4().hex, transfer)
 
     def signal(self, number: int) -> None:
@@ -99,7 +92,7 @@ class Engine:
         since = time.monotonic()
         while (held := (await self.ask("used_blocks"), await self.ask("held_requests"))) != (0, 0):
             assert time.monotonic() - since < within_s, f"{self.role} still holds {held} (blocks, requests)"
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(0.1)
         return time.monotonic() - since
 
     def close(self) -> None:
@@ -108,8 +101,7 @@ class Engine:
         self.llm.shutdown()
 
 
-async def prefill(engine: Engine, prompt: Any, **changes: Any) -> dict[str, Any] | None:
-    """Prefill a prompt; its answer."""
-    params = SamplingParams(**{**prefill_sampling(), **changes})
-    output = await engine.run(prompt, params, prefill_transfer(new_transfer_id()))
+async def prefill(engine: Engine, prompt: Any) -> dict[str, Any] | None:
+    """Prefill a prompt; returns the transfer parameters for decode."""
+    output = await engine.run(prompt, SamplingParams(**prefill_sampling()), prefill_transfer(new_transfer_id()))
     return decode_transfer(output.kv_transfer_params)

@@ -1,4 +1,4 @@
-"""Inside the engines of the KV transfer tests: a replica's worker and scheduler, which also tell of themselves."""
+"""Inside the engines of the KV transfer tests: a replica's worker and scheduler, with counters."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def probe_scheduler(**kwargs: Any) -> Any:
 class ProbeWorker(ThinkerWorker):
     """Counts the steps in which an encoder ran, and tokens."""
 
-    encoded = 0
-    tokens = 0
+    encoded = tokens = 0
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self.tokens += scheduler_output.total_num_scheduled_tokens

@@ -1,4 +1,4 @@
-"""Timers of an event loop that go off when a test says so, however busy the machine is."""
+"""Timers of an event loop that expire when a test advances the clock, however busy the machine is."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-MOST_TURNS = 50
-
 
 async def settle() -> None:
-    """Let everything run that can: nothing but timers, and what waits for other threads, is left."""
+    """Run all tasks until each waits for a timer or another thread."""
     loop: Any = asyncio.get_running_loop()
-    for _ in range(MOST_TURNS):
+    for _ in range(50):
         await asyncio.sleep(0)
         if not loop._ready:
             return
@@ -22,12 +20,7 @@ async def settle() -> None:
 
 @contextmanager
 def stopped_clock() -> Iterator[Callable[[float], Awaitable[None]]]:
-    """Inside the block, the running loop's time stands still, but for calls of what the block gets.
-
-    with stopped_clock() as advance:
-        loop.call_later(5.0, print, "five seconds are over")
-        await advance(5.0)
-    """
+    """Inside the block the running loop's time stands still; `await advance(seconds)`, which it yields, advances it."""
     loop = asyncio.get_running_loop()
     now = loop.time()
 

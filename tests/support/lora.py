@@ -15,7 +15,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_o
 
 RANK = 8
 LOUD = 0.5
-"""Scale of the random weights: what the adapter adds is heard in every token."""
+"""Scale of the random weights: the adapter changes every token."""
 
 
 def write_dense(folder: Path) -> Path:

@@ -1,15 +1,9 @@
 """Synthetic audio, images and video from a seed, and the ways to send them.
 
-A message is a chat message whose content is a string or a list of parts:
-
-    {"type": "text", "text": str}
-    {"type": "audio", "audio": float32 array [samples] at 16 kHz}
-    {"type": "image", "image": PIL image (RGB)}
-    {"type": "video", "video": uint8 array [frames, height, width, 3]}
-
-The data URLs are lossless (16-bit WAV, PNG, FFV1 in AVI), so that vLLM, which decodes them with soundfile, Pillow and
-OpenCV, sees exactly what the oracle sees. vLLM reads at most 32 frames of a video by default, and ignores its frame
-rate for Qwen3-Omni.
+The content of a message is a string or a list of parts: {"type": "text", "text": str}, {"type": "audio", "audio":
+float32 [samples] at 16 kHz}, {"type": "image", "image": RGB image} or {"type": "video", "video": uint8 [frames, height,
+width, 3]}. The data URLs are lossless, so that vLLM decodes exactly the oracle's input. vLLM reads at most 32 frames of
+a video by default, and ignores its frame rate for Qwen3-Omni.
 """
 
 from __future__ import annotations
@@ -93,12 +87,9 @@ def of_kind(messages: Sequence[Message], kind: str) -> list[Any]:
 
 
 def multi_modal_data(messages: Sequence[Message]) -> dict[str, Any]:
-    """The media as vLLM's `multi_modal_data`, to go with the text prompt of the chat template."""
-    data = {
-        "audio": [(samples, AUDIO_RATE) for samples in of_kind(messages, "audio")],
-        "image": of_kind(messages, "image"),
-        "video": of_kind(messages, "video"),
-    }
+    """The media as vLLM's `multi_modal_data`, for the text prompt of the chat template."""
+    data = {kind: of_kind(messages, kind) for kind in ("audio", "image", "video")}
+    data["audio"] = [(samples, AUDIO_RATE) for samples in data["audio"]]
     return {kind: items for kind, items in data.items() if items}
 
 
@@ -111,13 +102,13 @@ def _openai_content(content: str | Sequence[Mapping[str, Any]]) -> Any:
     if isinstance(content, str):
         return content
     urls = {"audio": audio_url, "image": image_url, "video": video_url}
-    parts = []
-    for part in content:
-        kind = part["type"]
-        parts.append(
-            dict(part) if kind == "text" else {"type": f"{kind}_url", f"{kind}_url": {"url": urls[kind](part[kind])}}
-        )
-    return parts
+    parts = [(part["type"], part[part["type"]]) for part in content]
+    return [
+        {"type": kind, kind: value}
+        if kind == "text"
+        else {"type": f"{kind}_url", f"{kind}_url": {"url": urls[kind](value)}}
+        for kind, value in parts
+    ]
 
 
 def _data_url(mime: str, content: bytes) -> str:

@@ -38,12 +38,8 @@ class Host:
 
     @property
     def words(self) -> list[str]:
-        """Put before a command that shall run there."""
-        return ["nsenter", "--net=" + self._file, "--"]
-
-    @property
-    def _file(self) -> str:
-        return f"/proc/{self.pid}/ns/net"
+        """Prefix of a command that runs there."""
+        return ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--"]
 
     def add_address(self, address: str) -> str:
         """Give the host one more address on the wire, and return it."""
@@ -51,13 +47,13 @@ class Host:
         return address
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call something in a thread that is there."""
+        """Call a function in a thread that is there."""
         with ThreadPoolExecutor(1, initializer=self._enter) as thread:
             return thread.submit(function).result()
 
     def _enter(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
-        with open(self._file) as file:
+        with open(f"/proc/{self.pid}/ns/net") as file:
             if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), "setns")
 

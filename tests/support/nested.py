@@ -8,15 +8,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from tests.support import preloaded
 from tests.support.capabilities import ISOLATED
 
 
 def run_suite(
-    suite: Path | str,
-    *arguments: str,
-    timeout_s: float,
-    isolated: bool = True,
+    suite: Path | str, *arguments: str, timeout_s: float, isolated: bool = True, config: pytest.Config | None = None
 ) -> None:
     """Run pytest on a file in another process; all that pytest prints is printed here too.
 
@@ -25,12 +24,14 @@ def run_suite(
         arguments: more of pytest's options.
         timeout_s: for machines that other programs keep busy.
         isolated: only loopback can be reached; needs the capability `isolation`.
+        config: of the outer run. Where its `-m` leaves out tests marked `extended`, the suite does so too.
 
     Raises:
         AssertionError: a test failed, or none passed.
-        subprocess.TimeoutExpired: the suite took too long.
     """
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    if config is not None and "not extended" in config.option.markexpr:
+        options += ["-m", "not extended"]
     words = [*preloaded.PYTEST, *options, *arguments, str(suite)]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")

@@ -1,13 +1,8 @@
-"""What Transformers says: the reference for every token, frame and sample.
+"""Transformers: the reference for every token, frame and sample.
 
-Messages are those of `tests.support.media`. The processor call below gives the prompt ids that stock vLLM gives for the
-same media:
-
-* audio is padded with zeros to a multiple of the feature hop (160 samples), as vLLM does before it calls the
-  processor; without it, a ragged end changes the number of features;
-* video frames go in as they are (`do_sample_frames=False`) and without `fps`: both sides then count one frame a second,
-  2 seconds to each pair of frames, whatever the file said;
-* `use_audio_in_video` is off.
+Messages are those of `tests.support.media`. The prompt ids are those of stock vLLM: audio is padded with zeros to a
+multiple of the feature hop (160 samples), or a ragged end changes the number of features; video frames go in as they
+are, without `fps`: both sides count one frame a second; `use_audio_in_video` is off.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ class Golden:
 
     Attributes:
         prompt_ids: the thinker's prompt, media placeholders expanded.
-        thinker_ids: generated text ids with the final token, be it an end token or the last one allowed.
+        thinker_ids: generated text ids with the final token, an end token or the last one allowed.
         talker_ids: generated codes of the first group with the final token; empty for a reply of one token.
         frames: [frames, groups] int64; one frame fewer than `talker_ids`.
         wav: [samples] float32 at 24 kHz: all frames decoded in one piece.
@@ -84,7 +79,7 @@ class Oracle:
         return self.processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
 
     def inputs(self, messages: Sequence[Message]) -> dict[str, torch.Tensor]:
-        """What the processor makes of the messages: ids and features of one request (batch of 1)."""
+        """Ids and features of one request (batch of 1)."""
         audio = [_whole_hops(np.asarray(clip, dtype=np.float32)) for clip in of_kind(messages, "audio")]
         batch = self.processor(
             text=[self.prompt(messages)],
@@ -125,7 +120,7 @@ class Oracle:
     def _speak(
         self, inputs: Mapping[str, Any], voice: str, options: Mapping[str, Any]
     ) -> tuple[list[int], torch.Tensor]:
-        """Run `generate` and listen in: the talker's tokens and the codes [1, groups, frames] it hands to code2wav."""
+        """Run `generate`; returns the talker's tokens and the codes [1, groups, frames] that code2wav gets."""
         groups = self.model.config.talker_config.num_code_groups
         talked = _Recorder(self.model.talker.generate)
         decoded = _Recorder(self.model.code2wav.chunked_decode)
@@ -145,16 +140,16 @@ class Oracle:
 
 
 class _Recorder:
-    """Calls through and remembers the last positional arguments and result."""
+    """Calls a function and keeps the last positional arguments and result."""
+
+    arguments: tuple[Any, ...] = ()
+    result: Any = None
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.arguments: tuple[Any, ...] = ()
-        self.result: Any = None
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        self.arguments = arguments
-        self.result = self.function(*arguments, **options)
+        self.arguments, self.result = arguments, self.function(*arguments, **options)
         return self.result
 
 

@@ -1,4 +1,4 @@
-"""How fast this machine is now, for limits that hold beside other programs too."""
+"""The speed of this machine now, for limits that hold beside other programs too."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from pathlib import Path
 import psutil
 
 SAMPLE_S = 0.05
-"""Time on a core in which the pace is measured."""
 
 
 def pace() -> float:
-    """How many times longer than alone on its core a process takes now; at least 1.
-
-    A limit of seconds times the pace is that limit on a quiet machine.
-    """
+    """Return how many times longer than alone on its core a process takes now, at least 1: a factor of time limits."""
     began, used = time.monotonic(), time.thread_time()
     while time.thread_time() - used < SAMPLE_S:
         pass
@@ -24,10 +20,7 @@ def pace() -> float:
 
 
 def waited(processes: Iterable[psutil.Process], *, all_threads: bool = False) -> list[float]:
-    """Seconds that the main thread of each process, or all its threads, has been ready so far and had no core.
-
-    What processes do one after the other takes no longer than on a quiet machine, and so much.
-    """
+    """Return the seconds that the main thread of each process, or all its threads, has waited for a core so far."""
     folders = [Path(f"/proc/{each.pid}") for each in processes]
     files = [[*each.glob("task/*/schedstat")] if all_threads else [each / "schedstat"] for each in folders]
     return [sum(int(file.read_text().split()[1]) for file in each) / 1e9 for each in files]

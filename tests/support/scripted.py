@@ -1,4 +1,4 @@
-"""An engine that answers what the test wrote down, behind vLLM's real server application."""
+"""An engine with scripted answers, behind vLLM's real server application."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sound(samples: int, *, frames: int = 0, finished: bool = False, note: str | 
 
 @dataclass
 class Call:
-    """One call of `generate`, or of `start`: then the prompt is the text to be read out."""
+    """One call of `generate`, or of `start`: then the prompt is the text that is read aloud."""
 
     prompt: Any
     params: SamplingParams
@@ -55,8 +55,8 @@ class ScriptedOmni:
     """The part of `AsyncOmni` that the server uses.
 
     Attributes:
-        refusal: what is wrong with every request that does not use the frontend.
-        script: what the next requests answer: text pieces, sound, an error to raise, or something to await.
+        refusal: raised for every request that does not use the frontend.
+        script: answers of the next requests: text pieces, sound, an error to raise, or a function to await.
     """
 
     vllm_config: Any
@@ -64,9 +64,7 @@ class ScriptedOmni:
     script: Sequence[Step] = ()
     calls: list[Call] = field(default_factory=list)
     refusal: Exception | None = None
-    errored = False
-    draining = False
-    log_stats = False
+    errored = draining = log_stats = False
     connections = SimpleNamespace(client_index=0, client_count=1, board=None)
     operator_state = NOTHING_CHANGED
     trace_files = None
@@ -120,7 +118,7 @@ class ScriptedOmni:
         return self._play(call, request_id, list(self.script))
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """A token is a word."""
+        """Each word is a token."""
         first = len(self._words)
         self._words += text.split()
         return list(range(first, len(self._words)))
@@ -147,6 +145,5 @@ class ScriptedOmni:
 
 
 def text_output(request_id: str, text: str, tokens: list[int], *, finished: bool) -> RequestOutput:
-    """What vLLM yields for a piece of text."""
     completion = CompletionOutput(0, text, tokens, None, None, finish_reason="stop" if finished else None)
     return RequestOutput(request_id, "prompt", [1, 2, 3], None, [completion], finished, num_cached_tokens=0)

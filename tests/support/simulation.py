@@ -1,11 +1,12 @@
-"""Three stages that compute something simple, whose replicas die, fall silent and come back at any moment.
+"""A simulation of three stages whose replicas die, freeze and come back at any moment, under a real orchestrator.
 
-What comes out depends on the prompt alone: a token lost, made twice or fed to the wrong request changes it.
+Outputs depend on the prompt alone: a token that is lost, made twice or sent to the wrong request changes them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +43,7 @@ from vllm_omni_ext.wire.stage_input import END as END_OF_STREAM
 
 STAGES = ("text", "voice", "sound")
 PREFILL = "prefill"
-"""A fourth one, where prompts are computed for "text" alone."""
+"""An optional fourth stage, which computes the prompts of "text"."""
 
 TOKENS = 4
 """Of every text."""
@@ -51,12 +52,15 @@ HIDDEN_STATES = 2
 AHEAD = HIDDEN_STATES - 1
 """Steps of a prompt with hidden states before its first token: each exports one."""
 
+STEPS = AHEAD + TOKENS + 4
+"""Rounds of all engines that a request takes at least."""
+
 END = 75
 MODULUS = 1009
 
 
 def following(tokens: list[int]) -> int:
-    """The token that comes after these; never one of the small ones that mean something."""
+    """The token that comes after these; never a small one, as some of these have a meaning."""
     return 100 + sum((i + 1) * token for i, token in enumerate(tokens)) % MODULUS
 
 
@@ -76,8 +80,8 @@ def text_of(prompt: list[int], tokens: int = TOKENS) -> list[int]:
 
 
 class Speech:
-    """The flow: text -> voice (opened with the request, and told of hidden states as they come) -> sound, each code a
-    part and the end one more -> the client."""
+    """The flow: text -> voice (opened with the request, gets hidden states as they come) -> sound (codes and the end
+    are parts) -> the client."""
 
     stages = frozenset(STAGES)
     outputs = frozenset({"text", "audio"})
@@ -213,12 +217,6 @@ class Engine:
         assert (utility, method) == ("collective_rpc_async", "forget_hidden_states")
         for name in args[0]:
             self.hidden_states.pop(name, None)
-
-    async def outputs(self) -> Any:
-        raise AssertionError("the simulation reads")
-
-    def close(self, timeout: float | None = None) -> None:
-        raise AssertionError("the orchestrator does not own replicas")
 
     def read(self) -> None:
         while self.commands:
@@ -384,7 +382,7 @@ class World:
         self.pools = {s: StagePool(s, [r for r in ids if r.stage == s]) for s in stages}
         self.orchestrator = Orchestrator(
             Settings(frontend="text", prefill=PREFILL if PREFILL in counts else None, wait_s=wait_s, joinable=joinable),
-            runtime=FakeRuntime(),  # type: ignore[arg-type]
+            runtime=FakeRuntime(),
             pools=self.pools,
             replicas=self.engines,
             requests=EngineRequests(),
@@ -397,18 +395,18 @@ class World:
         self._stale: dict[ReplicaId, tuple[str, ...]] = {}
         self._tasks = [asyncio.create_task(self._read(engine)) for engine in self.all]
 
-    async def start(self, name: str, *, sound: bool = True) -> None:
-        """Open a request; text alone without `sound`."""
-        self.texts[name] = []
-        request = text_request(name, {EXPORT: [[0, HIDDEN_STATES]]} if sound else None)
-        request.prompt_token_ids = self.prompt(name)
-        if not sound:
-            await self.orchestrator.open(opened(request))
-            return
-        assert request.sampling_params is not None
-        request.sampling_params.skip_reading_prefix_cache = True
-        self.sinks[name], self.flows[name] = asyncio.Queue(), Speech()
-        await self.orchestrator.open(opened(request, self.flows[name], self.sinks[name], OPTIONS))
+    async def start(self, *names: str, sound: bool = True) -> None:
+        """Open requests; for text alone without `sound`."""
+        for name in names:
+            self.texts[name] = []
+            request = text_request(name, {EXPORT: [[0, HIDDEN_STATES]]} if sound else None)
+            request.prompt_token_ids = self.prompt(name)
+            if sound:
+                request.sampling_params.skip_reading_prefix_cache = True
+                self.sinks[name], self.flows[name] = asyncio.Queue(), Speech()
+                await self.orchestrator.open(opened(request, self.flows[name], self.sinks[name], OPTIONS))
+            else:
+                await self.orchestrator.open(opened(request))
 
     @staticmethod
     def prompt(name: str) -> list[int]:
@@ -425,7 +423,7 @@ class World:
                 await self.orchestrator.replica_down(engine.id, "killed")
 
     def kill(self, replica: ReplicaId, *, again: bool = True) -> None:
-        """A process ends; what it has said is read first, then the orchestrator is told."""
+        """End a process; its outputs are read first, then the orchestrator gets the loss."""
         engine = self.engines.get(replica)
         if engine is not None and not engine.dead:
             if again:
@@ -434,7 +432,7 @@ class World:
             engine.said.put_nowait(None)
 
     async def freeze(self, replica: ReplicaId) -> None:
-        """A process is stopped for so long that its requests are given to others."""
+        """Stop a process for so long that its requests move to other replicas."""
         engine = self.engines.get(replica)
         if engine is not None and not engine.dead and not engine.frozen:
             engine.frozen = engine.was_frozen = True
@@ -442,7 +440,7 @@ class World:
             self._stale[replica] = await self.orchestrator.replica_down(replica, "silent")
 
     async def thaw(self, replica: ReplicaId) -> None:
-        """It goes on: makes some more of what it had, then learns that others have taken over, then is used again."""
+        """Continue a process: one more step, then an abort of the requests that have moved, then new requests."""
         engine = self.engines.get(replica)
         if engine is not None and engine.frozen and not engine.dead:
             engine.step()
@@ -454,40 +452,36 @@ class World:
             await self.orchestrator.replica_up(engine)
 
     async def up(self, replica: ReplicaId) -> None:
-        """A replica that is gone is there again, as another process."""
+        """Start a lost replica again, as another process."""
         if replica not in self.engines:
             engine = self.engines[replica] = Engine(replica, self.processes)
             self.all.append(engine)
             self._tasks.append(asyncio.create_task(self._read(engine)))
             await self.orchestrator.replica_up(engine)
 
-    def sent_to(self, replica: ReplicaId) -> set[str]:
-        """Requests, or parts of such, that a replica was ever given, by their owners."""
-        engine = next(engine for engine in self.all if engine.id == replica)
-        waiting = {each.request_id for each in engine.commands if isinstance(each, EngineCoreRequest)}
-        return set(owners(engine.known | waiting))
-
     def closed(self, name: str) -> bool:
-        """Whether the sound stage has been given the last part of a request."""
+        """Whether the sound stage has received the last part of a request."""
         sent = [each for engine in self.all for each in engine.commands if isinstance(each, EngineCoreRequest)]
         waiting = [PartHeader.of(each.pooling_params.extra_kwargs) for each in sent if each.pooling_params is not None]
         marks = [*waiting, *(mark for engine in self.all for mark in engine.marks.values())]
         return any(mark.last for mark in marks if owners([mark.stream]) == [name])
 
-    def finished(self, name: str) -> bool:
-        """Whether the last piece of a request's sound has come."""
-        state = self.orchestrator.machine.requests.get(name)
-        return state is None or state.finished
-
     def steppable(self) -> list[Engine]:
         return [engine for engine in self.engines.values() if not engine.dead and not engine.frozen]
 
     async def settle(self) -> None:
-        """Let everything run that can, without a step of any engine."""
+        """Run all tasks, without a step of any engine."""
         await settle()
 
+    async def rounds(self, count: int, *replicas: ReplicaId) -> None:
+        """Make so many steps of these replicas; of all, if none is named."""
+        for _ in range(count):
+            for engine in [self.engines[each] for each in replicas] or self.steppable():
+                engine.step()
+            await self.settle()
+
     async def expire(self) -> None:
-        """Every wait has become too long."""
+        """Fire all timers of requests that wait for a replica."""
         for timer, handle in list(self.orchestrator._timers.items()):
             if timer.kind == "replica" and timer in self.orchestrator._timers:
                 handle.cancel()
@@ -495,23 +489,27 @@ class World:
         await self.settle()
 
     async def run(self) -> None:
-        """Until no engine has anything to do."""
+        """Step all engines until none has anything to do."""
         await self.settle()
         while sum(engine.step() for engine in self.steppable()):
             await self.settle()
 
-    async def end(self) -> None:
-        """Withdraw everything; nothing may be held, and no engine may have met anything strange."""
+    async def end(self, *names: str) -> None:
+        """Check the answers of these requests, then abort all; nothing may be held, and no engine may have received a
+        wrong message."""
+        if names:
+            await self.run()
+            self.check(*names)
         await self.orchestrator.abort(list(self.texts))
         await self.settle()
         assert self.orchestrator.held() == 0
         assert [line for engine in self.all for line in engine.wrong] == []
         await self.run()  # the ends of streams, and of prompts that nobody fetches
         for engine in self.steppable():
-            assert engine.works == {}, f"{engine.id} still works for nobody"
+            assert engine.works == {}, f"{engine.id} still has requests"
             kept = engine.kept.keys() - self._unsaid()
-            assert engine.was_frozen or not kept, f"{engine.id} keeps prompts for nobody"
-            # What was opened before it fell silent is forgotten for being idle.
+            assert engine.was_frozen or not kept, f"{engine.id} keeps unclaimed prompts"
+            # Streams from before a freeze end by their idle timeout.
             assert engine.was_frozen or engine.streams == {}, f"{engine.id} still has streams"
         frozen = any(engine.was_frozen for engine in self.all)
         assert frozen or not any(engine.hidden_states for engine in self.steppable()), "hidden states are left"
@@ -521,25 +519,85 @@ class World:
             assert task.cancelled() or not task.done() or task.exception() is None
 
     def _unsaid(self) -> set[str]:
-        """Transfers of which nobody was told that they are unwanted, as the messenger died: they end after a while."""
+        """Transfers whose release was lost with the replica that was to read it: they end after a time."""
         unread = [each for engine in self.all if engine.dead for each in engine.commands]
         farewells = [each for each in unread if isinstance(each, EngineCoreRequest) and each.abort_immediately]
         return {each.sampling_params.extra_args[KEY]["transfer_id"] for each in farewells}
 
-    def check(self, name: str) -> None:
-        """A request has come out as if nothing had happened."""
-        assert name not in self.failures
-        whole = text_of(self.prompt(name))
-        assert self.texts[name] == whole
-        if name in self.sinks:
-            assert self.samples(name) == spoken(whole)
+    def check(self, *names: str) -> None:
+        """Check that the answers of these requests are the undisturbed ones."""
+        for name in names:
+            assert name not in self.failures
+            whole = text_of(self.prompt(name))
+            assert self.texts[name] == whole
+            if name in self.sinks:
+                assert self.samples(name) == spoken(whole)
 
     def answers(self, name: str) -> list[Any]:
-        """Everything that the caller of a request was given beside its text."""
+        """All items of a request's sink."""
         return drained(self.sinks[name])
 
     def samples(self, name: str) -> list[float]:
-        """The whole sound of a request; its last piece says so, and no other."""
+        """The whole sound of a request; its last piece alone is marked as the last."""
         pieces = self.answers(name)
         assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
         return [sample for piece in pieces for sample in piece.samples.tolist()]
+
+
+async def down_from_any_step_to_any_other(stage: str, how: str, steps: int, **counts: int) -> None:
+    """Kill or freeze a replica of a stage after any step until after any later one; no answer changes."""
+    gone = ReplicaId(stage, 0)
+    for at in range(steps):
+        for until in range(at, steps + 1):
+            world = World(**counts)
+            await world.start("a", "b")
+            await world.start("c", sound=False)
+            await world.rounds(at)
+            if how == "kill":
+                world.kill(gone)
+            else:
+                await world.freeze(gone)
+            await world.settle()
+            await world.rounds(until - at)
+            await (world.up if how == "kill" else world.thaw)(gone)
+            await world.end(*"abc")
+
+
+async def any_course_of_events(seed: int, *stages: str) -> None:
+    """Replicas die, freeze and come back, and clients leave, at random; once all replicas are up, every answer is the
+    undisturbed one."""
+    rng = random.Random(seed)
+    world = World(**{stage: rng.randint(1, 3) for stage in stages})
+    everybody = list(world.engines)
+    names = [chr(ord("a") + i) for i in range(rng.randint(1, 6))]
+    late, left = list(names), set[str]()
+    for _ in range(rng.randint(10, 80)):
+        match rng.randrange(9):
+            case 0 if late:
+                await world.start(late.pop(), sound=rng.random() < 0.8)
+            case 1:
+                world.kill(rng.choice(everybody))
+            case 2:
+                await world.up(rng.choice(everybody))
+            case 3:
+                await world.freeze(rng.choice(everybody))
+            case 4:
+                await world.thaw(rng.choice(everybody))
+            case 5 if rng.random() < 0.3 and len(late) < len(names):
+                left.add(rng.choice([name for name in names if name not in late]))
+                await world.orchestrator.abort(sorted(left))
+            case _:
+                for engine in world.steppable():
+                    if rng.random() < 0.7:
+                        engine.step()
+        for _ in range(rng.choice((0, 1, 3, 20))):
+            await asyncio.sleep(0)
+    while late:
+        await world.start(late.pop())
+    await world.settle()
+    for replica in everybody:
+        await world.thaw(replica)
+        await world.up(replica)
+    await world.run()
+    world.check(*set(names) - left)
+    await world.end()

@@ -1,4 +1,4 @@
-"""Somebody who can reach the ports of a deployment and knows everything about it but its secret."""
+"""A process that reaches the ports of a deployment and has everything but its secret."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vllm_omni_ext.coordinator.members import Leave, Member
 from vllm_omni_ext.wire.coordination import encode
 
 ENGINE = (0).to_bytes(2, "little")
-"""How vLLM's engines call themselves."""
+"""Identity of vLLM's engines."""
 
 NOBODY = "nobody"
 PATIENCE_S = 60.0
 
 
 def as_nobody(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns in a process of the user `nobody`; of this user where that is not allowed.
+    """Call a function in a process of the user `nobody`; of this user where that is not allowed.
 
     The process is forked, since that user may not be able to read this Python.
     """
@@ -32,7 +32,7 @@ def as_nobody(function: Callable[..., Any], *arguments: Any) -> Any:
     process.start()
     theirs.close()
     try:
-        assert ours.poll(PATIENCE_S), "the stranger says nothing"
+        assert ours.poll(PATIENCE_S), "the process sends nothing"
         return ours.recv()
     finally:
         process.kill()
@@ -50,7 +50,7 @@ def _run(pipe: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> N
 
 
 def ask(addresses: Sequence[str], messages: Sequence[bytes], wait_s: float) -> list[Any]:
-    """Say everything to everybody, listen everywhere, and pretend to be an engine; whatever was heard."""
+    """Send all messages to all addresses, also as an engine; returns everything received."""
     heard: list[Any] = []
     with zmq.Context() as context:
         context.sockopts.update({zmq.LINGER: 0})
@@ -78,7 +78,7 @@ def ask(addresses: Sequence[str], messages: Sequence[bytes], wait_s: float) -> l
 
 
 def leaves(replicas: Sequence[str], epochs: Sequence[int]) -> list[bytes]:
-    """That each of these replicas leaves, now and after its requests."""
+    """Messages that each of these replicas leaves, now and after its requests."""
     names = [name.split("/") for name in replicas]
     return [
         encode(Leave(member=Member(stage, int(index), epoch), drain=drain))

@@ -1,7 +1,6 @@
-"""Hundreds of streams between processes, with aborts at random, while processes of both kinds are killed.
+"""Streams between processes in waves, with aborts at random, while processes of both sides are killed and replaced.
 
-Streams run in waves, some at once, each between one of two producers and one of two consumers. In some waves a process
-is killed while it has streams, and replaced. How a stream ends is known beforehand: nothing else is accepted.
+The end of each stream is known beforehand: no other is accepted.
 """
 
 from __future__ import annotations
@@ -27,24 +26,20 @@ WAVE, CHUNKS = 20, 4
 KILLING = 0.4
 """Part of the waves in which a process is killed."""
 
-WHOLE, LEFT, FAILED, DROPPED = "whole", "left", "ChunkFailed", "Forgotten"
-"""How a stream ends: read to its end, given up by its reader, failed or forgotten by its writer."""
+WHOLE, LEFT, FAILED, DROPPED, LOST = "whole", "left", "ChunkFailed", "Forgotten", "ProducerLost"
+"""Ends of a stream: read to its end, forgotten by its reader, failed or forgotten by its writer, its writer killed."""
 
-UNSAID = 3
-"""Waves whose streams a consumer may not have told its producers to forget yet; who kills it has to do that."""
+UNSENT = 3
+"""Waves whose streams a killed consumer may not have told its producers to forget: the test does so in its place."""
 
-LOST = "ProducerLost"
-WRITTEN = "written"
-STATS = "stats"
+WRITTEN, STATS = "written", "stats"
 SPARE_FILES = 8
-"""Connections that were not there when somebody was first asked."""
+"""Connections that a process may open after its files were counted first."""
 LOOK_EVERY_S = 0.02
-
-# -- in the processes ---------------------------------------------------------------------------------------------
 
 
 def write(producer: Producer, request: str, fate: str, first: int, stop: int) -> str:
-    """Put the chunks from `first` to before `stop`, and do with the stream what it is meant for."""
+    """Put the chunks from `first` to before `stop`, then end the stream as planned."""
     try:
         for index in range(first, stop):
             producer.put(key(request, index), [torch.full((50, 64), float(index))], last=index == CHUNKS - 1)
@@ -58,7 +53,7 @@ def write(producer: Producer, request: str, fate: str, first: int, stop: int) ->
 
 
 def read(consumer: Consumer, request: str, source: str, fate: str, count: int) -> str:
-    """Read `count` chunks and forget the stream; how it ended."""
+    """Read `count` chunks and forget the stream; returns its end."""
     consumer.open(request, source)
     try:
         for index in range(count):
@@ -72,42 +67,38 @@ def read(consumer: Consumer, request: str, source: str, fate: str, count: int) -
 
 
 def serve(pipe: Any, end: Producer | Consumer, work: Callable[..., str]) -> None:
-    """Do what the pipe says, many things at once; close the end and say which of its threads are left."""
-    saying = threading.Lock()
+    """Work on the commands of the pipe, many at once; then close the end and send the names of the threads left."""
+    sending = threading.Lock()
 
-    def say(*words: Any) -> None:
-        with saying:
+    def send(*words: Any) -> None:
+        with sending:
             pipe.send(words)
 
     def do(request: str, *told: Any) -> None:
         try:
-            say(request, work(end, request, *told))
+            send(request, work(end, request, *told))
         except Exception as error:
-            say(request, repr(error))
+            send(request, repr(error))
 
     with end, ThreadPoolExecutor(WAVE) as pool:
         while (command := pipe.recv()) is not None:
             if command == STATS:
                 stats = end.stats()
-                say(STATS, (stats.requests, stats.chunks, stats.held_bytes), len(os.listdir("/proc/self/fd")))
+                send(STATS, (stats.requests, stats.chunks, stats.held_bytes), len(os.listdir("/proc/self/fd")))
             else:
                 pool.submit(do, *command)
-    say([thread.name for thread in threading.enumerate() if thread.name.startswith("omni-")])
+    send([thread.name for thread in threading.enumerate() if thread.name.startswith("omni-")])
 
 
 def producing(config: ConnectorConfig, pipe: Any) -> None:
-    """A producer's process: says its address first."""
+    """A producer's process: sends its address first."""
     producer = connector(config).producer(EDGE)
     pipe.send(producer.address)
     serve(pipe, producer, write)
 
 
 def consuming(config: ConnectorConfig, pipe: Any) -> None:
-    """A consumer's process."""
     serve(pipe, connector(config).consumer(EDGE), read)
-
-
-# -- in the test --------------------------------------------------------------------------------------------------
 
 
 class End:
@@ -122,18 +113,14 @@ class End:
         self.address = self.child.receive() if self._target is producing else ""
         self.files: int | None = None
 
-    def tell(self, *told: Any) -> None:
-        """Have something done."""
-        self.child.pipe.send(told)
-
     def replace(self) -> None:
-        """After it was killed."""
+        """Start the process again that was killed."""
         self.child.process.join(PATIENCE_S)
         self.child.pipe.close()
         self._start()
 
     def left(self, *, files: bool) -> str:
-        """What it holds, or with `files` those it has open beyond those of when it was first asked; empty: nothing."""
+        """What it holds, or with `files` the number of files opened since it was asked first; empty: nothing."""
         self.child.pipe.send(STATS)
         _, held, now = self.child.receive()
         self.files = now + SPARE_FILES if self.files is None else self.files
@@ -142,7 +129,7 @@ class End:
         return f"{now - self.files} files" if files and now > self.files else ""
 
     def end(self) -> list[str]:
-        """Let it end; the threads that were left."""
+        """Let it end; returns the names of the threads left."""
         self.child.pipe.send(None)
         (left,) = self.child.receive()
         self.child.process.join(PATIENCE_S)
@@ -152,7 +139,7 @@ class End:
 
 @dataclass
 class Stream:
-    """One stream: what it is meant for, who writes and who reads it, and how many chunks are read."""
+    """One stream: its planned end, its writer and reader, and how many chunks are read."""
 
     name: str
     fate: str
@@ -161,7 +148,7 @@ class Stream:
     count: int
 
     def ends(self, victim: End | None) -> set[str]:
-        """How it may end for its reader. Only streams that wait for a victim's last chunk are certain to lose it."""
+        """Its possible ends. Only streams that wait for the last chunk of a killed writer are certain to lose it."""
         if victim is not self.writer:
             return {self.fate}
         return {LOST} if self.fate == WHOLE else {LOST, self.fate}
@@ -169,12 +156,11 @@ class Stream:
 
 @dataclass
 class Storm:
-    """Two producers, two consumers and all streams.
+    """Two producers, two consumers and `streams` streams, a multiple of `WAVE`.
 
     Attributes:
-        streams: how many; a multiple of `WAVE`.
-        keeps_files: a library keeps connections as long as the process lives.
-        seen: counts how streams ended, processes that were killed, and streams that a consumer took over.
+        keeps_files: the library keeps connections as long as the process lives.
+        seen: counts the ends of streams, processes killed, and streams that a new consumer took over.
     """
 
     config: ConnectorConfig
@@ -184,11 +170,10 @@ class Storm:
     seen: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> None:
-        """All waves, then everything must be gone."""
         self._random = random.Random(self.seed)
         self._producers = [End(self.config, producing) for _ in range(2)]
         self._consumers = [End(self.config, consuming) for _ in range(2)]
-        self._lately: deque[Stream] = deque(maxlen=UNSAID * WAVE)
+        self._lately: deque[Stream] = deque(maxlen=UNSENT * WAVE)
         everybody = (*self._producers, *self._consumers)
         try:
             for first in range(0, self.streams, WAVE):
@@ -204,9 +189,9 @@ class Storm:
                 end.child.kill()
 
     def _check_seen(self) -> None:
-        """Everything has happened, more than once."""
-        ways = {how: self.seen[how] for how in (WHOLE, LEFT, FAILED, DROPPED, LOST)}
-        assert sum(ways.values()) == self.streams and min(ways.values()) > 1, self.seen
+        """Every end and every kind of kill has happened more than once."""
+        ends = [self.seen[end] for end in (WHOLE, LEFT, FAILED, DROPPED, LOST)]
+        assert sum(ends) == self.streams and min(ends) > 1, self.seen
         assert self.seen["killed"] > 1 and self.seen["taken over"] > 1, self.seen
 
     def _stream(self, name: str) -> Stream:
@@ -215,21 +200,20 @@ class Storm:
         return Stream(name, fate, self._random.choice(self._producers), self._random.choice(self._consumers), count)
 
     def _wave(self, streams: list[Stream]) -> None:
-        victim = None
-        if self._random.random() < KILLING:
-            victim = self._random.choice((*self._producers, *self._consumers))
+        everybody = (*self._producers, *self._consumers)
+        victim = self._random.choice(everybody) if self._random.random() < KILLING else None
         self._due = Counter[tuple[End, str]]()
         self._ended: dict[str, str] = {}
         for stream in streams:
-            self._tell(stream.reader, stream.name, stream.writer.address, stream.fate, stream.count)
-            # Who is to read to the end gets the last chunk when the victim is dead; who is not to, never.
+            self._send(stream.reader, stream.name, stream.writer.address, stream.fate, stream.count)
+            # A stream that is read to its end gets the last chunk when the victim is dead; the others never.
             complete = stream.fate == LEFT or (stream.fate == WHOLE and victim is None)
-            self._tell(stream.writer, stream.name, stream.fate, 0, CHUNKS if complete else CHUNKS - 1)
+            self._send(stream.writer, stream.name, stream.fate, 0, CHUNKS if complete else CHUNKS - 1)
         if victim is not None:
             enough = self._random.randint(0, sum(stream.fate != WHOLE for stream in streams))
-            self._hear(lambda: len(self._ended) >= enough)
+            self._receive(lambda: len(self._ended) >= enough)
             self._kill(victim, streams)
-        self._hear(lambda: not self._due)
+        self._receive(lambda: not self._due)
         for stream in streams:
             ended = self._ended[stream.name]
             assert ended in stream.ends(victim), f"{stream.name} was to be {stream.fate} and ended {ended}"
@@ -243,26 +227,26 @@ class Storm:
         for at in [at for at in self._due if at[0] is victim]:
             del self._due[at]
         writers = {stream.writer for stream in streams} - {victim}
-        self._hear(lambda: not any(end in writers for end, _ in self._due))
+        self._receive(lambda: not any(end in writers for end, _ in self._due))
         for stream in self._lately:
             if stream.reader is victim and stream.writer is not victim:
-                self._tell(stream.writer, stream.name, DROPPED, 0, 0)
+                self._send(stream.writer, stream.name, DROPPED, 0, 0)
         for stream in streams:
             if stream.writer is not victim and stream.fate == WHOLE:
-                self._tell(stream.writer, stream.name, stream.fate, CHUNKS - 1, CHUNKS)
-                if stream.reader is victim:  # who follows finds everything
-                    self._tell(victim, stream.name, stream.writer.address, stream.fate, CHUNKS)
+                self._send(stream.writer, stream.name, stream.fate, CHUNKS - 1, CHUNKS)
+                if stream.reader is victim:  # the new consumer gets every chunk
+                    self._send(victim, stream.name, stream.writer.address, stream.fate, CHUNKS)
                     self.seen["taken over"] += 1
             elif stream.reader is victim:
-                self._tell(stream.writer, stream.name, DROPPED, 0, 0)
+                self._send(stream.writer, stream.name, DROPPED, 0, 0)
                 self._ended.setdefault(stream.name, stream.fate)
 
-    def _tell(self, end: End, name: str, *told: Any) -> None:
+    def _send(self, end: End, name: str, *told: Any) -> None:
         self._due[end, name] += 1
-        end.tell(name, *told)
+        end.child.pipe.send((name, *told))
 
-    def _hear(self, enough: Callable[[], bool]) -> None:
-        """Take answers until there are enough."""
+    def _receive(self, enough: Callable[[], bool]) -> None:
+        """Receive answers until there are enough."""
         ends = {end.child.pipe: end for end in (*self._producers, *self._consumers)}
         while not enough():
             ready = multiprocessing.connection.wait(ends, PATIENCE_S)

@@ -62,7 +62,7 @@ def reference(config: Qwen3OmniMoeCode2WavConfig, seed: int = 0) -> Qwen3OmniMoe
 
 @torch.inference_mode()
 def _set_loudness(model: Qwen3OmniMoeCode2Wav, deviation: float) -> None:
-    """Scale the last convolution so that the samples, before the clamp, have this standard deviation."""
+    """Scale the last convolution: samples before the clamp have this standard deviation."""
     last = model.decoder[-1]
     unclamped: list[Tensor] = []
     hook = last.register_forward_hook(lambda module, inputs, output: unclamped.append(output))
@@ -73,7 +73,7 @@ def _set_loudness(model: Qwen3OmniMoeCode2Wav, deviation: float) -> None:
 
 
 def vocoder_like(model: Qwen3OmniMoeCode2Wav, **arguments: int) -> Vocoder:
-    """Our decoder with the same weights, loaded by name."""
+    """This package's decoder with the same weights, loaded by name."""
     vocoder = Vocoder(model.config, **arguments).eval()
     vocoder.load_state_dict(model.state_dict())
     return vocoder
@@ -105,6 +105,6 @@ def header(stream: str, part: int, last: bool, empty: bool = False) -> PartHeade
 
 
 def refusal(answer: Tensor) -> str | None:
-    """Why there is no sound; None if there is."""
+    """The reason of a stage error; None for sound."""
     message = unpack(answer)
     return message.reason if isinstance(message, StageError) else None

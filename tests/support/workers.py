@@ -18,8 +18,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 PROCESSES = "tests/processes/"
 SHARED = {
-    **dict.fromkeys(("test_parity", "test_requests", "test_recital", "test_text_only", "test_starved"), "omni"),
-    **dict.fromkeys(("test_replicas", "test_take_over", "test_hidden_states"), "twofold"),
+    **dict.fromkeys(("test_parity", "test_requests", "test_read_aloud", "test_text_only", "test_starved"), "omni"),
+    **dict.fromkeys(("test_replicas", "test_hidden_states"), "twofold"),
     **dict.fromkeys(("test_bodies", "test_http"), "plain_server"),
 }
 """Process tests by the engines of the session that they use: tests of one group start these engines once."""

@@ -1,4 +1,4 @@
-"""What replicas on different hosts must have in common."""
+"""Replicas on different hosts must agree on the settings of their stage and on the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.errors import ConfigError, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.plugins.spec import EdgeSpec
-from vllm_omni_ext.topology import agreement
 from vllm_omni_ext.topology.agreement import LOCAL_FIELDS, config_hash, model_identity
 from vllm_omni_ext.topology.shape import Machine, Plan, ReplicaPlan, StagePlan
 
@@ -56,20 +55,16 @@ def hash_of(args: dict[str, Any]) -> str:
     return config_hash(plan_with(args), "talker")
 
 
-def test_it_is_short_and_stays_the_same() -> None:
+def test_the_hash_is_the_one_of_earlier_versions() -> None:
     """A hash that changes without need keeps replicas of the same version from joining."""
     assert hash_of(ARGS) == "9ee97daea7b5a87b"
 
 
-@pytest.mark.parametrize("field", sorted(LOCAL_FIELDS))
-def test_what_may_differ(field: str) -> None:
-    assert hash_of({**ARGS, field: "x"}) == hash_of({**ARGS, field: "y"}) == hash_of(ARGS)
-
-
-def test_local_fields_exist() -> None:
+def test_local_fields_exist_and_may_differ() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert {field.name for field in fields(AsyncEngineArgs)} >= LOCAL_FIELDS
+    assert hash_of({**ARGS, **dict.fromkeys(LOCAL_FIELDS, "x")}) == hash_of(ARGS)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +81,7 @@ def test_local_fields_exist() -> None:
         lambda plan: replace(plan, stages=(plan.stages[0],)),
     ],
 )
-def test_what_is_not_about_the_replica(change: Callable[[Plan], Plan]) -> None:
+def test_settings_of_the_host_and_of_the_head_may_differ(change: Callable[[Plan], Plan]) -> None:
     plan = plan_with(ARGS)
     assert config_hash(change(plan), "talker") == config_hash(plan, "talker")
 
@@ -97,23 +92,14 @@ def test_what_is_not_about_the_replica(change: Callable[[Plan], Plan]) -> None:
         lambda plan: replace(plan, pipeline="other"),
         lambda plan: replace(plan, edges=plan.edges[:1]),
         lambda plan: replace(plan, edges=(EdgeSpec("talker", "code2wav", "tensors"), plan.edges[1])),
-        lambda plan: with_stage(plan, engine_args={**ARGS, "seed": 2}),
-        lambda plan: with_stage(plan, engine_args={**ARGS, "max_model_len": 2}),
-        lambda plan: with_stage(plan, engine_args={**ARGS, "hf_overrides": {"a": [1, {"b": 2.5}], "c": 0}}),
-        lambda plan: with_stage(plan, engine_args={**ARGS, "hf_overrides": {"a": [{"b": 2.5}, 1], "c": None}}),
-        lambda plan: with_stage(plan, engine_args={"dtype": "float32", "seed": 1}),
         lambda plan: with_stage(plan, engine_args={**ARGS, "seed": "1"}),
     ],
 )
-def test_what_must_agree(change: Callable[[Plan], Plan]) -> None:
+def test_pipeline_edges_and_engine_settings_must_agree(change: Callable[[Plan], Plan]) -> None:
     plan = plan_with(ARGS)
-    assert config_hash(change(plan), "talker") != config_hash(plan, "talker")
-
-
-def test_stages_differ() -> None:
-    assert config_hash(plan_with(ARGS), "talker") != config_hash(plan_with(ARGS), "code2wav")
+    assert config_hash(change(plan), "talker") != config_hash(plan, "talker") != config_hash(plan, "code2wav")
     with pytest.raises(UnknownMember):
-        config_hash(plan_with(ARGS), "dit")
+        config_hash(plan, "dit")
 
 
 VALUES = st.recursive(
@@ -146,12 +132,6 @@ def test_only_equal_settings_agree(one: dict[str, Any], other: dict[str, Any]) -
     assert (hash_of(one) == hash_of(other)) == same
 
 
-@given(ENGINE, st.text(max_size=6).filter(lambda name: name not in LOCAL_FIELDS), VALUES)
-def test_one_setting_more_is_a_difference(args: dict[str, Any], name: str, value: Any) -> None:
-    without = {key: item for key, item in args.items() if key != name}
-    assert hash_of({**without, name: value}) != hash_of(without)
-
-
 @dataclass
 class Settings:
     """As vLLM's config objects."""
@@ -164,7 +144,7 @@ class Nameless:
     """Its repr has an address in it."""
 
 
-def test_objects() -> None:
+def test_objects_are_compared_by_their_fields_or_names() -> None:
     one = Settings(1, frozenset({"a", "b", "c"}))
     assert hash_of({"x": one}) == hash_of({"x": Settings(1, frozenset({"c", "b", "a"}))})
     assert hash_of({"x": one}) != hash_of({"x": Settings(2, one.modes)})
@@ -175,7 +155,7 @@ def test_objects() -> None:
 
 
 @pytest.mark.engine
-def test_processes_agree() -> None:
+def test_processes_make_the_same_hash() -> None:
     """The order of sets and the addresses of objects differ from process to process."""
     code = (
         "from tests.topology.test_agreement import ARGS, Settings, hash_of;"
@@ -204,7 +184,7 @@ def write(folder: Path, *, seed: int = 0, config: dict[str, Any] | None = None, 
     return str(folder)
 
 
-def test_a_model_is_the_same_wherever_it_lies(tmp_path: Path) -> None:
+def test_the_identity_of_a_model_does_not_depend_on_its_path(tmp_path: Path) -> None:
     here, there = write(tmp_path / "a"), write(tmp_path / "deep" / "b")
     assert model_identity(here) == model_identity(there) == model_identity(here, revision="ignored")
     (Path(there) / "README.md").write_text("words")
@@ -213,7 +193,7 @@ def test_a_model_is_the_same_wherever_it_lies(tmp_path: Path) -> None:
     assert model_identity(here) == model_identity(there)
 
 
-def test_another_model_is_another(tmp_path: Path) -> None:
+def test_models_with_other_weights_or_configs_have_other_identities(tmp_path: Path) -> None:
     known = {
         model_identity(write(tmp_path / "a")),
         model_identity(write(tmp_path / "same_sizes", seed=1)),
@@ -245,28 +225,23 @@ def test_first_and_last_byte_count(tmp_path: Path, size: int) -> None:
     assert model_identity(str(folder)) == before
 
 
-def test_large_files_are_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_not_read_whole(tmp_path: Path) -> None:
     folder = Path(write(tmp_path / "a"))
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(1 << 40)  # sparse
-    assert len(list(agreement._sample_starts(1 << 40))) * agreement._SAMPLE_BYTES == 1 << 16
     assert len(model_identity(str(folder))) == 16
 
 
-def test_hub_ids() -> None:
+def test_hub_ids_have_their_revision() -> None:
     assert model_identity("Qwen/Qwen3") == model_identity("Qwen/Qwen3", revision="main") == "Qwen/Qwen3@main"
     assert model_identity("Qwen/Qwen3", revision="abc") == "Qwen/Qwen3@abc"
     assert model_identity("Qwen/Qwen3", config_path="mine") == "Qwen/Qwen3@main config mine"
 
 
-def test_a_file_and_a_config_elsewhere(tmp_path: Path) -> None:
+def test_a_file_and_a_config_in_another_folder_are_read(tmp_path: Path) -> None:
     folder, other = write(tmp_path / "a"), write(tmp_path / "b", config={"x": 1})
     assert model_identity(folder, config_path=other) == model_identity(other) != model_identity(folder)
     assert model_identity(f"{folder}/model.safetensors") not in {model_identity(folder), model_identity(other)}
-
-
-def test_a_damaged_config(tmp_path: Path) -> None:
-    folder = write(tmp_path / "a")
     (Path(folder) / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"^model: '.*config\.json' is not JSON: "):
         model_identity(folder)

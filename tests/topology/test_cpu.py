@@ -21,7 +21,7 @@ def plan_for(pipeline: PipelineSpec, machine: Machine, facts: ModelFacts | None 
     return make_plan(model="m", pipeline=pipeline, config=config, text_args={}, machine=machine, facts=facts)
 
 
-def test_defaults(pipeline: PipelineSpec, cpu: Machine) -> None:
+def test_the_defaults_of_a_cpu_machine(pipeline: PipelineSpec, cpu: Machine) -> None:
     plan = plan_for(pipeline, cpu)
     common = {
         "dtype": "float32",
@@ -46,7 +46,9 @@ def test_defaults(pipeline: PipelineSpec, cpu: Machine) -> None:
 @pytest.mark.parametrize(
     ("cores", "replicas", "threads"), [(8, 1, "2"), (8, 2, "2"), (8, 6, "1"), (1, 1, "1"), (8, 0, "4")]
 )
-def test_threads_are_divided(pipeline: PipelineSpec, cpu: Machine, cores: int, replicas: int, threads: str) -> None:
+def test_the_cores_are_divided_between_the_replicas(
+    pipeline: PipelineSpec, cpu: Machine, cores: int, replicas: int, threads: str
+) -> None:
     plan = plan_for(pipeline, replace(cpu, cpu_count=cores), talker=StageConfig(replicas=replicas))
     assert plan.stage("thinker").env == {
         "OMP_NUM_THREADS": threads,
@@ -76,7 +78,9 @@ def test_environment_may_be_changed(pipeline: PipelineSpec, cpu: Machine) -> Non
         (ModelFacts(max_model_len={"thinker": 65536}, kv_bytes_per_token={"thinker": MIB}), 4096 * MIB, 3584),
     ],
 )
-def test_cache_size(pipeline: PipelineSpec, cpu: Machine, facts: ModelFacts, cache: int, length: int | None) -> None:
+def test_the_kv_cache_holds_one_sequence_if_half_of_the_memory_suffices(
+    pipeline: PipelineSpec, cpu: Machine, facts: ModelFacts, cache: int, length: int | None
+) -> None:
     args: Any = plan_for(pipeline, cpu, facts).stage("thinker").engine_args
     assert (args["kv_cache_memory_bytes"], args.get("max_model_len")) == (cache, length)
 
@@ -88,38 +92,28 @@ def test_replicas_on_other_hosts_need_no_memory_here(pipeline: PipelineSpec, cpu
     assert args["kv_cache_memory_bytes"] == 12 * 1024 * MIB
 
 
-def test_several_processes_for_tensor_parallel(pipeline: PipelineSpec, cpu: Machine) -> None:
+def test_tensor_parallel_replicas_have_several_processes(pipeline: PipelineSpec, cpu: Machine) -> None:
     args = plan_for(pipeline, cpu, talker=StageConfig(engine={"tensor_parallel_size": 2})).stage("talker").engine_args
     assert "distributed_executor_backend" not in args
 
 
-def test_devices_are_refused(pipeline: PipelineSpec, cpu: Machine) -> None:
-    with pytest.raises(ConfigError, match=r"^stages\.talker\.devices: this machine has no CUDA device; remove it$"):
-        plan_for(pipeline, cpu, talker=StageConfig(devices="0"))
-
-
 @pytest.mark.parametrize(
-    ("engine", "replicas", "says"),
+    ("talker", "message"),
     [
-        ({"enable_sleep_mode": True}, 1, "enable_sleep_mode: stage 'talker' is on a CPU, where vLLM has no sleep mode"),
+        ({"devices": "0"}, "stages.talker.devices: this machine has no CUDA device; remove it"),
+        ({"engine": {"enable_sleep_mode": True}}, "enable_sleep_mode: stage 'talker' is on a CPU, where vLLM has no "),
         (
-            {"kv_cache_memory_bytes": 1 << 50},
-            1,
-            "kv_cache_memory_bytes: 1048576.0 GiB of KV cache for talker, and this",
+            {"engine": {"kv_cache_memory_bytes": 40 << 30}, "replicas": 2},
+            "kv_cache_memory_bytes: 80.0 GiB of KV cache for talker, and this machine has 64.0 GiB of memory; ",
         ),
-        ({"kv_cache_memory_bytes": 40 << 30}, 2, "kv_cache_memory_bytes: 80.0 GiB of KV cache for talker, and this"),
     ],
 )
-def test_what_a_cpu_cannot_do_is_one_line(
-    pipeline: PipelineSpec, cpu: Machine, engine: dict[str, Any], replicas: int, says: str
+def test_settings_that_no_cpu_machine_can_meet_are_refused(
+    pipeline: PipelineSpec, cpu: Machine, talker: dict[str, Any], message: str
 ) -> None:
     machine = replace(cpu, memory_bytes=64 << 30)
     with pytest.raises(ConfigError) as caught:
-        plan_for(pipeline, machine, talker=StageConfig(replicas=replicas, engine=engine))
-    assert str(caught.value).startswith(says) and "leave it out" in str(caught.value)
-
-
-def test_a_cache_that_fits_and_one_of_another_host_are_fine(pipeline: PipelineSpec, cpu: Machine) -> None:
-    machine = replace(cpu, memory_bytes=64 << 30)
+        plan_for(pipeline, machine, talker=StageConfig(**talker))
+    assert str(caught.value).startswith(message)
     plan_for(pipeline, machine, talker=StageConfig(engine={"kv_cache_memory_bytes": 64 << 30}))
     plan_for(pipeline, machine, talker=StageConfig(replicas=0, engine={"kv_cache_memory_bytes": 1 << 50}))

@@ -1,8 +1,7 @@
-"""A stage with `prefill_decode` becomes two, and everything behind knows stages and edges only."""
+"""A stage with `prefill_decode` becomes two stages and an edge."""
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -59,12 +58,14 @@ def test_without_the_key_nothing_changes(pipeline: PipelineSpec) -> None:
     assert expand(pipeline, config) == (pipeline, config)
 
 
-@pytest.mark.parametrize(("prefills", "decodes"), list(itertools.product((1, 2, 3), repeat=2)))
-def test_a_split_stage_is_two_stages(pipeline: PipelineSpec, cpu: Machine, prefills: int, decodes: int) -> None:
-    plan = plan_of(pipeline, cpu, config_of({"prefill": {"replicas": prefills}, "decode": {"replicas": decodes}}))
+def test_a_split_stage_is_two_stages(pipeline: PipelineSpec, cpu: Machine) -> None:
+    config = config_of({"prefill": {"replicas": 2}, "decode": {"replicas": 3}})
+    plan = plan_of(pipeline, cpu, config)
+    once = expand(pipeline, config)
+    assert expand(*once) == once and pickle.loads(pickle.dumps(plan)) == plan
     assert [stage.name for stage in plan.stages] == [PREFILL, DECODE, "talker", "code2wav"]
-    assert [len(stage.replicas) for stage in plan.stages] == [prefills, decodes, 1, 1]
-    assert str(plan.stage(PREFILL).replicas[-1].id) == f"thinker.prefill/{prefills - 1}"
+    assert [len(stage.replicas) for stage in plan.stages] == [2, 3, 1, 1]
+    assert str(plan.stage(PREFILL).replicas[-1].id) == "thinker.prefill/1"
     assert (plan.frontend().name, plan.frontend().model_stage) == (DECODE, "thinker")
     assert [(stage.name, stage.model_stage) for stage in plan.model_stages()] == [
         (DECODE, "thinker"),
@@ -73,9 +74,12 @@ def test_a_split_stage_is_two_stages(pipeline: PipelineSpec, cpu: Machine, prefi
     ]
     assert plan.source_of(DECODE) == PREFILL
     assert [plan.source_of(name) for name in (PREFILL, "talker", "code2wav")] == [None] * 3
+    assert plan.model_stage("thinker").name == DECODE
+    with pytest.raises(UnknownMember, match=r"^no stage 'thinker.decode'; the plan has thinker, talker, code2wav$"):
+        plan.model_stage(DECODE)
 
 
-def test_prompts_go_in_at_prefill_and_tokens_come_out_of_decode(pipeline: PipelineSpec, cpu: Machine) -> None:
+def test_edges_lead_into_prefill_and_out_of_decode(pipeline: PipelineSpec, cpu: Machine) -> None:
     loop = EdgeSpec("talker", "thinker", "tokens")
     plan = plan_of(replace(pipeline, edges=(*pipeline.edges, loop)), cpu, config_of())
     assert plan.edges == (
@@ -88,38 +92,17 @@ def test_prompts_go_in_at_prefill_and_tokens_come_out_of_decode(pipeline: Pipeli
 
 
 def test_both_sides_can_send_hidden_states(pipeline: PipelineSpec, cpu: Machine) -> None:
-    """Decode does so while nobody computes its prompts; what runs in the engines is what the stage needs."""
+    """Decode sends them while there is no prefill replica."""
     edge = EdgeSpec("thinker", "talker", "tensors", name="hidden_states")
-    needs = {"worker_cls": "some.Worker", "scheduler_cls": "some.scheduler"}
-    stages = (replace(pipeline.stages[0], engine=needs), *pipeline.stages[1:])
-    plan = plan_of(replace(pipeline, stages=stages, edges=(edge,)), cpu, config_of())
+    plan = plan_of(replace(pipeline, edges=(edge,)), cpu, config_of())
     assert list(plan.connectors) == ["hidden_states"]
     for side in (PREFILL, DECODE):
-        args = plan.stage(side).engine_args
-        assert args["additional_config"] == {"outgoing": plan.connectors}
-        assert {key: args[key] for key in needs} == needs
+        assert plan.stage(side).engine_args["additional_config"] == {"outgoing": plan.connectors}
     assert plan.stage("talker").engine_args["additional_config"] == {"incoming": plan.connectors}
     assert config_hash(plan, PREFILL) != config_hash(plan, DECODE)
 
 
-def test_expanding_twice_is_expanding_once(pipeline: PipelineSpec) -> None:
-    once = expand(pipeline, config_of({"decode": {"replicas": 2}}))
-    assert expand(*once) == once
-
-
-def test_the_name_of_the_model_s_stage(pipeline: PipelineSpec, cpu: Machine) -> None:
-    plan = plan_of(pipeline, cpu, config_of())
-    assert plan.model_stage("thinker").name == DECODE
-    with pytest.raises(UnknownMember, match=r"^no stage 'thinker.decode'; the plan has thinker, talker, code2wav$"):
-        plan.model_stage(DECODE)
-
-
-def test_a_plan_travels_between_processes(pipeline: PipelineSpec, cpu: Machine) -> None:
-    plan = plan_of(pipeline, cpu, config_of())
-    assert pickle.loads(pickle.dumps(plan)) == plan
-
-
-def test_what_is_said_of_the_stage_holds_for_both_sides_unless_a_side_says_otherwise(
+def test_settings_of_the_stage_apply_to_both_sides_unless_a_side_has_its_own(
     pipeline: PipelineSpec, cpu: Machine
 ) -> None:
     split = {
@@ -153,7 +136,7 @@ def test_the_pipeline_s_settings_and_stock_flags_reach_both_sides(pipeline: Pipe
     assert plan.stage("talker").engine_args["max_num_seqs"] == 7
 
 
-def test_facts_of_the_model_are_those_of_both_sides(pipeline: PipelineSpec, cpu: Machine) -> None:
+def test_facts_of_the_model_apply_to_both_sides(pipeline: PipelineSpec, cpu: Machine) -> None:
     facts = ModelFacts(max_model_len={"thinker": 4096}, kv_bytes_per_token={"thinker": 1 << 20})
     split = plan_of(pipeline, cpu, config_of(), facts=facts)
     for name in (PREFILL, DECODE):
@@ -178,13 +161,7 @@ def test_each_side_has_its_devices(pipeline: PipelineSpec, four_gpus: Machine) -
     assert [replica.devices for replica in plan.replicas()] == [(0,), (1,), (2,), (3,), (3,)]
 
 
-def test_sides_alone_on_their_devices_keep_their_memory(pipeline: PipelineSpec, four_gpus: Machine) -> None:
-    plan = plan_of(pipeline, four_gpus, config_of())
-    assert [replica.devices for replica in plan.replicas()] == [(0,), (1,), (2,), (3,)]
-    assert all("gpu_memory_utilization" not in stage.engine_args for stage in plan.stages)
-
-
-def test_hosts_agree_on_each_side(pipeline: PipelineSpec, cpu: Machine, four_gpus: Machine) -> None:
+def test_hosts_must_agree_on_each_side(pipeline: PipelineSpec, cpu: Machine, four_gpus: Machine) -> None:
     here, there = (plan_of(pipeline, machine, config_of(engine={"dtype": "float32"})) for machine in (cpu, four_gpus))
     slow = plan_of(pipeline, cpu, config_of({"transfer_timeout_s": 9}))
     for name in (PREFILL, DECODE):
@@ -194,7 +171,7 @@ def test_hosts_agree_on_each_side(pipeline: PipelineSpec, cpu: Machine, four_gpu
     assert config_hash(there, "talker") != config_hash(plan_of(pipeline, four_gpus, OmniConfig()), "talker")
 
 
-def test_overrides_name_a_side(pipeline: PipelineSpec, cpu: Machine) -> None:
+def test_overrides_may_name_a_side(pipeline: PipelineSpec, cpu: Machine) -> None:
     overrides = {
         "thinker": {"max_num_seqs": 6},
         "thinker.prefill": {"replicas": 3, "max_num_seqs": 2},
@@ -210,11 +187,9 @@ def test_overrides_name_a_side(pipeline: PipelineSpec, cpu: Machine) -> None:
 
 def test_overrides_can_split_a_stage(pipeline: PipelineSpec, cpu: Machine) -> None:
     given = {"thinker": {"prefill_decode": {"prefill": {"replicas": 2}, "transfer_timeout_s": 3}}}
-    config = with_overrides(parse_config({}, NAMES), given, NAMES)
-    plan = plan_of(pipeline, cpu, config)
+    plan = plan_of(pipeline, cpu, with_overrides(parse_config({}, NAMES), given, NAMES))
     assert len(plan.stage(PREFILL).replicas) == 2
-    split = plan.config.stage(DECODE).prefill_decode
-    assert split is not None and split.transfer_timeout_s == 3.0
+    assert plan.config.stage(DECODE).prefill_decode.transfer_timeout_s == 3.0
 
 
 BELOW = "stages.thinker.prefill_decode"
@@ -225,9 +200,7 @@ BELOW = "stages.thinker.prefill_decode"
     [
         ({"prefill_decode": {"connector": "pigeon"}}, f"{BELOW}.connector: must be 'mooncake' or "),
         ({"prefill_decode": {"connectr": "mooncake"}}, f"{BELOW}.connectr: unknown key; did you mean 'connector'?"),
-        ({"prefill_decode": {"prefil": {}}}, f"{BELOW}.prefil: unknown key; did you mean 'prefill'?"),
         ({"prefill_decode": 3}, f"{BELOW}: must be a mapping"),
-        ({"prefill_decode": {"prefill": 3}}, f"{BELOW}.prefill: must be a mapping"),
         ({"prefill_decode": {"prefill": {"replicas": -1}}}, f"{BELOW}.prefill.replicas: must be an integer >= 0"),
         (
             {"prefill_decode": {"decode": {"dtype": "half"}}},
@@ -240,7 +213,7 @@ BELOW = "stages.thinker.prefill_decode"
         ({"prefill_decode": {}, "devices": "0"}, "stages.thinker.devices: the stage has replicas of two kinds; write "),
     ],
 )
-def test_what_is_written_wrong_is_named(config: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_refused_with_their_path(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config({"stages": {"thinker": config}}, NAMES)
     assert str(caught.value).startswith(message)
@@ -250,12 +223,11 @@ def test_what_is_written_wrong_is_named(config: dict[str, Any], message: str) ->
     ("overrides", "message"),
     [
         ({"thinker": {"replicas": 2}}, "stages.thinker.replicas: the stage has replicas of two kinds; write "),
-        ({"thinker.prefill": {"replicas": -2}}, f"{BELOW}.prefill.replicas: must be an integer >= 0"),
         ({"thinker.prefill": {"replica": 2}}, f"{BELOW}.prefill.replica: unknown key; did you mean 'replicas'?"),
         ({"talker.prefill": {"replicas": 2}}, "stages.talker.prefill: no such stage"),
     ],
 )
-def test_overrides_that_are_wrong_are_named(overrides: dict[str, Any], message: str) -> None:
+def test_wrong_overrides_are_refused_with_their_path(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config_of(overrides=overrides)
     assert str(caught.value).startswith(f"--stage-overrides: {message}")
@@ -278,19 +250,19 @@ def test_overrides_that_are_wrong_are_named(overrides: dict[str, Any], message: 
         ({"protocol": "pigeon"}, f"{BELOW}.protocol: "),
     ],
 )
-def test_what_does_not_fit_together_is_named(
+def test_sides_that_do_not_fit_together_are_refused(
     pipeline: PipelineSpec, cpu: Machine, split: dict[str, Any], message: str
 ) -> None:
     assert error_of(pipeline, cpu, config_of(split)).startswith(message)
 
 
-def test_devices_of_a_side_are_named(pipeline: PipelineSpec, cpu: Machine, four_gpus: Machine) -> None:
+def test_wrong_devices_of_a_side_are_refused(pipeline: PipelineSpec, cpu: Machine, four_gpus: Machine) -> None:
     config = config_of({"prefill": {"devices": "9"}})
     assert error_of(pipeline, cpu, config).startswith(f"{BELOW}.prefill.devices: this machine has no CUDA device")
     assert error_of(pipeline, four_gpus, config).startswith(f"{BELOW}.prefill.devices: device 9 does not exist")
 
 
-def test_a_stage_that_is_fed_cannot_be_split(pipeline: PipelineSpec, cpu: Machine) -> None:
+def test_a_stage_that_gets_input_while_it_decodes_cannot_be_split(pipeline: PipelineSpec, cpu: Machine) -> None:
     config = parse_config({"stages": {"talker": {"prefill_decode": {}}}}, NAMES)
     assert error_of(pipeline, cpu, config) == (
         "stages.talker.prefill_decode: 'talker' takes its input while it decodes, so its prompts cannot be computed "
@@ -300,16 +272,10 @@ def test_a_stage_that_is_fed_cannot_be_split(pipeline: PipelineSpec, cpu: Machin
 
 def test_the_plan_as_text_and_data(pipeline: PipelineSpec, cpu: Machine) -> None:
     plan = plan_of(pipeline, cpu, config_of({"decode": {"replicas": 2}}))
-    text = explain(plan)
     for line in (
-        "|- thinker.prefill/0",
-        "|- thinker.decode/1",
         "thinker.prefill -> thinker.decode  kv, mooncake",
-        "thinker.decode -> talker  tokens, words in chunks of 1, 5",
-        "stage thinker.prefill: 1 replica, computes the prompts of thinker.decode",
-        "stage thinker.decode: 2 replicas, the frontend",
+        "1 replica, computes the prompts of thinker.decode",
     ):
-        assert line in text
-    stages = as_json(plan)["stages"]
-    assert [stage["part_of"] for stage in stages] == ["thinker", "thinker", "", ""]
+        assert line in explain(plan)
+    assert [stage["part_of"] for stage in as_json(plan)["stages"]] == ["thinker", "thinker", "", ""]
     assert as_json(plan)["edges"][0]["kind"] == "kv"

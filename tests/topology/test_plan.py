@@ -1,17 +1,23 @@
-"""From configuration to plan: who decides which engine argument, and what is refused."""
+"""From configuration to plan: the precedence of engine arguments, and refusals."""
 
 from __future__ import annotations
 
-import pickle
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vllm_omni_ext.config.connectors import DEFAULTS
 from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.errors import ConfigError, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.plugins.memory import ModelFacts
-from vllm_omni_ext.plugins.spec import PipelineSpec
+from vllm_omni_ext.plugins.spec import EdgeSpec, PipelineSpec
+from vllm_omni_ext.topology.agreement import config_hash
+from vllm_omni_ext.topology.compilation import FIELD, with_custom_ops
+from vllm_omni_ext.topology.explain import as_json, explain
+from vllm_omni_ext.topology.machines import parse_machine
 from vllm_omni_ext.topology.plan import SHARED_FIELDS, Machine, Plan, make_plan
 
 
@@ -34,7 +40,7 @@ def plan_for(
     )
 
 
-def test_names_and_order(pipeline: PipelineSpec, cpu: Machine) -> None:
+def test_the_order_of_stages_replicas_and_edges(pipeline: PipelineSpec, cpu: Machine) -> None:
     plan = plan_for(pipeline, cpu, {"talker": StageConfig(replicas=2)})
     assert (plan.model, plan.family, plan.pipeline, plan.api_servers) == ("m", "speakers", "speech", 1)
     assert [str(replica.id) for replica in plan.replicas()] == ["thinker/0", "talker/0", "talker/1", "code2wav/0"]
@@ -45,23 +51,14 @@ def test_names_and_order(pipeline: PipelineSpec, cpu: Machine) -> None:
     assert plan.replica(ReplicaId("talker", 1)).id == ReplicaId("talker", 1)
 
 
-def test_a_stage_may_be_on_other_hosts(pipeline: PipelineSpec, cpu: Machine) -> None:
-    plan = plan_for(pipeline, cpu, {"talker": StageConfig(replicas=0)})
-    assert plan.stage("talker").replicas == ()
-    assert plan.stage("talker").engine_args == plan_for(pipeline, cpu).stage("talker").engine_args
-    assert [str(replica.id) for replica in plan.replicas()] == ["thinker/0", "code2wav/0"]
-
-
-@pytest.mark.parametrize("machine", ["cpu", "four_gpus"])
-def test_every_stage_may_be_elsewhere_the_frontend_too(
-    pipeline: PipelineSpec, machine: str, request: pytest.FixtureRequest
+@pytest.mark.parametrize("away", [("talker",), ("thinker", "talker", "code2wav")])
+def test_stages_may_be_on_other_hosts(
+    pipeline: PipelineSpec, cpu: Machine, four_gpus: Machine, away: tuple[str, ...]
 ) -> None:
-    config = OmniConfig(stages={name: StageConfig(replicas=0) for name in ("thinker", "talker", "code2wav")})
-    common: dict[str, Any] = {"model": "m", "pipeline": pipeline, "config": config, "text_args": {}}
-    common["machine"] = request.getfixturevalue(machine)
-    plan = make_plan(**common)
-    assert plan.replicas() == ()
-    assert plan.frontend().name == "thinker"
+    for machine in (cpu, four_gpus):
+        plan = plan_for(pipeline, machine, {name: StageConfig(replicas=0) for name in away})
+        assert [stage.name for stage in plan.stages if not stage.replicas] == list(away)
+        assert plan.frontend().name == "thinker"
 
 
 def test_unknown_members(pipeline: PipelineSpec, cpu: Machine) -> None:
@@ -71,11 +68,6 @@ def test_unknown_members(pipeline: PipelineSpec, cpu: Machine) -> None:
             ask("dit")
     with pytest.raises(UnknownMember, match=r"^no replica 'talker/1'; the plan has talker/0$"):
         plan.replica(ReplicaId("talker", 1))
-
-
-def test_a_plan_travels_between_processes(pipeline: PipelineSpec, four_gpus: Machine) -> None:
-    plan = plan_for(pipeline, four_gpus, {"talker": StageConfig(replicas=2)}, {"seed": 1})
-    assert pickle.loads(pickle.dumps(plan)) == plan
 
 
 def test_stock_flags_are_for_the_frontend(pipeline: PipelineSpec, four_gpus: Machine) -> None:
@@ -94,15 +86,13 @@ def test_stock_flags_are_for_the_frontend(pipeline: PipelineSpec, four_gpus: Mac
     }
 
 
-@pytest.mark.parametrize("field", sorted(SHARED_FIELDS))
-def test_shared_fields_reach_every_stage(pipeline: PipelineSpec, four_gpus: Machine, field: str) -> None:
-    plan = plan_for(pipeline, four_gpus, text_args={field: "value"})
-    assert [stage.engine_args[field] for stage in plan.stages] == ["value"] * 3
+def test_shared_fields_reach_every_stage(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+    given = dict.fromkeys(SHARED_FIELDS, "value")
+    plan = plan_for(pipeline, four_gpus, text_args=given)
+    assert all(given.items() <= stage.engine_args.items() for stage in plan.stages)
 
 
-def test_precedence(pipeline: PipelineSpec, cpu: Machine) -> None:
-    """Overrides over flags over the file over the pipeline over the platform."""
-
+def test_overrides_precede_flags_the_file_the_pipeline_and_the_platform(pipeline: PipelineSpec, cpu: Machine) -> None:
     def seqs(stage: str, config: StageConfig, flags: dict[str, Any]) -> Any:
         return plan_for(pipeline, cpu, {stage: config}, flags).stage(stage).engine_args["max_num_seqs"]
 
@@ -115,7 +105,9 @@ def test_precedence(pipeline: PipelineSpec, cpu: Machine) -> None:
     assert seqs("thinker", StageConfig(engine=file, engine_overrides=over), {"max_num_seqs": 3}) == 4
 
 
-def test_a_shared_flag_beats_the_file_but_not_the_override(pipeline: PipelineSpec, cpu: Machine) -> None:
+def test_a_shared_flag_has_precedence_over_the_file_and_not_over_an_override(
+    pipeline: PipelineSpec, cpu: Machine
+) -> None:
     stages = {
         "talker": StageConfig(engine={"dtype": "float16"}),
         "code2wav": StageConfig(engine_overrides={"dtype": "float16"}),
@@ -124,9 +116,11 @@ def test_a_shared_flag_beats_the_file_but_not_the_override(pipeline: PipelineSpe
     assert [stage.engine_args["dtype"] for stage in plan.stages] == ["bfloat16", "bfloat16", "float16"]
 
 
-def test_default_parameters(pipeline: PipelineSpec, cpu: Machine) -> None:
-    plan = plan_for(pipeline, cpu, {"talker": StageConfig(params={"temperature": 0.0})})
-    assert plan.stage("talker").params == {"temperature": 0.0, "max_tokens": 4096}
+def test_default_parameters_and_kv_cache_bytes(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+    talker = StageConfig(params={"temperature": 0.0}, kv_cache_bytes=5)
+    stage = plan_for(pipeline, four_gpus, {"talker": talker}).stage("talker")
+    assert stage.params == {"temperature": 0.0, "max_tokens": 4096}
+    assert stage.engine_args["kv_cache_memory_bytes"] == 5
 
 
 def test_cuda_devices_and_shares(pipeline: PipelineSpec, four_gpus: Machine) -> None:
@@ -139,46 +133,12 @@ def test_cuda_devices_and_shares(pipeline: PipelineSpec, four_gpus: Machine) -> 
     assert [stage.env for stage in plan.stages] == [{}, {}, {}]
 
 
-@pytest.mark.parametrize(
-    ("devices", "talkers"),
-    [
-        ("0,1,2,3", [(0, 1), (2, 3)]),  # a pool: 2 replicas x 2 devices
-        ("3,2,1,0", [(3, 2), (1, 0)]),
-        ("0,1", [(0, 1), (2, 3)]),  # the first replica's devices
-        ("1,0", [(1, 0), (3, 2)]),
-        ("2,3,2,3", [(2, 3), (2, 3)]),  # shared
-    ],
-)
-def test_written_devices_and_tensor_parallel_replicas(
-    pipeline: PipelineSpec, four_gpus: Machine, devices: str, talkers: list[tuple[int, ...]]
-) -> None:
-    talker = StageConfig(replicas=2, devices=devices, engine={"tensor_parallel_size": 2})
-    plan = plan_for(pipeline, four_gpus, {"talker": talker})
-    assert [replica.devices for replica in plan.stage("talker").replicas] == talkers
-
-
-@pytest.mark.parametrize(
-    ("replicas", "devices", "message"),
-    [
-        (2, "0,1,2", "2 replicas x tensor_parallel_size 2 = 4 devices, but '0,1,2' names 3; write 4, or 2 for the"),
-        (2, "0", "2 replicas x tensor_parallel_size 2 = 4 devices, but '0' names 1; write 4, or 2 for the"),
-        (1, "0,1,2,3", "1 replica x tensor_parallel_size 2 = 2 devices, but '0,1,2,3' names 4"),
-        (3, "0,1,2,3", "3 replicas x tensor_parallel_size 2 = 6 devices, but '0,1,2,3' names 4; write 6, or 2 for the"),
-    ],
-)
-def test_wrong_counts_do_the_arithmetic(
-    pipeline: PipelineSpec, four_gpus: Machine, replicas: int, devices: str, message: str
-) -> None:
-    """Tensor parallelism from the override, as the one that counts."""
-    talker = StageConfig(
-        replicas=replicas,
-        devices=devices,
-        engine={"tensor_parallel_size": 4},
-        engine_overrides={"tensor_parallel_size": 2},
-    )
-    with pytest.raises(ConfigError) as caught:
-        plan_for(pipeline, four_gpus, {"talker": talker})
-    assert str(caught.value).startswith(f"stages.talker.devices: {message}")
+def test_devices_are_placed_for_the_overridden_tensor_parallel_size(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+    engine = {"engine": {"tensor_parallel_size": 4}, "engine_overrides": {"tensor_parallel_size": 2}}
+    plan = plan_for(pipeline, four_gpus, {"talker": StageConfig(replicas=2, devices="0,1", **engine)})
+    assert [replica.devices for replica in plan.stage("talker").replicas] == [(0, 1), (2, 3)]
+    with pytest.raises(ConfigError, match=r"^stages\.talker\.devices: 2 replicas x tensor_parallel_size 2 = 4 devices"):
+        plan_for(pipeline, four_gpus, {"talker": StageConfig(replicas=2, devices="0", **engine)})
 
 
 def test_the_users_utilization_stays(pipeline: PipelineSpec, four_gpus: Machine) -> None:
@@ -186,11 +146,6 @@ def test_the_users_utilization_stays(pipeline: PipelineSpec, four_gpus: Machine)
     plan = plan_for(pipeline, four_gpus, stages, {"gpu_memory_utilization": 0.3})
     values = [stage.engine_args["gpu_memory_utilization"] for stage in plan.stages]
     assert values == [0.3, 0.4, 0.2]
-
-
-def test_kv_cache_bytes(pipeline: PipelineSpec, four_gpus: Machine) -> None:
-    plan = plan_for(pipeline, four_gpus, {"talker": StageConfig(kv_cache_bytes=5)})
-    assert plan.stage("talker").engine_args["kv_cache_memory_bytes"] == 5
 
 
 def test_one_step_stage_holds_its_longest_sequence(pipeline: PipelineSpec, four_gpus: Machine) -> None:
@@ -210,14 +165,9 @@ def test_one_step_stage_holds_its_longest_sequence(pipeline: PipelineSpec, four_
 REFUSALS: list[tuple[dict[str, StageConfig], dict[str, Any], str]] = [
     ({"dit": StageConfig()}, {}, "stages.dit: pipeline 'speech' has no such stage; use one of thinker, talker, code2w"),
     (
-        {"code2wav": StageConfig(engine={"runner": "generate"})},
+        {"code2wav": StageConfig(engine_overrides={"runner": "generate"})},
         {},
         "stages.code2wav.engine.runner: the pipeline sets it to 'pooling' for 'code2wav'; remove it",
-    ),
-    (
-        {"talker": StageConfig(engine_overrides={"enable_prefix_caching": True})},
-        {},
-        "stages.talker.engine.enable_prefix_caching: the pipeline sets it to False for 'talker'; remove it",
     ),
     ({}, {"worker_cls": "mine"}, "worker_cls: the pipeline sets it to 'pkg.W' for 'thinker'; remove it"),
     ({}, {"data_parallel_size": 2}, "data_parallel_size: write stages.thinker.replicas instead"),
@@ -247,24 +197,20 @@ REFUSALS: list[tuple[dict[str, StageConfig], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("stages", "text_args", "message"), REFUSALS)
-def test_refusals(
-    pipeline: PipelineSpec,
-    four_gpus: Machine,
-    stages: dict[str, StageConfig],
-    text_args: dict[str, Any],
-    message: str,
+def test_forbidden_engine_arguments_are_refused(
+    pipeline: PipelineSpec, four_gpus: Machine, stages: Any, text_args: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_for(pipeline, four_gpus, stages, text_args)
     assert str(caught.value).startswith(message)
 
 
-def test_a_harmless_value_passes(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+def test_a_value_equal_to_that_of_the_pipeline_is_accepted(pipeline: PipelineSpec, four_gpus: Machine) -> None:
     text_args = {"data_parallel_size": 1, "worker_cls": "pkg.W", "nnodes": 1}
     assert plan_for(pipeline, four_gpus, text_args=text_args).stage("thinker").engine_args["worker_cls"] == "pkg.W"
 
 
-def test_a_config_for_another_pipeline(pipeline: PipelineSpec, cpu: Machine) -> None:
+def test_a_config_for_another_pipeline_is_refused(pipeline: PipelineSpec, cpu: Machine) -> None:
     with pytest.raises(ConfigError, match=r"^pipeline: the stage config is for 'other', but the model is 'speech'$"):
         make_plan(model="m", pipeline=pipeline, config=OmniConfig(pipeline="other"), text_args={}, machine=cpu)
 
@@ -279,7 +225,9 @@ def test_a_config_for_another_pipeline(pipeline: PipelineSpec, cpu: Machine) -> 
     ],
     ids=str,
 )
-def test_chunks(pipeline: PipelineSpec, cpu: Machine, config: dict[str, Any], chunks: dict[str, Any]) -> None:
+def test_chunk_sizes_of_the_edges(
+    pipeline: PipelineSpec, cpu: Machine, config: dict[str, Any], chunks: dict[str, Any]
+) -> None:
     plan = make_plan(model="m", pipeline=pipeline, config=OmniConfig(**config), text_args={}, machine=cpu)
     assert plan.chunks == chunks
 
@@ -292,13 +240,15 @@ def test_chunks(pipeline: PipelineSpec, cpu: Machine, config: dict[str, Any], ch
     ],
     ids=str,
 )
-def test_refused_chunks(pipeline: PipelineSpec, cpu: Machine, config: dict[str, Any], message: str) -> None:
+def test_wrong_chunks_and_timeouts_are_refused(
+    pipeline: PipelineSpec, cpu: Machine, config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         make_plan(model="m", pipeline=pipeline, config=OmniConfig(**config), text_args={}, machine=cpu)
     assert str(caught.value) == message
 
 
-def test_streaming_stages_know_how_long_to_wait(pipeline: PipelineSpec, cpu: Machine) -> None:
+def test_a_stage_of_parts_gets_the_idle_timeout_of_streams(pipeline: PipelineSpec, cpu: Machine) -> None:
     config = OmniConfig(
         stream_idle_timeout_s=77.0, stages={"code2wav": StageConfig(engine={"additional_config": {"x": 1}})}
     )
@@ -307,10 +257,118 @@ def test_streaming_stages_know_how_long_to_wait(pipeline: PipelineSpec, cpu: Mac
     assert "additional_config" not in plan.stage("thinker").engine_args
 
 
-def test_more_replicas_are_needed_than_can_ever_be_up(pipeline: PipelineSpec, cpu: Machine) -> None:
+def test_more_required_replicas_than_can_be_up_are_refused(pipeline: PipelineSpec, cpu: Machine) -> None:
     message = "min_replicas: 3 can never be up, because 2 are started here and none can join; set a master_address"
     two = {"talker": StageConfig(replicas=2, min_replicas=3)}
     with pytest.raises(ConfigError, match=rf"^stages\.talker\.{message}"):
         plan_for(pipeline, cpu, two)
     assert plan_for(pipeline, cpu, two, master_address="10.0.0.1").config.stage("talker").min_replicas == 3
     assert plan_for(pipeline, cpu, {"talker": StageConfig(replicas=3, min_replicas=3)})
+
+
+HEAD = {"master_address": "10.0.0.1", "master_port": 9100}
+
+
+@pytest.fixture
+def named(pipeline: PipelineSpec) -> PipelineSpec:
+    edges = (pipeline.edges[0], EdgeSpec("thinker", "talker", "tensors", name="hidden_states"), pipeline.edges[2])
+    return replace(pipeline, edges=edges)
+
+
+@pytest.mark.parametrize(("config", "name"), [({}, "shared_memory"), (HEAD, "tcp")])
+def test_both_ends_of_an_edge_get_its_connector(named: PipelineSpec, cpu: Machine, config: Any, name: str) -> None:
+    plan = plan_for(named, cpu, **config)
+    edge = {"hidden_states": {"name": name, **DEFAULTS}}
+    assert plan.connectors == edge
+    assert plan.stage("thinker").engine_args["additional_config"] == {"outgoing": edge}
+    assert plan.stage("talker").engine_args["additional_config"] == {"incoming": edge}
+    assert set(plan.stage("code2wav").engine_args["additional_config"]) == {"stream_idle_timeout_s"}
+    assert f"  thinker -> talker  tensors, hidden_states over {name}\n" in explain(plan)
+    assert as_json(plan)["connectors"] == edge
+
+
+def test_additional_config_of_the_user_stays(named: PipelineSpec, cpu: Machine) -> None:
+    stages = {"talker": StageConfig(engine={"additional_config": {"x": 1}})}
+    found = plan_for(named, cpu, stages=stages).stage("talker").engine_args["additional_config"]
+    assert set(found) == {"x", "incoming"}
+
+
+def test_an_edge_without_a_name_has_no_connector(pipeline: PipelineSpec, cpu: Machine) -> None:
+    plan = plan_for(pipeline, cpu)
+    assert plan.connectors == {} and "additional_config" not in plan.stage("thinker").engine_args
+
+
+@pytest.mark.parametrize(
+    ("connectors", "message"),
+    [
+        ({"hidden_state": {}}, "connectors.hidden_state: unknown key; did you mean 'hidden_states'?"),
+        ({"words": {}}, "connectors.words: unknown key; use one of hidden_states"),
+        ({"hidden_states": {"name": "tpc"}}, "connectors.hidden_states.name: no connector 'tpc'; did you mean 'tcp'?"),
+    ],
+    ids=str,
+)
+def test_wrong_connectors_are_refused(named: PipelineSpec, cpu: Machine, connectors: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_for(named, cpu, connectors=connectors)
+    assert str(caught.value) == message
+
+
+def test_hosts_agree_on_the_connector_but_not_on_its_address(named: PipelineSpec, cpu: Machine) -> None:
+    def hash_of(**fields: Any) -> str:
+        return config_hash(plan_for(named, cpu, **HEAD, connectors={"hidden_states": fields}), "talker")
+
+    assert hash_of(host="10.0.0.1", port=7000, device="eth0") == hash_of(host="10.0.0.2") == hash_of()
+    assert hash_of(name="mooncake") != hash_of()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {"custom_ops": ["+rope"]}),
+        ({}, {"custom_ops": ["+rope"]}),
+        (3, {"mode": 3, "custom_ops": ["+rope"]}),
+        ({"mode": 3, "custom_ops": ["none", "+norm"]}, {"mode": 3, "custom_ops": ["none", "+norm", "+rope"]}),
+        ({"custom_ops": ["all", "-rope"]}, {"custom_ops": ["all", "-rope"]}),
+        ({"custom_ops": ["+rope"]}, {"custom_ops": ["+rope"]}),
+    ],
+    ids=str,
+)
+def test_custom_ops_of_a_stage_are_added_to_those_of_the_user(given: Any, expected: dict[str, Any]) -> None:
+    args = {"seed": 1} if given is None else {"seed": 1, FIELD: given}
+    assert with_custom_ops(args, ("rope",)) == {"seed": 1, FIELD: expected}
+
+
+def test_a_compilation_config_object_is_copied() -> None:
+    """As `--compilation-config` of vLLM's command line makes it."""
+    given = SimpleNamespace(mode=3, custom_ops=["none"])
+    made = with_custom_ops({FIELD: given}, ("rope",))[FIELD]
+    assert (made.mode, made.custom_ops) == (3, ["none", "+rope"]) and given.custom_ops == ["none"]
+    assert with_custom_ops({"seed": 1}, ()) == {"seed": 1}
+
+
+HERE = Machine(platform="cuda", device_count=1, cpu_count=3, memory_bytes=5, device_bytes=(7,))
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        ("cuda:80GiBx2", (80 << 30,) * 2),
+        ("cuda:81559MiB", (81559 << 20,)),
+        ("cuda:22.5GiBx1", (45 << 29,)),
+        ("cpu", ()),
+    ],
+)
+def test_a_machine_is_read_from_text(text: str, devices: tuple[int, ...]) -> None:
+    found = parse_machine(text, HERE)
+    assert (found.device_bytes, found.device_count) == (devices, len(devices))
+    assert found.platform == ("cuda" if devices else "cpu")
+    assert (found.cpu_count, found.memory_bytes) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "cuda", "cuda:80", "cuda:80GB", "cuda:80GiBx0", "cuda:0GiB", "cuda:80GiB x2", "h100"]
+)
+def test_wrong_machines_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_machine(text, HERE)
+    assert str(refused.value).startswith(f"--machine {text}: write cuda:SIZExCOUNT, e.g. cuda:80GiBx2 ")

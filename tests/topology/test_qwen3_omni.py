@@ -34,11 +34,14 @@ def test_packaged_configs_fit_any_machine(name: str, devices: int) -> None:
     )
     used = [device for replica in plan.replicas() for device in replica.devices]
     assert len(set(used)) == min(devices, len(used))
+    assert list(plan.connectors) == ["hidden_states"] and QWEN3_OMNI.chunks().keys() == {"text", "frames"}
 
 
 @pytest.mark.parametrize(("written", "talkers"), [("2,1", [(2,), (1,)]), ("1", [(1,), (2,)]), ("1,1", [(1,), (1,)])])
-def test_what_the_packaged_file_says_of_devices(tmp_path: Path, written: str, talkers: list[tuple[int, ...]]) -> None:
-    """The lines that are comments in it, with the mark taken away."""
+def test_commented_devices_of_the_packaged_file_can_be_used(
+    tmp_path: Path, written: str, talkers: list[tuple[int, ...]]
+) -> None:
+    """Each commented line of the file works without its `#`."""
     text = resources.files(FAMILY.presets).joinpath("qwen3_omni_replicas.yaml").read_text("utf-8")
     line = f'# devices: "{written}"'
     assert text.count(line) == 1
@@ -58,27 +61,17 @@ def planned(machine: Machine, config: OmniConfig | None = None, **text_args: Any
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.platform)
 @pytest.mark.parametrize("asked", [None, "bfloat16", "auto"])
-def test_the_vocoder_is_exact_whatever_the_others_are(machine: Machine, asked: str | None) -> None:
+def test_the_vocoder_is_float32_unless_its_own_dtype_is_set(machine: Machine, asked: str | None) -> None:
     plan = planned(machine, **({} if asked is None else {"dtype": asked}))
     assert plan.stage("code2wav").engine_args["dtype"] == "float32"
     if asked is not None:
         assert [plan.stage(name).engine_args["dtype"] for name in ("thinker", "talker")] == [asked, asked]
+    for layer in ("engine", "engine_overrides"):
+        config = OmniConfig(stages={"code2wav": StageConfig(**{layer: {"dtype": "bfloat16"}})})
+        assert planned(machine, config).stage("code2wav").engine_args["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("layer", ["engine", "engine_overrides"])
-def test_who_names_the_vocoder_decides(layer: str) -> None:
-    config = OmniConfig(stages={"code2wav": StageConfig(**{layer: {"dtype": "bfloat16"}})})
-    assert planned(MACHINES[1], config).stage("code2wav").engine_args["dtype"] == "bfloat16"
-
-
-@pytest.mark.parametrize(
-    ("stage", "where"),
-    [
-        ("thinker", ""),
-        ("thinker", "stages.thinker.engine."),
-        ("talker", "stages.talker.engine."),
-    ],
-)
+@pytest.mark.parametrize(("stage", "where"), [("thinker", ""), ("talker", "stages.talker.engine.")])
 def test_layers_of_a_stage_are_not_spread_over_ranks(stage: str, where: str) -> None:
     """The hidden states that the talker reads leave from one rank, whatever layers it has."""
     two = {"pipeline_parallel_size": 2}
@@ -92,7 +85,7 @@ def test_layers_of_a_stage_are_not_spread_over_ranks(stage: str, where: str) -> 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.platform)
 def test_rotary_embeddings_are_never_compiled_into_other_kernels(machine: Machine) -> None:
-    """For the thinker, in one piece or in two; what the user says of other operators stays."""
+    """For the thinker, whole or split; operators that the user names stay."""
     split = OmniConfig(stages={"thinker": StageConfig(prefill_decode=PrefillDecode())})
     for config, sides in ((OmniConfig(), ["thinker"]), (split, ["thinker.prefill", "thinker.decode"])):
         plan = planned(machine, config, compilation_config={"custom_ops": ["+rms_norm"]})
@@ -110,14 +103,11 @@ def checkpoint(*, sound: bool) -> SimpleNamespace:
     )
 
 
-def test_facts() -> None:
+def test_facts_are_read_from_the_checkpoint() -> None:
     params = resolved_params(QWEN3_OMNI, load_config("qwen3_omni", NAMES, FAMILY.presets))
     assert facts(checkpoint(sound=True), params) == ModelFacts(
         max_model_len={"thinker": 1000, "talker": 1000, "code2wav": 4096 * 16},
         kv_bytes_per_token={"thinker": 3 * 2 * 32 * 2 * 4, "talker": 3 * 2 * 32 * 2 * 4},
     )
-
-
-def test_a_checkpoint_without_sound_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^model: this checkpoint has no sound output .* leave --omni out$"):
         facts(checkpoint(sound=False), {"talker": {"max_tokens": 1}})

@@ -1,4 +1,4 @@
-"""The released models on machines of all sizes: what is planned fits, and a refusal says what helps."""
+"""The released models on machines of all sizes: plans fit, and a refusal names a remedy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plan_for(config: str, where: Machine, flags: dict[str, Any] | None = None, *
 
 
 def check_sheet(sheet: Sheet, stages: dict[str, StagePlan], alone: bool) -> None:
-    """Nothing is handed out twice, and what vLLM will claim is what the sheet says."""
+    """vLLM claims what the sheet says, and all claims together fit."""
     assert sheet.free >= 0
     visible = visible_bytes(sheet.device_bytes)
     claimed = 0
@@ -64,7 +64,7 @@ def check(plan: Plan) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("size", CARDS.values(), ids=list(CARDS))
 @pytest.mark.parametrize("flags", [{}, {"quantization": "fp8"}], ids=["bf16", "fp8"])
-def test_it_fits_or_says_what_is_missing(config: str, count: int, size: int, flags: dict[str, Any]) -> None:
+def test_a_plan_fits_or_is_refused_with_a_remedy(config: str, count: int, size: int, flags: dict[str, Any]) -> None:
     try:
         check(plan_for(config, machine(size, count), flags))
     except DoesNotFit as err:
@@ -75,7 +75,7 @@ def test_it_fits_or_says_what_is_missing(config: str, count: int, size: int, fla
         assert all(f"{share.replica} " in str(err) for share in short[0].shares)
 
 
-def test_one_h100_says_which_flag_it_wants_and_runs_with_it() -> None:
+def test_one_h100_is_refused_with_a_flag_that_makes_it_fit() -> None:
     with pytest.raises(DoesNotFit) as refused:
         plan_for("qwen3_omni", machine(H100, 1))
     assert str(refused.value).endswith(
@@ -104,7 +104,7 @@ def test_one_h100_says_which_flag_it_wants_and_runs_with_it() -> None:
         ("qwen3_omni", 8_192, 1, "nothing is known to help with up to 8 devices of this size; use larger ones"),
     ],
 )
-def test_what_helps_elsewhere(config: str, size: int, count: int, helps: str) -> None:
+def test_the_remedy_depends_on_the_machine(config: str, size: int, count: int, helps: str) -> None:
     with pytest.raises(DoesNotFit) as refused:
         plan_for(config, machine(size * MIB, count))
     assert helps in str(refused.value)
@@ -139,7 +139,7 @@ def test_headless_replicas_are_planned_too() -> None:
         plan_for("qwen3_omni", machine(12_288 * MIB, 1), talker=StageConfig(replicas=2, devices="0,0"), **away)
 
 
-def test_what_the_user_sets_is_taken_as_it_is() -> None:
+def test_shares_and_caches_of_the_user_are_kept() -> None:
     sizes = {"thinker": 0.82, "talker": 0.11, "code2wav": 0.03}
     caches = {"thinker": 2 * GIB, "talker": GIB}
     stages = {
@@ -172,14 +172,14 @@ def test_what_the_user_sets_is_taken_as_it_is() -> None:
         ),
     ],
 )
-def test_sizes_in_which_nothing_has_room(stage: StageConfig, message: str) -> None:
+def test_shares_that_hold_no_sequence_are_refused(stage: StageConfig, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         plan_for("qwen3_omni", machine(H100, 2), thinker=stage)
     assert str(refused.value) == message
     assert not isinstance(refused.value, DoesNotFit)
 
 
-def test_what_the_message_proposes_is_accepted() -> None:
+def test_remedies_of_refused_shares_are_accepted() -> None:
     for stage in (
         StageConfig(engine={"gpu_memory_utilization": 0.98}),
         StageConfig(kv_cache_bytes=2 * GIB, engine={"max_model_len": 21824}),
@@ -188,13 +188,13 @@ def test_what_the_message_proposes_is_accepted() -> None:
     plan_for("qwen3_omni", machine(H200, 2), thinker=StageConfig(kv_cache_bytes=6444023808))
 
 
-def test_written_parts_of_more_than_a_device() -> None:
+def test_shares_of_the_user_beyond_a_device_are_refused() -> None:
     stages = {name: StageConfig(engine={"gpu_memory_utilization": 0.4}) for name in ("thinker", "talker", "code2wav")}
     with pytest.raises(ConfigError, match=r"^gpu_memory_utilization: the replicas on device 0 have 1\.2 together"):
         plan_for("qwen3_omni", machine(200 * GIB, 1), **stages)
 
 
-def test_devices_of_different_size() -> None:
+def test_devices_of_different_size_are_planned_or_refused() -> None:
     mixed = Machine(
         platform="cuda", device_count=2, cpu_count=8, memory_bytes=1 << 36, device_bytes=(141 * GIB, 24 * GIB)
     )
@@ -206,7 +206,7 @@ def test_devices_of_different_size() -> None:
         plan_for("qwen3_omni", mixed, talker=talkers)
 
 
-def test_defaults_on_cuda() -> None:
+def test_the_defaults_of_sequences_on_cuda() -> None:
     stages = {stage.name: stage.engine_args for stage in plan_for("qwen3_omni", machine(H200, 2)).stages}
     assert {name: args["max_num_seqs"] for name, args in stages.items()} == {
         "thinker": 128,

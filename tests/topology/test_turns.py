@@ -1,4 +1,4 @@
-"""In which order replicas start: one after the other where they share a device."""
+"""Replicas start at once, and one after the other where they share a device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A, B, C, D = (ReplicaId("talker", index) for index in range(4))
 
 @pytest.fixture
 def plan_on(pipeline: PipelineSpec, four_gpus: Machine) -> Any:
-    """A plan for a machine with so many devices."""
+    """Make a plan for a machine with so many devices."""
 
     def make(devices: int, **stages: Any) -> Plan:
         config = OmniConfig(stages={name: StageConfig(**values) for name, values in stages.items()})
@@ -63,7 +63,9 @@ def waves(devices: Mapping[ReplicaId, tuple[int, ...]]) -> list[list[str]]:
     ],
     ids=["one", "two", "three", "two talkers on one", "TP 2 over both", "the largest first"],
 )
-def test_the_order_on_so_many_devices(plan_on: Any, count: int, stages: Any, expected: list[list[str]]) -> None:
+def test_replicas_that_share_a_device_start_in_order_of_their_memory(
+    plan_on: Any, count: int, stages: Any, expected: list[list[str]]
+) -> None:
     devices = devices_of(plan_on(count, **stages))
     assert waves(devices) == expected
     assert longest_sequence(devices) == len(expected)
@@ -94,7 +96,7 @@ def test_replica_that_gives_up_waiting_frees_its_turn() -> None:
 
 
 @given(st.lists(st.sets(st.integers(0, 3), max_size=3), max_size=8), st.randoms())
-def test_never_two_at_once_on_a_device_and_everybody_starts(used: list[set[int]], random: Any) -> None:
+def test_no_two_replicas_start_on_a_device_at_once_and_all_start(used: list[set[int]], random: Any) -> None:
     devices = {ReplicaId("talker", index): tuple(sorted(each)) for index, each in enumerate(used)}
     turns = Turns(devices)
     starting = [each for replica in devices for each in turns.enter(replica)]

@@ -1,4 +1,4 @@
-"""The training data: requests with right replies, sounds and pictures of the stated length, codes that tell apart."""
+"""The training data: right replies, positions of words in sounds, pictures, codes, and words that were heard."""
 
 from __future__ import annotations
 
@@ -8,50 +8,36 @@ import numpy as np
 import pytest
 import torch
 
-from training.tiny_omni import codes, listening, pictures, tasks
-from training.tiny_omni.world import DIGITS, FRAME, WEEKDAYS, WORDS
-
-
-def digit(word: str) -> int:
-    return DIGITS.index(word)
-
-
-def add_is_right(request: list[str], reply: list[str]) -> bool:
-    return digit(request[1]) + digit(request[3]) == digit(reply[0])
-
-
-def sort_is_right(request: list[str], reply: list[str]) -> bool:
-    return sorted(map(digit, request[1:])) == list(map(digit, reply))
+from training.tiny_omni import listening, tasks
+from training.tiny_omni.encoders import places
+from training.tiny_omni.listening import HOP
+from training.tiny_omni.turns import Turn
+from training.tiny_omni.world import DIGITS, WEEKDAYS, WORDS
 
 
 def after_is_right(request: list[str], reply: list[str]) -> bool:
-    step = {"after": 1, "before": -1}[request[2]]
     row = WEEKDAYS if request[3] in WEEKDAYS else DIGITS
-    place = row.index(request[3]) + step
+    place = row.index(request[3]) + {"after": 1, "before": -1}[request[2]]
     return reply == [row[place % 7 if row is WEEKDAYS else place]] and (row is WEEKDAYS or 0 <= place <= 9)
 
 
+digit = DIGITS.index
 RIGHT: dict[tasks.Task, Callable[[list[str], list[str]], bool]] = {
     tasks.say: lambda request, reply: request[1:] == reply,
     tasks.reverse: lambda request, reply: request[1:] == reply[::-1],
-    tasks.add: add_is_right,
-    tasks.sort: sort_is_right,
+    tasks.add: lambda request, reply: digit(request[1]) + digit(request[3]) == digit(reply[0]),
+    tasks.sort: lambda request, reply: sorted(map(digit, request[1:])) == list(map(digit, reply)),
     tasks.after: after_is_right,
 }
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
-def test_replies_are_right(task: tasks.Task) -> None:
+def test_replies_of_the_training_data_are_right(task: tasks.Task) -> None:
     random = np.random.default_rng(0)
-    for _ in range(200):
+    for _ in range(50):
         request, reply = task(random)
         assert RIGHT[task](request.split(), reply), (request, reply)
         assert set(reply) <= set(WORDS)
-
-
-def test_the_same_seed_gives_the_same_requests() -> None:
-    first, second = ([tasks.text_task(np.random.default_rng(3)) for _ in range(9)] for _ in range(2))
-    assert first == second
 
 
 def test_tokens_of_a_sound_are_those_of_transformers() -> None:
@@ -62,39 +48,17 @@ def test_tokens_of_a_sound_are_those_of_transformers() -> None:
     assert [listening.audio_tokens(count) for count in frames] == expected
 
 
-def test_a_disturbed_sound_is_whole_hops_and_still_the_sound() -> None:
-    random = np.random.default_rng(0)
-    sound = np.sin(np.arange(16_001) / 9).astype(np.float32)
-    changed = listening.disturbed(sound, random)
-    assert len(changed) % listening.HOP == 0
-    assert np.corrcoef(changed[: len(sound)], sound)[0, 1] > 0.9
+def test_a_sample_belongs_to_an_embedding_of_its_chunk() -> None:
+    """The encoder makes 13 embeddings of 100 mel frames: 12 of 8 frames each, and one of 4."""
+    frames = 0, 7, 8, 96, 99, 100, 107, 108, 250
+    assert [listening.token_of(frame * HOP) for frame in frames] == [0, 0, 1, 12, 12, 13, 13, 14, 32]
+    for count in range(1, 400):
+        assert listening.token_of(count * HOP - 1) == listening.audio_tokens(count) - 1
 
 
-def test_pictures_differ_by_what_they_are_named_after() -> None:
-    random = np.random.default_rng(0)
-    drawn = [pictures.picture(random) for _ in range(100)]
-    assert {image.size for image, _ in drawn} == {(side, side) for side in pictures.SIDES}
-    assert all(set(name) <= set(WORDS) for _, name in drawn)
-    reds = [np.asarray(image, int) for image, name in drawn if name[0] == "red"]
-    assert reds
-    assert all(((pixels[..., 0] - pixels[..., 2]) > 100).mean() > 0.1 for pixels in reds)
-
-
-def test_different_frames_get_different_codes_and_none_is_silence() -> None:
-    random, time = np.random.default_rng(0), np.arange(FRAME) / 24_000
-    sounds = [np.sin(2 * np.pi * hertz * time) * 0.2 for hertz in range(200, 8000, 60)]
-    points = np.concatenate([codes.features(sound.astype(np.float32), int(random.integers(2))) for sound in sounds])
-    books = codes.fit(points, groups=4, size=64, seed=0)
-    found = books.encode(points)
-    assert len(np.unique(found, axis=0)) > 0.95 * len(sounds)
-    assert found.min() >= 1
-    assert np.array_equal(found, codes.fit(points, groups=4, size=64, seed=0).encode(points))
-
-
-def test_starting_vectors_are_about_the_features() -> None:
-    points = np.random.default_rng(0).normal(size=(200, len(codes.silence_features())))
-    books = codes.fit(points, groups=4, size=64, seed=0)
-    vectors = codes.starting_vectors(books, 16, points)
-    means = np.mean([vectors[group, books.encode(points)[:, group]] for group in range(4)], axis=0)
-    assert vectors.shape == (4, 64, 16)
-    assert 0.6 < np.mean(means**2) < 1.3
+def test_places_of_words_in_several_sounds_follow_each_other() -> None:
+    first = Turn("", ["red"], np.zeros(100 * HOP), middles=(50 * HOP,))
+    second = Turn("", ["blue", "no"], np.zeros(120 * HOP), middles=(10 * HOP, 115 * HOP))
+    found = places([first, second]).tolist()
+    assert len(found) == listening.audio_tokens(100) + listening.audio_tokens(120)
+    assert {at: WORDS[each - 1] for at, each in enumerate(found) if each} == {6: "red", 14: "blue", 13 + 14: "no"}

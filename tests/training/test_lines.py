@@ -1,4 +1,4 @@
-"""What the talker is trained on is what it is fed when it serves."""
+"""Inputs of the talker in training equal its inputs in serving."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from torch import Tensor
 from training.tiny_omni import model as whole
 from training.tiny_omni import start
 from training.tiny_omni.lines import Asked, Line, batch_of, input_rows, line
-from training.tiny_omni.turns import IGNORE
 from training.tiny_omni.vocoder import Lexicon
 from training.tiny_omni.words import ids_of, world_vocabulary
-from training.tiny_omni.world import FRAME, LEAD, PAUSE, VOICES, WORDS
+from training.tiny_omni.world import FRAME, VOICES, WORDS
 from vllm_omni_ext.engine.input_provider import Span
 from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerPrompt
-from vllm_omni_ext.model_plugins.qwen3_omni.prompt import MULTIMODAL, NO_CODEC, SpecialIds
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import MULTIMODAL, SpecialIds
 from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerInputProvider
 
 GROUPS = whole.TRAINED.num_code_groups
@@ -104,20 +103,6 @@ def test_rows_are_those_of_the_input_provider(model: Any, ids: SpecialIds, world
         torch.testing.assert_close(rows[row, : len(one.text)], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_every_frame_and_the_end_are_predicted_one_position_earlier(
-    model: Any, ids: SpecialIds, world: Lexicon
-) -> None:
-    _, lines = lines_of(model, ids, world)
-    batch = batch_of(lines, ids.codec_eos)
-    for row, one in enumerate(lines):
-        prompt, stop = len(one.codec), len(one.text)
-        assert stop - prompt == len(one.frames)
-        assert batch.wanted[row, prompt - 1 : stop - 1].tolist() == one.frames.tolist()
-        assert batch.wanted[row, stop - 1].tolist() == [ids.codec_eos, *[IGNORE] * (GROUPS - 1)]
-        assert (batch.wanted[row, : prompt - 1] == IGNORE).all()
-        assert (batch.codes[row, stop:] == NO_CODEC).all()
-
-
 def test_positions_of_a_picture_are_those_of_the_model(model: Any, ids: SpecialIds, world: Lexicon) -> None:
     _, (plain, spoken, seen) = lines_of(model, ids, world)
     for one in (plain, spoken):
@@ -126,11 +111,3 @@ def test_positions_of_a_picture_are_those_of_the_model(model: Any, ids: SpecialI
     assert seen.positions[:, first : first + 6].tolist() == [[4] * 6, [4, 4, 4, 5, 5, 5], [4, 5, 6, 4, 5, 6]]
     assert seen.positions[:, first + 6].tolist() == [7, 7, 7]
     assert seen.positions[:, -1].tolist() == [len(seen.text) - 1 - (6 - 3)] * 3
-
-
-def test_a_reply_is_its_words_with_silence_between(model: Any, ids: SpecialIds, world: Lexicon) -> None:
-    _, (plain, *_) = lines_of(model, ids, world)
-    silent = (plain.frames == 0).all(axis=1)
-    said = [world.codes[VOICES[0], word] for word in ("seven", "blue", "left")]
-    assert silent.sum() == LEAD + PAUSE * len(said)
-    assert np.array_equal(plain.frames[~silent], np.concatenate(said))

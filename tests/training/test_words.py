@@ -1,4 +1,4 @@
-"""Every word of the closed world is one token, for the tokenizer that serves requests too."""
+"""Words of the closed world: each is one token of the serving tokenizer; recognised words are compared in order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from training.tiny_omni.words import REQUEST_WORDS, chat, ids_of, ordered, split, world_vocabulary
+from training.tiny_omni.judge import heard_words, right_words
+from training.tiny_omni.words import REQUEST_WORDS, chat, ids_of, world_vocabulary
 from training.tiny_omni.world import WORDS
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.texts import tokenizer_json
 
@@ -24,10 +25,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_str(json.dumps(tokenizer_json(world_vocabulary())))
 
 
-@pytest.mark.parametrize("word", [*WORDS, *REQUEST_WORDS])
-def test_a_word_is_one_token_with_and_without_a_space(tokenizer: Tokenizer, word: str) -> None:
-    assert tokenizer.encode(word).tokens == [word]
-    assert tokenizer.encode(" " + word).tokens == ["Ġ" + word]
+def test_a_word_is_one_token_with_and_without_a_space(tokenizer: Tokenizer) -> None:
+    for word in (*WORDS, *REQUEST_WORDS):
+        assert [tokenizer.encode(text).tokens for text in (word, f" {word}")] == [[word], [f"Ġ{word}"]]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -42,7 +42,7 @@ def test_ids_of_unknown_text_are_refused() -> None:
         ids_of("say 7", world_vocabulary())
 
 
-def test_words_whose_merges_disturb_each_other_are_ordered() -> None:
-    words = ("three", "north")
-    ranks = {pair: rank for rank, pair in enumerate(ordered(words))}
-    assert [split(word, ranks) for word in words] == [["three"], ["north"]]
+def test_words_of_a_transcript_are_compared_in_their_order() -> None:
+    assert " ".join(heard_words(" Seven, blue... the 6th, 74; to won")) == "seven blue the six seven four two one"
+    assert right_words(["a", "b", "c"], ["b", "c", "a"]) == [False, True, True]
+    assert right_words(["a", "b", "a"], ["x", "a", "x", "x", "b", "x"]) == [True, True, False]

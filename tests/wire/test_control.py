@@ -1,4 +1,4 @@
-"""Messages of the head to its API servers."""
+"""Messages between the head and its API servers, and the state that operators change."""
 
 from __future__ import annotations
 
@@ -7,41 +7,64 @@ import pickle
 import msgspec
 import pytest
 
-from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.wire.control import ReplicaConnected, ReplicaEnded, decode, encode
+from vllm_omni_ext.wire.operator_state import (
+    NOTHING_CHANGED,
+    Adapter,
+    AdapterLoaded,
+    AdapterUnloaded,
+    Change,
+    OperatorState,
+    ReplicasSlept,
+)
 
 DIED = ReplicaEnded(replica="talker/1", reason="killed by signal 9", again=True)
+ONE, OTHER = Adapter("tune", 1, "/tune"), Adapter("tune", 2, "/other", base="tiny", three_d=True)
 
 
-def test_a_message_survives_the_wire() -> None:
-    assert decode(encode(DIED)) == DIED
-    read = decode(encode(DIED))
-    assert isinstance(read, ReplicaEnded)
-    assert ReplicaId.parse(read.replica) == ReplicaId("talker", 1)
-    said = ReplicaConnected("talker/1", b"\x00\xff")
-    assert decode(encode(said)) == said
-
-
-def test_a_message_carries_its_name() -> None:
-    assert msgspec.msgpack.decode(encode(DIED))["type"] == "ReplicaEnded"
+@pytest.mark.parametrize("message", [DIED, ReplicaConnected("talker/1", b"\x00\xff")])
+def test_a_message_is_read_back(message: ReplicaEnded | ReplicaConnected) -> None:
+    assert decode(encode(message)) == message
 
 
 @pytest.mark.parametrize(
-    "message",
+    "data",
     [
-        {"type": "ReplicaEnded", "replica": "talker/1", "reason": "x"},
-        {"type": "ReplicaEnded", "replica": 1, "reason": "x", "again": True},
-        {"type": "Other", "replica": "talker/1", "reason": "x", "again": True},
-        ["talker/1", "x"],
+        *map(
+            msgspec.msgpack.encode,
+            (
+                {"type": "ReplicaEnded", "replica": "talker/1", "reason": "x"},
+                {"type": "ReplicaEnded", "replica": 1, "reason": "x", "again": True},
+                {"type": "Other", "replica": "talker/1", "reason": "x", "again": True},
+                ["talker/1", "x"],
+            ),
+        ),
+        b"",
+        encode(DIED)[:-1],
+        encode(DIED) + b"\0",
+        pickle.dumps(DIED.reason),
     ],
-    ids=str,
 )
-def test_other_messages_are_refused(message: object) -> None:
-    with pytest.raises(msgspec.ValidationError):
-        decode(msgspec.msgpack.encode(message))
-
-
-@pytest.mark.parametrize("data", [b"", encode(DIED)[:-1], encode(DIED) + b"\0", pickle.dumps(DIED.reason)])
-def test_other_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(msgspec.DecodeError):
+def test_other_data_is_refused(data: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):  # a ValidationError is one
         decode(data)
+
+
+def after(*changes: Change) -> OperatorState:
+    state = NOTHING_CHANGED
+    for change in changes:
+        state = state.after(change)
+    return state
+
+
+def test_operator_state_follows_from_the_changes() -> None:
+    slept = ReplicasSlept(("talker/0", "talker/1"), asleep=True)
+    assert after(slept) == after(slept, slept) and after(slept).asleep == {"talker/0", "talker/1"}
+    assert after(slept, ReplicasSlept(("talker/0", "thinker/0"), asleep=False)).asleep == {"talker/1"}
+    assert after(AdapterLoaded(ONE)).adapters == {"tune": ONE}
+    assert after(AdapterLoaded(ONE), AdapterLoaded(OTHER)).adapters == {"tune": OTHER}
+    gone = after(AdapterLoaded(ONE), AdapterUnloaded("tune"))
+    assert gone.adapters == {} and gone.unloaded == {"tune"}
+    assert after(AdapterUnloaded("tune"), AdapterLoaded(ONE)) == after(AdapterLoaded(ONE))
+    state = after(slept, AdapterLoaded(OTHER), AdapterUnloaded("a"))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=OperatorState) == state

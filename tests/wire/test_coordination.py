@@ -1,136 +1,166 @@
-"""Messages of the control plane."""
+"""Messages of the control plane, and the identity in the environment of a replica's process."""
 
 from __future__ import annotations
 
 import math
 import pickle
+from itertools import chain, product
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.support.examples import examples
-from vllm_omni_ext.coordinator.members import (
-    TO_COORDINATOR,
-    TO_REPLICA,
-    VIEWS,
-    Admitted,
-    Entry,
-    Heartbeat,
-    Leave,
-    Member,
-    NotYet,
-    Refused,
-    Register,
-    RegisterAgain,
-    Released,
-    State,
-    View,
-)
+from vllm_omni_ext.coordinator import members as msg
+from vllm_omni_ext.coordinator.members import TO_COORDINATOR, TO_REPLICA, VIEWS, Entry, Member, State, View
 from vllm_omni_ext.pool.load import Load
-from vllm_omni_ext.wire.coordination import PROTOCOL, Malformed, Message, encode
+from vllm_omni_ext.wire.coordination import PROTOCOL, Channel, Malformed, Message, encode
+from vllm_omni_ext.wire.joining import FROM_HEAD, TO_HEAD, Endpoints, Gone, Join, Joined, Ping, Pong, Refusal, Started
+from vllm_omni_ext.wire.replica_identity import VARIABLE, ReplicaIdentity
 
-WHO = Member("talker", 1, 7)
+MEMBER = Member("talker", 1, 7)
 LOAD = Load(1, 2, 0.5)
-EVENTS = (
-    Register(instance="i", stage="talker", model="m", config_hash="h", version="1", index=1, epoch=7),
-    Register(instance="i", stage="talker", model="m", config_hash="h", version="1"),
-    Heartbeat(member=WHO, load=LOAD),
-    Leave(member=WHO, drain=True),
+REGISTER = msg.Register(instance="i", stage="talker", model="m", config_hash="h", version="1", index=1, epoch=7)
+HEARTBEAT = msg.Heartbeat(member=MEMBER, load=LOAD)
+JOIN = Join(ticket="t", stage="talker", model="m", config_hash="c", version="1", host="h", index=3)
+SERVERS = tuple(Endpoints(f"tcp://host:{i}", f"tcp://host:{i}") for i in range(500))
+JOINED = Joined(
+    ticket="t", deployment="d", index=3, servers=SERVERS, events="tcp://h:5", views="tcp://h:6", drain_s=30.0
 )
-REPLIES = (
-    Admitted(member=WHO, interval_s=0.2),
-    Refused(reason="no"),
-    NotYet(),
-    RegisterAgain(member=WHO),
-    Released(member=WHO),
-)
-VIEW = View(
-    generation=1,
-    settled=True,
-    timeout_s=1.0,
-    replicas=(Entry(WHO, State.UP, LOAD), Entry(WHO, State.DOWN)),
-)
-HEARTBEAT = encode(EVENTS[2])
+CHANNELS: dict[Channel[Any], list[Message]] = {
+    TO_COORDINATOR: [REGISTER, replace(REGISTER, index=None, epoch=None), HEARTBEAT, msg.Leave(MEMBER, drain=True)],
+    TO_REPLICA: [
+        msg.Admitted(member=MEMBER, interval_s=0.2),
+        msg.Refused(reason="no"),
+        msg.NotYet(),
+        msg.RegisterAgain(member=MEMBER),
+        msg.Released(member=MEMBER),
+    ],
+    VIEWS: [
+        View(
+            generation=1,
+            settled=True,
+            timeout_s=1.0,
+            replicas=(Entry(MEMBER, State.UP, LOAD), Entry(MEMBER, State.DOWN)),
+        )
+    ],
+    TO_HEAD: [
+        JOIN,
+        replace(JOIN, index=None),
+        Started(ticket="t", pid=1, restarts=2),
+        Gone(ticket="t", reason="its process ended", again=True),
+        Ping(),
+    ],
+    FROM_HEAD: [JOINED, Refusal(ticket="", reason="no"), Pong(deployment="d")],
+}
+LIMITS = {TO_COORDINATOR: 2**12, TO_REPLICA: 2**14, VIEWS: 2**24, TO_HEAD: 2**12, FROM_HEAD: 2**18}
 
 
-@pytest.mark.parametrize("message", EVENTS + REPLIES, ids=lambda message: type(message).__name__)
-def test_a_message_survives_the_wire_and_goes_one_way_only(message: Message) -> None:
-    to, other = (TO_COORDINATOR, TO_REPLICA) if message in EVENTS else (TO_REPLICA, TO_COORDINATOR)
-    assert to.decode(encode(message)) == message
-    for wrong in (other, VIEWS):
-        with pytest.raises(Malformed):
-            wrong.decode(encode(message))
+@pytest.mark.parametrize("plane", [(TO_COORDINATOR, TO_REPLICA, VIEWS), (TO_HEAD, FROM_HEAD)])
+def test_messages_are_read_back_in_their_direction_only(plane: tuple[Channel[Any], ...]) -> None:
+    for channel, direction in product(plane, plane):
+        for message in CHANNELS[direction]:
+            if direction is channel:
+                assert channel.decode(encode(message)) == message
+            else:
+                with pytest.raises(Malformed):
+                    channel.decode(encode(message))
 
 
-def test_a_view_survives_the_wire() -> None:
-    assert VIEWS.decode(encode(VIEW)) == VIEW
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_too_long_messages_and_other_protocols_are_refused(channel: Channel[Any]) -> None:
+    limit = LIMITS[channel]
+    with pytest.raises(Malformed, match=f"a message of {limit + 1} bytes; the longest allowed has {limit}"):
+        channel.decode(b"\xc0" * (limit + 1))
+    for protocol in (0, PROTOCOL + 1):
+        with pytest.raises(Malformed, match=f"protocol {protocol} there and {PROTOCOL} here") as caught:
+            channel.decode(encode(replace(CHANNELS[channel][0], protocol=protocol)))
+        assert caught.value.protocol == protocol
 
 
-def changed(**values: object) -> bytes:
-    return msgspec.msgpack.encode({**msgspec.msgpack.decode(HEARTBEAT), **values})
-
-
-def test_fields_of_a_later_version_are_ignored() -> None:
-    assert TO_COORDINATOR.decode(changed(later=[1, 2])) == EVENTS[2]
-
-
-@pytest.mark.parametrize("protocol", [0, 2])
-def test_another_protocol_is_refused_and_named(protocol: int) -> None:
-    with pytest.raises(Malformed, match=f"protocol {protocol} there and 1 here") as caught:
-        TO_COORDINATOR.decode(changed(protocol=protocol))
-    assert caught.value.protocol == protocol
+def changed(message: Message, **values: object) -> bytes:
+    return msgspec.msgpack.encode({**msgspec.msgpack.decode(encode(message)), **values})
 
 
 def member(**values: object) -> bytes:
-    return changed(member={"stage": "talker", "index": 0, "epoch": 1, **values})
+    return changed(HEARTBEAT, member={"stage": "talker", "index": 0, "epoch": 1, **values})
 
 
 def load(**values: object) -> bytes:
-    return changed(load={"waiting": 0, "running": 0, "kv_usage": 0.0, **values})
+    return changed(HEARTBEAT, load={"waiting": 0, "running": 0, "kv_usage": 0.0, **values})
+
+
+def test_fields_of_a_later_version_are_ignored() -> None:
+    assert TO_COORDINATOR.decode(changed(HEARTBEAT, later=[1, 2])) == HEARTBEAT
 
 
 @pytest.mark.parametrize(
     "data",
     [
         b"",
-        HEARTBEAT[:-1],
-        HEARTBEAT + b"\0",
+        encode(HEARTBEAT)[:-1],
+        encode(HEARTBEAT) + b"\0",
         pickle.dumps({"type": "heartbeat"}),
         b"\x91" * 4000,
-        changed(type="other"),
-        changed(member=None),
-        member(stage=""),
-        member(stage="x" * 200),
-        member(index=-1),
-        member(index=2**40),
-        member(index=True),
+        changed(HEARTBEAT, type="other"),
+        changed(HEARTBEAT, member=None),
+        *(member(stage=stage) for stage in ("", "x" * 200)),
+        *(member(index=index) for index in (-1, 2**40, True)),
         member(epoch=2**63),
         load(waiting=-1),
         load(running="1"),
-        load(kv_usage=1.5),
-        load(kv_usage=math.nan),
-        load(kv_usage=math.inf),
+        *(load(kv_usage=usage) for usage in (1.5, math.nan, math.inf)),
+        *(changed(JOIN, ticket=ticket) for ticket in ("", "t" * 129)),
+        *(changed(JOIN, index=index) for index in (-1, 2**31)),
+        changed(JOIN, model="m" * 513),
+        changed(JOIN, stage=1),
     ],
     ids=lambda data: repr(data[:20]),
 )
-def test_anything_else_is_malformed(data: bytes) -> None:
-    with pytest.raises(Malformed):
-        TO_COORDINATOR.decode(data)
+def test_other_data_is_malformed(data: bytes) -> None:
+    for channel in CHANNELS:
+        with pytest.raises(Malformed):
+            channel.decode(data)
 
 
-def test_long_messages_are_not_even_read() -> None:
-    with pytest.raises(Malformed, match="a message of 4097 bytes; the longest allowed has 4096"):
-        TO_COORDINATOR.decode(b"\xc0" * 4097)
-
-
-@given(st.binary(max_size=200), st.sampled_from([encode(m) for m in EVENTS]), st.integers(0, 200))
-@settings(max_examples=examples(300))
-def test_random_bytes_raise_nothing_else(noise: bytes, good: bytes, at: int) -> None:
+@given(st.binary(max_size=200), st.sampled_from([*chain(*CHANNELS.values())]), st.integers(0, 200))
+@settings(max_examples=examples(300), deadline=None)
+def test_random_bytes_raise_no_other_error(noise: bytes, message: Message, at: int) -> None:
+    good = encode(message)
     for data in (noise, good[:at] + noise + good[at + len(noise) :]):
-        for channel in (TO_COORDINATOR, TO_REPLICA, VIEWS):
+        for channel in CHANNELS:
             try:
                 channel.decode(data)
             except Malformed as error:
                 assert error.protocol != PROTOCOL
+
+
+IDENTITY = ReplicaIdentity(
+    stage="talker",
+    index=1,
+    instance="i",
+    parent=42,
+    events="ipc:///tmp/events",
+    model="m",
+    config_hash="c",
+    version="1",
+    host="h",
+    secret_file="/run/secret",
+)
+
+
+@pytest.mark.parametrize("identity", [IDENTITY, ReplicaIdentity(stage="talker", index=0, instance="i")])
+def test_a_process_reads_its_identity_from_the_environment(
+    identity: ReplicaIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in identity.variable().items():
+        monkeypatch.setenv(name, value)
+    assert ReplicaIdentity.read() == identity
+    monkeypatch.setenv(VARIABLE, '{"stage": "talker", "index": -1, "instance": "i"}')
+    with pytest.raises(msgspec.ValidationError):
+        ReplicaIdentity.read()
+    monkeypatch.delenv(VARIABLE)
+    assert ReplicaIdentity.read() is None

@@ -1,4 +1,4 @@
-"""Inputs of stages inside vLLM's own request messages."""
+"""Inputs of stages inside vLLM's request messages, and messages in a tensor."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from vllm_omni_ext.wire.envelope import (
+    MAGIC,
+    HiddenStatesChunkReady,
+    Message,
+    StageError,
+    StageProgress,
+    pack,
+    unpack,
+)
 from vllm_omni_ext.wire.stage_input import (
     CHUNK,
     END,
@@ -43,21 +53,17 @@ headers = st.builds(
 )
 
 
-@pytest.mark.parametrize("extra", [None, {}, {"other": 1}])
-def test_a_request_without_an_input_has_all_of_it(extra: Any) -> None:
-    assert StageInput.of(extra) == (StageInput(), False)
-    assert StageInput().prompt_positions is None and StageInput().last
-
-
 def test_an_opening_and_a_later_chunk_are_told_apart() -> None:
+    assert [StageInput.of(extra) for extra in (None, {}, {"other": 1})] == [(StageInput(), False)] * 3
+    assert StageInput().prompt_positions is None and StageInput().last
     assert StageInput.of({INPUT: {"step_inputs": 1}}) == (StageInput(step_inputs=1), False)
     assert StageInput.of({CHUNK: {"step_inputs": 2, "last": False}}) == (StageInput(step_inputs=2, last=False), True)
     assert StageInput.of({CHUNK: {}}) == (StageInput(), True)
     assert StageInput.of({CHUNK: {"done": 1}, INPUT: {"done": 2}}) == (StageInput(done=1), True)
 
 
-def test_an_input_survives_the_wire() -> None:
-    given_ = StageInput(
+def test_an_input_survives_the_encoding_of_vllm() -> None:
+    sent_input = StageInput(
         prompt_positions=0,
         step_inputs=3,
         last=False,
@@ -66,36 +72,72 @@ def test_an_input_survives_the_wire() -> None:
         done=2,
         payload=Prompt([1, 2], b"\0\1"),
     )
-    sent = MsgpackEncoder().encode(SamplingParams(extra_args={INPUT: given_}))
+    sent = MsgpackEncoder().encode(SamplingParams(extra_args={INPUT: sent_input}))
     got, later = StageInput.of(MsgpackDecoder(SamplingParams).decode(sent).extra_args)
     assert not later and msgspec.convert(got.payload, Prompt) == Prompt([1, 2], b"\0\1")
-    assert msgspec.structs.replace(got, payload=None) == msgspec.structs.replace(given_, payload=None)
+    assert msgspec.structs.replace(got, payload=None) == msgspec.structs.replace(sent_input, payload=None)
 
 
-@pytest.mark.parametrize("extra", [None, {}, {EXPORT: []}, {"other": [[1, 2]]}])
-def test_most_requests_export_nothing(extra: Any) -> None:
-    assert export_ranges(extra) == []
-
-
-def test_ranges_survive_the_wire() -> None:
+def test_ranges_survive_the_encoding_of_vllm() -> None:
     sent = SamplingParams(extra_args={EXPORT: [[3, 9], [12, 13]]})
     got = MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(sent))
     assert export_ranges(got.extra_args) == [(3, 9), (12, 13)]
+    assert [export_ranges(extra) for extra in (None, {}, {EXPORT: []}, {"other": [[1, 2]]})] == [[]] * 4
 
 
 @given(headers)
-def test_a_header_survives_vllms_own_encoding(header: PartHeader) -> None:
+def test_a_header_survives_the_encoding_of_vllm(header: PartHeader) -> None:
     sent = msgspec.msgpack.encode(PoolingParams(task="token_embed", extra_kwargs=header.as_extra()))
     got = msgspec.msgpack.decode(sent, type=PoolingParams)
     assert PartHeader.of(got.extra_kwargs) == header
 
 
-@pytest.mark.parametrize("extra", [None, {}, {"stream": "a"}, {"stream": 1, "part": 0, "last": True}, {"last": True}])
-def test_anything_else_is_refused(extra: Any) -> None:
+@pytest.mark.parametrize(
+    "extra",
+    [
+        None,
+        {"stream": "a"},
+        {"stream": 1, "part": 0, "last": True},
+        {"stream": "a", "part": 0, "last": True, "unknown": 1},
+    ],
+)
+def test_other_data_is_no_header(extra: Any) -> None:
     with pytest.raises(msgspec.ValidationError):
         PartHeader.of(extra)
 
 
-def test_unknown_fields_are_refused() -> None:
-    with pytest.raises(msgspec.ValidationError, match="more"):
-        PartHeader.of({**PartHeader(stream="a", part=0, last=True).as_extra(), "more": 1})
+CHUNK_READY = HiddenStatesChunkReady(source="ipc://@omni-1#00", name="7/r-é", first=3, count=5, failed="no room")
+
+messages = st.one_of(
+    st.builds(StageError, st.text()),
+    st.builds(StageProgress, st.integers(0, 1000), st.integers(0, 1000)),
+    st.just(CHUNK_READY),
+)
+
+
+@given(messages)
+def test_a_message_is_read_back(message: Message) -> None:
+    tensor = pack(message)
+    assert (tensor.dtype, tensor.dim()) == (torch.uint8, 1)
+    assert unpack(tensor) == message
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(4),
+        torch.zeros(0, dtype=torch.uint8),
+        torch.full((90,), 255, dtype=torch.uint8),
+        torch.zeros(8, 8, 3, dtype=torch.uint8),
+        torch.frombuffer(bytearray(MAGIC[:-1]), dtype=torch.uint8),
+    ],
+    ids=["samples", "empty", "bytes", "image", "half a prefix"],
+)
+def test_tensors_of_the_model_are_no_messages(tensor: torch.Tensor) -> None:
+    assert unpack(tensor) is None
+
+
+@pytest.mark.parametrize("rest", [b"", b"\xff" * 9, msgspec.msgpack.encode({"type": "other"})])
+def test_other_data_after_the_prefix_is_refused(rest: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):  # a ValidationError is one
+        unpack(torch.frombuffer(bytearray(MAGIC + rest), dtype=torch.uint8))

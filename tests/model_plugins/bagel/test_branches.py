@@ -1,4 +1,4 @@
-"""Which branch sees what: thoughts, guidance by pictures, several texts and pictures, against a plain loop."""
+"""Contents of the branches: thoughts, guidance by pictures, several texts and pictures, against a plain loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.bagel_runs import difference, golden, picture, run
-from vllm_omni_ext.model_plugins.bagel.generate import generate_image, generate_text, prepare_image
+from vllm_omni_ext.model_plugins.bagel.generate import generate_image, prepare_image
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import image_parameters
 from vllm_omni_ext.model_plugins.bagel.prompts import THINK_THEN_ANSWER, THINK_THEN_DRAW, Part, Prompts
@@ -31,14 +31,14 @@ CASES: dict[str, tuple[list[Part], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", ["t2i", "t2i_nocfg", "edit"])
-def test_the_plain_loop_says_what_the_reference_says(case: str, plain: Any) -> None:
+def test_the_plain_loop_equals_the_reference(case: str, plain: Any) -> None:
     expected = golden(f"{case}_fp32")
     trace = plain.run(expected.parts, expected.parameters)
     assert difference(trace.latent, expected.tensors["latent"]) < CLOSE
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_latents_and_thoughts(case: str, model: Bagel, plain: Any) -> None:
+def test_latents_and_thoughts_equal_the_plain_loop(case: str, model: Bagel, plain: Any) -> None:
     parts, given = CASES[case]
     parameters = image_parameters(given, edit=any(not isinstance(part, str) for part in parts))
     trace = plain.run(parts, parameters)
@@ -50,7 +50,7 @@ def test_latents_and_thoughts(case: str, model: Bagel, plain: Any) -> None:
     assert difference(running.latent, trace.latent) < CLOSE
 
 
-def test_a_thought_from_elsewhere_is_read_as_ones_own(model: Bagel) -> None:
+def test_a_given_thought_has_the_effect_of_the_models_own(model: Bagel) -> None:
     parameters = image_parameters({**SMALL, "think": True}, edit=False)
     own = generate_image(model, ["a cat"], parameters)
     given = generate_image(model, ["a cat"], parameters, thought=own.think_text)
@@ -60,29 +60,21 @@ def test_a_thought_from_elsewhere_is_read_as_ones_own(model: Bagel) -> None:
     assert not torch.equal(own.image.image, other.image.image)
 
 
-def test_branches_share_what_they_have_in_common(model: Bagel, prompts: Prompts) -> None:
-    parameters = image_parameters(SHORT, edit=True)
-    running, _ = prepare_image(model, [picture(60, 80, 1), "blue"], parameters)
+def test_branches_share_their_common_prefix_and_unused_ones_are_not_prefilled(model: Bagel) -> None:
+    running, _ = prepare_image(model, [picture(60, 80, 1), "blue"], image_parameters(SHORT, edit=True))
     assert running.branches["cond"].before is running.branches["text"]
-    running, _ = prepare_image(model, ["a cat"], image_parameters({**SMALL, "cfg_img_scale": 2.0}, edit=False))
-    assert running.branches["cond"].length == running.branches["img"].length
-    assert running.branches["text"].length == 0
-
-
-def test_guidance_that_is_never_on_is_not_prefilled(model: Bagel) -> None:
-    for given in ({"cfg_text_scale": 1.0, "cfg_img_scale": 3.0}, {"cfg_interval": (0.0, 0.0)}):
+    for given, names in (
+        ({"cfg_img_scale": 2.0}, ["cond", "text", "img"]),
+        ({"cfg_text_scale": 1.0, "cfg_img_scale": 3.0}, ["cond"]),
+        ({"cfg_interval": (0.0, 0.0)}, ["cond"]),
+    ):
         running, _ = prepare_image(model, ["a cat"], image_parameters({**SMALL, **given}, edit=False))
-        assert list(running.branches) == ["cond"]
+        assert list(running.branches) == names
 
 
-def test_system_prompts(prompts: Prompts) -> None:
+def test_a_request_that_thinks_begins_with_the_system_prompt(prompts: Prompts) -> None:
+    draw, answer, text = ([*prompts.text(each).ids] for each in (THINK_THEN_DRAW, THINK_THEN_ANSWER, "a cat"))
     plan = prompts.image(["a cat"], think=True)
-    assert [list(each.ids) for each in plan.text] == [list(prompts.text(THINK_THEN_DRAW).ids)]
-    assert [each.length for each in plan.img] == [each.length for each in plan.cond]
-    reply = prompts.reply(["a cat"], think=True)
-    assert [list(each.ids) for each in reply] == [list(prompts.text(t).ids) for t in (THINK_THEN_ANSWER, "a cat")]
-
-
-def test_text_from_beginning_to_end(model: Bagel) -> None:
-    expected = golden("understand_fp32")
-    assert generate_text(model, expected.parts, max_tokens=24) == expected.info["text"][0]
+    assert [list(each.ids) for each in plan.text] == [draw]
+    assert [list(each.ids) for each in plan.img] == [list(each.ids) for each in plan.cond] == [draw, text]
+    assert [list(each.ids) for each in prompts.reply(["a cat"], think=True)] == [answer, text]

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: everything in it is used, nothing may be missing, and sizes are those of the weights."""
+"""Reading a checkpoint: all of it is used, nothing may be missing, and sizes are those of the weights."""
 
 from __future__ import annotations
 
@@ -6,16 +6,27 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from vllm.config import LoadConfig
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-from vllm_omni_ext.model_plugins.bagel.checkpoint import checkpoint_sizes, load_bagel, model_sources
+from tests.support.bagel_runs import picture
+from tests.support.dit_room import config_of
+from vllm_omni_ext.model_plugins.bagel.checkpoint import checkpoint_sizes, empty_bagel, load_bagel, model_sources
+from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser, begin, finish
 from vllm_omni_ext.model_plugins.bagel.errors import CheckpointError
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
-from vllm_omni_ext.model_plugins.bagel.sizes import ResizeRule
+from vllm_omni_ext.model_plugins.bagel.parameters import image_parameters
+from vllm_omni_ext.model_plugins.bagel.prompts import Prompts
+from vllm_omni_ext.model_plugins.bagel.sizes import RELEASED, ResizeRule
+from vllm_omni_ext.model_plugins.bagel.stages.dit import BagelDit
+from vllm_omni_ext.model_plugins.bagel.tiny.bagel import write_bagel
+from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
 
 
 @pytest.fixture
@@ -35,19 +46,17 @@ def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-def test_every_parameter_is_filled(model: Bagel, checkpoint: Path) -> None:
+def test_every_parameter_is_filled_from_the_file(model: Bagel, checkpoint: Path) -> None:
     stored = load_file(checkpoint / "ema.safetensors")
     assert not any(parameter.is_meta or parameter.requires_grad for parameter in model.parameters())
     rest = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("vae."))
     assert rest == sum(tensor.numel() for tensor in stored.values())
     qkv = [stored[f"language_model.model.layers.1.self_attn.{part}_proj_moe_gen.weight"].float() for part in "qkv"]
     assert torch.equal(model.llm.layers[1].gen.qkv.weight, torch.cat(qkv))
-
-
-def test_both_tables_of_positions_are_the_stored_ones(model: Bagel, checkpoint: Path) -> None:
-    stored = load_file(checkpoint / "ema.safetensors")
     assert torch.equal(model.latents.table, stored["latent_pos_embed.pos_embed"].float())
     assert torch.equal(model.vision.table, stored["vit_pos_embed.pos_embed"].float())
+    names = [name for sources in model_sources(checkpoint_sizes(checkpoint)).values() for name in sources]
+    assert sorted(names) == sorted(stored), "every tensor of the file has one place"
 
 
 def test_sizes_come_from_the_weights_not_from_stale_configs(checkpoint: Path) -> None:
@@ -70,28 +79,30 @@ def test_without_a_config_the_released_limits_hold(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("written", [[96, 48], 5, ["a", 1, 2]])
-def test_a_resize_that_is_none(copy: Path, written: object) -> None:
+def test_a_resize_that_is_not_three_numbers_is_refused(copy: Path, written: object) -> None:
     edit_json(copy / "config.json", vit_transform=written)
     with pytest.raises(CheckpointError, match=r"is no resize; write \[largest, smallest, step\]"):
         load_bagel(copy)
 
 
-@pytest.mark.parametrize("file", ["ema.safetensors", "ae.safetensors"])
-def test_a_missing_tensor(copy: Path, file: str) -> None:
-    name = {"ema": "time_embedder.mlp.2.bias", "ae": "decoder.mid.attn_1.q.bias"}[file.split(".")[0]]
-    edit(copy / file, lambda tensors: tensors.pop(name))
-    with pytest.raises(CheckpointError, match=f"{file}: missing tensors: {name}$"):
+@pytest.mark.parametrize(
+    ("file", "change", "reason"),
+    [
+        ("ema", lambda t: t.pop("time_embedder.mlp.2.bias"), r"missing tensors: time_embedder\.mlp\.2\.bias$"),
+        ("ae", lambda t: t.pop("decoder.mid.attn_1.q.bias"), r"missing tensors: decoder\.mid\.attn_1\.q\.bias$"),
+        ("ema", lambda t: t.update(other=torch.zeros(1)), "unknown tensors: other$"),
+        ("ae", lambda t: t.update(other=torch.zeros(1)), "unknown tensors: other$"),
+        ("ema", lambda t: t.update({"llm2vae.bias": torch.zeros(63)}), r"llm2vae.bias \[63\] does not make \[64\]"),
+    ],
+    ids=["missing", "missing in ae", "unknown", "unknown in ae", "shape"],
+)
+def test_a_wrong_tensor_is_named(copy: Path, file: str, change: Any, reason: str) -> None:
+    edit(copy / f"{file}.safetensors", change)
+    with pytest.raises(CheckpointError, match=f"{file}.safetensors: .*{reason}"):
         load_bagel(copy)
 
 
-@pytest.mark.parametrize("file", ["ema.safetensors", "ae.safetensors"])
-def test_an_unknown_tensor(copy: Path, file: str) -> None:
-    edit(copy / file, lambda tensors: tensors.update(other=torch.zeros(1)))
-    with pytest.raises(CheckpointError, match=f"{file}: unknown tensors: other$"):
-        load_bagel(copy)
-
-
-def test_both_are_named_and_few_of_many(copy: Path) -> None:
+def test_of_many_missing_and_unknown_tensors_a_few_are_named(copy: Path) -> None:
     def rename(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if name.startswith("decoder.")]:
             tensors[f"first_stage.{name}"] = tensors.pop(name)
@@ -102,13 +113,6 @@ def test_both_are_named_and_few_of_many(copy: Path) -> None:
         load_bagel(copy)
     edit(copy / "ae.safetensors", lambda t: t.update({sizes_need: t[f"first_stage.{sizes_need}"].clone()}))
     with pytest.raises(CheckpointError, match=r"missing tensors: .* and \d+ more; unknown tensors: .* and \d+ more"):
-        load_bagel(copy)
-
-
-def test_a_wrong_shape(copy: Path) -> None:
-    name = "llm2vae.bias"
-    edit(copy / "ema.safetensors", lambda tensors: tensors.update({name: torch.zeros(63)}))
-    with pytest.raises(CheckpointError, match=rf"{name} \[63\] does not make \[64\]"):
         load_bagel(copy)
 
 
@@ -123,17 +127,14 @@ def test_a_layer_in_the_middle_is_missing(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["ema.safetensors", "ae.safetensors", "llm_config.json", "tokenizer.json"])
-def test_a_missing_file(copy: Path, file: str) -> None:
-    (copy / file).unlink()
-    with pytest.raises(CheckpointError, match=f"{file}: is missing"):
-        load_bagel(copy)
-
-
-@pytest.mark.parametrize("file", ["ema.safetensors", "vit_config.json"])
-def test_a_damaged_file(copy: Path, file: str) -> None:
+def test_a_missing_or_damaged_file_is_named(copy: Path, file: str) -> None:
     path = copy / file
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match=f"{file}: is damaged"):
+    if file != "tokenizer.json":
+        path.write_bytes(path.read_bytes()[:100])
+        with pytest.raises(CheckpointError, match=f"{file}: is damaged"):
+            load_bagel(copy)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"{file}: is missing"):
         load_bagel(copy)
 
 
@@ -143,7 +144,7 @@ def test_the_number_of_vit_heads_is_needed(copy: Path) -> None:
         load_bagel(copy)
 
 
-def test_dtypes(checkpoint: Path, model_bf16: Bagel) -> None:
+def test_the_model_has_the_dtype_of_the_engine_and_the_autoencoder_float32(checkpoint: Path, model_bf16: Bagel) -> None:
     assert {p.dtype for name, p in model_bf16.named_parameters() if not name.startswith("vae.")} == {torch.bfloat16}
     assert {p.dtype for p in model_bf16.vae.parameters()} == {torch.float32}
     assert load_bagel(checkpoint, dtype=torch.float16).dtype is torch.float16
@@ -151,6 +152,69 @@ def test_dtypes(checkpoint: Path, model_bf16: Bagel) -> None:
         load_bagel(checkpoint, dtype=torch.int8)
 
 
-def test_every_tensor_of_the_file_has_one_place(checkpoint: Path) -> None:
-    names = [name for sources in model_sources(checkpoint_sizes(checkpoint)).values() for name in sources]
-    assert sorted(names) == sorted(load_file(checkpoint / "ema.safetensors"))
+# -- the released shape on the meta device, and dummy weights -----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def released(checkpoint: Path) -> Bagel:
+    with torch.device("meta"):
+        model = Bagel(RELEASED).requires_grad_(False)
+    for part in (model.llm, model.vision, model.latents):
+        part.to(torch.bfloat16)
+    model.tokens = Tokens.from_directory(checkpoint)
+    return model
+
+
+def test_the_number_of_parameters_is_that_of_the_release(released: Bagel) -> None:
+    def count(module: torch.nn.Module) -> float:
+        return round(sum(p.numel() for p in module.parameters()) / 1e9, 2)
+
+    assert (count(released.llm), count(released.vae)) == (14.14, 0.08)
+    assert count(released.vision) == pytest.approx(0.43, abs=0.02)
+
+
+def test_an_edit_and_an_image_together(released: Bagel) -> None:
+    prompts = Prompts(released.tokens, RELEASED)
+    plans = [prompts.image([picture(700, 1100, 1), "blue"]), prompts.image(["a red cat"])]
+    given = [{"num_timesteps": 2}, {"num_timesteps": 2, "height": 512, "width": 768}]
+    running = [
+        begin(released, plan, image_parameters(each, edit=plan.size is not None))
+        for plan, each in zip(plans, given, strict=True)
+    ]
+    assert {key.dtype for key, _ in running[0].branches["cond"].layers} == {torch.bfloat16}
+    denoiser = Denoiser(released)
+    while not running[0].done:
+        denoiser.step(running)
+    images = [finish(released, each) for each in running]
+    assert [tuple(image.image.shape) for image in images] == [(656, 1024, 3), (512, 768, 3)]
+    assert {image.latent.device.type for image in images} == {"meta"}
+    assert {image.latent.dtype for image in images} == {torch.float32}
+
+
+def test_files_of_the_released_shape(tmp_path: Path) -> None:
+    directory = write_bagel(tmp_path / "model", released_shape=True)
+    sizes = checkpoint_sizes(directory)
+    assert (sizes.llm, sizes.vit, sizes.vae) == (RELEASED.llm, RELEASED.vit, RELEASED.vae)
+    assert sizes == RELEASED
+    model = empty_bagel(directory, dtype=torch.bfloat16, device="meta")
+    assert {part.dtype for part in model.llm.parameters()} == {torch.bfloat16}
+    assert {part.dtype for part in model.vae.parameters()} == {torch.float32}
+    files = [directory / name for name in ("ema.safetensors", "ae.safetensors")]
+    assert sum(file.stat().st_size for file in files) == pytest.approx(
+        sum(part.nbytes for part in model.parameters()), rel=1e-4
+    )
+    assert sum(file.stat().st_blocks for file in files) * 512 < 1 << 20, "zeros must not be written"
+
+
+def test_dummy_weights_fill_all_parameters(checkpoint: Path) -> None:
+    """With `load_format: dummy` vLLM fills the parameters and does not call `load_weights`."""
+    config = config_of(checkpoint)
+    config.load_config.load_format = "dummy"
+    stage = BagelDit(vllm_config=config)
+    expected = dict(load_bagel(checkpoint).named_parameters())
+    assert {name: part.shape for name, part in stage.bagel.named_parameters()} == {
+        name: part.shape for name, part in expected.items()
+    }
+    DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(stage, config.model_config)
+    for part in stage.parameters():
+        assert part.isfinite().all() and part.any()

@@ -1,4 +1,4 @@
-"""The stage `dit`, step by step: its pictures are those of the reference, whatever runs beside them."""
+"""The stage `dit`, step by step: its pictures are those of the reference, with any other requests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from tests.support.bagel_runs import difference, golden, picture
+from tests.model_plugins.bagel.test_packing import REQUESTS, parameters_of
+from tests.support.bagel_runs import difference, golden
 from tests.support.dit_room import CLOSE, Room, assert_almost_equal, draw_of, latent_of, pixels_of
 from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser
 from vllm_omni_ext.model_plugins.bagel.generate import generate_image
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import image_parameters
-from vllm_omni_ext.model_plugins.bagel.prompts import Part
 from vllm_omni_ext.model_plugins.bagel.requests.payloads import Draw, Drawn, Picture, Preview, Text
 from vllm_omni_ext.model_plugins.bagel.stages import drawing
 from vllm_omni_ext.wire.envelope import StageError, StageProgress
@@ -31,7 +31,7 @@ def room(checkpoint: Path) -> Callable[..., Room]:
 
 
 @pytest.mark.parametrize("case", ["t2i", "t2i_nocfg", "edit"])
-def test_the_pictures_of_the_reference(case: str, model: Bagel, room: Callable[..., Room]) -> None:
+def test_pictures_equal_the_reference(case: str, model: Bagel, room: Callable[..., Room]) -> None:
     expected, engine = golden(f"{case}_fp32"), room()
     engine.draw("r", draw_of(model, expected.parts, expected.parameters, latent=True))
     engine.run()
@@ -43,25 +43,8 @@ def test_the_pictures_of_the_reference(case: str, model: Bagel, room: Callable[.
     assert drawn.thought is None
 
 
-REQUESTS: tuple[tuple[list[Part], dict[str, Any]], ...] = (
-    (["a small red fox"], {"height": 64, "width": 96, "num_timesteps": 8, "seed": 1}),
-    (
-        ["snow"],
-        {"height": 48, "width": 64, "num_timesteps": 6, "seed": 2, "cfg_text_scale": 1.0, "timestep_shift": 1.0},
-    ),
-    (
-        ["a lake"],
-        {"height": 96, "width": 32, "num_timesteps": 9, "seed": 3, "cfg_img_scale": 1.7, "cfg_renorm_type": "channel"},
-    ),
-    ([picture(60, 80, 1), "make it blue"], {"num_timesteps": 7, "seed": 4}),
-    ([picture(90, 50, 2), picture(50, 50, 3), "both"], {"num_timesteps": 5, "seed": 5, "cfg_interval": (0.2, 0.9)}),
-)
-
-
 def request(model: Bagel, at: int, **given: Any) -> Draw:
-    parts, parameters = REQUESTS[at]
-    edit = not isinstance(parts[0], str)
-    return draw_of(model, parts, image_parameters(parameters, edit=edit), latent=True, **given)
+    return draw_of(model, REQUESTS[at][0], parameters_of(at), latent=True, **given)
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +63,11 @@ def assert_same(found: Drawn, expected: Drawn) -> None:
     assert_almost_equal(pixels_of(found), pixels_of(expected))
 
 
-def test_five_different_requests_together(model: Bagel, room: Callable[..., Room], alone: list[Drawn]) -> None:
-    engine = room()
-    for at in range(len(REQUESTS)):
-        engine.draw(f"r{at}", request(model, at))
-    engine.run()
-    for at, expected in enumerate(alone):
-        assert_same(engine.drawn(f"r{at}"), expected)
-
-
-@pytest.mark.parametrize("steps", range(5))
+@pytest.mark.parametrize("steps", [0, 2, 4])
 def test_an_aborted_request_leaves_nothing_behind_after_one_step(
     steps: int, model: Bagel, room: Callable[..., Room], alone: list[Drawn]
 ) -> None:
-    """While it waits for its turn, in its denoise steps, and with others beside it."""
+    """It waits for its turn, or is denoised with others."""
     engine = room()
     for at in (0, 3, 4):
         engine.draw(f"r{at}", request(model, at))
@@ -115,14 +89,17 @@ def test_an_aborted_request_leaves_nothing_behind_after_one_step(
         assert_same(engine.drawn(f"r{at}"), alone[at])
 
 
-def test_requests_that_come_later_get_the_same_pictures(
-    model: Bagel, room: Callable[..., Room], alone: list[Drawn]
+@pytest.mark.parametrize("apart", [0, 1])
+def test_five_different_requests_get_the_pictures_of_each_alone(
+    apart: int, model: Bagel, room: Callable[..., Room], alone: list[Drawn]
 ) -> None:
-    engine = room(seats=3)
+    """All at once, or one with each step and three at a time."""
+    engine = room(seats=3) if apart else room()
     for at in (4, 2, 0, 3, 1):
         engine.draw(f"r{at}", request(model, at))
-        engine.step()
-        assert len(engine.model._jobs) <= 3
+        for _ in range(apart):
+            engine.step()
+            assert len(engine.model._jobs) <= 3
     engine.run()
     for at, expected in enumerate(alone):
         assert_same(engine.drawn(f"r{at}"), expected)
@@ -151,7 +128,7 @@ def test_previews_are_evenly_spread(evaluations: int, previews: int, steps: list
     assert drawing.preview_steps(evaluations, previews) == steps
 
 
-def test_previews(model: Bagel, room: Callable[..., Room], alone: list[Drawn]) -> None:
+def test_previews_come_closer_to_the_picture(model: Bagel, room: Callable[..., Room], alone: list[Drawn]) -> None:
     engine = room()
     engine.draw("r", request(model, 0, previews=3))
     engine.draw("other", request(model, 3))
@@ -169,17 +146,16 @@ def test_previews(model: Bagel, room: Callable[..., Room], alone: list[Drawn]) -
     assert_same(engine.drawn("other"), alone[3])
 
 
-@pytest.mark.parametrize("case", ["t2i", "edit"])
-@pytest.mark.parametrize("given", [False, True], ids=["written here", "given"])
-def test_a_thought(case: str, given: bool, model: Bagel, room: Callable[..., Room]) -> None:
-    """Written here, or by the other stage: the picture is that of a request that runs by itself."""
+@pytest.mark.parametrize(("case", "given"), [("t2i", False), ("edit", False), ("edit", True)])
+def test_a_thought_written_here_or_given_makes_the_picture_of_the_model_alone(
+    case: str, given: bool, model: Bagel, room: Callable[..., Room]
+) -> None:
     parts = golden(f"{case}_fp32").parts
     values = {"num_timesteps": 5, "seed": 9, "think": True, "max_think_token_n": 12}
     values |= {"height": 48, "width": 64} if case == "t2i" else {}
     parameters = image_parameters(values, edit=case == "edit")
     thought = "a plan" if given else None
-    expected = generate_image(model, parts, parameters, thought=thought)
-    engine = room()
+    expected, engine = generate_image(model, parts, parameters, thought=thought), room()
     ids = None if thought is None else list(model.tokens.text(thought))[1:-1]
     engine.draw("r", draw_of(model, parts, parameters, thought=ids, latent=True))
     engine.draw("other", request(model, 2))
@@ -193,7 +169,6 @@ def test_a_thought(case: str, given: bool, model: Bagel, room: Callable[..., Roo
 
 
 GOOD = Text([1, 2])
-TOO_FEW = Picture(64, 64, bytes(5))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +177,7 @@ TOO_FEW = Picture(64, 64, bytes(5))
         ([], {}, "prompt: must be at least one"),
         ([Text([])], {}, "a text has no token ids"),
         ([Text([384])], {}, "token ids must be from 0 to 383"),
-        ([TOO_FEW], {}, "64x64 pixels has 5 bytes"),
+        ([Picture(64, 64, bytes(5))], {}, "64x64 pixels has 5 bytes"),
         ([Picture(60, 64, bytes(60 * 64 * 3)), GOOD], {}, "height of a picture must be a multiple of 16, at most 256"),
         ([GOOD], {"height": 1024}, "height: must be a multiple of 16, at most 256"),
         ([GOOD], {"cfg_interval": (1.0, 0.0)}, "cfg_interval: must not end before"),
@@ -225,12 +200,13 @@ def test_a_wrong_request_ends_alone_and_says_why(
 
 def test_a_message_of_another_kind_is_refused(room: Callable[..., Room]) -> None:
     engine = room()
-    engine.draw("bad", {"type": "draw", "parts": 3})
-    engine.draw("none", None)
-    engine.run()
-    reasons = [engine.messages(name)[0].reason for name in ("bad", "none")]
-    assert "parts" in reasons[0]
-    assert reasons[1] == "the stage makes pictures: a request needs the message Draw"
+    for name, message, why in (
+        ("bad", {"type": "draw", "parts": 3}, "parts"),
+        ("none", None, "needs the message Draw"),
+    ):
+        engine.draw(name, message)
+        engine.run()
+        assert why in engine.messages(name)[0].reason
 
 
 @pytest.mark.parametrize("where", ["prefill", "denoise", "vae"])

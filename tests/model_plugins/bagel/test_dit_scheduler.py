@@ -1,4 +1,4 @@
-"""Which requests of the stage `dit` run at once, without any computation."""
+"""The scheduler of the stage `dit`, without any computation."""
 
 from __future__ import annotations
 
@@ -86,23 +86,16 @@ def test_requests_begin_in_their_order_while_there_is_room(
     assert order == list(range(len(sizes)))
 
 
-def test_small_requests_do_not_overtake_a_large_one(model: Bagel, checkpoint: Path) -> None:
+def test_aborted_requests_make_room_and_small_ones_do_not_overtake_a_large_one(model: Bagel, checkpoint: Path) -> None:
     scheduler = made(checkpoint, rows=ROWS[WIDE])
-    for name, size in (("first", SMALL), ("large", WIDE), ("small", SMALL)):
+    for name, size in (("first", SMALL), ("large", WIDE), ("gone", WIDE), ("small", SMALL)):
         scheduler.add_request(request(model, name, size))
     assert begun(scheduler) == ["first"]
     assert begun(scheduler) == []
-    scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    scheduler.finish_requests(["first", "gone"], RequestStatus.FINISHED_ABORTED)
     assert begun(scheduler) == ["large"]
-
-
-def test_an_aborted_request_makes_room(model: Bagel, checkpoint: Path) -> None:
-    scheduler = made(checkpoint, rows=ROWS[WIDE])
-    for name in ("a", "b", "c"):
-        scheduler.add_request(request(model, name, WIDE))
-    assert begun(scheduler) == ["a"]
-    scheduler.finish_requests(["a", "b"], RequestStatus.FINISHED_ABORTED)
-    assert begun(scheduler) == ["c"]
+    scheduler.finish_requests("large", RequestStatus.FINISHED_ABORTED)
+    assert begun(scheduler) == ["small"]
 
 
 def test_a_request_that_does_not_even_fit_alone_is_refused_at_once(model: Bagel, checkpoint: Path) -> None:
@@ -132,7 +125,9 @@ def test_a_refused_request_can_be_aborted_before_its_answer(model: Bagel, checkp
     [
         (["a fox"], {"height": 64, "width": 96}),
         (["a fox"], {"height": 64, "width": 96, "cfg_text_scale": 1.0}),
+        (["a", "b"], {"height": 48, "width": 64, "cfg_img_scale": 2.0}),
         ([picture(60, 80, 1), "make it blue"], {}),
+        (["x", picture(90, 33, 1), picture(50, 50, 2), "blue"], {}),
         ([picture(90, 50, 2), picture(50, 50, 3), "both"], {"cfg_img_scale": 1.0}),
         ([picture(60, 80, 1), "make it blue"], {"think": True}),
     ],
@@ -165,16 +160,12 @@ def test_memory_limits_requests_too(model: Bagel, checkpoint: Path, monkeypatch:
     assert begun(scheduler) == ["a", "b"]
 
 
-def test_a_reply_takes_its_longest_length(model: Bagel, checkpoint: Path) -> None:
-    scheduler = made(checkpoint)
+def test_a_reply_costs_its_longest_length_and_the_end_of_a_stream_nothing(model: Bagel, checkpoint: Path) -> None:
+    scheduler = made(checkpoint, rows=0)
     of_a_token = kv_bytes_per_token(model.sizes.llm, 4)
     for most, length in ((100, 110), (99999, 2048)):
         reply = Request("r", [1] * 10, SamplingParams(max_tokens=most), None)
         assert scheduler.costs(reply) == {CONTEXT_BYTES: length * of_a_token, ROW_TOKENS: 1}
-
-
-def test_the_end_of_a_stream_is_free(checkpoint: Path) -> None:
-    scheduler = made(checkpoint, rows=0)
     end = SamplingParams(extra_args={PART: PartHeader.end("s").as_extra()})
     scheduler.add_request(Request("end", list(FILLER), end, None))
     assert begun(scheduler) == ["end"]

@@ -1,4 +1,4 @@
-"""The flows of pictures in a simulated world where replicas die, freeze and refuse, and clients leave, at any step."""
+"""The flows of pictures in a simulated world: replicas die, freeze and refuse, and clients disconnect, at any step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni_ext.modalities.chunks import ImageChunk
 from vllm_omni_ext.model_plugins.bagel.requests.flow import DrawFlow, ThinkFlow
 from vllm_omni_ext.model_plugins.bagel.requests.payloads import DitParams, Draw, Drawn, Preview, Text
-from vllm_omni_ext.plugins.flow import Emit, Fail, Open, Produced, Submit
+from vllm_omni_ext.plugins.flow import Emit, Fail, Produced, Submit
 from vllm_omni_ext.testing import Reply, Work, check_flow
 from vllm_omni_ext.wire.envelope import StageError, StageProgress
 
@@ -60,14 +60,14 @@ def thinking(text: bool = True) -> ThinkFlow:
 
 
 @pytest.mark.parametrize("text", [True, False])
-def test_a_picture_whatever_happens(text: bool) -> None:
+def test_a_picture_is_the_same_with_any_failure(text: bool) -> None:
     answer = check_flow(lambda: DrawFlow(DRAW, pixels=PIXELS, text=text), {"dit": dit}, frontend="dit")
     np.testing.assert_array_equal(answer.outputs["image"], [np.full((16, 32, 3), 11, np.uint8)])
     assert answer.outputs.get("text") == ("plan None" if text else None)
 
 
 @pytest.mark.parametrize("text", [True, False])
-def test_a_thought_and_its_picture_whatever_happens(text: bool) -> None:
+def test_a_thought_and_its_picture_are_the_same_with_any_failure(text: bool) -> None:
     answer = check_flow(lambda: thinking(text), {"ar": ar, "dit": dit}, frontend="ar")
     np.testing.assert_array_equal(answer.outputs["image"], [np.full((16, 32, 3), sum(THOUGHT) + 11, np.uint8)])
     assert answer.outputs.get("text") == (f"plan {THOUGHT}" if text else None)
@@ -83,29 +83,16 @@ def test_a_thought_that_is_cut_off_is_used_as_it_is() -> None:
     assert submitted.payload.thought == [31, 32, 33]
 
 
-def test_ar_goes_on_after_the_tokens_so_far_and_dit_begins_again() -> None:
-    flow = thinking()
-    [first] = flow.begin()
-    assert isinstance(first, Open) and (first.done, first.prompt) == (0, PROMPT)
-    flow.handle(Produced("ar", tokens=(31, 32)))
-    [again] = flow.replay("ar")
-    assert isinstance(again, Open) and (again.done, again.prompt) == (2, [*PROMPT, 31, 32])
-    [submitted] = flow.handle(Produced("ar", tokens=(END,), finish="stop"))
-    assert flow.replay("dit") == [submitted]
-
-
-def chunks(actions: list[Any]) -> list[Any]:
-    return [action.chunk for action in actions if isinstance(action, Emit)]
-
-
-def test_previews_and_what_belongs_to_a_picture() -> None:
-    flow, found = DrawFlow(DRAW, pixels=PIXELS), list[Any]()
-    replies = [reply for reply in dit(_work()) if reply is not None]
+def test_previews_are_sent_once_and_the_picture_has_its_latent_seed_and_times() -> None:
+    flow, actions, work = DrawFlow(DRAW, pixels=PIXELS), list[Any](), Work()
+    work.messages.append(("x", Submit(stage="dit", payload=DRAW)))
+    replies = [reply for reply in dit(work) if reply is not None]
     for reply in replies[:3]:
-        found += chunks(flow.handle(Produced("dit", payload=reply.payload)))
+        actions += flow.handle(Produced("dit", payload=reply.payload))
     flow.replay("dit")
     for reply in replies:
-        found += chunks(flow.handle(Produced("dit", payload=reply.payload, finish=reply.finish)))
+        actions += flow.handle(Produced("dit", payload=reply.payload, finish=reply.finish))
+    found = [action.chunk for action in actions if isinstance(action, Emit)]
     previews = [chunk for chunk in found if isinstance(chunk, ImageChunk) and chunk.partial]
     assert [(chunk.index, chunk.last, chunk.seed) for chunk in previews] == [(0, False, 11), (1, False, 11)]
     image = found[-1]
@@ -123,9 +110,3 @@ def test_a_stage_that_fails_ends_the_request(make: Any) -> None:
         assert isinstance(failed, Fail)
     [failed] = thinking().handle(Produced("ar", finish="abort"))
     assert isinstance(failed, Fail)
-
-
-def _work() -> Work:
-    work = Work()
-    work.messages.append(("x", Submit(stage="dit", payload=DRAW)))
-    return work

@@ -1,4 +1,4 @@
-"""The reference implementation's own outputs on the tiny checkpoint: what was asked is the same, so is what comes."""
+"""Outputs equal those of the reference implementation on the tiny checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_files_are_those_of_the_manifest() -> None:
 
 
 @pytest.mark.parametrize("case", BRANCHES)
-def test_prompt_contexts_steps_and_image(case: str, model: Bagel, prompts: Prompts) -> None:
+def test_prompt_contexts_steps_and_image_equal_the_reference(case: str, model: Bagel, prompts: Prompts) -> None:
     expected = golden(f"{case}_fp32")
     tensors, parameters = expected.tensors, expected.parameters
     plan = prompts.image(expected.parts)
@@ -74,7 +74,7 @@ def test_prompt_contexts_steps_and_image(case: str, model: Bagel, prompts: Promp
     assert (off > 0).float().mean() <= 1e-3
 
 
-def test_the_picture_of_an_edit_on_its_way_in(model: Bagel, prompts: Prompts) -> None:
+def test_the_input_picture_of_an_edit_equals_the_reference(model: Bagel, prompts: Prompts) -> None:
     tensors = golden("edit_fp32").tensors
     source = golden("edit_fp32").parts[0]
     assert not isinstance(source, str)
@@ -95,7 +95,7 @@ def test_the_picture_of_an_edit_on_its_way_in(model: Bagel, prompts: Prompts) ->
 
 
 @pytest.mark.parametrize("case", ["chat", "understand"])
-def test_replies(case: str, model: Bagel, prompts: Prompts) -> None:
+def test_replies_equal_the_reference(case: str, model: Bagel, prompts: Prompts) -> None:
     expected = golden(f"{case}_fp32")
     segments = prompts.reply(expected.parts)
     assert text_ids(segments) == expected.info["prompt_ids"][:1]
@@ -108,11 +108,7 @@ def test_replies(case: str, model: Bagel, prompts: Prompts) -> None:
 
 
 @pytest.mark.parametrize("case", ["t2i", "t2i_nocfg"])
-def test_an_image_in_bfloat16(case: str, model_bf16: Bagel, prompts: Prompts) -> None:
-    check_bfloat16(case, model_bf16, prompts)
-
-
-def check_bfloat16(case: str, model_bf16: Bagel, prompts: Prompts) -> None:
+def test_an_image_in_bfloat16_is_close_to_the_reference(case: str, model_bf16: Bagel, prompts: Prompts) -> None:
     expected = golden(f"{case}_bf16")
     running = begin(model_bf16, prompts.image(expected.parts), expected.parameters)
     run(model_bf16, running)
@@ -124,7 +120,7 @@ def check_bfloat16(case: str, model_bf16: Bagel, prompts: Prompts) -> None:
     assert off.max() <= 16
 
 
-def test_a_reply_in_bfloat16(model_bf16: Bagel, prompts: Prompts) -> None:
+def test_a_reply_in_bfloat16_is_close_to_the_reference(model_bf16: Bagel, prompts: Prompts) -> None:
     """Fed with the reference's ids: one token that differs would make all that follow differ."""
     expected = golden("understand_bf16")
     parts = golden("understand_fp32").parts

@@ -18,7 +18,7 @@ from vllm_omni_ext.serving.apis.images import ImageRequest
 
 
 class Server:
-    """Tokenizes characters, and returns what the runtime is given."""
+    """Makes a token of each character, and returns the parts unchanged."""
 
     capabilities: Any = None
     runtime: Any = SimpleNamespace(parts=lambda pictures, ids: [*pictures, ids])
@@ -49,28 +49,21 @@ def test_pictures_come_before_the_prompt_and_tokens_are_counted() -> None:
     assert options.fields == {"size": "64x64", "seed": 3, "previews": 2}
 
 
-def test_what_clients_send_by_default_is_accepted() -> None:
+def test_default_fields_of_clients_are_accepted() -> None:
     read(quality="auto", background="auto", moderation="auto", response_format="b64_json", user="me")
 
 
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"quality": "hd"}, "quality"),
-        ({"background": "transparent"}, "background"),
-        ({"moderation": "strict"}, "moderation"),
-        ({"style": "vivid"}, "style"),
-        ({"prompt": " "}, "prompt"),
-        ({"mask": object()}, "mask"),
-    ],
-)
-def test_what_the_model_cannot_do_is_refused(fields: dict[str, Any], name: str) -> None:
+UNAVAILABLE = {"quality": "hd", "background": "transparent", "moderation": "strict", "style": "vivid"}
+
+
+@pytest.mark.parametrize(("name", "value"), [*UNAVAILABLE.items(), ("prompt", " "), ("mask", object())])
+def test_an_unavailable_field_is_refused(name: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
-        read(**fields)
+        read(**{name: value})
     assert caught.value.parameter == name
 
 
-def test_a_chat_with_a_thought() -> None:
+def test_the_modalities_of_a_chat_with_a_thought() -> None:
     assert chat("image", think=True) == ("image", "thought")
     assert chat("image", dit=DitParams(think=True)) == ("image", "thought")
     assert chat("image", think=False, dit=DitParams(think=True)) == ("image",)
@@ -78,15 +71,15 @@ def test_a_chat_with_a_thought() -> None:
     assert chat("text") == ("text",)
 
 
-def test_latents_and_previews_have_their_places() -> None:
-    for fields, name in (({"return_latents": True}, "return_latents"), ({"previews": 1}, "previews")):
-        with pytest.raises(RequestError) as caught:
-            chat("image", **fields)
-        assert caught.value.parameter == name
+@pytest.mark.parametrize(("name", "value"), [("return_latents", True), ("previews", 1)])
+def test_latents_and_previews_are_refused_in_a_chat_that_is_not_streamed(name: str, value: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat("image", **{name: value})
+    assert caught.value.parameter == name
     chat("image", stream=True, previews=1)
 
 
-def test_the_thought_of_an_answer() -> None:
+def test_a_thought_is_the_reasoning_of_an_answer() -> None:
     chunks = [ThoughtChunk(text="a plan", tokens=3)]
     whole = asyncio.run(THOUGHT.assemble(chunks, None, ""))
     assert (whole.message, whole.usage) == ({"reasoning": "a plan"}, {"reasoning_tokens": 3})

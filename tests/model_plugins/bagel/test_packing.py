@@ -1,77 +1,61 @@
-"""Requests in one forward pass: each gets what it gets alone, whoever else is there, comes or goes."""
+"""Requests in one forward pass: each gets the same result as alone."""
 
 from __future__ import annotations
 
-import gc
-import weakref
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from tests.support.bagel_runs import difference, picture, run
 from vllm_omni_ext.model_plugins.bagel.attention import Rows, sdpa
-from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser, RunningImage, begin, decode, finish, seeded
+from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser, RunningImage
 from vllm_omni_ext.model_plugins.bagel.generate import prepare_image
+from vllm_omni_ext.model_plugins.bagel.llm import ExpertLayer, MotLayer
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
-from vllm_omni_ext.model_plugins.bagel.parameters import image_parameters
-from vllm_omni_ext.model_plugins.bagel.prefill import Prefill
-from vllm_omni_ext.model_plugins.bagel.prompts import Part, Prompts
-from vllm_omni_ext.model_plugins.bagel.text import RunningText, step_text
+from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters, image_parameters
+from vllm_omni_ext.model_plugins.bagel.prompts import Part
+from vllm_omni_ext.model_plugins.bagel.stages.cuda_attention import attention_for, flash_attention
+from vllm_omni_ext.model_plugins.bagel.stages.warm_up import warm_up
 
 CLOSE = 2e-5
 """Sums are taken in another order when there are more rows."""
 
-SIZES = ((64, 96), (48, 64), (96, 32), (0, 0), (0, 0))
-REQUESTS = (
-    {"num_timesteps": 8, "seed": 1},
-    {"num_timesteps": 6, "seed": 2, "cfg_text_scale": 1.0, "timestep_shift": 1.0},
-    {"num_timesteps": 9, "seed": 3, "cfg_img_scale": 1.7, "cfg_renorm_type": "channel", "cfg_renorm_min": 0.2},
-    {"num_timesteps": 7, "seed": 4},
-    {"num_timesteps": 5, "seed": 5, "cfg_renorm_type": "global", "cfg_interval": (0.2, 0.9)},
+REQUESTS: tuple[tuple[list[Part], dict[str, Any]], ...] = (
+    (["a small red fox"], {"height": 64, "width": 96, "num_timesteps": 8, "seed": 1}),
+    (
+        ["snow"],
+        {"height": 48, "width": 64, "num_timesteps": 6, "seed": 2, "cfg_text_scale": 1.0, "timestep_shift": 1.0},
+    ),
+    (
+        ["a lake"],
+        {"height": 96, "width": 32, "num_timesteps": 9, "seed": 3, "cfg_img_scale": 1.7, "cfg_renorm_type": "channel"},
+    ),
+    ([picture(60, 80, 1), "make it blue"], {"num_timesteps": 7, "seed": 4}),
+    ([picture(90, 50, 2), picture(50, 50, 3), "both"], {"num_timesteps": 5, "seed": 5, "cfg_interval": (0.2, 0.9)}),
 )
-PROMPTS: tuple[list[Part], ...] = (
-    ["a small red fox"],
-    ["snow"],
-    ["a lake in the morning"],
-    [picture(60, 80, 1), "make it blue"],
-    [picture(90, 50, 2), picture(50, 50, 3), "put the one on the other"],
-)
+
+
+def parameters_of(at: int) -> ImageParameters:
+    parts, given = REQUESTS[at]
+    return image_parameters(given, edit=not isinstance(parts[0], str))
 
 
 def prepared(model: Bagel, at: int) -> RunningImage:
-    given = dict(REQUESTS[at])
-    if SIZES[at] != (0, 0):
-        given |= dict(zip(("height", "width"), SIZES[at], strict=True))
-    edit = not isinstance(PROMPTS[at][0], str)
-    return prepare_image(model, PROMPTS[at], image_parameters(given, edit=edit))[0]
+    return prepare_image(model, REQUESTS[at][0], parameters_of(at))[0]
 
 
-@pytest.fixture(scope="module")
-def alone(model: Bagel) -> list[Tensor]:
-    """Latents of the requests, one by one."""
-    latents = []
-    for at in range(len(REQUESTS)):
-        running = prepared(model, at)
-        run(model, running)
-        latents.append(running.latent)
-    return latents
-
-
-def step_all(model: Bagel, running: list[RunningImage], denoiser: Denoiser | None = None) -> int:
-    denoiser, steps = denoiser or Denoiser(model), 0
+def step_all(model: Bagel, running: list[RunningImage]) -> None:
+    denoiser = Denoiser(model)
     while left := [image for image in running if not image.done]:
         denoiser.step(left)
-        steps += 1
-    return steps
-
-
-def test_five_different_requests(model: Bagel, alone: list[Tensor]) -> None:
-    running = [prepared(model, at) for at in range(len(REQUESTS))]
-    assert step_all(model, running) == max(request["num_timesteps"] for request in REQUESTS) - 1
-    for image, expected in zip(running, alone, strict=True):
-        assert difference(image.latent, expected) < CLOSE
 
 
 def test_all_rows_go_through_the_layers_in_one_pass(model: Bagel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,88 +71,18 @@ def test_all_rows_go_through_the_layers_in_one_pass(model: Bagel, monkeypatch: p
     assert rows == [2 + 1 + 3 + 3 + 1] * model.sizes.llm.layers
 
 
-def test_requests_come_at_any_step(model: Bagel, alone: list[Tensor]) -> None:
-    denoiser, running = Denoiser(model), [prepared(model, 3)]
-    for at in (0, 4, 1, 2):
-        denoiser.step([image for image in running if not image.done])
-        running.append(prepared(model, at))
-    step_all(model, running, denoiser)
-    for image, at in zip(running, (3, 0, 4, 1, 2), strict=True):
-        assert difference(image.latent, alone[at]) < CLOSE
-
-
-def test_one_that_is_dropped_leaves_the_others_alone_and_nothing_behind(model: Bagel, alone: list[Tensor]) -> None:
-    denoiser, running = Denoiser(model), [prepared(model, at) for at in range(len(REQUESTS))]
-    for _ in range(3):
-        denoiser.step(running)
-    dropped = weakref.ref(running[3]), *(weakref.ref(context) for context in running[3].branches.values())
-    del running[3]
-    gc.collect()
-    assert [each() for each in dropped] == [None] * 4
-    step_all(model, running, denoiser)
-    for image, expected in zip(running, [*alone[:3], alone[4]], strict=True):
-        assert difference(image.latent, expected) < CLOSE
-
-
-def test_the_same_seed_gives_the_same_bits_and_another_one_another_image(model: Bagel) -> None:
-    images = []
-    for seed in (7, 7, 8):
-        given = {"height": 48, "width": 48, "num_timesteps": 4, "seed": seed}
-        running, _ = prepare_image(model, ["a cat"], image_parameters(given, edit=False))
-        run(model, running)
-        images.append(finish(model, running).image)
-    assert torch.equal(images[0], images[1])
-    assert not torch.equal(images[0], images[2])
-
-
-def test_images_of_one_prompt_share_its_contexts(model: Bagel, prompts: Prompts) -> None:
-    plan = prompts.image(["a cat"])
-    given = [{"height": 48, "width": 48, "num_timesteps": 4, "seed": seed} for seed in (7, 8)]
-    parameters = [image_parameters(each, edit=False) for each in given]
-    prefill = Prefill(model, seeded(parameters[0]))
-    together = [begin(model, plan, each, generator=seeded(each), prefill=prefill) for each in parameters]
-    assert together[0].branches["cond"] is together[1].branches["cond"]
-    step_all(model, together)
-    for image, each in zip(together, parameters, strict=True):
-        alone = begin(model, plan, each)
-        run(model, alone)
-        assert difference(image.latent, alone.latent) < CLOSE
-
-
-def test_contexts_can_be_computed_one_segment_at_a_time(model: Bagel) -> None:
-    parameters = image_parameters(REQUESTS[4], edit=True)
-    plan = Prompts(model.tokens, model.sizes).image(PROMPTS[4])
-    generator = seeded(parameters)
-    prefill = Prefill(model, generator)
-    for end in range(1, len(plan.cond) + 1):
-        prefill.context(plan.cond[:end])
-    by_segment = begin(model, plan, parameters, generator=generator, prefill=prefill)
-    at_once = begin(model, plan, parameters)
-    assert torch.equal(by_segment.latent, at_once.latent)
-    for layer in range(model.sizes.llm.layers):
-        pairs = zip(by_segment.branches["cond"].joined(layer), at_once.branches["cond"].joined(layer), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
-
-
-def test_the_random_state_of_the_process_is_left_alone(model: Bagel) -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
+def test_the_random_state_of_the_process_does_not_change(model: Bagel) -> None:
+    before = torch.get_rng_state()
     prepared(model, 3)
-    assert torch.equal(torch.rand(2), expected)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_last_preview_is_the_image(model: Bagel) -> None:
     running = prepared(model, 1)
-    steps = run(model, running)
-    assert difference(steps[-1].preview(), running.latent) < 1e-6
-    early = decode(model, steps[0].preview(), running.rows)
-    assert early.image.shape == finish(model, running).image.shape
-    assert not torch.equal(early.image, finish(model, running).image)
+    assert difference(run(model, running)[-1].preview(), running.latent) < 1e-6
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
-    """All rows at once, with one mask over everything: what a kernel for rows of any length must come to."""
     of_query, of_key = (
         torch.repeat_interleave(torch.arange(len(rows.queries)), starts.diff().long())
         for starts in (rows.query_starts, rows.key_starts)
@@ -184,30 +98,107 @@ def dense(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
     return F.scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True).transpose(0, 1)
 
 
-def test_another_attention_can_take_its_place(
-    model: Bagel, alone: list[Tensor], monkeypatch: pytest.MonkeyPatch
+def test_five_different_requests_with_a_dense_mask_equal_each_alone(
+    model: Bagel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    alone = [prepared(model, at) for at in range(len(REQUESTS))]
+    for running in alone:
+        run(model, running)
+    together = [prepared(model, at) for at in range(len(REQUESTS))]
     monkeypatch.setattr(model.llm, "attention", dense)
-    running = [prepared(model, at) for at in range(len(REQUESTS))]
-    step_all(model, running)
-    for image, expected in zip(running, alone, strict=True):
-        assert difference(image.latent, expected) < CLOSE
+    step_all(model, together)
+    for image, expected in zip(together, alone, strict=True):
+        assert difference(image.latent, expected.latent) < CLOSE
 
 
-def test_replies_together_are_those_of_each_alone(model: Bagel, prompts: Prompts) -> None:
-    asked: list[list[Part]] = [["hello"], [picture(60, 80, 1), "what is it"], ["name three", "animals"]]
-    limits = (70, 12, 30)
-    contexts = [Prefill(model, torch.Generator()).context(prompts.reply(parts)) for parts in asked]
+# -- the kernel for CUDA, which is not run --------------------------------------------------------------
 
-    def replies(groups: list[list[int]]) -> dict[int, list[int]]:
-        found = {}
-        for group in groups:
-            running = {at: RunningText(model, contexts[at], limits[at]) for at in group}
-            while left := [reply for reply in running.values() if not reply.done]:
-                step_text(model, left)
-            found |= {at: reply.ids for at, reply in running.items()}
-        return found
+CPU = torch.device("cpu")
 
-    together = replies([[0, 1, 2]])
-    assert together == replies([[0], [1], [2]])
-    assert {at: len(ids) for at, ids in together.items()} == dict(enumerate(limits))
+
+def kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **given: Any) -> Tensor:
+    """The kernel's documented result, computed row by row from the same arguments."""
+    assert given["fa_version"] == 3
+    queries, keys = (tuple(starts.diff().tolist()) for starts in (cu_seqlens_q, cu_seqlens_k))
+    assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (max(queries), max(keys))
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    return sdpa(q, k, v, Rows(queries, keys, given["causal"], CPU))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_arguments_of_the_kernel(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends import fa_utils
+
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", kernel, raising=False)
+    rows = Rows((3, 1, 5), (7, 1, 6), causal, CPU)
+    query, key, value = torch.randn(9, 4, 8), torch.randn(14, 2, 8), torch.randn(14, 2, 8)
+    assert torch.equal(flash_attention(query, key, value, rows, version=3), sdpa(query, key, value, rows))
+
+
+def test_other_devices_and_dtypes_have_pytorchs_attention() -> None:
+    assert attention_for(CPU, torch.bfloat16, 128) is sdpa
+    assert attention_for(torch.device("cuda"), torch.float32, 128) is sdpa
+
+
+# -- compiled layers -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(model: Bagel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bagel]:
+    """The model; after the test it is as before."""
+    monkeypatch.setattr(model.llm, "project", MotLayer.project)
+    monkeypatch.setattr(model.llm, "finish", ExpertLayer.finish)
+    torch._dynamo.reset()
+    counters.clear()
+    yield model
+    torch._dynamo.reset()
+
+
+def velocities(model: Bagel) -> list[torch.Tensor]:
+    """Velocities of a first step of every number of requests, of different sizes and kinds."""
+    found = []
+    for number in range(1, len(REQUESTS) + 1):
+        images = [prepared(model, at) for at in range(number)]
+        found += [evaluation.velocity for evaluation in Denoiser(model).step(images)]
+    return found
+
+
+@pytest.mark.engine  # runs the C++ compiler
+def test_compiled_layers_are_equal_and_compiled_once(compiled: Bagel) -> None:
+    plain = velocities(compiled)
+    compiled.llm.compile_layers()
+    ours = velocities(compiled)
+    assert max(difference(a, b) for a, b in zip(ours, plain, strict=True)) < CLOSE
+    assert counters["stats"]["unique_graphs"] == 2, "one for each of the two functions"
+    assert not counters["graph_break"]
+
+
+def test_without_a_compiler_the_layers_are_not_compiled(
+    compiled: Bagel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        def fails(*_: Any) -> None:
+            raise RuntimeError("no compiler here")
+
+        return fails
+
+    monkeypatch.setattr(torch, "compile", broken)
+    warm_up(compiled, compiled=True)
+    assert "no compiler here" in caplog.text
+    assert (compiled.llm.project, compiled.llm.finish) == (MotLayer.project, ExpertLayer.finish)
+
+
+# -- the benchmark `bagel_steps.py` --------------------------------------------------------------------
+
+
+def test_packed_and_single_requests_do_the_same_work(
+    benchmark: Callable[[str], ModuleType], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, rows, step = benchmark("bagel_steps"), list[int](), Denoiser.step
+    monkeypatch.setattr(Denoiser, "step", lambda self, running: (rows.append(len(running)), step(self, running))[1])
+    options = {"height": 32, "width": 48, "steps": 2, "rounds": 1, "device": "cpu", "dtype": "float32"}
+    made = bench.made(argparse.Namespace(model=checkpoint, released_shape=False, wide=False, **options), "unused")
+    assert made.packed(4) > 0
+    assert made.one_by_one(4) > 0
+    assert rows == [4, 4] + [1] * 8
+    assert bench.table(*bench.measure(made), 2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.bagel_runs import picture
 from vllm_omni_ext.cli.checkpoint import stored_tensors
 from vllm_omni_ext.model_plugins.bagel.checkpoint import checkpoint_sizes
-from vllm_omni_ext.model_plugins.bagel.memory import picture_tokens
+from vllm_omni_ext.model_plugins.bagel.memory import image_tokens, kv_bytes_per_token, picture_tokens
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
+from vllm_omni_ext.model_plugins.bagel.prompts import Prompts
 from vllm_omni_ext.model_plugins.bagel.sizes import RELEASED, BagelSizes
 from vllm_omni_ext.model_plugins.bagel.stages.facts import facts
 from vllm_omni_ext.model_plugins.bagel.stages.stage_memory import (
@@ -38,25 +38,27 @@ OURS = {
 def config() -> SimpleNamespace:
     """The release's config, without what the release leaves out."""
     llm, vit = RELEASED.llm, RELEASED.vit
+    llm_config = {
+        "hidden_size": llm.hidden,
+        "intermediate_size": llm.feed_forward,
+        "num_hidden_layers": llm.layers,
+        "num_attention_heads": llm.heads,
+        "num_key_value_heads": llm.kv_heads,
+        "vocab_size": llm.vocabulary,
+        "rms_norm_eps": llm.epsilon,
+        "max_position_embeddings": 32768,
+    }
+    vit_config = {
+        "hidden_size": vit.hidden,
+        "intermediate_size": vit.feed_forward,
+        "num_hidden_layers": vit.layers,
+        "num_attention_heads": vit.heads,
+        "patch_size": vit.patch,
+        "layer_norm_eps": vit.epsilon,
+    }
     return SimpleNamespace(
-        llm_config=SimpleNamespace(
-            hidden_size=llm.hidden,
-            intermediate_size=llm.feed_forward,
-            num_hidden_layers=llm.layers,
-            num_attention_heads=llm.heads,
-            num_key_value_heads=llm.kv_heads,
-            vocab_size=llm.vocabulary,
-            rms_norm_eps=llm.epsilon,
-            max_position_embeddings=32768,
-        ),
-        vit_config=SimpleNamespace(
-            hidden_size=vit.hidden,
-            intermediate_size=vit.feed_forward,
-            num_hidden_layers=vit.layers,
-            num_attention_heads=vit.heads,
-            patch_size=vit.patch,
-            layer_norm_eps=vit.epsilon,
-        ),
+        llm_config=SimpleNamespace(**llm_config),
+        vit_config=SimpleNamespace(**vit_config),
         vit_max_num_patch_per_side=vit.side,
         latent_patch_size=2,
         vae_config={"z_channels": 16, "downsample": 8},
@@ -74,20 +76,15 @@ def counted(sizes: BagelSizes) -> Counter[str]:
     return found
 
 
-def test_the_releases_sizes() -> None:
+def test_sizes_of_the_release_and_of_a_checkpoint_are_those_of_the_model(checkpoint: Path) -> None:
     assert config_sizes(config()) == RELEASED
     assert weight_elements(RELEASED) == counted(RELEASED)
-
-
-def test_a_checkpoints_sizes(checkpoint: Path) -> None:
-    sizes = checkpoint_sizes(checkpoint)
-    assert weight_elements(sizes) == counted(sizes)
-    stored = stored_tensors(checkpoint)
+    sizes, stored = checkpoint_sizes(checkpoint), stored_tensors(checkpoint)
     assert stored is not None
-    assert stored_elements(stored) == counted(sizes)
+    assert weight_elements(sizes) == stored_elements(stored) == counted(sizes)
 
 
-def test_what_the_stages_hold() -> None:
+def test_each_stage_holds_its_weights() -> None:
     found = memory(config())
     sizes = {name: sum(part.elements for part in each.weights) for name, each in found.items()}
     real = counted(RELEASED)
@@ -98,21 +95,24 @@ def test_what_the_stages_hold() -> None:
     assert found["dit"].kv_layers == 0
 
 
-def test_the_largest_picture() -> None:
+@pytest.mark.parametrize("size", [(58, 74), (300, 20), (1, 1), (96, 96)])
+def test_tokens_of_a_picture_are_those_of_its_segments(size: tuple[int, int], model: Bagel, prompts: Prompts) -> None:
+    edit, look = prompts.image([picture(*size, 1)]), prompts.reply([picture(*size, 1)])
+    for latents, segments in ((True, edit.cond), (False, look)):
+        expected = sum(each.length for each in segments)
+        assert picture_tokens(model.sizes, *size, latents=latents) == expected
+
+
+def test_tokens_of_the_released_model() -> None:
+    assert kv_bytes_per_token(RELEASED.llm, 2) == 56 * 1024
+    assert picture_tokens(RELEASED, 1024, 1024, latents=True) == 4098 + 4902
+    assert image_tokens(RELEASED, 1024, 1024) == 4098
+
+
+def test_the_largest_picture_and_facts_of_the_config() -> None:
     encoder = memory(config())["ar"].encoder
     assert encoder is not None
     assert encoder.image_tokens == picture_tokens(RELEASED, 4000, 4000, latents=False) == 70 * 70 + 2
-
-
-def test_facts() -> None:
     found = facts(config(), {})
     assert found.max_model_len == {"ar": 32768, "dit": 32768}
     assert found.kv_bytes_per_token == {"ar": 2 * 28 * 4 * 128 * 4}
-
-
-@pytest.mark.engine
-def test_they_do_without_vllm() -> None:
-    package = "vllm_omni_ext.model_plugins.bagel.stages"
-    code = f"import sys, {package}.facts, {package}.stage_memory\nprint('vllm' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

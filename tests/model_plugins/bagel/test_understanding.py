@@ -19,6 +19,7 @@ from vllm_omni_ext.model_plugins.bagel.stages.understanding import BagelUndersta
 from vllm_omni_ext.plugins.registry import family_chat_template
 
 PICTURE = {"type": "image"}
+LAYER = "language_model.model.layers.1.self_attn.q_norm.weight"
 
 
 def text(words: str) -> dict[str, str]:
@@ -55,24 +56,12 @@ def test_pieces_of_several_sequences() -> None:
     assert found == [Piece(0, 2, 2, True), Piece(1, 2, 2, False), Piece(1, 1, 3, True), Piece(2, 1, 9, True)]
 
 
-@pytest.mark.parametrize(
-    ("computed", "new", "fitting"),
-    [
-        (0, 1, 0),
-        (0, 4, 0),
-        (0, 5, 5),
-        (0, 7, 7),
-        (0, 8, 7),
-        (5, 3, 2),
-        (7, 3, 0),
-        (7, 4, 4),
-        (9, 1, 0),
-        (9, 2, 2),
-        (11, 1, 1),
-    ],
-)
-def test_a_step_divides_no_picture(computed: int, new: int, fitting: int) -> None:
-    assert tokens_before_a_part([(0, 5), (7, 4)], computed, new) == fitting
+def test_a_step_divides_no_picture() -> None:
+    for computed, new, fitting in (
+        *((0, 1, 0), (0, 4, 0), (0, 5, 5), (0, 7, 7), (0, 8, 7)),
+        *((5, 3, 2), (7, 3, 0), (7, 4, 4), (9, 1, 0), (9, 2, 2), (11, 1, 1)),
+    ):
+        assert tokens_before_a_part([(0, 5), (7, 4)], computed, new) == fitting, (computed, new)
 
 
 @pytest.fixture
@@ -96,24 +85,24 @@ def test_only_the_weights_for_reading_are_loaded(checkpoint: Path, names: set[st
     assert not [name for name in found if name.startswith(("encoder.", "decoder."))]
 
 
-@pytest.mark.parametrize("gone", ["connector.fc1.bias", "language_model.model.layers.1.self_attn.q_norm.weight"])
-def test_a_missing_tensor(gone: str, checkpoint: Path, names: set[str]) -> None:
-    with pytest.raises(CheckpointError, match=rf"1 missing tensors: {gone}"):
-        loaded(checkpoint, names - {gone})
-
-
-def test_an_unknown_tensor(checkpoint: Path, names: set[str]) -> None:
-    with pytest.raises(CheckpointError, match=r"1 unknown tensors: vit_model\.head\.weight"):
-        loaded(checkpoint, names | {"vit_model.head.weight"})
+@pytest.mark.parametrize(
+    ("gone", "more", "reason"),
+    [
+        ({"connector.fc1.bias"}, set(), r"1 missing tensors: connector\.fc1\.bias"),
+        ({LAYER}, set(), rf"1 missing tensors: {LAYER}"),
+        (set(), {"vit_model.head.weight"}, r"1 unknown tensors: vit_model\.head\.weight"),
+    ],
+)
+def test_a_missing_or_unknown_tensor_is_named(
+    gone: set[str], more: set[str], reason: str, checkpoint: Path, names: set[str]
+) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        loaded(checkpoint, names - gone | more)
 
 
 @pytest.mark.parametrize(
     ("override", "architecture"),
-    [
-        (hf_configs.ar, "BagelUnderstanding"),
-        (hf_configs.dit, "BagelDit"),
-        (hf_configs.single, "BagelSingle"),
-    ],
+    [(hf_configs.ar, "BagelUnderstanding"), (hf_configs.dit, "BagelDit"), (hf_configs.single, "BagelSingle")],
 )
 def test_configs_of_the_stages(override: Any, architecture: str, checkpoint: Path) -> None:
     from transformers import PretrainedConfig

@@ -26,13 +26,10 @@ class Painter(nn.Module, IsAttentionFree):
         return picture + inner @ self.outward / steps
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Part of vLLM's model interface; never called."""
         raise NotImplementedError
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Part of vLLM's model interface; never called."""
         raise NotImplementedError
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Part of vLLM's model interface; never called."""
         raise NotImplementedError

@@ -1,1 +1,0 @@
-"""A model family of one stage that makes pictures."""
