@@ -66,8 +66,10 @@ def test_malformed_messages_are_counted_and_dropped(producer: TcpProducer, consu
     enemies = [raw(zmq.DEALER), raw(zmq.DEALER)]
     for enemy in enemies:
         enemy.connect(endpoint)
-        if enemy is enemies[1]:
-            enemy.send(wire.encode(wire.Hello(token=token, edge=EDGE)))
+    enemies[1].send(wire.encode(wire.Hello(token=token, edge=EDGE)))
+    enemies[1].send_multipart([valid[0], b"more"])
+    eventually(lambda: producer.stats().dropped == 1, "a message of two frames was accepted")
+    for enemy in enemies:
         for _ in range(MESSAGES):
             enemy.send_multipart(noise(rng, valid))
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")

@@ -36,7 +36,7 @@ def test_a_failed_transfer_is_not_settled_before_every_worker_has_answered(pulls
 
 
 def test_an_answer_does_not_settle_a_transfer_whose_request_waits(pulls: PendingTransfers) -> None:
-    pulls.ask([A], 2)
+    pulls.ask([A], 1)
     assert pulls.answer([A]) == ([], [])
     assert pulls.waits(A)
 
