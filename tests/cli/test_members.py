@@ -161,12 +161,24 @@ def test_contradicting_or_missing_flags_are_refused(model: str, words: str, mess
     assert error_of(model, *words.split()).startswith(message)
 
 
-def test_a_stage_without_replicas_needs_a_port_from_python_too(model: str) -> None:
-    for stage, expected in (("talker", [1, 0, 1]), ("thinker", [0, 1, 1])):
-        away = {stage: {"replicas": 0}}
-        with pytest.raises(ConfigError, match=rf"^stages\.{stage}\.{AWAY}"):
-            from_kwargs(model, stage_overrides=away)
-        assert replicas(from_kwargs(model, stage_overrides=away, master_port=9100)) == expected
+def test_a_python_program_refuses_settings_for_replicas_that_join(model: str) -> None:
+    for away in ("thinker", "talker"):
+        with pytest.raises(ConfigError, match=rf"^stages\.{away}\.replicas: must be >= 1: no replica can join"):
+            from_kwargs(model, stage_overrides={away: {"replicas": 0}})
+    for name, value in (("master_port", 9100), ("master_address", "10.0.0.1")):
+        with pytest.raises(ConfigError, match=rf"^{name}: no replica can join LLM\(omni=True\)"):
+            from_kwargs(model, **{name: value})
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "[::]", "*"])
+def test_a_head_refuses_an_address_that_replicas_cannot_connect_to(model: str, address: str) -> None:
+    message = error_of(model, "-oma", address, "-omp", "9100")
+    assert message.startswith("master_address: ") and "--omni-master-address HOST" in message
+
+
+def test_a_head_with_a_port_alone_listens_on_the_loopback(model: str) -> None:
+    config = planned(model, "-omp", "9100")[0].config
+    assert (config.master_address, config.master_port) == ("127.0.0.1", 9100)
 
 
 def test_plan_shows_a_headless_process(model: str, capsys: pytest.CaptureFixture[str]) -> None:

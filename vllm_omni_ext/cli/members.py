@@ -6,8 +6,10 @@ import argparse
 import sys
 from dataclasses import replace
 
+from vllm_omni_ext.config.checks import as_network
 from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.disaggregation.parameters import LOOPBACK
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.spec import PipelineSpec
 from vllm_omni_ext.topology.shape import Headless, Plan
@@ -39,6 +41,43 @@ def for_this_process(args: argparse.Namespace, pipeline: PipelineSpec, config: O
     stages = {spec.name: replace(config.stage(spec.name), replicas=0) for spec in pipeline.stages}
     stages[name] = replace(stages[name], replicas=args.omni_dp_size_local)
     return replace(config, stages=stages)
+
+
+def listening(config: OmniConfig) -> OmniConfig:
+    """Return the configuration of a head whose address other processes can connect to.
+
+    A port without an address is one of the loopback.
+
+    Raises:
+        ConfigError: the address stands for all addresses of a host, so replicas could not connect to it.
+    """
+    if config.master_address is None:
+        return config if config.master_port is None else replace(config, master_address=LOOPBACK)
+    word = config.master_address.strip("[]")
+    if word == "*" or ((network := as_network(word)) and network.network_address.is_unspecified):
+        raise ConfigError(
+            f"master_address: '{word}' stands for all addresses of this host, and replicas are told this address; "
+            f"write the one that they can reach: {_ADDRESS} HOST"
+        )
+    return config
+
+
+def refuse_joining(pipeline: PipelineSpec, config: OmniConfig) -> None:
+    """Refuse settings that need replicas that join, in a program that none can join.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for name in ("master_address", "master_port"):
+        if (value := getattr(config, name)) is not None:
+            raise ConfigError(
+                f"{name}: no replica can join LLM(omni=True); remove it, or use vllm serve, got {value!r}"
+            )
+    for spec in pipeline.stages:
+        if not config.stage(spec.name).replicas:
+            raise ConfigError(
+                f"{stage_path(spec.name)}.replicas: must be >= 1: no replica can join LLM(omni=True), got 0"
+            )
 
 
 def check_reachable(pipeline: PipelineSpec, config: OmniConfig) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from vllm_omni_ext.cli.args import EXPLICIT, SETTINGS
-from vllm_omni_ext.cli.members import check_reachable, for_this_process
+from vllm_omni_ext.cli.members import check_reachable, for_this_process, listening, refuse_joining
 from vllm_omni_ext.cli.model import architecture, detect_host, detect_machine, load_hf_config, model_facts
 from vllm_omni_ext.cli.refusals import check_flags
 from vllm_omni_ext.compat import require_seams
@@ -58,6 +58,7 @@ def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[P
     if config.request_timeout_s == AUTO:
         config = replace(config, request_timeout_s=SERVER_REQUEST_TIMEOUT_S)
     if not args.headless:
+        config = listening(config)
         check_reachable(pipeline, config)
     where = detect_machine() if machine is None else parse_machine(machine, detect_host())
     return _plan(args.model, family, pipeline, hf_config, config, text_args, where), args
@@ -95,7 +96,7 @@ def from_kwargs(
         raise ConfigError(
             f"api_servers: LLM(omni=True) is a program without API servers; leave it out, got {config.api_servers}"
         )
-    check_reachable(pipeline, config)
+    refuse_joining(pipeline, config)
     return _plan(model, family, pipeline, hf_config, config, text_args, detect_machine())
 
 
