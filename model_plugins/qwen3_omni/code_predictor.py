@@ -33,6 +33,17 @@ class Draw:
     greedy: bool
     generator: torch.Generator | None = None
 
+    def skip(self, frames: int, steps: int) -> None:
+        """Draw the numbers of frames that another replica has generated, as `draw_noise` does.
+
+        Args:
+            steps: codes of a frame that are drawn.
+        """
+        if self.generator is not None and not self.greedy:
+            noise = torch.empty(steps, device=self.generator.device)
+            for _ in range(frames):
+                noise.uniform_(generator=self.generator)
+
 
 class _Norm(nn.Module):
     def __init__(self, size: int) -> None:

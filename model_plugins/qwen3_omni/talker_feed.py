@@ -128,6 +128,7 @@ class TalkerInputProvider:
         )
         if payload.frames:
             request.keep(np.array(payload.frames, np.int32))
+            request.draw.skip(len(payload.frames), self._groups - 1)
 
     def extend(self, req_id: str, payload: TalkerChunk) -> None:
         """Append text ids of the prompt, and track ids."""

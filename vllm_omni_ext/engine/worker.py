@@ -16,6 +16,7 @@ import torch
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -31,7 +32,7 @@ from vllm_omni_ext.lifeline import leave_interrupts_to_parent
 from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.wire.envelope import StageError, pack
 from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
-from vllm_omni_ext.wire.stage_input import StageInput, export_ranges
+from vllm_omni_ext.wire.stage_input import StageInput, export_ranges, generated_before
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
@@ -94,6 +95,15 @@ class StageWorker(_Worker):  # type: ignore[misc]
         with alone():
             return super().init_device()
 
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Run one step; seeded requests that a lost replica had begun continue its random numbers."""
+        runner = self.model_runner
+        seeded = _seeded(runner, scheduler_output)
+        out = super().execute_model(scheduler_output)
+        for req_id, drawn in seeded.items():
+            _advance(runner, runner.requests[req_id].generator, drawn)
+        return out
+
     def load_model(self, **arguments: Any) -> None:
         """Load the model: the second step of the start-up. The replica's first worker reports the progress."""
         with progress_reported(self.vllm_config.load_config) if self.rank == 0 else nullcontext():
@@ -119,6 +129,32 @@ class StageWorker(_Worker):  # type: ignore[misc]
             return super().sample_tokens(grammar_output)
         with _without_draws(self.model_runner):
             return super().sample_tokens(grammar_output)
+
+
+def _seeded(runner: Any, step: SchedulerOutput) -> dict[str, int]:
+    """Return how many tokens were drawn elsewhere for the step's new seeded requests, without those with none.
+
+    Model Runner V2 has no generators: it draws by position.
+    """
+    known = getattr(runner, "requests", None)
+    if known is None:
+        return {}
+    seeded = {}
+    for new in step.scheduled_new_reqs:
+        params = new.sampling_params
+        if params is None or params.sampling_type != SamplingType.RANDOM_SEED or new.req_id in known:
+            continue
+        if drawn := generated_before(params.extra_args or {}):
+            seeded[new.req_id] = drawn
+    return seeded
+
+
+def _advance(runner: Any, generator: torch.Generator, draws: int) -> None:
+    """Draw as often from a generator as vLLM's sampler has, in its way: the numbers that follow are the same."""
+    sampler = runner.sampler.topk_topp_sampler
+    logits = torch.zeros((1, runner.input_batch.vocab_size), dtype=torch.float32, device=generator.device)
+    for _ in range(draws):
+        sampler(logits, {0: generator}, None, None)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm_omni_ext.disaggregation.parameters import KEY, new_transfer_id, prefill_sampling, prefill_transfer
 from vllm_omni_ext.orchestrator import messages as m
 from vllm_omni_ext.plugins.flow import Extend, Open, Submit
-from vllm_omni_ext.wire.stage_input import CHUNK, END, EXPORT, FILLER, INPUT, PART, PartHeader, StageInput
+from vllm_omni_ext.wire.stage_input import CHUNK, END, EXPORT, FILLER, INPUT, PART, RESUMED, PartHeader, StageInput
 
 _CHUNK_PARAMS = SamplingParams()
 """A template to copy: vLLM validates new parameters, which takes longer than all other work for a chunk."""
@@ -168,6 +168,8 @@ def _resumed(request: EngineCoreRequest, tokens: Sequence[int]) -> EngineCoreReq
     if params.max_tokens is not None:
         params.max_tokens -= len(tokens)
     params.min_tokens = max(0, params.min_tokens - len(tokens))
+    if params.seed is not None:
+        params.extra_args = {**_extra(params), RESUMED: len(tokens)}
     return msgspec.structs.replace(
         request, prompt_token_ids=[*request.prompt_token_ids, *tokens], sampling_params=params
     )

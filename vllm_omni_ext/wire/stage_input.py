@@ -21,7 +21,9 @@ TICKET = "omni_ticket"
 """Ticket with which the frontend finds a request's options; never leaves the API server."""
 FORGET = "omni_forget"
 """Marks a message that is not a request: it ends the requests that a dead API server sent before a given time."""
-RESERVED = frozenset({INPUT, CHUNK, PART, EXPORT, TICKET, FORGET})
+RESUMED = "omni_resumed"
+"""How many tokens at the end of a forwarded request's prompt a lost replica had generated."""
+RESERVED = frozenset({INPUT, CHUNK, PART, EXPORT, TICKET, FORGET, RESUMED})
 """Keys of `extra_args` that a client must not set."""
 
 END = -1
@@ -69,6 +71,11 @@ class StageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if CHUNK in extra:
             return msgspec.convert(extra[CHUNK], cls), True
         return msgspec.convert(extra.get(INPUT, {}), cls), False
+
+
+def generated_before(extra_args: Mapping[str, Any]) -> int:
+    """Return how many tokens at the end of a request's prompt another replica of the stage has generated."""
+    return int(extra_args.get(RESUMED) or extra_args.get(INPUT, {}).get("done", 0))
 
 
 class PartHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
