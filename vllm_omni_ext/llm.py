@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import inspect
 import itertools
 import logging
 import threading
@@ -27,6 +28,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni_ext.compat import activate
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed
+from vllm_omni_ext.llm_arguments import Keywords
 from vllm_omni_ext.llm_calls import TargetedOfflineLLM
 from vllm_omni_ext.modalities.base import OutputChunk
 from vllm_omni_ext.modalities.chunks import TextChunk
@@ -170,9 +172,12 @@ class OmniLLM(TargetedOfflineLLM):
         use_tqdm: bool | Callable[..., tqdm[Any]] = True,
         lora_request: Adapters = None,
         priority: int | Sequence[int] | None = None,
+        raise_on_error: bool = False,
         **more: Any,
     ) -> list[OmniRequestOutput]:
         """Answer prompts; one output each, in order. A prompt that fails has `error` set, the others are unaffected.
+
+        After all prompts one line is logged if some of them failed: how many, and the first error.
 
         Args:
             prompts: as for `LLM.generate`. In a dict, `image`, `audio` and `video` are short for entries of
@@ -184,17 +189,23 @@ class OmniLLM(TargetedOfflineLLM):
             chunks: changes to the stage config's `chunks` for these prompts.
             lora_request: adapter of the frontend; one for all prompts or a list with one each.
             priority: for the frontend's scheduler, the lowest goes first; one for all prompts or a list with one each.
-            more: request fields of the model (e.g. `voice`), and `tokenization_kwargs`, `mm_processor_kwargs` as for
-                `LLM.generate`.
+            raise_on_error: raise RequestFailed after all prompts if some of them failed.
+            more: request fields of the model (e.g. `voice`); a stage's name with its parameters, e.g.
+                talker={"temperature": 0}; `seed` for all stages; `temperature`, `max_tokens`, ... of the frontend; and
+                `tokenization_kwargs`, `mm_processor_kwargs` as for `LLM.generate`.
 
         Raises:
+            TypeError: there is no such keyword, or a stage has parameters in `sampling_params` and as keywords.
             RequestError: the modalities, a field, a stage's parameters or the chunks are wrong.
+            RequestFailed: with `raise_on_error`.
         """
-        options, rendering = self._options(modalities, chunks, more)
+        keywords, options = self._arguments(self.generate, self._preprocess_cmpl_one, modalities, chunks, more)
         renders = [
-            partial(self._preprocess_cmpl_one, _with_media(prompt), **rendering) for prompt in prompt_to_seq(prompts)
+            partial(self._preprocess_cmpl_one, _with_media(prompt), **keywords.rendering)
+            for prompt in prompt_to_seq(prompts)
         ]
-        return self._answer(renders, sampling_params, options, use_tqdm, lora_request, priority)
+        outputs = self._answer(renders, sampling_params, keywords, options, use_tqdm, lora_request, priority)
+        return _reported(outputs, raise_on_error=raise_on_error)
 
     def chat(  # type: ignore[override]
         self,
@@ -206,46 +217,59 @@ class OmniLLM(TargetedOfflineLLM):
         chunks: Mapping[str, Any] | None = None,
         lora_request: Adapters = None,
         priority: int | Sequence[int] | None = None,
+        raise_on_error: bool = False,
         **more: Any,
     ) -> list[OmniRequestOutput]:
         """Answer conversations (one, or a list of them); otherwise as `generate`.
 
         Args:
-            more: request fields of the model, and `chat_template`, `add_generation_prompt`, `tools`,
-                `mm_processor_kwargs`, ... as for `LLM.chat`.
+            more: as for `generate`, and `chat_template`, `add_generation_prompt`, `tools`, `mm_processor_kwargs`, ...
+                as for `LLM.chat`.
         """
-        options, rendering = self._options(modalities, chunks, more)
-        renders = [partial(self._preprocess_chat_one, each, **rendering) for each in conversation_to_seq(messages)]
-        return self._answer(renders, sampling_params, options, use_tqdm, lora_request, priority)
+        keywords, options = self._arguments(self.chat, self._preprocess_chat_one, modalities, chunks, more)
+        renders = [
+            partial(self._preprocess_chat_one, each, **keywords.rendering) for each in conversation_to_seq(messages)
+        ]
+        outputs = self._answer(renders, sampling_params, keywords, options, use_tqdm, lora_request, priority)
+        return _reported(outputs, raise_on_error=raise_on_error)
 
-    def _options(
-        self, modalities: Sequence[str] | None, chunks: Mapping[str, Any] | None, more: dict[str, Any]
-    ) -> tuple[RequestOptions, dict[str, Any]]:
-        """The options of a call, and the remaining arguments in `more`, which are for vLLM's renderer."""
+    def _arguments(
+        self,
+        call: Callable[..., Any],
+        render: Callable[..., Any],
+        modalities: Sequence[str] | None,
+        chunks: Mapping[str, Any] | None,
+        more: Mapping[str, Any],
+    ) -> tuple[Keywords, RequestOptions]:
+        """Sort the keywords of a call, and check those that are options of the request."""
         runtime = self._omni.runtime
+        known = [name for name in inspect.signature(call).parameters if name != "more"]
         names = RequestFields(runtime.fields).names
-        fields = {name: more[name] for name in more if name in names}
-        options = from_keywords(runtime, self._omni.capabilities, modalities=modalities, chunks=chunks, fields=fields)
-        return options, {name: value for name, value in more.items() if name not in fields}
+        keywords = Keywords(call.__name__, more, self.plan, fields=names, render=render, known=known)
+        capabilities = self._omni.capabilities
+        options = from_keywords(runtime, capabilities, modalities=modalities, chunks=chunks, fields=keywords.fields)
+        return keywords, options
 
     def _answer(
         self,
         renders: Sequence[Callable[[], Any]],
         sampling: Sampling | Sequence[Sampling] | None,
+        keywords: Keywords,
         options: RequestOptions,
         use_tqdm: bool | Callable[..., tqdm[Any]],
         lora_request: Adapters,
         priority: int | Sequence[int] | None,
     ) -> list[OmniRequestOutput]:
-        given = sampling if sampling is not None else self.get_default_sampling_params()
-        each: Sequence[Any] = self._params_to_seq(given, len(renders))  # type: ignore[type-var, arg-type]
+        given = sampling if sampling is not None or keywords.params else self.get_default_sampling_params()
+        each: Sequence[Any] = self._params_to_seq(given or {}, len(renders))  # type: ignore[type-var]
+        split = [self._split(keywords.over(params), options) for params in each]
         adapters = self._lora_request_to_seq(lora_request, len(renders))
         priorities = self._priority_to_seq(priority, len(renders))
         bar_type: Any = use_tqdm if callable(use_tqdm) else tqdm
         bar = bar_type(total=len(renders), desc="Processed prompts", dynamic_ncols=True) if use_tqdm else None
         pending = [
-            self._submit(render, params, options, {"lora_request": adapter, "priority": number})
-            for render, params, adapter, number in zip(renders, each, adapters, priorities, strict=True)
+            self._submit(render, text, chosen, {"lora_request": adapter, "priority": number})
+            for render, (text, chosen), adapter, number in zip(renders, split, adapters, priorities, strict=True)
         ]
         if bar is not None:
             for future in pending:
@@ -256,10 +280,9 @@ class OmniLLM(TargetedOfflineLLM):
         return outputs
 
     def _submit(
-        self, render: Callable[[], Any], params: Any, options: RequestOptions, stock: Mapping[str, Any]
+        self, render: Callable[[], Any], text: SamplingParams, chosen: RequestOptions, stock: Mapping[str, Any]
     ) -> Future[OmniRequestOutput]:
         number = str(next(self._numbers))
-        text, chosen = self._split(params, options)
         try:
             prompt = render()
         except (VLLMError, ValueError, TypeError, OSError) as error:  # this prompt cannot be rendered; the others can
@@ -394,6 +417,17 @@ class LocalListener:
         self._replica_connections.loop.call_soon_threadsafe(
             partial(self._replica_connections.ended, replica, reason, again=again)
         )
+
+
+def _reported(outputs: list[OmniRequestOutput], *, raise_on_error: bool) -> list[OmniRequestOutput]:
+    """Return outputs; log one line, or raise RequestFailed, if some of them failed."""
+    errors = [output.error for output in outputs if output.error is not None]
+    if errors:
+        message = f"{len(errors)} of {len(outputs)} failed: {errors[0]}"
+        if raise_on_error:
+            raise RequestFailed(message) from errors[0]
+        log.warning("%s", message)
+    return outputs
 
 
 def _with_media(prompt: Any) -> Any:

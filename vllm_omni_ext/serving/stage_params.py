@@ -100,7 +100,7 @@ def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None) -> dic
         name = stage.model_stage
         if name == frontend and stage.params_type == SAMPLING_PARAMS:
             continue
-        requested = {SEED: RequestValue(SEED, seed)} if seed is not None and SEED in _names(stage) else {}
+        requested = {SEED: RequestValue(SEED, seed)} if seed is not None and SEED in stage_param_names(stage) else {}
         requested |= listed.get(name, {}) | _check_types(name, body.get(name), stage, StageSampling)
         if not requested:
             continue
@@ -159,7 +159,7 @@ def _read_list(plan: Plan, entries: Any) -> dict[str, RequestValues]:
     return found
 
 
-def _names(stage: StagePlan) -> tuple[str, ...]:
+def stage_param_names(stage: StagePlan) -> tuple[str, ...]:
     """Return the names that a request may set for a stage."""
     if stage.params_type == SAMPLING_PARAMS:
         return tuple(StageSampling.model_fields)
@@ -171,7 +171,7 @@ def _check_types(path: str, params: Any, stage: StagePlan, kind: type[StageSampl
     if params is None:
         return {}
     sampled = stage.params_type == SAMPLING_PARAMS
-    names = tuple(kind.model_fields) if sampled else _names(stage)
+    names = tuple(kind.model_fields) if sampled else stage_param_names(stage)
     if not isinstance(params, dict):
         raise RequestError(f"{path}: must be an object with any of {', '.join(names)}", parameter=path)
     for key in params:

@@ -1,0 +1,112 @@
+"""Keywords of `LLM.generate` and `LLM.chat`: each is used, or refused by name."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
+from vllm_omni_ext.serving.stage_params import SEED, FrontendSampling, stage_param_names
+from vllm_omni_ext.topology.shape import Plan, StagePlan
+
+MAX_TOKENS = ("max_tokens", "max_completion_tokens")
+"""vLLM's name and OpenAI's."""
+
+
+class Keywords:
+    """The keywords of one call, sorted by their receivers.
+
+    Args:
+        call: `generate` or `chat`, for error messages.
+        more: the keywords that the method has no parameter for.
+        fields: names of the model's request fields.
+        render: vLLM's method that renders one prompt.
+        known: the method's own keywords, for suggestions.
+
+    Attributes:
+        fields: values of the model's request fields.
+        rendering: keywords of `render`.
+        params: parameters by stage of the pipeline.
+
+    Raises:
+        TypeError: no receiver has such a keyword.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        more: Mapping[str, Any],
+        plan: Plan,
+        *,
+        fields: Sequence[str],
+        render: Callable[..., Any],
+        known: Sequence[str],
+    ) -> None:
+        self.fields: dict[str, Any] = {}
+        self.rendering: dict[str, Any] = {}
+        self.params: dict[str, dict[str, Any]] = {}
+        self._seed: Any = None
+        self._frontend = plan.frontend().model_stage
+        stages = {stage.model_stage: stage for stage in plan.model_stages()}
+        sampled = plan.frontend().params_type == SAMPLING_PARAMS
+        sampling = (*FrontendSampling.model_fields, MAX_TOKENS[1]) if sampled else (SEED,)
+        rendered = [name for name in list(inspect.signature(render).parameters)[1:] if name not in stages]
+        own: dict[str, Any] = {}
+        for name, value in more.items():
+            if name in fields:
+                self.fields[name] = value
+            elif name in stages:
+                if value is not None:
+                    self.params[name] = dict(value) if isinstance(value, Mapping) else value
+            elif name == SEED:
+                self._seed = value
+            elif name in sampling:
+                if value is not None:
+                    own[MAX_TOKENS[0] if name in MAX_TOKENS else name] = value
+            elif name in rendered:
+                self.rendering[name] = value
+            else:
+                raise TypeError(_unknown(call, name, [*known, *fields, *stages, *sampling, SEED, *rendered]))
+        if own:
+            if self._frontend in self.params:
+                raise TypeError(f"{call}() got {', '.join(own)} both as keywords and in {self._frontend}={{...}}")
+            self.params[self._frontend] = own
+        if self._seed is not None:  # for each stage that draws, unless it has its own
+            for name, stage in stages.items():
+                if not draws(stage, name == self._frontend):
+                    continue
+                if isinstance(self.params.setdefault(name, {}), dict):
+                    self.params[name].setdefault(SEED, self._seed)
+        self._call = call
+
+    def over(self, params: Any) -> Any:
+        """Return one prompt's sampling parameters together with the stages' parameters among the keywords.
+
+        Args:
+            params: as in `sampling_params` of the call, or None.
+
+        Raises:
+            TypeError: a stage has parameters in both.
+        """
+        if not self.params:
+            return params
+        given = {self._frontend: params} if isinstance(params, SamplingParams) else dict(params or {})
+        if both := sorted(self.params.keys() & {name for name, each in given.items() if each is not None}):
+            raise TypeError(f"{self._call}() got parameters of {', '.join(both)} in sampling_params and as keywords")
+        return {**given, **self.params}
+
+
+def draws(stage: StagePlan, frontend: bool) -> bool:
+    """Return whether a stage has a seed."""
+    has_params = frontend or bool(stage.params) or stage.params_type != SAMPLING_PARAMS
+    return has_params and SEED in stage_param_names(stage)
+
+
+def _unknown(call: str, name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    advice = f"; did you mean '{close[0]}'?" if close else ""
+    return f"{call}() got an unexpected keyword argument '{name}'{advice}"
