@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
+from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.modalities.base import TEXT, ProgressChunk
 from vllm_omni_ext.orchestrator import messages as m
 from vllm_omni_ext.orchestrator.placement import Placement, Settings
@@ -75,6 +75,8 @@ class RequestMachine:
         self._effects = effects
         self.now = getattr(event, "at", self.now)
         self._handlers[type(event)](event)
+        while self.placement.freed and (suspect := self.placement.take_suspect()) is not None:
+            self._place_again(suspect, "no other suspect is on the replica now")
         return effects
 
     def held(self) -> int:
@@ -147,9 +149,11 @@ class RequestMachine:
                 self.out(m.FreeHiddenStates(event.replica, event.hidden_states[1]))
             self.router.unclaimed(event)
         elif isinstance(binding, Prompt):
+            self.placement.output(binding)
             self.out(m.Accept(binding.name, self.router.answers(binding)))
             self.router.output(binding, event)
         else:
+            self.placement.output(binding)
             self.out(m.Accept(binding.state.request_id))
             self._stage_output(binding, event)
 
@@ -284,6 +288,7 @@ class RequestMachine:
         return state.bindings[stage]
 
     def _open(self, state: RequestState, source: str | None, stage: str, action: Open, at: float) -> None:
+        self._check_length(stage, len(action.prompt) + 1)
         binding = self._binding(state, source, stage)
         state.done.discard(stage)
         replica = self.placement.bind(binding)
@@ -296,6 +301,17 @@ class RequestMachine:
         params, budget = _params(state, action), state.budgets.get(action.stage)
         self.out(m.SendOpen(replica, state.request_id, binding.name, action=action, params=params, budget=budget))
 
+    def _check_length(self, stage: str, tokens: int) -> None:
+        """Refuse input with which the sequence is too long for the stage's engine, which does not check it.
+
+        Args:
+            tokens: of the input, and of the shortest output.
+        """
+        limit = self.settings.limits.get(stage)
+        if limit is not None and tokens > limit:
+            message = f"the input of stage '{stage}' and its shortest output have {tokens} tokens"
+            raise RequestError(f"{message}; its limit (max_model_len) is {limit}", parameter=stage)
+
     def _extend(self, state: RequestState, source: str | None, stage: str, action: Extend, at: float) -> None:
         binding = state.bindings.get(stage)
         if binding is None or binding.replica is None:
@@ -305,6 +321,7 @@ class RequestMachine:
         self.out(m.SendChunk(binding.replica, state.request_id, binding.name, action=action))
 
     def _submit(self, state: RequestState, source: str | None, stage: str, action: Submit, at: float) -> None:
+        self._check_length(stage, len(action.prompt) + (action.pooling_task is None))
         binding = self._binding(state, source, stage)
         if action.part == 0:
             for engine_id in tuple(binding.engine_ids):  # of an older stream
@@ -419,7 +436,8 @@ class RequestMachine:
         if event.timer.kind == "replica":
             if (binding := self.placement.expired(event.timer)) is not None:
                 limit = f"{settings.wait_s:g} s (replica_wait_timeout_s)"
-                error = StageUnavailable(f"stage '{binding.stage}' has had no live replica for {limit}")
+                why = "no replica for a request that may have ended one" if binding.losses else "no live replica"
+                error = StageUnavailable(f"stage '{binding.stage}' has had {why} for {limit}")
                 self.fail(binding.state, binding.stage, error)
         elif (binding := self.placement.late(event.timer, event.at)) is not None:
             late = f"the {binding.stage} stage got nothing more from the {binding.source} stage for"
@@ -433,6 +451,7 @@ class RequestMachine:
             self.placement.announced.add(event.replica)
         else:
             self.placement.announced.discard(event.replica)
+        self.placement.freed.add(event.replica.stage)
 
     def _replica_up(self, event: m.ReplicaUp) -> None:
         """Send the requests that wait for the stage to the replica."""
@@ -449,8 +468,15 @@ class RequestMachine:
         If no replica will come, all requests that need the stage fail.
         """
         replica, reason = event.replica, f"replica {event.replica} is gone: {event.reason}"
-        lost = self.placement.lose(replica)
+        lost, tried = self.placement.lose(replica)
+        if tried is not None:
+            losses = f"stage '{replica.stage}' has lost {tried.losses[replica.stage]} replicas that had this request"
+            error = RequestFailed(f"{losses}, the last one with no other suspect: {reason}")
+            self._failed(tried.state, replica.stage, error)
+        self.placement.freed.add(replica.stage)
         for binding in (*lost, *self.router.replica_lost(replica)):
+            if self.requests.get(binding.state.request_id) is not binding.state:
+                continue
             self._place_again(binding, reason)
             if self.requests.get(binding.state.request_id) is binding.state:
                 self.observe("taken_over", replica.stage)
@@ -458,6 +484,7 @@ class RequestMachine:
 
     def _never_up(self, event: m.NeverUp) -> None:
         self.placement.announced.discard(event.replica)
+        self.placement.freed.add(event.replica.stage)
         self._give_up(event.replica.stage, f"replica {event.replica} is gone: {event.reason}")
 
     def _give_up(self, stage: str, reason: str) -> None:
@@ -491,8 +518,9 @@ class RequestMachine:
     def _begin_again(self, prompt: Prompt) -> None:
         if prompt.tokens and prompt.state.client is not None and not prompt.state.client.can_resume:
             raise StageUnavailable("what it had made of this answer cannot be continued elsewhere")
-        self.router.forget(prompt)
-        self.router.begin(prompt)
+        if not self.router.resume(prompt):
+            self.router.forget(prompt)
+            self.router.begin(prompt)
 
 
 def _params(state: RequestState, action: Open | Submit) -> Any:

@@ -1,9 +1,14 @@
-"""Placement of requests: bound to a replica, waiting for a replica, or waiting for input. Pure."""
+"""Placement of requests: bound to a replica, waiting for a replica, or waiting for input. Pure.
+
+A request that was on a replica when the replica was lost is a suspect: it may have ended the replica's process. Each
+replica gets one suspect at a time, so that a request that ends its replica's process again is known by that. The
+other suspects wait. After `TRIAL_OUTPUTS` outputs, or with the second loss at the end of the stage, the trial is over.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm_omni_ext.errors import StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
@@ -11,6 +16,9 @@ from vllm_omni_ext.orchestrator.messages import ArmTimer, CancelTimer, Effect, O
 from vllm_omni_ext.orchestrator.state import Binding, Prompt
 from vllm_omni_ext.plugins.flow import Submit
 from vllm_omni_ext.pool.stage_pool import StagePool
+
+TRIAL_OUTPUTS = 3
+"""Outputs after which a suspect is trusted: the step that ended a replica's process is repeated before these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +32,9 @@ class Settings:
         wait_s: how long a request waits for a replica of a stage that expects one, in seconds.
         joinable: replicas may join without announcement (from other hosts).
         input_deadline_s: how long a stage waits for input that is due before the request fails, in seconds.
+        client: index of this API server.
+        clients: number of API servers. Suspects of different API servers get different replicas, if there are as many.
+        limits: longest sequence of each stage, in tokens; no entry: unlimited.
     """
 
     frontend: str
@@ -32,6 +43,9 @@ class Settings:
     wait_s: float = 0.0
     joinable: bool = False
     input_deadline_s: float = 30.0
+    client: int = 0
+    clients: int = 1
+    limits: Mapping[str, int] = field(default_factory=dict)
 
 
 class Placement:
@@ -50,6 +64,9 @@ class Placement:
         """Bindings that wait for a replica, by stage and name, in order of arrival."""
         self.routes: dict[ReplicaId, dict[str, Binding]] = {}
         """Owner of each engine request, by replica."""
+        self.freed: set[str] = set()
+        """Stages in which a suspect that waits may have become placeable."""
+        self._trials: dict[ReplicaId, Binding] = {}
         self._owed: dict[tuple[str, str], Binding] = {}
         self._bound: dict[ReplicaId, dict[Binding, None]] = {}
         self._out = out
@@ -75,6 +92,8 @@ class Placement:
             StageUnavailable: the stage has no replica and expects none.
         """
         pool, client = self.pools[binding.stage], binding.state.client
+        if losses := binding.losses.get(binding.stage, 0):
+            return self._bind_suspect(binding, losses)
         try:
             if client is not None and isinstance(binding, Prompt):
                 replica = pool.admit(binding.name, session=client.session, media=client.media)
@@ -88,6 +107,59 @@ class Placement:
         binding.replica = replica
         self._bound.setdefault(replica, {})[binding] = None
         return replica
+
+    def _bind_suspect(self, binding: Binding, losses: int) -> ReplicaId | None:
+        """Bind a suspect to a replica that has no other suspect; None: it waits."""
+        if binding.replica is not None:
+            return binding.replica
+        if not self.available(binding.stage):
+            raise StageUnavailable(f"stage '{binding.stage}' has no live replica")
+        places = self._free_for_suspects(binding.stage)
+        if not places:
+            self._wait(binding)
+            return None
+        binding.replica = replica = self.pools[binding.stage].admit(binding.name, among=places)
+        self._bound.setdefault(replica, {})[binding] = None
+        self._trials[replica] = binding
+        binding.trial = TRIAL_OUTPUTS if losses == 1 else -1
+        return replica
+
+    def _free_for_suspects(self, stage: str) -> set[ReplicaId]:
+        """Return the replicas that may get a suspect now.
+
+        They are those of this API server, as long as there is one for each API server: an innocent request must not be
+        on trial on the same replica as another API server's suspect.
+        """
+        known = sorted({*self.pools[stage].replicas, *(each for each in self.announced if each.stage == stage)})
+        share, clients = self.settings.client, self.settings.clients
+        own = known[share::clients] or known[share % len(known) :][:1] if known else []
+        return {replica for replica in self.pools[stage].open_replicas if replica in own} - self._trials.keys()
+
+    def output(self, binding: Binding) -> None:
+        """Note an output of the binding's replica: a suspect's trial ends after some of them."""
+        if binding.trial is not None and binding.trial > 0:
+            binding.trial -= 1
+            if not binding.trial:
+                self._end_trial(binding)
+
+    def _end_trial(self, binding: Binding) -> None:
+        if binding.trial is not None and binding.replica is not None:
+            binding.trial = None
+            del self._trials[binding.replica]
+            self.freed.add(binding.stage)
+
+    def take_suspect(self) -> Binding | None:
+        """Return a suspect that waits and can be placed now, and end its wait; None if there is none."""
+        while self.freed:
+            stage = min(self.freed)
+            free = stage in self.pools and self._free_for_suspects(stage)
+            waiting = (b for (waited, _), b in self.waiting.items() if waited == stage and b.losses.get(stage))
+            if free and (binding := next(waiting, None)) is not None:
+                self._stop_waiting(binding)
+                self._out(CancelTimer(_timer("replica", binding)))
+                return binding
+            self.freed.discard(stage)
+        return None
 
     def route(self, binding: Binding, engine_id: str, part: Submit | None = None) -> None:
         """Assign the outputs of the binding's replica with this engine id to the binding."""
@@ -112,21 +184,24 @@ class Placement:
         engine_ids = tuple(binding.engine_ids)
         for engine_id in engine_ids:
             self.unroute(binding, engine_id)
+        self._end_trial(binding)
         self.pools[binding.stage].release(binding.name)
         del self._bound[replica][binding]
         binding.replica = None
         return replica, engine_ids
 
-    def lose(self, replica: ReplicaId) -> list[Binding]:
-        """Remove a replica; return the bindings it had, which have no replica now."""
+    def lose(self, replica: ReplicaId) -> tuple[list[Binding], Binding | None]:
+        """Remove a replica; return the bindings it had, which have no replica now, and the one that was on trial."""
         self.pools[replica.stage].remove(replica)
         self.routes.pop(replica, None)
         lost = list(self._bound.pop(replica, ()))
+        tried = self._trials.pop(replica, None)
         for binding in lost:
-            binding.replica = None
+            binding.replica = binding.trial = None
             binding.replays += 1
+            binding.losses[replica.stage] = binding.losses.get(replica.stage, 0) + 1
             binding.engine_ids.clear()
-        return lost
+        return lost, tried
 
     # -- waits --------------------------------------------------------------------------------------------------
 
@@ -208,6 +283,8 @@ class Placement:
             here = sum(len(self._bound.get(replica, ())) for replica in pool.replicas)
             counted = sum(pool.in_flight(replica) for replica in pool.replicas)
             assert counted == here, f"the pool of {stage} counts {counted} requests of {here}"
+        for replica, suspect in self._trials.items():
+            assert suspect.replica == replica and suspect.trial, f"{suspect.name} is not on trial at {replica}"
 
     def check_binding(self, binding: Binding) -> None:
         """Check one binding, as `check` does."""
@@ -217,6 +294,8 @@ class Placement:
         assert (binding.owed_since is not None) == (key in self._owed), f"{where}: wrong about its input"
         assert self.pools[binding.stage].replica_of(binding.name) == binding.replica, f"{where}: the pool disagrees"
         assert binding.replica is not None or not binding.engine_ids, f"{where} has engine requests nowhere"
+        tried = binding.replica is not None and self._trials.get(binding.replica) is binding
+        assert (binding.trial is not None) == tried, f"{where}: wrong about its trial"
         if binding.replica is not None:
             assert binding in self._bound[binding.replica], f"{where} would not be missed"
             routes = self.routes.get(binding.replica, {})

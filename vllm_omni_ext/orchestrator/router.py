@@ -48,6 +48,9 @@ class Router(Protocol):
     def begin(self, prompt: Prompt) -> None:
         """Send a prompt to a replica, or queue it; StageUnavailable if no replica will come."""
 
+    def resume(self, prompt: Prompt) -> bool:
+        """Send a prompt that has waited for its second stage there; returns False if it must begin again."""
+
     def answers(self, prompt: Prompt) -> bool:
         """Return whether outputs for the prompt currently go to the client."""
 
@@ -86,6 +89,9 @@ class DirectRouter:
             self._placement.route(prompt, prompt.name)
             self._machine.observe("sent", prompt.name, None, replica)
             self._machine.out(_prompt(prompt, prompt.name))
+
+    def resume(self, prompt: Prompt) -> bool:
+        return False
 
     def answers(self, prompt: Prompt) -> bool:
         return not prompt.recompute
@@ -138,6 +144,16 @@ class DisaggregatedRouter:
             engine_id = self._name(prompt, "p")
             self._machine.observe("sent", prompt.name, None, replica)
             self._machine.out(_prompt(prompt, engine_id, side="prefill"))
+
+    def resume(self, prompt: Prompt) -> bool:
+        """Fetch the KV cache that a source replica keeps for a prompt that has waited for a target replica."""
+        kv = prompt.kv
+        if prompt.stage != self._target or prompt.handed is not None or kv is None:
+            return False
+        if kv.holder not in self._placement.pools[self._source].replicas:
+            return False
+        self._to_target(prompt, kv.holder)
+        return True
 
     def _to_target(self, prompt: Prompt, holder: ReplicaId | None = None) -> None:
         prompt.stage = self._target

@@ -31,6 +31,9 @@ class Binding:
         replays: number of failovers.
         streams: number of streams that were begun.
         part: the last part that was sent.
+        losses: number of replicas that were lost while they had the request, by stage of the plan.
+        trial: the request is the only suspect on its replica (see `Placement`), for this number of further outputs;
+            -1: until the stage has ended it. None: it is no suspect there.
     """
 
     state: RequestState
@@ -44,6 +47,8 @@ class Binding:
     replays: int = 0
     streams: int = 0
     part: Submit | None = None
+    losses: dict[str, int] = field(default_factory=dict)
+    trial: int | None = None
 
     @property
     def stream(self) -> str:

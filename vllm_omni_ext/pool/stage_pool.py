@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -69,12 +69,25 @@ class StagePool:
         """Whether an awake replica takes requests, so that a new request need not wait."""
         return bool(self._awake(self._open) or self._awake(self._avoided))
 
-    def admit(self, request_id: str, *, session: str | None = None, media: Sequence[str] = ()) -> ReplicaId:
+    @property
+    def open_replicas(self) -> tuple[ReplicaId, ...]:
+        """The replicas that a new request may get: open ones or, if there are none, avoided ones."""
+        return tuple(self._candidates())
+
+    def admit(
+        self,
+        request_id: str,
+        *,
+        session: str | None = None,
+        media: Sequence[str] = (),
+        among: Collection[ReplicaId] | None = None,
+    ) -> ReplicaId:
         """Bind a request to a replica; a request that is bound already keeps its replica.
 
         Args:
             session: requests of one session go to one replica, as far as its load allows.
             media: cache keys of the request's media items; a replica that has processed one of them is preferred.
+            among: only these replicas may get it; None: all.
 
         Raises:
             StageUnavailable: no replica takes requests.
@@ -82,7 +95,7 @@ class StagePool:
         if request_id in self._where:
             return self._where[request_id]
         affinity = keys(session, media)
-        replica, why = self._choose(affinity)
+        replica, why = self._choose(affinity, among)
         self._affinity.remember(affinity, replica)
         self._bound[replica].add(request_id)
         self._where[request_id] = replica
@@ -90,10 +103,16 @@ class StagePool:
         self._decided(replica, why)
         return replica
 
-    def _choose(self, affinity: Sequence[bytes]) -> tuple[ReplicaId, Why]:
+    def _candidates(self) -> dict[ReplicaId, float]:
         candidates = self._open or self._avoided
         if self._asleep:
             candidates = self._awake(self._open) or self._awake(self._avoided) or candidates
+        return candidates
+
+    def _choose(self, affinity: Sequence[bytes], among: Collection[ReplicaId] | None) -> tuple[ReplicaId, Why]:
+        candidates = self._candidates()
+        if among is not None:
+            candidates = {replica: load for replica, load in candidates.items() if replica in among}
         if not candidates:
             state = "is draining: all its replicas are" if self._bound else "has no live replica"
             raise StageUnavailable(f"stage '{self.stage}' {state}")
