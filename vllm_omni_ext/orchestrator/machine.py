@@ -468,11 +468,11 @@ class RequestMachine:
         If no replica will come, all requests that need the stage fail.
         """
         replica, reason = event.replica, f"replica {event.replica} is gone: {event.reason}"
-        lost, tried = self.placement.lose(replica)
-        if tried is not None:
-            losses = f"stage '{replica.stage}' has lost {tried.losses[replica.stage]} replicas that had this request"
-            error = RequestFailed(f"{losses}, the last one with no other suspect: {reason}")
-            self._failed(tried.state, replica.stage, error)
+        lost, fatal = self.placement.lose(replica)
+        if fatal is not None:
+            losses = f"stage '{replica.stage}' has lost {fatal.losses[replica.stage]} replicas that had this request"
+            error = RequestFailed(f"{losses}, so it is not sent to another one; {reason}")
+            self._failed(fatal.state, replica.stage, error)
         self.placement.freed.add(replica.stage)
         for binding in (*lost, *self.router.replica_lost(replica)):
             if self.requests.get(binding.state.request_id) is not binding.state:

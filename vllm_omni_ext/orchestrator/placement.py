@@ -20,6 +20,9 @@ from vllm_omni_ext.pool.stage_pool import StagePool
 TRIAL_OUTPUTS = 3
 """Outputs after which a suspect is trusted: the step that ended a replica's process is repeated before these."""
 
+MOST_LOSSES = 3
+"""Losses in one stage after which a suspect is not opened again there."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -191,16 +194,23 @@ class Placement:
         return replica, engine_ids
 
     def lose(self, replica: ReplicaId) -> tuple[list[Binding], Binding | None]:
-        """Remove a replica; return the bindings it had, which have no replica now, and the one that was on trial."""
+        """Remove a replica; return the bindings it had, which have no replica now, and the one that ended it.
+
+        That is the suspect on trial, unless the replica had another former suspect, whose trial was over. It certainly
+        is with the third loss: all that were lost twice run apart from each other until the stage has ended them.
+        """
         self.pools[replica.stage].remove(replica)
         self.routes.pop(replica, None)
         lost = list(self._bound.pop(replica, ()))
-        tried = self._trials.pop(replica, None)
+        tried, stage = self._trials.pop(replica, None), replica.stage
+        former = [binding for binding in lost if binding is not tried and binding.losses.get(stage)]
         for binding in lost:
             binding.replica = binding.trial = None
             binding.replays += 1
-            binding.losses[replica.stage] = binding.losses.get(replica.stage, 0) + 1
+            binding.losses[stage] = binding.losses.get(stage, 0) + 1
             binding.engine_ids.clear()
+        if tried is not None and former and tried.losses[stage] < MOST_LOSSES:
+            tried = None
         return lost, tried
 
     # -- waits --------------------------------------------------------------------------------------------------
