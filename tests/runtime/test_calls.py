@@ -129,7 +129,7 @@ async def test_failure_or_death_of_one_replica_hides_no_other_answer() -> None:
     call = asyncio.create_task(bench.calls.to(["talker", "code2wav"], "list_loras_async"))
     await asyncio.sleep(SOON_S)
     assert not call.done()
-    dying.fail(EngineDeadError())
+    dying.fail("its process was killed")
     replies = texts(await asyncio.wait_for(call, 2))
     assert str(replies.pop("talker/0")) == "replica talker/0 is gone"
     assert isinstance(replies.pop("talker/1"), ValueError) and replies == {"code2wav/0": {1}}

@@ -402,7 +402,7 @@ async def test_replica_silent_or_dead_before_its_fence_is_answered_takes_no_requ
     assert bench.of(A).sent == [name, ("abort", name), "fence", ("abort",), "fence"]
     await bench.view(entry(A, State.DOWN), entry(B))
     await bench.view(entry(A), entry(B))
-    bench.of(A).fail(EngineDeadError("gone"))
+    bench.of(A).fail("gone")
     await bench.settle()
     assert bench.of(A).closed == 1 and A not in bench.pool.replicas and bench.of(A).fences[2].cancelled()
     await bench.up(A)

@@ -43,6 +43,8 @@ class StockReplica:
         self.client = client
         self._calls: set[asyncio.Task[Any]] = set()
         self._gone = False
+        self.reason = ""
+        """Why the process has ended, once a supervisor has reported that."""
 
     async def add(self, request: EngineCoreRequest) -> None:
         """Send a request or a chunk of one. No-op if the replica is dead: `replica_down` replays its requests."""
@@ -88,10 +90,11 @@ class StockReplica:
         """Wait until the engine has processed everything sent before: it answers the call of a utility in order."""
         await self.client.get_supported_tasks_async()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, reason: str) -> None:
         """Make `outputs` raise: called when a supervisor saw the process die (vLLM's client does not notice)."""
+        self.reason = reason
         self.client.resources.engine_dead = True
-        self.client.outputs_queue.put_nowait(error)
+        self.client.outputs_queue.put_nowait(EngineDeadError(reason))
 
     def close(self, timeout: float | None = None) -> None:
         """Close the sockets. The launcher owns the process."""

@@ -336,7 +336,7 @@ class ReplicaConnections:
             self._orchestrator.announce(replica, coming=False)
         connected = self.replicas.get(replica)
         if connected is not None:  # read the outputs that precede its end first
-            connected.fail(EngineDeadError(reason))
+            connected.fail(reason)
         elif not again:
             self._spawn(self._orchestrator.never_up(replica, reason))
 
@@ -346,8 +346,8 @@ class ReplicaConnections:
         try:
             while True:
                 await self._take(replica.id, await replica.outputs())
-        except EngineDeadError as error:
-            await self._drop(replica, str(error))
+        except EngineDeadError:  # its text names a stack trace that no client has
+            await self._drop(replica, replica.reason or "its engine has failed; the error is in its log")
 
     async def _drop(self, replica: StockReplica, reason: str) -> None:
         if self.replicas.get(replica.id) is not replica:

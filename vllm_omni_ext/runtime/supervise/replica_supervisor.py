@@ -103,9 +103,11 @@ class ReplicaSupervisor(ChildSupervisor):
     def _replica_ended(self, replica: ReplicaId, error: Exception) -> float | None:
         final = isinstance(error, Final)
         pause = None if final else self._restarts[replica].failed(time.monotonic())
-        self._users.ended(replica, str(error), again=pause is not None)
-        self._leave(replica)
         name = self._deployment.name_of(replica)
+        log = self._deployment.logs.path(name)
+        reason = str(error) if log is None or final else f"{error} (log: {log})"
+        self._users.ended(replica, reason, again=pause is not None)
+        self._leave(replica)
         tail = self._deployment.logs.tail(name)
         self._deployment.discard(replica)
         then = f"it is started again in {pause:g} s" if pause is not None else "it is not started again"
