@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
 import threading
@@ -11,16 +12,17 @@ from unittest.mock import Mock
 import pytest
 
 from tests.engine.schedulers import OwnScheduler
+from tests.support.cluster import until
 from vllm_omni_ext.engine import agent
 from vllm_omni_ext.engine.agent import ReplicaAgent, WithAgent, with_agent
-from vllm_omni_ext.engine.step_watch import FATAL_TICKS, FIRST_STEP_FACTOR, TICKS, StepClock, StepWatch
+from vllm_omni_ext.engine.step_watch import CALL_LIMIT_S, FATAL_TICKS, FIRST_STEP_FACTOR, TICKS, LoopClock, StepWatch
 
 NEVER_S = 1000.0
 
 
-def watched(*, ended: int = 1) -> tuple[StepClock, StepWatch]:
+def watched(*, ended: int = 1) -> tuple[LoopClock, StepWatch]:
     """A clock whose loop has begun a step after `ended` steps, and its watch without a thread."""
-    clock = StepClock()
+    clock = LoopClock()
     clock.begun, clock.ended = ended + 1, ended
     watch = StepWatch(clock, NEVER_S, lambda: None)
     assert not watch.tick()  # sees the step for the first time
@@ -60,6 +62,60 @@ def test_steps_that_overlap_are_idle_only_when_all_have_ended() -> None:
     assert [watch.tick() for _ in range(FATAL_TICKS + 1)] == [False] * FATAL_TICKS + [True]
 
 
+CALL = object()
+
+
+def looping() -> tuple[LoopClock, Any, StepWatch]:
+    """Return the clock of a loop after its first step, its input queue, and its watch without a thread."""
+    clock, inputs = LoopClock(), queue.Queue[Any]()
+    clock.follow(inputs, CALL)
+    clock.begun = clock.ended = 1
+    return clock, inputs, StepWatch(clock, 60.0, lambda: None)
+
+
+def hung_after(watch: StepWatch) -> int:
+    """Return the number of readings until the loop counts as hung; 0 if it never does."""
+    return next((n for n in range(1, 1000) if watch.tick()), 0)
+
+
+def test_a_loop_that_waits_for_input_is_idle_until_there_is_some() -> None:
+    _, inputs, watch = looping()
+    assert not hung_after(watch), "before its first turn the engine starts"
+    loop = threading.Thread(target=lambda: [inputs.get() for _ in range(2)], daemon=True)
+    loop.start()
+    assert until(lambda: inputs.waiting)
+    assert not hung_after(watch)
+    inputs.put((None, "work"))
+    assert until(lambda: inputs.waiting and inputs.empty_now()) and not hung_after(watch)
+    inputs.put((None, "work"))
+    loop.join()
+    assert hung_after(watch) == FATAL_TICKS + 1, "it executes the second message"
+
+
+def test_a_loop_that_does_not_take_its_input_is_hung() -> None:
+    _, inputs, watch = looping()
+    inputs.empty()
+    inputs.put((None, "work"))
+    inputs.waiting = True
+    assert hung_after(watch) == FATAL_TICKS + 1
+
+
+def test_a_loop_that_turns_is_not_hung() -> None:
+    _, inputs, watch = looping()
+    for _ in range(10 * FATAL_TICKS):
+        inputs.empty()
+        assert not watch.tick() and not watch.late
+
+
+def test_a_call_has_a_limit_of_its_own() -> None:
+    clock, inputs, watch = looping()
+    inputs.put((CALL, "load_lora"))
+    inputs.get()
+    assert hung_after(watch) == FATAL_TICKS * int(CALL_LIMIT_S / 60.0) + 1
+    inputs.empty()
+    assert not clock.calling and hung_after(watch) == FATAL_TICKS + 1
+
+
 def test_the_first_step_has_more_time() -> None:
     _, watch = watched(ended=0)
     last = FATAL_TICKS * FIRST_STEP_FACTOR
@@ -67,7 +123,7 @@ def test_the_first_step_has_more_time() -> None:
 
 
 def test_the_thread_winds_the_timer_up_until_the_step_is_hung() -> None:
-    hung, clock, timer = threading.Event(), StepClock(), Mock()
+    hung, clock, timer = threading.Event(), LoopClock(), Mock()
     clock.begun = 1
     watch = StepWatch(clock, 0.01, hung.set, timer)
     watch.start()
@@ -88,9 +144,9 @@ faulthandler.dump_traceback_later(1000)
 if child := os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGALRM)
 
-from vllm_omni_ext.engine.step_watch import LockFreeTimer, StepClock, StepWatch
+from vllm_omni_ext.engine.step_watch import LockFreeTimer, LoopClock, StepWatch
 
-clock = StepClock()
+clock = LoopClock()
 clock.begun, clock.ended = 2, 1
 watch = StepWatch(clock, 0.4, lambda: print("the thread runs", flush=True), LockFreeTimer())
 watch.start()

@@ -130,8 +130,9 @@ class StageConfig(ReplicasConfig):
     )
     step_timeout_s: Seconds | None = _key(
         60.0,
-        "A replica whose engine step takes longer is unresponsive, and is killed and started again when the step takes "
-        "half as long again. The first step after the start may take ten times as long. Null: no limit.",
+        "A replica whose engine loop has work and does not turn within this time is unresponsive: a step, or anything "
+        "between steps, does not return. After 1.5 times this time it is killed and started again. The first step "
+        "may take ten times as long, a call such as a LoRA load ten minutes. Null: no limit.",
         "seconds",
     )
     min_replicas: Positive = _key(

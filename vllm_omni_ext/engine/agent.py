@@ -1,7 +1,7 @@
 """Duties of every replica, independent of its scheduler.
 
 A replica reports its load to the coordinator, ends with its parent process, sets its process title, ends the requests
-of an API server that has died, and ends itself when a step of its engine loop hangs. `ReplicaAgent` does this next to a
+of an API server that has died, and ends itself when its engine loop hangs. `ReplicaAgent` does this next to a
 scheduler, through vLLM's `SchedulerInterface`: a plugin's own scheduler needs no code for these duties.
 """
 
@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from copy import copy
 from dataclasses import dataclass
@@ -19,13 +20,15 @@ from typing import Any
 from weakref import WeakSet
 
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.compat import use_keys
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import Member, Register
 from vllm_omni_ext.coordinator.reporter import Reporter
-from vllm_omni_ext.engine.step_watch import LockFreeTimer, StepClock, StepWatch, end_hung_process
+from vllm_omni_ext.engine.step_watch import LockFreeTimer, LoopClock, StepWatch, end_hung_process
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import die_with_parent, leave_interrupts_to_parent
 from vllm_omni_ext.pool.load import Load
@@ -41,14 +44,14 @@ class ReplicaAgent:
 
     Args:
         scheduler: the scheduler of this replica's engine. It keeps the `Request` of every unfinished request.
-        step_timeout_s: seconds after which a step counts as hung; None: never.
+        step_timeout_s: seconds after which an engine loop that does not turn counts as hung; None: never.
     """
 
     def __init__(self, scheduler: SchedulerInterface, step_timeout_s: float | None = None) -> None:
         self._scheduler = scheduler
         self._step_timeout_s = step_timeout_s
         self._watch: StepWatch | None = None
-        self.clock = StepClock()
+        self.clock = LoopClock()
         self._requests: WeakSet[Request] = WeakSet()
         self._reporter: Reporter | None = None
 
@@ -104,6 +107,8 @@ class ReplicaAgent:
     def _watch_steps(self, enrolled: ReplicaIdentity | None) -> None:
         if self._step_timeout_s is None:
             return
+        if (inputs := _input_queue()) is not None:
+            self.clock.follow(inputs, EngineCoreRequestType.UTILITY)
         name = "this replica" if enrolled is None else f"{enrolled.stage}/{enrolled.index}"
         hung = partial(end_hung_process, name, self._step_timeout_s)
         timer = LockFreeTimer() if multiprocessing.parent_process() else None  # an engine may share the user's process
@@ -125,6 +130,20 @@ class ReplicaAgent:
             keys=keys,
             admitted=_IdentityGuard(ReplicaId(enrolled.stage, enrolled.index)),
         )
+
+
+def _input_queue() -> Any:
+    """Return the input queue of the engine whose constructor makes the scheduler; None if it has none.
+
+    vLLM passes its engine core to nobody, so the stack is searched: `EngineCoreProc.__init__` is running.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        core = frame.f_locals.get("self")
+        if isinstance(core, EngineCoreProc):
+            return core.input_queue
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def with_agent(scheduler: SchedulerInterface, step_timeout_s: float | None = None) -> SchedulerInterface:

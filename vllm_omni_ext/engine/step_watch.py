@@ -1,9 +1,10 @@
-"""Liveness of a replica's engine loop: finds a step that does not return, and ends the process.
+"""Liveness of a replica's engine loop: finds a loop that does not turn although it has work, and ends the process.
 
-Other threads of the process live on beside a hung step, so their heartbeats say nothing about the loop. The loop notes
-the begin and the end of every step in a `StepClock`; a thread reads the clock. A step that takes longer than the
-limit makes the replica unresponsive: no heartbeat is sent any more. A step that takes half as long again ends the
-process, whose supervisor has other replicas take its requests over and starts it again.
+Other threads of the process go on during a hang, so their heartbeats do not show the state of the loop. The loop counts
+its turns and its steps in a `LoopClock`; a thread reads the clock. The loop has work unless it waits for its empty
+input queue. A loop with work that does not turn within the limit makes the replica unresponsive: it sends no
+heartbeat. After 1.5 times the limit the process is ended; its supervisor moves its requests to other replicas and
+starts it again. A call (a utility of vLLM: sleep, LoRA load, `collective_rpc`) has its own limit, `CALL_LIMIT_S`.
 
 A step that never releases Python's global interpreter lock stops that thread, too. For this case, the thread winds up
 a timer of the system at every reading. When it is not wound up in time, what all threads do is written into the
@@ -14,10 +15,13 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
+import queue
 import signal
 import threading
 from collections.abc import Callable
+from typing import Any
 
 TICKS = 8
 """How often the clock is read within the limit."""
@@ -28,21 +32,87 @@ FATAL_TICKS = 12
 FIRST_STEP_FACTOR = 10
 """The first step may take so many times the limit, because kernels may be compiled in it."""
 
+CALL_LIMIT_S = 600.0
+"""Seconds that a call may take, if the limit of a step is shorter: as long as the load of a large LoRA adapter."""
+
 STANDARD_ERROR = 2
 """File descriptor of the replica's log."""
 
 log = logging.getLogger(__name__)
 
 
-class StepClock:
-    """Counts the steps that an engine loop has begun and ended. One thread writes, others may read.
+class LoopClock:
+    """Counts the turns and steps of an engine loop. One thread writes, others may read.
 
-    An engine may begin a step before the one before it has ended, so the loop is idle when both numbers are equal.
+    Attributes:
+        begun: number of steps that have begun; an engine may begin a step before the one before it has ended.
+        ended: number of steps that have ended.
+        turns: number of times that the loop has read its input queue.
+        calling: the loop executes a call.
     """
 
     def __init__(self) -> None:
         self.begun = 0
         self.ended = 0
+        self.turns = 0
+        self.calling = False
+        self._inputs: LoopQueue | None = None
+
+    def follow(self, inputs: queue.Queue[Any], call: Any) -> None:
+        """Count the turns of a loop by the reads of its input queue.
+
+        Args:
+            inputs: holds (type, message); it becomes a `LoopQueue`.
+            call: the type of calls.
+        """
+        inputs.__class__ = LoopQueue
+        assert isinstance(inputs, LoopQueue)
+        inputs.clock, inputs.call = self, call
+        self._inputs = inputs
+
+    def read(self) -> tuple[int, int, int]:
+        """Return numbers of which one changes with each turn and step."""
+        return self.begun, self.ended, self.turns
+
+    @property
+    def idle(self) -> bool:
+        """Whether the loop has no work. Before its first turn the engine starts, which has a limit of its own."""
+        if self._inputs is None:
+            return self.begun == self.ended
+        return not self.turns or (self._inputs.waiting and self._inputs.empty_now())
+
+
+class LoopQueue(queue.Queue[Any]):
+    """An engine loop's input queue that counts the loop's turns. Only the loop reads it."""
+
+    clock: LoopClock
+    call: Any
+    waiting = False
+
+    def empty(self) -> bool:
+        """As of `Queue`; the loop calls it in each turn."""
+        self._turn()
+        return super().empty()
+
+    def empty_now(self) -> bool:
+        """As `empty`, for other threads."""
+        return not self.queue
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """As of `Queue`; while the loop waits here for input, `waiting` is set."""
+        self._turn()
+        self.waiting = block
+        try:
+            item = super().get(block, timeout)
+        finally:
+            self.waiting = False
+        self._turn()
+        self.clock.calling = item[0] == self.call
+        return item
+
+    def _turn(self) -> None:
+        self.clock.turns += 1
+        self.clock.calling = False
 
 
 class LockFreeTimer:
@@ -73,33 +143,34 @@ class LockFreeTimer:
 
 
 class StepWatch:
-    """Tells whether a step takes longer than the limit.
+    """Finds a loop with work that does not turn within the limit.
 
     Time is counted in readings of the clock rather than taken from a system clock: a process that was stopped, or that
     a busy machine did not run, has read nothing meanwhile, and is not hung for that.
 
     Args:
         clock: written by the engine loop.
-        limit_s: seconds that a step may take; more than 0.
-        hung: called once, in the watching thread, when a step has taken half as long again.
+        limit_s: seconds that a turn or a step may take; more than 0.
+        hung: called once, in the watching thread, after 1.5 times the limit.
         timer: ends the process if no reading follows in time; None: nothing does.
     """
 
     def __init__(
-        self, clock: StepClock, limit_s: float, hung: Callable[[], None], timer: LockFreeTimer | None = None
+        self, clock: LoopClock, limit_s: float, hung: Callable[[], None], timer: LockFreeTimer | None = None
     ) -> None:
         self._clock = clock
         self._period_s = limit_s / TICKS
         self._hung = hung
         self._timer = timer
-        self._seen = (0, 0)
+        self._calls = max(1, math.ceil(CALL_LIMIT_S / limit_s))
+        self._seen = (-1, -1, -1)
         self._ticks = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="omni-step-watch", daemon=True)
 
     @property
     def late(self) -> bool:
-        """Whether the step under way takes longer than the limit."""
+        """Whether the loop has work and has not turned within the limit."""
         return self._ticks >= TICKS * self._patience()
 
     def start(self) -> None:
@@ -113,10 +184,9 @@ class StepWatch:
             self._timer.stop()
 
     def tick(self) -> bool:
-        """Read the clock; return whether the step under way is hung. Called every eighth of the limit."""
-        now = (self._clock.begun, self._clock.ended)
-        idle = now[0] == now[1]
-        self._ticks = 0 if idle or now != self._seen else self._ticks + 1
+        """Read the clock; return whether the loop is hung. Called every eighth of the limit."""
+        now = self._clock.read()
+        self._ticks = 0 if self._clock.idle or now != self._seen else self._ticks + 1
         self._seen = now
         return self._ticks >= FATAL_TICKS * self._patience()
 
@@ -125,7 +195,8 @@ class StepWatch:
             self._timer.wind_up(FATAL_TICKS * self._patience() * self._period_s)
 
     def _patience(self) -> int:
-        return 1 if self._clock.ended else FIRST_STEP_FACTOR
+        first = 1 if self._clock.ended else FIRST_STEP_FACTOR
+        return max(first, self._calls) if self._clock.calling else first
 
     def _run(self) -> None:
         self._wind_up()
@@ -137,7 +208,7 @@ class StepWatch:
 
 
 def end_hung_process(name: str, limit_s: float) -> None:
-    """Log that this replica's step is hung, and kill this process: its engine loop cannot end it."""
-    message = "%s: its step has not returned for more than %g s; the process is killed and started again"
+    """Log that this replica's loop is hung, and kill this process: its engine loop cannot end it."""
+    message = "%s: its engine loop has not turned for more than %g s; the process is killed and started again"
     log.error(message, name, limit_s)
     os.kill(os.getpid(), signal.SIGKILL)
