@@ -30,6 +30,7 @@ class Deployment:
         self._app, self._omni = app, omni
         self.now = 0.0
         self.view_age = 0.0
+        self.given_up: str | None = None
         app.state.progress = Progress(lambda: self.now)
         omni.replica_connections = SimpleNamespace(watcher=SimpleNamespace(age=lambda: self.view_age))
         self.up()
@@ -39,7 +40,7 @@ class Deployment:
         pools: Any = defaultdict(lambda: SimpleNamespace(replicas=()))
         for name, count in Counter(stages).items():
             pools[name].replicas = tuple(ReplicaId(name, each) for each in range(count))
-        self._omni.orchestrator = SimpleNamespace(pools=pools)
+        self._omni.orchestrator = SimpleNamespace(pools=pools, unavailable=lambda needed: self.given_up)
 
     async def ask(self, path: str, method: str = "GET") -> httpx.Response:
         async with asking(self._app) as client:
@@ -143,7 +144,19 @@ async def test_a_draining_server_is_live_and_not_ready(deployment: Deployment, e
     deployment.up(*SOUND)
     engine.draining, deployment.now, deployment.view_age = True, 10 * COORDINATOR_LOST_S, math.inf
     assert await deployment.states() == (True, False, True)
-    assert (await deployment.ask(READY)).json()["reason"] == "the server is shutting down"
+    engine.replica_connections.replica_names = lambda stage: []
+    for path in (READY, "/health"):
+        answer = await deployment.ask(path)
+        assert (answer.status_code, answer.json()["reason"]) == (503, "the server is shutting down")
+
+
+async def test_a_stage_that_was_given_up_ends_the_server(deployment: Deployment) -> None:
+    deployment.up(*TEXT)
+    assert (await deployment.ask(LIVE)).status_code == 200
+    deployment.given_up = "talker"
+    answer = await deployment.ask(LIVE)
+    assert answer.status_code == 503
+    assert answer.json()["reason"] == "stage 'talker' has no replica, and none is started again (restart_limit)"
 
 
 async def test_a_stage_is_ready_with_its_min_replicas(

@@ -101,8 +101,12 @@ class Orchestrator:
         Raises:
             StageUnavailable: a stage that the flow may use has no live replica.
         """
-        if (stage := self.machine.unavailable(flow.stages)) is not None:
+        if (stage := self.unavailable(flow.stages)) is not None:
             raise StageUnavailable(f"stage '{stage}' has no live replica")
+
+    def unavailable(self, stages: Iterable[str]) -> str | None:
+        """Return the first of these stages that has no replica and gets none any more, or None."""
+        return self.machine.unavailable(stages)
 
     async def open(self, event: m.Opened) -> None:
         """Begin a request. Errors go to its sink, and to `failed`."""

@@ -1,8 +1,8 @@
-"""`/health/live`, `/health/ready` and `/health/startup`: what an orchestrator of containers asks.
+"""`/health/live`, `/health/ready` and `/health/startup`: the probes of Kubernetes.
 
-`/health` says whether everything can be served. Whoever restarts a server because of that restarts it for a replica
-that is being replaced anyway, so these routes tell three questions apart: must this server be restarted, may it get
-requests, and has it come up?
+A missing replica fails readiness only, because its supervisor starts it again. Liveness fails if only a restart of the
+server helps: a stage that requests need was given up (`restart_limit`), or the coordinator has been silent for too
+long. The head does not end by itself then: other stages still answer, and the operator can read `/v1/omni/status`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def add_routes(app: FastAPI) -> None:
 
 @router.api_route(LIVE, methods=_METHODS, include_in_schema=False)
 async def live(request: Request) -> JSONResponse:
-    """Status 200 unless a restart of the server is the only way on: a lost replica never is a reason."""
+    """Status 200 unless only a restart of the server helps; a replica that is started again is no reason."""
     omni: AsyncOmni = request.app.state.engine_client
     if omni.draining:
         return _answer([])
@@ -67,6 +67,8 @@ async def live(request: Request) -> JSONResponse:
     reasons = ["the engine client has failed"] if omni.errored else []
     if silence > COORDINATOR_LOST_S:
         reasons.append(f"the coordinator has been silent for {silence:.0f} s")
+    if (stage := omni.orchestrator.unavailable(needed_stages(omni))) is not None:
+        reasons.append(f"stage '{stage}' has no replica, and none is started again (restart_limit)")
     return _answer(reasons)
 
 

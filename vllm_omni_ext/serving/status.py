@@ -37,6 +37,8 @@ def add_routes(app: FastAPI) -> None:
 async def health(request: Request, kind: str | None = None) -> JSONResponse:
     """Status 200 while every stage that requests need has its `min_replicas`, else 503 with the stages that do not.
 
+    A server that drains refuses requests: 503.
+
     With `kind`, only the stages that requests of that kind need are checked.
     """
     omni: AsyncOmni = request.app.state.engine_client
@@ -45,6 +47,8 @@ async def health(request: Request, kind: str | None = None) -> JSONResponse:
     reasons = lacking(omni, kind)
     if omni.errored and not reasons:
         reasons = ["the engine client has failed"]
+    if omni.draining:
+        reasons = ["the server is shutting down"]
     facts = {"stages": stages, "requests": _requests(kinds)}
     if not reasons:
         return JSONResponse({"status": "healthy", **facts})
