@@ -38,7 +38,8 @@ LAYERS = (
     {"wire", "connectors", "runtime.client.replica", "observability"},
     {"coordinator", "disaggregation", "orchestrator", "engine", "model_plugins"},
     {"runtime", "omni", "grammars"},
-    {"serving", "cli", "doctor", "llm", "llm_arguments", "llm_calls", "boot", "tiny", "testing", "__main__", "__init__"},
+    {"serving", "cli", "doctor", "llm", "llm_arguments", "llm_calls", "boot", "tiny", "testing"}
+    | {"__main__", "__init__"},
 )
 """Lowest first; a module may import its own layer and those below. The longest matching name counts."""
 

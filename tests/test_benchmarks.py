@@ -212,7 +212,7 @@ import os, sys
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(7):
-    os.close(os.open(os.devnull, os.O_RDONLY))
+    os.getppid()  # Python itself never calls it
 print("done", flush=True)
 sys.stdin.readline()
 """
@@ -230,7 +230,7 @@ def test_system_calls_of_a_process_are_counted(benchmark: Import) -> None:
                 process.stdout.readline()
         finally:
             process.kill()
-    assert counts["it/0"]["openat"] == 7
+    assert counts["it/0"]["getppid"] == 7
 
 
 def test_a_soak_run_compares_whole_answers(benchmark: Import) -> None:

@@ -1,4 +1,4 @@
-"""A replica whose engine step does not return is ended, and the others answer."""
+"""A replica whose engine loop hangs, in a step or between steps, is ended, and the others answer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from tests.processes.conftest import MAX_LEN, STEP_TOKENS
@@ -34,11 +35,23 @@ def hang_next_step_with_the_lock(*_: Any) -> None:
     UniProcExecutor.execute_model = lambda *args, **kwargs: ctypes.PyDLL(None).sleep(3600)  # type: ignore[method-assign]
 
 
+def hang_next_request(*_: Any) -> None:
+    """The engine loop hangs when it takes the next message from its input queue."""
+    EngineCoreProc._handle_client_request = lambda *args, **kwargs: threading.Event().wait()  # type: ignore[assignment, return-value, method-assign]
+
+
+def hang_between_steps(*_: Any) -> None:
+    """The engine loop hangs between two steps."""
+    EngineCoreProc._process_engine_step = lambda *args, **kwargs: threading.Event().wait()  # type: ignore[assignment, return-value, method-assign]
+
+
 HANGS = {
     signal.SIGUSR1: (hang_next_step, -signal.SIGKILL),
     signal.SIGUSR2: (hang_next_step_with_the_lock, -signal.SIGALRM),
+    signal.SIGURG: (hang_next_request, -signal.SIGKILL),
+    signal.SIGWINCH: (hang_between_steps, -signal.SIGKILL),
 }
-"""Ways in which a step hangs, and how the process then ends."""
+"""Ways in which a loop hangs, and how the process then ends."""
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +80,15 @@ def undisturbed(watched: Any) -> list[Any]:
         ("talker", signal.SIGUSR1),
         pytest.param("code2wav", signal.SIGUSR1, marks=pytest.mark.extended),
         pytest.param("talker", signal.SIGUSR2, marks=pytest.mark.extended),
+        ("thinker", signal.SIGWINCH),
+        pytest.param("talker", signal.SIGWINCH, marks=pytest.mark.extended),
+        pytest.param("code2wav", signal.SIGWINCH, marks=pytest.mark.extended),
+        pytest.param("talker", signal.SIGURG, marks=pytest.mark.extended),
+        pytest.param("thinker", signal.SIGURG, marks=pytest.mark.extended),
+        pytest.param("code2wav", signal.SIGURG, marks=pytest.mark.extended),
     ],
 )
-def test_a_hung_step_is_found_and_answered_elsewhere(
+def test_a_hung_loop_is_found_and_answered_elsewhere(
     stage: str, number: signal.Signals, watched: Any, undisturbed: list[Any]
 ) -> None:
     began = time.monotonic()

@@ -32,9 +32,13 @@ PROMPTS = [
     [user("Count to a hundred.")],
     [user("word " * 100)],
 ]
-SAMPLING = {
+GREEDY = {
     "thinker": SamplingParams(temperature=0, max_tokens=150, ignore_eos=True),
     "talker": SamplingParams(temperature=0, repetition_penalty=1.05, min_tokens=200, max_tokens=250),
+}
+SEEDED = {
+    "thinker": SamplingParams(temperature=1, top_p=0.9, seed=3, max_tokens=150, ignore_eos=True),
+    "talker": SamplingParams(temperature=0.9, top_k=50, seed=5, min_tokens=200, max_tokens=250),
 }
 BUSY_WITHIN_S, BACK_WITHIN_S, ANSWER_S = 20.0, 60.0, 120.0
 
@@ -45,7 +49,8 @@ def undisturbed(twofold: Any) -> list[Any]:
 
 
 def answers(omni: Any) -> list[Any]:
-    outputs = omni.chat([openai_messages(case) for case in PROMPTS], SAMPLING, use_tqdm=False)
+    sampling = [SEEDED if number % 2 else GREEDY for number in range(len(PROMPTS))]
+    outputs = omni.chat([openai_messages(case) for case in PROMPTS], sampling, use_tqdm=False)
     return [(o.error, o.outputs[0].token_ids, o.frames.tolist(), o.audio) for o in outputs]
 
 

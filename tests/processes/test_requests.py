@@ -19,7 +19,7 @@ from tests.processes.conftest import STEP_TOKENS
 from tests.support.lora import write_adapter, write_dense
 from tests.support.oracle import Oracle
 from tests.support.pace import pace
-from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed
 from vllm_omni_ext.plugins.runtime import RequestOptions
 
 pytestmark = pytest.mark.engine
@@ -216,3 +216,28 @@ def test_a_program_that_never_closes_ends_silently(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FACTS llm_engine.step is not available with omni=True" in done.stdout
     assert "is gone" not in done.stderr
+
+
+def test_request_fields_are_keywords(omni: Any) -> None:
+    question = [{"role": "user", "content": "Tell me about the moon"}]
+    given = {"max_tokens": 8, "ignore_eos": True, "temperature": 1, "talker": {"min_tokens": 6, "max_tokens": 6}}
+    [one], [same], [other] = (
+        omni.chat(question, voice="ethan", seed=seed, use_tqdm=False, **given) for seed in (7, 7, 8)
+    )
+    assert len(one.outputs[0].token_ids) == 8 and len(one.frames) == 5
+    assert one.outputs[0].token_ids == same.outputs[0].token_ids and one.frames.tolist() == same.frames.tolist()
+    assert one.frames.tolist() != other.frames.tolist()
+    for call in (omni.chat, omni.generate):
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'voise'; did you mean 'voice'\?"):
+            call("hello" if call == omni.generate else question, voise="ethan")
+
+
+def test_failed_prompts_are_reported_once_or_raised(omni: Any, caplog: pytest.LogCaptureFixture) -> None:
+    prompts = ["hello", "word " * 5000, "hello", "word " * 5000]
+    outputs = omni.generate(prompts, max_tokens=2, modalities=["text"], use_tqdm=False)
+    assert [output.error is None for output in outputs] == [True, False, True, False]
+    [line] = [record.getMessage() for record in caplog.records if " failed: " in record.getMessage()]
+    assert line.startswith("2 of 4 failed: ") and line.endswith(str(outputs[1].error))
+    with pytest.raises(RequestFailed, match=r"^1 of 2 failed: ") as caught:
+        omni.generate(prompts[:2], max_tokens=2, modalities=["text"], raise_on_error=True, use_tqdm=False)
+    assert isinstance(caught.value.__cause__, OmniError)

@@ -35,7 +35,7 @@ class Deployment:
             replicas=lambda: [SimpleNamespace(id=replica, devices=(devices or {}).get(replica, ())) for replica in ALL],
         )
         self.names: dict[ReplicaId, ReplicaId] = {}
-        self.logs = SimpleNamespace(tail=lambda replica: f"log of {replica}")
+        self.logs = SimpleNamespace(tail=lambda replica: f"log of {replica}", path=lambda replica: None)
         self.started: queue.Queue[tuple[ReplicaId, Any]] = queue.Queue()
         self.discarded: list[ReplicaId] = []
         self.cannot_start: Exception | None = None

@@ -120,6 +120,8 @@ ENGINE_PROCESS = (
         "vllm.v1.engine.core",
         ("EngineCoreProc.startup_handshake", "fac0f9c9ef6a", "answered: HELLO, addresses, READY"),
         ("EngineCoreProc.run_engine_core", "6043bcf10fa8", "process target of a replica"),
+        ("EngineCoreProc.__init__", "92a3fcde174f", "makes the scheduler while its input queue exists"),
+        ("EngineCoreProc._process_input_queue", "4f146da1a7e7", "its reads of the input queue are the loop's turns"),
         ("EngineCoreProc.has_work", "56db2332dc6d", "a starved engine sleeps because has_requests() is False"),
         ("EngineCoreProc.process_input_sockets", "2fdd9c95b78b", "patched; wire protocol: requests in"),
         ("EngineCoreProc.process_output_sockets", "17bdcc1213d7", "patched; wire protocol: outputs by client index"),
@@ -220,6 +222,12 @@ WORKER = (
         ("Worker.sample_tokens", "bd121c3baba8", "overridden, calls the original"),
         ("Worker.compile_or_warm_up_model", "bb41a0d4a1b8", "overridden, calls the original"),
         ("Worker.load_model", "e09c4b7d0a2d", "overridden, calls the original"),
+    ),
+    *seams_in(
+        "vllm.v1.sample.ops.topk_topp_sampler",
+        ("TopKTopPSampler.forward_cpu", "52cb06166a0c", "called to draw as often as a lost replica has"),
+        ("TopKTopPSampler.forward_native", "e70aa664a7c3", "called to draw as often as a lost replica has"),
+        ("random_sample", "e6d5e361568e", "one draw a token for each request with a generator"),
     ),
     *seams_in(
         "vllm.v1.worker.gpu_model_runner",

@@ -128,7 +128,8 @@ def end_gently(processes: Iterable[Any], limit_s: float) -> None:
 def print_status(line: str) -> None:
     """Print a line for the operator."""
     with contextlib.suppress(OSError):  # nothing reads the output any more
-        print(line, file=sys.stderr if line.startswith("error") else sys.stdout, flush=True)
+        # One write: the processes share the terminal, and another one could write before the end of the line.
+        print(f"{line}\n", end="", file=sys.stderr if line.startswith("error") else sys.stdout, flush=True)
 
 
 class Head:
