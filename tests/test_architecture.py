@@ -33,7 +33,7 @@ LAYERS = (
     {"errors", "ids", "lifeline", "memory", "report", "titles", "tiny.directory"},
     {"patching", "patches", "evaluation"},
     {"config", "compat", "environment", "metrics", "modalities", "plugin", "plugins", "model_plugins.*.family"}
-    | {"connectors.base", "connectors.registry"},
+    | {"connectors.base", "connectors.registry", "resampling"},
     {"topology", "pool", *MACHINE, "disaggregation.parameters", *MEMBERSHIP},
     {"wire", "connectors", "runtime.client.replica", "observability"},
     {"coordinator", "disaggregation", "orchestrator", "engine", "model_plugins"},

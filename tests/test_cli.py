@@ -118,6 +118,7 @@ def test_help_imports_no_large_package(words):
 
 
 @pytest.mark.engine
+@pytest.mark.extended
 def test_the_package_is_a_module_with_the_benchmarks_of_vllm():
     command = [sys.executable, "-m", "vllm_omni_ext", "bench", "serve", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

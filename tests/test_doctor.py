@@ -8,10 +8,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from vllm_omni_ext import environment, patches
+from vllm_omni_ext import environment, patches, resampling
 from vllm_omni_ext.compat import seams_of
 from vllm_omni_ext.doctor import main, vllm_sections
 from vllm_omni_ext.patching.seams import SEAMS as CORE
@@ -131,6 +133,19 @@ def test_cuda_builds_next_to_a_torch_for_the_cpu_are_mistakes(packages):
     packages("torch", "2.13.0", "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
     assert environment.accelerator() == "cuda 13.0"
     assert states(environment.traps())["torchaudio"] == (True, "no conflict")
+
+
+@pytest.mark.parametrize("installed", ["scipy", "av", None])
+def test_sound_is_converted_with_a_package_that_works(monkeypatch, installed):
+    monkeypatch.setattr(resampling, "find_spec", lambda name: object() if name in (installed, "soxr") else None)
+    monkeypatch.setitem(resampling.METHODS, "soxr", ("soxr", Mock(side_effect=OSError("libsoxr.so.0"))))
+    parser = SimpleNamespace(audio_resampler=SimpleNamespace(method="torchaudio"))
+    processor = SimpleNamespace(data_parser=parser, info=SimpleNamespace(data_parser=parser))
+    resampling.use_available(SimpleNamespace(mm_processor=processor))
+    method = {"scipy": "scipy", "av": "pyav", None: None}[installed]
+    assert (resampling.available(), parser.audio_resampler.method) == (method, method or "torchaudio")
+    [line] = [line for line in environment.traps().lines if line.name == "sample rates of sound"]
+    assert line.ok == (method is not None)
 
 
 def test_the_real_vllm_omni_has_precedence(packages):

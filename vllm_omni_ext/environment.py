@@ -12,7 +12,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm_omni_ext import __version__
+from vllm_omni_ext import __version__, resampling
 from vllm_omni_ext.report import Line, Section
 
 ENTRY_POINTS = (
@@ -87,6 +87,9 @@ def _traps() -> Iterator[Line]:
         bad = on_cpu and find_spec(package) is not None and "+cpu" not in _version(package)
         state = f"{_version(package)} is a CUDA build, torch is a CPU build; pip uninstall {package}"
         yield Line(package, not bad, state if bad else "no conflict")
+    method = resampling.available()
+    missing = "no package converts sound to the model's sample rate; pip install soxr"
+    yield Line("sample rates of sound", method is not None, f"converted by {method}" if method else missing)
     vision = _version("torchvision")
     if find_spec("torchvision") is None:
         yield Line("torchvision", False, "not installed; images and video cannot be read; pip install torchvision")

@@ -45,6 +45,7 @@ from vllm_omni_ext.plugins.runtime import Capabilities, ModelRuntime, Rendered, 
 from vllm_omni_ext.plugins.spec import resolve
 from vllm_omni_ext.pool.policies import policy
 from vllm_omni_ext.pool.stage_pool import StagePool
+from vllm_omni_ext.resampling import use_available
 from vllm_omni_ext.runtime.client.client import bootstrap_client_addresses
 from vllm_omni_ext.runtime.client.replica import StockReplica
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaConnections
@@ -106,6 +107,7 @@ class AsyncOmni(TargetedLLM):
 
     def _start(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica]) -> None:
         frontend = self.plan.frontend()
+        use_available(self.renderer)
         self.runtime = self._runtime(config)
         self._observe(config, replicas)
         limits = self.plan.config

@@ -181,6 +181,7 @@ def test_flags_of_a_topology_are_split_like_a_command_line(
 
 
 @pytest.mark.engine
+@pytest.mark.extended
 def test_a_server_that_does_not_start_is_reported(tmp_path: Path) -> None:
     """The real command refuses the flag before it loads a model."""
     with pytest.raises(ServerFailed, match=r"(?s)topology 'odd': the server ended with exit status \d.*no-such-flag"):

@@ -112,6 +112,7 @@ def test_a_request_survives_the_death_of_its_painter(server: Server, folder: Pat
     assert until(lambda: all_up(server, 3), 120)
 
 
+@pytest.mark.extended
 def test_pictures_without_the_language_model(server: Server, folder: Path, prompt: list[int]) -> None:
     with stopped(server, "ar"):
         assert until(lambda: get(server, "/health")[0] == 503)

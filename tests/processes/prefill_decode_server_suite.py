@@ -148,6 +148,7 @@ def test_a_session_or_a_medium_stays_with_a_prefill_replica(cluster: Any, kind: 
     assert set.union(*places.values()) == {f"{PREFILL}/0", f"{PREFILL}/1"}
 
 
+@pytest.mark.extended
 def test_several_turns_get_the_same_answers_from_prefix_caches(cluster: Any) -> None:
     server, *_ = cluster
     messages = [{"role": "user", "content": LONG}]
@@ -201,6 +202,7 @@ def test_answers_stay_the_same_when_a_replica_is_killed(cluster: Any, victim: st
     assert until(lambda: idle(server), SOON_S), busy(server)
 
 
+@pytest.mark.extended
 def test_answers_stay_the_same_when_a_decode_replica_joins_dies_and_leaves(cluster: Any) -> None:
     """The process that joined restarts its replica when it is killed."""
     server, crew, expected = cluster

@@ -33,7 +33,9 @@ def undisturbed(server: Server) -> list[Answer]:
     return ask_all(server, BODIES, len(BODIES))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [each if each == "talker" else pytest.param(each, marks=pytest.mark.extended) for each in STAGES]
+)
 def test_a_request_that_ends_its_replicas_fails_alone(stage: str, server: Server, undisturbed: list[Answer]) -> None:
     with ThreadPoolExecutor(len(BODIES) + 1) as threads:
         asked = [threads.submit(ask_all, server, [fields], 1) for fields in BODIES]

@@ -501,6 +501,7 @@ def probes(head: Server) -> dict[str, int]:
     return {name: get(head, f"/health/{name}")[0] for name in ("live", "ready", "startup")}
 
 
+@pytest.mark.extended
 @pytest.mark.needs("IPv6")
 def test_replicas_join_a_head_that_starts_after_them(
     tiny: Path, tmp_path: Path, oracle: Oracle, expected: dict[str, Golden]

@@ -187,6 +187,13 @@ def test_input_audio(client: openai.OpenAI) -> None:
     assert alike(heard(replies[0]), heard(replies[1]))
 
 
+def test_the_model_gets_its_own_reply_as_sound(client: openai.OpenAI) -> None:
+    """The reply has 24 kHz, the encoder 16 kHz."""
+    said = ask(client).choices[0].message.audio.data
+    part = {"type": "input_audio", "input_audio": {"data": said, "format": "wav"}}
+    assert ask(client, messages=[{"role": "user", "content": [part]}]).usage.prompt_tokens_details.audio_tokens > 0
+
+
 def test_turns(client: openai.OpenAI) -> None:
     first = ask(client, modalities=["audio"]).choices[0].message
     reply = ask(client, messages=[*HELLO, first, {"role": "user", "content": "Why?"}])

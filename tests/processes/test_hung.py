@@ -77,7 +77,7 @@ def undisturbed(watched: Any) -> list[Any]:
     ("stage", "number"),
     [
         pytest.param("thinker", signal.SIGUSR1, marks=pytest.mark.extended),
-        ("talker", signal.SIGUSR1),
+        pytest.param("talker", signal.SIGUSR1, marks=pytest.mark.extended),
         pytest.param("code2wav", signal.SIGUSR1, marks=pytest.mark.extended),
         pytest.param("talker", signal.SIGUSR2, marks=pytest.mark.extended),
         ("thinker", signal.SIGWINCH),

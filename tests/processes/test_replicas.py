@@ -40,6 +40,7 @@ SEEDED = {
     "thinker": SamplingParams(temperature=1, top_p=0.9, seed=3, max_tokens=150, ignore_eos=True),
     "talker": SamplingParams(temperature=0.9, top_k=50, seed=5, min_tokens=200, max_tokens=250),
 }
+UNDER_WAY = 20
 BUSY_WITHIN_S, BACK_WITHIN_S, ANSWER_S = 20.0, 60.0, 120.0
 
 
@@ -97,6 +98,27 @@ def wait_busy(omni: Any, stage: str) -> ReplicaId:
     return found[-1]
 
 
+def wait_under_way(omni: Any, stage: str) -> ReplicaId:
+    """Return a replica of thinker or talker once a seeded request has `UNDER_WAY` tokens of it."""
+    found: list[ReplicaId] = []
+
+    def look() -> bool:
+        for state in list(omni._omni.orchestrator.machine.requests.values()):
+            prompt, talker = state.prompts.get(state.request_id), state.bindings.get("talker")
+            if stage == "thinker" and prompt is not None:
+                binding, made, seed = prompt, len(prompt.tokens), state.client.request.sampling_params.seed
+            elif stage == "talker" and talker is not None:
+                binding, made, seed = talker, state.flow._voice.frames.count, state.options.params["talker"].seed
+            else:
+                continue
+            if binding.replica is not None and made >= UNDER_WAY and seed is not None:
+                found.append(binding.replica)
+        return bool(found)
+
+    assert until(look, BUSY_WITHIN_S)
+    return found[0]
+
+
 def both_up(omni: Any, stage: str) -> bool:
     return set(omni._omni.orchestrator.pools[stage].replicas) == {each for each in REPLICAS if each.stage == stage}
 
@@ -123,7 +145,8 @@ def test_no_request_is_lost_when_a_replica_dies(stage: str, twofold: Any, undist
     got: list[Any] = []
     asking = threading.Thread(target=lambda: got.extend(answers(twofold)))
     asking.start()
-    gone, before = wait_busy(twofold, stage), restarts(twofold, stage)
+    gone = wait_busy(twofold, stage) if stage == "code2wav" else wait_under_way(twofold, stage)
+    before = restarts(twofold, stage)
     os.kill(twofold._deployment.processes()[gone].pid, signal.SIGKILL)
     asking.join(ANSWER_S)
     assert same(got, undisturbed) and all(error is None for error, *_ in got)

@@ -208,6 +208,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.extended
 def test_a_program_that_never_closes_ends_silently(tmp_path: Path) -> None:
     """It also uses adapters by prompt, and `llm_engine.model_config`."""
     script, model = tmp_path / "never_closed.py", write_dense(tmp_path / "model")

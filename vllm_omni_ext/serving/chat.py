@@ -40,7 +40,7 @@ MESSAGES = "messages"
 METRICS = "return_stage_metrics"
 """Field that requests the times that a request spent in each stage."""
 
-NO_RESAMPLER = "the sound's sample rate is not the model's, and to change it the server needs torchaudio"
+NO_RESAMPLER = "the sound's sample rate is not the model's; to change it the server needs soxr, scipy, av or torchaudio"
 """Message for a PackageNotFoundError: to name a missing extra, vLLM looks up its own package under a fixed name."""
 
 

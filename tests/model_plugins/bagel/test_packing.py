@@ -164,6 +164,7 @@ def velocities(model: Bagel) -> list[torch.Tensor]:
 
 
 @pytest.mark.engine  # runs the C++ compiler
+@pytest.mark.extended
 def test_compiled_layers_are_equal_and_compiled_once(compiled: Bagel) -> None:
     plain = velocities(compiled)
     compiled.llm.compile_layers()
