@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -29,6 +31,25 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def end_with_process(pid: int) -> None:
+    """End this process with SIGKILL when its parent has ended; any of its threads may have started it (Linux only).
+
+    Args:
+        pid: process id of the parent.
+    """
+    if sys.platform != "linux":
+        return
+    if os.getppid() != pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+    parent = os.pidfd_open(pid)
+
+    def wait() -> None:
+        select.select([parent], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="omni-lifeline", daemon=True).start()
 
 
 def leave_interrupts_to_parent() -> None:

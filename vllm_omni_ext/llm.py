@@ -7,6 +7,7 @@ import atexit
 import inspect
 import itertools
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -39,6 +40,7 @@ from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
 from vllm_omni_ext.serving.options import RequestFields, from_keywords
 from vllm_omni_ext.serving.stage_params import stage_params
 from vllm_omni_ext.serving.text_outputs import TextOutputs
+from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +112,7 @@ class OmniLLM(TargetedOfflineLLM):
 
         kwargs.setdefault("disable_log_stats", True)
         plan = from_kwargs(model, **kwargs)
-        self._deployment = Deployment(plan, clients=1, usage=UsageContext.LLM_CLASS)
+        self._deployment = Deployment(plan, clients=1, usage=UsageContext.LLM_CLASS, identity_of=_identity)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._replica_supervisor: ReplicaSupervisor | None = None
         self._deployment.__enter__()
@@ -437,6 +439,11 @@ def _with_media(prompt: Any) -> Any:
     media = {name: prompt[name] for name in MEDIA if prompt.get(name) is not None}
     rest = {name: value for name, value in prompt.items() if name not in MEDIA}
     return {**rest, "multi_modal_data": {**(prompt.get("multi_modal_data") or {}), **media}}
+
+
+def _identity(replica: ReplicaId) -> ReplicaIdentity:
+    """Return the identity of a replica that has no coordinator and ends with this program."""
+    return ReplicaIdentity(stage=replica.stage, index=replica.index, instance="", program=os.getpid())
 
 
 def _start_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:

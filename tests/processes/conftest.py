@@ -70,8 +70,9 @@ def omni(tiny: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def plain_server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One replica a stage and one API server, with no settings. The last test of `test_http.py` stops it."""
-    with Server(tiny, tmp_path_factory.mktemp("plain") / "server.log", LENGTH) as server:
+    """One replica a stage and one API server, with a tool parser. The last test of `test_http.py` stops it."""
+    flags = [*LENGTH, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    with Server(tiny, tmp_path_factory.mktemp("plain") / "server.log", flags) as server:
         yield server
 
 

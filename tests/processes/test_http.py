@@ -187,6 +187,24 @@ def test_input_audio(client: openai.OpenAI) -> None:
     assert alike(heard(replies[0]), heard(replies[1]))
 
 
+LOOK = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"enum": ["moon"]}}, "required": ["at"]}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}], ids=["any", "one"])
+def test_a_tool_call_is_not_spoken(client: openai.OpenAI, server: Server, choice: Any) -> None:
+    asked = {"tools": [{"type": "function", "function": LOOK}], "tool_choice": choice, "modalities": ["text", "audio"]}
+    asked |= {"max_completion_tokens": 200, "extra_body": {"ignore_eos": False, "return_stage_metrics": True}}
+    reply = ask(client, **asked)
+    message = reply.choices[0].message
+    assert message.audio is None
+    assert choice == "required" or message.tool_calls[0].function.name == "look"  # its list may be too long
+    assert list(reply.metrics["stages"]) == ["thinker"]
+    chunks = list(ask(client, **asked, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert choice == "required" or any(delta.tool_calls for delta in deltas)
+    assert not any(getattr(delta, "audio", None) for delta in deltas)
+
+
 def test_the_model_gets_its_own_reply_as_sound(client: openai.OpenAI) -> None:
     """The reply has 24 kHz, the encoder 16 kHz."""
     said = ask(client).choices[0].message.audio.data

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from vllm import SamplingParams
 
+from examples.server import alive
 from tests.processes.conftest import STEP_TOKENS
+from tests.support.cluster import until
 from tests.support.lora import write_adapter, write_dense
 from tests.support.oracle import Oracle
 from tests.support.pace import pace
@@ -217,6 +220,35 @@ def test_a_program_that_never_closes_ends_silently(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FACTS llm_engine.step is not available with omni=True" in done.stdout
     assert "is gone" not in done.stderr
+
+
+ENDED = """
+import sys, threading
+from vllm import LLM
+
+if __name__ == "__main__":
+    made = []
+    maker = threading.Thread(target=lambda: made.append(LLM(sys.argv[1], omni=True, max_model_len=512)))
+    maker.start()
+    maker.join()
+    [answer] = made[0].generate("hello", max_tokens=2, modalities=["text"], use_tqdm=False)
+    print("PIDS", *(process.pid for process in made[0]._deployment.processes().values()), flush=True)
+    threading.Event().wait()
+"""
+
+
+def test_replicas_end_with_a_program_that_is_killed(tiny: Path, tmp_path: Path) -> None:
+    """They outlive the thread that started them."""
+    (tmp_path / "ended.py").write_text(ENDED)
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "ended.py", tiny], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as program:
+        lines = iter(program.stdout or ())
+        line = next(line for line in lines if line.startswith("PIDS"))
+        replicas = [psutil.Process(int(pid)) for pid in line.split()[1:]]
+        assert len(replicas) == 3 and all(map(alive, replicas))
+        program.kill()
+    assert until(lambda: not any(map(alive, replicas)), 10)
 
 
 def test_request_fields_are_keywords(omni: Any) -> None:

@@ -30,7 +30,7 @@ from vllm_omni_ext.coordinator.members import Member, Register
 from vllm_omni_ext.coordinator.reporter import Reporter
 from vllm_omni_ext.engine.step_watch import LockFreeTimer, LoopClock, StepWatch, end_hung_process
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.lifeline import die_with_parent, leave_interrupts_to_parent
+from vllm_omni_ext.lifeline import die_with_parent, end_with_process, leave_interrupts_to_parent
 from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.titles import name_process
 from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
@@ -62,6 +62,8 @@ class ReplicaAgent:
             die_with_parent(enrolled.parent)
             leave_interrupts_to_parent()
             name_process(f"{enrolled.stage}/{enrolled.index}")
+        if enrolled is not None and enrolled.program is not None:
+            end_with_process(enrolled.program)
         self._watch_steps(enrolled)
         if enrolled is None or enrolled.events is None:
             return

@@ -84,7 +84,7 @@ class ChatAnswer:
 
     async def complete(self, response: ChatCompletionResponse) -> None:
         """Add the other outputs of a whole answer, and their usage, to vLLM's response."""
-        if self.modalities:
+        if self.modalities and not response.choices[0].message.tool_calls:  # a tool call is not spoken
             await self._assemble(response)
         if self.prompt_audio:
             details = response.usage.prompt_tokens_details or PromptTokenUsageInfo()

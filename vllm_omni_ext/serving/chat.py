@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError
 from typing import Any, TypeAlias
@@ -20,6 +21,7 @@ from vllm.exceptions import VLLMClientError, VLLMError, VLLMUnprocessableEntityE
 from vllm.logger import init_logger
 
 from vllm_omni_ext.errors import OmniError, RequestError
+from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.modalities.fields import flag
 from vllm_omni_ext.observability.request_trace import as_metrics
 from vllm_omni_ext.omni import AsyncOmni
@@ -162,6 +164,8 @@ async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatA
     fields = {name: getattr(request, name) for name in request.model_fields_set.intersection(model.fields.names)}
     found = model.read({**fields, **extra}, stream=bool(request.stream), seed=request.seed)
     options = await model.surface.chat_options(found.options, request, model.server)
+    if _must_call_a_tool(request):
+        options = replace(options, modalities=tuple(name for name in options.modalities if name != AUDIO) or (TEXT,))
     model.check(found, options)
     apply_to_frontend(model.omni.plan, request)
     others = {name: model.modalities[name] for name in model.others(options)}
@@ -174,6 +178,11 @@ async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatA
         stream=bool(request.stream),
         metrics=flag(METRICS, extra.get(METRICS)),
     )
+
+
+def _must_call_a_tool(request: ChatCompletionRequest) -> bool:
+    """Return whether the answer can only be a tool call, which is not spoken."""
+    return bool(request.tools) and request.tool_choice not in (None, "none", "auto")
 
 
 def _refuse_several(request: ChatCompletionRequest, others: dict[str, Any]) -> None:

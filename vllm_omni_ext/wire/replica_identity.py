@@ -16,7 +16,10 @@ class ReplicaIdentity(Struct, frozen=True, kw_only=True):
     """One replica, as its parent started it.
 
     Attributes:
-        parent: process id of the parent; the replica ends when the parent ends. None: it keeps running.
+        parent: process id of the parent, whose thread that started the replica lives as long as the parent; the replica
+            ends when the parent ends. None: see `program`.
+        program: process id of a user's program, any thread of which may have started the replica; the replica ends when
+            the program ends. None: there is none.
         events: the coordinator's address for replicas; None: there is no coordinator.
         instance: unique text of this process.
         host: address under which other hosts reach this host; "" if they cannot.
@@ -27,6 +30,7 @@ class ReplicaIdentity(Struct, frozen=True, kw_only=True):
     index: Annotated[int, Meta(ge=0)]
     instance: str
     parent: int | None = None
+    program: int | None = None
     events: str | None = None
     model: str = ""
     config_hash: str = ""
