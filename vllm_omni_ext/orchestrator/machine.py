@@ -436,7 +436,8 @@ class RequestMachine:
         if event.timer.kind == "replica":
             if (binding := self.placement.expired(event.timer)) is not None:
                 limit = f"{settings.wait_s:g} s (replica_wait_timeout_s)"
-                why = "no replica for a request that may have ended one" if binding.losses else "no live replica"
+                suspect = binding.losses.get(binding.stage)
+                why = "no replica for a request that may have ended one" if suspect else "no live replica"
                 error = StageUnavailable(f"stage '{binding.stage}' has had {why} for {limit}")
                 self.fail(binding.state, binding.stage, error)
         elif (binding := self.placement.late(event.timer, event.at)) is not None:

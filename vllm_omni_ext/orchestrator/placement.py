@@ -133,10 +133,11 @@ class Placement:
         They are those of this API server, as long as there is one for each API server: an innocent request must not be
         on trial on the same replica as another API server's suspect.
         """
-        known = sorted({*self.pools[stage].replicas, *(each for each in self.announced if each.stage == stage)})
+        open_now = self.pools[stage].open_replicas
+        known = sorted({*open_now, *(each for each in self.announced if each.stage == stage)})
         share, clients = self.settings.client, self.settings.clients
         own = known[share::clients] or known[share % len(known) :][:1] if known else []
-        return {replica for replica in self.pools[stage].open_replicas if replica in own} - self._trials.keys()
+        return {replica for replica in open_now if replica in own} - self._trials.keys()
 
     def output(self, binding: Binding) -> None:
         """Note an output of the binding's replica: a suspect's trial ends after some of them."""
