@@ -163,6 +163,21 @@ def test_a_replica_has_one_suspect_at_a_time() -> None:
     assert sent(m.Opened(request_id="d", external_id="d", flow=Draw(), options=options)) == ["d"]
 
 
+def test_a_replica_that_does_not_answer_makes_no_suspects() -> None:
+    machine = RequestMachine(Settings(frontend="ar", wait_s=60.0), {STAGE: StagePool(STAGE, REPLICAS)})
+    options = RequestOptions(modalities=("image",))
+    for name in "ab":
+        machine.handle(m.Opened(request_id=name, external_id=name, flow=Draw(), options=options))
+    for replica in REPLICAS:
+        machine.handle(m.ReplicaAnnounced(replica))
+        assert not any(
+            isinstance(effect, m.FailRequest)
+            for effect in machine.handle(m.ReplicaLost(replica, "silent", ended=False))
+        )
+    sent = [effect for effect in machine.handle(m.ReplicaUp(REPLICAS[0])) if isinstance(effect, m.SendPart)]
+    assert {effect.request_id for effect in sent} == {"a", "b"}
+
+
 @pytest.mark.parametrize(
     ("action", "tokens"),
     [

@@ -437,7 +437,7 @@ class World:
         if engine is not None and not engine.dead and not engine.frozen:
             engine.frozen = engine.was_frozen = True
             self.orchestrator.announce(replica)
-            self._stale[replica] = await self.orchestrator.replica_down(replica, "silent")
+            self._stale[replica] = await self.orchestrator.replica_down(replica, "silent", ended=False)
 
     async def thaw(self, replica: ReplicaId) -> None:
         """Continue a process: one more step, then an abort of the requests that have moved, then new requests."""

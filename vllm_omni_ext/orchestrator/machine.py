@@ -469,7 +469,7 @@ class RequestMachine:
         If no replica will come, all requests that need the stage fail.
         """
         replica, reason = event.replica, f"replica {event.replica} is gone: {event.reason}"
-        lost, fatal = self.placement.lose(replica)
+        lost, fatal = self.placement.lose(replica, ended=event.ended)
         if fatal is not None:
             losses = f"stage '{replica.stage}' has lost {fatal.losses[replica.stage]} replicas that had this request"
             error = RequestFailed(f"{losses}, so it is not sent to another one; {reason}")

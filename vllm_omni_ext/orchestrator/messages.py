@@ -138,11 +138,16 @@ class ReplicaUp(Message, frozen=True):
 
 
 class ReplicaLost(Message, frozen=True):
-    """A replica has ended or stopped answering: other replicas take over its requests."""
+    """A replica has ended or stopped answering: other replicas take over its requests.
+
+    Attributes:
+        ended: its process has ended, perhaps because of a request.
+    """
 
     replica: ReplicaId
     reason: str
     at: float = 0.0
+    ended: bool = True
 
 
 class NeverUp(Message, frozen=True):

@@ -138,8 +138,11 @@ class Orchestrator:
         self.observer.replica_up(replica.id)  # before the machine: pools report every binding to the observer
         await self._apply(m.ReplicaUp(replica.id, self._now()))
 
-    async def replica_down(self, replica: ReplicaId, reason: str) -> tuple[str, ...]:
+    async def replica_down(self, replica: ReplicaId, reason: str, *, ended: bool = True) -> tuple[str, ...]:
         """A replica is lost: other replicas of its stage take over its requests, at once or when one is up.
+
+        Args:
+            ended: its process has ended; otherwise it does not answer.
 
         Returns:
             The requests that the replica had, by engine id.
@@ -149,7 +152,7 @@ class Orchestrator:
         self.observer.replica_down(replica)
         kept = [(to, effect) for to, effect in self._queue if to is not lost or not isinstance(effect, NEW_INPUT)]
         self._queue = deque(kept)
-        await self._apply(m.ReplicaLost(replica, reason, self._now()))
+        await self._apply(m.ReplicaLost(replica, reason, self._now(), ended))
         return known
 
     async def never_up(self, replica: ReplicaId, reason: str) -> None:

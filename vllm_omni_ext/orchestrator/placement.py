@@ -194,9 +194,10 @@ class Placement:
         binding.replica = None
         return replica, engine_ids
 
-    def lose(self, replica: ReplicaId) -> tuple[list[Binding], Binding | None]:
+    def lose(self, replica: ReplicaId, *, ended: bool) -> tuple[list[Binding], Binding | None]:
         """Remove a replica; return the bindings it had, which have no replica now, and the one that ended it.
 
+        A replica that does not answer, e.g. because its host or network hangs, makes no suspects.
         That is the suspect on trial, unless the replica had another former suspect, whose trial was over. It certainly
         is with the third loss: all that were lost twice run apart from each other until the stage has ended them.
         """
@@ -208,8 +209,11 @@ class Placement:
         for binding in lost:
             binding.replica = binding.trial = None
             binding.replays += 1
-            binding.losses[stage] = binding.losses.get(stage, 0) + 1
+            if ended:
+                binding.losses[stage] = binding.losses.get(stage, 0) + 1
             binding.engine_ids.clear()
+        if not ended:
+            return lost, None
         if tried is not None and former and tried.losses[stage] < MOST_LOSSES:
             tried = None
         return lost, tried

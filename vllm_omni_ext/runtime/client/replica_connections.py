@@ -347,9 +347,10 @@ class ReplicaConnections:
             while True:
                 await self._take(replica.id, await replica.outputs())
         except EngineDeadError:  # its text names a stack trace that no client has
-            await self._drop(replica, replica.reason or "its engine has failed; the error is in its log")
+            reason = replica.reason or "its engine has failed; the error is in its log"
+            await self._drop(replica, reason, ended=True)
 
-    async def _drop(self, replica: StockReplica, reason: str) -> None:
+    async def _drop(self, replica: StockReplica, reason: str, *, ended: bool = False) -> None:
         if self.replicas.get(replica.id) is not replica:
             return
         _cancel(self._returning, replica.id)
@@ -361,12 +362,12 @@ class ReplicaConnections:
         self._bearers.pop(replica.id, None)
         self.reports.pop(replica.id, None)
         self._lost(replica.id)
-        await self._leave(replica.id, reason)
+        await self._leave(replica.id, reason, ended=ended)
 
-    async def _leave(self, replica: ReplicaId, reason: str) -> tuple[str, ...]:
+    async def _leave(self, replica: ReplicaId, reason: str, *, ended: bool = False) -> tuple[str, ...]:
         if replica not in self._pools[replica.stage].replicas:
             return ()
-        return await self._orchestrator.replica_down(replica, reason)
+        return await self._orchestrator.replica_down(replica, reason, ended=ended)
 
     # -- views of the coordinator --------------------------------------------------------------------------------
 
