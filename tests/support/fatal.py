@@ -42,4 +42,4 @@ def installed() -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[preloaded.CHANGE]
+        os.environ.pop(preloaded.CHANGE, None)  # blocks may be nested
