@@ -122,7 +122,7 @@ class AsyncOmni(TargetedLLM):
                 input_deadline_s=limits.chunk_timeout_s,
                 client=self.connections.client_index,
                 clients=self.connections.client_count,
-                limits={name: each.model_config.max_model_len for name, each in self.connections.configs.items()},
+                limits=self._lengths(),
             ),
             runtime=self.runtime,
             pools={stage.name: self._pool(stage, replicas) for stage in self.plan.stages},
@@ -146,13 +146,17 @@ class AsyncOmni(TargetedLLM):
         self.replica_connections.start()
         self._run_output_handler()
 
+    def _lengths(self) -> dict[str, int]:
+        """Return the longest sequence of each stage, in tokens."""
+        return {name: each.model_config.max_model_len for name, each in self.connections.configs.items()}
+
     def _runtime(self, config: VllmConfig) -> ModelRuntime:
         """The model plugin's runtime for this API server."""
         family, model, stages = family_of(self.plan.family), config.model_config, self.plan.stages
         own = (
             get_config(model.model, model.trust_remote_code, model.revision) if model.hf_overrides else model.hf_config
         )
-        lengths = {name: each.model_config.max_model_len for name, each in self.connections.configs.items()}
+        lengths = self._lengths()
         context = RuntimeContext(
             hf_config=own,
             pipeline=self.plan.pipeline,

@@ -71,6 +71,8 @@ def use_available(renderer: Any) -> None:
     processor = renderer.mm_processor
     if processor is None:
         return
-    for parser in (processor.data_parser, processor.info.data_parser):  # vLLM makes one for each of both
-        if find_spec(METHODS[parser.audio_resampler.method][0]) is None and (method := available()) is not None:
+    parsers = (processor.data_parser, processor.info.data_parser)  # vLLM makes one for each of both
+    without = [each for each in parsers if find_spec(METHODS[each.audio_resampler.method][0]) is None]
+    if without and (method := available()) is not None:
+        for parser in without:
             parser.audio_resampler.method = method
