@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,8 +135,10 @@ def result_of(part: Part, folder: Path, state: str, seconds: float, commit: str)
 
 
 def commit_of(root: Path) -> str:
-    """The repository's commit; empty where there is none."""
+    """The repository's commit; empty where there is none, or no git."""
     words = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+    if shutil.which(words[0]) is None:
+        return ""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 

@@ -109,6 +109,7 @@ def empty_bagel(
     tokens, model = Tokens.from_directory(path), _without_memory(checkpoint_sizes(path))
     for part in (model.llm, model.vision, model.latents):
         part.to(dtype)
+    model.vae.to(torch.float32)  # vLLM's loader sets another default dtype
     model.to_empty(device=device)
     model.tokens = tokens
     return model

@@ -45,6 +45,16 @@ def test_the_plan_of_every_stage_is_a_configuration_of_vllm(
         assert config.scheduler_config.max_num_batched_tokens >= config.model_config.max_model_len
 
 
+def test_replicas_on_different_devices_share_no_compiled_code(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    config = stage_engine_args(plan, ReplicaId("talker", 0)).create_engine_config()
+    hashes = set()
+    for devices in ((0,), (1,), (0, 1)):
+        config.additional_config = any_replica_args(plan, "talker", devices=devices).additional_config
+        hashes.add(config.compute_hash())
+    assert len(hashes) == 3
+
+
 @pytest.mark.parametrize("said", [None, {"mode": 3}, CompilationConfig(mode=CompilationMode.VLLM_COMPILE)], ids=str)
 def test_the_thinkers_rotary_embedding_is_vllms_own_kernel(plan: Plan, said: object) -> None:
     """In compiled code too: there vLLM names operators that are kernels, and one name stands for all rotary ones."""

@@ -1,6 +1,6 @@
 """Run a tiny Qwen3-Omni through all stages in several modes and compare with stored answers. Needs no pytest.
 
-    python tests/gpu/run_once.py [--modes NAME ...]
+    python tests/gpu/run_once.py [--modes NAME ...] [--list]
 
 Each mode runs in a process of its own, one after the other. In float32 every token and frame must be the stored one;
 in bfloat16 it is only counted how many are, and the answer has to be complete. On a machine without CUDA the modes
@@ -68,6 +68,9 @@ CPU_MODES = {
     "cpu-v2": Mode("float32", eager=True, v2=True),
     "cpu-v2-compiled": Mode("float32", eager=False, v2=True, asynchronous=True),
 }
+FULL_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}
+"""Else Triton's matrix products and cuDNN's convolutions round their float32 operands to 11 bits (TF32)."""
+
 COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}}
 """Graphs are traced and split as on a GPU, and run by PyTorch: seconds to compile, every wrong shape is seen."""
 
@@ -197,6 +200,8 @@ def in_a_process(name: str, model: str) -> bool:
     environment = {**os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
     if name in MODES:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(MODES[name].v2))
+        if MODES[name].dtype == "float32":
+            environment |= FULL_FLOAT32
     else:
         environment["VLLM_DISABLE_COMPILE_CACHE"] = "1"
         environment |= v2_on_a_cpu() if CPU_MODES[name].v2 else {}
@@ -217,9 +222,13 @@ def main() -> int:
     """Run the modes asked for."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--modes", nargs="+", choices=[*MODES, *CPU_MODES], help="default: all that this machine can do")
+    flags.add_argument("--list", action="store_true", help="print the modes for CUDA")
     flags.add_argument("--mode", choices=[*MODES, *CPU_MODES], help=argparse.SUPPRESS)
     flags.add_argument("--model", help=argparse.SUPPRESS)
     args = flags.parse_args()
+    if args.list:
+        print("\n".join(MODES))
+        return 0
     if args.mode is not None:
         mode = (MODES | CPU_MODES)[args.mode]
         with one_by_one(), asynchronous_thinker() if mode.asynchronous else nullcontext():

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.gpu import run_once
+
 ROOT = Path(__file__).parents[2]
 MODES = ("fp32-eager-v2", "bf16-graphs-v2")
 PAGE = ROOT / "docs" / "gpu.md"
@@ -55,6 +57,11 @@ def test_every_part_is_a_program_with_a_name_of_its_own(table: ModuleType, tmp_p
         assert python == "python3" and Path(file).is_file()
         assert not [word for word in words if word.startswith("{") and word.endswith("}") and " " not in word]
     assert table.LIMIT_S <= 600
+
+
+@pytest.mark.engine
+def test_the_modes_on_cuda_are_those_of_the_correctness_program(program: ModuleType) -> None:
+    assert program.modes_of(os.environ, cpu=False) == list(run_once.MODES)
 
 
 def test_a_part_that_has_ended_well_is_not_run_again(table: ModuleType, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from vllm.utils.network_utils import ZmqListener
@@ -342,3 +343,30 @@ def test_closing_ends_all_api_servers() -> None:
         processes = list(running.servers.processes.values())
         assert all(process.is_alive() for process in processes)
     assert [process.exitcode for process in processes] == [-signal.SIGTERM] * 3
+
+
+def _known_models(result: Connection) -> None:
+    """Start an API server in this process; in place of serving, it sends the names of the models that vLLM knows."""
+    from vllm import ModelRegistry
+
+    from vllm_omni_ext.serving import server
+
+    async def answer(*_: Any) -> None:
+        result.send(set(ModelRegistry.get_supported_archs()))
+
+    connections: Any = SimpleNamespace(head=os.getppid(), client_index=0, ready_responses=None)
+    nothing: Any = None
+    with mock.patch.object(server, "_api_server", answer):
+        server.run_api_server(connections, nothing, "", nothing, nothing)
+
+
+def test_a_spawned_api_server_knows_the_models_of_plugins() -> None:
+    """API servers are spawned on CUDA and forked on a CPU."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(target=_known_models, args=(theirs,))
+    process.start()
+    theirs.close()
+    with ours:
+        assert {"BagelUnderstanding", "Qwen3OmniTalker"} <= ours.recv()
+    process.join()
+    assert process.exitcode == 0

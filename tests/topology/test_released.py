@@ -48,6 +48,8 @@ def check_sheet(sheet: Sheet, stages: dict[str, StagePlan], alone: bool) -> None
         assert share.kv_bytes >= share.need.least_kv
         assert share.kv_tokens >= share.need.sequence_tokens or not share.need.kv_token
         claimed += int(claim) + share.need.context
+        if share.need.encoder:  # vLLM would give the room for a long video to the KV cache
+            assert share.need.least_kv <= args["kv_cache_memory_bytes"] <= share.kv_bytes
     assert claimed <= visible
 
 

@@ -19,6 +19,8 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.worker.gpu.input_batch import post_update_num_computed_tokens
 
 from vllm_omni_ext.config.schema import INCOMING
 from vllm_omni_ext.engine.alone import alone
@@ -111,6 +113,8 @@ class StageWorker(_Worker):  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:
         """Compile and warm up: the last step of the start-up."""
+        if current_platform.is_cuda_alike():  # before vLLM's monitor reports each compilation as one of a request
+            _build_last_kernels(self.model_runner)
         times = super().compile_or_warm_up_model()
         if (warm_up := getattr(self.model_runner.get_model(), "warm_up", None)) is not None:
             warm_up()
@@ -129,6 +133,25 @@ class StageWorker(_Worker):  # type: ignore[misc]
             return super().sample_tokens(grammar_output)
         with _without_draws(self.model_runner):
             return super().sample_tokens(grammar_output)
+
+
+@torch.inference_mode()
+def _build_last_kernels(runner: Any) -> None:
+    """Compile the Triton kernels that vLLM's own warm-up leaves to the first request.
+
+    vLLM samples with top-k and top-p together in its warm-up, and takes no output of a pooling model.
+    """
+    device = runner.device
+    if not runner.is_pooling_model:
+        vocabulary = runner.model_config.get_vocab_size()
+        for rows in (1, 2):  # Triton compiles an argument of 1 as a constant
+            k = torch.full((rows,), 50, dtype=torch.int32, device=device)
+            p = torch.full((rows,), 0.9, dtype=torch.float32, device=device)
+            for chosen in ((k, None), (None, p)):
+                apply_top_k_top_p(torch.zeros((rows, vocabulary), dtype=torch.float32, device=device), *chosen)
+    elif (states := getattr(runner, "req_states", None)) is not None:  # Model Runner V2
+        row, starts = (torch.zeros(size, dtype=torch.int32, device=device) for size in (1, 2))
+        post_update_num_computed_tokens(row, states.num_computed_tokens.gpu, starts)
 
 
 def _seeded(runner: Any, step: SchedulerOutput) -> dict[str, int]:

@@ -275,12 +275,14 @@ def run_api_server(
 ) -> None:
     """Body of an API server process."""
     import uvloop
+    from vllm.plugins import load_general_plugins
 
     die_with_parent(connections.head)
     name_process(f"api-server/{connections.client_index}")
     for number in (signal.SIGTERM, signal.SIGINT):  # until the HTTP server installs its own handlers
         signal.signal(number, lambda *_: sys.exit(0))
     decorate_logs()
+    load_general_plugins()  # a spawned process knows no models of plugins yet
     with contextlib.ExitStack() as quieted:
         if connections.client_index or connections.ready_responses is not None:
             quieted.enter_context(quiet())

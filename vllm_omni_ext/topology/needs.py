@@ -64,7 +64,8 @@ class Need:
 
     Attributes:
         weights: weights as loaded, after quantization.
-        activations: peak of a step or of the encoder's profile run, workspaces included.
+        activations: peak of a step or of the encoder's largest input, workspaces included.
+        encoder: bytes of the encoder's largest input; 0 = the stage has no encoder, or it takes no pictures.
         graphs: CUDA graphs.
         buffers: buffers for all sequences, besides the KV cache.
         context: memory allocated before vLLM measures free memory.
@@ -78,6 +79,7 @@ class Need:
     graphs: int
     buffers: int
     context: int
+    encoder: int = 0
     kv_token: int = 0
     sequence_tokens: int = 0
     block_tokens: int = DEFAULT_BLOCK_TOKENS
@@ -108,13 +110,15 @@ def need(memory: StageMemory, args: Mapping[str, Any], longest: int) -> Need:
     length: int = said if isinstance(said, int) and said > 0 else 1  # -1: vLLM chooses what fits
     kv_width = _kv_width(str(args.get("kv_cache_dtype", "auto")), width)
     heads = max(1, memory.kv_heads // tensor) if memory.kv_layers else 0
+    encoder, rows = _encoder(memory, args, width, tensor, length)
     return Need(
         weights=_weights(memory, args, width, tensor * pipeline),
-        activations=_activations(memory, args, width, tensor, length) + LIBRARY_BYTES,
+        activations=max(_step(memory, args, width, tensor), encoder) + rows + LIBRARY_BYTES,
         graphs=memory.recorded_bytes
         + (0 if args.get("enforce_eager") else _graphs(memory.graph_layers, sequences) // pipeline),
         buffers=sequences * (memory.sequence_elements * width + memory.vocabulary * COUNT_BITS // 8),
         context=CONTEXT_BYTES + (COMMUNICATION_BYTES if tensor * pipeline > 1 else 0),
+        encoder=encoder + rows,
         kv_token=math.ceil(memory.kv_layers / pipeline) * heads * memory.kv_head_dim * 2 * kv_width,
         sequence_tokens=length,
         block_tokens=args.get("block_size") or DEFAULT_BLOCK_TOKENS,
@@ -130,18 +134,21 @@ def _weights(memory: StageMemory, args: Mapping[str, Any], width: int, ranks: in
     return max(0, math.ceil(total - float(args.get("cpu_offload_gb") or 0) * GIB))
 
 
-def _activations(memory: StageMemory, args: Mapping[str, Any], width: int, tensor: int, length: int) -> int:
-    """The largest of a decoder step, sampling and the encoder; the encoder's output is always held."""
+def _step(memory: StageMemory, args: Mapping[str, Any], width: int, tensor: int) -> int:
+    """Activations of a decoder step with sampling."""
     tokens = int(args.get("max_num_batched_tokens") or 0)
     step: int = tokens * (memory.step_elements + memory.split_step_elements // tensor) + memory.pass_elements
     logits = int(args.get("max_num_seqs") or 0) * memory.vocabulary * LOGIT_BYTES
-    encoder = rows = 0
-    if memory.encoder is not None and not args.get("skip_mm_profiling"):
-        encoded = _encoded_tokens(memory.encoder, args, length)
-        encoder = encoded * (memory.encoder.token_bytes + memory.encoder.split_token_bytes // tensor)
-        rows = encoded * memory.encoder.output_elements * width
-    peak: int = max(step * width + logits, encoder) + rows
-    return peak
+    return step * width + logits
+
+
+def _encoder(memory: StageMemory, args: Mapping[str, Any], width: int, tensor: int, length: int) -> tuple[int, int]:
+    """Activations of the encoder, and its output, which is held during the decoder's steps."""
+    if memory.encoder is None:
+        return 0, 0
+    encoded = _encoded_tokens(memory.encoder, args, length)
+    activations = encoded * (memory.encoder.token_bytes + memory.encoder.split_token_bytes // tensor)
+    return activations, encoded * memory.encoder.output_elements * width
 
 
 def _encoded_tokens(encoder: EncoderMemory, args: Mapping[str, Any], length: int) -> int:

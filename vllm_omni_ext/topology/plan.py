@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,6 +108,8 @@ def plan_as_asked(
     devices, utilizations, sheets = _devices(args, user, around)
     for name, value in utilizations.items():
         args[name].setdefault("gpu_memory_utilization", value)
+    for name, value in _encoder_caches(sheets).items():
+        args[name].setdefault("kv_cache_memory_bytes", value)
     stages = tuple(_stage_plan(spec, args[spec.name], devices[spec.name], around) for spec in pipeline.stages)
     check_pairs(pipeline.edges, {stage.name: stage.engine_args for stage in stages}, config)
     return Plan(
@@ -208,6 +210,20 @@ def _devices(args: Mapping[str, dict[str, Any]], user: Mapping[str, Mapping[str,
     placed = place([replace(demand, share=sizes[demand.stage] / GIB) for demand in demands], a.machine.device_count)
     utilizations, sheets = divide(list(asks.values()), placed, a.machine.device_bytes)
     return placed, utilizations, sheets
+
+
+def _encoder_caches(sheets: Sequence[Sheet]) -> dict[str, int]:
+    """Bytes of the KV cache of each stage with an encoder.
+
+    vLLM profiles the encoder with a smaller video than a request may have, and gives the difference to the KV cache.
+    Without room for one sequence the size stays vLLM's: the user has set a share that the encoder's peak exceeds.
+    """
+    found: dict[str, int] = {}
+    for share in (share for sheet in sheets for share in sheet.shares):
+        stage = ReplicaId.parse(share.replica).stage
+        if share.need.encoder and share.kv_bytes >= share.need.least_kv:
+            found[stage] = min(share.kv_bytes, found.get(stage, share.kv_bytes))
+    return found
 
 
 def _asks(args: Mapping[str, dict[str, Any]], a: _Surroundings) -> dict[str, Ask]:

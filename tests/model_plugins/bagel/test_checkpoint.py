@@ -206,6 +206,17 @@ def test_files_of_the_released_shape(tmp_path: Path) -> None:
     assert sum(file.stat().st_blocks for file in files) * 512 < 1 << 20, "zeros must not be written"
 
 
+def test_an_empty_autoencoder_is_float32_whatever_the_default_dtype(checkpoint: Path) -> None:
+    """vLLM's loader sets the engine's dtype as PyTorch's default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = empty_bagel(checkpoint, dtype=torch.bfloat16, device="meta")
+    finally:
+        torch.set_default_dtype(before)
+    assert {part.dtype for part in model.vae.parameters()} == {torch.float32}
+
+
 def test_dummy_weights_fill_all_parameters(checkpoint: Path) -> None:
     """With `load_format: dummy` vLLM fills the parameters and does not call `load_weights`."""
     config = config_of(checkpoint)

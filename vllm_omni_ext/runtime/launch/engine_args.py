@@ -22,6 +22,11 @@ from vllm_omni_ext.topology.plan import Plan
 HEAD = -1
 """`api_process` of the process that starts the engines, which is not an API server."""
 
+DEVICES = "vllm_omni_ext.devices"
+"""Key of `additional_config` with a replica's devices. Compiled code contains the index of its device, and vLLM's hash
+of a compilation includes `additional_config`, but not `device_ids`: replicas on different devices must not share code.
+"""
+
 _FEWEST_API_PROCESSES = 2
 """With one API process, vLLM mirrors the multimodal cache into "the" engine. That fails with several replicas: the
 second replica never received the item. With two or more, the cache stays in the API process, as it must.
@@ -49,6 +54,7 @@ def any_replica_args(
     values = {name: _value(stage.name, name, value) for name, value in stage.engine_args.items()}
     if devices:
         values["device_ids"] = list(devices)
+        values["additional_config"] = {**values.get("additional_config", {}), DEVICES: list(devices)}
     return AsyncEngineArgs(
         model=plan.model,
         _api_process_count=max(_FEWEST_API_PROCESSES, plan.api_servers),
