@@ -18,8 +18,11 @@ help:
 setup: ## create or update .venv
 	@scripts/setup_env.sh
 
+# A test that hangs ends its process after 400 s (the longest takes 70 s), and the second one that does ends the run.
+HANGS := -o faulthandler_timeout=400 --max-worker-restart=1
+
 test: setup ## run the tests of every capability, in JOBS processes (2); DEEP=1 with more examples
-	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -m "not extended" -n $(JOBS) --durations=20 $(if $(DEEP),--hypothesis-profile=deep)
+	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -m "not extended" -n $(JOBS) $(HANGS) --durations=20 $(if $(DEEP),--hypothesis-profile=deep)
 
 test-all: setup ## run all tests that need no GPU: also endurance, accuracy and all combinations of kills
 	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -n $(JOBS) --durations=20 $(if $(DEEP),--hypothesis-profile=deep)
