@@ -43,7 +43,7 @@ async def test_an_answer_is_text_and_wav_by_default(client: openai.AsyncOpenAI, 
     assert choice.audio_metadata == {"format": "wav", "sample_rate_hz": RATE, "frame_count": 599, "channels": 1}
     assert choice.finish_reason == "stop"
     assert reply.usage.completion_tokens_details.audio_tokens == 5
-    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (3, 2, 5)
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (3, 2 + 5, 10)
     assert engine.calls[0].options.modalities == ("text", "audio")
     assert engine.calls[0].closed
 

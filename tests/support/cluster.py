@@ -48,7 +48,7 @@ LARGEST_DIFFERENCE = 1
 @dataclass(frozen=True)
 class Answer:
     """What a client gets: text, int16 samples, which replica of each stage was asked first, which API server, and how
-    many tokens: those of the usage as `USAGE`, and those of each stage.
+    many tokens: those of the text by the usage as `USAGE`, and those of each stage.
     """
 
     text: str
@@ -286,7 +286,8 @@ def ask(server: Server, fields: dict[str, Any], client: httpx.Client | None = No
     samples = soundfile.read(io.BytesIO(sound), dtype="int16")[0].astype(np.int32)
     where = {stage: course["replica"] for stage, course in said["metrics"]["stages"].items()}
     tokens = {stage: course["tokens"] for stage, course in said["metrics"]["stages"].items()}
-    tokens[USAGE] = said["usage"]["completion_tokens"]
+    sound_tokens = said["usage"]["completion_tokens_details"]["audio_tokens"]
+    tokens[USAGE] = said["usage"]["completion_tokens"] - sound_tokens
     return Answer(message["content"], samples, where, answer.headers.get(SERVER_HEADER, ""), tokens)
 
 

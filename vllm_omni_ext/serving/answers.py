@@ -113,6 +113,14 @@ class ChatAnswer:
                     setattr(target, name, [{"type": "text", "text": both}, *value] if both else value)
         if any(each.usage for each in whole):
             response.usage.completion_tokens_details = details
+        tokens = sum(tokens_in(each.usage) for each in whole)
+        response.usage.completion_tokens = (response.usage.completion_tokens or 0) + tokens
+        response.usage.total_tokens += tokens
+
+
+def tokens_in(usage: Mapping[str, int]) -> int:
+    """Return the tokens of a modality's usage; OpenAI counts tokens of sound within `completion_tokens`."""
+    return sum(count for name, count in usage.items() if name.endswith("_tokens"))
 
 
 class ChatStream:
@@ -220,6 +228,9 @@ class ChatStream:
             details = usage.setdefault("completion_tokens_details", {"reasoning_tokens": 0})
             for stream in self._streams.values():
                 details.update(stream.usage())
+                tokens = tokens_in(stream.usage())
+                usage["completion_tokens"] = usage.get("completion_tokens", 0) + tokens
+                usage["total_tokens"] += tokens
         if self._answer.prompt_audio:
             details = usage.get("prompt_tokens_details") or {}
             usage["prompt_tokens_details"] = {**details, AUDIO_TOKENS: self._answer.prompt_audio}
