@@ -443,6 +443,10 @@ class AsyncOmni(TargetedLLM):
         given = (request_id,) if isinstance(request_id, str) else as_list(request_id)
         await self.orchestrator.abort(self.output_processor.abort_requests(given, internal))
 
+    async def text_only(self, request_id: str) -> None:
+        """End the outputs of a request other than its text, which continues; an unknown id is ignored."""
+        await self.orchestrator.text_only(self.output_processor.external_req_ids.get(request_id, ()))
+
     def shutdown(self, timeout: float | None = None) -> None:
         """Fail the requests in flight and close the connections. The launcher owns the processes.
 

@@ -236,6 +236,7 @@ def test_events_of_unknown_requests_change_nothing() -> None:
     for event in (
         m.Aborted("unknown"),
         m.TextStopped("unknown"),
+        m.TextOnly("unknown"),
         m.SendFailed("unknown", "dit", OSError()),
         m.Output(replica=DIT, engine_id="unknown"),
         m.TimerFired(m.Timer("input", "dit", "unknown")),

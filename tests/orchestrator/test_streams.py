@@ -98,6 +98,26 @@ async def test_an_abort_ends_the_parts_and_the_stream(given: int, answered: int)
     assert drained(sink) == []
 
 
+async def test_the_text_goes_on_when_all_other_outputs_end() -> None:
+    bench = Bench(Script())
+    ticket, sink = await bench.start("r")
+    await bench.produce("text", "r", 10)
+    await speak(bench, 2)
+    await answer(bench, 1)
+    (voice,), (_, second) = bench.of("voice/0").added, bench.of("sound/0").added
+    await bench.orchestrator.text_only([ticket, "unknown"])
+    assert bench.of("voice/0").aborted == [voice.request_id]
+    assert bench.of("sound/0").aborted == [second.request_id]
+    assert marks(bench)[-1] == PartHeader.end("r/0")
+    assert bench.of("text/0").aborted == []
+    drained(sink)
+    await bench.orchestrator.text_only([ticket])
+    await bench.produce("text", "r", 11, end="stop")
+    assert drained(sink) == []
+    await end(bench, ticket)
+    assert bench.orchestrator.held() == 0
+
+
 async def test_a_lost_replica_means_a_new_stream() -> None:
     bench = Bench(Script(), sound=2)
     ticket, sink = await begun(bench)

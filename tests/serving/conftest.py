@@ -62,7 +62,8 @@ def server_parts(tiny: Path) -> Iterator[tuple[ScriptedOmni, Any]]:
     from vllm_omni_ext.cli.serve import prepare
     from vllm_omni_ext.runtime.launch.engine_args import stage_engine_args
 
-    plan, args = prepare(["serve", str(tiny), "--served-model-name", MODEL, "--disable-log-stats"])
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    plan, args = prepare(["serve", str(tiny), "--served-model-name", MODEL, "--disable-log-stats", *tools])
     first = plan.frontend().replicas[0].id
     config = stage_engine_args(plan, first).create_engine_config(UsageContext.OPENAI_API_SERVER)
     with pytest.MonkeyPatch.context() as patch:

@@ -134,3 +134,30 @@ async def test_the_official_client_accumulates_the_stream(client: openai.AsyncOp
     assert base64.b64decode(message.audio.data) == pcm16(expected_sound())
     assert message.audio.id.count("audio-") == 1
     assert message.audio.expires_at < 1 << 33
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+CALL = ["<tool_call>", '{"name": "look", ', '"arguments": {}}', "</tool_call>"]
+
+
+async def test_a_tool_call_is_not_spoken(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
+    engine.script = [*CALL, sound(300), sound(299, finished=True)]
+    received = await chunks(client, tools=TOOLS, stream_options={"include_usage": True})
+    assert [_kind(chunk) for chunk in received if _kind(chunk) != "text"] == ["finish", "usage"]
+    assert received[-2].choices[0].finish_reason == "tool_calls"
+    assert received[-1].usage.completion_tokens_details.audio_tokens == 0
+    assert engine.calls[0].text_only and engine.calls[0].closed
+
+
+async def test_sound_before_a_tool_call_is_sent(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
+    engine.script = ["Wait. ", sound(300), *CALL, sound(299, finished=True)]
+    received = await chunks(client, tools=TOOLS)
+    assert [_kind(chunk) for chunk in received if _kind(chunk) != "text"] == ["data", "expires", "finish"]
+    assert b"".join(map(base64.b64decode, data_of(received))) == pcm16(sound(300).samples)
+
+
+async def test_an_answer_without_a_tool_call_is_spoken(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
+    engine.script = TWO_PIECES
+    received = await chunks(client, tools=TOOLS)
+    assert b"".join(map(base64.b64decode, data_of(received))) == pcm16(expected_sound())
+    assert not engine.calls[0].text_only

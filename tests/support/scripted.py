@@ -48,6 +48,7 @@ class Call:
     params: SamplingParams
     options: RequestOptions | None
     closed: bool = False
+    text_only: bool = False
 
 
 @dataclass
@@ -116,6 +117,9 @@ class ScriptedOmni:
         call = Call(" ".join(self._words[token] for token in rendered.data.reply), SamplingParams(), options)
         self.calls.append(call)
         return self._play(call, request_id, list(self.script))
+
+    async def text_only(self, request_id: str) -> None:
+        self.calls[-1].text_only = True
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
         """Each word is a token."""

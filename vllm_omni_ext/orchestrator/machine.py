@@ -60,6 +60,7 @@ class RequestMachine:
             m.Output: self._output,
             m.Opened: self._opened,
             m.TextStopped: self._text_stopped,
+            m.TextOnly: self._text_only,
             m.Aborted: self._aborted,
             m.SendFailed: self._send_failed,
             m.ReplicaAnnounced: self._replica_announced,
@@ -351,6 +352,11 @@ class RequestMachine:
             self.router.forget(prompt)
             self._prompt_event(state, (), None, "stop", event.at)
             self._drop_if_over(state)
+
+    def _text_only(self, event: m.TextOnly) -> None:
+        state = self.requests.get(event.request_id)
+        if state is not None and not state.finished:
+            self._finish_flow(state)
 
     def _aborted(self, event: m.Aborted) -> None:
         self.observe("aborted", event.request_id)

@@ -109,6 +109,12 @@ class TextStopped(Message, frozen=True):
     at: float = 0.0
 
 
+class TextOnly(Message, frozen=True):
+    """The client gets no more of the outputs other than the text: their stages end, the text goes on."""
+
+    request_id: str
+
+
 class Aborted(Message, frozen=True):
     """The caller has gone: the request ends. Unknown ids are ignored."""
 
@@ -168,6 +174,7 @@ Event = (
     Opened
     | Output
     | TextStopped
+    | TextOnly
     | Aborted
     | SendFailed
     | ReplicaAnnounced

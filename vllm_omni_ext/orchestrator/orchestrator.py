@@ -120,6 +120,10 @@ class Orchestrator:
         """The API server found stop strings in these requests: the frontend must stop, the other stages go on."""
         await self._shielded(*(m.TextStopped(request_id, self._now()) for request_id in request_ids))
 
+    async def text_only(self, request_ids: Iterable[str]) -> None:
+        """End the outputs of requests other than their text; unknown ids are ignored."""
+        await self._shielded(*map(m.TextOnly, request_ids))
+
     def fail_all(self, error: OmniError) -> None:
         """Send an error to every waiting caller; the server is about to end."""
         for state in self.machine.requests.values():

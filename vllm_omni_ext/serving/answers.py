@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,18 +128,28 @@ class ChatStream:
 
     Args:
         metrics: returns `metrics` for the end of the answer; None: the answer has no `metrics`.
+        text_only: ends all outputs of the request but its text.
     """
 
     def __init__(
-        self, answer: ChatAnswer, *, request_id: str, model: str, metrics: Callable[[], dict[str, Any]] | None
+        self,
+        answer: ChatAnswer,
+        *,
+        request_id: str,
+        model: str,
+        metrics: Callable[[], dict[str, Any]] | None,
+        text_only: Callable[[], Awaitable[None]],
     ) -> None:
         self._answer = answer
+        self._text_only = text_only
+        self._tool_call: asyncio.Future[None] | None = None
         self._request_id = request_id
         self._metrics = metrics
         self._head = {"id": request_id, "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
         self._streams: dict[str, ModalityStream] = {
             name: modality.stream(answer.encodings.get(name)) for name, modality in answer.modalities.items()
         }
+        self._sent = set[str]()
         self._finish: dict[str, Any] | None = None
         self._out: asyncio.Queue[str | None] = asyncio.Queue()
 
@@ -172,13 +182,17 @@ class ChatStream:
             async with aclosing(text), aclosing(stock):
                 async for event in stock:
                     self._out.put_nowait(self._rewritten(event))
+            if self._tool_call is not None:
+                await self._tool_call
         finally:
             self._out.put_nowait(None)
 
     # -- other outputs ------------------------------------------------------------------------------------------
 
     async def take(self, chunk: OutputChunk) -> None:
-        """Send a chunk other than text."""
+        """Send a chunk other than text, unless the text is a tool call, which is not spoken."""
+        if self._tool_call is not None:
+            return
         if isinstance(chunk, ProgressChunk):
             progress = {"stage": chunk.stage, "done": chunk.done, "total": chunk.total}
             choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
@@ -189,12 +203,14 @@ class ChatStream:
     def end(self) -> None:
         """Send the last chunk of each modality, then the finish reason of the text."""
         for name, stream in self._streams.items():
-            self._send(name, stream.end())
+            if self._tool_call is None or name in self._sent:
+                self._send(name, stream.end())
         end = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
         self._put(self._finish or {**self._head, "choices": [end], "modality": TEXT})  # vLLM omits it for empty text
 
     def _send(self, modality: str, choices: list[dict[str, Any]]) -> None:
         for choice in choices:
+            self._sent.add(modality)
             self._put({**self._head, "choices": [choice], "modality": modality})
 
     def _put(self, chunk: dict[str, Any]) -> None:
@@ -240,6 +256,8 @@ class ChatStream:
 
     def _rewrite_choice(self, chunk: dict[str, Any], choice: dict[str, Any]) -> None:
         delta = choice["delta"]
+        if delta.get("tool_calls") and self._tool_call is None:
+            self._tool_call = asyncio.ensure_future(self._text_only())
         for stream in self._streams.values():
             stream.text(delta)
         if not self._answer.has_text:

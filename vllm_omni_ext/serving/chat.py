@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError
 from typing import Any, TypeAlias
@@ -135,7 +136,8 @@ class OmniServingChat(OpenAIServingChat):
         """vLLM's hook for the answer as server-sent events."""
         answer, stock = self._begin(request, request_id, kwargs), super().chat_completion_stream_generator
         metrics = (lambda: self._metrics(request_id)) if answer.metrics else None
-        stream = ChatStream(answer, request_id=request_id, model=model_name, metrics=metrics)
+        text_only = partial(self.engine_client.text_only, request_id)
+        stream = ChatStream(answer, request_id=request_id, model=model_name, metrics=metrics, text_only=text_only)
         return stream.events(
             result_generator, lambda text: stock(request, text, request_id, model_name, *args, **kwargs)
         )
