@@ -205,6 +205,16 @@ def test_a_tool_call_is_not_spoken(client: openai.OpenAI, server: Server, choice
     assert not any(getattr(delta, "audio", None) for delta in deltas)
 
 
+def test_a_streamed_answer_that_turns_out_to_be_a_tool_call_is_not_spoken(client: openai.OpenAI) -> None:
+    call = '<tool_call>{"name": "look", "arguments": {"at": "moon"}}</tool_call>'
+    fields = {"ignore_eos": False, "structured_outputs": {"choice": [call]}}
+    asked = {"tools": [{"type": "function", "function": LOOK}], "modalities": ["text", "audio"], "audio": PCM}
+    chunks = list(ask(client, **asked, max_completion_tokens=200, extra_body=fields, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(c.function.arguments or "" for d in deltas for c in d.tool_calls or ()) == '{"at": "moon"}'
+    assert not any(getattr(delta, "audio", None) for delta in deltas)
+
+
 def test_the_model_gets_its_own_reply_as_sound(client: openai.OpenAI) -> None:
     """The reply has 24 kHz, the encoder 16 kHz."""
     said = ask(client).choices[0].message.audio.data

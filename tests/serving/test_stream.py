@@ -141,7 +141,7 @@ CALL = ["<tool_call>", '{"name": "look", ', '"arguments": {}}', "</tool_call>"]
 
 
 async def test_a_tool_call_is_not_spoken(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
-    engine.script = [*CALL, sound(300), sound(299, finished=True)]
+    engine.script = [CALL[0], sound(300), *CALL[1:], sound(300), sound(299, finished=True)]
     received = await chunks(client, tools=TOOLS, stream_options={"include_usage": True})
     assert [_kind(chunk) for chunk in received if _kind(chunk) != "text"] == ["finish", "usage"]
     assert received[-2].choices[0].finish_reason == "tool_calls"

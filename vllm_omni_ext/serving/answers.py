@@ -37,6 +37,7 @@ class ChatAnswer:
         modalities: modalities of the answer other than text, by name.
         encodings: encoding of each modality that clients can ask for.
         stream: the answer is streamed.
+        may_call_tool: the answer may be a tool call.
         metrics: the answer contains `metrics`.
         prompt: token ids, once the request has been rendered.
         prompt_audio: number of the prompt's tokens that are sound.
@@ -48,6 +49,7 @@ class ChatAnswer:
     encodings: Mapping[str, Any]
     stream: bool
     metrics: bool = False
+    may_call_tool: bool = False
     prompt: list[int] = field(default_factory=list)
     prompt_audio: int = 0
     chunks: dict[str, list[OutputChunk]] = field(default_factory=dict)
@@ -80,7 +82,7 @@ class ChatAnswer:
         if not has_output:
             yield outputs.empty(self.prompt)
         if stream is not None:
-            stream.end()
+            await stream.end()
 
     async def complete(self, response: ChatCompletionResponse) -> None:
         """Add the other outputs of a whole answer, and their usage, to vLLM's response."""
@@ -143,12 +145,15 @@ class ChatStream:
         self._answer = answer
         self._text_only = text_only
         self._tool_call: asyncio.Future[None] | None = None
+        self._held: list[OutputChunk] | None = [] if answer.may_call_tool else None
+        """Chunks before the first content, which the tool parser may still hold back; None: chunks are sent."""
         self._request_id = request_id
         self._metrics = metrics
         self._head = {"id": request_id, "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
         self._streams: dict[str, ModalityStream] = {
             name: modality.stream(answer.encodings.get(name)) for name, modality in answer.modalities.items()
         }
+        self._has_content = False
         self._sent = set[str]()
         self._finish: dict[str, Any] | None = None
         self._out: asyncio.Queue[str | None] = asyncio.Queue()
@@ -182,6 +187,8 @@ class ChatStream:
             async with aclosing(text), aclosing(stock):
                 async for event in stock:
                     self._out.put_nowait(self._rewritten(event))
+                    if self._has_content:
+                        await self._release()
             if self._tool_call is not None:
                 await self._tool_call
         finally:
@@ -193,6 +200,9 @@ class ChatStream:
         """Send a chunk other than text, unless the text is a tool call, which is not spoken."""
         if self._tool_call is not None:
             return
+        if self._held is not None:
+            self._held.append(chunk)
+            return
         if isinstance(chunk, ProgressChunk):
             progress = {"stage": chunk.stage, "done": chunk.done, "total": chunk.total}
             choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
@@ -200,13 +210,20 @@ class ChatStream:
         elif (stream := self._streams.get(chunk.modality)) is not None:
             self._send(chunk.modality, await stream.chunk(chunk))
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """Send the last chunk of each modality, then the finish reason of the text."""
+        await self._release()
         for name, stream in self._streams.items():
             if self._tool_call is None or name in self._sent:
                 self._send(name, stream.end())
         end = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
         self._put(self._finish or {**self._head, "choices": [end], "modality": TEXT})  # vLLM omits it for empty text
+
+    async def _release(self) -> None:
+        """Send the chunks that were held back, and hold back no more."""
+        held, self._held = self._held, None
+        for chunk in held or ():
+            await self.take(chunk)
 
     def _send(self, modality: str, choices: list[dict[str, Any]]) -> None:
         for choice in choices:
@@ -258,6 +275,7 @@ class ChatStream:
         delta = choice["delta"]
         if delta.get("tool_calls") and self._tool_call is None:
             self._tool_call = asyncio.ensure_future(self._text_only())
+        self._has_content |= bool(delta.get("content"))
         for stream in self._streams.values():
             stream.text(delta)
         if not self._answer.has_text:

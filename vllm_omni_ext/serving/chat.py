@@ -179,6 +179,7 @@ async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatA
         encodings=found.encodings,
         stream=bool(request.stream),
         metrics=flag(METRICS, extra.get(METRICS)),
+        may_call_tool=bool(request.tools) and request.tool_choice != "none",
     )
 
 
