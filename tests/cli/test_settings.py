@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,37 @@ def test_wrong_keywords_are_refused_with_advice(model: str, keyword: str, messag
     with pytest.raises(ConfigError) as caught:
         from_kwargs(model, **{keyword: 2})
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value", "message"),
+    [
+        ("default_modalities", "text,video", "default_modalities: 'qwen3_omni' has no 'video'; use text, audio"),
+        ("log_dir", "/etc/hostname", "log_dir: '/etc/hostname' is not a folder; name another one"),
+        ("log_dir", "/etc/hostname/logs", "log_dir: '/etc/hostname' is not a folder; name another one"),
+    ],
+)
+def test_wrong_values_are_refused_before_any_start(model: str, keyword: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_kwargs(model, **{keyword: value})
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "offline", "message"),
+    [
+        ("/nosuch/model", False, "model: there is no folder '/nosuch/model'"),
+        ("some/model", True, "HF_HUB_OFFLINE is set, and the model is not in the local cache; download it first, or"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_in_one_line(
+    name: str, offline: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_omni_ext.cli.model.HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        from_kwargs(name)
+    assert "\n" not in str(caught.value)
 
 
 def test_engine_args_belong_to_a_replica_of_the_plan(model: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
 
@@ -20,6 +22,8 @@ from vllm_omni_ext.topology.plan import Machine
 
 def load_hf_config(model: str, text_args: Mapping[str, Any]) -> Any:
     """Read the Hugging Face config of a local directory or a hub id, the way vLLM does."""
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).is_dir():
+        raise ConfigError(f"model: there is no folder '{model}'")
     overrides = text_args.get("hf_overrides")
     try:
         return get_config(
@@ -32,6 +36,8 @@ def load_hf_config(model: str, text_args: Mapping[str, Any]) -> Any:
         )
     except (OSError, ValueError) as err:
         reason = " ".join(str(err).split())
+        if HF_HUB_OFFLINE and not Path(model).exists():
+            reason = "HF_HUB_OFFLINE is set, and the model is not in the local cache; download it first, or unset it"
         raise ConfigError(f"model: the config of '{model}' cannot be read: {reason}") from err
 
 

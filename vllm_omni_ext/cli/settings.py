@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -135,6 +137,25 @@ def _check_params(pipeline: PipelineSpec, config: OmniConfig) -> None:
             raise ConfigError(f"stages.{stage.name}.params: {' '.join(str(err).split())}") from err
 
 
+def _check_default_modalities(pipeline: PipelineSpec, config: OmniConfig) -> None:
+    for name in [] if config.default_modalities is None else config.default_modalities.split(","):
+        if name not in pipeline.modalities:
+            allowed = ", ".join(pipeline.modalities)
+            raise ConfigError(f"default_modalities: '{pipeline.name}' has no '{name}'; use {allowed}")
+
+
+def _check_log_dir(config: OmniConfig) -> None:
+    """Refuse a folder for logs that the start could not create."""
+    if config.log_dir is None:
+        return
+    folder = Path(config.log_dir).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"log_dir: '{existing}' is not a folder; name another one")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"log_dir: this user may not write in '{existing}'; name another folder")
+
+
 def _plan(
     model: str,
     family: ModelFamily,
@@ -144,6 +165,8 @@ def _plan(
     text_args: Mapping[str, Any],
     machine: Machine,
 ) -> Plan:
+    _check_default_modalities(pipeline, config)
+    _check_log_dir(config)
     return make_plan(
         model=model,
         family=family.name,
