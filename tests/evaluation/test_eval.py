@@ -17,7 +17,7 @@ import soundfile
 import yaml
 
 from tests.evaluation.answering import JsonHandler, answering
-from vllm_omni_ext.cli.eval import main, scored
+from vllm_omni_ext.cli.eval import _named, main, scored
 from vllm_omni_ext.cli.main import main as command
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.evaluation.ask import Answer
@@ -73,6 +73,12 @@ def suite(folder: Path, **fields: Any) -> list[str]:
     content = {"name": "colours", "threshold": 0.9, "options": {"max_completion_tokens": 9}, "items": items, **fields}
     (folder / "suite.yaml").write_text(yaml.safe_dump(content))
     return ["--suite", str(folder / "suite.yaml")]
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+@pytest.mark.parametrize("name", ["", "new="])
+def test_the_path_of_a_server_may_be_left_out(name: str, end: str) -> None:
+    assert _named(f"{name}http://host:1{end}") == (name[:-1] or f"http://host:1{end}", "http://host:1/v1")
 
 
 def test_a_server_with_right_answers_passes(echo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,20 @@ def speech(server: Server, text: str = TEXT, **fields: Any) -> httpx.Response:
     return httpx.post(f"{server.base_url}/audio/speech", json=body, timeout=ANSWER_S)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/completions", {"prompt": TEXT}),
+        ("/responses", {"input": TEXT}),
+        ("/messages", {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4}),
+    ],
+)
+def test_endpoints_of_text_are_refused(server: Server, path: str, fields: dict[str, Any]) -> None:
+    answer = httpx.post(f"{server.base_url}{path}", json={"model": MODEL, **fields}, timeout=ANSWER_S)
+    assert answer.status_code == 400
+    assert "model: it has no text; /v1/chat/completions answers with audio" in answer.text
+
+
 def test_the_card_of_the_family_is_served(server: Server) -> None:
     assert get(server, "/health")[0] == 200
     assert client(server).models.list().data[0].id == MODEL

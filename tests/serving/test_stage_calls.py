@@ -38,6 +38,7 @@ class Rig:
             profile_async=self._everywhere("profile"),
         )
         self.omni.model_config = SimpleNamespace(model="tiny", max_model_len=8)
+        self.omni.vllm_config = SimpleNamespace(lora_config=SimpleNamespace())
         self.omni.input_processor = None
         self.omni.connections = SimpleNamespace(client_count=client_count, client_index=client_index)
         self.app = FastAPI()
@@ -168,6 +169,15 @@ async def test_an_adapter_is_loaded_only_in_its_targets() -> None:
         assert (await rig.post(f"/v1/unload_lora_adapter?targets={target}", json=ADAPTER))[0] == status
     assert rig.bench.log == [(f"thinker/{i}", "remove_lora", (adapter.lora_int_id,)) for i in (1, 0, 1)]
     assert not rig.models.lora_requests
+
+
+async def test_an_adapter_is_refused_without_lora() -> None:
+    rig = Rig()
+    rig.omni.vllm_config.lora_config = None
+    status, body = await rig.post("/v1/load_lora_adapter", json=ADAPTER)
+    assert (status, body["error"]["param"]) == (400, "lora_name")
+    assert body["error"]["message"] == "lora_name: this server has no LoRA; start it with --enable-lora"
+    assert rig.bench.log == []
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])

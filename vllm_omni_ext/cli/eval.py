@@ -111,9 +111,11 @@ def _topologies(args: argparse.Namespace) -> dict[str, AbstractContextManager[st
 
 
 def _named(url: str) -> tuple[str, str]:
-    """Split NAME=URL; a URL without a name is its own."""
+    """Split NAME=URL; a URL without a name is its own. `/v1` at the end may be left out."""
     name, separator, rest = url.partition("=")
-    return (name, rest) if separator and "://" not in name else (url, url)
+    if not separator or "://" in name:
+        name = rest = url
+    return name, rest.rstrip("/").removesuffix("/v1") + "/v1"
 
 
 def _baseline(file: Path, suite: Suite) -> Run:

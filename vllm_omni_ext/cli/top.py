@@ -54,7 +54,6 @@ class Sample:
 class Row:
     """One replica. `tokens_per_s` is None while nothing is known of it."""
 
-    stage: str
     replica: str
     state: str
     running: int
@@ -69,7 +68,6 @@ def rows(before: Sample, now: Sample) -> list[Row]:
     """Return a row for each replica, with the rates between two samples."""
     return [
         Row(
-            stage=stage["name"],
             replica=each["id"],
             state=each["state"],
             running=each["running"],
@@ -118,17 +116,19 @@ def _rate(before: Sample, now: Sample, name: str, wanted: Mapping[str, str]) -> 
 def table(before: Sample, now: Sample, url: str) -> Table:
     """Return the table of two samples, with the rates of the whole server below it."""
     rates = ", ".join(f"{name} {rate:.2f}/s" for name, rate in made(before, now).items())
-    shown = Table(title=f"{url}, up {now.status['uptime_s']:.0f} s", caption=rates or None)
-    for name in ("stage", "replica", "state"):
-        shown.add_column(name, no_wrap=True)  # names are not cut on a narrow terminal
+    shown = Table(
+        title=f"{url}, up {now.status['uptime_s']:.0f} s", caption=rates or None, box=None, padding=(0, 1, 0, 0)
+    )
+    for name in ("replica", "state"):
+        shown.add_column(name, no_wrap=True)  # names are not cut on a terminal of 80 columns
     for name in ("running", "waiting", "tokens/s", "restarts", "pid"):
-        shown.add_column(name, justify="right")
+        shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("host")
     for row in rows(before, now):
         tokens = "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.1f}"
         state = f"[{STATES.get(row.state, 'white')}]{row.state}[/]"
         numbers = map(str, (row.running, row.waiting, tokens, row.restarts, row.pid))
-        shown.add_row(row.stage, row.replica, state, *numbers, row.host)
+        shown.add_row(row.replica, state, *numbers, row.host)
     return shown
 
 

@@ -94,6 +94,8 @@ class Adapters:
 
     async def load(self, request: LoadAdapter, targets: list[str] | None) -> Response:
         """Load an adapter into the targets, or all of the frontend; all have loaded it when its name becomes valid."""
+        if self._omni.vllm_config.lora_config is None:
+            raise RequestError("lora_name: this server has no LoRA; start it with --enable-lora", parameter="lora_name")
         if targets is None:
             answer = await self._stock.load_lora_adapter(request)
             if not isinstance(answer, ErrorResponse):

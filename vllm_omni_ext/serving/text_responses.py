@@ -1,4 +1,7 @@
-"""`/v1/responses` answers text: a request for anything else is refused instead of answered with text alone."""
+"""Endpoints that answer text alone.
+
+`/v1/responses` refuses a request for anything else. Where the model has no text, all of them refuse.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from vllm_omni_ext.modalities.base import TEXT
 from vllm_omni_ext.serving.failures import as_vllm_error, refusals_counted
 from vllm_omni_ext.serving.options import MODALITIES, read_modalities
 from vllm_omni_ext.serving.served import ServedModel
+
+TEXT_HANDLERS = ("openai_serving_completion", "openai_serving_responses", "anthropic_serving_messages")
+"""Attributes of the application's state with the handlers of `/v1/completions`, `/v1/responses` and `/v1/messages`."""
 
 INSTEAD = "/v1/responses answers text only; /v1/chat/completions answers with"
 
@@ -56,7 +62,32 @@ def refuse_others(body: dict[str, Any], model: ServedModel) -> None:
                 raise RequestError(f"{field}: {INSTEAD} {name}", parameter=field)
 
 
+class NoText:
+    """Refuses the requests of one of vLLM's handlers, because the model has no text."""
+
+    def __init__(self, stock: Any, model: ServedModel) -> None:
+        self._stock = stock
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    async def refuse(self, *_: Any) -> Any:
+        """Return the error."""
+        others = ", ".join(self._model.capabilities.modalities)
+        error = RequestError(f"model: it has no text; /v1/chat/completions answers with {others}", parameter="model")
+        self._model.omni.observer.refused(error)
+        return self._stock.create_error_response(as_vllm_error(error))
+
+    create_completion = create_responses = create_messages = refuse
+
+
 def install(app: FastAPI, model: ServedModel) -> None:
-    """Put the check before vLLM's handler, if there is one."""
+    """Put the checks before vLLM's handlers, where there are any."""
+    if TEXT not in model.capabilities.modalities:
+        for name in TEXT_HANDLERS:
+            if (stock := getattr(app.state, name)) is not None:
+                setattr(app.state, name, NoText(stock, model))
+        return
     if app.state.openai_serving_responses is not None:
         app.state.openai_serving_responses = TextResponses(app.state.openai_serving_responses, model)
