@@ -210,3 +210,13 @@ async def test_every_invalid_body_is_counted_once(
         answer = await post(app, body, path)
         assert (answer.status_code, counted) == (400, ["RequestError"]), answer.text
     assert engine.calls == []
+
+
+async def test_the_page_of_the_api_has_the_fields_of_the_chat(app: Any) -> None:
+    async with asking(app) as http:
+        page = (await http.get("/openapi.json")).json()
+    fields = page["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    assert fields["modalities"]["items"]["enum"] == ["text", "audio"]
+    assert {"min_p", "seed", "top_k"} <= fields["talker"]["properties"].keys()
+    assert {"messages", "audio", "voice", "audio_in_content", "sampling_params_list", "chunks"} <= fields.keys()
+    assert "thinker" not in fields, "its parameters are fields of the request itself"

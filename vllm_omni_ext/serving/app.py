@@ -27,7 +27,7 @@ from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.registry import family_chat_template, family_of
 from vllm_omni_ext.plugins.spec import ModelFamily, resolve
-from vllm_omni_ext.serving import bodies, media, probes, stage_calls, text_responses, tokenization, video
+from vllm_omni_ext.serving import bodies, media, openapi, probes, stage_calls, text_responses, tokenization, video
 from vllm_omni_ext.serving.adapters import Adapters
 from vllm_omni_ext.serving.body_gate import BodyGate, RefusedBody, limits_of, refused_handler
 from vllm_omni_ext.serving.chat import OmniServingChat
@@ -126,6 +126,7 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]
     tokenization.install(app, omni.renderer)
     bodies.install(app, omni.observer)
+    openapi.install(app, model)
     add_routes(app)
     probes.add_routes(app)
     stage_calls.add_routes(app)
