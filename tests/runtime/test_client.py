@@ -23,6 +23,9 @@ from vllm_omni_ext.runtime.client import client as module
 from vllm_omni_ext.runtime.client.client import ENGINE, Client, addresses, bootstrap_client_addresses
 from vllm_omni_ext.runtime.client.replica import StockReplica
 
+TERM_S = 0.1
+"""A thread that terminates the context has begun after this time."""
+
 LATE_S = 0.3
 ANSWER_MS = 5000
 FACTS: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks": 7, "block_size": 16, "dp_stats_address": None}
@@ -166,12 +169,29 @@ def test_closing_a_connection_with_an_unsent_message_does_not_block() -> None:
     unsent = context.socket(zmq.PUSH)
     unsent.connect("tcp://127.0.0.1:9")
     unsent.send(b"no receiver")
-    client: Any = SimpleNamespace(resources=SimpleNamespace(ctx=context), shutdown=lambda timeout: None)
+    resources = SimpleNamespace(ctx=context, output_queue_task=None)
+    client: Any = SimpleNamespace(resources=resources, shutdown=lambda timeout: None)
     before, began = threading.enumerate(), time.monotonic()
-    StockReplica(ReplicaId("talker", 0), client).close()
-    assert time.monotonic() - began < 1
-    (ending,) = [each for each in threading.enumerate() if each.name == "end-zmq" and each not in before]
-    assert ending.daemon and ending.is_alive(), "it waits for the message, as garbage collection would"
-    unsent.close(linger=0)
+    try:
+        StockReplica(ReplicaId("talker", 0), client).close()
+        assert time.monotonic() - began < 1
+        (ending,) = [each for each in threading.enumerate() if each.name == "end-zmq" and each not in before]
+        assert ending.daemon and ending.is_alive(), "it waits for the message, as garbage collection would"
+    finally:
+        unsent.close(linger=0)  # garbage collection would wait for ever
     ending.join(30)
     assert context.closed
+
+
+async def test_closing_from_another_thread_does_not_disturb_the_sockets_in_the_loop(listeners: Any) -> None:
+    """The loop reads the state of its sockets until it has closed them; a terminated context would raise an error."""
+    client = connected(listeners, SAID)
+    client._ensure_output_queue_task()
+    sockets = client.resources.output_socket, client.resources.input_socket
+    closing = threading.Thread(target=StockReplica(ReplicaId("talker", 0), client).close)
+    closing.start()
+    closing.join()  # the loop has not closed the sockets yet
+    time.sleep(TERM_S)
+    assert all(isinstance(socket.get(zmq.EVENTS), int) for socket in sockets)
+    await asyncio.sleep(0)
+    assert all(socket.closed for socket in sockets)

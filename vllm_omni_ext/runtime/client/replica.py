@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from typing import Any, Protocol
 
@@ -97,10 +98,17 @@ class StockReplica:
         self.client.outputs_queue.put_nowait(EngineDeadError(reason))
 
     def close(self, timeout: float | None = None) -> None:
-        """Close the sockets. The launcher owns the process."""
+        """Close the sockets, from any thread. The launcher owns the process."""
+        resources = self.client.resources
+        loop = None if resources.output_queue_task is None else resources.output_queue_task.get_loop()
         self.client.shutdown(timeout=timeout)
         # vLLM leaves the context to garbage collection, which waits in the event loop for messages that were not sent.
-        threading.Thread(target=self.client.resources.ctx.term, name="end-zmq", daemon=True).start()
+        term = threading.Thread(target=resources.ctx.term, name="end-zmq", daemon=True)
+        if loop is None or not loop.is_running() or asyncio._get_running_loop() is loop:
+            term.start()
+            return
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(term.start)  # after vLLM has closed the sockets there
 
     @property
     def dead(self) -> bool:
