@@ -77,6 +77,15 @@ def certificates_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def contexts_do_not_wait() -> Iterator[None]:
+    """Garbage collection of a ZMQ context with an unsent message would block the test process for ever."""
+    with pytest.MonkeyPatch.context() as patch:
+        if (zmq := sys.modules.get("zmq")) is not None:
+            patch.setattr(zmq.Context, "__del__", lambda context: context._shadow or context.destroy(linger=0))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def short_configs() -> Iterator[None]:
     """Configs are not shown at length: transformers does that for each field that may be one of several configs."""
     with pytest.MonkeyPatch.context() as patch:

@@ -27,7 +27,7 @@ class Client:
         self.vllm_config = f"config {number}"
         self.calls: list[tuple[Any, ...]] = []
         self.closed: list[float | None] = []
-        self.resources = SimpleNamespace(engine_dead=False, ctx=zmq.Context())
+        self.resources = SimpleNamespace(engine_dead=False, ctx=zmq.Context(), output_queue_task=None)
 
     async def reset_prefix_cache_async(self, *args: Any) -> int:
         self.calls.append(args)
