@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -99,7 +100,9 @@ def test_a_replica_that_does_not_start(tiny: Path, tmp_path: Path) -> None:
     mine = [p for p in psutil.process_iter(["cmdline"]) if str(tiny) in " ".join(p.info["cmdline"] or ())]
     assert mine == []
     folder = Path(said(output)[0].partition("; logs in ")[2]).parent
-    assert folder.name.startswith("omni-") and not folder.exists()
+    assert folder.name.startswith("omni-") and [each.name for each in folder.iterdir()] == ["logs"]
+    assert "pre-sharded checkpoints" in Path(folder, "logs", "talker-0.log").read_text()
+    shutil.rmtree(folder)
 
 
 @pytest.mark.extended

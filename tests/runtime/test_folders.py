@@ -59,6 +59,17 @@ def test_private_folder_has_mode_0700_and_is_not_removed_while_it_is_in_use() ->
         assert not os.path.exists(each.path)
 
 
+def test_the_logs_of_a_folder_may_stay() -> None:
+    folder = PrivateFolder()
+    path = Path(folder.path)
+    for name in ("logs", "thinker-0"):
+        path.joinpath(name).mkdir()
+        path.joinpath(name, "file").touch()
+    folder.remove(keep="logs")
+    PrivateFolder().remove()  # removes abandoned ones
+    assert [each.name for each in path.iterdir()] == ["logs"] and path.joinpath("logs", "file").exists()
+
+
 def test_a_long_temporary_folder_leaves_room_for_paths_of_sockets(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

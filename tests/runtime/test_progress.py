@@ -176,3 +176,17 @@ def test_the_tail_has_the_last_lines(tmp_path: Path) -> None:
     assert tail.endswith("  line 99.")
     assert f"line {100 - TAIL_LINES}." in tail and f"line {99 - TAIL_LINES}." not in tail
     assert "above" in TerminalLogs().tail(TALKER)
+
+
+def test_the_tail_has_the_error_and_not_what_vllm_logs_after_it(tmp_path: Path) -> None:
+    logs = FileLogs(tmp_path)
+    assert not logs.shown
+    error = [
+        f"(EngineCore pid=7) ERROR 11-26 00:58 [core.py:9] {line}"
+        for line in ("fine", "fatal", *"abc", "ValueError: x")
+    ]
+    error[1] = f"{error[1]}: EngineCore encountered a fatal error."
+    after = ["(EngineCore pid=7) INFO 11-26 00:58 [core.py:1] exiting", "RuntimeError: Invalid process group specified"]
+    logs.path(TALKER).write_text("\n".join([*error, *after]))
+    assert logs.tail(TALKER).splitlines()[1:] == [f"  {line}" for line in error[1:]]
+    assert logs.shown

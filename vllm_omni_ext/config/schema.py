@@ -286,7 +286,8 @@ class OmniConfig:
         "Modalities of a chat request that names none, comma-separated, such as `text`. Null: the model's own default.",
     )
     log_dir: Text | None = _key(
-        None, "Directory for one log file a replica, which stay there. Null: a temporary one, removed at the end."
+        None,
+        "Directory for one log file a replica, which stay there. Null: a temporary one, kept if a replica has ended.",
     )
     verbose: Boolean = _key(False, "Replicas log to the terminal instead of to files.")
     max_traces: Positive = _key(

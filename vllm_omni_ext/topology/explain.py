@@ -140,7 +140,7 @@ def _logs(config: OmniConfig) -> str:
     """Where replicas write, in the words of the server's first line."""
     if config.verbose:
         return "on this terminal"
-    return f"in {config.log_dir}" if config.log_dir else "in a temporary folder, removed at the end"
+    return f"in {config.log_dir}" if config.log_dir else "in a temporary folder, kept if a replica has ended"
 
 
 def _stage(plan: Plan, stage: StagePlan) -> list[str]:

@@ -45,12 +45,24 @@ class PrivateFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unlocked.rename(unlocked.with_name(LOCK))
 
-    def remove(self) -> None:
-        """Remove the folder with its contents; a second call does nothing."""
-        if self._lock is not None:
+    def remove(self, keep: str = "") -> None:
+        """Remove the folder with its contents; a second call does nothing.
+
+        Args:
+            keep: name of a folder in it that stays; "" = none. No later start removes it.
+        """
+        if self._lock is None:
+            return
+        if keep:
+            for each in os.scandir(self.path):
+                if each.name != keep:
+                    remove = shutil.rmtree if each.is_dir(follow_symlinks=False) else os.unlink
+                    with contextlib.suppress(OSError):
+                        remove(each.path)
+        else:
             shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = None
+        os.close(self._lock)
+        self._lock = None
 
 
 def remove_abandoned() -> None:

@@ -59,6 +59,9 @@ from vllm_omni_ext.wire import loading
 from vllm_omni_ext.wire.operator_state import NOTHING_CHANGED, OperatorState
 from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 
+LOGS = "logs"
+"""Name of the folder with the logs in the private folder."""
+
 ANY_PORT = 0
 
 NOT_STARTED = 0
@@ -89,7 +92,7 @@ class Deployment:
             is started with `start_again` once their addresses are known.
         usage: how vLLM accounts for the start (server or offline).
         tell: receives progress lines of the start.
-        folder: private folder, removed at the end; None: a new one.
+        folder: private folder, removed at the end but for logs that an error has named; None: a new one.
         host: the address under which replicas of other hosts reach those that are started here; None: the head's, or
             loopback if there are no others.
         identity_of: returns what a replica reports to the coordinator; called for every start. None: it reports
@@ -135,7 +138,7 @@ class Deployment:
 
     def __enter__(self) -> Deployment:
         if not self.plan.config.verbose:
-            self.logs = FileLogs(Path(self.plan.config.log_dir or Path(self.folder, "logs")))
+            self.logs = FileLogs(Path(self.plan.config.log_dir or Path(self.folder, LOGS)))
         if self.fork:
             register_classes(self.plan.family)
         self._listener = Listener(self.folder, self.progress)
@@ -466,7 +469,8 @@ class Deployment:
         self._launches.clear()
         self._prepared.clear()
         self._listeners.clear()
-        self._private.remove()
+        kept = isinstance(self.logs, FileLogs) and self.logs.shown and self.plan.config.log_dir is None
+        self._private.remove(keep=LOGS if kept else "")
 
 
 def _as_vllm(addresses: Sequence[tuple[str, str]]) -> EngineZmqAddresses:

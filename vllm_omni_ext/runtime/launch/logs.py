@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +14,12 @@ from vllm_omni_ext.ids import ReplicaId
 
 TAIL_LINES = 30
 """How many lines of a log an error shows."""
+
+FATAL = ("EngineCore encountered a fatal error", "EngineCore failed to start")
+"""vLLM logs one of these with the error that ends an engine, and then lines about the end itself."""
+
+ERROR = " ERROR "
+"""Level of these lines."""
 
 _OUT, _ERR = 1, 2
 
@@ -50,7 +57,13 @@ class TerminalLogs:
 
 
 class FileLogs:
-    """Each replica writes to a file in `folder`, which is created; an existing file is appended to."""
+    """Each replica writes to a file in `folder`, which is created; an existing file is appended to.
+
+    Attributes:
+        shown: whether an error has named a file.
+    """
+
+    shown = False
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,10 +79,20 @@ class FileLogs:
         return output_to(self.path(replica))
 
     def tail(self, replica: ReplicaId) -> str:
-        """The last lines of the file."""
+        """The last lines of the error that has ended the engine, or else of the file."""
+        self.shown = True
         path = self.path(replica)
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        return "\n".join([f"the end of its log ({path}):", *(f"  {line}" for line in lines[-TAIL_LINES:])])
+        return "\n".join([f"the end of its log ({path}):", *(f"  {line}" for line in excerpt(lines))])
+
+
+def excerpt(lines: Sequence[str]) -> Sequence[str]:
+    """Return the last lines of the last fatal error, or of everything if there is none."""
+    begin = max((i for i, line in enumerate(lines) if any(fatal in line for fatal in FATAL)), default=None)
+    if begin is None:
+        return lines[-TAIL_LINES:]
+    error = itertools.takewhile(lambda line: ERROR in f" {line}", lines[begin:])
+    return list(error)[-TAIL_LINES:]
 
 
 @contextlib.contextmanager
