@@ -73,6 +73,34 @@ def test_the_secret_is_the_mounted_file(name: str) -> None:
     assert volume["secret"]["defaultMode"] == 0o400 and mount["readOnly"]
 
 
+def test_keys_come_from_secrets() -> None:
+    found = {
+        (name, each["name"]): each["valueFrom"]["secretKeyRef"]
+        for name, pod in PODS.items()
+        for each in container(pod)["env"]
+        if "secretKeyRef" in each["valueFrom"]
+    }
+    key = found.pop(("StatefulSet omni-head", "VLLM_API_KEY"))
+    assert key["key"] in OBJECTS[f"Secret {key['name']}"]["stringData"] and "optional" not in key
+    assert found.keys() == {(name, "HF_TOKEN") for name in PODS}
+    assert all(each["optional"] for each in found.values())
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_all_pods_share_the_files_of_the_model(name: str) -> None:
+    (volume,) = (each for each in PODS[name]["volumes"] if each["name"] == "models")
+    claim = OBJECTS[f"PersistentVolumeClaim {volume['persistentVolumeClaim']['claimName']}"]["spec"]
+    assert claim["accessModes"] == ["ReadWriteMany"]
+    assert "ephemeral-storage" in container(PODS[name])["resources"]["requests"]
+
+
+def test_the_network_policy_names_all_that_reach_http() -> None:
+    http, inside = OBJECTS["NetworkPolicy omni"]["spec"]["ingress"]
+    assert http["ports"] == [{"port": "http"}] and len(http["from"]) == 2
+    assert all("matchLabels" in each.get("podSelector", each["namespaceSelector"]) for each in http["from"])
+    assert inside["from"] == [{"podSelector": {"matchLabels": {"app": "omni"}}}]
+
+
 def test_replicas_find_the_head() -> None:
     service = OBJECTS["Service omni-head"]["spec"]
     assert flag(TALKERS, "--omni-master-address") == "omni-head" and service["clusterIP"] == "None"
@@ -102,4 +130,7 @@ def test_the_image_has_the_supported_vllm() -> None:
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"][0]
     base = re.search(r"^FROM vllm/vllm-openai:v([\d.]+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert base and wanted == f"vllm=={base[1].rpartition('.')[0]}.*"
-    assert {container(pod)["image"] for pod in PODS.values()} == {f"vllm-omni-ext:{__version__}"}
+    image = f"vllm-omni-ext:{__version__}"
+    assert {container(pod)["image"] for pod in PODS.values()} == {image}
+    for text in (DEPLOY / "Dockerfile", ROOT / "docs" / "deployment.md"):
+        assert f"-t {image} ." in text.read_text()
