@@ -23,6 +23,7 @@ from tests.support.pace import pace
 pytestmark = pytest.mark.engine
 
 LIMIT_S = 6.0
+REQUESTS = 24
 
 
 def hang_next_step(*_: Any) -> None:
@@ -69,8 +70,8 @@ def watched(tiny: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(watched: Any) -> list[Any]:
-    answers(watched)  # both replicas of each stage have made their first step
-    return answers(watched)
+    answers(watched, REQUESTS)  # both replicas of each stage have made their first step
+    return answers(watched, REQUESTS)
 
 
 @pytest.mark.parametrize(
@@ -92,11 +93,11 @@ def test_a_hung_loop_is_found_and_answered_elsewhere(
     stage: str, number: signal.Signals, watched: Any, undisturbed: list[Any]
 ) -> None:
     began = time.monotonic()
-    assert same(answers(watched), undisturbed)
+    assert same(answers(watched, REQUESTS), undisturbed)
     usual_s = time.monotonic() - began
 
     got: list[Any] = []
-    asking = threading.Thread(target=lambda: got.extend(answers(watched)))
+    asking = threading.Thread(target=lambda: got.extend(answers(watched, REQUESTS)))
     asking.start()
     hung, before = wait_busy(watched, stage), restarts(watched, stage)
     process = watched._deployment.processes()[hung]
@@ -109,4 +110,6 @@ def test_a_hung_loop_is_found_and_answered_elsewhere(
     assert same(got, undisturbed)
     assert until(lambda: both_up(watched, stage), 60)
     assert restarts(watched, stage) == {each: before[each] + int(each == hung) for each in before}
-    assert same(answers(watched), undisturbed), "the other replica's first step, and the new one's, are no hung steps"
+    assert same(answers(watched, REQUESTS), undisturbed), (
+        "the other replica's first step, and the new one's, are no hung steps"
+    )

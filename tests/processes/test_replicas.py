@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -49,9 +50,11 @@ def undisturbed(twofold: Any) -> list[Any]:
     return answers(twofold)
 
 
-def answers(omni: Any) -> list[Any]:
-    sampling = [SEEDED if number % 2 else GREEDY for number in range(len(PROMPTS))]
-    outputs = omni.chat([openai_messages(case) for case in PROMPTS], sampling, use_tqdm=False)
+def answers(omni: Any, count: int = len(PROMPTS)) -> list[Any]:
+    """Send so many requests at once, every other one with seeds; the prompts take turns."""
+    sampling = [SEEDED if number % 2 else GREEDY for number in range(count)]
+    prompts = itertools.islice(itertools.cycle(PROMPTS), count)
+    outputs = omni.chat([openai_messages(case) for case in prompts], sampling, use_tqdm=False)
     return [(o.error, o.outputs[0].token_ids, o.frames.tolist(), o.audio) for o in outputs]
 
 
