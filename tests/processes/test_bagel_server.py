@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,6 +17,7 @@ from PIL import Image
 
 from examples.server import Server
 from tests.families.serving import chat, client, during, events, picture, pixels, settled
+from tests.support import readme
 from tests.support.bagel_runs import golden
 from tests.support.bagel_runs import picture as noise
 from tests.support.bagel_serving import (
@@ -58,6 +60,14 @@ def server(bagel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     with Server(bagel, log, flags) as server:
         assert until(lambda: all_up(server, REPLICAS), 120), server.tail()
         yield server
+
+
+def test_the_curl_example_of_the_readme(server: Server) -> None:
+    (words,) = (each for each in readme.commands("curl") if "images" in each[1])
+    there = [word.replace("localhost:8000", f"127.0.0.1:{server.port}") for word in words]
+    done = subprocess.run([*there, "--fail"], check=True, timeout=ANSWER_S, capture_output=True)
+    (image,) = json.loads(done.stdout)["data"]
+    assert pixels(image["b64_json"]).ndim == 3
 
 
 @pytest.fixture(autouse=True)

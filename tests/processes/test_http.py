@@ -21,7 +21,7 @@ import soundfile
 
 from examples.server import Server
 from tests.processes.test_starved import NOT_OURS
-from tests.support import media
+from tests.support import media, readme
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("new_processes")]
 
@@ -213,6 +213,57 @@ def test_a_streamed_answer_that_turns_out_to_be_a_tool_call_is_not_spoken(client
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     assert "".join(c.function.arguments or "" for d in deltas for c in d.tool_calls or ()) == '{"at": "moon"}'
     assert not any(getattr(delta, "audio", None) for delta in deltas)
+
+
+def test_the_python_examples_of_the_readme(server: Server, tmp_path: Path) -> None:
+    written = [block for block in readme.blocks("python") if "import LLM" not in block]
+    code = "\n".join(written).replace("localhost:8000", f"127.0.0.1:{server.port}")
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+    assert {file.name: len(soundfile.read(file)[0]) > 0 for file in tmp_path.iterdir()} == {
+        "reply.wav": True,
+        "sky.mp3": True,
+    }
+
+
+@pytest.mark.parametrize("words", [each for each in readme.commands("curl") if "audio" in each[1]], ids=lambda w: w[1])
+def test_the_curl_examples_of_the_readme(words: list[str], server: Server, tmp_path: Path) -> None:
+    there = [word.replace("localhost:8000", f"127.0.0.1:{server.port}") for word in words]
+    done = subprocess.run([*there, "--fail"], cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    if files := list(tmp_path.iterdir()):
+        assert len(soundfile.read(files[0])[0]) > 0
+    else:
+        assert "ethan" in json.loads(done.stdout)["voices"]
+
+
+@pytest.mark.parametrize(
+    "words", [each for each in readme.commands("python") if each[1] != "examples/offline.py"], ids=lambda w: w[1]
+)
+def test_the_clients_of_the_readme(words: list[str], server: Server, tmp_path: Path) -> None:
+    program = [sys.executable, str(REPOSITORY / words[1]), *words[2:], "--url", server.base_url]
+    subprocess.run(program, cwd=tmp_path, check=True, timeout=120)
+    (file,) = tmp_path.iterdir()
+    assert len(soundfile.read(file)[0]) > 0
+
+
+RELEASED = "Qwen/Qwen3-Omni-30B-A3B-Instruct"
+
+
+@pytest.mark.extended
+def test_the_examples_without_a_server_of_the_readme(tiny: Path, tmp_path: Path) -> None:
+    (code,) = (block for block in readme.blocks("python") if "import LLM" in block)
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace(RELEASED, str(tiny))],
+        cwd=tmp_path,
+        check=True,
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
+    assert any(line.endswith(f",) {RATE}") for line in done.stdout.splitlines()), done.stdout
+    (words,) = (each for each in readme.commands("python") if each[1] == "examples/offline.py")
+    there = [word.replace(RELEASED, str(tiny)) for word in words[2:]]
+    subprocess.run([sys.executable, str(REPOSITORY / words[1]), *there], cwd=tmp_path, check=True, timeout=300)
+    assert len(soundfile.read(tmp_path / "sky.wav")[0]) > 0
 
 
 def test_the_model_gets_its_own_reply_as_sound(client: openai.OpenAI) -> None:
