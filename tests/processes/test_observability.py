@@ -289,7 +289,7 @@ def test_top(
     assert all(f"{name}/0" in told for name in STAGES) and "tokens/s" in told
     assert "audio seconds 0.00/s" in told, "an idle server makes nothing"
     now = Client(server.base_url).sample()
-    assert all(row.tokens_per_s == 0.0 for row in rows(before, now) if row.stage != "code2wav")
+    assert all(row.tokens_per_s == 0.0 for row in rows(before, now) if row.replica != "code2wav/0")
 
 
 def test_health(server: Server) -> None:
