@@ -102,6 +102,18 @@ class Cluster:
                 self._jobs[replica][which, engine_id] = done + 1
             self._handle(which, m.Output(replica=replica, engine_id=engine_id, payload=done, finish=finish))
 
+    def hang(self, request_id: str) -> bool:
+        """The replica that runs a request stops answering, ends later and is up again; False: no replica runs it."""
+        for replica, jobs in self._jobs.items():
+            if any(engine_id.partition("/")[0] == request_id for _, engine_id in jobs):
+                self._jobs[replica].clear()
+                self._tell(m.ReplicaAnnounced(replica))
+                self._tell(m.ReplicaLost(replica, "it does not answer", ended=False))
+                self._tell(m.ReplicaEnded(replica, "its process was killed"))
+                self._tell(m.ReplicaUp(replica))
+                return True
+        return False
+
     def _tell(self, event: m.Event) -> None:
         for which in self.chance.sample(range(len(self.machines)), len(self.machines)):
             self._handle(which, event)
@@ -196,3 +208,34 @@ def test_input_beyond_the_limit_of_a_stage_is_refused_before_it_is_sent(action: 
         assert any(isinstance(effect, m.Send) for effect in effects) == (limit == tokens)
         assert [type(error) for error in errors] == [RequestError] * (limit < tokens)
         assert all(f"have {tokens} tokens" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_request_that_hangs_one_replica_after_the_other_fails_alone(seed: int, servers: int) -> None:
+    cluster = Cluster(seed, servers=servers, fatal={})
+    for number in range(8):
+        cluster.open(f"r{number}")
+    hangs = 0
+    while cluster.hang("r0"):
+        hangs += 1
+        assert hangs <= MOST_LOSSES, "it is sent to one replica after the other"
+    assert hangs == MOST_LOSSES
+    cluster.run()
+    assert cluster.failed.keys() == {"r0"}
+    assert "has lost 3 replicas that had this request" in str(cluster.failed["r0"])
+
+
+def test_a_replica_that_answers_again_was_not_ended_by_a_request() -> None:
+    cluster = Cluster(0, servers=1, fatal={})
+    cluster.open("r0")
+    (machine,) = cluster.machines
+    for _ in range(2 * MOST_LOSSES):
+        (replica,) = (each for each, jobs in cluster._jobs.items() if jobs)
+        cluster._jobs[replica].clear()
+        machine.handle(m.ReplicaAnnounced(replica))
+        cluster._handle(0, m.ReplicaLost(replica, "it does not answer", ended=False))
+        cluster._handle(0, m.ReplicaUp(replica))
+        cluster._handle(0, m.ReplicaEnded(replica, "late"))
+    cluster.run()
+    assert cluster.failed == {} and cluster.ended == {"r0"}

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
+from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.modalities.base import TEXT, ProgressChunk
 from vllm_omni_ext.orchestrator import messages as m
 from vllm_omni_ext.orchestrator.placement import Placement, Settings
@@ -66,6 +67,7 @@ class RequestMachine:
             m.ReplicaAnnounced: self._replica_announced,
             m.ReplicaUp: self._replica_up,
             m.ReplicaLost: self._replica_lost,
+            m.ReplicaEnded: self._replica_ended,
             m.NeverUp: self._never_up,
             m.TimerFired: self._timer_fired,
         }
@@ -465,6 +467,7 @@ class RequestMachine:
         replica = event.replica
         self.placement.announced.discard(replica)
         self.placement.pools[replica.stage].add(replica)
+        self.placement.forget_silence(replica)
         self.router.replica_up(replica)
         for binding in self.placement.take_waiting(replica.stage):
             self._place_again(binding, "it could not be opened")
@@ -477,9 +480,7 @@ class RequestMachine:
         replica, reason = event.replica, f"replica {event.replica} is gone: {event.reason}"
         lost, fatal = self.placement.lose(replica, ended=event.ended)
         if fatal is not None:
-            losses = f"stage '{replica.stage}' has lost {fatal.losses[replica.stage]} replicas that had this request"
-            error = RequestFailed(f"{losses}, so it is not sent to another one; {reason}")
-            self._failed(fatal.state, replica.stage, error)
+            self._fail_fatal(fatal, replica, reason)
         self.placement.freed.add(replica.stage)
         for binding in (*lost, *self.router.replica_lost(replica)):
             if self.requests.get(binding.state.request_id) is not binding.state:
@@ -489,7 +490,20 @@ class RequestMachine:
                 self.observe("taken_over", replica.stage)
         self._give_up(replica.stage, reason)
 
+    def _replica_ended(self, event: m.ReplicaEnded) -> None:
+        """Count an end that follows a silence, and fail the requests of a third one."""
+        for binding in self.placement.ended(event.replica):
+            if self.requests.get(binding.state.request_id) is binding.state:
+                self._fail_fatal(binding, event.replica, f"replica {event.replica} is gone: {event.reason}")
+
+    def _fail_fatal(self, binding: Binding, replica: ReplicaId, reason: str) -> None:
+        """Fail a request that has ended several replicas of a stage."""
+        losses = f"stage '{replica.stage}' has lost {binding.losses[replica.stage]} replicas that had this request"
+        error = RequestFailed(f"{losses}, so it is not sent to another one; {reason}")
+        self._failed(binding.state, replica.stage, error)
+
     def _never_up(self, event: m.NeverUp) -> None:
+        self.placement.forget_silence(event.replica)
         self.placement.announced.discard(event.replica)
         self.placement.freed.add(event.replica.stage)
         self._give_up(event.replica.stage, f"replica {event.replica} is gone: {event.reason}")

@@ -156,6 +156,13 @@ class ReplicaLost(Message, frozen=True):
     ended: bool = True
 
 
+class ReplicaEnded(Message, frozen=True):
+    """The process of a replica that was lost because it did not answer has ended, perhaps because of a request."""
+
+    replica: ReplicaId
+    reason: str
+
+
 class NeverUp(Message, frozen=True):
     """A replica that was announced will not start."""
 
@@ -180,6 +187,7 @@ Event = (
     | ReplicaAnnounced
     | ReplicaUp
     | ReplicaLost
+    | ReplicaEnded
     | NeverUp
     | TimerFired
 )

@@ -159,6 +159,10 @@ class Orchestrator:
         await self._apply(m.ReplicaLost(replica, reason, self._now(), ended))
         return known
 
+    async def replica_ended(self, replica: ReplicaId, reason: str) -> None:
+        """The process of a replica that is down already, because it did not answer, has ended."""
+        await self._apply(m.ReplicaEnded(replica, reason))
+
     async def never_up(self, replica: ReplicaId, reason: str) -> None:
         """A replica that was announced will not start."""
         await self._apply(m.NeverUp(replica, reason))

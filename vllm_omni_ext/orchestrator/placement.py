@@ -72,6 +72,8 @@ class Placement:
         self._trials: dict[ReplicaId, Binding] = {}
         self._owed: dict[tuple[str, str], Binding] = {}
         self._bound: dict[ReplicaId, dict[Binding, None]] = {}
+        self._silent: dict[ReplicaId, list[Binding]] = {}
+        """Bindings that a replica had when it stopped answering."""
         self._out = out
 
     def __len__(self) -> int:
@@ -213,10 +215,22 @@ class Placement:
                 binding.losses[stage] = binding.losses.get(stage, 0) + 1
             binding.engine_ids.clear()
         if not ended:
+            self._silent[replica] = lost
             return lost, None
         if tried is not None and former and tried.losses[stage] < MOST_LOSSES:
             tried = None
         return lost, tried
+
+    def ended(self, replica: ReplicaId) -> list[Binding]:
+        """Count the end of a replica that had stopped answering; return the bindings of its third loss in the stage."""
+        lost, stage = self._silent.pop(replica, []), replica.stage
+        for binding in lost:
+            binding.losses[stage] = binding.losses.get(stage, 0) + 1
+        return [binding for binding in lost if binding.losses[stage] >= MOST_LOSSES]
+
+    def forget_silence(self, replica: ReplicaId) -> None:
+        """A replica answers again, or no end of it will be noticed."""
+        self._silent.pop(replica, None)
 
     # -- waits --------------------------------------------------------------------------------------------------
 

@@ -366,6 +366,8 @@ class ReplicaConnections:
 
     async def _leave(self, replica: ReplicaId, reason: str, *, ended: bool = False) -> tuple[str, ...]:
         if replica not in self._pools[replica.stage].replicas:
+            if ended:
+                await self._orchestrator.replica_ended(replica, reason)
             return ()
         return await self._orchestrator.replica_down(replica, reason, ended=ended)
 
