@@ -2,7 +2,7 @@
 
 The sizes of the weights are computed from the config, or summed from the headers of the checkpoint's files if those can
 be read. Activations are the tensors that are alive at the same time in the largest layer, counted by hand from vLLM's
-and this package's code and not measured on a GPU. The counts of the vision encoder and of the vocoder were compared
+and this package's code; docs/gpu.md compares the sums with one H200. The counts of the vision encoder and of the vocoder were compared
 with the live tensors of a run on a CPU.
 """
 
