@@ -2,8 +2,9 @@
 
 The sizes of the weights are computed from the config, or summed from the headers of the checkpoint's files if those can
 be read. Activations are the tensors that are alive at the same time in the largest layer, counted by hand from vLLM's
-and this package's code; docs/gpu.md compares the sums with one H200. The counts of the vision encoder and of the vocoder were compared
-with the live tensors of a run on a CPU.
+and this package's code. The counts of the vision encoder and of the vocoder were compared with the live tensors of a
+run on a CPU, the sums with the processes of a run on one H200 (docs/gpu.md), from which `ENCODER_PIECES` and
+`CONVOLUTION_BYTES` are taken.
 """
 
 from __future__ import annotations
@@ -46,6 +47,13 @@ RECORDED_FRAMES = 128
 
 STATE_OVERHEAD = 1.25
 """A stream's state of all vocoder layers, relative to the keys and values of its transformer alone."""
+
+ENCODER_PIECES = 1.12
+"""Memory of the vision encoder's pass, relative to its live tensors: pieces that PyTorch's allocator cannot use again.
+The thinker's process had 1.25 GiB more than counted after videos of 46,000 tokens."""
+
+CONVOLUTION_BYTES = 860 << 20
+"""Kernels and workspaces of cuDNN in code2wav's process, which had that much more than counted."""
 
 _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """Types that vLLM converts to the engine's dtype when it loads; tensors of other types keep theirs."""
@@ -144,6 +152,7 @@ def _code2wav(config: Any) -> StageMemory:
         weights=(WeightPart(name="vocoder", elements=_vocoder_elements(config), split=False),),
         pass_elements=(FRAMES_IN_FLIGHT + RECORDED_FRAMES) * samples * channels * WAVES_ALIVE,
         recorded_bytes=VOCODER_GRAPH_NODES * GRAPH_NODE_BYTES,
+        library_bytes=CONVOLUTION_BYTES,
         sequence_elements=int(kept * STATE_OVERHEAD),
     )
 
@@ -185,8 +194,10 @@ def _encoder(vision: Any) -> EncoderMemory:
     return EncoderMemory(
         image_tokens=LARGEST_IMAGE_PIXELS // side**2,
         most_images=MOST_VIDEO_FRAME_PAIRS,
-        token_bytes=patches * (6 * pixels + 2 * (hidden * (2 + kept) + hidden // vision.num_heads)),
-        split_token_bytes=patches * 2 * 9 * hidden,
+        token_bytes=int(
+            ENCODER_PIECES * patches * (6 * pixels + 2 * (hidden * (2 + kept) + hidden // vision.num_heads))
+        ),
+        split_token_bytes=int(ENCODER_PIECES * patches * 2 * 9 * hidden),
         output_elements=vision.out_hidden_size * (1 + kept),
     )
 

@@ -83,7 +83,7 @@ def test_one_h100_is_refused_with_a_flag_that_makes_it_fit() -> None:
     assert str(refused.value).endswith(
         "; it fits with --quantization fp8, or with 2 devices of this size and --max-model-len 62464"
     )
-    assert "thinker/0 77.7 (weights 59.1, KV cache of 65536 tokens 6.0, " in str(refused.value)
+    assert "thinker/0 78.9 (weights 59.1, KV cache of 65536 tokens 6.0, " in str(refused.value)
     ways = (({"quantization": "fp8"}, 1), ({"max_model_len": 62464}, 2))
     for flags, count in ways:
         check(plan_for("qwen3_omni", machine(H100, count), flags))
@@ -165,7 +165,7 @@ def test_shares_and_caches_of_the_user_are_kept() -> None:
         (
             StageConfig(engine={"gpu_memory_utilization": 0.6}),
             "stages.thinker.engine.gpu_memory_utilization: 0.6 of device 0 is 47.3 GiB, but weights (59.1) and KV "
-            "cache (6.0 for 65536 tokens) are 65.1 GiB; write 0.98",
+            "cache (6.0 for 65536 tokens) are 65.1 GiB; write 1",
         ),
         (
             StageConfig(kv_cache_bytes=2 * GIB),
@@ -183,7 +183,7 @@ def test_shares_that_hold_no_sequence_are_refused(stage: StageConfig, message: s
 
 def test_remedies_of_refused_shares_are_accepted() -> None:
     for stage in (
-        StageConfig(engine={"gpu_memory_utilization": 0.98}),
+        StageConfig(engine={"gpu_memory_utilization": 1}),
         StageConfig(kv_cache_bytes=2 * GIB, engine={"max_model_len": 21824}),
     ):
         plan_for("qwen3_omni", machine(H100, 2), thinker=stage)

@@ -56,6 +56,7 @@ class StageMemory:
         sequence_elements: buffers for each of `max_num_seqs` sequences.
         graph_layers: layers that vLLM captures in CUDA graphs.
         recorded_bytes: CUDA graphs that the model records itself.
+        library_bytes: kernels and workspaces of libraries beyond those of any stage.
     """
 
     weights: tuple[WeightPart, ...]
@@ -69,6 +70,7 @@ class StageMemory:
     sequence_elements: int = 0
     graph_layers: int = 0
     recorded_bytes: int = 0
+    library_bytes: int = 0
     encoder: EncoderMemory | None = None
 
 

@@ -113,7 +113,7 @@ def need(memory: StageMemory, args: Mapping[str, Any], longest: int) -> Need:
     encoder, rows = _encoder(memory, args, width, tensor, length)
     return Need(
         weights=_weights(memory, args, width, tensor * pipeline),
-        activations=max(_step(memory, args, width, tensor), encoder) + rows + LIBRARY_BYTES,
+        activations=max(_step(memory, args, width, tensor), encoder) + rows + LIBRARY_BYTES + memory.library_bytes,
         graphs=memory.recorded_bytes
         + (0 if args.get("enforce_eager") else _graphs(memory.graph_layers, sequences) // pipeline),
         buffers=sequences * (memory.sequence_elements * width + memory.vocabulary * COUNT_BITS // 8),
