@@ -15,7 +15,13 @@ import torch
 from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
 from vllm_omni_ext.model_plugins.qwen3_omni import memory as module
-from vllm_omni_ext.model_plugins.qwen3_omni.memory import FRAMES_IN_FLIGHT, RECORDED_FRAMES, memory, part_of
+from vllm_omni_ext.model_plugins.qwen3_omni.memory import (
+    ENCODER_PIECES,
+    FRAMES_IN_FLIGHT,
+    RECORDED_FRAMES,
+    memory,
+    part_of,
+)
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import model_config
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.sizes import REAL_VOCAB, RELEASED, SMALL, Sizes
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import real_vocabulary, small_vocabulary
@@ -128,5 +134,5 @@ def test_the_encoder_holds_what_is_counted(tmp_path: Path) -> None:
     small, large = map(int, done.stdout.split())
     encoder = memory(config_of(RELEASED))["thinker"].encoder
     assert encoder is not None
-    counted = (encoder.token_bytes + encoder.split_token_bytes) / 4
+    counted = (encoder.token_bytes + encoder.split_token_bytes) / 4 / ENCODER_PIECES
     assert small == large == pytest.approx(counted, rel=0.01)

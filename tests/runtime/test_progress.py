@@ -187,6 +187,8 @@ def test_the_tail_has_the_error_and_not_what_vllm_logs_after_it(tmp_path: Path) 
     ]
     error[1] = f"{error[1]}: EngineCore encountered a fatal error."
     after = ["(EngineCore pid=7) INFO 11-26 00:58 [core.py:1] exiting", "RuntimeError: Invalid process group specified"]
+    assert not logs.needed()
     logs.path(TALKER).write_text("\n".join([*error, *after]))
+    assert logs.needed()
     assert logs.tail(TALKER).splitlines()[1:] == [f"  {line}" for line in error[1:]]
     assert logs.shown

@@ -15,12 +15,12 @@ import msgspec
 import torch
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-from vllm.v1.worker.gpu.input_batch import post_update_num_computed_tokens
 
 from vllm_omni_ext.config.schema import INCOMING
 from vllm_omni_ext.engine.alone import alone
@@ -40,6 +40,8 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
 else:
     from vllm.v1.worker.gpu_worker import Worker as _Worker  # type: ignore[assignment]
+
+logger = init_logger(__name__)
 
 
 def scheduled_starts(step: SchedulerOutput) -> dict[str, int]:
@@ -116,10 +118,28 @@ class StageWorker(_Worker):  # type: ignore[misc]
         if current_platform.is_cuda_alike():  # before vLLM's monitor reports each compilation as one of a request
             _build_last_kernels(self.model_runner)
         times = super().compile_or_warm_up_model()
+        if current_platform.is_cuda_alike() and not self.vllm_config.kernel_config.enable_jit_warmup:
+            self._warm_up_eager()
         if (warm_up := getattr(self.model_runner.get_model(), "warm_up", None)) is not None:
             warm_up()
         malloc_trim()
         return times
+
+    def _warm_up_eager(self) -> None:
+        """Compile the kernels of Model Runner V2 for a pooling model; vLLM does not for eager stages."""
+        runner = self.model_runner
+        if not (self.use_v2_model_runner and runner.is_pooling_model):
+            return
+        from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+        try:
+            warmup_kernels(runner, self.execute_model, self.sample_tokens)
+        except Exception:  # the stage can serve, without the requests of the warm-up
+            logger.warning("The warm-up has failed: the first request will take longer", exc_info=True)
+            end = SchedulerOutput.make_empty()
+            end.finished_req_ids = set(runner.req_states.req_id_to_index)
+            self.execute_model(end)
+            runner.kv_connector.set_disabled(False)
 
     def transfer_counters(self) -> dict[str, float]:
         """Return the counters of KV transfers since the start (read through `collective_rpc`)."""
@@ -150,6 +170,8 @@ def _build_last_kernels(runner: Any) -> None:
             for chosen in ((k, None), (None, p)):
                 apply_top_k_top_p(torch.zeros((rows, vocabulary), dtype=torch.float32, device=device), *chosen)
     elif (states := getattr(runner, "req_states", None)) is not None:  # Model Runner V2
+        from vllm.v1.worker.gpu.input_batch import post_update_num_computed_tokens
+
         row, starts = (torch.zeros(size, dtype=torch.int32, device=device) for size in (1, 2))
         post_update_num_computed_tokens(row, states.num_computed_tokens.gpu, starts)
 

@@ -289,6 +289,11 @@ WORKER = (
         "vllm.v1.worker.gpu.model_states.interface",
         ("ModelState.execute_mm_encoder", "c6be6d6d2c87", "called once for each request with sound"),
     ),
+    *seams_in("vllm.v1.worker.gpu.warmup", ("warmup_kernels", "f42e3b8b8296", "called for eager stages on CUDA")),
+    *seams_in(
+        "vllm.v1.worker.gpu.input_batch",
+        ("post_update_num_computed_tokens", "2ce30bee363f", "called once, to compile its kernel"),
+    ),
 )
 
 MODELS = (

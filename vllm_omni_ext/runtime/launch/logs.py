@@ -74,6 +74,11 @@ class FileLogs:
         """The replica's file."""
         return self._folder / f"{replica.stage}-{replica.index}.log"
 
+    def needed(self) -> bool:
+        """Whether an error has named a file, or an engine has ended with an error."""
+        files = self._folder.glob("*.log")
+        return self.shown or any(fatal in file.read_text(errors="replace") for file in files for fatal in FATAL)
+
     def of(self, replica: ReplicaId) -> contextlib.AbstractContextManager[None]:
         """Processes started inside the block write to the replica's file, forked or spawned."""
         return output_to(self.path(replica))
