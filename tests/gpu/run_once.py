@@ -69,7 +69,7 @@ CPU_MODES = {
     "cpu-v2-compiled": Mode("float32", eager=False, v2=True, asynchronous=True),
 }
 FULL_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}
-"""Else Triton's matrix products and cuDNN's convolutions round their float32 operands to 11 bits (TF32)."""
+"""By default Triton's matrix products and cuDNN's convolutions may round their float32 operands to 11 bits (TF32)."""
 
 COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}}
 """Graphs are traced and split as on a GPU, and run by PyTorch: seconds to compile, every wrong shape is seen."""
