@@ -229,13 +229,12 @@ def test_a_request_that_hangs_one_replica_after_the_other_fails_alone(seed: int,
 def test_a_replica_that_answers_again_was_not_ended_by_a_request() -> None:
     cluster = Cluster(0, servers=1, fatal={})
     cluster.open("r0")
-    (machine,) = cluster.machines
     for _ in range(2 * MOST_LOSSES):
         (replica,) = (each for each, jobs in cluster._jobs.items() if jobs)
         cluster._jobs[replica].clear()
-        machine.handle(m.ReplicaAnnounced(replica))
-        cluster._handle(0, m.ReplicaLost(replica, "it does not answer", ended=False))
-        cluster._handle(0, m.ReplicaUp(replica))
-        cluster._handle(0, m.ReplicaEnded(replica, "late"))
+        cluster._tell(m.ReplicaAnnounced(replica))
+        cluster._tell(m.ReplicaLost(replica, "it does not answer", ended=False))
+        cluster._tell(m.ReplicaUp(replica))
+        cluster._tell(m.ReplicaEnded(replica, "late"))
     cluster.run()
     assert cluster.failed == {} and cluster.ended == {"r0"}

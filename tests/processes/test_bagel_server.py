@@ -62,18 +62,18 @@ def server(bagel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield server
 
 
-def test_the_curl_example_of_the_readme(server: Server) -> None:
-    (words,) = (each for each in readme.commands("curl") if "images" in each[1])
-    there = [word.replace("localhost:8000", f"127.0.0.1:{server.port}") for word in words]
-    done = subprocess.run([*there, "--fail"], check=True, timeout=ANSWER_S, capture_output=True)
-    (image,) = json.loads(done.stdout)["data"]
-    assert pixels(image["b64_json"]).ndim == 3
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_held(server: Server) -> Iterator[None]:
     yield
     assert settled(server)
+
+
+def test_the_curl_example_of_the_readme(server: Server) -> None:
+    (words,) = (each for each in readme.commands("curl") if "images" in each[1])
+    there = [readme.at(server.port, word) for word in words]
+    done = subprocess.run([*there, "--fail"], check=True, timeout=ANSWER_S, capture_output=True)
+    (image,) = json.loads(done.stdout)["data"]
+    assert pixels(image["b64_json"]).ndim == 3
 
 
 def through_a_chat(server: Server, name: str) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def test_a_streamed_answer_that_turns_out_to_be_a_tool_call_is_not_spoken(client
 
 def test_the_python_examples_of_the_readme(server: Server, tmp_path: Path) -> None:
     written = [block for block in readme.blocks("python") if "import LLM" not in block]
-    code = "\n".join(written).replace("localhost:8000", f"127.0.0.1:{server.port}")
+    code = readme.at(server.port, "\n".join(written))
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
     assert {file.name: len(soundfile.read(file)[0]) > 0 for file in tmp_path.iterdir()} == {
         "reply.wav": True,
@@ -227,7 +227,7 @@ def test_the_python_examples_of_the_readme(server: Server, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("words", [each for each in readme.commands("curl") if "audio" in each[1]], ids=lambda w: w[1])
 def test_the_curl_examples_of_the_readme(words: list[str], server: Server, tmp_path: Path) -> None:
-    there = [word.replace("localhost:8000", f"127.0.0.1:{server.port}") for word in words]
+    there = [readme.at(server.port, word) for word in words]
     done = subprocess.run([*there, "--fail"], cwd=tmp_path, check=True, timeout=120, capture_output=True)
     if files := list(tmp_path.iterdir()):
         assert len(soundfile.read(files[0])[0]) > 0

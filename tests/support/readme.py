@@ -14,6 +14,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
+def at(port: int, text: str) -> str:
+    """Return a text of an example with the address of a test's server."""
+    return text.replace("localhost:8000", f"127.0.0.1:{port}")
+
+
 def commands(program: str) -> list[list[str]]:
     """Return the words of the command lines that begin with a program, without comments."""
     lines = [line for block in blocks("bash") for line in block.splitlines()]

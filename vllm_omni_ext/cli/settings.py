@@ -16,7 +16,7 @@ from vllm_omni_ext.cli.members import check_reachable, for_this_process, listeni
 from vllm_omni_ext.cli.model import architecture, detect_host, detect_machine, load_hf_config, model_facts
 from vllm_omni_ext.cli.refusals import check_flags
 from vllm_omni_ext.compat import require_seams
-from vllm_omni_ext.config.checks import AUTO, unknown_key
+from vllm_omni_ext.config.checks import AUTO, modality_names, unknown_key
 from vllm_omni_ext.config.load import load_config, pipeline_of, preset_names
 from vllm_omni_ext.config.overrides import with_overrides, with_settings
 from vllm_omni_ext.config.parse import Names
@@ -137,13 +137,6 @@ def _check_params(pipeline: PipelineSpec, config: OmniConfig) -> None:
             raise ConfigError(f"stages.{stage.name}.params: {' '.join(str(err).split())}") from err
 
 
-def _check_default_modalities(pipeline: PipelineSpec, config: OmniConfig) -> None:
-    for name in [] if config.default_modalities is None else config.default_modalities.split(","):
-        if name not in pipeline.modalities:
-            allowed = ", ".join(pipeline.modalities)
-            raise ConfigError(f"default_modalities: '{pipeline.name}' has no '{name}'; use {allowed}")
-
-
 def _check_log_dir(config: OmniConfig) -> None:
     """Refuse a folder for logs that the start could not create."""
     if config.log_dir is None:
@@ -165,7 +158,8 @@ def _plan(
     text_args: Mapping[str, Any],
     machine: Machine,
 ) -> Plan:
-    _check_default_modalities(pipeline, config)
+    if config.default_modalities is not None:
+        modality_names(config.default_modalities, pipeline.modalities, f"'{pipeline.name}'")
     _check_log_dir(config)
     return make_plan(
         model=model,

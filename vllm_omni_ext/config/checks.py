@@ -38,6 +38,22 @@ UNKNOWN_KEY = ("unexpected_keyword_argument", "extra_forbidden")
 _HOST = re.compile(r"(?=.*[a-z])[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", re.IGNORECASE)
 
 
+def modality_names(text: str, allowed: Collection[str], owner: str) -> tuple[str, ...]:
+    """Return the modalities of `default_modalities`, a comma-separated list, each once.
+
+    Args:
+        owner: in words, for the error.
+
+    Raises:
+        ConfigError: one of them is not allowed.
+    """
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in allowed:
+            raise ConfigError(f"default_modalities: {owner} has no '{name}'; use {', '.join(allowed)}")
+    return names
+
+
 def _expected(text: str) -> WrapValidator:
     """Replace all errors of a type by one: "must be ..."."""
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_omni_ext.errors import ConfigError, RequestError
+from vllm_omni_ext.config.checks import modality_names
+from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.modalities.base import TEXT
 from vllm_omni_ext.orchestrator.engine_requests import client_request
 from vllm_omni_ext.orchestrator.messages import Opened
@@ -181,9 +182,5 @@ def with_default(capabilities: Capabilities, names: str | None) -> Capabilities:
     """
     if names is None:
         return capabilities
-    wanted = tuple(dict.fromkeys(names.split(",")))
-    for name in wanted:
-        if name not in capabilities.modalities:
-            allowed = ", ".join(capabilities.modalities)
-            raise ConfigError(f"default_modalities: this model has no '{name}'; use {allowed}")
+    wanted = modality_names(names, capabilities.modalities, "this model")
     return replace(capabilities, default_modalities=wanted)

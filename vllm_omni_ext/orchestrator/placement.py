@@ -199,9 +199,10 @@ class Placement:
     def lose(self, replica: ReplicaId, *, ended: bool) -> tuple[list[Binding], Binding | None]:
         """Remove a replica; return the bindings it had, which have no replica now, and the one that ended it.
 
-        A replica that does not answer, e.g. because its host or network hangs, makes no suspects.
-        That is the suspect on trial, unless the replica had another former suspect, whose trial was over. It certainly
-        is with the third loss: all that were lost twice run apart from each other until the stage has ended them.
+        The latter is the suspect on trial, unless the replica had another former suspect, whose trial was over. It
+        certainly is with the third loss: all that were lost twice run apart from each other until the stage has ended
+        them. A replica that does not answer, e.g. because its host or network hangs, makes no suspects until it has
+        `ended`.
         """
         self.pools[replica.stage].remove(replica)
         self.routes.pop(replica, None)

@@ -187,7 +187,7 @@ class ChatStream:
             async with aclosing(text), aclosing(stock):
                 async for event in stock:
                     self._out.put_nowait(self._rewritten(event))
-                    if self._has_content:
+                    if self._has_content and self._held is not None:
                         await self._release()
             if self._tool_call is not None:
                 await self._tool_call

@@ -6,11 +6,10 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
 from vllm_omni_ext.serving.chat import METRICS
 from vllm_omni_ext.serving.options import CHUNKS, MODALITIES
 from vllm_omni_ext.serving.served import ServedModel
-from vllm_omni_ext.serving.stage_params import LIST, stage_param_names
+from vllm_omni_ext.serving.stage_params import LIST, named_stages, stage_param_names
 
 CHAT = "ChatCompletionRequest"
 COMPONENTS = "#/components/schemas/{model}"
@@ -40,11 +39,9 @@ def chat_fields(model: ServedModel) -> tuple[dict[str, Any], dict[str, Any]]:
         METRICS: {"type": "boolean"},
         LIST: {"type": "array", "items": {"type": "object"}},
     }
-    plan = model.omni.plan
-    for stage in plan.model_stages():
-        if stage.model_stage != plan.frontend().model_stage or stage.params_type != SAMPLING_PARAMS:
-            parameters: dict[str, Any] = {name: {} for name in sorted(stage_param_names(stage))}
-            fields[stage.model_stage] = {"type": "object", "properties": parameters, "additionalProperties": False}
+    for stage in named_stages(model.omni.plan):
+        parameters: dict[str, Any] = {name: {} for name in sorted(stage_param_names(stage))}
+        fields[stage.model_stage] = {"type": "object", "properties": parameters, "additionalProperties": False}
     for name in names:
         for field in model.modalities[name].body_fields:
             fields[field] = {"description": f"of the modality {name}"}

@@ -76,10 +76,18 @@ class RequestValue:
 RequestValues = dict[str, RequestValue]
 
 
-def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None) -> dict[str, Any]:
-    """Read parameters by stage, for stages where the request changes the configured ones.
+def named_stages(plan: Plan) -> list[StagePlan]:
+    """Return the stages whose parameters are a field of a request, with the stage's name.
 
     The frontend is left out if it takes vLLM's sampling parameters: vLLM reads those from the request itself.
+    """
+    frontend = plan.frontend().model_stage
+    stages = plan.model_stages()
+    return [stage for stage in stages if stage.model_stage != frontend or stage.params_type != SAMPLING_PARAMS]
+
+
+def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None) -> dict[str, Any]:
+    """Read parameters by stage, for stages where the request changes the configured ones.
 
     `talker.x` overrides the stage's list entry, which overrides the request's own seed.
 
@@ -94,12 +102,9 @@ def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None) -> dic
         RequestError: names `stage.key`, or the key of the list.
     """
     listed = _read_list(plan, body.get(LIST))
-    frontend = plan.frontend().model_stage
     found: dict[str, Any] = {}
-    for stage in plan.model_stages():
+    for stage in named_stages(plan):
         name = stage.model_stage
-        if name == frontend and stage.params_type == SAMPLING_PARAMS:
-            continue
         requested = {SEED: RequestValue(SEED, seed)} if seed is not None and SEED in stage_param_names(stage) else {}
         requested |= listed.get(name, {}) | _check_types(name, body.get(name), stage, StageSampling)
         if not requested:

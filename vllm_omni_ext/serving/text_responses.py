@@ -12,7 +12,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.modalities.base import TEXT
-from vllm_omni_ext.serving.failures import as_vllm_error, refusals_counted
+from vllm_omni_ext.serving.failures import as_vllm_error
 from vllm_omni_ext.serving.options import MODALITIES, read_modalities
 from vllm_omni_ext.serving.served import ServedModel
 
@@ -22,8 +22,8 @@ TEXT_HANDLERS = ("openai_serving_completion", "openai_serving_responses", "anthr
 INSTEAD = "/v1/responses answers text only; /v1/chat/completions answers with"
 
 
-class TextResponses:
-    """vLLM's handler of `/v1/responses`, behind a check of what the request asks for."""
+class Wrapped:
+    """One of vLLM's handlers, some of whose requests are refused."""
 
     def __init__(self, stock: Any, model: ServedModel) -> None:
         self._stock = stock
@@ -32,13 +32,21 @@ class TextResponses:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
 
+    def _refused(self, error: RequestError) -> Any:
+        """Count a refusal; return the answer."""
+        self._model.omni.observer.refused(error)
+        return self._stock.create_error_response(as_vllm_error(error))
+
+
+class TextResponses(Wrapped):
+    """vLLM's handler of `/v1/responses`, behind a check of what the request asks for."""
+
     async def create_responses(self, request: ResponsesRequest, raw_request: Any = None) -> Any:
         """Answer a request, or return the error if it asks for more than text."""
         try:
-            with refusals_counted(self._model.omni):
-                refuse_others(request.model_extra or {}, self._model)
+            refuse_others(request.model_extra or {}, self._model)
         except RequestError as err:
-            return self._stock.create_error_response(as_vllm_error(err))
+            return self._refused(err)
         return await self._stock.create_responses(request, raw_request)
 
 
@@ -62,22 +70,14 @@ def refuse_others(body: dict[str, Any], model: ServedModel) -> None:
                 raise RequestError(f"{field}: {INSTEAD} {name}", parameter=field)
 
 
-class NoText:
-    """Refuses the requests of one of vLLM's handlers, because the model has no text."""
-
-    def __init__(self, stock: Any, model: ServedModel) -> None:
-        self._stock = stock
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
+class NoText(Wrapped):
+    """Refuses all requests of a handler, because the model has no text."""
 
     async def refuse(self, *_: Any) -> Any:
         """Return the error."""
         others = ", ".join(self._model.capabilities.modalities)
-        error = RequestError(f"model: it has no text; /v1/chat/completions answers with {others}", parameter="model")
-        self._model.omni.observer.refused(error)
-        return self._stock.create_error_response(as_vllm_error(error))
+        text = f"model: it has no text; /v1/chat/completions answers with {others}"
+        return self._refused(RequestError(text, parameter="model"))
 
     create_completion = create_responses = create_messages = refuse
 

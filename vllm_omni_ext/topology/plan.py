@@ -219,10 +219,11 @@ def _encoder_caches(sheets: Sequence[Sheet]) -> dict[str, int]:
     Without room for one sequence the size stays vLLM's: the user has set a share that the encoder's peak exceeds.
     """
     found: dict[str, int] = {}
-    for share in (share for sheet in sheets for share in sheet.shares):
-        stage = ReplicaId.parse(share.replica).stage
-        if share.need.encoder and share.kv_bytes >= share.need.least_kv:
-            found[stage] = min(share.kv_bytes, found.get(stage, share.kv_bytes))
+    for sheet in sheets:
+        for share in sheet.shares:
+            stage = ReplicaId.parse(share.replica).stage
+            if share.need.encoder and share.kv_bytes >= share.need.least_kv:
+                found[stage] = min(share.kv_bytes, found.get(stage, share.kv_bytes))
     return found
 
 

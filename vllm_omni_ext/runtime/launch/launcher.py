@@ -469,7 +469,7 @@ class Deployment:
         self._launches.clear()
         self._prepared.clear()
         self._listeners.clear()
-        kept = isinstance(self.logs, FileLogs) and self.plan.config.log_dir is None and self.logs.needed()
+        kept = self.plan.config.log_dir is None and self.logs.needed()
         self._private.remove(keep=LOGS if kept else "")
 
 

@@ -38,6 +38,9 @@ class Logs(Protocol):
     def tail(self, replica: ReplicaId) -> str:
         """The end of the replica's log, for error messages."""
 
+    def needed(self) -> bool:
+        """Whether an error has named a file, or an engine has ended with an error."""
+
 
 class TerminalLogs:
     """Replicas write to the terminal."""
@@ -54,6 +57,10 @@ class TerminalLogs:
     def tail(self, replica: ReplicaId) -> str:
         """A reference to the terminal: the log is above the error."""
         return "see its log lines above"
+
+    def needed(self) -> bool:
+        """There is no file."""
+        return False
 
 
 class FileLogs:
@@ -77,7 +84,7 @@ class FileLogs:
     def needed(self) -> bool:
         """Whether an error has named a file, or an engine has ended with an error."""
         files = self._folder.glob("*.log")
-        return self.shown or any(fatal in file.read_text(errors="replace") for file in files for fatal in FATAL)
+        return self.shown or any(_is_fatal(file.read_text(errors="replace")) for file in files)
 
     def of(self, replica: ReplicaId) -> contextlib.AbstractContextManager[None]:
         """Processes started inside the block write to the replica's file, forked or spawned."""
@@ -93,11 +100,15 @@ class FileLogs:
 
 def excerpt(lines: Sequence[str]) -> Sequence[str]:
     """Return the last lines of the last fatal error, or of everything if there is none."""
-    begin = max((i for i, line in enumerate(lines) if any(fatal in line for fatal in FATAL)), default=None)
+    begin = max((i for i, line in enumerate(lines) if _is_fatal(line)), default=None)
     if begin is None:
         return lines[-TAIL_LINES:]
     error = itertools.takewhile(lambda line: ERROR in f" {line}", lines[begin:])
     return list(error)[-TAIL_LINES:]
+
+
+def _is_fatal(text: str) -> bool:
+    return any(fatal in text for fatal in FATAL)
 
 
 @contextlib.contextmanager
