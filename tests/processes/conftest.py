@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from examples.server import Server
-from tests.support.cluster import LENGTH
+from tests.support.cluster import LENGTH, MODEL
 from tests.support.oracle import Golden, Oracle, one_thread
 from vllm_omni_ext.model_plugins.bagel.checkpoint import load_bagel
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
@@ -71,7 +71,8 @@ def omni(tiny: Path) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def plain_server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One replica a stage and one API server, with a tool parser. The last test of `test_http.py` stops it."""
-    flags = [*LENGTH, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    flags = ["--served-model-name", MODEL, "tts-1", *LENGTH[2:]]
+    flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     with Server(tiny, tmp_path_factory.mktemp("plain") / "server.log", flags) as server:
         yield server
 

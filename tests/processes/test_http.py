@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import openai
 import psutil
@@ -266,11 +267,35 @@ def test_the_examples_without_a_server_of_the_readme(tiny: Path, tmp_path: Path)
     assert len(soundfile.read(tmp_path / "sky.wav")[0]) > 0
 
 
-def test_the_model_gets_its_own_reply_as_sound(client: openai.OpenAI) -> None:
+def file_of(reply: bytes, container: str, codec: str, rate: int) -> bytes:
+    """Return a file of FFmpeg with the sound of a WAV file."""
+    data = io.BytesIO()
+    with av.open(io.BytesIO(reply)) as source, av.open(data, "w", format=container) as file:
+        stream = file.add_stream(codec, rate=rate, layout="mono")
+        resampled = av.AudioResampler(format="s16", layout="mono", rate=rate)
+        for frame in source.decode(audio=0):
+            for each in resampled.resample(frame):
+                file.mux(stream.encode(each))
+        file.mux(stream.encode(None))
+    return data.getvalue()
+
+
+OTHERS = {"m4a": ("ipod", "aac", RATE), "mp4": ("mp4", "aac", RATE), "webm": ("webm", "libopus", 48_000)}
+OTHERS["ogg"] = ("ogg", "libopus", 48_000)
+
+
+@pytest.mark.parametrize("name", ["wav", "flac", "mp3", "opus", "aac", *OTHERS])
+def test_the_model_gets_its_own_reply_as_sound(client: openai.OpenAI, name: str) -> None:
     """The reply has 24 kHz, the encoder 16 kHz."""
-    said = ask(client).choices[0].message.audio.data
-    part = {"type": "input_audio", "input_audio": {"data": said, "format": "wav"}}
-    assert ask(client, messages=[{"role": "user", "content": [part]}]).usage.prompt_tokens_details.audio_tokens > 0
+    asked = {"audio": {"voice": "ethan", "format": "wav" if name in OTHERS else name}}
+    data = base64.b64decode(ask(client, **asked).choices[0].message.audio.data)
+    if name in OTHERS:
+        data = file_of(data, *OTHERS[name])
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": name}}
+    usage = ask(client, messages=[{"role": "user", "content": [part]}], modalities=["text"]).usage
+    assert usage.prompt_tokens_details.audio_tokens > 0
+    file = (f"reply.{name}", data)
+    client.audio.transcriptions.create(model=MODEL, file=file, extra_body={"max_completion_tokens": 4})
 
 
 def test_turns(client: openai.OpenAI) -> None:
@@ -349,8 +374,15 @@ def test_speech(client: openai.OpenAI) -> None:
     for name in ("mp3", "opus"):
         assert len(spoken(client.audio.speech.create(**SAY, response_format=name).content)) == len(whole)
     say: dict[str, Any] = {**SAY, "extra_body": {**SAY["extra_body"], "stream": True}}
-    with client.audio.speech.with_streaming_response.create(**say, response_format="pcm") as response:
-        assert alike(b"".join(response.iter_bytes()), whole)
+    for name in ("pcm", "flac"):
+        with client.audio.speech.with_streaming_response.create(**say, response_format=name) as response:
+            data = b"".join(response.iter_bytes())
+        if name == "flac":
+            with av.open(io.BytesIO(data)) as file:
+                data = np.concatenate([frame.to_ndarray()[0] for frame in file.decode(audio=0)]).tobytes()
+        assert alike(data, whole)
+    other = client.audio.speech.create(**{**SAY, "model": "tts-1"}, response_format="pcm").content
+    assert alike(other, whole)
     with pytest.raises(openai.BadRequestError) as caught:
         client.audio.speech.create(**SAY, speed=2.0)
     assert caught.value.param == "speed"

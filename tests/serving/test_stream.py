@@ -7,6 +7,7 @@ import io
 import json
 from typing import Any
 
+import av
 import openai
 import pytest
 import soundfile
@@ -111,6 +112,15 @@ async def test_content_has_the_sound_if_requested(app: Any, engine: ScriptedOmni
     if name == "wav":
         whole = soundfile.read(io.BytesIO(whole), dtype="int16")[0].tobytes()
     assert whole == pcm16(expected_sound())
+
+
+@pytest.mark.parametrize("name", ["flac", "mp3", "opus", "aac"])
+async def test_files_are_streamed(client: openai.AsyncOpenAI, engine: ScriptedOmni, name: str) -> None:
+    engine.script = TWO_PIECES
+    received = await chunks(client, audio={"voice": "ethan", "format": name})
+    data = b"".join(map(base64.b64decode, data_of(received)))
+    with av.open(io.BytesIO(data)) as file:
+        assert sum(frame.samples / frame.rate for frame in file.decode(audio=0)) >= len(expected_sound()) / RATE
 
 
 async def test_text_alone_is_vllms_stream(app: Any, engine: ScriptedOmni) -> None:

@@ -21,11 +21,8 @@ from vllm_omni_ext.modalities.sound import (
     CHAT_FORMATS,
     WAV,
     Base64Pieces,
-    encode,
+    SoundStream,
     encode_aside,
-    pcm16,
-    streaming,
-    wav_stream_header,
 )
 
 KEYS = ("voice", "format")
@@ -82,7 +79,7 @@ class AudioStream:
         self._encoding = encoding
         self._audio_id: str | None = new_audio_id()
         self._pieces = Base64Pieces()
-        self._header_due = encoding.format == WAV
+        self._encoder = SoundStream(CHAT_FORMATS[encoding.format])
         self._rate = self._samples = self._frames = 0
         self._note: str | None = None
 
@@ -92,14 +89,14 @@ class AudioStream:
         samples = len(chunk.samples)
         self._rate, self._frames, self._note = chunk.sample_rate, frames_of(chunk), chunk.note
         self._samples += samples
-        data = pcm16(chunk.samples)
-        if self._header_due and data:
-            data, self._header_due = wav_stream_header(self._rate) + data, False
+        data = b""
+        if self._samples:  # a reply that is too short to be spoken has no sound, not even a header
+            data = await self._encoder.write_aside(chunk.samples, self._rate, last=chunk.last)
         text = self._pieces.write(data, last=chunk.last)
         delta: dict[str, Any] = {"audio": self._audio(data=text)} if text else {}
         if self._encoding.in_content and samples:
             # A chunk in the content is a complete file, with its own header if the format has one.
-            whole = encode(chunk.samples, self._rate, CHAT_FORMATS[self._encoding.format])
+            whole = await encode_aside(chunk.samples, self._rate, CHAT_FORMATS[self._encoding.format])
             delta = {"role": "assistant", "content": base64.b64encode(whole).decode("ascii"), **delta}
         return [self._choice(delta, samples)] if delta else []
 
@@ -145,9 +142,6 @@ class Audio:
                 raise RequestError(f"audio.{key}: is unknown; use {', '.join(KEYS)}", parameter=f"audio.{key}")
         given = audio.get("format")
         name = choice("audio.format", WAV if given is None else given, CHAT_FORMATS)
-        if stream and not CHAT_FORMATS[name].streams:
-            allowed = ", ".join(streaming(CHAT_FORMATS))
-            raise RequestError(f"audio.format: '{name}' cannot be streamed; use {allowed}", parameter="audio.format")
         in_content = flag(AUDIO_IN_CONTENT, body.get(AUDIO_IN_CONTENT))
         fields = {"audio.voice": checked_voice("audio.voice", audio["voice"])} if "voice" in audio else {}
         return AudioEncoding(format=name, in_content=in_content), fields

@@ -1,4 +1,6 @@
-"""Encodes sound: float samples to 16-bit PCM, bare, with a WAV header, or as a file that libsndfile writes."""
+"""Encodes sound: float samples to 16-bit PCM, bare or with a WAV header, or to files of libsndfile (whole) and FFmpeg
+(streamed).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import base64
 import io
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,9 @@ UNKNOWN_SIZE = 0xFFFFFFFF
 BASE64_GROUP = 6
 """Bytes: three 2-byte samples, whose base64 needs no padding."""
 
+BIT_RATE = 64_000
+"""Bits a second of streamed mp3, opus and aac."""
+
 Samples = np.ndarray[Any, Any]
 
 WAV, PCM, PCM16 = "wav", "pcm", "pcm16"
@@ -30,25 +35,44 @@ class Encoding:
     """An encoding of sound.
 
     Attributes:
-        container: libsndfile's name of the file type; "" for bare samples.
-        subtype: libsndfile's name of the sample format.
         media_type: MIME type.
-        streams: the format can be sent while the sound is being made.
+        container: libsndfile's name of the file type; "" for bare samples and for files that FFmpeg writes whole too.
+        subtype: libsndfile's name of the sample format.
+        muxer: FFmpeg's name of the file type, for sound that is sent while it is made; "" for samples of 16 bits.
+        codec: FFmpeg's name of the encoder.
+        options: options of the muxer; a stream cannot be changed at its end, and each packet is due at once.
     """
 
-    container: str
-    subtype: str
     media_type: str
-    streams: bool = False
+    container: str = ""
+    subtype: str = ""
+    muxer: str = ""
+    codec: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
-_BARE = Encoding(container="", subtype="", media_type="audio/pcm", streams=True)
+_WAV = Encoding(media_type="audio/wav", container="WAV", subtype="PCM_16")
+_BARE = Encoding(media_type="audio/pcm")
 _FILES = {
-    "flac": Encoding(container="FLAC", subtype="PCM_16", media_type="audio/flac"),
-    "mp3": Encoding(container="MP3", subtype="MPEG_LAYER_III", media_type="audio/mpeg"),
-    "opus": Encoding(container="OGG", subtype="OPUS", media_type="audio/ogg"),
+    "flac": Encoding(media_type="audio/flac", container="FLAC", subtype="PCM_16", muxer="flac", codec="flac"),
+    "mp3": Encoding(
+        media_type="audio/mpeg",
+        container="MP3",
+        subtype="MPEG_LAYER_III",
+        muxer="mp3",
+        codec="libmp3lame",
+        options={"write_xing": "0", "id3v2_version": "0"},
+    ),
+    "opus": Encoding(
+        media_type="audio/ogg",
+        container="OGG",
+        subtype="OPUS",
+        muxer="ogg",
+        codec="libopus",
+        options={"page_duration": "20000"},  # microseconds; the default of 1 s would delay the first sound
+    ),
+    "aac": Encoding(media_type="audio/aac", muxer="adts", codec="aac"),
 }
-_WAV = Encoding(container="WAV", subtype="PCM_16", media_type="audio/wav", streams=True)
 
 CHAT_FORMATS: Mapping[str, Encoding] = {WAV: _WAV, PCM16: _BARE, **_FILES}
 """Values of `audio.format` of a chat request."""
@@ -57,20 +81,83 @@ SPEECH_FORMATS: Mapping[str, Encoding] = {WAV: _WAV, PCM: _BARE, **_FILES}
 """Values of `response_format` of a speech request."""
 
 
-def streaming(formats: Mapping[str, Encoding]) -> tuple[str, ...]:
-    """Return the names of the formats that can be streamed."""
-    return tuple(name for name, encoding in formats.items() if encoding.streams)
+class SoundStream:
+    """Encodes one sound while it is made; the concatenated results form one file."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding = encoding
+        self._header_due = encoding is _WAV
+        self._file: _StreamedFile | None = None
+
+    def write(self, samples: Samples, rate: int, *, last: bool) -> bytes:
+        """Encode float32 [samples] in [-1, 1] at `rate` Hz; return the bytes that are complete."""
+        data = pcm16(samples)
+        if not self._encoding.muxer:
+            if self._header_due:
+                data, self._header_due = wav_stream_header(rate) + data, False
+            return data
+        if self._file is None:
+            self._file = _StreamedFile(self._encoding, rate)
+        return self._file.write(np.frombuffer(data, "<i2"), last=last)
+
+    async def write_aside(self, samples: Samples, rate: int, *, last: bool) -> bytes:
+        """Like `write`; an encoder runs in a thread."""
+        if not self._encoding.muxer:
+            return self.write(samples, rate, last=last)
+        return await asyncio.to_thread(self.write, samples, rate, last=last)
+
+
+class _StreamedFile:
+    """A file that FFmpeg writes from its beginning to its end."""
+
+    def __init__(self, encoding: Encoding, rate: int) -> None:
+        import av
+
+        self._frame, self._rate, self._written, self._due = av.AudioFrame, rate, 0, bytearray()
+        options = {**encoding.options, "flush_packets": "1"}
+        self._container = av.open(_Appended(self._due), "w", format=encoding.muxer, options=options)
+        rates = av.codec.Codec(encoding.codec, "w").audio_rates
+        allowed = rate if not rates or rate in rates else max(rates)
+        stream: Any = self._container.add_stream(encoding.codec, rate=allowed, layout="mono")
+        stream.bit_rate = BIT_RATE
+        self._stream = stream
+
+    def write(self, samples: Samples, *, last: bool) -> bytes:
+        """Encode int16 [samples]; return the bytes that are complete."""
+        if len(samples):
+            frame = self._frame.from_ndarray(samples[None], format="s16", layout="mono")
+            frame.sample_rate, frame.pts = self._rate, self._written
+            self._written += len(samples)
+            self._container.mux(self._stream.encode(frame))
+        if last:
+            if self._written:
+                self._container.mux(self._stream.encode(None))
+            self._container.close()
+        data = bytes(self._due)
+        self._due.clear()
+        return data
+
+
+class _Appended:
+    """A file without positions, as FFmpeg's output."""
+
+    def __init__(self, due: bytearray) -> None:
+        self._due = due
+
+    def write(self, data: bytes) -> int:
+        """Append."""
+        self._due += data
+        return len(data)
 
 
 def encode(samples: Samples, rate: int, encoding: Encoding) -> bytes:
     """Return a complete file (or bare samples), mono; every format is encoded from the same 16-bit samples."""
-    data = pcm16(samples)
     if not encoding.container:
-        return data
+        return SoundStream(encoding).write(samples, rate, last=True)
     import soundfile
 
-    file = io.BytesIO()
-    soundfile.write(file, np.frombuffer(data, "<i2"), rate, format=encoding.container, subtype=encoding.subtype)
+    file, data = io.BytesIO(), np.frombuffer(pcm16(samples), "<i2")
+    soundfile.write(file, data, rate, format=encoding.container, subtype=encoding.subtype)
     return file.getvalue()
 
 

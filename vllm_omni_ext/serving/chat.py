@@ -31,7 +31,7 @@ from vllm_omni_ext.serving.failures import BadRequest, as_vllm_error, printable
 from vllm_omni_ext.serving.media import MediaNotFetched
 from vllm_omni_ext.serving.served import ServedModel
 from vllm_omni_ext.serving.stage_params import apply_to_frontend
-from vllm_omni_ext.serving.turns import transcripts_for_assistant_audio
+from vllm_omni_ext.serving.turns import sound_of_any_format, transcripts_for_assistant_audio
 from vllm_omni_ext.serving.values import validate_json_values
 from vllm_omni_ext.wire.stage_input import TICKET
 
@@ -71,6 +71,8 @@ class OmniServingChat(OpenAIServingChat):
 
     async def _create(self, request: ChatCompletionRequest, raw_request: Request | None) -> Answer:
         answer = await read_chat(request, self._model)
+        if raw_request is not None:
+            sound_of_any_format(request.messages, (await raw_request.json()).get(MESSAGES))
         transcripts_for_assistant_audio(request.messages)
         ticket = self.engine_client.expect(answer.options)
         request.vllm_xargs = {**(request.vllm_xargs or {}), TICKET: ticket}

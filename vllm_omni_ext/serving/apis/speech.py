@@ -27,10 +27,8 @@ from vllm_omni_ext.modalities.sound import (
     WAV,
     Base64Pieces,
     Encoding,
+    SoundStream,
     encode_aside,
-    pcm16,
-    streaming,
-    wav_stream_header,
 )
 from vllm_omni_ext.orchestrator.answers import with_first
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
@@ -179,7 +177,7 @@ async def read_speech(request: SpeechRequest, model: ServedModel) -> SpeechJob:
     body = {name: getattr(request, name) for name in request.model_fields_set} | (request.model_extra or {})
     found = model.read(_limited(body, model.surface.speech_stage), stream=False, seed=request.seed, modalities=(AUDIO,))
     model.check(found, found.options)
-    delivery = _delivery(request, sound_format)
+    delivery = _delivery(request)
     rendered = await model.surface.speech(request, found.options, model.server)
     return SpeechJob(rendered=rendered, options=found.options, format=sound_format, delivery=delivery)
 
@@ -196,21 +194,14 @@ def _limited(body: dict[str, Any], stage: str) -> dict[str, Any]:
     return body
 
 
-def _delivery(request: SpeechRequest, sound_format: str) -> Delivery:
-    """Return the delivery: events on request, else bare sound, in one piece if the format needs the sound's end."""
+def _delivery(request: SpeechRequest) -> Delivery:
+    """Return the delivery: events or a stream on request, else one piece."""
     kind = request.stream_format
     if kind is not None:
         choice("stream_format", kind, (SSE, BYTES))
-    if SPEECH_FORMATS[sound_format].streams:
-        if kind == SSE:
-            return Delivery.EVENTS
-        return Delivery.BYTES if request.stream or (kind == BYTES and request.stream is None) else Delivery.WHOLE
-    if kind == SSE or request.stream:
-        allowed = ", ".join(streaming(SPEECH_FORMATS))
-        raise RequestError(
-            f"response_format: '{sound_format}' cannot be streamed; use {allowed}", parameter="response_format"
-        )
-    return Delivery.WHOLE
+    if kind == SSE:
+        return Delivery.EVENTS
+    return Delivery.BYTES if request.stream or (kind == BYTES and request.stream is None) else Delivery.WHOLE
 
 
 async def _whole(job: SpeechJob, source: Chunks) -> Response:
@@ -227,19 +218,17 @@ class _Sound:
     def __init__(self, job: SpeechJob, chunks: Chunks) -> None:
         self._job = job
         self._chunks = chunks
-        self._header_due = job.format == WAV
+        self._encoder = SoundStream(job.encoding)
 
-    def _data(self, chunk: AudioChunk) -> bytes:
-        data = pcm16(chunk.samples)
-        if self._header_due:
-            data, self._header_due = wav_stream_header(chunk.sample_rate) + data, False
-        return data
+    async def _data(self, chunk: AudioChunk) -> bytes:
+        return await self._encoder.write_aside(chunk.samples, chunk.sample_rate, last=chunk.last)
 
     async def bytes(self) -> AsyncGenerator[bytes, None]:
         """Yield the bare sound. A failure closes the connection, because the status has been sent already."""
         async with aclosing(self._chunks):
             async for chunk in self._chunks:
-                yield self._data(chunk)
+                if data := await self._data(chunk):
+                    yield data
 
     async def events(self, serving: OmniServingSpeech) -> AsyncGenerator[str, None]:
         """Yield the sound as server-sent events; the concatenated pieces form one file."""
@@ -248,7 +237,7 @@ class _Sound:
             async with aclosing(self._chunks):
                 async for chunk in self._chunks:
                     frames = frames_of(chunk)
-                    if due := text.write(self._data(chunk), last=chunk.last):
+                    if due := text.write(await self._data(chunk), last=chunk.last):
                         yield sse.named("speech.audio.delta", audio=due, response_format=self._job.format)
         except OmniError as err:
             error = serving.create_error_response(as_vllm_error(err)).error
