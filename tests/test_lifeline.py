@@ -84,6 +84,12 @@ def test_the_end_of_a_process_is_a_text() -> None:
         assert how_it_ended(exitcode) == f"its process {how} {text}"
 
 
+def test_a_process_whose_mapped_file_does_not_fit_names_the_free_space() -> None:
+    ended = how_it_ended(-signal.SIGBUS)
+    assert ended.startswith("its process was killed by SIGBUS, as when a memory-mapped file does not fit: ")
+    assert "/dev/shm has " in ended and ended.count(" MiB free") == 2
+
+
 def ignoring(running: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     running.set()

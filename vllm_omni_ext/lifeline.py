@@ -8,8 +8,10 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from typing import Any
@@ -61,6 +63,10 @@ def leave_interrupts_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+SHARED = "/dev/shm"
+"""Folder of POSIX shared memory on Linux."""
+
+
 def how_it_ended(exitcode: int | None) -> str:
     """Say how a process has ended: the name of the signal that killed it, or its exit code (negative: a signal)."""
     if exitcode is None or exitcode >= 0:
@@ -69,7 +75,14 @@ def how_it_ended(exitcode: int | None) -> str:
         name = signal.Signals(-exitcode).name
     except ValueError:
         name = f"signal {-exitcode}"
-    return f"its process was killed by {name}"
+    ended = f"its process was killed by {name}"
+    return f"{ended}, as when a memory-mapped file does not fit: {_free_space()}" if name == "SIGBUS" else ended
+
+
+def _free_space() -> str:
+    """Return the free space where processes of a deployment map files: metrics, and the queues of several devices."""
+    places = (tempfile.gettempdir(), SHARED)
+    return ", ".join(f"{place} has {shutil.disk_usage(place).free >> 20} MiB free" for place in places)
 
 
 def end_processes(processes: list[Any], timeout_s: float) -> None:

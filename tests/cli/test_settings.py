@@ -134,3 +134,16 @@ def test_an_error_of_vllm_is_one_line_with_the_stage(plain: bool) -> None:
     with pytest.raises(ConfigError) as caught:
         engine_config("ar", args, UsageContext.LLM_CLASS)
     assert str(caught.value) == "stage 'ar': vLLM refuses its engine arguments: Not on this platform."
+
+
+@pytest.mark.parametrize(("lora", "experts", "triton"), [(1, 1, 0), (0, 1, 0), (1, 0, 0), (1, 1, 1)])
+def test_lora_of_experts_needs_triton(lora: int, experts: int, triton: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_omni_ext.runtime.launch.engine_args.HAS_TRITON", bool(triton))
+    model = SimpleNamespace(multimodal_config=None, is_moe=bool(experts))
+    config = SimpleNamespace(model_config=model, lora_config=object() if lora else None)
+    args: Any = SimpleNamespace(create_engine_config=lambda usage: config)
+    if lora and experts and not triton:
+        with pytest.raises(ConfigError, match=r"^stages\.thinker\.engine\.enable_lora: .*Triton"):
+            engine_config("thinker", args, UsageContext.LLM_CLASS)
+    else:
+        assert engine_config("thinker", args, UsageContext.LLM_CLASS) is config

@@ -1,13 +1,17 @@
-"""The registry, docs/operations.md and the dashboard have the same metrics."""
+"""The registry, docs/operations.md, the dashboard and the alert rules have the same metrics."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from prometheus_client import REGISTRY, CollectorRegistry
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
@@ -21,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 DASHBOARD = json.loads((ROOT / "dashboards" / "vllm-omni-ext.json").read_text(encoding="utf-8"))
 PANELS = DASHBOARD["panels"]
+RULES = yaml.safe_load((ROOT / "dashboards" / "alerts.yaml").read_text(encoding="utf-8"))["groups"][0]["rules"]
 TARGETS = [(target["expr"], target["legendFormat"]) for panel in PANELS for target in panel.get("targets", ())]
 NAME = re.compile(r"[a-z_]+:[a-z_]+")
 ADDED = {"instance", "job"}
@@ -107,6 +112,39 @@ def test_every_series_and_label_of_the_dashboard_exists(known: dict[str, set[str
 )
 def test_a_wrong_name_in_a_query_is_found(query: str, legend: str, mistake: str, known: dict[str, set[str]]) -> None:
     assert set(mistakes(query, legend, known)) == {mistake}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_every_series_and_label_of_an_alert_exists(rule: dict[str, Any], known: dict[str, set[str]]) -> None:
+    shown = rule["annotations"]["summary"].replace("{{ $labels.", "{{").replace(" }}", "}}")
+    assert NAME.search(rule["expr"]) and set(mistakes(rule["expr"], shown, known)) == set()
+    row = f"| `{rule['alert']}` | {rule['labels']['severity']} |"
+    assert sum(line.startswith(row) for line in DOCUMENT.splitlines()) == 1
+
+
+@pytest.fixture
+def promtool(tmp_path: Path) -> str:
+    """Prometheus's tool, from Debian's package if it is not installed."""
+    if (there := shutil.which("promtool")) is not None:
+        return there
+    if shutil.which("apt-get") is None:
+        pytest.skip("promtool is not installed, and this is no Debian that has its package")
+    subprocess.run(["apt-get", "download", "prometheus"], cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    (package,) = tmp_path.glob("prometheus_*.deb")
+    subprocess.run(["dpkg-deb", "-x", package, tmp_path], check=True, timeout=300)
+    return str(tmp_path / "usr" / "bin" / "promtool")
+
+
+@pytest.mark.engine
+@pytest.mark.extended
+def test_each_alert_fires_after_its_time_and_none_on_a_healthy_server(promtool: str, tmp_path: Path) -> None:
+    for file in (ROOT / "dashboards" / "alerts.yaml", ROOT / "tests" / "data" / "alerts_test.yaml"):
+        shutil.copy(file, tmp_path)
+    for words in (["check", "rules", "alerts.yaml"], ["test", "rules", "alerts_test.yaml"]):
+        done = subprocess.run([promtool, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+    tested = (tmp_path / "alerts_test.yaml").read_text(encoding="utf-8")
+    assert all(len(re.findall(rf"alertname: {rule['alert']}\b", tested)) >= 2 for rule in RULES)
 
 
 def test_the_dashboard_shows_every_metric() -> None:

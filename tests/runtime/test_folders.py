@@ -10,10 +10,12 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
 
+from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.runtime.launch import folders
 from vllm_omni_ext.runtime.launch.folders import LOCK, PREFIX, PrivateFolder, remove_abandoned
 
@@ -48,6 +50,18 @@ def _killed(*, fork: bool = False) -> tuple[Path, int | None]:
     process.kill()
     process.join()
     return Path(path), child
+
+
+@pytest.mark.parametrize(("free_mib", "refused"), [(63, True), (64, False)])
+def test_a_full_file_system_is_named(
+    temporary: Path, free_mib: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free_mib << 20))
+    if not refused:
+        return PrivateFolder().remove()
+    with pytest.raises(ConfigError, match=f"^TMPDIR: {temporary} has 63 MiB free; .* need 64 MiB$"):
+        PrivateFolder()
+    assert not list(temporary.iterdir())
 
 
 def test_private_folder_has_mode_0700_and_is_not_removed_while_it_is_in_use() -> None:

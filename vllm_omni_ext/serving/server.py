@@ -92,7 +92,12 @@ def serve(plan: Plan, args: Namespace) -> int:
         where = f"--uds {args.uds}" if args.uds else f"--host {args.host or '0.0.0.0'} --port {args.port}"
         print(f"error: the server cannot listen at {where}: {error.strerror or error}", file=sys.stderr)
         return FAILED
-    folder = PrivateFolder()
+    try:
+        folder = PrivateFolder()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sock.close()
+        return FAILED
     share_metrics(folder.path)
     for line in unshared_caches(plan):
         print_status(line)

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.triton_utils import HAS_TRITON
 from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni_ext.config.disaggregation import stage_path
@@ -75,6 +76,11 @@ def engine_config(stage: str, args: AsyncEngineArgs, usage: UsageContext) -> Vll
         first = err.errors()[0]["msg"] if isinstance(err, ValidationError) else str(err)
         said = " ".join(first.removeprefix("Value error, ").split())
         raise ConfigError(f"stage '{stage}': vLLM refuses its engine arguments: {said}") from err
+    if config.lora_config is not None and config.model_config.is_moe and not HAS_TRITON:
+        raise ConfigError(
+            f"{stage_path(stage)}.engine.enable_lora: LoRA of a model with experts needs Triton, which is not "
+            "on this machine; without it each request ends the engine"
+        )
     return as_asked(config, args)
 
 

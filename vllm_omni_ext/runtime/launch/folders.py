@@ -15,6 +15,8 @@ from pathlib import Path
 
 from zmq import IPC_PATH_MAX_LEN
 
+from vllm_omni_ext.errors import ConfigError
+
 PREFIX = "omni-"
 
 LOCK = "lock"
@@ -23,6 +25,9 @@ LOCK = "lock"
 LONGEST_NAME = 75
 """Characters kept free for what follows the parent folder in a socket's path: the private folder's name (14), that of a
 replica's folder, and vLLM's name for the socket (37)."""
+
+LEAST_FREE = 64 << 20
+"""Free bytes for files of a deployment at its start. Metrics of a process have some MiB; logs grow."""
 
 SHORT = "/tmp"
 """Parent of private folders where the path of the folder for temporary files is too long for sockets."""
@@ -35,10 +40,14 @@ class PrivateFolder:
 
     Attributes:
         path: path of the folder.
+
+    Raises:
+        ConfigError: the file system is full.
     """
 
     def __init__(self) -> None:
         remove_abandoned()
+        _check_space()
         self.path = tempfile.mkdtemp(prefix=PREFIX, dir=_parent())
         unlocked = Path(self.path, f"{LOCK}.new")
         self._lock: int | None = os.open(unlocked, os.O_CREAT | os.O_RDWR, 0o600)
@@ -71,6 +80,15 @@ def remove_abandoned() -> None:
         with contextlib.suppress(OSError):  # owned by another user, in use, or being removed by another process
             if lock.parent.lstat().st_uid == os.getuid() and not _in_use(lock):
                 shutil.rmtree(lock.parent, ignore_errors=True)
+
+
+def _check_space() -> None:
+    """Raise ConfigError if a folder for temporary files has too little space: mapped files end their process then."""
+    for folder in dict.fromkeys((tempfile.gettempdir(), _parent())):
+        if (free := shutil.disk_usage(folder).free) < LEAST_FREE:
+            raise ConfigError(
+                f"TMPDIR: {folder} has {free >> 20} MiB free; logs, sockets and metrics need {LEAST_FREE >> 20} MiB"
+            )
 
 
 def _parent() -> str:
