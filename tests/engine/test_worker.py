@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
@@ -164,3 +165,14 @@ def test_lasting_memory_is_allocated_with_the_weights_and_graphs_come_last(
     model.warm_up = lambda: calls.append("graphs")
     feed.compile_or_warm_up_model()
     assert calls[2:] == ["vLLM warms up", "vLLM warms up", "graphs"]
+
+
+def test_only_shared_memory_of_own_groups_is_unlinked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of other groups may not have mapped theirs yet."""
+    monkeypatch.setattr(worker, "SHARED", str(tmp_path))
+    gone = ["vllm_dist_a-tp:0-[0-1]-cpushm_0", "vllm_dist_a-tp:0-[0-1]-cpushm_1", "vllm_dist_a-pp:0-[1]-cpushm_0"]
+    stay = ["vllm_dist_a-tp:0-[2-11]-cpushm_0", "vllm_dist_b-tp:0-[0-1]-cpushm_0", "psm_1"]
+    for name in gone + stay:
+        (tmp_path / name).touch()
+    worker._unlink_queues("vllm_dist_a", 1)
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(stay)

@@ -147,6 +147,7 @@ def open_hidden_states(worker: Any) -> Any:
 
 
 def test_tensor_parallel(parallel: Any, divisible: Path) -> None:
+    assert not list(Path("/dev/shm").glob("vllm_dist_*"))  # the ranks' shared memory has no names that would stay
     oracle = Oracle(divisible)
     for stage in ("thinker", "talker"):
         assert len(set(values(parallel, process, stage))) == RANKS

@@ -7,8 +7,11 @@ The logic is in `Exporter` and in the model's `InputProvider`; this module conne
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,7 +33,7 @@ from vllm_omni_ext.engine.exporter import Exporter
 from vllm_omni_ext.engine.input_provider import Span, StreamingInputModel
 from vllm_omni_ext.engine.loading import progress_reported
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.lifeline import leave_interrupts_to_parent
+from vllm_omni_ext.lifeline import SHARED, leave_interrupts_to_parent
 from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.wire.envelope import StageError, pack
 from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
@@ -89,6 +92,20 @@ def _executed_order(runner: Any, state: Any) -> list[str]:
     return list(state.input_batch.req_ids) if hasattr(state, "input_batch") else _v1_order(runner)
 
 
+def _unlink_queues(name: str, rank: int) -> None:
+    """Unlink the shared memory of vLLM's CPU collectives, which vLLM leaves behind; the mappings stay.
+
+    Only groups with this rank: all their ranks have mapped it when one has initialized its device.
+
+    Args:
+        name: beginning of the names, of one engine.
+    """
+    for file in Path(SHARED).glob(f"{glob.escape(name)}-*-cpushm_*"):
+        ranks = file.name.rpartition("[")[2].partition("]")[0]
+        if str(rank) in ranks.split("-"):
+            file.unlink(missing_ok=True)
+
+
 class StageWorker(_Worker):  # type: ignore[misc]
     """The stock worker; it also frees what loading left behind and reports the progress of the start-up."""
 
@@ -97,7 +114,10 @@ class StageWorker(_Worker):  # type: ignore[misc]
         if (identity := ReplicaIdentity.read()) is not None and identity.parent is not None:
             leave_interrupts_to_parent()  # with tensor parallelism each worker is a process
         with alone():
-            return super().init_device()
+            made = super().init_device()
+        if (name := os.environ.get("VLLM_DIST_IDENT")) is not None:
+            _unlink_queues(name, self.rank)
+        return made
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run one step; seeded requests that a lost replica had begun continue its random numbers."""
