@@ -30,7 +30,7 @@ MACHINE = tuple(f"orchestrator.{name}" for name in _DECIDING)
 """The part of the orchestrator that decides."""
 
 LAYERS = (
-    {"errors", "ids", "lifeline", "memory", "report", "titles", "tiny.directory"},
+    {"errors", "ids", "lifeline", "memory", "ports", "report", "titles", "tiny.directory"},
     {"patching", "patches", "evaluation"},
     {"config", "compat", "environment", "metrics", "modalities", "plugin", "plugins", "model_plugins.*.family"}
     | {"connectors.base", "connectors.registry", "resampling"},
@@ -47,6 +47,7 @@ PURE = (
     "errors",
     "ids",
     "report",
+    "ports",
     "config",
     "topology",
     "pool",

@@ -112,7 +112,8 @@ class OmniLLM(TargetedOfflineLLM):
 
         kwargs.setdefault("disable_log_stats", True)
         plan = from_kwargs(model, **kwargs)
-        self._deployment = Deployment(plan, clients=1, usage=UsageContext.LLM_CLASS, identity_of=_identity)
+        identity = partial(_identity, ports=plan.config.ports)
+        self._deployment = Deployment(plan, clients=1, usage=UsageContext.LLM_CLASS, identity_of=identity)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._replica_supervisor: ReplicaSupervisor | None = None
         self._deployment.__enter__()
@@ -441,9 +442,9 @@ def _with_media(prompt: Any) -> Any:
     return {**rest, "multi_modal_data": {**(prompt.get("multi_modal_data") or {}), **media}}
 
 
-def _identity(replica: ReplicaId) -> ReplicaIdentity:
+def _identity(replica: ReplicaId, ports: tuple[int, int] | None) -> ReplicaIdentity:
     """Return the identity of a replica that has no coordinator and ends with this program."""
-    return ReplicaIdentity(stage=replica.stage, index=replica.index, instance="", program=os.getpid())
+    return ReplicaIdentity(stage=replica.stage, index=replica.index, instance="", program=os.getpid(), ports=ports)
 
 
 def _start_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:

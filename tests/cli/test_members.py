@@ -154,6 +154,18 @@ SPLIT = '{"thinker": {"prefill_decode": {"decode": {"replicas": 0}}}}'
         ("--stage thinker --omni-dp-size-local 0", "--omni-dp-size-local: must be an integer >= 1, got 0"),
         ("-ora 10.0.0.2", "--omni-replica-address 10.0.0.2: only with --headless; the replicas of this process are re"),
         ("--headless --stage talker -oma h -omp 1 --api-server-count 2", "--api-server-count 2: --headless starts no"),
+        (
+            "--omni-port-range 9000-8000",
+            "port_range: must be a range of ports such as '20000-20099', or null, got '9000-8",
+        ),
+        (
+            "-omp 9100 --omni-port-range 9000-9100",
+            "port_range: 9000-9100 has ports of the head's own, 9100 to 9102 (--om",
+        ),
+        (
+            "-omp 9100 --omni-port-range 9102-9200",
+            "port_range: 9102-9200 has ports of the head's own, 9100 to 9102 (--om",
+        ),
         ("-omp 70000", "master_port: must be an integer from 1 to 65535, or null, got 70000"),
     ],
 )

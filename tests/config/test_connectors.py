@@ -23,7 +23,7 @@ def test_the_default_connector_reaches_all_replicas(spread: bool, name: str) -> 
     assert connector_settings(PATH, given, spread=spread) == {"name": "mooncake", **DEFAULTS, **given}
 
 
-KEYS = {"listening", "connecting"}
+KEYS = {"listening", "connecting", "ports"}
 
 
 def test_every_field_but_the_keys_can_be_set() -> None:

@@ -33,6 +33,7 @@ from tests.support.cluster import (
     get,
     idle,
     kill,
+    listening_ports,
     load,
     replicas,
     status,
@@ -47,7 +48,7 @@ from vllm_omni_ext.metrics import PREFIX
 
 PREFILL, DECODE = "thinker.prefill", "thinker.decode"
 TIMES = ["--omni-heartbeat-timeout", "20", "--omni-drain-timeout", "60"]
-PORTS = 3
+PORTS, RANGE = 3, 60
 SESSIONS = 7
 """An odd number: a round-robin policy would change the replica of each."""
 
@@ -70,9 +71,10 @@ ALL = 5
 @pytest.fixture(scope="module")
 def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Headless, list[Answer]]]:
     """A server, one more prefill replica that has joined it, and the answers to `BODIES` before that."""
-    logs, port = tmp_path_factory.mktemp("logs"), free_ports(PORTS)
+    logs, port = tmp_path_factory.mktemp("logs"), free_ports(PORTS + RANGE)
     head = ["-oma", HOST, "-omp", str(port)]
     shared = [*PRESET, "--stage-overrides", SPLIT, *TIMES]
+    shared += ["--omni-port-range", f"{port + PORTS}-{port + PORTS + RANGE - 1}"]
     flags = [*LENGTH, *shared]
     with (
         Server(tiny, logs / "head", [*flags, *head, "--api-server-count", "2"]) as server,
@@ -81,6 +83,14 @@ def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         expected = ask_all(server, BODIES, 1)
         assert until(lambda: all_up(server, ALL), UP_S), crew.tail()
         yield server, crew, expected
+
+
+def test_every_port_for_other_hosts_is_one_of_the_range(cluster: Any) -> None:
+    """Also those of Mooncake's engine."""
+    server, crew, _ = cluster
+    found = listening_ports(server, crew) - {server.port}
+    first = min(found)
+    assert len(found) > PORTS + 2 * 4 and found <= set(range(first, first + PORTS + RANGE))
 
 
 def value(server: Server, name: str, **labels: str) -> float:

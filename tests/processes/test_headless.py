@@ -40,6 +40,7 @@ from tests.support.cluster import (
     get,
     idle,
     kill,
+    listening_ports,
     overrides,
     replicas,
     states,
@@ -70,6 +71,9 @@ TIMEOUT_S, DRAIN_S = 1.5, 20
 PORTS = 3
 """The head's port, and those of the coordinator after it."""
 
+RANGE = 60
+"""Ports of `port_range`."""
+
 AT_ONCE = 8
 BODIES = [body(f"Tell me about number {number}.", 20, 40) for number in range(16)]
 EACH, FEWER, RAW = 500, 5, 20
@@ -99,13 +103,14 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Scenario with one stage a process: head first, which makes the secret."""
-    logs, port = tmp_path_factory.mktemp("cluster"), free_ports(PORTS)
+    logs, port = tmp_path_factory.mktemp("cluster"), free_ports(PORTS + RANGE)
+    within = ["--omni-port-range", f"{port + PORTS}-{port + PORTS + RANGE - 1}"]
 
     def join(name: str, stage: str, *flags: str, model: Path = tiny) -> Headless:
-        return Headless(model, logs / name, stage, port, *TIMES, *flags)
+        return Headless(model, logs / name, stage, port, *TIMES, *within, *flags)
 
     words = ["--stage", "thinker", "--omni-dp-size-local", "2", "-oma", HOST, "-omp", str(port)]
-    head = Server(tiny, logs / "head", [*LENGTH, *words, *TIMES])
+    head = Server(tiny, logs / "head", [*LENGTH, *words, *TIMES, *within])
     talkers, vocoder = join("talkers", "talker", "--omni-dp-size-local", "2"), join("vocoder", "code2wav")
     vocoder.words += ["--replica-id", "7"]
     with contextlib.ExitStack() as stack:
@@ -247,16 +252,10 @@ def expectations(model: Path) -> dict[str, str]:
     return {"model": model_identity(plan.model), "version": __version__, "config_hash": config_hash(plan, "talker")}
 
 
-def listening_ports(head: Server) -> list[int]:
-    """TCP ports of the head and of its API servers, that of HTTP apart."""
-    connections = [each for process in head.processes() for each in process.net_connections("tcp")]
-    return sorted({each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN} - {head.port})
-
-
 @pytest.mark.needs("user nobody")
 def test_messages_without_the_secret_get_no_reply(cluster: Cluster, tiny: Path, undisturbed: list[Answer]) -> None:
     """Another user of the machine who knows everything but the secret, while requests go on."""
-    head, ports = cluster.head, listening_ports(cluster.head)
+    head, ports = cluster.head, sorted(listening_ports(cluster.head) - {cluster.head.port})
     assert {cluster.port, cluster.port + 1, cluster.port + 2} < set(ports)
     assert len(ports) >= 3 + 2 * 3, "and two for each replica of the other processes"
     right = expectations(tiny)
@@ -289,7 +288,7 @@ def test_malformed_messages_at_every_port_change_no_answer(cluster: Cluster, und
     before = sum(process.memory_full_info().uss for process in head.processes())
 
     def attack() -> None:
-        for port in listening_ports(head):
+        for port in listening_ports(head) - {head.port}:
             raw_noise(port, rng)
             flood(port, messages[::FEWER])
         for port in (cluster.port, cluster.port + 1):
@@ -339,6 +338,11 @@ def test_only_the_thinker_listens_on_a_port(cluster: Cluster) -> None:
     for name, each in replicas(cluster.head).items():
         own = [found for found in _open(each["pid"]) if found.laddr not in inherited]
         assert len(own) <= name.startswith("thinker"), (name, own)
+
+
+def test_every_port_for_other_hosts_is_one_of_the_range(cluster: Cluster) -> None:
+    found = listening_ports(cluster.head, cluster.talkers, cluster.vocoder) - {cluster.head.port}
+    assert len(found) > PORTS and found <= set(range(cluster.port, cluster.port + PORTS + RANGE))
 
 
 def _open(pid: int) -> list[Any]:

@@ -45,6 +45,12 @@ LARGEST_DIFFERENCE = 1
 """Between two samples of 16 bits that are the same: sums in another order round differently."""
 
 
+def listening_ports(*programs: Program) -> set[int]:
+    """TCP ports on which programs and their processes listen."""
+    found = [each for program in programs for process in program.processes() for each in process.net_connections("tcp")]
+    return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a client gets: text, int16 samples, which replica of each stage was asked first, which API server, and how

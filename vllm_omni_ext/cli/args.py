@@ -41,6 +41,7 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "--omni-restart-limit": ("restart_limit", {"type": int, "metavar": "N"}),
     "--omni-master-address": ("master_address", {"metavar": "HOST"}),
     "--omni-master-port": ("master_port", {"type": int, "metavar": "PORT"}),
+    "--omni-port-range": ("port_range", {"metavar": "FIRST-LAST"}),
     "--omni-cluster-secret-file": ("cluster_secret_file", {"metavar": "FILE"}),
     "--omni-no-cluster-secret": ("no_cluster_secret", _SWITCH),
 }

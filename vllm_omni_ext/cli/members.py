@@ -19,6 +19,9 @@ _STAGE_ID = "--stage-id"
 _ADDRESS = "--omni-master-address"
 _PORT = "--omni-master-port"
 
+_MORE_PORTS = 2
+"""The head also listens on so many ports after its `master_port`: for heartbeats and views."""
+
 
 def for_this_process(args: argparse.Namespace, pipeline: PipelineSpec, config: OmniConfig) -> OmniConfig:
     """Set the replicas of every stage to those that this process starts.
@@ -49,8 +52,16 @@ def listening(config: OmniConfig) -> OmniConfig:
     A port without an address is one of the loopback.
 
     Raises:
-        ConfigError: the address stands for all addresses of a host, so replicas could not connect to it.
+        ConfigError: the address stands for all addresses of a host, so replicas could not connect to it, or
+            `port_range` has a port of the head's own.
     """
+    if config.master_port is not None and config.ports is not None:
+        (first, last), own = config.ports, config.master_port
+        if first <= own + _MORE_PORTS and own <= last:
+            raise ConfigError(
+                f"port_range: {config.port_range} has ports of the head's own, {own} to {own + _MORE_PORTS} "
+                f"({_PORT} {own}); name others"
+            )
     if config.master_address is None:
         return config if config.master_port is None else replace(config, master_address=LOOPBACK)
     word = config.master_address.strip("[]")

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictI
 from pydantic_core import PydanticCustomError
 
 from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.ports import port_range
 
 LbPolicy = Literal["least-queue-length", "random", "round-robin"]
 LB_POLICIES = get_args(LbPolicy)
@@ -80,6 +81,11 @@ def _check_hosts(text: str) -> str:
     return text
 
 
+def _check_ports(text: str) -> str:
+    port_range(text)
+    return text.strip()
+
+
 def _refuse_key(value: Any) -> Any:
     raise PydanticCustomError(UNKNOWN_KEY[0], "unknown key")
 
@@ -103,6 +109,12 @@ Hosts = Annotated[
     Field(strict=True),
     AfterValidator(_check_hosts),
     _expected("'all', or a comma-separated list of hosts and networks such as 'media.internal,10.1.0.0/16'"),
+]
+PortRange = Annotated[
+    str,
+    Field(strict=True),
+    AfterValidator(_check_ports),
+    _expected("a range of ports such as '20000-20099'"),
 ]
 Names = Annotated[
     str,

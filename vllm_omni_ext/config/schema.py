@@ -27,6 +27,7 @@ from vllm_omni_ext.config.checks import (
     NoKey,
     NullIsEmpty,
     Port,
+    PortRange,
     Positive,
     PositiveOrAuto,
     Seconds,
@@ -34,6 +35,7 @@ from vllm_omni_ext.config.checks import (
     Settings,
     Text,
 )
+from vllm_omni_ext.ports import port_range
 
 STREAM_IDLE_TIMEOUT_S = "stream_idle_timeout_s"
 """Key of vLLM's `additional_config` that passes the timeout to the engines of streaming stages."""
@@ -214,6 +216,11 @@ class OmniConfig:
     master_port: Port | None = _key(
         None, "TCP port of the head, where replicas from other hosts register. Null: none can."
     )
+    port_range: PortRange | None = _key(
+        None,
+        "TCP ports on which this host's processes listen for other hosts, such as `20000-20099`; `master_port` and the "
+        "two after it are further ones. Null: ports that the system chooses.",
+    )
     cluster_secret_file: Text | None = _key(
         None,
         "File with a secret of at least 16 bytes, without which nobody can join, report, read or send anything. Null: "
@@ -305,6 +312,11 @@ class OmniConfig:
         """Seconds that a request may take; a server's plan has no `auto` any more."""
         limit = self.request_timeout_s
         return None if isinstance(limit, str) else limit
+
+    @property
+    def ports(self) -> tuple[int, int] | None:
+        """First and last port of `port_range`."""
+        return None if self.port_range is None else port_range(self.port_range)
 
     def policy(self, name: str) -> str:
         """The load balancing policy of a stage: its own, or the top level's."""

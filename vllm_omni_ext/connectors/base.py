@@ -118,11 +118,12 @@ class ConnectorConfig:
         timeout_s: how long a `get` waits by default.
         retention_s: how long a request is kept that no consumer has open.
         host: address on which a producer listens (`tcp`, `mooncake`). Addresses other than loopback should have keys.
-        port: port on which a producer listens; 0: any.
+        port: port on which a producer listens; 0: any of `ports`.
         protocol: transport of `mooncake`: "tcp" or "rdma".
         device: network device of `mooncake`; empty: any.
         listening: ZeroMQ options of listening TCP sockets, by libzmq option number: CURVE keys.
         connecting: the same for connecting TCP sockets. Never configured by the user: each process sets both itself.
+        ports: first and last port on which this process may listen; None: any. Set as `connecting`.
     """
 
     name: str
@@ -137,6 +138,7 @@ class ConnectorConfig:
     device: str = ""
     listening: Mapping[int, Any] = field(default_factory=dict, repr=False, hash=False)
     connecting: Mapping[int, Any] = field(default_factory=dict, repr=False, hash=False)
+    ports: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("capacity_bytes", "window_bytes", "max_requests", "timeout_s", "retention_s"):

@@ -38,7 +38,7 @@ class Tcp(Connector):
 
 
 def listening(config: ConnectorConfig) -> str:
-    """Return the ZeroMQ address that a producer binds."""
+    """Return the ZeroMQ address that a producer binds; port `*` is any of the configuration's `ports`."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"tcp://{host}:{config.port or '*'}"
 

@@ -27,8 +27,12 @@ from zmq.utils.monitor import recv_monitor_message
 from vllm_omni_ext.connectors.base import Arrived, ConnectorConfig, ConnectorError
 from vllm_omni_ext.connectors.base_impl import Memory, ReceivingConsumer, StoringProducer
 from vllm_omni_ext.connectors.producer_state import Action, Deliver, Say
+from vllm_omni_ext.ports import bind_within
 from vllm_omni_ext.wire import chunks as wire
 from vllm_omni_ext.wire.coordination import Malformed
+
+ANY_PORT = ":*"
+"""End of a ZeroMQ address without a port number."""
 
 SLICE_BYTES = 4 * 1024 * 1024
 """Tensors are sent in frames of at most this size, which limits the memory that a malformed frame can take."""
@@ -127,7 +131,7 @@ class LinkedProducer(StoringProducer, _Thread):
     """A producer behind a ROUTER.
 
     Args:
-        bind: ZeroMQ address; port `*` is any port.
+        bind: ZeroMQ address; port `*` is any port of the configuration's `ports`.
         also: a further file descriptor to poll; `_ready` handles its events.
     """
 
@@ -153,8 +157,11 @@ class LinkedProducer(StoringProducer, _Thread):
         self._router.sndhwm = 0  # no limit of messages: the windows limit the bytes in flight
         _watch_peer(self._router, bind, config.listening)
         try:
-            self._router.bind(bind)
-        except zmq.ZMQError as error:
+            if bind.endswith(ANY_PORT) and config.ports is not None:
+                bind_within(config.ports, lambda port: self._router.bind(bind.removesuffix(ANY_PORT) + f":{port}"))
+            else:
+                self._router.bind(bind)
+        except (zmq.ZMQError, OSError) as error:
             self._context.destroy(linger=0)
             self._end()
             raise ConnectorError(f"the producer of '{edge}' cannot listen on {bind}: {error.strerror}") from error

@@ -13,6 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_utils import MooncakeBootstrapServer
 from vllm.distributed.parallel_state import get_world_group
 
+from vllm_omni_ext.ports import bind_within
+
 
 @dataclass(frozen=True)
 class TransferEndpoint(KVConnectorHandshakeMetadata):
@@ -32,16 +34,20 @@ class TransferEndpoint(KVConnectorHandshakeMetadata):
         return f"http://{self.address}"
 
 
+def _started(server: MooncakeBootstrapServer) -> MooncakeBootstrapServer:
+    server.start()
+    return server
+
+
 class Bootstrap:
     """The transfer endpoint of this replica (`place`). The first worker also runs the server, until `close`."""
 
-    def __init__(self, host: str, port: int = 0) -> None:
+    def __init__(self, host: str, ports: tuple[int, int] | None = None) -> None:
         workers = get_world_group()
         self._server: MooncakeBootstrapServer | None = None
         place = None
         if workers.rank_in_group == 0:
-            self._server = MooncakeBootstrapServer(host, port)
-            self._server.start()
+            self._server = bind_within(ports, lambda port: _started(MooncakeBootstrapServer(host, port)))
             named = f"[{host}]" if ":" in host else host
             place = TransferEndpoint(uuid.uuid4().hex, f"{named}:{self._server.port}")
         self.place: TransferEndpoint = workers.broadcast_object(place, src=0)

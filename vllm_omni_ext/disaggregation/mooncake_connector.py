@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import zmq
+import zmq.asyncio
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -35,6 +37,8 @@ from vllm_omni_ext.disaggregation.mooncake_scheduler import OmniMooncakeSchedule
 from vllm_omni_ext.disaggregation.parameters import CONNECTORS, HOST, LOOPBACK, Settings
 from vllm_omni_ext.disaggregation.prefill_worker import SendMixin
 from vllm_omni_ext.disaggregation.transfer_stats import TransferStats
+from vllm_omni_ext.ports import bind_within
+from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +56,23 @@ BOOTSTRAP_ADDRESS = "bootstrap_server_address"
 """vLLM's key for the server at which a prefill worker registers; if it is set, vLLM starts no server of its own."""
 
 
+def _context_within(ports: tuple[int, int]) -> zmq.asyncio.Context:
+    """Return a context whose sockets listen on ports of a range where vLLM binds them to a random one."""
+
+    class Socket(zmq.asyncio.Socket):
+        def bind_to_random_port(self, addr: str, *args: Any, **kwargs: Any) -> int:
+            def bind(port: int) -> int:
+                self.bind(f"{addr}:{port}")
+                return port
+
+            return bind_within(ports, bind)
+
+    class Context(zmq.asyncio.Context):
+        _socket_class = Socket
+
+    return Context()
+
+
 class OmniMooncakeWorker(ReceiveMixin, SendMixin):
     """The worker's half of the connector, for either role."""
 
@@ -63,12 +84,16 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
         host = extra.get(HOST, LOOPBACK)
         _tell_vllm(host, timeout_s, sends=config.is_kv_producer)
         self.news = threading.Event()
-        self.bootstrap = Bootstrap(host) if config.is_kv_producer else None
+        identity = ReplicaIdentity.read()
+        ports = None if identity is None else identity.ports
+        self.bootstrap = Bootstrap(host, ports) if config.is_kv_producer else None
         if self.bootstrap is not None:
             extra[BOOTSTRAP_ADDRESS] = self.bootstrap.place.address
         engine_id = config.engine_id if self.bootstrap is None else self.bootstrap.place.engine_id
         with device_index():
             super().__init__(vllm_config, engine_id, kv_cache_config)
+        if ports is not None:
+            self.async_zmq_ctx: Any = _context_within(ports)  # vLLM has made no socket yet
         self.xfer_stats = TransferStats()
         self.start_receiving(timeout_s)
         self.start_sending(float(extra.get("kv_retention_s", Settings.kv_retention_s)))

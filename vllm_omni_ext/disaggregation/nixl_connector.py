@@ -18,6 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 
 from vllm_omni_ext.disaggregation.parameters import HOST, LOOPBACK, understood
 from vllm_omni_ext.ids import DECODE, PREFILL
+from vllm_omni_ext.ports import bind_within
+from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 
 log = logging.getLogger(__name__)
 
@@ -62,5 +64,7 @@ def _engine_process(vllm_config: VllmConfig, role: KVConnectorRole) -> str:
 
 
 def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
+    identity = ReplicaIdentity.read()
+    ports = None if identity is None else identity.ports
+    with bind_within(ports, lambda port: socket.create_server((host, port))) as probe:
         return int(probe.getsockname()[1])

@@ -242,5 +242,6 @@ def _edge(additional: Mapping[str, Any], key: str, edge: str) -> tuple[str, Conn
     # Default host: the replicas of a headless node listen on the address under which the node is reachable.
     here = {"host": identity.host} if identity is not None and identity.host else {}
     keys = None if identity is None else Keys.read(identity.secret_file)
-    secret: dict[str, Any] = {} if keys is None else {"listening": keys.listening, "connecting": keys.connecting}
-    return names[0], replace(msgspec.convert({**here, **edges[names[0]]}, ConnectorConfig), **secret)
+    own: dict[str, Any] = {} if keys is None else {"listening": keys.listening, "connecting": keys.connecting}
+    own["ports"] = None if identity is None else identity.ports
+    return names[0], replace(msgspec.convert({**here, **edges[names[0]]}, ConnectorConfig), **own)

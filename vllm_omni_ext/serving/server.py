@@ -248,6 +248,7 @@ class Head:
             version=self._coordination.expected.version,
             host=config.master_address or "",
             secret_file=config.cluster_secret_file,
+            ports=config.ports,
         )
 
     def _forgotten(self, replica: ReplicaId, silent: bool) -> None:

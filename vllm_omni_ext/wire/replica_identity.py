@@ -24,6 +24,7 @@ class ReplicaIdentity(Struct, frozen=True, kw_only=True):
         instance: unique text of this process.
         host: address under which other hosts reach this host; "" if they cannot.
         secret_file: file with the cluster's secret.
+        ports: first and last port on which it may listen for other hosts; None: any.
     """
 
     stage: str
@@ -37,6 +38,7 @@ class ReplicaIdentity(Struct, frozen=True, kw_only=True):
     version: str = ""
     host: str = ""
     secret_file: str | None = None
+    ports: tuple[int, int] | None = None
 
     def variable(self) -> dict[str, str]:
         """Return the identity as an environment variable."""

@@ -37,6 +37,7 @@ from vllm_omni_ext.engine.agent import WithAgent
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import end_processes, how_it_ended
+from vllm_omni_ext.ports import MOONCAKE_VARIABLES, bind_within
 from vllm_omni_ext.runtime.client.board import SharedCounters
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
 from vllm_omni_ext.runtime.launch.addresses import endpoint
@@ -61,8 +62,6 @@ from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 
 LOGS = "logs"
 """Name of the folder with the logs in the private folder."""
-
-ANY_PORT = 0
 
 NOT_STARTED = 0
 """Process id of a replica that has no process yet."""
@@ -187,10 +186,15 @@ class Deployment:
         self.unlisten(replica)
         listeners = EngineZmqListeners(inputs=[], outputs=[])
         for client in range(self.clients):
+            if host is not None:
+                ports = self.plan.config.ports
+                listeners.inputs.append(bind_within(ports, lambda p: make_zmq_listener(endpoint(host, p), zmq.ROUTER)))
+                listeners.outputs.append(bind_within(ports, lambda p: make_zmq_listener(endpoint(host, p), zmq.PULL)))
+                continue
             unique = f"{replica.stage}-{replica.index}-{client}-{time.monotonic_ns()}"
             local = f"ipc://{self.folder}/{unique}"
-            listeners.inputs.append(make_zmq_listener(endpoint(host, ANY_PORT) if host else f"{local}-i", zmq.ROUTER))
-            listeners.outputs.append(make_zmq_listener(endpoint(host, ANY_PORT) if host else f"{local}-o", zmq.PULL))
+            listeners.inputs.append(make_zmq_listener(f"{local}-i", zmq.ROUTER))
+            listeners.outputs.append(make_zmq_listener(f"{local}-o", zmq.PULL))
         self._listeners[replica] = listeners
         return [(i.address, o.address) for i, o in zip(listeners.inputs, listeners.outputs, strict=True)]
 
@@ -219,7 +223,10 @@ class Deployment:
         Args:
             folder: for sockets and temporary files.
         """
-        variables = {"VLLM_RPC_BASE_PATH": folder, **self.plan.config.stage(stage).env}
+        variables = {"VLLM_RPC_BASE_PATH": folder}
+        if (ports := self.plan.config.ports) is not None:  # Mooncake's library reads them when it is imported
+            variables |= zip(MOONCAKE_VARIABLES, map(str, ports), strict=True)
+        variables |= self.plan.config.stage(stage).env
         with environment(variables, defaults=self.plan.stage(stage).env), temporary_files_in(folder):
             yield
 

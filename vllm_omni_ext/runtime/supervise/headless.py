@@ -246,6 +246,7 @@ class HeadClient:
             version=__version__,
             host=self.host,
             secret_file=self._plan.config.cluster_secret_file,
+            ports=self._plan.config.ports,
         )
 
 

@@ -1,0 +1,54 @@
+"""TCP ports on which processes listen for other hosts: those of a range that a firewall lets through, or any. Pure."""
+
+from __future__ import annotations
+
+import errno
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+ANY = 0
+"""Port number for one that the system chooses."""
+
+MOONCAKE_VARIABLES = ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT")
+"""Environment variables with the first and the last port of Mooncake's engine, which listens on two of them."""
+
+_RANGE = re.compile(r"(\d{1,5})-(\d{1,5})")
+
+
+def port_range(text: str) -> tuple[int, int]:
+    """Parse `20000-20099`: first and last port.
+
+    Raises:
+        ValueError: it is no range of ports.
+    """
+    match = _RANGE.fullmatch(text.strip())
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= first <= last < 1 << 16:
+        raise ValueError(text)
+    return first, last
+
+
+def bind_within(ports: Sequence[int] | None, bind: Callable[[int], T]) -> T:
+    """Call `bind` with ports until one is free, and return its result.
+
+    Args:
+        ports: first and last port, tried in a random order; None: `bind` is called once, with `ANY`.
+        bind: raises an error with `errno.EADDRINUSE` if a port is in use.
+
+    Raises:
+        OSError: all ports are in use.
+    """
+    if ports is None:
+        return bind(ANY)
+    first, last = ports
+    for port in random.sample(range(first, last + 1), last + 1 - first):
+        try:
+            return bind(port)
+        except Exception as error:  # OSError, or ZMQError, which is none
+            if getattr(error, "errno", None) != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"all ports of port_range {first}-{last} are in use")
