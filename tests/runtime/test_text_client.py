@@ -94,6 +94,31 @@ async def test_outputs_are_delivered_in_order_after_the_last_replica_is_lost() -
         await text.reset_prefix_cache_async()
 
 
+async def test_other_tasks_run_while_a_replica_has_a_backlog_of_outputs() -> None:
+    """`asyncio.Queue.get` does not suspend its task while the queue has items: health probes would wait for the end."""
+    client: Any = Client(0)
+    client.outputs_queue = asyncio.Queue()
+
+    async def get_output_async() -> Any:
+        return await client.outputs_queue.get()
+
+    client.get_output_async = get_output_async
+    replica, turns, others = StockReplica(NAMES[0], client), [], 0
+
+    async def read() -> None:
+        for _ in range(5):
+            await replica.outputs()
+            turns.append(others)
+
+    for _ in range(5):
+        client.outputs_queue.put_nowait(outputs("a"))
+    reading = asyncio.create_task(read())
+    while not reading.done():
+        others += 1
+        await asyncio.sleep(0)
+    assert len(set(turns)) == len(turns) == 5
+
+
 async def test_a_replica_that_joins_is_called_and_closed_and_a_lost_one_is_not() -> None:
     bench = Bench(2)
     late: Any = Client(2)

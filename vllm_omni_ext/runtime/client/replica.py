@@ -78,8 +78,12 @@ class StockReplica:
     async def outputs(self) -> EngineCoreOutputs:
         """The next outputs of this replica for this API server. A pending call ends when the replica has no more
         outputs.
+
+        With a backlog of outputs all other tasks of the loop run in between: `Queue.get` alone would not let them.
         """
         try:
+            if (waiting := self.client.outputs_queue) is not None and not waiting.empty():
+                await asyncio.sleep(0)
             return await self.client.get_output_async()
         except (EngineDeadError, asyncio.CancelledError):
             self._gone = True
