@@ -19,6 +19,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.processes.conftest import MAX_LEN, STEP_TOKENS
 from tests.processes.test_parity import CASES, SCHEDULES, answer, check
+from tests.processes.test_replicas import answers, same, wait_under_way
 from tests.support.cluster import until
 from tests.support.oracle import Golden, Oracle
 from vllm_omni_ext.ids import ReplicaId
@@ -206,6 +207,19 @@ def under_load(omni: Any, oracle: Oracle, expected: Mapping[str, Golden], victim
     assert omni._omni.orchestrator.held() == 0
     assert until(lambda: back(omni) and processes()[replica].pid != killed, BACK_S)
     assert until(lambda: nothing_is_kept(omni), SETTLED_S)
+
+
+@pytest.mark.extended
+def test_seeded_answers_stay_the_same_when_the_decode_replica_dies(pair: Any) -> None:
+    undisturbed = answers(pair)
+    with ThreadPoolExecutor(1) as thread:
+        got = thread.submit(answers, pair)
+        victim = wait_under_way(pair, "thinker")
+        assert victim.stage == DECODE
+        os.kill(pair._deployment.processes()[victim].pid, signal.SIGKILL)
+        assert same(got.result(), undisturbed)
+    assert all(error is None for error, *_ in undisturbed)
+    assert until(lambda: back(pair) and nothing_is_kept(pair), BACK_S)
 
 
 def back(omni: Any) -> bool:

@@ -59,7 +59,15 @@ def question(number: int) -> Any:
     return openai_messages([{"role": "user", "content": parts}])[0]["content"]
 
 
-BODIES = [body(question(number), WORDS, FRAMES) for number in range(REQUESTS)]
+def sampled(number: int) -> dict[str, Any]:
+    """Fields of every other request: sampling with seeds, of thinker and talker."""
+    if number % 2 == 0:
+        return {}
+    talker = {"temperature": 0.9, "top_k": 50, "seed": number, "min_tokens": FRAMES, "max_tokens": FRAMES + 1}
+    return {"temperature": 1.0, "top_p": 0.9, "seed": number, "talker": talker}
+
+
+BODIES = [body(question(number), WORDS, FRAMES, **sampled(number)) for number in range(REQUESTS)]
 
 
 @pytest.fixture(

@@ -101,8 +101,8 @@ def wait_busy(omni: Any, stage: str) -> ReplicaId:
     return found[-1]
 
 
-def wait_under_way(omni: Any, stage: str) -> ReplicaId:
-    """Return a replica of thinker or talker once a seeded request has `UNDER_WAY` tokens of it."""
+def wait_under_way(omni: Any, stage: str, tokens: int = UNDER_WAY, within_s: float = BUSY_WITHIN_S) -> ReplicaId:
+    """Return a replica of thinker or talker once a seeded request has so many tokens of it."""
     found: list[ReplicaId] = []
 
     def look() -> bool:
@@ -114,11 +114,11 @@ def wait_under_way(omni: Any, stage: str) -> ReplicaId:
                 binding, made, seed = talker, state.flow._voice.frames.count, state.options.params["talker"].seed
             else:
                 continue
-            if binding.replica is not None and made >= UNDER_WAY and seed is not None:
+            if binding.replica is not None and made >= tokens and seed is not None:
                 found.append(binding.replica)
         return bool(found)
 
-    assert until(look, BUSY_WITHIN_S)
+    assert until(look, within_s)
     return found[0]
 
 

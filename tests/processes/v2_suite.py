@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import torch
 from vllm import SamplingParams
 
 from tests.processes.conftest import MAX_LEN, STEP_TOKENS
-from tests.processes.test_parity import CASES, answer, check, golden, prompt, sampling
+from tests.processes.test_parity import CASES, answer, check, golden, prompt, sampling, user
+from tests.processes.test_replicas import same, wait_under_way
 from tests.support.oracle import Oracle
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny import sizes
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
@@ -105,6 +108,32 @@ def test_preempted_requests(cramped: Any, oracle: Oracle) -> None:
     counts = {stage: values(cramped, repeats, stage)[0] for stage in LENGTHS}
     assert min(counts.values()) > 0, counts
     assert cramped._omni.orchestrator.held() == 0
+
+
+SEEDED = {
+    "thinker": SamplingParams(temperature=1, seed=3, max_tokens=16, ignore_eos=True),
+    "talker": SamplingParams(temperature=0.9, top_k=0, seed=5, min_tokens=16, max_tokens=17),
+}
+"""Without `top_p` and `top_k`, whose kernel Triton's interpreter cannot run."""
+
+BEGUN, BEGINS_WITHIN_S = 5, 300.0
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker"])
+def test_seeded_answers_stay_the_same_when_a_replica_dies(stage: str, cramped: Any) -> None:
+    """The runner draws by seed and position: a replay goes on with the same random numbers."""
+
+    def answers() -> list[Any]:
+        made = cramped.chat([[user("Tell me a story.")], [user("hello world")]], [SEEDED] * 2, use_tqdm=False)
+        return [(each.error, each.outputs[0].token_ids, each.frames.tolist(), each.audio) for each in made]
+
+    undisturbed = answers()
+    with ThreadPoolExecutor(1) as thread:
+        got = thread.submit(answers)
+        victim = wait_under_way(cramped, stage, BEGUN, BEGINS_WITHIN_S)
+        os.kill(cramped._deployment.processes()[victim].pid, signal.SIGKILL)
+        assert same(got.result(), undisturbed)
+    assert all(error is None for error, *_ in undisturbed)
 
 
 # -- engines of several processes -------------------------------------------------------------------------------------
