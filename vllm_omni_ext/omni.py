@@ -286,13 +286,13 @@ class AsyncOmni(TargetedLLM):
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def expect(self, options: RequestOptions) -> str:
+    def expect(self, options: RequestOptions, *, all_text: bool = False) -> str:
         """Announce a request of a stock handler; the ticket goes into its `extra_args` under `TICKET`.
 
         Raises:
             RequestError: the options cannot be met.
         """
-        return self._admission.expect(options)
+        return self._admission.expect(options, all_text=all_text)
 
     def withdraw(self, ticket: str) -> None:
         """Withdraw an announced request, or its ticket after use; unknown tickets are ignored."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.fakes import Bench, ScriptedFlow, drained, text_request
@@ -82,6 +82,15 @@ def test_a_ticket_leads_to_its_options_once() -> None:
     desk.admission.withdraw(tickets[1])
     desk.admission.withdraw("unknown")
     assert desk.admission.held() == 0
+
+
+def test_all_text_so_far_can_be_requested() -> None:
+    desk = Desk()
+    for all_text, kind in ((True, RequestOutputKind.CUMULATIVE), (False, RequestOutputKind.FINAL_ONLY)):
+        params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
+        params.extra_args = {TICKET: desk.admission.expect(BOTH, all_text=all_text)}
+        desk.admission.options_of(params, None)
+        assert params.output_kind is kind
 
 
 def test_options_that_cannot_be_met_are_refused_at_once() -> None:

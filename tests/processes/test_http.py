@@ -216,6 +216,17 @@ def test_a_streamed_answer_that_turns_out_to_be_a_tool_call_is_not_spoken(client
     assert not any(getattr(delta, "audio", None) for delta in deltas)
 
 
+def test_the_talker_ends_when_a_whole_answer_turns_out_to_be_a_tool_call(client: openai.OpenAI) -> None:
+    call = '<tool_call>{"name": "look", "arguments": {"at": "moon"}}</tool_call>'
+    fields = {"ignore_eos": False, "structured_outputs": {"choice": [call]}, "return_stage_metrics": True}
+    fields["talker"] = {"temperature": 0, "min_tokens": 1500, "max_tokens": 1500}
+    asked = {"tools": [{"type": "function", "function": LOOK}], "modalities": ["text", "audio"]}
+    reply = ask(client, **asked, max_completion_tokens=200, extra_body=fields)
+    message = reply.choices[0].message
+    assert (message.tool_calls[0].function.arguments, message.audio) == ('{"at": "moon"}', None)
+    assert reply.metrics["stages"].get("talker", {"tokens": 0})["tokens"] < 1000
+
+
 def test_the_python_examples_of_the_readme(server: Server, tmp_path: Path) -> None:
     written = [block for block in readme.blocks("python") if "import LLM" not in block]
     code = readme.at(server.port, "\n".join(written))

@@ -98,7 +98,7 @@ class ScriptedOmni:
     async def is_tracing_enabled(self) -> bool:
         return False
 
-    def expect(self, options: RequestOptions) -> str:
+    def expect(self, options: RequestOptions, *, all_text: bool = False) -> str:
         ticket = f"ticket {len(self.calls)} {len(self._tickets)}"
         self._tickets[ticket] = options
         return ticket

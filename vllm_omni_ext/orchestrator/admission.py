@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_omni_ext.config.checks import modality_names
@@ -67,22 +68,25 @@ class Admission:
         self._orchestrator = orchestrator
         self._frontend = model_frontend
         self._default = RequestOptions(modalities=(TEXT,) if text_only else self.capabilities.default_modalities)
-        self._expected: dict[str, RequestOptions] = {}
+        self._expected: dict[str, tuple[RequestOptions, bool]] = {}
         self._admitted: dict[str, Admitted] = {}
 
     def held(self) -> int:
         """Number of unused tickets plus running planned requests (0 when idle)."""
         return len(self._expected) + len(self._admitted)
 
-    def expect(self, options: RequestOptions) -> str:
+    def expect(self, options: RequestOptions, *, all_text: bool = False) -> str:
         """Announce a request; the ticket goes into its `extra_args[TICKET]`.
+
+        Args:
+            all_text: each output has all text so far, also if the handler needs the last output only.
 
         Raises:
             RequestError: the options cannot be met.
         """
         self._runtime.validate(options)
         ticket = uuid.uuid4().hex  # clients must not be able to guess another client's ticket
-        self._expected[ticket] = options
+        self._expected[ticket] = options, all_text
         return ticket
 
     def withdraw(self, ticket: str) -> None:
@@ -96,7 +100,10 @@ class Admission:
             RequestError: the options cannot be met.
         """
         extra = getattr(params, "extra_args", None) or {}
-        expected = self._expected.pop(extra[TICKET], None) if isinstance(extra.get(TICKET), str) else None
+        ticket = extra.get(TICKET)
+        expected, all_text = self._expected.pop(ticket if isinstance(ticket, str) else "", (None, False))
+        if all_text:
+            params.output_kind = RequestOutputKind.CUMULATIVE
         if RESERVED & extra.keys():
             params.extra_args = {key: value for key, value in extra.items() if key not in RESERVED} or None
         if given is not None:

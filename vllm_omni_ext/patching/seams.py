@@ -68,6 +68,12 @@ API_SERVER = (
         ("OpenAIServingChat.__init__", "ed198736dd98", "subclassed"),
         ("OpenAIServingChat.chat_completion_full_generator", "1ffad7651a9f", "overridden, calls the original"),
         ("OpenAIServingChat.chat_completion_stream_generator", "f69a8434f95e", "overridden, calls the original"),
+        ("OpenAIServingChat._make_parser", "9d37782c731a", "called: the parser of a whole answer's text so far"),
+        ("OpenAIServingChat._effective_chat_template_kwargs", "0b266c194669", "called: its arguments"),
+    ),
+    *seams_in(
+        "vllm.parser.abstract_parser",
+        ("DelegatingParser.parse_delta", "1aa302e0dd96", "called with the new text of a whole answer"),
     ),
     *seams_in(
         "vllm.entrypoints.serve.middleware.authenticate",

@@ -25,6 +25,7 @@ from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.serving import sse
 from vllm_omni_ext.serving.failures import with_vllm_errors
 from vllm_omni_ext.serving.text_outputs import TextOutputs
+from vllm_omni_ext.serving.tool_calls import ToolCallWatch
 
 AUDIO_TOKENS = "audio_tokens"
 
@@ -60,9 +61,16 @@ class ChatAnswer:
         return TEXT in self.options.modalities
 
     async def text_of(
-        self, source: AsyncGenerator[Any, None], request_id: str, stream: ChatStream | None = None
+        self,
+        source: AsyncGenerator[Any, None],
+        request_id: str,
+        stream: ChatStream | None = None,
+        watch: ToolCallWatch | None = None,
     ) -> AsyncGenerator[Any, None]:
         """Yield the text outputs of `source`, at least one; other chunks are stored or streamed. Closes `source`.
+
+        Args:
+            watch: gets each output of text.
 
         Raises:
             VLLMError: the error of `source`, as vLLM's error.
@@ -74,6 +82,8 @@ class ChatAnswer:
                     item = outputs.of(item, self.prompt)
                 if not isinstance(item, OutputChunk):
                     has_output = True
+                    if watch is not None:
+                        await watch.take(item)
                     yield item
                 elif stream is not None:
                     await stream.take(item)

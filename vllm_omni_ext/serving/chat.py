@@ -31,6 +31,7 @@ from vllm_omni_ext.serving.failures import BadRequest, as_vllm_error, printable
 from vllm_omni_ext.serving.media import MediaNotFetched
 from vllm_omni_ext.serving.served import ServedModel
 from vllm_omni_ext.serving.stage_params import apply_to_frontend
+from vllm_omni_ext.serving.tool_calls import ToolCallWatch
 from vllm_omni_ext.serving.turns import sound_of_any_format, transcripts_for_assistant_audio
 from vllm_omni_ext.serving.values import validate_json_values
 from vllm_omni_ext.wire.stage_input import TICKET
@@ -74,7 +75,7 @@ class OmniServingChat(OpenAIServingChat):
         if raw_request is not None:
             sound_of_any_format(request.messages, (await raw_request.json()).get(MESSAGES))
         transcripts_for_assistant_audio(request.messages)
-        ticket = self.engine_client.expect(answer.options)
+        ticket = self.engine_client.expect(answer.options, all_text=self._watches(answer))
         request.vllm_xargs = {**(request.vllm_xargs or {}), TICKET: ticket}
         self._answers[ticket] = answer
         try:
@@ -82,6 +83,10 @@ class OmniServingChat(OpenAIServingChat):
         finally:
             del self._answers[ticket]
             self.engine_client.withdraw(ticket)
+
+    def _watches(self, answer: ChatAnswer) -> bool:
+        """Return whether a tool call must be found before a whole answer ends, because it would be spoken."""
+        return answer.may_call_tool and bool(answer.modalities) and not answer.stream and self.parser_cls is not None
 
     def _answer(self, request: ChatCompletionRequest) -> ChatAnswer:
         assert request.vllm_xargs is not None, "the ticket is in it"
@@ -116,8 +121,12 @@ class OmniServingChat(OpenAIServingChat):
         self, request: ChatCompletionRequest, result_generator: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> ErrorResponse | ChatCompletionResponse:
         """vLLM's hook for the whole answer."""
-        answer = self._begin(request, request_id, kwargs)
-        async with aclosing(answer.text_of(result_generator, request_id)) as text:
+        answer, watch = self._begin(request, request_id, kwargs), None
+        if self._watches(answer):
+            _, _, tokenizer, *_ = args
+            parser = self._make_parser(request, tokenizer, self._effective_chat_template_kwargs(request))
+            watch = ToolCallWatch(parser, request, partial(self.engine_client.text_only, request_id))
+        async with aclosing(answer.text_of(result_generator, request_id, watch=watch)) as text:
             response = await super().chat_completion_full_generator(request, text, request_id, *args, **kwargs)
         if isinstance(response, ChatCompletionResponse):
             await answer.complete(response)
