@@ -126,6 +126,26 @@ def states(section) -> dict[str, tuple[bool, str]]:
     return {line.name: (line.ok, line.state) for line in section.lines}
 
 
+@pytest.mark.parametrize("missing", ["nvcc", "curand.h", "ninja", "", "flashinfer", "cuda", "jit"])
+def test_flashinfers_sampler_needs_a_cuda_toolkit(packages, tmp_path, monkeypatch, missing):
+    """vLLM's sampler would end thinker and talker in their warm-up."""
+    packages("torch", "2.13.0", f"cuda: Optional[str] = {'None' if missing == 'cuda' else repr('13.0')}\n")
+    for name in ("flashinfer", "flashinfer_jit_cache"):
+        if missing == name or (name == "flashinfer_jit_cache" and missing != "jit"):
+            continue
+        packages(name, "0.7")
+    monkeypatch.setattr(environment, "DEFAULT_CUDA_HOME", str(tmp_path / "none"))
+    toolkit = tmp_path / "cuda"
+    (toolkit / "include").mkdir(parents=True)
+    for file in ("bin/nvcc", "include/curand.h", "ninja"):
+        if missing != "jit" and not file.endswith(missing or "-"):
+            (toolkit / file).parent.mkdir(exist_ok=True)
+            (toolkit / file).touch(mode=0o755)
+    found = [{"PATH": f"{toolkit}/bin:{toolkit}"}, {"PATH": str(toolkit), "CUDA_HOME": str(toolkit)}]
+    expected = missing if missing in ("nvcc", "curand.h", "ninja") else ""
+    assert [environment.missing_for_flashinfer(environ) for environ in found] == [expected] * 2
+
+
 def test_cuda_builds_next_to_a_torch_for_the_cpu_are_mistakes(packages):
     packages("torchaudio", "2.11.0+cu130")
     ok, state = states(environment.traps())["torchaudio"]

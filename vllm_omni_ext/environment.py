@@ -24,6 +24,10 @@ CUDA_ONLY = ("torchaudio", "torchcodec")
 """Packages whose usual wheels are CUDA builds and break `import transformers` beside a CPU torch."""
 SMALL_SHM_BYTES = 1 << 30
 """Each engine process reserves some 400 MB of shared memory; a container's default is less than this."""
+SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
+"""vLLM's variable: the sampler uses FlashInfer's kernels, which are compiled at the first use."""
+CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")
+DEFAULT_CUDA_HOME = "/usr/local/cuda"
 _VERSION = re.compile(r"^__version__\b.*?=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 _ACCELERATOR = re.compile(r"^(cuda|hip|xpu)\b[^=]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 
@@ -90,6 +94,7 @@ def _traps() -> Iterator[Line]:
     method = resampling.available()
     missing = "no package converts sound to the model's sample rate; pip install soxr"
     yield Line("sample rates of sound", method is not None, f"converted by {method}" if method else missing)
+    yield _flashinfer()
     vision = _version("torchvision")
     if find_spec("torchvision") is None:
         yield Line("torchvision", False, "not installed; images and video cannot be read; pip install torchvision")
@@ -97,6 +102,34 @@ def _traps() -> Iterator[Line]:
         yield Line("torchvision", True, f"{vision} beside a CPU torch: made importable by our torch.backends hook")
     else:
         yield Line("torchvision", True, vision)
+
+
+def missing_for_flashinfer(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the part of the CUDA toolkit without which FlashInfer cannot compile its sampler; "" if there is none.
+
+    vLLM 0.32 does not check this: thinker and talker would end in their warm-up.
+    """
+    if not accelerator().startswith("cuda") or find_spec("flashinfer") is None or find_spec("flashinfer_jit_cache"):
+        return ""
+    path = environ.get("PATH")
+    home = next(filter(None, map(environ.get, CUDA_HOMES)), None)
+    if home is None:
+        found = shutil.which("nvcc", path=path)
+        home = str(Path(found).parents[1]) if found else DEFAULT_CUDA_HOME
+    if shutil.which("nvcc", path=str(Path(home, "bin"))) is None:
+        return "nvcc"
+    headers = (Path(home, "include"), *Path(home).glob("targets/*/include"))
+    if not any((folder / "curand.h").exists() for folder in headers):
+        return "curand.h"
+    return "" if shutil.which("ninja", path=path) else "ninja"
+
+
+def _flashinfer() -> Line:
+    missing = missing_for_flashinfer()
+    if not missing:
+        return Line("FlashInfer's sampler", True, "no conflict")
+    state = f"{missing} is missing, so stages run with {SAMPLER}=0; install a CUDA toolkit, or `vllm download-kernels`"
+    return Line("FlashInfer's sampler", True, state)
 
 
 def _shared_memory() -> Line:

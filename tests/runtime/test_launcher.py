@@ -19,7 +19,9 @@ from vllm.triton_utils import HAS_TRITON, dispatcher
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 
+from vllm_omni_ext.environment import SAMPLER
 from vllm_omni_ext.runtime.launch.launcher import (
+    Deployment,
     compute_threads,
     environment,
     frozen_heap,
@@ -48,6 +50,22 @@ def test_environment_is_changed_in_the_block_only(monkeypatch: pytest.MonkeyPatc
         del os.environ[B]
         raise RuntimeError
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(("set_to", "missing", "expected"), [(None, "nvcc", "0"), (None, "", None), ("1", "nvcc", "1")])
+def test_stages_sample_without_flashinfer_where_it_cannot_be_compiled(
+    set_to: str | None, missing: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SAMPLER, raising=False)
+    if set_to is not None:
+        monkeypatch.setenv(SAMPLER, set_to)
+    stage = SimpleNamespace(env={})
+    config = SimpleNamespace(ports=(23000, 23009), stage=lambda name: stage)
+    plan = SimpleNamespace(config=config, stage=lambda name: stage)
+    deployment: Any = SimpleNamespace(plan=plan, _no_flashinfer=bool(missing))
+    with Deployment._surroundings(deployment, "talker", str(tmp_path)):
+        assert os.environ.get(SAMPLER) == expected
+        assert (os.environ["MC_MIN_RPC_PORT"], os.environ["MC_MAX_RPC_PORT"]) == ("23000", "23009")
 
 
 def test_temporary_files_go_into_the_folder(tmp_path: Path) -> None:

@@ -45,12 +45,16 @@ class CudaGraphs:
             for _ in range(WARM_UPS):
                 body()
             torch.cuda.synchronize(self._device)
-            # Not torch.cuda.graph(): it collects garbage before each of dozens of graphs.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                body()
-            finally:
-                graph.capture_end()
+                # Not torch.cuda.graph(): it collects garbage before each of dozens of graphs.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    body()
+                finally:
+                    graph.capture_end()
+            except BaseException:
+                self._pool = torch.cuda.graph_pool_handle()  # the allocator may still record into the old one
+                raise
         current.wait_stream(self._stream)
         return graph.replay  # type: ignore[no-any-return]
 

@@ -34,6 +34,7 @@ from vllm.v1.executor import Executor
 
 from vllm_omni_ext.disaggregation.parameters import HOST, LOOPBACK
 from vllm_omni_ext.engine.agent import WithAgent
+from vllm_omni_ext.environment import SAMPLER, missing_for_flashinfer
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import end_processes, how_it_ended
@@ -128,6 +129,7 @@ class Deployment:
         """Called with every replica of the plan and its process id when the process is made."""
         self._usage = usage
         self.fork = may_fork(plan, usage)
+        self._no_flashinfer = bool(missing_for_flashinfer())
         self._private = folder or PrivateFolder()
         self.folder = self._private.path
         self.logs: Logs = TerminalLogs()
@@ -227,7 +229,10 @@ class Deployment:
         if (ports := self.plan.config.ports) is not None:  # Mooncake's library reads them when it is imported
             variables |= zip(MOONCAKE_VARIABLES, map(str, ports), strict=True)
         variables |= self.plan.config.stage(stage).env
-        with environment(variables, defaults=self.plan.stage(stage).env), temporary_files_in(folder):
+        defaults = dict(self.plan.stage(stage).env)
+        if self._no_flashinfer:
+            defaults.setdefault(SAMPLER, "0")
+        with environment(variables, defaults=defaults), temporary_files_in(folder):
             yield
 
     def _place(self, replica: ReplicaId) -> str:
