@@ -10,7 +10,7 @@ JOBS ?= 2
 # Requests of each kind.
 CASES ?= 60
 
-.PHONY: help setup test test-all quick faults accuracy gpu lint types format demo release docs clean
+.PHONY: help setup test test-all quick faults accuracy gpu null-gpu lint types format demo release docs clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 16
@@ -39,6 +39,9 @@ accuracy: setup ## measure the trained tiny model through all topologies, with C
 
 gpu: ## run all that needs a GPU and write docs/gpu.md; PART="NAME ..." for some, FRESH=1 from the beginning
 	$(GPU_PYTHON) benchmarks/gpu.py $(if $(PART),--parts $(PART)) $(if $(FRESH),--fresh)
+
+null-gpu: setup ## serve released shapes with vLLM's CUDA build on a device that computes nothing; NAMES="h200 ..." for some
+	$(PYTHON) -m tests.nullgpu $(NAMES)
 
 lint: setup ## check style and formatting
 	$(PYTHON) -m ruff check .

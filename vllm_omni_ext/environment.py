@@ -107,7 +107,7 @@ def _traps() -> Iterator[Line]:
 def missing_for_flashinfer(environ: Mapping[str, str] = os.environ) -> str:
     """Return the part of the CUDA toolkit without which FlashInfer cannot compile its sampler; "" if there is none.
 
-    vLLM 0.32 does not check this: thinker and talker would end in their warm-up.
+    vLLM 0.32 does not check this: a stage that samples would end in its warm-up.
     """
     if not accelerator().startswith("cuda") or find_spec("flashinfer") is None or find_spec("flashinfer_jit_cache"):
         return ""

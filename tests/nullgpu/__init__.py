@@ -1,0 +1,1 @@
+"""vLLM's CUDA build on a device that computes nothing; `make null-gpu` runs it."""

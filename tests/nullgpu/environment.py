@@ -1,0 +1,127 @@
+"""The environment of the null device: the CUDA wheel of vLLM, the library, this package, and models without weights."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+VLLM = "0.32.0"
+PACKAGES = (f"vllm=={VLLM}", "msgspec", "pyzmq", "psutil", "pyyaml", "rich", "soundfile", "av")
+HOME = "NULL_GPU_HOME"
+"""Environment variable with the folder of the environment, some 9 GB."""
+
+MODELS = ("qwen3-omni", "bagel")
+LIBRARY = "libnullgpu.so"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Folders of a prepared environment."""
+
+    home: Path
+
+    @property
+    def python(self) -> Path:
+        """Python of the virtual environment with the CUDA wheels."""
+        return self.home / "venv" / "bin" / "python"
+
+    @property
+    def library(self) -> Path:
+        """Folder of the null device's library."""
+        return self.home / "library"
+
+    @property
+    def site(self) -> Path:
+        """Folder with this package, as it is installed."""
+        return self.home / "site"
+
+    def model(self, name: str) -> Path:
+        """Folder of a model in its released shape."""
+        return self.home / "models" / name
+
+    def variables(self, run: Path, *, mib: int, devices: int, name: str) -> dict[str, str]:
+        """Environment variables of a process on null devices.
+
+        Args:
+            run: folder for the counters (`counters`) and the log (`refused`).
+            mib: memory of each device, as NVML reports it.
+            name: of each device.
+        """
+        cache = self.home / "cache"
+        return {
+            "PATH": f"{self.python.parent}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{self.site}:{HERE / 'shims'}",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "LD_PRELOAD": str(self.library / LIBRARY),
+            "LD_LIBRARY_PATH": str(self.library),
+            "TRITON_LIBCUDA_PATH": str(self.library),
+            "NULLGPU_FILE": str(run / "counters"),
+            "NULLGPU_LOG": str(run / "refused"),
+            "NULLGPU_MIB": str(mib),
+            "NULLGPU_COUNT": str(devices),
+            "NULLGPU_NAME": name,
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "XDG_CACHE_HOME": str(cache),
+            "VLLM_CACHE_ROOT": str(cache / "vllm"),
+            "TRITON_CACHE_DIR": str(cache / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        }
+
+
+def prepare() -> Environment:
+    """Make or update the environment, and return it."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-omni-ext" / "null-gpu"
+    made = Environment(Path(os.environ.get(HOME) or default))
+    made.home.mkdir(parents=True, exist_ok=True)
+    _wheels(made)
+    _library(made)
+    shutil.rmtree(made.site, ignore_errors=True)
+    _pip(made, "--no-deps", "--no-build-isolation", "--target", str(made.site), str(ROOT))
+    for name in MODELS:
+        if not made.model(name).exists():
+            words = [sys.executable, "-m", "vllm_omni_ext", "tiny", name, str(made.model(name)), "--released"]
+            subprocess.run(words, check=True, cwd=ROOT)
+    return made
+
+
+def _wheels(made: Environment) -> None:
+    """Install the CUDA wheel of vLLM, once."""
+    done = made.home / "venv" / f"vllm-{VLLM}"
+    if done.exists():
+        return
+    venv.create(made.home / "venv", clear=True, with_pip=True, symlinks=True)
+    _pip(made, *PACKAGES, "setuptools>=77")
+    asked = [str(made.python), "-c", "import torch; print(torch.version.cuda)"]
+    if subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip() == "None":
+        raise RuntimeError("pip has installed a torch for CPUs")
+    done.touch()
+
+
+def _pip(made: Environment, *words: str) -> None:
+    """Install with the package index alone: local wheels may be builds of torch for CPUs."""
+    environ = {name: value for name, value in os.environ.items() if name != "PIP_FIND_LINKS"}
+    environ["PIP_CONFIG_FILE"] = os.devnull
+    subprocess.run([str(made.python), "-m", "pip", "install", "-q", *words], check=True, env=environ)
+
+
+def _library(made: Environment) -> None:
+    """Build the library if a source has changed."""
+    sources = sorted([*HERE.glob("*.c"), *HERE.glob("*.h"), HERE / "stubs.txt", HERE / "build.py"])
+    digest = hashlib.sha256(b"".join(each.read_bytes() for each in sources)).hexdigest()
+    mark = made.library / "sources"
+    if mark.exists() and mark.read_text() == digest:
+        return
+    headers = next(made.home.glob("venv/lib/python3*/site-packages/nvidia/cu13/include"))
+    words = [sys.executable, HERE / "build.py", "--headers", headers, "--out", made.library]
+    subprocess.run(list(map(str, words)), check=True)
+    mark.write_text(digest)

@@ -1,0 +1,83 @@
+"""Deployments in released shapes, and the requests that each of them answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+H200_MIB, H100_MIB = 143_771, 81_559
+TEXT: Mapping[str, Any] = {"modalities": ["text"], "max_completion_tokens": 4}
+SPOKEN: Mapping[str, Any] = {"max_completion_tokens": 16, "talker": {"max_tokens": 24, "min_tokens": 24}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One chat request: `name` of its content (`support.media`), and more fields."""
+
+    name: str
+    content: tuple[Mapping[str, Any], ...]
+    fields: Mapping[str, Any] = field(default_factory=lambda: TEXT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One deployment.
+
+    Attributes:
+        mib: memory of each device, as NVML reports it.
+        flags: of `vllm serve MODEL --omni`, as the documents have them.
+    """
+
+    name: str
+    model: str
+    devices: int
+    mib: int
+    gpu: str
+    flags: tuple[str, ...] = ()
+    asks: tuple[Ask, ...] = ()
+
+
+def say(text: str) -> Mapping[str, Any]:
+    """A part with text."""
+    return {"type": "text", "text": text}
+
+
+def video(frames: int) -> Mapping[str, Any]:
+    """A part with a video of 1280 x 720 pixels."""
+    return {"type": "video", "frames": frames, "width": 1280, "height": 720}
+
+
+TALK = (
+    Ask(name="spoken", content=(say("Why is the sky blue?"),), fields=SPOKEN),
+    Ask(name="spoken again", content=(say("Why is the sky blue?"),), fields=SPOKEN),
+    Ask(name="long prompt", content=(say("word " * 12_000),)),
+    Ask(name="large image", content=({"type": "image", "width": 3584, "height": 3584}, say("What is this?"))),
+    Ask(name="video of 32 frames", content=(video(32), say("What is this?"))),
+    Ask(name="video of 64 frames", content=(video(64), say("What is this?"))),
+    Ask(name="video of 128 frames", content=(video(128), say("What is this?"))),
+    Ask(name="text after the videos", content=(say("And now?"),), fields=SPOKEN),
+)
+FEWER = (*TALK[:2], TALK[3], TALK[4], TALK[-1])
+
+SCENARIOS = (
+    Scenario(name="h200", model="qwen3-omni", devices=1, mib=H200_MIB, gpu="NVIDIA H200", asks=TALK),
+    Scenario(
+        name="fp8",
+        model="qwen3-omni",
+        devices=1,
+        mib=H100_MIB,
+        gpu="NVIDIA H100 80GB HBM3",
+        flags=("--quantization", "fp8"),
+        asks=TALK,
+    ),
+    Scenario(
+        name="two",
+        model="qwen3-omni",
+        devices=2,
+        mib=H100_MIB,
+        gpu="NVIDIA H100 80GB HBM3",
+        flags=("--max-model-len", "32768"),
+        asks=FEWER,
+    ),
+)
