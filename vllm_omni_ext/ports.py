@@ -13,6 +13,9 @@ T = TypeVar("T")
 ANY = 0
 """Port number for one that the system chooses."""
 
+EVENTS_PORT, VIEWS_PORT = 1, 2
+"""Offsets from the head's port: for heartbeats, and for views."""
+
 MOONCAKE_VARIABLES = ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT")
 """Environment variables with the first and the last port of Mooncake's engine, which listens on two of them."""
 

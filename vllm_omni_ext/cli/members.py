@@ -12,15 +12,13 @@ from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.disaggregation.parameters import LOOPBACK
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.spec import PipelineSpec
+from vllm_omni_ext.ports import VIEWS_PORT
 from vllm_omni_ext.topology.shape import Headless, Plan
 
 _STAGE = "--stage"
 _STAGE_ID = "--stage-id"
 _ADDRESS = "--omni-master-address"
 _PORT = "--omni-master-port"
-
-_MORE_PORTS = 2
-"""The head also listens on so many ports after its `master_port`: for heartbeats and views."""
 
 
 def for_this_process(args: argparse.Namespace, pipeline: PipelineSpec, config: OmniConfig) -> OmniConfig:
@@ -57,9 +55,9 @@ def listening(config: OmniConfig) -> OmniConfig:
     """
     if config.master_port is not None and config.ports is not None:
         (first, last), own = config.ports, config.master_port
-        if first <= own + _MORE_PORTS and own <= last:
+        if first <= own + VIEWS_PORT and own <= last:
             raise ConfigError(
-                f"port_range: {config.port_range} has ports of the head's own, {own} to {own + _MORE_PORTS} "
+                f"port_range: {config.port_range} has ports of the head's own, {own} to {own + VIEWS_PORT} "
                 f"({_PORT} {own}); name others"
             )
     if config.master_address is None:

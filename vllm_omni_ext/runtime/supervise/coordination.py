@@ -24,6 +24,7 @@ from vllm_omni_ext.coordinator.timing import Timing
 from vllm_omni_ext.coordinator.watcher import Watcher
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import die_with_parent
+from vllm_omni_ext.ports import EVENTS_PORT, VIEWS_PORT
 from vllm_omni_ext.runtime.launch.addresses import endpoint
 from vllm_omni_ext.titles import name_process
 from vllm_omni_ext.topology.agreement import config_hash, model_identity
@@ -31,9 +32,6 @@ from vllm_omni_ext.topology.shape import Plan
 from vllm_omni_ext.wire.coordination import MAX_REPLY_BYTES, encode
 
 log = logging.getLogger(__name__)
-
-EVENTS_PORT, VIEWS_PORT = 1, 2
-"""Offsets from the head's port: for heartbeats, and for views."""
 
 FAREWELL_MS = 200
 
