@@ -24,7 +24,7 @@ from PIL import Image
 from examples.server import HOST, Server, ServerFailed
 from tests.nullgpu import counters
 from tests.nullgpu.environment import Environment, prepare
-from tests.nullgpu.scenarios import SCENARIOS, Ask, Scenario
+from tests.nullgpu.scenarios import SCENARIOS, Ask, Picture, Scenario
 from tests.support import media
 from tests.support.cluster import replicas
 
@@ -89,7 +89,7 @@ def defects_of(environment: Environment, scenario: Scenario) -> Iterator[str]:
             with server:
                 print(f"  {scenario.name} ready after {time.monotonic() - began:.0f} s", flush=True)
                 for ask in scenario.asks:
-                    yield from wrong_answer(server, ask)
+                    yield from (wrong_picture if isinstance(ask, Picture) else wrong_answer)(server, ask)
                 yield from wrong_counts(environment, scenario, server)
         except ServerFailed as error:
             yield f"the server did not start: {error}"
@@ -110,13 +110,29 @@ def wrong_answer(server: NullServer, ask: Ask) -> Iterator[str]:
         yield f"{ask.name}: {error}"
         return
     print(f"  {ask.name}: {answer.usage.prompt_tokens} prompt tokens, {time.monotonic() - began:.1f} s", flush=True)
-    stages = answer.metrics["stages"]
-    if (tokens := stages["thinker"]["tokens"]) != fields["max_completion_tokens"]:
+    if (tokens := answer.usage.completion_tokens) < fields["max_completion_tokens"]:
         yield f"{ask.name}: {tokens} tokens of text"
     if "talker" in extra:
         frames, audio = extra["talker"]["max_tokens"], answer.metrics["audio"]
         if not 0 < audio["samples"] <= frames * SAMPLES_A_FRAME:
             yield f"{ask.name}: {audio['samples']} samples of {audio['frames']} frames"
+
+
+def wrong_picture(server: NullServer, ask: Picture) -> Iterator[str]:
+    """Send a request for a picture; yield what is wrong with its answer."""
+    client = openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=ANSWER_S)
+    began = time.monotonic()
+    try:
+        answer: Any = client.images.generate(
+            model="m", prompt="a red fox", size=ask.size, response_format="b64_json", extra_body=dict(ask.fields)
+        )
+    except openai.OpenAIError as error:
+        yield f"{ask.name}: {error}"
+        return
+    print(f"  {ask.name}: {time.monotonic() - began:.1f} s", flush=True)
+    picture = Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json)))
+    if "{}x{}".format(*picture.size) != ask.size:
+        yield f"{ask.name}: a picture of {picture.size}"
 
 
 def made(part: Mapping[str, Any]) -> Mapping[str, Any]:

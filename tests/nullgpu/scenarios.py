@@ -21,6 +21,15 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Picture:
+    """One request for pictures: `size` as `512x512`, and more fields."""
+
+    name: str
+    size: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
     """One deployment.
 
@@ -35,7 +44,7 @@ class Scenario:
     mib: int
     gpu: str
     flags: tuple[str, ...] = ()
-    asks: tuple[Ask, ...] = ()
+    asks: tuple[Ask | Picture, ...] = ()
 
 
 def say(text: str) -> Mapping[str, Any]:
@@ -60,6 +69,12 @@ TALK = (
 )
 FEWER = (*TALK[:2], TALK[3], TALK[4], TALK[-1])
 
+PICTURES = (
+    Picture(name="picture", size="512x512", fields={"num_inference_steps": 4}),
+    Picture(name="large picture", size="1024x1024", fields={"num_inference_steps": 4}),
+    Ask(name="described image", content=({"type": "image", "width": 980, "height": 980}, say("What is this?"))),
+)
+
 SCENARIOS = (
     Scenario(name="h200", model="qwen3-omni", devices=1, mib=H200_MIB, gpu="NVIDIA H200", asks=TALK),
     Scenario(
@@ -79,5 +94,15 @@ SCENARIOS = (
         gpu="NVIDIA H100 80GB HBM3",
         flags=("--max-model-len", "32768"),
         asks=FEWER,
+    ),
+    Scenario(name="bagel", model="bagel", devices=1, mib=H100_MIB, gpu="NVIDIA H100 80GB HBM3", asks=PICTURES),
+    Scenario(
+        name="bagel-single",
+        model="bagel",
+        devices=1,
+        mib=H100_MIB,
+        gpu="NVIDIA H100 80GB HBM3",
+        flags=("--stage-config", "bagel_single"),
+        asks=PICTURES,
     ),
 )
