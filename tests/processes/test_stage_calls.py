@@ -38,6 +38,10 @@ def omni(tiny: Path) -> Iterator[Any]:
         yield llm
 
 
+ASLEEP_S = 120.0
+"""Longest time of a call that waits for running requests."""
+
+
 def values(replies: Any) -> dict[ReplicaId, Any]:
     assert not any(reply.error for reply in replies.values()), replies
     return {replica: reply.value for replica, reply in replies.items()}
@@ -154,7 +158,10 @@ def test_a_request_survives_the_sleep_of_all_stages(omni: Any, mode: str) -> Non
     before = spoken(omni)
     thread, got = asking(omni)
     busy(omni, "thinker" if mode == "wait" else "talker")
-    omni.sleep(level=0, mode=mode)
+    sleeping = threading.Thread(target=lambda: omni.sleep(level=0, mode=mode), daemon=True)
+    sleeping.start()
+    sleeping.join(ASLEEP_S)
+    assert not sleeping.is_alive(), f"sleep with mode {mode} has not returned; {omni._omni.orchestrator.held()} held"
     assert asleep(omni) == ALL
     omni.wake_up()
     thread.join(SOON_S)
