@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from vllm_omni_ext import __version__, resampling
+from vllm_omni_ext.lifeline import SHARED
 from vllm_omni_ext.report import Line, Section
 
 ENTRY_POINTS = (
@@ -133,7 +134,7 @@ def _flashinfer() -> Line:
 
 
 def _shared_memory() -> Line:
-    place = Path("/dev/shm")
+    place = Path(SHARED)
     if not os.access(place, os.W_OK):
         return Line("shared_memory", False, f"{place} cannot be written; mount it, vLLM needs it too")
     free = shutil.disk_usage(place).free

@@ -16,6 +16,9 @@ import threading
 import time
 from typing import Any
 
+SHARED = "/dev/shm"
+"""Folder of POSIX shared memory on Linux."""
+
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
@@ -61,10 +64,6 @@ def leave_interrupts_to_parent() -> None:
     parent still gives them time to end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-SHARED = "/dev/shm"
-"""Folder of POSIX shared memory on Linux."""
 
 
 def how_it_ended(exitcode: int | None) -> str:

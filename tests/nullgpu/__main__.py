@@ -45,7 +45,7 @@ class NullServer(Server):
 
     def __init__(self, environment: Environment, scenario: Scenario, run: Path) -> None:
         super().__init__(environment.model(scenario.model), run / "server.log")
-        variables = environment.variables(run, mib=scenario.mib, devices=scenario.devices, name=scenario.gpu)
+        variables = environment.variables(run, scenario.gpu, scenario.devices)
         serve = ["serve", str(environment.model(scenario.model)), "--omni", "--host", HOST, "--port", str(self.port)]
         more = ["--load-format", "dummy", "--served-model-name", "m", "--omni-log-dir", str(run / "logs")]
         command = [str(environment.python.with_name("vllm")), *serve, *more, *scenario.flags]
@@ -175,7 +175,7 @@ def wrong_counts(environment: Environment, scenario: Scenario, server: NullServe
 
 def plan(environment: Environment, scenario: Scenario) -> dict[str, int]:
     """Planned bytes of each replica on its fullest device."""
-    machine = "cuda:" + ",".join([f"{scenario.mib}MiB"] * scenario.devices)
+    machine = "cuda:" + ",".join([f"{scenario.gpu.mib}MiB"] * scenario.devices)
     model = str(environment.model(scenario.model))
     words = ["plan", model, "--machine", machine, "--json", "--load-format", "dummy", *scenario.flags]
     done = subprocess.run([sys.executable, "-m", "vllm_omni_ext", *words], capture_output=True, text=True, check=True)

@@ -11,6 +11,8 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.nullgpu.scenarios import Gpu
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 VLLM = "0.32.0"
@@ -47,13 +49,12 @@ class Environment:
         """Folder of a model in its released shape."""
         return self.home / "models" / name
 
-    def variables(self, run: Path, *, mib: int, devices: int, name: str) -> dict[str, str]:
+    def variables(self, run: Path, gpu: Gpu, devices: int) -> dict[str, str]:
         """Environment variables of a process on null devices.
 
         Args:
             run: folder for the counters (`counters`) and the log (`refused`).
-            mib: memory of each device, as NVML reports it.
-            name: of each device.
+            gpu: kind of the devices.
         """
         cache = self.home / "cache"
         return {
@@ -65,9 +66,9 @@ class Environment:
             "TRITON_LIBCUDA_PATH": str(self.library),
             "NULLGPU_FILE": str(run / "counters"),
             "NULLGPU_LOG": str(run / "refused"),
-            "NULLGPU_MIB": str(mib),
+            "NULLGPU_MIB": str(gpu.mib),
             "NULLGPU_COUNT": str(devices),
-            "NULLGPU_NAME": name,
+            "NULLGPU_NAME": gpu.name,
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",

@@ -6,9 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-H200_MIB, H100_MIB = 143_771, 81_559
 TEXT: Mapping[str, Any] = {"modalities": ["text"], "max_completion_tokens": 4}
 SPOKEN: Mapping[str, Any] = {"max_completion_tokens": 16, "talker": {"max_tokens": 24, "min_tokens": 24}}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of device: its name, and its memory in MiB, as NVML reports both."""
+
+    name: str
+    mib: int
+
+
+H200, H100 = Gpu("NVIDIA H200", 143_771), Gpu("NVIDIA H100 80GB HBM3", 81_559)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +44,14 @@ class Scenario:
     """One deployment.
 
     Attributes:
-        mib: memory of each device, as NVML reports it.
+        devices: number of devices.
         flags: of `vllm serve MODEL --omni`, as the documents have them.
     """
 
     name: str
     model: str
-    devices: int
-    mib: int
-    gpu: str
+    gpu: Gpu
+    devices: int = 1
     flags: tuple[str, ...] = ()
     asks: tuple[Ask | Picture, ...] = ()
 
@@ -76,32 +85,27 @@ PICTURES = (
 )
 
 SCENARIOS = (
-    Scenario(name="h200", model="qwen3-omni", devices=1, mib=H200_MIB, gpu="NVIDIA H200", asks=TALK),
+    Scenario(name="h200", model="qwen3-omni", gpu=H200, asks=TALK),
     Scenario(
         name="fp8",
         model="qwen3-omni",
-        devices=1,
-        mib=H100_MIB,
-        gpu="NVIDIA H100 80GB HBM3",
+        gpu=H100,
         flags=("--quantization", "fp8"),
         asks=TALK,
     ),
     Scenario(
         name="two",
         model="qwen3-omni",
+        gpu=H100,
         devices=2,
-        mib=H100_MIB,
-        gpu="NVIDIA H100 80GB HBM3",
         flags=("--max-model-len", "32768"),
         asks=FEWER,
     ),
-    Scenario(name="bagel", model="bagel", devices=1, mib=H100_MIB, gpu="NVIDIA H100 80GB HBM3", asks=PICTURES),
+    Scenario(name="bagel", model="bagel", gpu=H100, asks=PICTURES),
     Scenario(
         name="bagel-single",
         model="bagel",
-        devices=1,
-        mib=H100_MIB,
-        gpu="NVIDIA H100 80GB HBM3",
+        gpu=H100,
         flags=("--stage-config", "bagel_single"),
         asks=PICTURES,
     ),

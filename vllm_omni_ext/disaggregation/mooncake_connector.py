@@ -38,7 +38,7 @@ from vllm_omni_ext.disaggregation.parameters import CONNECTORS, HOST, LOOPBACK, 
 from vllm_omni_ext.disaggregation.prefill_worker import SendMixin
 from vllm_omni_ext.disaggregation.transfer_stats import TransferStats
 from vllm_omni_ext.ports import bind_within
-from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
+from vllm_omni_ext.wire.replica_identity import own_ports
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +84,7 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
         host = extra.get(HOST, LOOPBACK)
         _tell_vllm(host, timeout_s, sends=config.is_kv_producer)
         self.news = threading.Event()
-        identity = ReplicaIdentity.read()
-        ports = None if identity is None else identity.ports
+        ports = own_ports()
         self.bootstrap = Bootstrap(host, ports) if config.is_kv_producer else None
         if self.bootstrap is not None:
             extra[BOOTSTRAP_ADDRESS] = self.bootstrap.place.address

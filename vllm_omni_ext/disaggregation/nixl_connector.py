@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 from vllm_omni_ext.disaggregation.parameters import HOST, LOOPBACK, understood
 from vllm_omni_ext.ids import DECODE, PREFILL
 from vllm_omni_ext.ports import bind_within
-from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
+from vllm_omni_ext.wire.replica_identity import own_ports
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,5 @@ def _engine_process(vllm_config: VllmConfig, role: KVConnectorRole) -> str:
 
 
 def _free_port(host: str) -> int:
-    identity = ReplicaIdentity.read()
-    ports = None if identity is None else identity.ports
-    with bind_within(ports, lambda port: socket.create_server((host, port))) as probe:
+    with bind_within(own_ports(), lambda port: socket.create_server((host, port))) as probe:
         return int(probe.getsockname()[1])

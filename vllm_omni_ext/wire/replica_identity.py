@@ -49,3 +49,9 @@ class ReplicaIdentity(Struct, frozen=True, kw_only=True):
         """Return the identity of this process; None if the variable is not set."""
         text = os.environ.get(VARIABLE)
         return None if text is None else msgspec.json.decode(text, type=cls)
+
+
+def own_ports() -> tuple[int, int] | None:
+    """Return the first and last port on which this process may listen for other hosts; None: any."""
+    identity = ReplicaIdentity.read()
+    return None if identity is None else identity.ports
