@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,60 @@ def test_a_missing_capability_skips_a_test_and_fails_it_in_ci(monkeypatch: pytes
 def test_every_file_of_a_group_exists() -> None:
     for name in (*workers.SHARED, *workers.APART):
         assert Path(Path(__file__).parents[1], workers.PROCESSES, f"{name}.py").is_file(), name
+
+
+class Worker:
+    """A process of pytest-xdist: runs a test when it has the next one or its shutdown."""
+
+    def __init__(self, name: str) -> None:
+        self.gateway = SimpleNamespace(id=name)
+        self.shutting_down = False
+        self.given: list[int] = []
+
+    def send_runtest_some(self, indexes: list[int]) -> None:
+        self.given += indexes
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+@pytest.mark.parametrize("dies_at", range(6))
+def test_all_tests_run_once_although_one_ends_its_process(
+    dies_at: int, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pytestconfig.option, "tx", ["popen", "popen"])
+    monkeypatch.setattr(pytestconfig.option, "loadscopereorder", False)
+    tests = ["a::1", "a::2", "a::3", "b::1", "c::1", "d::1"]
+    groups = workers.Groups(pytestconfig)
+    nodes = [Worker("first"), Worker("second")]
+    ran: list[str] = []
+
+    def join(node: Worker) -> None:
+        groups.add_node(node)
+        groups.add_node_collection(node, tests)
+
+    def turn(node: Worker) -> None:
+        if not node.given or not (len(node.given) > 1 or node.shutting_down):
+            return
+        test = node.given.pop(0)
+        ran.append(tests[test])
+        if test == dies_at:
+            nodes.remove(node)
+            assert groups.remove_node(node) == tests[test]
+            nodes.append(Worker("third"))
+            join(nodes[-1])
+            groups.schedule()
+        else:
+            groups.mark_test_complete(node, test)
+
+    for node in nodes:
+        join(node)
+    groups.schedule()
+    for _ in range(3 * len(tests)):
+        for node in list(nodes):
+            turn(node)
+    assert sorted(ran) == tests
+    assert all(node.shutting_down for node in nodes)
 
 
 @pytest.mark.engine

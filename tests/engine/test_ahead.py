@@ -163,12 +163,33 @@ def test_a_request_aborted_while_it_waits_for_hidden_states_is_reported(schedule
     assert scheduler.finish_requests(given, RequestStatus.FINISHED_ABORTED) == []
 
 
-def test_a_pause_waits_for_requests_that_wait_for_chunks(scheduler: Any) -> None:
-    scheduler.add_request(opened(prompt_positions=SIZE))
-    steps(scheduler)
-    assert scheduler.running and not scheduler.has_requests(), "the engine sleeps until the chunk is there"
+def test_a_pause_completes_when_no_request_can_run_and_they_run_after_it(scheduler: Any) -> None:
+    scheduler.add_request(opened("stuck", prompt_positions=SIZE - 1))
+    scheduler.add_request(opened("runs", last=True))
+    steps(scheduler, most=3)
     scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    steps(scheduler, most=100)
+    assert list(scheduler.requests) == ["stuck"], "the pause waits for a request that has its input"
+    assert not scheduler.has_requests() and scheduler.get_request_counts() == (0, 1)
+    assert scheduler.kv_cache_manager.usage == 0
+    scheduler.add_request(chunk("stuck", step_inputs=1))
+    assert not scheduler.has_requests(), "a chunk starts no request during the pause"
+    scheduler.set_pause_state(PauseState.UNPAUSED)
     assert scheduler.has_requests()
+    steps(scheduler)
+    assert scheduler.requests["stuck"].num_computed_tokens == SIZE - 1
+    scheduler.add_request(chunk("stuck", prompt_positions=1))
+    assert steps(scheduler) == [{"stuck": 1}, {"stuck": 1}]
+
+
+def test_a_pause_waits_for_a_step_that_is_under_way(scheduler: Any) -> None:
+    scheduler.add_request(opened(prompt_positions=SIZE - 1))
+    scheduler.schedule()
+    output = scheduler.schedule()
+    assert output.num_scheduled_tokens
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    scheduler.schedule()
+    assert scheduler.running
 
 
 def test_requests_of_a_dead_api_server_end_also_while_they_wait_for_input(scheduler: Any) -> None:

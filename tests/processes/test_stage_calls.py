@@ -153,8 +153,7 @@ def test_all_stages_sleep_and_wake_up(omni: Any) -> None:
     assert asleep(omni) == [] and spoken(omni).error is None
 
 
-# With "wait", a talker that waits for the rest of a text may never end its request on a busy machine.
-@pytest.mark.parametrize("mode", [pytest.param("wait", marks=pytest.mark.extended), "keep"])
+@pytest.mark.parametrize("mode", ["wait", "keep"])
 def test_a_request_survives_the_sleep_of_all_stages(omni: Any, mode: str) -> None:
     before = spoken(omni)
     thread, got = asking(omni)

@@ -41,6 +41,28 @@ class Groups(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
 
+    def schedule(self) -> None:
+        """Give work to all processes. A process runs a test when it has the next one too, or its shutdown."""
+        super().schedule()
+        for node in self.nodes:  # pytest-xdist leaves one that replaces a dead one waiting with a single test
+            while self.workqueue and self._pending_of(self.assigned_work[node]) < 2:
+                self._assign_work_unit(node)
+            if not self.workqueue and not node.shutting_down:
+                node.shutdown()
+
+    def remove_node(self, node: Any) -> str | None:
+        """Take the tests of a dead process back, without the one that ended it: pytest-xdist would run it again."""
+        work = self.assigned_work.pop(node)
+        left = [(unit, test) for unit in work.values() for test, done in unit.items() if not done]
+        if not left:
+            return None
+        unit, ended = left[0]
+        unit[ended] = True
+        self.workqueue.update({group: unit for group, unit in work.items() if not all(unit.values())})
+        for other in self.nodes:
+            self._reschedule(other)
+        return str(ended)
+
 
 def group_of(nodeid: str) -> str:
     """Name of the group whose tests run in one process."""

@@ -73,6 +73,15 @@ class StreamingInput(Scheduler):
         limit = None if progress is None else progress.limit()
         return limit is not None and request.num_computed_tokens >= limit
 
+    def _stuck(self, request: Request) -> bool:
+        return self._starved(request) and not request.num_in_flight_tokens
+
+    def _preempt_all(self) -> None:
+        now = time.monotonic()
+        while self.running:
+            self._preempt_request(self.running.pop(), now)
+        self.prev_step_scheduled_req_ids.clear()
+
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         count = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         progress = self._progress.get(request.request_id)
@@ -80,7 +89,13 @@ class StreamingInput(Scheduler):
         return count if limit is None else max(0, min(count, limit - num_computed_tokens))
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Schedule one step without the requests whose input is missing."""
+        """Schedule one step without the requests whose input is missing.
+
+        A pause that waits for running requests (`PAUSED_NEW`) completes when none of them can run: the stage that sends
+        the missing input may be paused too. These requests are preempted, and run again after the pause.
+        """
+        if self.pause_state is PauseState.PAUSED_NEW and all(map(self._stuck, self.running)):
+            self._preempt_all()
         for request in self.running:
             if self._starved(request):
                 request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
@@ -93,7 +108,7 @@ class StreamingInput(Scheduler):
         """Return False while every request waits for a chunk, so that the engine sleeps."""
         if not super().has_requests():
             return False
-        if self.pause_state is PauseState.PAUSED_NEW:  # a pause waits until these end, and frees their cache after that
+        if self.pause_state is PauseState.PAUSED_NEW:  # the next step preempts them
             return True
         if self.has_finished_requests() or len(self.waiting) or len(self.kv_holding_waiting):
             return True
