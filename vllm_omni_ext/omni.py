@@ -132,7 +132,11 @@ class AsyncOmni(TargetedLLM):
             failed=self._tell_caller,
         )
         self._admission = Admission(
-            self.runtime, self.orchestrator, frontend.model_stage, default_modalities=limits.default_modalities
+            self.runtime,
+            self.orchestrator,
+            frontend.model_stage,
+            default_modalities=limits.default_modalities,
+            max_media_tokens=limits.max_media_tokens,
         )
         logging.getLogger("vllm.v1.engine.async_llm").addFilter(_not_about_engine_requests)
         text = {replica: each for replica, each in replicas.items() if self._is_frontend(replica)}

@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.engine.schedulers import OwnScheduler
+from vllm_omni_ext.config.schema import MAX_MEDIA_TOKENS
 from vllm_omni_ext.engine import agent
 from vllm_omni_ext.engine.agent import ReplicaAgent, WithAgent, with_agent
 from vllm_omni_ext.orchestrator.admission import Admission
@@ -125,6 +126,27 @@ def test_any_scheduler_cls_can_have_an_agent(given: Any, stock: Any, monkeypatch
     config.async_scheduling = stock is AsyncScheduler
     config.scheduler_cls = WithAgent(given)  # type: ignore[assignment]
     config = pickle.loads(pickle.dumps(config))
-    made: Any = config.get_scheduler_cls()(vllm_config=SimpleNamespace(scheduler_config=config))  # type: ignore[call-arg]
+    vllm_config = SimpleNamespace(scheduler_config=config, additional_config={})
+    made: Any = config.get_scheduler_cls()(vllm_config=vllm_config)  # type: ignore[call-arg]
     assert isinstance(made, OwnScheduler) and isinstance(made, Built) is (given is None)
     assert "add_request" in vars(made), "the agent receives every request"
+
+
+class Encoding(Scheduler):
+    """A scheduler of vLLM with an encoder."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.max_num_encoder_input_tokens = 60_000
+
+    def shutdown(self) -> None:
+        """Nothing was started."""
+
+
+@pytest.mark.parametrize(
+    ("given", "most"), [({}, 60_000), ({MAX_MEDIA_TOKENS: 9_000}, 9_000), ({MAX_MEDIA_TOKENS: 70_000}, 60_000)]
+)
+def test_a_step_encodes_no_more_than_the_limit_of_media(given: dict[str, int], most: int) -> None:
+    config = SchedulerConfig.default_factory()
+    made: Any = WithAgent(Encoding)(vllm_config=SimpleNamespace(scheduler_config=config, additional_config=given))
+    assert made.max_num_encoder_input_tokens == most
+    made.shutdown()

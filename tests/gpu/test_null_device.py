@@ -17,7 +17,7 @@ STUBS = Path(build.__file__).with_name("stubs.txt")
 def test_counters_are_read_by_process(tmp_path: Path) -> None:
     file = tmp_path / "counters"
     assert counters.read(file) == []
-    numbers = list(range(2 * counters.DEVICES + 5))
+    numbers = list(range(2 * counters.DEVICES + 6))
     file.write_bytes(counters.LAYOUT.pack(7, *numbers) + counters.LAYOUT.pack(0, *numbers) + b"part")
     (process,) = counters.read(file)
     assert (process.pid, process.bytes[1], process.peak[0], process.graphs, process.largest) == (7, 1, 8, 16, 20)

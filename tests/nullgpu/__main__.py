@@ -7,11 +7,14 @@ import base64
 import contextlib
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +27,16 @@ from PIL import Image
 from examples.server import HOST, Server, ServerFailed
 from tests.nullgpu import counters
 from tests.nullgpu.environment import Environment, prepare
-from tests.nullgpu.scenarios import SCENARIOS, Ask, Picture, Scenario
+from tests.nullgpu.scenarios import SCENARIOS, Ask, Picture, Restart, Scenario, Sleep
 from tests.support import media
-from tests.support.cluster import replicas
+from tests.support.cluster import replicas, states, until
 
 GIB = 1 << 30
 MOST_OF_PLAN = 1.03
 """Counted bytes of a stage, divided by the planned ones."""
+
+LEAST_GIVEN_BACK = 0.95
+"""Part of weights and KV cache that a stage gives back while it sleeps."""
 
 ANSWER_S = 600.0
 SAMPLES_A_FRAME = 1920
@@ -45,12 +51,14 @@ class NullServer(Server):
 
     def __init__(self, environment: Environment, scenario: Scenario, run: Path) -> None:
         super().__init__(environment.model(scenario.model), run / "server.log")
-        variables = environment.variables(run, scenario.gpu, scenario.devices)
+        self.environ = {**environment.variables(run, scenario.gpu, scenario.devices), **scenario.environ}
         serve = ["serve", str(environment.model(scenario.model)), "--omni", "--host", HOST, "--port", str(self.port)]
         more = ["--load-format", "dummy", "--served-model-name", "m", "--omni-log-dir", str(run / "logs")]
         command = [str(environment.python.with_name("vllm")), *serve, *more, *scenario.flags]
-        self.words = ["env", *(f"{name}={value}" for name, value in variables.items()), *command]
+        # Not in the repository: its folder of the package, without the models, would come before the installed one.
+        self.words = ["env", "-C", str(run), *(f"{name}={value}" for name, value in self.environ.items()), *command]
         self.run = run
+        self.planned = {} if scenario.program else plan(environment, scenario)
 
 
 def main() -> int:
@@ -80,20 +88,53 @@ def report(scenario: Scenario, turn: int, found: list[str]) -> int:
 
 
 def defects_of(environment: Environment, scenario: Scenario) -> Iterator[str]:
-    """Start a scenario, send its requests, and yield what is wrong."""
+    """Start a scenario, take its steps, and yield what is wrong."""
     with tempfile.TemporaryDirectory(prefix="null-gpu-") as folder:
         run = Path(folder)
-        server = NullServer(environment, scenario, run)
-        began = time.monotonic()
-        try:
-            with server:
-                print(f"  {scenario.name} ready after {time.monotonic() - began:.0f} s", flush=True)
-                for ask in scenario.asks:
-                    yield from (wrong_picture if isinstance(ask, Picture) else wrong_answer)(server, ask)
-                yield from wrong_counts(environment, scenario, server)
-        except ServerFailed as error:
-            yield f"the server did not start: {error}"
+        if scenario.program:
+            yield from wrong_program(environment, scenario, run)
+        else:
+            yield from wrong_server(environment, scenario, run)
         yield from refused(run)
+
+
+def wrong_server(environment: Environment, scenario: Scenario, run: Path) -> Iterator[str]:
+    """Start a server, take the scenario's steps, and yield what is wrong."""
+    server = NullServer(environment, scenario, run)
+    began = time.monotonic()
+    try:
+        with server:
+            print(f"  {scenario.name} ready after {time.monotonic() - began:.0f} s", flush=True)
+            compiled = kernels(environment)
+            for step in scenario.steps:
+                yield from STEPS[type(step)](server, step)
+                for name in sorted(kernels(environment) - compiled):
+                    if Path(name).stem.removeprefix("__grp__") not in scenario.compiles:
+                        yield f"{step.name}: {name} was compiled after the start"
+                compiled = kernels(environment)
+            yield from wrong_counts(server)
+    except ServerFailed as error:
+        yield f"the server did not start: {str(error)[-2000:]}"
+
+
+def wrong_program(environment: Environment, scenario: Scenario, run: Path) -> Iterator[str]:
+    """Run a program, and yield what it prints as wrong."""
+    variables = {**os.environ, **environment.variables(run, scenario.gpu, scenario.devices), **scenario.environ}
+    words = [environment.python, Path(__file__).with_name(scenario.program), environment.model(scenario.model)]
+    began = time.monotonic()
+    done = subprocess.run(list(map(str, words)), env=variables, capture_output=True, text=True, cwd=run)
+    print(f"  {scenario.name} ended after {time.monotonic() - began:.0f} s", flush=True)
+    yield from (line.removeprefix("DEFECT ") for line in done.stdout.splitlines() if line.startswith("DEFECT "))
+    if done.returncode:
+        yield f"exit status {done.returncode}: {done.stderr[-2000:]}"
+
+
+def kernels(environment: Environment) -> set[str]:
+    """Names of what Triton and torch.compile have in the cache."""
+    cache = environment.home / "cache"
+    return {str(path.relative_to(cache)) for path in cache.glob("triton/*/*.json")} | {
+        str(path.relative_to(cache)) for path in cache.glob("inductor/*/*.py")
+    }
 
 
 def wrong_answer(server: NullServer, ask: Ask) -> Iterator[str]:
@@ -107,8 +148,13 @@ def wrong_answer(server: NullServer, ask: Ask) -> Iterator[str]:
         messages: Any = [{"role": "user", "content": list(map(made, ask.content))}]
         answer: Any = client.chat.completions.create(model="m", messages=messages, **fields, extra_body=extra)
     except openai.OpenAIError as error:
-        yield f"{ask.name}: {error}"
+        if isinstance(error, openai.BadRequestError) and ask.refused and ask.refused in str(error):
+            print(f"  {ask.name}: refused", flush=True)
+        else:
+            yield f"{ask.name}: {error}"
         return
+    if ask.refused:
+        yield f"{ask.name}: not refused"
     print(f"  {ask.name}: {answer.usage.prompt_tokens} prompt tokens, {time.monotonic() - began:.1f} s", flush=True)
     if (tokens := answer.usage.completion_tokens) < fields["max_completion_tokens"]:
         yield f"{ask.name}: {tokens} tokens of text"
@@ -139,6 +185,8 @@ def made(part: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a part of a message with its medium: noise that moves, of which no pixel matters."""
     if part["type"] == "text":
         return part
+    if part["type"] == "audio":
+        return {"type": "audio_url", "audio_url": {"url": media.audio_url(media.audio(part["seconds"], seed=0))}}
     size = part["height"], part["width"], 3
     picture = np.random.default_rng(0).integers(0, 255, size, np.uint8)
     if part["type"] == "image":
@@ -153,38 +201,94 @@ def made(part: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "video_url", "video_url": {"url": url}}
 
 
-def wrong_counts(environment: Environment, scenario: Scenario, server: NullServer) -> Iterator[str]:
-    """Compare counted memory with the plan; yield where they differ, and processes that need no device but have one."""
-    planned = plan(environment, scenario)
+def wrong_restart(server: NullServer, step: Restart) -> Iterator[str]:
+    """Kill a replica; yield what is wrong with the next one of its name."""
+    killed = replicas(server)[step.replica]["pid"]
+    os.kill(killed, signal.SIGKILL)
+    began = time.monotonic()
+
+    def is_back() -> bool:
+        found = replicas(server).get(step.replica, {"pid": killed})
+        return found["pid"] != killed and states(server)[step.replica] == "UP"
+
+    if not until(is_back, ANSWER_S):
+        yield f"{step.name}: {step.replica} is {states(server).get(step.replica)} after {ANSWER_S:.0f} s"
+    print(f"  {step.name}: {step.replica} is back after {time.monotonic() - began:.0f} s", flush=True)
+
+
+def wrong_sleep(server: NullServer, step: Sleep) -> Iterator[str]:
+    """Put all stages to sleep and wake them up; yield where memory of devices differs from what it must be."""
+    before = held(server)
+    call(server, "/sleep?level=1")
+    asleep = held(server)
+    call(server, "/wake_up")
+    awake = held(server)
+    for name, about in server.planned.items():
+        given = before[name] - asleep[name]
+        print(f"  {step.name}: {name} gave back {given / GIB:.2f} of {before[name] / GIB:.2f} GiB", flush=True)
+        if given < LEAST_GIVEN_BACK * (about["weights_bytes"] + about["kv_cache_bytes"]):
+            yield f"{step.name}: {name} keeps {asleep[name] / GIB:.2f} GiB"
+        if abs(awake[name] - before[name]) > (MOST_OF_PLAN - 1) * before[name]:
+            yield f"{step.name}: {name} has {awake[name] / GIB:.2f} GiB after it, {before[name] / GIB:.2f} before"
+
+
+def call(server: NullServer, path: str) -> None:
+    """Send POST to an operator endpoint."""
+    request = urllib.request.Request(server.base_url.removesuffix("/v1") + path, method="POST")
+    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        answer.read()
+
+
+STEPS: Mapping[type, Callable[[NullServer, Any], Iterator[str]]] = {
+    Ask: wrong_answer,
+    Picture: wrong_picture,
+    Restart: wrong_restart,
+    Sleep: wrong_sleep,
+}
+
+
+def processes(server: NullServer) -> Iterator[tuple[str | None, counters.Process]]:
+    """Yield each process that has counters, and its replica if it has one."""
     names = {}
     for name, about in replicas(server).items():
         tree = psutil.Process(about["pid"])
         names |= {process.pid: name for process in [tree, *tree.children(recursive=True)]}
     for process in counters.read(server.run / "counters"):
-        if process.pid not in names:
-            if any(process.peak):
+        if psutil.pid_exists(process.pid):
+            yield names.get(process.pid), process
+
+
+def held(server: NullServer) -> dict[str, int]:
+    """Bytes of devices that each replica has now."""
+    found: dict[str, int] = {}
+    for name, process in processes(server):
+        if name is not None:
+            found[name] = found.get(name, 0) + sum(process.bytes)
+    return found
+
+
+def wrong_counts(server: NullServer) -> Iterator[str]:
+    """Compare counted memory with the plan; yield where they differ, and processes that need no device but have one."""
+    for name, process in processes(server):
+        peak = max(process.peak)
+        if name is None:
+            if peak:
                 yield f"process {process.pid} has memory on a device, and is no replica's"
             continue
-        name = names[process.pid]
-        peak, expected = max(process.peak), planned[name]
+        expected = sum(value for field, value in server.planned[name].items() if field.endswith("_bytes"))
         line = f"{name}: {peak / GIB:.2f} GiB counted, {expected / GIB:.2f} planned"
         print(f"  {line}; {process.graphs} graphs, {process.nodes} nodes, {process.launches} launches", flush=True)
         if peak > MOST_OF_PLAN * expected:
             yield line
 
 
-def plan(environment: Environment, scenario: Scenario) -> dict[str, int]:
-    """Planned bytes of each replica on its fullest device."""
-    machine = "cuda:" + ",".join([f"{scenario.gpu.mib}MiB"] * scenario.devices)
+def plan(environment: Environment, scenario: Scenario) -> dict[str, dict[str, int]]:
+    """Planned memory of each replica on its fullest device, as `vllm-omni-ext plan --json` has it."""
+    machine = f"cuda:{scenario.gpu.mib}MiBx{scenario.devices}"
     model = str(environment.model(scenario.model))
     words = ["plan", model, "--machine", machine, "--json", "--load-format", "dummy", *scenario.flags]
     done = subprocess.run([sys.executable, "-m", "vllm_omni_ext", *words], capture_output=True, text=True, check=True)
-    found: dict[str, int] = {}
-    for device in json.loads(done.stdout)["memory"]:
-        for replica in device["replicas"]:
-            total = sum(value for name, value in replica.items() if name.endswith("_bytes"))
-            found[replica["id"]] = max(found.get(replica["id"], 0), total)
-    return found
+    return {each["id"]: each for device in json.loads(done.stdout)["memory"] for each in device["replicas"]}
 
 
 def refused(run: Path) -> Iterator[str]:

@@ -95,6 +95,10 @@ void count(uint64_t *counter, uint64_t more) {
     __atomic_add_fetch(counter, more, __ATOMIC_RELAXED);
 }
 
+void count_wait(void) {
+    count(&own_counters()->waits, 1);
+}
+
 static void raise_to(uint64_t *counter, uint64_t value) {
     uint64_t old = __atomic_load_n(counter, __ATOMIC_RELAXED);
     while (old < value) {
@@ -144,6 +148,8 @@ EXPORT unsigned long long nullgpu_number(int which) {
         return counters->refused;
     case 6:
         return counters->largest;
+    case 7:
+        return counters->waits;
     }
     return 0;
 }

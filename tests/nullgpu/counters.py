@@ -8,7 +8,7 @@ from pathlib import Path
 
 DEVICES = 8
 
-LAYOUT = struct.Struct(f"=i4x{DEVICES}Q{DEVICES}Q5Q")
+LAYOUT = struct.Struct(f"=i4x{DEVICES}Q{DEVICES}Q6Q")
 """`Counters` in nullgpu.h."""
 
 
@@ -24,6 +24,7 @@ class Process:
         launches: launches and copies, captured or not; one for each launch of a graph.
         refused: calls that CUDA would refuse during a capture.
         largest: bytes of the largest allocation.
+        waits: calls in which the host waits for the device.
     """
 
     pid: int
@@ -34,6 +35,7 @@ class Process:
     launches: int
     refused: int
     largest: int
+    waits: int
 
 
 def read(path: str | Path) -> list[Process]:

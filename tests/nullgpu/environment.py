@@ -16,7 +16,8 @@ from tests.nullgpu.scenarios import Gpu
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 VLLM = "0.32.0"
-PACKAGES = (f"vllm=={VLLM}", "msgspec", "pyzmq", "psutil", "pyyaml", "rich", "soundfile", "av")
+MOONCAKE = "mooncake-transfer-engine-cuda13==0.3.14"
+PACKAGES = (f"vllm=={VLLM}", MOONCAKE, "msgpack", "msgspec", "pyzmq", "psutil", "pyyaml", "rich", "soundfile", "av")
 HOME = "NULL_GPU_HOME"
 """Environment variable with the folder of the environment, some 9 GB."""
 
@@ -69,7 +70,6 @@ class Environment:
             "NULLGPU_MIB": str(gpu.mib),
             "NULLGPU_COUNT": str(devices),
             "NULLGPU_NAME": gpu.name,
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "XDG_CACHE_HOME": str(cache),
@@ -96,16 +96,18 @@ def prepare() -> Environment:
 
 
 def _wheels(made: Environment) -> None:
-    """Install the CUDA wheel of vLLM, once."""
-    done = made.home / "venv" / f"vllm-{VLLM}"
-    if done.exists():
+    """Install the CUDA wheel of vLLM and the packages that go with it, once."""
+    done = made.home / "venv" / "packages"
+    wanted = "\n".join(PACKAGES)
+    if done.exists() and done.read_text() == wanted:
         return
-    venv.create(made.home / "venv", clear=True, with_pip=True, symlinks=True)
+    if not made.python.exists():
+        venv.create(made.home / "venv", with_pip=True, symlinks=True)
     _pip(made, *PACKAGES, "setuptools>=77")
     asked = [str(made.python), "-c", "import torch; print(torch.version.cuda)"]
     if subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip() == "None":
         raise RuntimeError("pip has installed a torch for CPUs")
-    done.touch()
+    done.write_text(wanted)
 
 
 def _pip(made: Environment, *words: str) -> None:

@@ -177,6 +177,73 @@ EXPORT cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
     return cudaSuccess;
 }
 
+// ---- memory in two steps, for vLLM's sleep: addresses that stay, and allocations that are mapped to them
+
+typedef struct {
+    uint64_t size;
+    int device;
+    int pid;  // the process that was charged
+} Allocation;
+
+EXPORT CUresult cuMemGetAllocationGranularity(size_t *step, const CUmemAllocationProp *properties,
+                                              CUmemAllocationGranularity_flags option) {
+    *step = LARGE_STEP;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemAddressReserve(CUdeviceptr *address, size_t size, size_t alignment, CUdeviceptr wanted,
+                                    unsigned long long flags) {
+    *address = (CUdeviceptr)map(size);
+    return *address ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+EXPORT CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
+    munmap((void *)address, size);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *properties,
+                            unsigned long long flags) {
+    int device = properties->location.id;
+    Allocation *made = has_room(device, size) ? malloc(sizeof *made) : NULL;
+    if (!made) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    *made = (Allocation){size, device, getpid()};
+    count_allocation(device, size);
+    *handle = (CUmemGenericAllocationHandle)made;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+    Allocation *made = (Allocation *)handle;
+    if (made->pid == getpid()) {
+        discharge(made->device, made->size);
+    }
+    free(made);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
+                         unsigned long long flags) {
+    const Allocation *made = (const Allocation *)handle;
+    add_range((Range){(char *)address, size, 0, cudaMemoryTypeDevice, made->device, getpid()});
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
+    Range range;
+    if (!take_range((void *)address, &range)) {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    madvise((void *)address, size, MADV_DONTNEED);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const CUmemAccessDesc *access, size_t number) {
+    return CUDA_SUCCESS;
+}
+
 // ---- pinned memory of the host
 
 EXPORT cudaError_t cudaHostAlloc(void **memory, size_t size, unsigned int flags) {
@@ -312,6 +379,9 @@ static cudaError_t copy(void *target, const void *source, size_t size, cudaStrea
         }
         return cudaSuccess;
     }
+    if (!to && from) {  // to pageable memory
+        count_wait();
+    }
     if (is_made(to, from, size)) {
         memmove(target, source, size);
     }
@@ -320,6 +390,7 @@ static cudaError_t copy(void *target, const void *source, size_t size, cudaStrea
 
 EXPORT cudaError_t cudaMemcpy(void *target, const void *source, size_t size, enum cudaMemcpyKind kind) {
     cudaError_t error = check_unsafe("cudaMemcpy");
+    count_wait();
     return error ? error : copy(target, source, size, NULL, "cudaMemcpy");
 }
 

@@ -60,12 +60,14 @@ typedef struct {
     uint64_t launches;        // launches and copies, captured or not; one for each launch of a graph
     uint64_t refused;         // calls that CUDA would refuse during a capture
     uint64_t largest;         // bytes of the largest allocation
+    uint64_t waits;           // calls in which the host waits for the device
 } Counters;
 
-_Static_assert(sizeof(Counters) == 176, "counters.py reads this layout");
+_Static_assert(sizeof(Counters) == 184, "counters.py reads this layout");
 
 Counters *own_counters(void);
 void count(uint64_t *counter, uint64_t more);
+void count_wait(void);
 void charge(int device, uint64_t bytes);
 void discharge(int device, uint64_t bytes);
 uint64_t used_bytes(int device);  // over all processes

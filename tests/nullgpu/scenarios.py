@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 TEXT: Mapping[str, Any] = {"modalities": ["text"], "max_completion_tokens": 4}
@@ -23,11 +23,12 @@ H200, H100 = Gpu("NVIDIA H200", 143_771), Gpu("NVIDIA H100 80GB HBM3", 81_559)
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One chat request: `name` of its content (`support.media`), and more fields."""
+    """One chat request: its content, more fields, and a part of the error if it must be refused with status 400."""
 
     name: str
     content: tuple[Mapping[str, Any], ...]
     fields: Mapping[str, Any] = field(default_factory=lambda: TEXT)
+    refused: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +41,31 @@ class Picture:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Restart:
+    """The process of a replica is killed; its successor must be up."""
+
+    name: str
+    replica: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sleep:
+    """All stages sleep and wake up: weights and KV caches leave the devices and return."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
     """One deployment.
 
     Attributes:
         devices: number of devices.
         flags: of `vllm serve MODEL --omni`, as the documents have them.
+        environ: more environment variables.
+        steps: sent or done one after the other.
+        program: a file beside this one that runs `LLM(MODEL, omni=True)` instead of a server.
+        compiles: kernels that requests may compile.
     """
 
     name: str
@@ -53,7 +73,10 @@ class Scenario:
     gpu: Gpu
     devices: int = 1
     flags: tuple[str, ...] = ()
-    asks: tuple[Ask | Picture, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+    steps: tuple[Ask | Picture | Restart | Sleep, ...] = ()
+    program: str = ""
+    compiles: tuple[str, ...] = ()
 
 
 def say(text: str) -> Mapping[str, Any]:
@@ -66,17 +89,27 @@ def video(frames: int) -> Mapping[str, Any]:
     return {"type": "video", "frames": frames, "width": 1280, "height": 720}
 
 
-TALK = (
-    Ask(name="spoken", content=(say("Why is the sky blue?"),), fields=SPOKEN),
-    Ask(name="spoken again", content=(say("Why is the sky blue?"),), fields=SPOKEN),
-    Ask(name="long prompt", content=(say("word " * 12_000),)),
-    Ask(name="large image", content=({"type": "image", "width": 3584, "height": 3584}, say("What is this?"))),
-    Ask(name="video of 32 frames", content=(video(32), say("What is this?"))),
-    Ask(name="video of 64 frames", content=(video(64), say("What is this?"))),
-    Ask(name="video of 128 frames", content=(video(128), say("What is this?"))),
-    Ask(name="text after the videos", content=(say("And now?"),), fields=SPOKEN),
+SHORT = Ask(name="spoken", content=(say("Why is the sky blue?"),), fields=SPOKEN)
+AGAIN = replace(SHORT, name="spoken again")
+AFTER = replace(SHORT, name="spoken at the end")
+LONG = Ask(name="long prompt", content=(say("word " * 12_000),))
+IMAGE = Ask(name="large image", content=({"type": "image", "width": 3584, "height": 3584}, say("What is this?")))
+SOUND = Ask(name="sound of 30 s", content=({"type": "audio", "seconds": 30}, say("What do you hear?")))
+VIDEOS = tuple(
+    Ask(name=f"video of {frames} frames", content=(video(frames), say("What is this?"))) for frames in (32, 64, 128)
 )
-FEWER = (*TALK[:2], TALK[3], TALK[4], TALK[-1])
+
+TALK = (SHORT, AGAIN, SOUND, LONG, IMAGE, *VIDEOS, AFTER)
+FEWER = (SHORT, AGAIN, IMAGE, VIDEOS[0], AFTER)
+
+LIMIT = ("--omni-max-media-tokens", "49152")
+TOO_LARGE = Ask(
+    name="video of 160 frames",
+    content=(video(160), say("What is this?")),
+    refused="a part of type video has 57,600 tokens, but max_media_tokens is 49,152",
+)
+IMAGE_KERNEL = ("kernel_unified_attention",)
+"""vLLM compiles it for each number of images in a prompt of BAGEL."""
 
 PICTURES = (
     Picture(name="picture", size="512x512", fields={"num_inference_steps": 4}),
@@ -85,28 +118,60 @@ PICTURES = (
 )
 
 SCENARIOS = (
-    Scenario(name="h200", model="qwen3-omni", gpu=H200, asks=TALK),
+    Scenario(name="h200", model="qwen3-omni", gpu=H200, steps=TALK),
     Scenario(
         name="fp8",
         model="qwen3-omni",
         gpu=H100,
         flags=("--quantization", "fp8"),
-        asks=TALK,
+        steps=(
+            *TALK,
+            Restart(name="the talker's process is killed", replica="talker/0"),
+            replace(SHORT, name="spoken by the next talker"),
+            Restart(name="the thinker's process is killed", replica="thinker/0"),
+            replace(VIDEOS[2], name="video for the next thinker"),
+        ),
     ),
     Scenario(
         name="two",
         model="qwen3-omni",
         gpu=H100,
         devices=2,
-        flags=("--max-model-len", "32768"),
-        asks=FEWER,
+        flags=LIMIT,
+        steps=(SHORT, AGAIN, IMAGE, VIDEOS[2], TOO_LARGE, AFTER),
     ),
-    Scenario(name="bagel", model="bagel", gpu=H100, asks=PICTURES),
+    Scenario(
+        name="prefill-decode",
+        model="qwen3-omni",
+        gpu=H100,
+        devices=3,
+        flags=("--stage-config", "qwen3_omni_pd", *LIMIT),
+        steps=FEWER,
+    ),
+    Scenario(
+        name="replicas",
+        model="qwen3-omni",
+        gpu=H100,
+        devices=3,
+        flags=("--stage-config", "qwen3_omni_replicas", *LIMIT),
+        steps=(SHORT, AGAIN, replace(SHORT, name="spoken a third time"), AFTER),
+    ),
+    Scenario(
+        name="sleep",
+        model="qwen3-omni",
+        gpu=H200,
+        flags=("--enable-sleep-mode", "--enforce-eager"),
+        environ={"VLLM_SERVER_DEV_MODE": "1"},
+        steps=(SHORT, Sleep(name="sleep"), AFTER),
+    ),
+    Scenario(name="program", model="qwen3-omni", gpu=H200, program="program.py"),
+    Scenario(name="bagel", model="bagel", gpu=H100, steps=PICTURES, compiles=IMAGE_KERNEL),
     Scenario(
         name="bagel-single",
         model="bagel",
         gpu=H100,
         flags=("--stage-config", "bagel_single"),
-        asks=PICTURES,
+        steps=PICTURES,
+        compiles=IMAGE_KERNEL,
     ),
 )

@@ -89,6 +89,24 @@ def check_memory() -> None:
     assert own().bytes[0] == CONTEXT_MIB * MIB, own()
 
 
+def check_mapped_memory() -> None:
+    """Memory that vLLM's allocator maps is charged, given back by a sleep and charged again by the waking."""
+    import torch
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    size = 64 * MIB
+    before = own().bytes[0]
+    allocator = CuMemAllocator.get_instance()
+    with allocator.use_memory_pool("weights"):
+        tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
+    assert own().bytes[0] == before + size
+    allocator.sleep(offload_tags=())
+    assert own().bytes[0] == before
+    allocator.wake_up()
+    assert own().bytes[0] == before + size
+    assert tensor.cpu().numel() == size
+
+
 def check_fork() -> None:
     """A process made by fork has counters of its own; its memory is free again after it ended."""
     import torch
@@ -118,7 +136,12 @@ def check_work() -> None:
         product = left @ left.T
         assert product.shape == (64, 64)
         assert own().launches > before
+    before = own().waits
     torch.cuda.synchronize()
+    assert own().waits > before
+    before = own().waits
+    assert product[0, 0].item() is not None
+    assert own().waits > before
 
 
 def check_graph() -> None:
@@ -178,7 +201,7 @@ def main() -> int:
         command = [sys.executable, __file__, "--lib", str(library), "--inside"]
         with tempfile.TemporaryDirectory() as folder:
             return subprocess.call(command, env=environment(library, Path(folder)))
-    for check in (check_devices, check_memory, check_fork, check_work, check_graph, check_refusal):
+    for check in (check_devices, check_memory, check_mapped_memory, check_fork, check_work, check_graph, check_refusal):
         check()
     print("ok")
     return 0

@@ -74,15 +74,18 @@ EXPORT cudaError_t cudaStreamQuery(cudaStream_t handle) {
 }
 
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+    count_wait();
     return check_wait(handle, "cudaStreamSynchronize");
 }
 
 EXPORT CUresult cuStreamSynchronize(CUstream handle) {
+    count_wait();
     return CUDA_SUCCESS;
 }
 
 EXPORT cudaError_t cudaDeviceSynchronize(void) {
     need_context();
+    count_wait();
     return check_unsafe("cudaDeviceSynchronize");
 }
 
@@ -231,6 +234,7 @@ EXPORT cudaError_t cudaEventQuery(cudaEvent_t handle) {
 }
 
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+    count_wait();
     cudaError_t error = check_unsafe("cudaEventSynchronize");
     return error ? error : check_event(handle, "cudaEventSynchronize");
 }

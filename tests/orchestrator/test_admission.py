@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.multimodal.inputs import PlaceholderRange
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -58,6 +60,11 @@ class Runtime:
 
     def decode(self, stage: str, tensor: Any) -> Any:
         return tensor
+
+
+def with_video(length: int, embeds: Any) -> Rendered:
+    where = PlaceholderRange(offset=0, length=length, is_embed=embeds)
+    return Rendered(prompt=[1] * length, features=[SimpleNamespace(modality="video", mm_position=where)])
 
 
 class Desk:
@@ -122,6 +129,18 @@ def test_several_answers_are_for_text_alone() -> None:
     with pytest.raises(RequestError, match="n: must be 1 when text, audio is requested") as refused:
         desk.admission.admit(RENDERED, BOTH, answers=2)
     assert refused.value.parameter == "n"
+
+
+def test_a_medium_of_more_tokens_than_the_limit_is_refused() -> None:
+    desk = Desk()
+    desk.admission = Admission(desk.runtime, desk.bench.orchestrator, "text", max_media_tokens=8)
+    for length, embeds in ((8, None), (9, torch.arange(9) < 8)):
+        desk.admission.admit(with_video(length, embeds), TEXT)
+    with pytest.raises(
+        RequestError, match=r"^messages: a part of type video has 9 tokens, but max_media_tokens is 8$"
+    ) as e:
+        desk.admission.admit(with_video(9, None), TEXT)
+    assert e.value.parameter == "messages" and desk.admission.held() == 0
 
 
 async def test_the_parameters_of_the_plan_are_in_the_requests_of_its_stages() -> None:

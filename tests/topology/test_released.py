@@ -15,6 +15,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.family import QWEN3_OMNI
 from vllm_omni_ext.topology.budget import DoesNotFit, Sheet, visible_bytes
 from vllm_omni_ext.topology.needs import GIB
 from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
+from vllm_omni_ext.topology.remedies import MEDIA_FLAG
 from vllm_omni_ext.topology.shape import StagePlan
 
 H100, H200 = CARDS["80 GB (H100)"], CARDS["141 GB (H200)"]
@@ -81,20 +82,21 @@ def test_one_h100_is_refused_with_a_flag_that_makes_it_fit() -> None:
     with pytest.raises(DoesNotFit) as refused:
         plan_for("qwen3_omni", machine(H100, 1))
     assert str(refused.value).endswith(
-        "; it fits with --quantization fp8, or with 2 devices of this size and --max-model-len 62464"
+        "; it fits with --quantization fp8, or with 2 devices of this size and --omni-max-media-tokens 53248"
     )
     assert "thinker/0 78.9 (weights 59.1, KV cache of 65536 tokens 6.0, " in str(refused.value)
-    ways = (({"quantization": "fp8"}, 1), ({"max_model_len": 62464}, 2))
+    ways = (({"quantization": "fp8"}, 1), ({MEDIA_FLAG: 53248}, 2), ({"max_model_len": 62464}, 2))
     for flags, count in ways:
         check(plan_for("qwen3_omni", machine(H100, count), flags))
-    with pytest.raises(DoesNotFit):
-        plan_for("qwen3_omni", machine(H100, 2), {"max_model_len": 62464 + 1024})
+    for flags in ({MEDIA_FLAG: 53248 + 1024}, {"max_model_len": 62464 + 1024}):
+        with pytest.raises(DoesNotFit):
+            plan_for("qwen3_omni", machine(H100, 2), flags)
 
 
 @pytest.mark.parametrize(
     ("config", "size", "count", "helps"),
     [
-        ("qwen3_omni", 81_559, 2, "it fits with --max-model-len 62464, or with --tensor-parallel-size 2, or with --q"),
+        ("qwen3_omni", 81_559, 2, "it fits with --omni-max-media-tokens 53248, or with --max-model-len 62464, or "),
         ("qwen3_omni", 46_068, 4, "it fits with --tensor-parallel-size 4"),
         (
             "qwen3_omni",

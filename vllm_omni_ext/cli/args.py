@@ -31,6 +31,7 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "--omni-max-body": ("max_body_mib", {"type": int, "metavar": "MIB"}),
     "--omni-api-key-routes": ("api_key_routes", {"metavar": "all|vllm"}),
     "--omni-allow-private-media": ("allow_private_media", {"metavar": "HOST,NETWORK"}),
+    "--omni-max-media-tokens": ("max_media_tokens", {"type": int, "metavar": "N"}),
     "--omni-default-modalities": ("default_modalities", {"metavar": "NAME,NAME"}),
     "--omni-log-dir": ("log_dir", {"metavar": "DIR"}),
     "--omni-verbose": ("verbose", _SWITCH),

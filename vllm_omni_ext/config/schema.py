@@ -40,6 +40,9 @@ from vllm_omni_ext.ports import port_range
 STREAM_IDLE_TIMEOUT_S = "stream_idle_timeout_s"
 """Key of vLLM's `additional_config` that passes the timeout to the engines of streaming stages."""
 
+MAX_MEDIA_TOKENS = "max_media_tokens"
+"""Key of vLLM's `additional_config` that passes the limit to the engines of the frontend."""
+
 OUTGOING, INCOMING = "outgoing", "incoming"
 """Keys of `additional_config` with the connectors of a stage's outgoing and incoming edges, by the edge's name."""
 
@@ -287,6 +290,13 @@ class OmniConfig:
         256_000_000,
         "A request whose images have more pixels together is refused; decoded they take three bytes each.",
         "pixels",
+    )
+    max_media_tokens: Positive | None = _key(
+        None,
+        "A request with an image, a video or a sound of more tokens is refused with status 400. The plan reserves the "
+        "encoder's memory for so many, and an engine encodes no more of them in one step. Null: as many as a sequence "
+        "may have.",
+        "tokens",
     )
     default_modalities: Names | None = _key(
         None,

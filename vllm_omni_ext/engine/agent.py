@@ -20,11 +20,13 @@ from typing import Any
 from weakref import WeakSet
 
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.compat import use_keys
+from vllm_omni_ext.config.schema import MAX_MEDIA_TOKENS
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import Member, Register
 from vllm_omni_ext.coordinator.reporter import Reporter
@@ -196,10 +198,17 @@ class WithAgent:
     step_timeout_s: float | None = None
 
     def __call__(self, **kwargs: Any) -> SchedulerInterface:
-        """Build the scheduler; vLLM calls a `scheduler_cls` with keywords only."""
+        """Build the scheduler; vLLM calls a `scheduler_cls` with keywords only.
+
+        The key `MAX_MEDIA_TOKENS` of `additional_config` limits the tokens that the encoder computes in one step.
+        """
         config = copy(kwargs["vllm_config"].scheduler_config)
         config.scheduler_cls = self.scheduler_cls
-        return with_agent(config.get_scheduler_cls()(**kwargs), self.step_timeout_s)
+        scheduler: Any = config.get_scheduler_cls()(**kwargs)
+        limit = kwargs["vllm_config"].additional_config.get(MAX_MEDIA_TOKENS)
+        if limit is not None and isinstance(scheduler, Scheduler):
+            scheduler.max_num_encoder_input_tokens = min(scheduler.max_num_encoder_input_tokens, limit)
+        return with_agent(scheduler, self.step_timeout_s)
 
 
 class _IdentityGuard:

@@ -49,6 +49,7 @@ class Admission:
     Args:
         model_frontend: the frontend's name in flows.
         default_modalities: modalities of a request that names none, comma-separated; None: the model's own default.
+        max_media_tokens: most tokens of an image, a video or a sound; None: no limit.
 
     Raises:
         ConfigError: the model has no such modality.
@@ -61,12 +62,14 @@ class Admission:
         model_frontend: str,
         *,
         default_modalities: str | None = None,
+        max_media_tokens: int | None = None,
     ) -> None:
         self.capabilities = with_default(runtime.capabilities(), default_modalities)
         text_only = TEXT in self.capabilities.modalities
         self._runtime = runtime
         self._orchestrator = orchestrator
         self._frontend = model_frontend
+        self._max_media_tokens = max_media_tokens
         self._default = RequestOptions(modalities=(TEXT,) if text_only else self.capabilities.default_modalities)
         self._expected: dict[str, tuple[RequestOptions, bool]] = {}
         self._admitted: dict[str, Admitted] = {}
@@ -117,6 +120,7 @@ class Admission:
             RequestError: the request cannot be served.
             StageUnavailable: a stage that the request needs has no live replica.
         """
+        self._check_media(request)
         planned = self._runtime.plan(request, options)
         self._orchestrator.require(planned.flow)
         alone = isinstance(planned.flow, ForwardFlow)
@@ -125,6 +129,17 @@ class Admission:
             raise RequestError(f"n: must be 1 when {requested} is requested", parameter="n")
         sink = None if alone else asyncio.Queue[Any]()
         return Admitted(planned=planned, options=options, actions=tuple(planned.flow.begin()), sink=sink)
+
+    def _check_media(self, request: Rendered) -> None:
+        if self._max_media_tokens is None:
+            return
+        for feature in request.features:
+            if (tokens := feature.mm_position.get_num_embeds()) > self._max_media_tokens:
+                raise RequestError(
+                    f"messages: a part of type {feature.modality} has {tokens:,} tokens, "
+                    f"but max_media_tokens is {self._max_media_tokens:,}",
+                    parameter="messages",
+                )
 
     def attach(self, admitted: Admitted, request: EngineCoreRequest) -> str:
         """Write the plan's parameters, and the ticket that leads back to the plan, into the client's engine request."""

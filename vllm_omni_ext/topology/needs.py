@@ -96,12 +96,13 @@ class Need:
         return blocks * self.block_tokens * self.kv_token
 
 
-def need(memory: StageMemory, args: Mapping[str, Any], longest: int) -> Need:
+def need(memory: StageMemory, args: Mapping[str, Any], longest: int, media: int | None = None) -> Need:
     """Compute the memory that a replica needs.
 
     Args:
         args: the resolved `EngineArgs` fields of the stage.
         longest: longest sequence in tokens that the model allows.
+        media: most tokens that the encoder computes in one step; None: as many as one sequence may have.
     """
     tensor, pipeline = int(args.get("tensor_parallel_size", 1)), int(args.get("pipeline_parallel_size", 1))
     width = DTYPE_BYTES.get(str(args.get("dtype", "auto")).removeprefix("torch."), 2)
@@ -110,7 +111,7 @@ def need(memory: StageMemory, args: Mapping[str, Any], longest: int) -> Need:
     length: int = said if isinstance(said, int) and said > 0 else 1  # -1: vLLM chooses what fits
     kv_width = _kv_width(str(args.get("kv_cache_dtype", "auto")), width)
     heads = max(1, memory.kv_heads // tensor) if memory.kv_layers else 0
-    encoder, rows = _encoder(memory, args, width, tensor, length)
+    encoder, rows = _encoder(memory, args, width, tensor, length, media)
     return Need(
         weights=_weights(memory, args, width, tensor * pipeline),
         activations=max(_step(memory, args, width, tensor), encoder) + rows + LIBRARY_BYTES + memory.library_bytes,
@@ -142,12 +143,15 @@ def _step(memory: StageMemory, args: Mapping[str, Any], width: int, tensor: int)
     return step * width + logits
 
 
-def _encoder(memory: StageMemory, args: Mapping[str, Any], width: int, tensor: int, length: int) -> tuple[int, int]:
+def _encoder(
+    memory: StageMemory, args: Mapping[str, Any], width: int, tensor: int, length: int, media: int | None
+) -> tuple[int, int]:
     """Activations of the encoder, and its output, which is held during the decoder's steps."""
     if memory.encoder is None:
         return 0, 0
     encoded = _encoded_tokens(memory.encoder, args, length)
-    activations = encoded * (memory.encoder.token_bytes + memory.encoder.split_token_bytes // tensor)
+    computed = encoded if media is None else min(encoded, media)
+    activations = computed * (memory.encoder.token_bytes + memory.encoder.split_token_bytes // tensor)
     return activations, encoded * memory.encoder.output_elements * width
 
 

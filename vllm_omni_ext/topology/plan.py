@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_omni_ext.config.checks import ADAPTIVE, ALL_AT_ONCE, unknown_key
 from vllm_omni_ext.config.disaggregation import stage_path
-from vllm_omni_ext.config.schema import STREAM_IDLE_TIMEOUT_S, OmniConfig
+from vllm_omni_ext.config.schema import MAX_MEDIA_TOKENS, STREAM_IDLE_TIMEOUT_S, OmniConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.plugins.memory import ModelFacts
@@ -21,7 +21,7 @@ from vllm_omni_ext.topology.disaggregation import check_pairs, expand
 from vllm_omni_ext.topology.layers import SHARED_FIELDS, parallel_size, user_engine_args
 from vllm_omni_ext.topology.needs import GIB, need
 from vllm_omni_ext.topology.placement import Demand, Devices, memory_shares, place
-from vllm_omni_ext.topology.remedies import advice
+from vllm_omni_ext.topology.remedies import MEDIA_FLAG, advice
 from vllm_omni_ext.topology.shape import Machine, Plan, ReplicaPlan, StagePlan
 
 __all__ = [
@@ -90,7 +90,14 @@ def plan_as_asked(
     facts: ModelFacts,
     family: str = "",
 ) -> Plan:
-    """As `make_plan`, without a search for flags that help when a device is too small."""
+    """As `make_plan`, without a search for flags that help when a device is too small.
+
+    Args:
+        text_args: may also have `MEDIA_FLAG`, which is not stock: a remedy sets it.
+    """
+    if MEDIA_FLAG in text_args:
+        config = replace(config, max_media_tokens=text_args[MEDIA_FLAG])
+        text_args = {name: value for name, value in text_args.items() if name != MEDIA_FLAG}
     pipeline, config = expand(pipeline, config)
     if config.pipeline not in (None, pipeline.name):
         raise ConfigError(f"pipeline: the stage config is for '{config.pipeline}', but the model is '{pipeline.name}'")
@@ -235,7 +242,12 @@ def _asks(args: Mapping[str, dict[str, Any]], a: _Surroundings) -> dict[str, Ask
     return {
         spec.name: Ask(
             stage=spec.name,
-            need=need(memory[spec.model_stage], args[spec.name], lengths.get(spec.model_stage, 0)),
+            need=need(
+                memory[spec.model_stage],
+                args[spec.name],
+                lengths.get(spec.model_stage, 0),
+                a.config.max_media_tokens,
+            ),
             utilization=args[spec.name].get("gpu_memory_utilization"),
             kv_bytes=args[spec.name].get("kv_cache_memory_bytes"),
         )
@@ -264,8 +276,11 @@ def _engine_args(spec: StageSpec, user: Mapping[str, Any], around: _Surroundings
         if user.get("tensor_parallel_size", 1) == user.get("pipeline_parallel_size", 1) == 1:
             defaults["distributed_executor_backend"] = "uni"
     args = with_custom_ops({**defaults, **spec.engine_defaults, **user, **spec.engine}, spec.custom_ops)
-    if ends := connector_config(around.pipeline, spec, around.connected):
-        args["additional_config"] = {**args.get("additional_config", {}), **ends}
+    more = connector_config(around.pipeline, spec, around.connected) or {}
+    if around.config.max_media_tokens is not None and around.pipeline.takes_stock_flags(spec):
+        more = {**more, MAX_MEDIA_TOKENS: around.config.max_media_tokens}
+    if more:
+        args["additional_config"] = {**args.get("additional_config", {}), **more}
     return _one_step(spec, args, around)
 
 

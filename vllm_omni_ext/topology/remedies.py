@@ -13,6 +13,12 @@ from vllm_omni_ext.topology.shape import Machine
 FEWEST_TOKENS = 4096
 """The smallest `max_model_len` that is proposed."""
 
+MEDIA_FLAG = "omni_max_media_tokens"
+"""Name of the flag for the most tokens of an image, a video or a sound."""
+
+FEWEST_MEDIA_TOKENS = 16_384
+"""The smallest value of it that is proposed: more than the largest image of the released models has."""
+
 LENGTH_STEP = 1024
 """Proposed lengths are multiples of this."""
 
@@ -28,17 +34,19 @@ Attempt = Callable[[Mapping[str, Any], Machine], object]
 """Plans for a machine with these stock flags on top of the user's; ConfigError if that is impossible."""
 
 Flags = Mapping[str, Any]
-"""Stock flags by the name of their `EngineArgs` field."""
+"""Flags by name: stock ones by that of their `EngineArgs` field, and `MEDIA_FLAG`."""
 
 
 def flags_that_help(attempt: Attempt, args: Flags, machine: Machine, longest: int) -> list[dict[str, Any]]:
-    """Stock flags with which the plan fits this machine: single ones, or pairs if no single one helps, and so on.
+    """Flags with which the plan fits this machine: single ones, or pairs if no single one helps, and so on.
 
     Args:
         args: the stock flags that were given.
         longest: longest sequence the frontend may have now, in tokens.
     """
     kinds = ("tensor_parallel_size", "quantization", "max_model_len")
+    media = _largest_that_fits(MEDIA_FLAG, FEWEST_MEDIA_TOKENS, attempt, {}, machine, longest)
+    mildest: list[dict[str, Any]] = [{MEDIA_FLAG: media}] if media else []
 
     def loss(flags: Flags) -> bool:
         return int(flags.get("max_model_len", longest)) < longest * SHORT_PART
@@ -47,8 +55,8 @@ def flags_that_help(attempt: Attempt, args: Flags, machine: Machine, longest: in
         found = [flags for chosen in combinations(kinds, number) if (flags := _try(chosen, attempt, machine, longest))]
         if found := [flags for flags in found if not any(args.get(key) == value for key, value in flags.items())]:
             mild = [flags for flags in found if list(flags) == ["max_model_len"] and not loss(flags)]
-            return [*mild, *(flags for flags in found if flags not in mild)]
-    return []
+            return [*mildest, *mild, *(flags for flags in found if flags not in mild)]
+    return mildest
 
 
 def devices_that_help(attempt: Attempt, machine: Machine) -> int | None:
@@ -78,7 +86,7 @@ def _larger(machine: Machine) -> Iterator[Machine]:
 
 
 def as_text(flags: Flags) -> str:
-    """Stock flags as they are written on a command line."""
+    """Flags as they are written on a command line."""
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
 
 
@@ -89,7 +97,7 @@ def _try(kinds: tuple[str, ...], attempt: Attempt, machine: Machine, longest: in
         if "max_model_len" not in kinds:
             if _fits(attempt, flags, machine):
                 return flags
-        elif tokens := _longest_that_fits(attempt, flags, machine, longest):
+        elif tokens := _largest_that_fits("max_model_len", FEWEST_TOKENS, attempt, flags, machine, longest):
             return {**flags, "max_model_len": tokens}
     return {}
 
@@ -104,16 +112,16 @@ def _values(kinds: list[str], devices: int) -> Iterator[dict[str, Any]]:
             yield {"tensor_parallel_size": size, **rest}
 
 
-def _longest_that_fits(attempt: Attempt, flags: Flags, machine: Machine, longest: int) -> int:
-    """The largest multiple of `LENGTH_STEP` below `longest` that fits; 0 if it is less than `FEWEST_TOKENS`."""
-    low, high = FEWEST_TOKENS // LENGTH_STEP - 1, (longest - 1) // LENGTH_STEP
+def _largest_that_fits(name: str, least: int, attempt: Attempt, flags: Flags, machine: Machine, below: int) -> int:
+    """The largest multiple of `LENGTH_STEP` below `below` that fits as a flag's value; 0 if it is less than `least`."""
+    low, high = least // LENGTH_STEP - 1, (below - 1) // LENGTH_STEP
     while low < high:
         middle = (low + high + 1) // 2
-        if _fits(attempt, {**flags, "max_model_len": middle * LENGTH_STEP}, machine):
+        if _fits(attempt, {**flags, name: middle * LENGTH_STEP}, machine):
             low = middle
         else:
             high = middle - 1
-    return low * LENGTH_STEP if low * LENGTH_STEP >= FEWEST_TOKENS else 0
+    return low * LENGTH_STEP if low * LENGTH_STEP >= least else 0
 
 
 def _fits(attempt: Attempt, flags: Flags, machine: Machine) -> bool:
