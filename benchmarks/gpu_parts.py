@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-LIMIT_S = 600
-"""A part that takes longer is ended: machines are often lent for little more."""
+LIMIT_S = 540
+"""A part that takes longer is ended: a machine may be lent for commands of 600 s. What it has compiled is kept."""
+
+FIRST_MODES = ("bf16-graphs-v2", "fp32-graphs-v2")
+"""The modes of serving, and of comparing."""
 
 OK, FAILED, LATE, REFUSED, LEFT_OUT = "ok", "failed", "too late", "refused", "left out"
 """What became of a part. Refused: it does not fit onto this machine, and was told so before anything started."""
@@ -22,6 +25,7 @@ REFUSED_STATUS = 3
 TINY_LEVELS = ("--tiny", "--rounds", "1", "--text", "8", "--frames", "12")
 
 PICTURES = "benchmarks/bagel_steps.py"
+BAGEL_RIGHT = "tests/gpu/bagel_once.py"
 STEP_TOKENS = 49_664
 """Tokens of a denoise step that hold four edits of 1024x1024: 4 x 3 branches x (4,096 latent tokens + 2 markers)."""
 
@@ -67,31 +71,49 @@ class Part:
 
 
 def parts(modes: Sequence[str], *, tiny: bool) -> tuple[Part, ...]:
-    """All parts in the order in which they are run: first whether the answers are right, then whether it starts.
+    """All parts in the order in which they are run: does it start, are answers right, how fast is it, then the rest.
 
     Args:
         modes: of `tests/gpu/run_once.py`.
         tiny: with the tiny checkpoint instead of the released shape: what can be tried out on a CPU.
     """
-    right = (
+    right = [
         Part(f"right-{mode}", f"answers as stored on a CPU, {mode}", ("tests/gpu/run_once.py", "--modes", mode))
         for mode in modes
+    ]
+    bagel = tuple(
+        Part(f"right-{config}", f"BAGEL as the reference, {config}", (BAGEL_RIGHT, "--stage-config", config))
+        for config in (("bagel",) if tiny else ("bagel", "bagel_single"))
     )
-    return (*right, *(_tiny_parts() if tiny else _released_parts()))
+    first = [part for mode in FIRST_MODES for part in right if part.name == f"right-{mode}"] or right[:1]
+    start, *rest = _tiny_parts() if tiny else _released_parts()
+    return (start, *first, *bagel[:1], *rest, *(part for part in right if part not in first), *bagel[1:])
 
 
 def _released_parts() -> tuple[Part, ...]:
     start = ("benchmarks/gpu_start.py", "{model}", "--json", "{json}", "--", "--load-format", "dummy")
     levels = ("benchmarks/speech_levels.py", "{model}", "--json", "{json}", "--levels")
     text = ("benchmarks/gpu_text.py", "{model}", "--json", "{json}")
+    videos = ("benchmarks/gpu_video.py", "{model}", "--json", "{json}", "--", "--load-format", "dummy")
     disaggregated = ("benchmarks/gpu_start.py", "{tiny}", "--json", "{json}", "--", "--stage-config", "qwen3_omni_pd")
     connector = '{"thinker": {"prefill_decode": {"connector": "nixl"}}}'
     return (
         Part("start", "the README's command, released shape, random weights; ten answers after it", start),
-        Part("start-fp8", "the same with a thinker in FP8", (*start, "--quantization", "fp8")),
         Part("levels-few", "spoken answers, 1 and 4 at once", (*levels, "1", "4")),
         Part("levels-many", "spoken answers, 8, 16 and 32 at once", (*levels, "8", "16", "32")),
+        Part("video", "videos of 32 to 160 frames of 1280x720, memory after each", videos),
+        _pictures()[0],
+        Part("start-fp8", "the README's command with a thinker in FP8", (*start, "--quantization", "fp8")),
+        Part("levels-talkers", "two talkers, 1, 8 and 32 answers at once", (*levels, "1", "8", "32", "--talkers", "2")),
         Part("levels-http", "spoken answers over HTTP, 1 and 32 at once", (*levels, "1", "32", "--http")),
+        *(
+            Part(
+                f"levels-http-{count}",
+                f"the same with {count} API servers",
+                (*levels, "1", "32", "--http", "--api-servers", str(count)),
+            )
+            for count in (2, 4)
+        ),
         Part("text", "text only, beside stock vLLM", text, devices=2),
         Part("text-fp8", "the same with a thinker in FP8, on both sides", (*text, "--fp8")),
         Part(
@@ -103,7 +125,7 @@ def _released_parts() -> tuple[Part, ...]:
             (*disaggregated, "--stage-overrides", connector),
             one_of=("nixl",),
         ),
-        *_pictures(),
+        *_pictures()[1:],
     )
 
 
@@ -144,10 +166,14 @@ def _tiny_parts() -> tuple[Part, ...]:
     start = ("benchmarks/gpu_start.py", "{tiny}", "--json", "{json}", "--", "--max-model-len", "2048")
     levels = ("benchmarks/speech_levels.py", "--json", "{json}", *TINY_LEVELS, "--levels")
     text = ("benchmarks/gpu_text.py", "{tiny}", "--tiny", "--json", "{json}")
+    videos = ("benchmarks/gpu_video.py", "{tiny}", "--json", "{json}", "--frames", "8", "--size", "128", "128")
+    videos += ("--", "--max-model-len", "2048")
     steps = (PICTURES, "--json", "{json}", "--rounds", "1", "--height", "48", "--width", "64")
     return (
         Part("start", "a server with the tiny checkpoint; ten answers after it", start),
         Part("levels-few", "spoken answers, 1 and 2 at once, tiny checkpoint", (*levels, "1", "2")),
+        Part("levels-talkers", "two talkers, 2 at once, tiny checkpoint", (*levels, "2", "--talkers", "2")),
+        Part("video", "a video of 8 frames, tiny checkpoint", videos),
         Part("text", "text only, beside stock vLLM, tiny checkpoint", text),
         Part("picture-steps-512", "denoise steps packed and one by one, tiny checkpoint", (*steps, "--steps", "3")),
         Part("pictures-512", "images and edits over HTTP, tiny checkpoint", (*steps, "--http", "--steps", "3")),

@@ -14,6 +14,18 @@ NOT_YET = "# On a GPU: nothing has run on a GPU yet"
 TAIL_LINES = 12
 PICTURE_PARTS = ("queue", "prefill", "steps", "vae", "transfer")
 
+LEVELS = {
+    "levels-few": "",
+    "levels-many": "",
+    "levels-talkers": ", two talkers",
+    "levels-http": " over HTTP",
+    "levels-http-2": " over HTTP, 2 API servers",
+    "levels-http-4": " over HTTP, 4 API servers",
+}
+"""Parts with levels -> a remark for their rows."""
+
+GIB = 1 << 30
+
 MET, MISSED, UNKNOWN = "met", "**missed**", "not measured"
 
 
@@ -141,6 +153,7 @@ def render(results: Results, known: Sequence[Part], *, devices: int, released: b
         "",
         *_levels(results),
         *_starts(results),
+        *_videos(results),
         *_pictures(results),
         *_steps(results),
     ]
@@ -163,17 +176,13 @@ def _parts(results: Results, known: Sequence[Part]) -> Iterator[str]:
 
 
 def _levels(results: Results) -> Iterator[str]:
-    rows = [
-        (part, found)
-        for part in ("levels-few", "levels-many", "levels-http")
-        for found in _figures(results, part) or ()
-    ]
+    rows = [(part, found) for part in LEVELS for found in _figures(results, part) or ()]
     if not rows:
         return
     yield "| spoken answers at once | first sound p50 / longest, ms | answer p50, s | real-time factor | answers/s |"
     yield "|---|---|---|---|---|"
     for part, f in rows:
-        where = " over HTTP" if part == "levels-http" else ""
+        where = LEVELS[part]
         yield (
             f"| {f['concurrency']}{where} | {f['first_p50_s'] * 1e3:.0f} / {f['first_max_s'] * 1e3:.0f} "
             f"| {f['whole_p50_s']:.2f} | {f['real_time_factor_p50']:.3f} | {f['requests_per_s']:.2f} |"
@@ -192,6 +201,20 @@ def _starts(results: Results) -> Iterator[str]:
             ours, stock = found["ours_per_s"], found["stock_per_s"]
             beside = f"stock vLLM {stock:.2f}, ratio {found['ratio']:.3f}"
             yield f"- `{part}`: {ours:.2f} text-only answers a second, {beside}."
+    yield ""
+
+
+def _videos(results: Results) -> Iterator[str]:
+    rows = _figures(results, "video")
+    if not rows:
+        return
+    yield "| frames | prompt tokens | answer, s | thinker, GiB | device 0, GiB |"
+    yield "|---|---|---|---|---|"
+    for f in rows:
+        thinker = sum(size for name, size in f["replicas_bytes"].items() if name.startswith("thinker")) / GIB
+        device = f["devices_bytes"][0] / GIB if f["devices_bytes"] else 0.0
+        answer = f"{f['prompt_tokens']} | {f['answer_s']:.1f}" if f["frames"] else " | "
+        yield f"| {f['frames']} | {answer} | {thinker:.1f} | {device:.1f} |"
     yield ""
 
 

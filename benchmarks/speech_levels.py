@@ -8,7 +8,8 @@ At each level so many answers of fixed lengths (`spoken.py`) are asked for all t
 are measured, after as many as the level that warm up. Printed below are the figures others have published, for answers
 of lengths of their own.
 
-    python benchmarks/speech_levels.py [MODEL] [--tiny] [--http] [--levels 1 4 8 16 32] [--rounds 4] [--json FILE]
+    python benchmarks/speech_levels.py [MODEL] [--tiny] [--http [--api-servers 1]] [--talkers 1]
+        [--levels 1 4 8 16 32] [--rounds 4] [--json FILE]
 """
 
 from __future__ import annotations
@@ -91,13 +92,15 @@ class Level:
         }
 
 
-def engine_settings(levels: Sequence[int], *, device_bytes: int | None) -> dict[str, Any]:
+def engine_settings(levels: Sequence[int], *, device_bytes: int | None, talkers: int = 1) -> dict[str, Any]:
     """What `LLM` and `vllm serve` are given beside the model; `device_bytes` of the CUDA device, None without one."""
     slots = max(levels)
     stages: dict[str, dict[str, Any]] = {
         stage: {"engine": {"max_num_seqs": slots}} for stage in ("thinker", "talker", "code2wav")
     }
     stages["talker"]["engine"] |= {"max_model_len": MAX_LEN}
+    for stage in ("talker", "code2wav"):
+        stages[stage]["replicas"] = talkers
     common: dict[str, Any] = {"max_model_len": MAX_LEN}
     if device_bytes is not None:
         common |= {"load_format": "dummy", "dtype": "bfloat16"}
@@ -123,7 +126,8 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 def subject(model: str, settings: Mapping[str, Any], lengths: Lengths, args: Any) -> Iterator[tuple[Ask, Run]]:
     """What is asked, and what waits for its answers."""
     if args.http:
-        with served(model, as_flags(settings)) as server, over_http(server, lengths) as (ask, runner):
+        flags = [*as_flags(settings), "--api-server-count", str(args.api_servers)]
+        with served(model, flags) as server, over_http(server, lengths) as (ask, runner):
             yield ask, runner.run
         return
     with LLM(model, omni=True, **settings) as omni:
@@ -165,7 +169,8 @@ def device_bytes(args: Any, flags: Any) -> int | None:
     if not current_platform.is_cuda():
         flags.error("no CUDA device: the released shape has nowhere to run; --tiny tries the program out on a CPU")
     total, alone = current_platform.get_device_total_memory(0), current_platform.device_count() == 1
-    needed = sum(NEEDED_GIB.values()) if alone else max(NEEDED_GIB.values())
+    copies = {stage: 1 if stage == "thinker" else args.talkers for stage in NEEDED_GIB}
+    needed = sum(copies[stage] * size for stage, size in NEEDED_GIB.items()) if alone else max(NEEDED_GIB.values())
     if total < needed * GIB:
         flags.error(f"{total / GIB:.0f} GiB on a CUDA device, about {needed} GiB are needed")
     return total
@@ -176,13 +181,17 @@ def main() -> None:
     flags = parser(__doc__ or "")
     flags.add_argument("--tiny", action="store_true", help="the tiny checkpoint on whatever this machine has")
     flags.add_argument("--http", action="store_true", help="ask a server over HTTP")
+    flags.add_argument("--talkers", type=int, default=1, help="replicas of talker and of code2wav")
+    flags.add_argument("--api-servers", type=int, default=1, help="API servers, with --http")
     flags.add_argument("--levels", nargs="+", type=int, default=list(LEVELS), help="answers at once")
     flags.add_argument("--rounds", type=int, default=4, help="measured answers at each level, divided by the level")
     flags.add_argument("--text", type=int, default=Lengths.text, help="text tokens of an answer")
     flags.add_argument("--frames", type=int, default=Lengths.frames, help="frames of an answer, 80 ms each")
     flags.add_argument("--json", type=Path, help="file that takes the figures and every answer")
     args = flags.parse_args()
-    settings = engine_settings(args.levels, device_bytes=device_bytes(args, flags))
+    if args.api_servers != 1 and not args.http:
+        flags.error("--api-servers: only with --http")
+    settings = engine_settings(args.levels, device_bytes=device_bytes(args, flags), talkers=args.talkers)
     with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
         model = args.model or str(
             write_qwen3_omni(f"{folder}/model", seed=0, real_vocab=args.tiny, released_shape=not args.tiny)

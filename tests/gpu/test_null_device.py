@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.table import ROOT, read_file
 from tests.nullgpu import __main__ as tool
 from tests.nullgpu import build, counters
 from tests.nullgpu.scenarios import SCENARIOS, video
@@ -50,3 +51,11 @@ def test_what_the_device_refuses_is_a_defect(tmp_path: Path) -> None:
     lines = ["1 context on device 0", "1 REFUSED in a capture: launch", "2 out of memory: 9 MiB wanted, 1 used of 2"]
     (tmp_path / "refused").write_text("\n".join(lines))
     assert list(tool.refused(tmp_path)) == lines[1:]
+
+
+def test_each_fault_changes_a_file_and_names_scenarios() -> None:
+    faults = read_file(tool.FAULTS)
+    assert len({fault.name for fault in faults}) == len(faults)
+    for fault in faults:
+        fault.changed((ROOT / fault.file).read_text())
+        assert set(fault.tests) <= {each.name for each in SCENARIOS}

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ import psutil
 from PIL import Image
 
 from examples.server import HOST, Server, ServerFailed
+from tests.faults.table import read_file
 from tests.nullgpu import counters
 from tests.nullgpu.environment import Environment, prepare
-from tests.nullgpu.scenarios import SCENARIOS, Ask, Picture, Restart, Scenario, Sleep
+from tests.nullgpu.scenarios import SCENARIOS, Ask, Calls, Picture, Restart, Scenario, Sleep
 from tests.support import media
 from tests.support.cluster import replicas, states, until
 
+FAULTS = Path(__file__).with_name("faults.yaml")
 GIB = 1 << 30
 MOST_OF_PLAN = 1.03
 """Counted bytes of a stage, divided by the planned ones."""
@@ -67,7 +69,10 @@ def main() -> int:
     names = [each.name for each in SCENARIOS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(names)}; all without")
     parser.add_argument("--once", action="store_true", help="start each scenario once")
+    parser.add_argument("--faults", nargs="*", metavar="NAME", help="make the faults of faults.yaml: all, or some")
     args = parser.parse_args()
+    if args.faults is not None:
+        return missed(args.faults)
     if unknown := set(args.names) - set(names):
         parser.error(f"no scenario {', '.join(sorted(unknown))}; use {', '.join(names)}")
     environment = prepare()
@@ -77,6 +82,20 @@ def main() -> int:
             for turn in range(1 if args.once else 2):
                 defects += report(scenario, turn, list(defects_of(environment, scenario)))
     return int(defects > 0)
+
+
+def missed(names: Sequence[str]) -> int:
+    """Make faults one at a time and print the first defect of each; returns 1 if a fault has none."""
+    status = 0
+    for fault in read_file(FAULTS):
+        if names and fault.name not in names:
+            continue
+        environment = prepare(fault)
+        chosen = [scenario for name in fault.tests for scenario in SCENARIOS if scenario.name == name]
+        found = next((each for scenario in chosen for each in defects_of(environment, scenario)), None)
+        print(f"{fault.name}: {'MISSED' if found is None else f'found: {found}'}", flush=True)
+        status |= found is None
+    return status
 
 
 def report(scenario: Scenario, turn: int, found: list[str]) -> int:
@@ -131,7 +150,7 @@ def wrong_program(environment: Environment, scenario: Scenario, run: Path) -> It
 
 def kernels(environment: Environment) -> set[str]:
     """Names of what Triton and torch.compile have in the cache."""
-    cache = environment.home / "cache"
+    cache = environment.cache
     return {str(path.relative_to(cache)) for path in cache.glob("triton/*/*.json")} | {
         str(path.relative_to(cache)) for path in cache.glob("inductor/*/*.py")
     }
@@ -143,6 +162,7 @@ def wrong_answer(server: NullServer, ask: Ask) -> Iterator[str]:
     fields = dict(ask.fields)
     extra = {"ignore_eos": True, "return_stage_metrics": True}
     extra |= {name: fields.pop(name) for name in ("talker",) if name in fields}
+    before = counted(server)
     began = time.monotonic()
     try:
         messages: Any = [{"role": "user", "content": list(map(made, ask.content))}]
@@ -162,6 +182,17 @@ def wrong_answer(server: NullServer, ask: Ask) -> Iterator[str]:
         frames, audio = extra["talker"]["max_tokens"], answer.metrics["audio"]
         if not 0 < audio["samples"] <= frames * SAMPLES_A_FRAME:
             yield f"{ask.name}: {audio['samples']} samples of {audio['frames']} frames"
+        yield from wrong_calls(ask, before, counted(server))
+
+
+def wrong_calls(ask: Ask, before: Mapping[str, Calls], after: Mapping[str, Calls]) -> Iterator[str]:
+    """Print what each replica did for a request; yield where it is more than the scenario says."""
+    for name, now in after.items():
+        done = Calls(now.launches - before[name].launches, now.waits - before[name].waits)
+        print(f"    {name}: {done.launches} launches, {done.waits} waits", flush=True)
+        most = ask.calls.get(name, done)
+        if done.launches > most.launches or done.waits > most.waits:
+            yield f"{ask.name}: {name}: {done}, at most {most}"
 
 
 def wrong_picture(server: NullServer, ask: Picture) -> Iterator[str]:
@@ -256,6 +287,16 @@ def processes(server: NullServer) -> Iterator[tuple[str | None, counters.Process
     for process in counters.read(server.run / "counters"):
         if psutil.pid_exists(process.pid):
             yield names.get(process.pid), process
+
+
+def counted(server: NullServer) -> dict[str, Calls]:
+    """Launches and waits of each replica since its start."""
+    found: dict[str, Calls] = {}
+    for name, process in processes(server):
+        if name is not None:
+            so_far = found.get(name, Calls(0, 0))
+            found[name] = Calls(so_far.launches + process.launches, so_far.waits + process.waits)
+    return found
 
 
 def held(server: NullServer) -> dict[str, int]:

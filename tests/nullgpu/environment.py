@@ -11,6 +11,7 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.faults.table import Fault
 from tests.nullgpu.scenarios import Gpu
 
 HERE = Path(__file__).parent
@@ -27,9 +28,14 @@ LIBRARY = "libnullgpu.so"
 
 @dataclass(frozen=True)
 class Environment:
-    """Folders of a prepared environment."""
+    """Folders of a prepared environment.
+
+    Attributes:
+        cache: what vLLM, torch and Triton compile.
+    """
 
     home: Path
+    cache: Path
 
     @property
     def python(self) -> Path:
@@ -57,7 +63,7 @@ class Environment:
             run: folder for the counters (`counters`) and the log (`refused`).
             gpu: kind of the devices.
         """
-        cache = self.home / "cache"
+        cache = self.cache
         return {
             "PATH": f"{self.python.parent}:{os.environ['PATH']}",
             "PYTHONPATH": f"{self.site}:{HERE / 'shims'}",
@@ -79,15 +85,21 @@ class Environment:
         }
 
 
-def prepare() -> Environment:
-    """Make or update the environment, and return it."""
+def prepare(fault: Fault | None = None) -> Environment:
+    """Make or update the environment, and return it. With a fault the package has it, and the cache is empty."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-omni-ext" / "null-gpu"
-    made = Environment(Path(os.environ.get(HOME) or default))
+    home = Path(os.environ.get(HOME) or default)
+    made = Environment(home, home / ("cache" if fault is None else "cache-of-faults"))
     made.home.mkdir(parents=True, exist_ok=True)
     _wheels(made)
     _library(made)
     shutil.rmtree(made.site, ignore_errors=True)
     _pip(made, "--no-deps", "--no-build-isolation", "--target", str(made.site), str(ROOT))
+    if fault is not None:
+        shutil.rmtree(made.cache, ignore_errors=True)
+        inside = fault.file.removeprefix("vllm_omni_ext/")
+        file = made.site / "vllm_omni_ext" / inside
+        file.write_text(fault.changed(file.read_text()))
     for name in MODELS:
         if not made.model(name).exists():
             words = [sys.executable, "-m", "vllm_omni_ext", "tiny", name, str(made.model(name)), "--released"]

@@ -21,14 +21,30 @@ class Gpu:
 H200, H100 = Gpu("NVIDIA H200", 143_771), Gpu("NVIDIA H100 80GB HBM3", 81_559)
 
 
+@dataclass(frozen=True)
+class Calls:
+    """What a replica may do for a request at most: launches (a graph is one), and waits of the host for the device."""
+
+    launches: int
+    waits: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One chat request: its content, more fields, and a part of the error if it must be refused with status 400."""
+    """One chat request.
+
+    Attributes:
+        content: parts; those that are no text are made by `__main__.made`.
+        fields: more fields of the request.
+        refused: a part of the error, if the request must be refused with status 400.
+        calls: by replica.
+    """
 
     name: str
     content: tuple[Mapping[str, Any], ...]
     fields: Mapping[str, Any] = field(default_factory=lambda: TEXT)
     refused: str = ""
+    calls: Mapping[str, Calls] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

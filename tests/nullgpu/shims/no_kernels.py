@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 TOKEN = int(os.environ.get("NULLGPU_TOKEN", "7"))
 """The token that every row samples."""
@@ -74,6 +75,9 @@ def longest_sequences() -> None:
     call = interface.flash_attn_varlen_func
 
     def varlen(*arguments: Any, **named: Any) -> Any:
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            if named.get(name) is not None:  # the sound encoder's are on the host
+                named[name] = named[name].to(arguments[0].device if arguments else named["q"].device)
         for name in ("max_seqlen_q", "max_seqlen_k"):
             if named.get(name) is not None and not 0 < int(named[name]) < SANE:
                 named[name] = LONGEST
@@ -81,6 +85,38 @@ def longest_sequences() -> None:
 
     for module in (interface, package, used):
         module.flash_attn_varlen_func = varlen
+
+
+class RangesOnHost(TorchFunctionMode):
+    """Makes `torch.arange` on the host, so that a mask has values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        named = dict(kwargs or {})
+        if func is torch.arange:
+            named["device"] = "cpu"
+        return func(*args, **named)
+
+
+def sound_lengths() -> None:
+    """Leave the lengths of sounds on the host: vLLM's encoder takes shapes from what it computes of them."""
+    import vllm.model_executor.models.qwen3_omni_moe_thinker as used
+
+    mixin = used.Qwen3OmniMoeConditionalGenerationMixin
+    process, to_device = mixin._process_audio_input, used.async_tensor_h2d
+
+    def left(data: Any, *arguments: Any, **named: Any) -> Any:
+        return data if isinstance(data, torch.Tensor) else to_device(data, *arguments, **named)
+
+    def on_host(self: Any, audio_input: Any) -> Any:
+        used.async_tensor_h2d = left
+        try:
+            with RangesOnHost():
+                return process(self, audio_input)
+        finally:
+            used.async_tensor_h2d = to_device
+
+    mixin._process_audio_input = on_host
 
 
 def sampled_tokens() -> None:

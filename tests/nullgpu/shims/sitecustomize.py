@@ -56,7 +56,13 @@ def install() -> None:
         no_kernels.longest_sequences()
         no_kernels.sampled_tokens()
 
+    def with_lengths_of_sounds() -> None:
+        import no_kernels
+
+        no_kernels.sound_lengths()
+
     sys.meta_path.insert(0, After("vllm", without_kernels))
+    sys.meta_path.insert(0, After("vllm.model_executor.models.qwen3_omni_moe_thinker", with_lengths_of_sounds))
     sys.meta_path.insert(0, After("vllm.v1.worker.gpu_worker", with_given_tokens))
 
 
