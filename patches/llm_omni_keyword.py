@@ -1,8 +1,8 @@
 """`LLM(model, omni=True)`: the keyword of vLLM's offline class.
 
 The constructor is wrapped, not the class: `isinstance(x, LLM)`, subclasses, pickling and `inspect.signature` stay as
-they are, and without the keyword the original receives exactly the given arguments. With the keyword, the instance
-becomes an `OmniLLM` (a subclass of `LLM`) before vLLM's constructor runs.
+they are. Without the keyword, the original receives exactly the given arguments. With the keyword, the instance becomes
+an `OmniLLM` (a subclass of `LLM`) before vLLM's constructor runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KEYWORD = "omni"
 
 
 def wrap(original: Any) -> Any:
-    """Return `LLM.__init__` that understands `omni=True`."""
+    """Return `LLM.__init__` that accepts `omni=True`."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

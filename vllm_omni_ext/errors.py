@@ -1,7 +1,7 @@
 """All errors that this package raises to callers.
 
 OmniError
- |- ConfigError            the configuration is wrong; says where and what to write instead
+ |- ConfigError            the configuration is wrong; contains the key's path and advice
  |- RequestError           this request is wrong (HTTP 400); names the parameter
  |- UnknownMember          a stage or replica name that does not exist
  |- StageUnavailable       a stage has no live replica (HTTP 503); try again later
@@ -28,7 +28,7 @@ class RequestError(OmniError):
     """A request that can never succeed as written.
 
     Args:
-        message: what is wrong and what is allowed.
+        message: the fault, and the allowed values.
         parameter: name of the request parameter, as the client wrote it.
     """
 

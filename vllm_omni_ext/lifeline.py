@@ -1,6 +1,6 @@
 """Ties a process to its parent: the process ends when its parent has ended, and leaves Ctrl-C to its parent.
 
-Also ends processes (`end_processes`), and says in words how one has ended (`how_it_ended`).
+Also ends processes (`end_processes`), and describes the end of one (`how_it_ended`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Ask the system to send this process a signal when the thread that started it has ended (Linux only).
+    """Make the system send this process a signal when the thread that started it has ended (Linux only).
 
     Args:
         parent: process id of the parent; if the parent has ended already, the signal is sent now.
@@ -67,7 +67,7 @@ def leave_interrupts_to_parent() -> None:
 
 
 def how_it_ended(exitcode: int | None) -> str:
-    """Say how a process has ended: the name of the signal that killed it, or its exit code (negative: a signal)."""
+    """Describe the end of a process: the name of the signal that killed it, or its exit code (negative: a signal)."""
     if exitcode is None or exitcode >= 0:
         return f"its process ended with exit code {exitcode}"
     try:

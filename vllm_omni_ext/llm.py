@@ -73,7 +73,7 @@ class OmniRequestOutput(RequestOutput):
         frames: codec frames, int64 [frames, code groups]; None without sound, or if the model has none.
         note: why there is no sound although it was requested.
         images: PIL images.
-        latents: float32 arrays, the model's latents of the pictures, if the request asked for them.
+        latents: float32 arrays, the model's latents of the pictures, if requested.
         error: why this prompt failed; its `outputs` is then one empty completion with finish_reason "error".
     """
 
@@ -147,7 +147,7 @@ class OmniLLM(TargetedOfflineLLM):
     def _end_with_program(self) -> None:
         """End the processes when this object is garbage, and before `multiprocessing` kills them as the program ends.
 
-        What was registered last runs first: another module may have registered `weakref.finalize`'s own hook before
+        The hook registered last runs first: another module may have registered `weakref.finalize`'s own hook before
         `multiprocessing` registered its hook.
         """
         end = weakref.finalize(self, _end, self._deployment, self._replica_supervisor)
@@ -455,7 +455,7 @@ def _start_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
 
 
 class _Frontend:
-    """What `LLM.llm_engine` has without an engine."""
+    """The attributes of `LLM.llm_engine` that exist without an engine."""
 
     def __init__(self, omni: AsyncOmni) -> None:
         self.model_config = omni.model_config

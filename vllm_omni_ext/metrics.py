@@ -1,6 +1,6 @@
 """The metrics of this package as data: name, labels, unit and meaning. vLLM's own `vllm:` metrics are separate.
 
-Metrics of audio and images are defined beside their modalities; a model plugin may add more. All are Prometheus metrics
+Metrics of audio and images are defined with their modalities; a model plugin may add more. All are Prometheus metrics
 of the process's default registry, always on, and also have the label `model_name`.
 """
 
@@ -30,7 +30,7 @@ GAP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1, 1.5, 2, 3, 5
 class StepGauge(Gauge):
     """A gauge of a replica's state, which several API servers write: the state after the latest step is shown.
 
-    The one that was written last may be older: an API server gets outputs that were meant for the one it replaces.
+    The state written last may be older: an API server receives outputs that were sent to the one it replaces.
     """
 
     _at: ClassVar[float | None] = None
@@ -45,12 +45,12 @@ class StepGauge(Gauge):
     @classmethod
     @contextmanager
     def state_after(cls, step_ns: int) -> Iterator[None]:
-        """Date values that are set meanwhile.
+        """Set the time of the values that are set inside the block.
 
         Args:
             step_ns: Unix time of the step, in nanoseconds; 0: not known, so values are of now.
         """
-        # The clock of another host may be ahead; what this host writes later must still count.
+        # The clock of another host may be ahead; values that this host writes later must still count.
         cls._at = min(step_ns / 1e9, time.time()) if step_ns else None
         try:
             yield

@@ -84,7 +84,7 @@ class AsyncOmni(TargetedLLM):
         frontend = plan.frontend().name
         config = deepcopy(connections.configs[frontend])
         config.shutdown_timeout = connections.drain_s
-        # vLLM's handlers take the defaults of a request from there, but `max_tokens`.
+        # vLLM's handlers take the defaults of a request from there, except `max_tokens`.
         config.model_config.override_generation_config |= plan.frontend().sampling
         said = next(
             (each.client.ready_response for replica, each in replicas.items() if replica.stage == frontend), b""
@@ -387,7 +387,7 @@ class AsyncOmni(TargetedLLM):
                     yield item
         finally:
             self._admission.detach(ticket)
-            # vLLM has given it an id of its own, and still knows a request that was cancelled while it was sent.
+            # vLLM has given it an id of its own, and still has a request that was cancelled while it was sent.
             left = self.output_processor.abort_requests([request.request_id], internal=True)
             if left or admitted.sink is not None:
                 await self.orchestrator.abort({*left, request.request_id})

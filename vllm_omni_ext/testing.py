@@ -60,7 +60,7 @@ class Reply:
     """Result of one step of a simulated stage.
 
     Attributes:
-        payload: what `ModelRuntime.decode` would return.
+        payload: the result of `ModelRuntime.decode`.
         hidden_states: hidden states that this step exports, one value for each exported position; instead of a payload.
     """
 
@@ -262,7 +262,7 @@ class Replica:
         return work.engine_id, reply
 
     def _export(self, engine_id: str, values: Sequence[Any]) -> HiddenStatesChunkReady | None:
-        """Store hidden states of a request; None if no stage wants them any more."""
+        """Store hidden states of a request; None if no stage needs them any more."""
         known = self._exports.get(engine_id)
         if known is None:
             name = f"{next(self._numbers)}/{engine_id}"

@@ -131,7 +131,7 @@ def checkpoint_sizes(directory: str | Path) -> BagelSizes:
 
 
 def model_sources(sizes: BagelSizes) -> Sources:
-    """Return the source of each of our parameters in `ema.safetensors`."""
+    """Return the source of each parameter of `Bagel` in `ema.safetensors`."""
     sources: Sources = {ours: (theirs,) for ours, theirs in _SINGLE.items()}
     for ours, theirs in _WITH_BIAS.items():
         for kind in ("weight", "bias"):

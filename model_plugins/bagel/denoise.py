@@ -152,7 +152,7 @@ def seeded(parameters: ImageParameters) -> torch.Generator:
 
 
 class Denoiser:
-    """Steps images together. Caches what the next step can use again: token positions, and marker embeddings."""
+    """Steps images together. Caches token positions and marker embeddings for the next step."""
 
     def __init__(self, model: Bagel) -> None:
         self._model = model

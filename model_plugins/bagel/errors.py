@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class CheckpointError(Exception):
-    """The files of a checkpoint are not a BAGEL checkpoint that this package can compute; says which and why."""
+    """A checkpoint is not a BAGEL checkpoint that this package can compute; the message contains the reason."""
 
 
 class ParameterError(ValueError):

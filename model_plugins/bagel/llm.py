@@ -117,7 +117,7 @@ class LanguageModel(nn.Module):
     """The decoder. `attention` may be replaced by another implementation of `Attention`.
 
     Attributes:
-        project, finish: what a layer computes before and after attention for latent tokens: `MotLayer.project` and
+        project, finish: a layer's computation before and after attention for latent tokens: `MotLayer.project` and
             `ExpertLayer.finish`, or the same compiled.
     """
 
@@ -134,7 +134,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
 
     def compile_layers(self, **options: Any) -> None:
-        """Compile what the layers compute for latent tokens, once for all layers and all numbers of tokens.
+        """Compile the layers' computation for latent tokens, once for all layers and all numbers of tokens.
 
         Args:
             options: options of `torch.compile`.
@@ -156,7 +156,7 @@ class LanguageModel(nn.Module):
         each other.
 
         Args:
-            seen: what each row attends to in addition to its block.
+            seen: the context that each row attends to in addition to its block.
             lengths: tokens of each block, including its two markers.
             latents: the und tokens are the markers of all rows, start and end alternating, and the gen tokens are the
                 latent tokens between them. Otherwise all tokens are und tokens, with a marker at each end.
@@ -201,7 +201,7 @@ class LanguageModel(nn.Module):
             und: `[n, hidden]`, embeddings of the und tokens.
             gen: `[m, hidden]`, embeddings of the gen tokens; None if there are none.
             layout: their layout.
-            seen: what each row attends to in addition to its own tokens, as in the layout.
+            seen: the context that each row attends to in addition to its own tokens, as in the layout.
             hidden: the set of tokens whose final hidden states are returned. Results that neither these nor the keys
                 and values need are not computed.
             keep: whether keys and values are returned.

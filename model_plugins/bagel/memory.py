@@ -29,7 +29,7 @@ def picture_tokens(sizes: BagelSizes, height: int, width: int, *, latents: bool)
     Args:
         sizes: sizes of the model.
         height, width: of the picture in pixels.
-        latents: whether the picture is edited (autoencoder and ViT) or only looked at (ViT).
+        latents: whether the picture is edited (autoencoder and ViT) or only read (ViT).
     """
     width, height = images.resized_size(width, height, sizes.vae_resize)
     tokens = patch_tokens(sizes, height, width)

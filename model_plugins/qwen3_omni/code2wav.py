@@ -60,7 +60,7 @@ class WaveformPooler(Pooler):
         return {POOLING_TASK}
 
     def get_pooling_updates(self, task: PoolingTask) -> PoolingParamsUpdate:
-        """Ask the runner for the prompt's token ids, on the CPU."""
+        """Request the prompt's token ids from the runner, on the CPU."""
         return PoolingParamsUpdate(requires_token_ids=True)
 
     def forward(self, hidden_states: Tensor, pooling_metadata: PoolingMetadata) -> list[Tensor]:
@@ -88,7 +88,7 @@ class WaveformPooler(Pooler):
         return [_said(answer) for answer in answers]
 
     def _frames(self, token_ids: Tensor) -> Tensor | str:
-        """Return a prompt as `[frames, groups]` int64, or why it cannot be decoded."""
+        """Return a prompt as `[frames, groups]` int64, or the reason why it cannot be decoded."""
         groups, size = self.vocoder.groups, self.vocoder.codebook_size
         codes = token_ids.long()
         if len(codes) % groups:
@@ -181,7 +181,7 @@ class Qwen3OmniCode2Wav(nn.Module, IsAttentionFree):
 
 
 def _is_warm_up(params: PoolingParams) -> bool:
-    """Return whether vLLM itself made this request, to measure memory or to compile: ours always have a header."""
+    """Return whether vLLM itself made this request, to measure memory or to compile: all others have a header."""
     return params.extra_kwargs is None
 
 

@@ -151,7 +151,7 @@ class SpeechFlow(ReadAloudFlow):
 
     The talker is opened with the request and computes its prompt as far as that is known: text at once, multimodal
     positions when their hidden states arrive, and the last position after the thinker's first token. If the text is
-    sent in one piece (`text: all`), the talker gets its prompt together with the text.
+    sent in one piece (`text: all`), the talker receives its prompt together with the text.
 
     Args:
         text: number of tokens per chunk for the talker.
@@ -281,7 +281,7 @@ class HiddenStates:
         return self.count >= self.expected
 
     def add(self, ready: HiddenStatesChunkReady) -> None:
-        """Note more hidden states at a location. ValueError: there is a gap before them, or their export failed."""
+        """Add hidden states at a location. ValueError: there is a gap before them, or their export failed."""
         if ready.failed:
             raise ValueError(f"the thinker could not hand its hidden states over: {ready.failed}")
         place = ready.source, ready.name

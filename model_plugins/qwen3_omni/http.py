@@ -20,7 +20,7 @@ REFUSED = {
     "ref_audio": "the voices are the checkpoint's own; see /v1/audio/voices",
     "ref_text": "the voices are the checkpoint's own; see /v1/audio/voices",
 }
-"""Fields of other servers that would change the sound, and why this server cannot apply them."""
+"""Fields of other servers that would change the sound, and the reasons why they are refused."""
 
 
 class Qwen3OmniHttp(HttpSurface):
@@ -33,7 +33,7 @@ class Qwen3OmniHttp(HttpSurface):
         """Turn a text into a request to read it out.
 
         Raises:
-            RequestError: the text is empty, or the body asks for something that the talker cannot do.
+            RequestError: the text is empty, or the body contains a value that the talker cannot follow.
         """
         refuse_others(body)
         found = await rendered(body.input, server)
@@ -41,7 +41,7 @@ class Qwen3OmniHttp(HttpSurface):
 
 
 def refuse_others(body: Any) -> None:
-    """Refuse fields that would change the sound; RequestError names the field."""
+    """Refuse fields that would change the sound; RequestError contains the field's name."""
     for name, why in REFUSED.items():
         if getattr(body, name):
             raise RequestError(f"{name}: is not available: {why}", parameter=name)

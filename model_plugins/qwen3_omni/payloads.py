@@ -6,7 +6,7 @@ import msgspec
 
 
 class TalkerPrompt(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prompt"):
-    """What opens a request in the talker.
+    """The message that opens a request in the talker.
 
     Attributes:
         text: text ids of the known prompt positions (MULTIMODAL where the input is a hidden state).
@@ -26,7 +26,7 @@ class TalkerPrompt(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 
 
 class TalkerChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="chunk"):
-    """More input for an open request: `text` ids of the prompt it lacked, then `track` ids."""
+    """More input for an open request: `text` ids of the missing part of its prompt, then `track` ids."""
 
     text: tuple[int, ...] = ()
     track: tuple[int, ...] = ()

@@ -33,7 +33,7 @@ OPENAI_VOICES = {
     **dict.fromkeys(("ash", "cedar", "echo", "onyx"), "ethan"),
     **dict.fromkeys(("ballad", "fable", "verse"), "aiden"),
 }
-"""OpenAI's names of voices, for clients that know no others: each stands for a speaker of the released checkpoint."""
+"""OpenAI's names of voices, for clients that send only these: each stands for a speaker of the released checkpoint."""
 
 
 class Fields(BaseModel):
@@ -66,13 +66,13 @@ class Qwen3OmniRuntime:
 
     @property
     def default_voice(self) -> str:
-        """The speaker of requests that name none."""
+        """The speaker of requests without one."""
         return PREFERRED_VOICE if PREFERRED_VOICE in self.voices else self.voices[0]
 
     def speaker(self, voice: str | None) -> str | None:
         """Return the speaker for a voice of a request: its own name, or one of `OPENAI_VOICES`; None: unknown.
 
-        For a name of OpenAI's whose speaker the checkpoint lacks, and for no name, it is the default one.
+        It is the default one for no name, and for a name of OpenAI's whose speaker the checkpoint lacks.
         """
         name = self.default_voice if voice is None else voice.lower()
         if name in self.voices:

@@ -1,4 +1,4 @@
-"""What of vLLM the talker, the vocoder and the thinker's worker rely on, and what of vLLM's they replace."""
+"""The parts of vLLM that the talker, the vocoder and the thinker's worker rely on, and the parts they replace."""
 
 from __future__ import annotations
 

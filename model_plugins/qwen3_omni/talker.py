@@ -143,7 +143,7 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
 
     @property
     def in_step(self) -> bool:
-        """Whether a step of our scheduler is running, as opposed to vLLM's profiling and warm-up steps."""
+        """Whether a step of `StreamingInput` is running, as opposed to vLLM's profiling and warm-up steps."""
         return self._rows is not None
 
     def input_rows(self, order: Sequence[str] | None) -> Tensor:

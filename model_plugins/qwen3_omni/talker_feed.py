@@ -148,7 +148,7 @@ class TalkerInputProvider:
         request.rows = self._model.text_table.new_zeros((len(request.row_of), self._model.text_table.shape[1]))
 
     def close(self, req_id: str) -> None:
-        """Forget a request."""
+        """Free the state of a request."""
         self._requests.pop(req_id, None)
 
     def positions(self, req_id: str, length: int) -> tuple[Tensor, int]:

@@ -99,7 +99,7 @@ class Vocoder(nn.Module):
         self.lookahead_samples = steady * self.total_upsample - self.samples_after(steady)
 
     def prepare(self) -> None:
-        """Precompute what depends only on the weights; called once, when they are loaded and on their device."""
+        """Precompute tensors from the weights; called once, when the weights are loaded and on their device."""
         if not self._prepared:
             for layer in self.modules():
                 if isinstance(layer, PreparedLayer):

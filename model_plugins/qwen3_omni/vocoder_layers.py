@@ -191,7 +191,7 @@ class DecoderBlock(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 whatever the dtype of the input."""
+    """Root-mean-square norm, computed in float32 for every dtype of the input."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()

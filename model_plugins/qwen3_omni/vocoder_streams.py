@@ -59,10 +59,10 @@ class VocoderStreams:
         """Decode the parts of one step, in any order.
 
         Args:
-            chunks: for each part its codes, int64 `[frames, groups]`, or why the codes cannot be decoded.
+            chunks: for each part its codes, int64 `[frames, groups]`, or the reason why they cannot be decoded.
 
         Returns:
-            for each part the samples that became final with it, `[samples]` float32, or why there are none.
+            for each part the samples that became final with it, `[samples]` float32, or the reason why there are none.
         """
         now = self._clock()
         self._drop_idle(now)

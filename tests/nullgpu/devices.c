@@ -292,6 +292,10 @@ EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, C
     return CUDA_SUCCESS;
 }
 
+EXPORT CUresult cuDeviceGetPCIBusId(char *text, int room, CUdevice device) {
+    return (CUresult)cudaDeviceGetPCIBusId(text, room, device);
+}
+
 EXPORT CUresult cuDeviceGetName(char *text, int room, CUdevice device) {
     snprintf(text, room, "%s", device_name());
     return CUDA_SUCCESS;

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +95,7 @@ def prepare(fault: Fault | None = None) -> Environment:
     made.home.mkdir(parents=True, exist_ok=True)
     _wheels(made)
     _library(made)
+    _mlx5(made)
     shutil.rmtree(made.site, ignore_errors=True)
     _pip(made, "--no-deps", "--no-build-isolation", "--target", str(made.site), str(ROOT))
     if fault is not None:
@@ -127,6 +130,18 @@ def _pip(made: Environment, *words: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "PIP_FIND_LINKS"}
     environ["PIP_CONFIG_FILE"] = os.devnull
     subprocess.run([str(made.python), "-m", "pip", "install", "-q", *words], check=True, env=environ)
+
+
+def _mlx5(made: Environment) -> None:
+    """Put the library of Mellanox cards beside the null device's: Mooncake's build for CUDA 13 is linked with it."""
+    name = "libmlx5.so.1"
+    if (made.library / name).exists() or ctypes.util.find_library("mlx5"):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["apt-get", "download", "-qq", "ibverbs-providers"], cwd=folder, check=True)
+        (package,) = Path(folder).glob("*.deb")
+        subprocess.run(["dpkg-deb", "-x", str(package), folder], check=True)
+        shutil.copy2(next(Path(folder).glob(f"usr/lib/*/{name}.*")), made.library / name)
 
 
 def _library(made: Environment) -> None:

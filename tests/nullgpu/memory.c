@@ -265,6 +265,10 @@ EXPORT cudaError_t cudaHostAlloc(void **memory, size_t size, unsigned int flags)
     return cudaSuccess;
 }
 
+EXPORT cudaError_t cudaMallocHost(void **memory, size_t size) {
+    return cudaHostAlloc(memory, size, 0);
+}
+
 EXPORT cudaError_t cudaFreeHost(void *memory) {
     Range range;
     if (!memory) {
@@ -341,6 +345,40 @@ EXPORT CUresult cuPointerGetAttributes(unsigned int number, CUpointer_attribute 
     return CUDA_SUCCESS;
 }
 
+EXPORT CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *size, CUdeviceptr address) {
+    Range range;
+    if (!find_range((void *)address, &range)) {
+        return CUDA_ERROR_NOT_FOUND;
+    }
+    if (base) {
+        *base = (CUdeviceptr)range.base;
+    }
+    if (size) {
+        *size = range.size;
+    }
+    return CUDA_SUCCESS;
+}
+
+// No memory of this device is shared with a network card or another process.
+EXPORT CUresult cuMemGetHandleForAddressRange(void *handle, CUdeviceptr address, size_t size,
+                                              CUmemRangeHandleType type, unsigned long long flags) {
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+EXPORT CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *address) {
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+EXPORT CUresult cuMemExportToShareableHandle(void *shared, CUmemGenericAllocationHandle handle,
+                                             CUmemAllocationHandleType type, unsigned long long flags) {
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shared,
+                                               CUmemAllocationHandleType type) {
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
 EXPORT cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *memory) {
     memset(handle, 0, sizeof *handle);
     return cudaSuccess;
@@ -402,6 +440,16 @@ EXPORT cudaError_t cudaMemcpyAsync(void *target, const void *source, size_t size
 EXPORT cudaError_t cudaMemcpyPeerAsync(void *target, int target_device, const void *source, int source_device,
                                        size_t size, cudaStream_t stream) {
     return copy(target, source, size, stream, "cudaMemcpyPeerAsync");
+}
+
+EXPORT cudaError_t cudaMemcpyBatchAsync(void *const *targets, const void *const *sources, const size_t *sizes,
+                                        size_t number, struct cudaMemcpyAttributes *attributes, size_t *indexes,
+                                        size_t kinds, cudaStream_t stream) {
+    cudaError_t error = cudaSuccess;
+    for (size_t i = 0; i < number && !error; i++) {
+        error = copy(targets[i], sources[i], sizes[i], stream, "cudaMemcpyBatchAsync");
+    }
+    return error;
 }
 
 EXPORT cudaError_t cudaMemcpy2DAsync(void *target, size_t target_pitch, const void *source, size_t source_pitch,

@@ -46,7 +46,7 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "--omni-cluster-secret-file": ("cluster_secret_file", {"metavar": "FILE"}),
     "--omni-no-cluster-secret": ("no_cluster_secret", _SWITCH),
 }
-"""Flags that set a key of `OmniConfig`: the key, and how argparse reads the flag."""
+"""Flags that set a key of `OmniConfig`: the key, and the options of argparse for the flag."""
 
 _SHORT = {"--omni-master-address": ["-oma"], "--omni-master-port": ["-omp"]}
 

@@ -1,4 +1,4 @@
-"""`vllm-omni-ext eval --suite FILE`: ask servers the items of a suite, score and compare the answers."""
+"""`vllm-omni-ext eval --suite FILE`: send the items of a suite to servers, score and compare the answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ URL = "http://127.0.0.1:8000/v1"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a suite; the exit status is 1 if a server is not good enough."""
+    """Run a suite; the exit status is 1 if the verdict on a server has problems."""
     args = _parser().parse_args(argv)
     for flag in ("json", "junit"):
         _check_output(f"--{flag}", getattr(args, flag))

@@ -1,4 +1,4 @@
-"""The two entry points: the `vllm-omni-ext` command, and `vllm ... --omni`. Each command imports only what it needs."""
+"""The two entry points: the `vllm-omni-ext` command, and `vllm ... --omni`. Each imports only its own modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stages this process runs: the whole pipeline, one stage, or replicas that join the head of another process."""
+"""The stages of this process: the whole pipeline, one stage, or replicas that join the head of another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vllm-omni-ext plan MODEL [flags of serve] [--json] [--machine M]`: show what `serve` would start."""
+"""`vllm-omni-ext plan MODEL [flags of serve] [--json] [--machine M]`: print the plan of `serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stock flags that have no meaning with `--omni`: one clear error that says what to write instead."""
+"""Stock flags that have no meaning with `--omni`: each raises an error that contains the replacement."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ REFUSED: Mapping[str, tuple[frozenset[object], str]] = {
     **{name: (frozenset({harmless}), _REPLICAS) for name, harmless in DATA_PARALLEL.items()},
     "enable_fault_tolerance": (frozenset({False}), "a lost replica is handled by its pool; remove it"),
 }
-"""Argument -> the values that are accepted because they change nothing, and what to write instead of others."""
+"""Argument -> the accepted values, which change nothing, and the error about other values."""
 
 _HEADLESS_SERVERS = (None, 0, 1)
-"""Values of `--api-server-count` accepted beside `--headless`: vLLM's own 0, and this package's default."""
+"""Values of `--api-server-count` accepted with `--headless`: vLLM's own 0, and this package's default."""
 
 
 def check_flags(args: argparse.Namespace, given: Collection[str], *, frontend: str) -> None:

@@ -59,7 +59,7 @@ def keep_key(args: argparse.Namespace) -> None:
 
 
 def _run(plan: Plan, args: argparse.Namespace) -> int:
-    """Run the process that the flags ask for. Returns its exit status."""
+    """Run the process that the flags select. Returns its exit status."""
     from vllm_omni_ext.cli.members import headless_of
 
     headless = headless_of(args, plan)

@@ -30,7 +30,7 @@ from vllm_omni_ext.topology.machines import parse_machine
 from vllm_omni_ext.topology.plan import Machine, Plan, make_plan, resolved_params
 
 SERVER_REQUEST_TIMEOUT_S = 3600.0
-"""A client that waits longer is gone, or nobody will ever answer its request."""
+"""Request timeout of a server: after this time the client has left, or its request gets no answer."""
 
 ENGINE_FIELDS = frozenset(f.name for f in fields(AsyncEngineArgs))
 
@@ -103,7 +103,7 @@ def from_kwargs(
 
 
 def _family(model: str, hf_config: Any) -> ModelFamily:
-    """The family that serves the model, after a check of what its classes rely on in vLLM."""
+    """The family that serves the model, after a check of the parts of vLLM that its classes use."""
     family = family_for(architecture(model, hf_config))
     require_seams(family)
     return family

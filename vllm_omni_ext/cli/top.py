@@ -37,7 +37,7 @@ Series = Mapping[tuple[str, Labels], float]
 
 @dataclass(frozen=True)
 class Sample:
-    """What a server said at one moment.
+    """The status and the metrics of a server at one moment.
 
     Attributes:
         at: monotonic seconds.
@@ -52,7 +52,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One replica. `tokens_per_s` is None while nothing is known of it."""
+    """One replica. `tokens_per_s` is None without a rate of its counter."""
 
     replica: str
     state: str
@@ -83,7 +83,7 @@ def rows(before: Sample, now: Sample) -> list[Row]:
 
 
 def made(before: Sample, now: Sample) -> dict[str, float]:
-    """Return what the server makes each second, by name: the counters of modalities, which have no label of their own.
+    """Return the rates per second, by name, of the counters of modalities, which have no label of their own.
 
     A name is that of its metric: `vllm_omni_ext:images_total` is "images".
     """
@@ -101,7 +101,7 @@ def _of(sample: Sample, name: str) -> list[tuple[dict[str, str], float]]:
 
 
 def _rate(before: Sample, now: Sample, name: str, wanted: Mapping[str, str]) -> float | None:
-    """Growth of a counter each second; None if it is not there, or has begun anew."""
+    """Growth of a counter per second; None if it is missing, or has started again."""
     sums = []
     for sample in (before, now):
         found = [value for labels, value in _of(sample, name) if wanted.items() <= labels.items()]
@@ -133,7 +133,7 @@ def table(before: Sample, now: Sample, url: str) -> Table:
 
 
 class Client:
-    """Asks one server.
+    """Reads the status page and the metrics of one server.
 
     Args:
         url: its address; a path `/v1` at the end is left out.
@@ -147,7 +147,7 @@ class Client:
             raise OmniError(f"--url: must begin with http:// or https://, got '{url}'")
 
     def sample(self) -> Sample:
-        """Return what the server says now.
+        """Return the current status and metrics of the server.
 
         Raises:
             OmniError: it does not answer, needs a key, or is another kind of server.

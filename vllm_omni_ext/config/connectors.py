@@ -42,7 +42,7 @@ class ConnectorSettings(TypedDict, total=False):
 
 
 def connector_settings(path: str, said: Mapping[str, Any], *, spread: bool) -> dict[str, Any]:
-    """Fields of an edge's `ConnectorConfig`, as plain data, without those that each process decides for itself.
+    """Fields of an edge's `ConnectorConfig`, as plain data, without those that each process sets for itself.
 
     Args:
         path: path of the mapping, for errors.

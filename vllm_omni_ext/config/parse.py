@@ -23,7 +23,7 @@ _NO_MAPPING = ("dataclass_type", "dict_type", "mapping_type")
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Valid names that only the caller knows.
+    """Valid names, from the caller.
 
     Attributes:
         stages: the stages of the pipeline.
@@ -40,7 +40,7 @@ def parse_config(data: Any, names: Names, *, flat: bool = False) -> OmniConfig:
     """Turn the content of a file into an `OmniConfig`.
 
     Args:
-        flat: fields of the engine may be written beside the keys of replicas, so that they are suggested there too.
+        flat: fields of the engine may be written next to the keys of replicas, so they are suggested there too.
 
     Raises:
         ConfigError: an unknown key or stage, or a value of the wrong type; the message starts with the path of the key.

@@ -1,4 +1,4 @@
-"""The configuration: every key with its type, its default, its unit and its meaning. No default lives anywhere else."""
+"""The configuration: every key with its type, its default, its unit and its meaning. No default is set elsewhere."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OUTGOING, INCOMING = "outgoing", "incoming"
 
 
 ALL_ROUTES, VLLM_ROUTES = "all", "vllm"
-"""Which routes need the API key: all but a few, or those of vLLM's own rule."""
+"""Routes that need the API key: all but a few, or those of vLLM's own rule."""
 
 
 @dataclass(frozen=True)

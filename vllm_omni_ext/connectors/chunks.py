@@ -63,7 +63,7 @@ class ChunkSchedule:
 
 
 class ChunkCounter:
-    """Says when the chunks of a schedule are due, from numbers of items alone."""
+    """Determines when the chunks of a schedule are due, from numbers of items alone."""
 
     def __init__(self, schedule: ChunkSchedule) -> None:
         self._schedule = schedule
@@ -78,7 +78,7 @@ class ChunkCounter:
         Args:
             last: no item follows; the pending items are the last chunk.
             elapsed: seconds since the consumer began, for schedules with a rate.
-            least: items that the chunk must have, whatever the schedule says, unless it is the last.
+            least: minimum number of items in the chunk, regardless of the schedule, unless it is the last.
 
         Raises:
             ValueError: the stream has been closed already.
@@ -110,7 +110,7 @@ class ChunkWriter(Generic[T]):
     ) -> Chunk[T] | None:
         """Add items; return the next chunk, with all pending items, if it is due, else None.
 
-        The arguments are those of `ChunkCounter.add`, which also says when ValueError is raised.
+        Arguments and errors are those of `ChunkCounter.add`.
         """
         index = self._counter.add(len(items), last=last, elapsed=elapsed, least=least)
         self._items.extend(items)

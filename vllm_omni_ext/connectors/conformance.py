@@ -47,7 +47,7 @@ PATIENCE_S = 30.0
 """Timeout for events that must happen, also on a busy machine."""
 
 NOTICED_S = 1.0
-"""Longest time in which the end of a process, a failure or a deadline must be noticed."""
+"""Longest time in which the end of a process, a failure or a deadline must be detected."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
 SHAPES = ((3, 5), (), (0,), (4, 0, 2), (1, 1, 1, 7))

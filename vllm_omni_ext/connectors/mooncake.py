@@ -1,12 +1,12 @@
 """Connector between hosts with Mooncake's transfer engine: over TCP, or RDMA with `protocol: rdma`.
 
-A producer keeps its chunks in registered memory. Messages (as in `tcp`, but without payloads) inform consumers of the
-addresses. Consumers read chunks one-sidedly into registered memory of their own, from which they are copied once.
+A producer keeps its chunks in registered memory. Consumers receive the addresses in messages (as in `tcp`, but without
+payloads). They read chunks one-sidedly into registered memory of their own, from which the chunks are copied once.
 
-The engine listens on all interfaces, whatever its host setting, without authentication: use a private network or a
+The engine listens on all interfaces, despite its host setting, without authentication: use a private network or a
 network namespace. There is one engine per process and network device; it ends with the process. A running read cannot
 be cancelled: after the deadline of its `get`, its part of the receive buffer is reused only when the engine has ended
-the read. The engine gives up after MC_TRANSFER_TIMEOUT seconds (default 30).
+the read. The engine aborts a read after MC_TRANSFER_TIMEOUT seconds (default 30).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _library() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"connector.name: mooncake cannot be imported ({error}); pip install 'vllm-omni-ext[mooncake]', without "
-            "CUDA 'vllm-omni-ext[mooncake-cpu]', and libibverbs1 from the system's packages"
+            "CUDA 'vllm-omni-ext[mooncake-cpu]', and the system's packages libibverbs1 and ibverbs-providers (libmlx5)"
         ) from error
     return engine
 

@@ -1,10 +1,10 @@
-"""When somebody who plays a stream as it comes runs out of it. Pure: no clock."""
+"""Times at which a listener that plays a stream while it arrives has no items left. Pure: no clock."""
 
 from __future__ import annotations
 
 
 class Playback:
-    """What a listener has left, from what was sent to it and when.
+    """The playing time that a listener has left, from the items sent to it and their times.
 
     A listener begins to play at the first piece, plays in real time, and waits whenever nothing is left.
 
@@ -21,19 +21,19 @@ class Playback:
     def due(self, start: int, at: float) -> float:
         """Return when the part that begins with item `start` is needed, in seconds of the clock of `at`.
 
-        The listener waits for the first part already, so it is due at once: after parts whose listeners have run dry,
-        and before all others. A later part is never due before an earlier one, since they must stay in order.
+        The listener waits for the first part already, so it is due at once: after parts of listeners with no items
+        left, and before all others. A later part is never due before an earlier one, since they must stay in order.
         """
         self._dry_at = at if self._dry_at is None else self._dry_at
         self._due = max(self._due, self._dry_at + (start - self._heard) / self._rate)
         return self._due
 
     def again(self) -> float:
-        """Return when a part is needed that begins the stream anew, on another replica."""
+        """Return when a part is needed that begins the stream again, on another replica."""
         self._due = self._dry_at or 0.0
         return self._due
 
     def hear(self, seconds: float, items: int, at: float) -> None:
-        """Note that the listener got so many more seconds at time `at`, and has `items` items in all by then."""
+        """Record that the listener received `seconds` more at time `at`, and has received `items` items in all."""
         self._dry_at = max(at, self._dry_at or at) + seconds
         self._heard = items

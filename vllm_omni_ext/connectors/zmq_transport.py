@@ -48,7 +48,7 @@ PEER_GONE_MS = 10_000
 """libzmq's heartbeats, for hosts that are unreachable: a process that ends closes its connections at once."""
 
 HANDSHAKE_MS = 2_000
-"""A peer that accepts a connection and does not speak ZMTP is given up after this time."""
+"""A peer that accepts a connection without a ZMTP handshake is disconnected after this time."""
 
 PROBE_S = 10.0
 """How often a producer checks that its consumers are still connected, while it has requests."""

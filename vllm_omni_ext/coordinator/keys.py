@@ -29,7 +29,7 @@ _COST, _BLOCK = 2**14, 8
 _KEY_BYTES = 32
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
-"""The address at which libzmq asks whether a client is accepted (RFC 27)."""
+"""The address to which libzmq sends the requests to authenticate clients (RFC 27)."""
 
 _ZAP_VERSION = b"1.0"
 _ZAP_DOMAIN = b"coordinator"

@@ -42,7 +42,7 @@ ATTACHED = frozenset({State.UP, State.SUSPECT, State.DRAINING})
 
 
 class Member(Struct, frozen=True, order=True):
-    """A replica's name and its epoch, printed `talker/1#7`. The epoch tells apart replicas that had the same name."""
+    """A replica's name and its epoch, printed `talker/1#7`. The epoch distinguishes replicas that had the same name."""
 
     stage: Name
     index: Count

@@ -3,7 +3,7 @@
     JOINING --heartbeat--> UP --3 beats missed--> SUSPECT --timeout--> DOWN --long gone--> forgotten
                            ^ <----heartbeat-----' |                      |
                            '<-----heartbeat (attached again)-------------'
-    any of them --leave--> DRAINING --empty, silent or too slow--> forgotten
+    any state --leave--> DRAINING --empty, silent or too slow--> forgotten
 
 A replica is *attached* while it is UP, SUSPECT or DRAINING: its requests continue. A forgotten replica frees its name
 (`talker/1`). The next replica to join the stage gets the name with another epoch: (name, epoch) is never used twice.
@@ -54,7 +54,7 @@ MAX_REPLICAS = 4096
 """Most replicas of one stage."""
 
 ENDED = "its process has ended"
-"""Why a replica is lost of which the head says so."""
+"""Reason of `Detach` for a replica whose end the head has reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Expected:
     stages: Mapping[str, str]
 
     def objection(self, replica: Descriptor) -> str:
-        """Why a replica may not join; empty if it may."""
+        """The reason to refuse a replica; empty if it may join."""
         if replica.stage not in self.stages:
             return f"there is no stage '{replica.stage}'; there are {', '.join(sorted(self.stages)) or 'none'}"
         compared = (
@@ -121,7 +121,7 @@ class Membership:
         self._generation = generation
         self._settles = at + timing.timeout_s
         """Until then, replicas of an earlier coordinator may register again. Any free name may be one of theirs, so a
-        replica only gets a name that it asks for."""
+        replica only gets a name that it requests."""
         self._next_epoch = generation
         self._stages = {name: _Stage() for name in expected.stages}
         self._by_instance: dict[str, _Record] = {}
@@ -221,7 +221,7 @@ class Membership:
         if record.state is not State.DRAINING:
             yield from self._enter(record, State.UP, "")
         elif event.load.queue == 0 and at >= record.leaving + self._timing.interval_s:
-            # Not earlier: API servers that did not know yet that it leaves may have sent it requests.
+            # Not earlier: API servers without a view in which it leaves may have sent it requests.
             yield Released(record.member)
             yield from self._forget(record, LEFT)
 

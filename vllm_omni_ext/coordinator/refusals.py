@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 WITHHELD = "it does not belong to this deployment; the head's log says why"
-"""Sent instead of the reason where anyone can connect: the reason would show an attacker what to change."""
+"""Sent instead of the reason where anyone can connect: the reason would help an attacker."""
 
 LOG_EVERY_S = 1.0
 """At most one refusal is logged in this time: a flood must not fill the disk."""
@@ -33,7 +33,7 @@ class Refusals:
         """Log a refusal and return the text of the reply.
 
         Args:
-            subject: what was refused, e.g. "a replica of 10.0.0.2".
+            subject: the refused replica or message, e.g. "a replica of 10.0.0.2".
         """
         now = self._clock()
         if now < self._logged + LOG_EVERY_S:

@@ -47,7 +47,7 @@ TRUSTED = ("tcp://127.", "tcp://[::1]:", "ipc:")
 """Prefixes of addresses that are reachable from this machine only."""
 
 READ_AT_ONCE = 1024
-"""Most messages that are read between two ticks: a flood must not keep the coordinator from noticing silence."""
+"""Most messages that are read between two ticks: a flood must not keep the coordinator from detecting silence."""
 
 QUEUED_VIEWS = 4
 """Views that are queued for a slow subscriber; further views are dropped, and it receives a later one."""

@@ -19,7 +19,7 @@ from vllm_omni_ext.coordinator.sockets import connect
 from vllm_omni_ext.wire.coordination import MAX_VIEW_BYTES, Malformed
 
 BUSY_S = 1.0
-"""An event loop that is later than this was busy, or its process was stopped: what has arrived gets time to be read."""
+"""A later event loop was busy, or its process was stopped: messages that have arrived get time to be read."""
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Watcher:
         self._heard = -math.inf
         self._stale = True
         self._delayed = 0.0
-        """Seconds since the last view for which this process did not get to look: no silence of the coordinator."""
+        """Seconds since the last view in which this process did not read: they are no silence of the coordinator."""
         self._context = zmq.asyncio.Context()
         self._socket: Any = connect(self._context, zmq.SUB, address, keys, limit=MAX_VIEW_BYTES)
 

@@ -1,7 +1,7 @@
 """Bootstrap server of a prefill replica: vLLM's own, run by the replica's first worker.
 
-Decode replicas ask it for the prefill replica's workers. It starts and ends with these workers, so a restarted replica
-has no stale registrations. It is bound to one address, not to all.
+Decode replicas query it for the prefill replica's workers. It starts and ends with these workers, so a restarted
+replica has no stale registrations. It is bound to one address, not to all.
 """
 
 from __future__ import annotations

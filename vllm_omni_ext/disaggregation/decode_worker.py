@@ -30,7 +30,7 @@ Metas = dict[str, PullReqMeta]
 
 
 class ReceiveMixin(MooncakeConnectorWorker):
-    """Gives up after `transfer_timeout_s`, or when the sender ends; distinguishes failed from settled transfers."""
+    """Fails transfers after `transfer_timeout_s` or when the sender ends; distinguishes failed from settled ones."""
 
     def start_receiving(self, timeout_s: float) -> None:
         """Initialize; must be called once, before the first transfer."""

@@ -86,7 +86,7 @@ CONNECTORS: Mapping[str, Facts] = MappingProxyType(
             module="mooncake.engine",
             install=(
                 "pip install 'vllm-omni-ext[mooncake]' (CUDA 13: [mooncake-cuda13], without CUDA: [mooncake-cpu]), and "
-                "libibverbs1 from the system's packages"
+                "libibverbs1 and ibverbs-providers (libmlx5) from the system's packages"
             ),
             equal=_LAYOUT,
             tensor_parallel="multiple",

@@ -58,7 +58,7 @@ class ReplicaAgent:
         self._reporter: Reporter | None = None
 
     def start(self) -> None:
-        """Tie this process to its parent and its coordinator, both of which its environment names."""
+        """Tie this process to its parent and its coordinator, read from its environment."""
         enrolled = ReplicaIdentity.read()
         if enrolled is not None and enrolled.parent is not None:
             die_with_parent(enrolled.parent)
@@ -102,7 +102,7 @@ class ReplicaAgent:
         return True
 
     def stop(self) -> None:
-        """Disconnect from the coordinator, and watch no steps any more."""
+        """Disconnect from the coordinator, and stop watching steps."""
         if self._watch is not None:
             self._watch.stop()
         if self._reporter is not None:
@@ -139,7 +139,7 @@ class ReplicaAgent:
 def _input_queue() -> Any:
     """Return the input queue of the engine whose constructor makes the scheduler; None if it has none.
 
-    vLLM passes its engine core to nobody, so the stack is searched: `EngineCoreProc.__init__` is running.
+    vLLM does not pass its engine core on, so the stack is searched: `EngineCoreProc.__init__` is running.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -153,8 +153,8 @@ def _input_queue() -> Any:
 def with_agent(scheduler: SchedulerInterface, step_timeout_s: float | None = None) -> SchedulerInterface:
     """Start an agent for a scheduler and stop it when the scheduler is shut down; return the scheduler.
 
-    A step begins when the scheduler is asked for one, and ends when it has been told what came of it. Statistics have
-    the time of their step in `step_counter`, Unix nanoseconds; vLLM uses that field between data parallel ranks only.
+    A step begins with `schedule` and ends with `update_from_output`. Statistics have the time of their step in
+    `step_counter`, Unix nanoseconds. vLLM uses that field between data parallel ranks only.
     """
     agent = ReplicaAgent(scheduler, step_timeout_s)
     add_request, shutdown = scheduler.add_request, scheduler.shutdown
@@ -214,8 +214,8 @@ class WithAgent:
 class _IdentityGuard:
     """Ends the process when the coordinator assigns the replica a name or epoch other than its first one.
 
-    API servers address a replica by its first name and epoch. When a replica was silent for so long that its name was
-    reassigned, it is unreachable. Its supervisor starts another one.
+    API servers address a replica by its first name and epoch. A replica whose heartbeats were missing until its name
+    was reassigned is unreachable. Its supervisor starts another one.
     """
 
     def __init__(self, name: ReplicaId) -> None:

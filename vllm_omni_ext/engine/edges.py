@@ -63,7 +63,7 @@ class EdgeSender:
         return self._producer is not None
 
     def send(self, req_id: str, cut: ExportedSlice) -> HiddenStatesChunkReady | None:
-        """Put the next hidden states of a request; return the message about them, or None if no consumer wants them.
+        """Put the next hidden states of a request; return the message about them, or None if no consumer takes them.
 
         A connector error is reported in the message.
         """
@@ -115,8 +115,8 @@ class Lost:
 class _Taken:
     """One request in a consumer.
 
-    `count` hidden states were taken in all; the current source was read up to `seen`. What was announced up to `tried`
-    was taken or lost: unlike `count`, it is equal in all workers of a replica.
+    `count` hidden states were taken in all. The current source was read up to `seen`. Hidden states announced up to
+    `tried` were taken or lost. Unlike `count`, `tried` is equal in all workers of a replica.
     """
 
     ref: HiddenStatesRef
@@ -165,8 +165,8 @@ class EdgeReceiver:
         """Return new hidden states [count, width] of these requests, in order; the wait is short: all are stored.
 
         Args:
-            lost_anywhere: gets the requests whose hidden states are lost here, with the reasons, and returns those that
-                are lost for any worker of the replica. Called in the same steps in all of these workers.
+            lost_anywhere: receives the requests whose hidden states are lost here, with the reasons, and returns those
+                that are lost for any worker of the replica. Called in the same steps in all of these workers.
         """
         due = [(r, taken) for r in req_ids if (taken := self._taken.get(r)) and taken.tried < taken.ref.count]
         if not due:

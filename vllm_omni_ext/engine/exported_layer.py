@@ -1,10 +1,10 @@
 """The output of one layer next to a step's result, on both model runners, through vLLM's interface for EAGLE-3.
 
-Compiled code and CUDA graphs have a fixed set of outputs. A runner that compiles or captures is therefore given the
-layer before it does so: every step adds two tensors and copies the sum, and a step that exports hidden states runs like
-any other. Without compilation, only the steps that export request the layer. The same holds for a runner with a
-drafter, because the drafter must only receive the outputs that it requested: an exporting step then runs uncompiled and
-outside CUDA graphs, and the drafter still gets its own outputs.
+Compiled code and CUDA graphs have a fixed set of outputs. A runner that compiles or captures therefore receives the
+layer before it does so. Every step then adds two tensors and copies the sum, and a step that exports hidden states runs
+like any other. Without compilation, only the steps that export request the layer. The same holds for a runner with a
+drafter, because the drafter must only receive the outputs that it requested. An exporting step then runs uncompiled and
+outside CUDA graphs, and the drafter still receives its own outputs.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Exporter:
             self._open[req_id] = _Export(requested)
 
     def drop(self, req_id: str) -> None:
-        """Forget a request (unknown ids are ignored: most requests export nothing)."""
+        """Remove a request (unknown ids are ignored: most requests export nothing)."""
         self._open.pop(req_id, None)
 
     def due(self, spans: Sequence[Span]) -> bool:

@@ -49,7 +49,7 @@ class InputProvider(Protocol):
         """Use zeros for all missing hidden states of a request: they were lost, and the request is about to end."""
 
     def close(self, req_id: str) -> None:
-        """Forget a request; unknown ids are ignored (vLLM may report an end twice)."""
+        """Free the state of a request; unknown ids are ignored (vLLM may report an end twice)."""
 
     def rows(self, spans: Sequence[Span]) -> torch.Tensor:
         """Return input embeddings of the spans in order: [sum of counts, hidden], model dtype."""
@@ -74,7 +74,7 @@ class StreamingInputModel(Protocol):
     sampled_hidden: torch.Tensor | None
 
     def after_load(self) -> None:
-        """Allocate what lasts as long as the engine besides the weights; vLLM measures the memory afterwards."""
+        """Allocate the buffers that last as long as the engine; vLLM measures the memory afterwards."""
 
     def begin_step(self, *, rows: Callable[[Sequence[str] | None], torch.Tensor], opened: list[str]) -> None:
         """Begin a step.

@@ -1,6 +1,6 @@
 """Reports how many bytes of its weights a replica has read, from inside vLLM's own loader.
 
-vLLM's registry of loaders is the hook: while a model is loaded, the load format's name stands for a loader that counts
+vLLM's registry of loaders is the hook. While a model is loaded, the load format's name stands for a loader that counts
 the tensors it passes on and otherwise equals the original loader. The registration only affects this process.
 """
 
@@ -94,7 +94,7 @@ def counting(
 
     Args:
         weights: (name, tensor) pairs; downloading happens before the first one.
-        total: returns the bytes of all wanted tensors; called at the first tensor.
+        total: returns the bytes of all tensors that the model reads; called at the first tensor.
         unused: returns whether the model ignores the tensor of that name, which is then not counted.
     """
     loaded, size, reported = 0, 0, float("-inf")

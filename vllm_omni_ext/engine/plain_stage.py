@@ -87,7 +87,7 @@ class PlainModel(nn.Module, IsAttentionFree):
         """Begin a request.
 
         Raises:
-            ValueError: the request cannot be served; the client gets the message.
+            ValueError: the request cannot be served; the client receives the message.
         """
         raise NotImplementedError
 
@@ -102,7 +102,7 @@ class PlainModel(nn.Module, IsAttentionFree):
         """Free the state of a stream that stops before its last part. Unknown streams are ignored."""
 
     def warm_up(self) -> None:
-        """Prepare what would otherwise delay the first request; called once, after loading."""
+        """Do the work that would otherwise delay the first request; called once, after loading."""
 
     @staticmethod
     def get_model_state_cls() -> type:
@@ -212,11 +212,11 @@ class _Entry:
 class PlainScheduler(SchedulerInterface):
     """First come, first served: up to `max_num_seqs` requests run, and every step includes all of them.
 
-    A subclass may limit what the running requests take of memory or of a step: it sets `limits` and overrides `costs`.
-    The first waiting request waits until there is room for it, and all others wait behind it.
+    A subclass that limits the memory or the step of the running requests sets `limits` and overrides `costs`. The first
+    waiting request waits until there is room for it. All others wait behind it.
 
     Attributes:
-        limits: name of a resource -> what the running requests may take of it together.
+        limits: name of a resource -> the greatest sum of the running requests' costs.
 
     Raises:
         ConfigError: the engine has async scheduling, which would begin a step before the previous one has ended.
@@ -237,10 +237,10 @@ class PlainScheduler(SchedulerInterface):
         self._pause = PauseState.UNPAUSED
 
     def costs(self, request: Request) -> Mapping[str, float]:
-        """Return what a request takes of each resource in `limits`; called once, when the request is queued.
+        """Return a request's cost in each resource of `limits`; called once, when the request is queued.
 
         Raises:
-            ValueError: the request cannot be served; the client gets the message.
+            ValueError: the request cannot be served; the client receives the message.
         """
         return {}
 
@@ -275,7 +275,7 @@ class PlainScheduler(SchedulerInterface):
         return output
 
     def _has_room(self) -> bool:
-        """Return whether the first waiting request can run beside the running ones."""
+        """Return whether the first waiting request can run in addition to the running ones."""
         costs = next(iter(self._waiting.values())).costs
         return len(self._running) < self._most and all(
             cost + sum(entry.costs.get(name, 0) for entry in self._running.values()) <= self.limits[name]

@@ -1,13 +1,12 @@
-"""vLLM's schedulers with what a stage needs on top: `scheduler_factory`.
+"""vLLM's schedulers with the additions that a stage needs: `scheduler_factory`.
 
 `StreamingInput` is for a stage whose inputs arrive in chunks. A chunk is a second ADD with a known request id (see
-`wire.stage_input`). A request is computed as far as its input is known: vLLM calls `_reserve_prefill_lookahead` for
+`wire.stage_input`). A request is computed as far as its input has arrived: vLLM calls `_reserve_prefill_lookahead` for
 every request of a step. A request whose next input is missing is held with vLLM's own `next_decode_eligible_step`. If
-all requests are held, the engine reports no work, so it sleeps on its input queue until the next chunk, request or
-abort wakes it.
+all requests are held, the engine reports no work and sleeps on its input queue until the next chunk, request or abort.
 
-`DueFirst` is for a stage whose outputs are waited for at known times. vLLM's own policy `priority` orders the requests
-by the time at which each is due; short steps keep what is due soon from waiting behind a step that began just before.
+`DueFirst` is for a stage whose outputs are due at known times. vLLM's own policy `priority` orders the requests by the
+time at which each is due. Steps are short, so that a request that is due soon waits only briefly for the running step.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ class StreamingInput(Scheduler):
 
 
 LONGEST_STEP_S = 0.025
-"""Of a stage with `DueFirst`, unless one request alone takes longer."""
+"""Longest step of a stage with `DueFirst`, unless one request alone takes longer."""
 
 
 class DueFirst(Scheduler):
@@ -159,7 +158,7 @@ class DueFirst(Scheduler):
         self._began = self._ended = 0.0
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Schedule one step of the requests that are due first, and of no more than fit into its time."""
+        """Schedule one step of the requests that are due first and fit into the step's time."""
         if self.policy is SchedulingPolicy.PRIORITY and self.waiting:
             least = self.waiting.peek_request().num_tokens
             self.max_num_scheduled_tokens = min(self._most, max(least, self._budget.tokens(self._most)))
@@ -172,7 +171,7 @@ class DueFirst(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Update as vLLM does, and note what the step has cost."""
+        """Update as vLLM does, and record the tokens and the duration of the step."""
         now = time.monotonic()
         if scheduler_output.total_num_scheduled_tokens:
             self._budget.note(scheduler_output.total_num_scheduled_tokens, now - max(self._began, self._ended))
@@ -199,7 +198,7 @@ streaming_input_scheduler = scheduler_factory(StreamingInput)
 """For a stage that accepts chunks."""
 
 due_first_scheduler = scheduler_factory(DueFirst)
-"""For a stage whose flow says when parts are due (`plugins.flow.Submit.due`), with `scheduling_policy: priority`."""
+"""For a stage whose flow sets due times of parts (`plugins.flow.Submit.due`), with `scheduling_policy: priority`."""
 
 export_scheduler = scheduler_factory(OrphanedExports)
 """For a stage whose worker exports hidden states."""

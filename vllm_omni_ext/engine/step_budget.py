@@ -1,4 +1,4 @@
-"""How much work one step may have, so that what becomes urgent meanwhile does not wait for long. Pure: no clock."""
+"""Limits the work of a step, so that a request that becomes urgent meanwhile waits only briefly. Pure: no clock."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ FORGET = 0.95
 """Weight of a step after the next one: about the last twenty count."""
 
 LEAST_SPREAD = 0.01
-"""Below this share of the mean square, the sizes of steps are too much alike to tell what a token costs."""
+"""If the variance is below this share of the mean square, steps are too similar in size to estimate a token's cost."""
 
 
 class StepBudget:
-    """Learns what steps cost, as a time for the step and one for each token, and limits steps to a time.
+    """Estimates the cost of steps, as a time for the step and one for each token, and limits steps to a time.
 
     Args:
         limit_s: longest step. A single request that takes longer is still a step of its own.
@@ -22,7 +22,7 @@ class StepBudget:
 
     def note(self, tokens: int, seconds: float) -> None:
         """Account for a step that has ended."""
-        seconds = min(seconds, 10 * self._limit_s)  # a process that was stopped meanwhile says nothing about tokens
+        seconds = min(seconds, 10 * self._limit_s)  # longer times come from a process that was stopped meanwhile
         self._weight = FORGET * self._weight + 1
         self._x = FORGET * self._x + tokens
         self._y = FORGET * self._y + seconds
@@ -38,7 +38,7 @@ class StepBudget:
         return 1 if left_s <= token_s else int(left_s / token_s)
 
     def cost(self) -> tuple[float, float]:
-        """Return the seconds that a token takes and those that a step takes without any: the line nearest to all."""
+        """Return the seconds of a token and those of a step without tokens: the line nearest to all steps."""
         if not self._x:
             return 0.0, 0.0
         x, y, xx = self._x / self._weight, self._y / self._weight, self._xx / self._weight

@@ -7,8 +7,8 @@ heartbeat. After 1.5 times the limit the process is ended; its supervisor moves 
 starts it again. A call (a utility of vLLM: sleep, LoRA load, `collective_rpc`) has its own limit, `CALL_LIMIT_S`.
 
 A step that never releases Python's global interpreter lock stops that thread, too. For this case, the thread winds up
-a timer of the system at every reading. When it is not wound up in time, what all threads do is written into the
-replica's log, and the process is killed by SIGALRM.
+a timer of the system at every reading. If the timer is not wound up in time, the stacks of all threads are written into
+the replica's log, and the process is killed by SIGALRM.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class LoopQueue(queue.Queue[Any]):
 class LockFreeTimer:
     """Ends this process when it is not wound up again in time, even if a thread keeps the interpreter lock.
 
-    The system sends SIGALRM; a handler of `faulthandler`, which needs no lock, writes what all threads do, and the
+    The system sends SIGALRM. A handler of `faulthandler`, which needs no lock, writes the stacks of all threads. The
     signal then ends the process. `faulthandler.dump_traceback_later` would do the same, but blocks for ever in a
     process that was forked while its parent used it. Made in the main thread.
     """
@@ -145,14 +145,14 @@ class LockFreeTimer:
 class StepWatch:
     """Finds a loop with work that does not turn within the limit.
 
-    Time is counted in readings of the clock rather than taken from a system clock: a process that was stopped, or that
-    a busy machine did not run, has read nothing meanwhile, and is not hung for that.
+    Time is counted in readings of the clock, not taken from a system clock. A process that was stopped, or not run by a
+    busy machine, makes no readings meanwhile, so it does not count as hung.
 
     Args:
         clock: written by the engine loop.
         limit_s: seconds that a turn or a step may take; more than 0.
         hung: called once, in the watching thread, after 1.5 times the limit.
-        timer: ends the process if no reading follows in time; None: nothing does.
+        timer: ends the process if no reading follows in time; None: no timer.
     """
 
     def __init__(

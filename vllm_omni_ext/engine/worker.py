@@ -107,7 +107,7 @@ def _unlink_queues(name: str, rank: int) -> None:
 
 
 class StageWorker(_Worker):  # type: ignore[misc]
-    """The stock worker; it also frees what loading left behind and reports the progress of the start-up."""
+    """vLLM's worker; it also frees memory after loading and reports the progress of the start-up."""
 
     def init_device(self) -> Any:
         """Initialize the device: the first step of the start-up."""
@@ -120,7 +120,7 @@ class StageWorker(_Worker):  # type: ignore[misc]
         return made
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Run one step; seeded requests that a lost replica had begun continue its random numbers."""
+        """Run one step; seeded requests from a lost replica continue its random numbers."""
         runner = self.model_runner
         seeded = _seeded(runner, scheduler_output)
         out = super().execute_model(scheduler_output)
@@ -215,7 +215,7 @@ def _seeded(runner: Any, step: SchedulerOutput) -> dict[str, int]:
 
 
 def _advance(runner: Any, generator: torch.Generator, draws: int) -> None:
-    """Draw as often from a generator as vLLM's sampler has, in its way: the numbers that follow are the same."""
+    """Draw `draws` times from a generator with vLLM's sampler, so that the numbers that follow are the same."""
     sampler = runner.sampler.topk_topp_sampler
     logits = torch.zeros((1, runner.input_batch.vocab_size), dtype=torch.float32, device=generator.device)
     for _ in range(draws):
@@ -243,7 +243,7 @@ def _without_draws(runner: Any) -> Iterator[None]:
 class HiddenStatesExportWorker(StageWorker):
     """Exports hidden states of chosen prompt positions to the next stage and attaches their address to the output.
 
-    Without requests that export, this is the stock worker. `additional_config["exported_layer"]` of the stage's engine
+    Without requests that export, this is vLLM's worker. `additional_config["exported_layer"]` of the stage's engine
     names the layer; a stage that takes the layer from the checkpoint's config overrides `layer_to_export`.
     """
 
@@ -326,7 +326,7 @@ def _answers() -> bool:
 def _lost_anywhere(lost: dict[str, str]) -> dict[str, str]:
     """Return the requests that are lost for any of the workers that compute together, with a reason for each.
 
-    The engine reads one worker's output only: what another one lost would be computed with zeros and never reported.
+    The engine reads one worker's output only. Hidden states lost in another worker would become zeros without a report.
     """
     workers = get_tp_group()
     if workers.world_size == 1:
@@ -339,8 +339,8 @@ def _lost_anywhere(lost: dict[str, str]) -> dict[str, str]:
 class StreamingInputWorker(StageWorker):
     """Runs a `StreamingInputModel`, whose `InputProvider` makes the input embeddings and the stage's outputs.
 
-    If an edge leads to the stage, hidden states of another stage arrive over that edge. Steps that do not come from our
-    scheduler are vLLM's own warm-up steps (V2 runs them through the worker) and stay stock.
+    If an edge leads to the stage, hidden states of another stage arrive over that edge. Steps that do not come from
+    `StreamingInput` are vLLM's own warm-up steps (V2 runs them through the worker) and run unchanged.
     """
 
     edge = ""

@@ -1,1 +1,1 @@
-"""Accuracy suites: requests with right answers, asked of running servers, scored and compared with an earlier run."""
+"""Accuracy suites: requests with right answers, sent to running servers, scored and compared with an earlier run."""

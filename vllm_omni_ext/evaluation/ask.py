@@ -1,4 +1,4 @@
-"""Asks a server the items of a suite, through the `openai` client."""
+"""Sends the items of a suite to a server, through the `openai` client."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vllm_omni_ext.evaluation.suite import Item, Suite
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server answered to an item.
+    """The answer of a server to an item.
 
     Attributes:
         text: of the message, or the transcript of its sound.
-        sound: a WAV file, if sound was asked for.
-        error: why there is no answer.
+        sound: a WAV file, if the request is for sound.
+        error: the reason of a missing answer.
     """
 
     text: str = ""
@@ -30,7 +30,7 @@ class Answer:
 async def ask_all(
     url: str, key: str, model: str | None, suite: Suite, at_once: int, done: Callable[[], None]
 ) -> tuple[str, dict[str, Answer]]:
-    """Ask for every item, `at_once` at a time.
+    """Send a request for every item, `at_once` at a time.
 
     Args:
         url: ends with `/v1`.
@@ -72,7 +72,7 @@ async def _only_model(client: Any, url: str) -> str:
 async def _ask(client: Any, model: str, suite: Suite, item: Item) -> Answer:
     import openai
 
-    # The client refuses fields that it does not know, so all go beside its own.
+    # The client refuses unknown arguments, so all fields go into `extra_body`.
     fields = {"temperature": 0, **suite.options, **item.options}
     try:
         reply = await client.chat.completions.create(model=model, messages=suite.messages(item), extra_body=fields)

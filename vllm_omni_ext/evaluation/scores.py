@@ -1,4 +1,4 @@
-"""Scores from 0 to 1 of an answer beside the right one. Pure."""
+"""Scores from 0 to 1 of an answer compared with the right one. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _in_words(value: int) -> str:
 
 
 def edits(said: Sequence[str], wanted: Sequence[str]) -> int:
-    """Return how many words must be added, left out or replaced (Levenshtein)."""
+    """Return the number of words to add, leave out or replace (Levenshtein)."""
     row = list(range(len(wanted) + 1))
     for count, one in enumerate(said, 1):
         above, row[0] = row[0], count
@@ -88,7 +88,7 @@ _FORMS = (
 _DENIED = re.compile(
     rf"(?i:\b(?:choice|option|answer)\s+)?{_BEFORE}\(?[A-Z]\)?\s+(?:is|are|was|were)(?:n't|\s+(?:not|wrong|incorrect|false))\b"
 )
-"""A letter that is said to be wrong: "A is wrong, so B"."""
+"""A letter that the answer rejects: "A is wrong, so B"."""
 _UNDECIDED = re.compile(r"\W*\b[A-Za-z]\b\W*(?:or|and|/|,)\W*\b[A-Za-z]\b\W*")
 """A whole answer that names two letters."""
 

@@ -19,11 +19,11 @@ from vllm_omni_ext.errors import OmniError
 
 HOST = "127.0.0.1"
 START_S = 3600.0
-"""Loading a large model from a slow disk may take long; the server's own limits end it earlier."""
+"""Limit of a start, long enough for a large model on a slow disk; the server's own limits end it earlier."""
 STOP_S = 120.0
 LOOK_EVERY_S = 0.5
 TAIL = 2000
-"""Characters of the log that an error shows."""
+"""Characters of the log in an error."""
 
 
 class ServerFailed(OmniError):
@@ -75,7 +75,7 @@ class Served:
             try:
                 urllib.request.urlopen(url, timeout=10).close()
                 return
-            except OSError:  # not there yet, or 503
+            except OSError:  # not listening yet, or 503
                 pass
             try:
                 status = self._process.wait(LOOK_EVERY_S)

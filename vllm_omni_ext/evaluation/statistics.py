@@ -1,4 +1,4 @@
-"""Confidence intervals of scores, and what two runs of the same items differ by. Pure, without chance."""
+"""Confidence intervals of scores, and the difference of two runs of the same items. Pure and deterministic."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run beside an earlier one of the same items.
+    """A run compared with an earlier one of the same items.
 
     Attributes:
-        items: how many these are.
+        items: number of these items.
         difference: mean of (this run's score - the earlier one's), item by item.
         better, worse: items that score higher, and lower, than before.
         p: probability of a split at least as uneven if both were equally good (exact sign test; for scores of 0 and 1

@@ -33,12 +33,12 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         id: unique in the suite; items of two runs are paired by it.
-        content: of the user's message, in the OpenAI form; a part may have `file`, a path beside the suite.
+        content: of the user's message, in the OpenAI form; a part may have `file`, a path relative to the suite.
         messages: the whole conversation, instead of `content`.
         expected: the right answer.
         options: fields of the request's body, which replace the suite's.
-        score: how the answer is compared, if not as the suite says.
-        listen: compare what the suite's recogniser understands of the answer's sound, instead of its text.
+        score: method of comparison, if not the suite's.
+        listen: compare the recogniser's text of the answer's sound, instead of the answer's text.
     """
 
     id: str
@@ -56,8 +56,8 @@ class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         threshold: least mean score.
         system: a system message before each item's own messages.
-        options: fields of every request's body; `temperature` is 0 if nothing else is said.
-        recogniser: what writes down sounds: `whisper` or `pocketsphinx`.
+        options: fields of every request's body; `temperature` is 0 by default.
+        recogniser: of sounds: `whisper` or `pocketsphinx`.
         vocabulary: words between which `pocketsphinx` chooses.
     """
 
@@ -79,7 +79,7 @@ class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [{"role": each.role, "content": _filled(each.content)} for each in self._conversation(item)]
 
     def digest(self) -> str:
-        """Return SHA-256 of all that scores depend on, media too; the threshold is no part of that."""
+        """Return SHA-256 of the suite without its threshold; media files are included."""
         found = hashlib.sha256(
             msgspec.json.encode(msgspec.structs.replace(self, threshold=0.0, items=[]), order="sorted")
         )
@@ -142,7 +142,7 @@ def _content(content: Content, folder: Path, name: str) -> Content:
 
 
 def _found(part: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    """Return a part whose file is named by a path from anywhere; files are read when they are sent."""
+    """Return a part with the path of its file joined to `folder`; files are read when they are sent."""
     if "file" not in part:
         return part
     kind, path = part.get("type"), folder / str(part["file"])

@@ -147,7 +147,7 @@ class Audio:
         return AudioEncoding(format=name, in_content=in_content), fields
 
     async def assemble(self, chunks: Sequence[OutputChunk], encoding: AudioEncoding, text: str) -> Assembled:
-        """Return the sound as a file beside its transcript; an answer too short to be spoken keeps its text."""
+        """Return the sound as a file with its transcript; an answer too short to be spoken keeps its text."""
         if not chunks:
             return Assembled(keep_text=True)
         from openai.types.chat.chat_completion_audio import ChatCompletionAudio

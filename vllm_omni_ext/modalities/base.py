@@ -106,7 +106,7 @@ class Modality(Protocol):
     def offline(self, chunks: Sequence[OutputChunk]) -> Mapping[str, Any]:
         """Return attributes of the `OmniRequestOutput` of `LLM.generate`, e.g. {"audio": ..., "sample_rate": ...}.
 
-        A modality of a family is asked about every output, also without any chunks.
+        For a modality of a family, this is called for every output, also without any chunks.
         """
 
     def observe(self, metrics: Any, trace: Any, chunk: OutputChunk, at: float) -> None:

@@ -50,7 +50,7 @@ class ImageChunk(OutputChunk):
         pixels: uint8 [height, width, 3], RGB.
         index: number of the picture in the answer, from 0.
         partial: a preview; the picture itself follows.
-        latent: float32, the model's latent of the picture, if the request asked for it.
+        latent: float32, the model's latent of the picture, if requested.
         seed: the seed with which the picture can be made again.
     """
 

@@ -20,7 +20,7 @@ METRICS = (*metrics.ALL, *audio.METRICS, *image.METRICS)
 
 
 def modalities_of(family: ModelFamily) -> Mapping[str, Modality]:
-    """Return all modalities that requests of a family can ask for, by name.
+    """Return all modalities that requests of a family can name, by name.
 
     Raises:
         ConfigError: two modalities have the same name.

@@ -10,7 +10,7 @@ from vllm_omni_ext.modalities.chunks import TextChunk
 
 
 class TextStream:
-    """The text of one streamed answer, which vLLM's own events carry."""
+    """The text of one streamed answer, which vLLM's own events contain."""
 
     async def chunk(self, chunk: OutputChunk) -> list[dict[str, Any]]:
         """Return nothing."""

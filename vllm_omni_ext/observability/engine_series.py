@@ -56,7 +56,7 @@ class EngineMetric:
 
 
 class EngineSeries:
-    """Makes the metrics of vLLM's loggers; a logger that asks for one that exists gets the same one."""
+    """Makes each metric of vLLM's loggers once; all loggers get the same one."""
 
     def __init__(self, replica_of: Callable[[int], ReplicaId]) -> None:
         self._replica_of = replica_of
@@ -91,7 +91,7 @@ class EngineSeries:
 
 
 class NoSeries(PrometheusStatLogger):
-    """In place of the logger that `AsyncLLM` makes before the replicas are known: its series would stay beside ours."""
+    """Replaces the logger that `AsyncLLM` makes before the replicas are known: its series would stay next to ours."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         pass
@@ -102,7 +102,7 @@ class NoSeries(PrometheusStatLogger):
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Keep registered what is: each of vLLM's loggers begins by unregistering all `vllm:` metrics of the process."""
+    """Keep metrics registered: each of vLLM's loggers begins by unregistering all `vllm:` metrics of the process."""
     before = list(REGISTRY._collector_to_names)
     yield
     for collector in before:

@@ -31,14 +31,14 @@ class ReplicaStats(StatLoggerManager):
     """vLLM's loggers for all replicas. Recreates the metrics `vllm:*` of this process.
 
     A replica that joins later gets loggers of its own, which write to the same metrics. Stat logger plugins that take
-    all engines together have only the planned replicas: vLLM names them their engines once.
+    all engines together have only the planned replicas: vLLM passes the engines to them once.
 
     Args:
         config: the frontend's config, which names the model.
         replicas: config of each replica that is connected.
         planned: the replicas of the plan, connected or not.
-        replaces: whether this API server replaces one that has died. Then it does not begin by saying that all replicas
-            are awake, as vLLM does: the others' last word stays in the values that they share.
+        replaces: whether this API server replaces one that has died. Then it does not set all replicas to awake at its
+            start, as vLLM does: the shared values that the others wrote last stay.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ReplicaStats(StatLoggerManager):
             self._joined[number] = self._loggers_of_one(number)
         facts = {**config.cache_config.metrics_info(), "engine": str(number)}
         if (before := self._cache_info.get(number)) is not None:
-            before.set(0)  # it came back with another cache, perhaps
+            before.set(0)  # it may have come back with another cache
         gauge = self._series.make(
             Gauge,
             f"vllm:{CACHE_INFO}_info",
@@ -95,7 +95,7 @@ class ReplicaStats(StatLoggerManager):
         return own + [kind(self._config, number) for kind in kinds]
 
     def joined(self, replica: ReplicaId, config: VllmConfig) -> None:
-        """A replica's process is new, and so awake, whatever an earlier one of its name was."""
+        """A replica's process is new, and so awake, even if an earlier one of its name was asleep."""
         self.add(replica, config)
         self.note_sleep([replica], None)
 
@@ -121,7 +121,7 @@ class ReplicaStats(StatLoggerManager):
             each.record_sleep_state(sleep, level)
 
     def log(self) -> None:
-        """Write what has happened to the log."""
+        """Write the statistics to the log."""
         super().log()
         for each in self._of_joined():
             each.log()
@@ -153,15 +153,15 @@ def _replica_logger(
     """Return the class of vLLM's logger that writes to these metrics.
 
     Args:
-        knows_sleep: whether it writes to those of sleep.
+        knows_sleep: whether it writes to the sleep metrics.
         alone: no other process sets their gauges.
     """
     base: Any = series.logger_class()
 
     class ReplicaLogger(base):  # type: ignore[misc]
-        """vLLM's logger; for `StepTokens`, only what a step has changed is written.
+        """vLLM's logger; for `StepTokens`, only values that a step has changed are written.
 
-        The same values again, or zero added, would show the same, but take time in every step.
+        Unchanged values, or zero added, would show the same, but take time in every step.
         """
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -239,5 +239,5 @@ def tokens_of(outputs: EngineCoreOutputs) -> StepTokens:
 
 
 def name_engine(metrics: Metrics, number: int, replica: ReplicaId) -> None:
-    """Publish which replica a value of the label `engine` stands for."""
+    """Publish the replica of a value of the label `engine`."""
     metrics.of(m.REPLICA_INFO, str(number), replica.stage, str(replica)).set(1)

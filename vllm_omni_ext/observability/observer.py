@@ -118,7 +118,7 @@ class Observer:
         self.bound(replica, 0)
 
     def continue_restarts(self) -> None:
-        """Go on from the restarts that the API server which this one replaces has counted."""
+        """Continue the counts of restarts of the API server that this one replaces."""
         counts = self._metrics.shared_counts(m.REPLICA_RESTARTS)
         self._restarts = {ReplicaId.parse(replica): int(count) for (_, replica), count in counts.items()}
 
@@ -210,7 +210,7 @@ class Observer:
         arrival: float,
         trace_headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Note that a request arrived.
+        """Record that a request arrived.
 
         Args:
             parts: names of its outputs; the request ends when all have ended.

@@ -1,4 +1,4 @@
-"""Which states of replicas are to be written to gauges. Pure."""
+"""Selects the states of replicas that are written to gauges. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ AGAIN_S = 0.25
 class ShownStates:
     """The last state of each replica that this process has written to gauges.
 
-    A state that was written already is written again only if other processes set the same gauges: each receives the
-    states after some of the steps. At once if the replica is idle, because no later step might correct what another
-    process has written; while it is busy, not more often than every `AGAIN_S`.
+    An unchanged state is written again only if other processes set the same gauges: each receives the states after some
+    of the steps. An idle replica's state is written at once, because no later step might correct another process's
+    value. A busy replica's state is written at most every `AGAIN_S`.
 
     Args:
         alone: no other process sets the gauges.
@@ -27,7 +27,7 @@ class ShownStates:
         self._written: dict[Hashable, tuple[object, float]] = {}
 
     def due(self, replica: Hashable, state: object, *, busy: bool) -> bool:
-        """Return whether a replica's state is to be written now, and take it as written then."""
+        """Return whether a replica's state is to be written now; if so, record it as written."""
         known, since = self._written.get(replica, (None, 0.0))
         now = 0.0 if self._alone else self._clock()
         if known == state and (self._alone or (busy and now - since < AGAIN_S)):

@@ -1,6 +1,6 @@
-"""KV caches that no replica will fetch, tracked until their source has certainly been asked to free them. Pure.
+"""KV caches that no replica will fetch, tracked until a request to free them was certainly sent to their source. Pure.
 
-Only an engine of the target stage can ask the source, and that engine may die before it has done so.
+Only an engine of the target stage can send that request, and the engine may die before it has done so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class KVReleases:
         return next(self._numbers)
 
     def release(self, kv: KVCache) -> None:
-        """Have an unwanted KV cache freed: at once, or as soon as a target is up."""
+        """Have an unclaimed KV cache freed: at once, or as soon as a target is up."""
         live = next(iter(self._target.replicas), None)
         if live is None:
             self._unclaimed.append(kv)
@@ -46,13 +46,13 @@ class KVReleases:
             self._out(SendKVRelease(live, "", f"unclaimed/{self.add_request(live, kv)}", kv=kv.transfer))
 
     def add_request(self, target: ReplicaId, kv: KVCache) -> int:
-        """Note that a message to a target releases a KV cache once it is read; return the message's number."""
+        """Record that a message to a target releases a KV cache once it is read; return the message's number."""
         number = self.number()
         self._requests[target].append((number, kv))
         return number
 
     def answered(self, target: ReplicaId, number: int) -> None:
-        """Note that a target answered the message with this number, and so has read all earlier messages."""
+        """Record that a target answered the message with this number, and so has read all earlier messages."""
         requests = self._requests[target]
         while requests and requests[0][0] < number:
             requests.popleft()

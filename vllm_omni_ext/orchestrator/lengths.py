@@ -1,4 +1,4 @@
-"""Finds out whether a text is too long, without tokenizing all of it."""
+"""Checks whether a text is too long, without tokenizing all of it."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class RequestMachine:
         self._decide(state, self.settings.frontend, Produced(self._model_frontend, tokens, payload, finish, None, at))
 
     def _keep(self, state: RequestState, event: m.Output) -> None:
-        """Note that a replica stores hidden states for a request; free them if no stage will take them."""
+        """Record that a replica stores hidden states for a request; free them if no stage will take them."""
         if event.hidden_states is None:
             return
         if state.finished:

@@ -43,7 +43,7 @@ class Orchestrator:
         replicas: all replicas, by id.
         requests: builds engine requests.
         observer: receives the observer calls of the machine; None: they are dropped.
-        failed: called for every request that fails, whatever its kind.
+        failed: called for every request that fails, of any kind.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Orchestrator:
         await asyncio.shield(self._spawn(self._apply(*events)))
 
     async def _apply(self, *events: m.Event) -> None:
-        """Let the machine decide at once, and execute its effects in the order of the decisions."""
+        """Pass the events to the machine at once, and execute its effects in their order."""
         for event in events:
             self._decide(event)
         if self._queue:

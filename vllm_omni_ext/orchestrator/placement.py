@@ -1,8 +1,8 @@
 """Placement of requests: bound to a replica, waiting for a replica, or waiting for input. Pure.
 
 A request that was on a replica when the replica was lost is a suspect: it may have ended the replica's process. Each
-replica gets one suspect at a time, so that a request that ends its replica's process again is known by that. The
-other suspects wait. After `TRIAL_OUTPUTS` outputs, or with the second loss at the end of the stage, the trial is over.
+replica gets one suspect at a time, so that a request that ends its replica's process again is identified. The other
+suspects wait. After `TRIAL_OUTPUTS` outputs, or with the second loss at the end of the stage, the trial is over.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Placement:
         return {replica for replica in open_now if replica in own} - self._trials.keys()
 
     def output(self, binding: Binding) -> None:
-        """Note an output of the binding's replica: a suspect's trial ends after some of them."""
+        """Record an output of the binding's replica: a suspect's trial ends after some of them."""
         if binding.trial is not None and binding.trial > 0:
             binding.trial -= 1
             if not binding.trial:
@@ -230,7 +230,7 @@ class Placement:
         return [binding for binding in lost if binding.losses[stage] >= MOST_LOSSES]
 
     def forget_silence(self, replica: ReplicaId) -> None:
-        """A replica answers again, or no end of it will be noticed."""
+        """A replica answers again, or no end of it will be detected."""
         self._silent.pop(replica, None)
 
     # -- waits --------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class Placement:
     # -- input that is due ------------------------------------------------------------------------------------------
 
     def input_sent(self, binding: Binding, *, last: bool, at: float) -> None:
-        """Note that a stage got input; unless that was the last, more input is due from now on."""
+        """Record that a stage got input; unless that was the last, more input is due from now on."""
         if last:
             self.settle(binding)
             return
@@ -279,7 +279,7 @@ class Placement:
         binding.owed_since = at
 
     def settle(self, binding: Binding) -> None:
-        """Note that a stage has all its input, or has ended."""
+        """Record that a stage has all its input, or has ended."""
         if binding.owed_since is not None:
             binding.owed_since = None
             del self._owed[binding.stage, binding.name]

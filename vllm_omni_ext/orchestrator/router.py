@@ -235,7 +235,7 @@ class DisaggregatedRouter:
     def replica_lost(self, replica: ReplicaId) -> list[Prompt]:
         """Return the prompts that wait in the target for a lost KV cache.
 
-        Without another source replica, the target notices the loss itself and computes the prompt.
+        Without another source replica, the target detects the loss itself and computes the prompt.
         """
         for pair in [pair for pair in self._handed if replica in pair]:
             del self._handed[pair]

@@ -1,7 +1,7 @@
 """Attributes of other packages that are replaced while an omni process runs, in one process or for one block.
 
-An override differs from a patch: it is made by the module that needs it, holds for the stated scope only, and a plain
-vLLM run never meets it. The vLLM code that an override depends on is fingerprinted as a seam. These are the core's; a
+An override differs from a patch: it is made by the module that needs it, holds for the stated scope only, and is
+never in a plain vLLM run. The vLLM code that an override depends on is fingerprinted as a seam. These are the core's; a
 model family declares its own (`ModelFamily.overrides`).
 """
 

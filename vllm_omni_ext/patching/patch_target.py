@@ -1,4 +1,4 @@
-"""Applies one replacement and remembers it. Light, because the start-up hook imports it in plain vLLM runs too."""
+"""Applies one replacement and records it. Light, because the start-up hook imports it in plain vLLM runs too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The vLLM symbols that this package relies on without changing them, with fingerprints of the tested code.
 
 If a symbol changed, our subclass, call or imitation of it may be wrong although nothing fails at once. `vllm-omni-ext
-doctor` lists them; they are checked before anything starts. A model family declares what its own classes rely on
+doctor` lists them; they are checked before anything starts. A model family declares those of its own classes
 (`ModelFamily.seams`).
 """
 
@@ -396,7 +396,7 @@ SEAMS: tuple[Seam, ...] = (
 def check_seams(
     seams: Sequence[Seam] = SEAMS, source: VllmSource | None = None, *, allowed: frozenset[str] | None = None
 ) -> None:
-    """Raise IncompatibleVllm, naming each symbol, if vLLM's code differs from what `seams` were tested with.
+    """Raise IncompatibleVllm, naming each symbol, if vLLM's code differs from the code that `seams` were tested with.
 
     Reads sources only (about half a second); imports nothing of vLLM. VLLM_OMNI_EXT_ALLOW_DRIFT accepts single names.
     """

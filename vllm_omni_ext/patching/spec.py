@@ -46,7 +46,7 @@ class Patch:
         name: short and unique; also the name of its file, and its name in VLLM_OMNI_EXT_ALLOW_DRIFT.
         target: e.g. "vllm.entrypoints.llm:LLM.__init__".
         vllm: PEP 440 range the patch was tested with.
-        why: what is impossible without the patch.
+        why: the feature that is impossible without the patch.
         upstream: address of the issue or pull request, or "none: <reason>".
         remove_when: condition under which the patch can be removed.
         seen: fingerprints of the originals that the patch was written against.
@@ -96,8 +96,8 @@ class Override:
     Attributes:
         target: the replaced attribute, for a reader.
         where: the file that replaces it.
-        scope: which processes, and for how long.
-        why: what is impossible without the override.
+        scope: the processes, and the duration.
+        why: the feature that is impossible without the override.
         remove_when: condition under which the override can be removed.
     """
 

@@ -1,4 +1,4 @@
-"""Generates docs/patches.md: what this package changes in vLLM, and what it relies on."""
+"""Generates docs/patches.md: the vLLM code that this package changes or relies on."""
 
 from __future__ import annotations
 

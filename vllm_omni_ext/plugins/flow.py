@@ -1,8 +1,8 @@
 """Request flow: events in, actions out. Pure: no vLLM, no torch, no sockets, no clock.
 
 A plugin implements `Flow` for each kind of request. The orchestrator passes stage outputs to the flow and executes the
-actions that the flow returns. The orchestrator handles order, routing, failover, deadlines and abort; a flow decides
-and never waits. Tensors pass through as opaque objects.
+actions that the flow returns. The orchestrator handles order, routing, failover, deadlines and abort; a flow
+returns actions and never waits. Tensors pass through as opaque objects.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Submit:
         last: no part follows.
         pooling_task: vLLM's task of a pooling stage; None = the stage takes sampling parameters.
         due: when the output is needed, on the clock of `Produced.at`; never earlier than that of the part before. None
-            = at once. A stage whose `scheduling_policy` is `priority` does first what is due first.
+            = at once. A stage whose `scheduling_policy` is `priority` does first the part that is due first.
         params: parameters of this request; None = the request's options over the stage's defaults.
         features: vLLM `MultiModalFeatureSpec`s of the prompt.
     """

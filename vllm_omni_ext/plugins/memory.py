@@ -11,7 +11,7 @@ class WeightPart:
     """Weights of a stage that are treated alike.
 
     Attributes:
-        elements: number of elements that the engine holds in its own dtype, whatever dtype the checkpoint has.
+        elements: number of elements that the engine holds in its own dtype, regardless of the checkpoint's dtype.
         stored_bytes: size of tensors that keep the checkpoint's dtype, such as quantized weights.
         split: tensor parallelism divides these weights; otherwise every device of a replica holds all of them.
         quantizable: the engine argument `quantization` makes them smaller.
@@ -45,13 +45,13 @@ class EncoderMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """What one replica of a stage needs of a CUDA device, as sizes that do not depend on engine arguments.
+    """Needs of one replica of a stage on a CUDA device, as sizes that do not depend on engine arguments.
 
     Attributes:
         kv_layers, kv_heads, kv_head_dim: shape of the KV cache of one token; 0 layers = no KV cache.
         step_elements: activations for each token of a step that every device of a replica holds.
         split_step_elements: activations for each token of a step that tensor parallelism divides.
-        pass_elements: activations of a step whatever the number of its tokens.
+        pass_elements: activations of a step, independent of the number of its tokens.
         vocabulary: columns of the logits; 0 = no logits.
         sequence_elements: buffers for each of `max_num_seqs` sequences.
         graph_layers: layers that vLLM captures in CUDA graphs.

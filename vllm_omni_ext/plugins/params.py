@@ -27,7 +27,7 @@ def make_params(type_name: str, values: Mapping[str, Any]) -> Any:
     """
     kind = resolve(type_name)
     try:
-        if type_name == SAMPLING_PARAMS:  # its constructor checks the values, and accepts more than its annotations say
+        if type_name == SAMPLING_PARAMS:  # its constructor checks the values, and accepts more than its annotations do
             return kind(**values)
         return msgspec.convert(dict(values), kind)
     except Exception as err:  # each type raises its own errors

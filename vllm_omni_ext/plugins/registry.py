@@ -75,7 +75,7 @@ def _broken() -> str:
 
 
 def _usable(found: Sequence[Plugin]) -> ModelFamily:
-    """Return the family of the only usable plugin; ConfigError says why there is none."""
+    """Return the family of the only usable plugin; ConfigError contains the reason if there is none."""
     for plugin in found:
         if plugin.family is not None and not plugin.error:
             return plugin.family

@@ -36,7 +36,7 @@ class StageSpec:
 
     Attributes:
         name: e.g. "talker".
-        accepts: what the flow may send to the stage. "requests": whole requests (`Forward`, or `Open` with
+        accepts: input that the flow may send to the stage. "requests": whole requests (`Forward`, or `Open` with
             `last=True`). "chunks": a request that is opened and gets more input later (`Open`, then `Extend`).
             "parts": separate engine requests of one stream, between which the stage keeps state (`Submit`).
         engine: vLLM `EngineArgs` fields that the user cannot override (worker_cls, hf_overrides, ...).
@@ -82,7 +82,7 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class EdgeSpec:
-    """A connection between two stages: `tokens` travel in request messages, `tensors` through a connector.
+    """A connection between two stages: `tokens` are sent in request messages, `tensors` through a connector.
 
     `kv`: the source computes a request's prompt; the target fetches its KV cache and continues.
 
@@ -107,7 +107,7 @@ class PipelineSpec:
         stages: in start order; names are unique.
         frontend: the stage whose config, tokenizer and renderer vLLM's server gets; stock `vllm serve` flags apply to
             it. A request need not use it.
-        modalities: what this pipeline can answer with, e.g. ("text", "audio").
+        modalities: modalities of this pipeline's answers, e.g. ("text", "audio").
         edges: connections, by stage name.
     """
 
@@ -150,12 +150,12 @@ class ModelFamily:
             "" if there is none.
         runtime: "pkg.mod:attr" of the `plugins.runtime.ModelRuntime` class; imported in API servers only.
         http: "pkg.mod:attr" of the `plugins.http.HttpSurface` class; "" = chat only. Imported in API servers only.
-        presets: package with stage configs (`*.yaml`) that travel with the plugin; "" if there are none.
+        presets: package with stage configs (`*.yaml`) of the plugin; "" if there are none.
         chat_template: "pkg:file" of a Jinja template in a package, which is used unless the user names one; "" = the
             checkpoint's own. For checkpoints whose template is missing or wrong.
-        modalities: "pkg.mod:attr" of `modalities.base.Modality` objects that the family brings along.
-        seams: "pkg.mod:attr" of a tuple of `patching.spec.Seam`s: what of vLLM the plugin's classes rely on.
-        overrides: "pkg.mod:attr" of a tuple of `patching.spec.Override`s: what of vLLM the plugin replaces at run time.
+        modalities: "pkg.mod:attr" of `modalities.base.Modality` objects of the family.
+        seams: "pkg.mod:attr" of a tuple of `patching.spec.Seam`s: vLLM symbols that the plugin's classes rely on.
+        overrides: "pkg.mod:attr" of a tuple of `patching.spec.Override`s: symbols that the plugin replaces at run time.
         tiny: "pkg.mod:attr" of `(directory, *, ...) -> Path` that writes a tiny random checkpoint; its keyword
             arguments (int, or bool that is False) become options of `vllm-omni-ext tiny`. "" if there is none.
     """

@@ -1,4 +1,4 @@
-"""Remembers to which replica the last request of a session or with a media item was sent. Pure, of bounded size."""
+"""Records the replica of the last request of a session or with a media item. Pure, of bounded size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hashlib import blake2b
 from vllm_omni_ext.ids import ReplicaId
 
 REMEMBERED = 8192
-"""Sessions and media items that one stage's pool remembers; the least recently used are dropped first."""
+"""Sessions and media items that one stage's pool keeps; the least recently used are dropped first."""
 
 _DIGEST_BYTES = 16
 """Keys are stored as digests: clients choose the text, which may be long."""

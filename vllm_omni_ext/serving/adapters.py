@@ -1,7 +1,7 @@
 """LoRA adapters: vLLM's two endpoints with `targets`, for all API servers of a deployment.
 
 An adapter that one API server has loaded can be named at all of them, as a model, when the call returns. An API server
-that is started again knows what has been loaded. Engines load an adapter by the path in a request, so replicas that
+that is started again receives the loaded adapters. Engines load an adapter by the path in a request, so replicas that
 join later, or are started again, need no call. Adapters of later stages are refused: no request could name them.
 """
 
@@ -130,7 +130,7 @@ class Adapters:
         return answer
 
     async def _share(self, name: str) -> None:
-        """Make an adapter known to all API servers."""
+        """Send a loaded adapter to all API servers."""
         loaded = self._stock.lora_requests[name]
         adapter = Adapter(
             name,
@@ -166,10 +166,10 @@ class Adapters:
 
 
 class Numbers:
-    """Numbers of adapters (vLLM's `lora_int_id`) that no other API server gives, nor one that this one replaces.
+    """Numbers of adapters (vLLM's `lora_int_id`), unique over all API servers and the one that this one replaces.
 
     Args:
-        before: the largest number that is taken.
+        before: the largest number in use.
     """
 
     def __init__(self, before: int, connections: Connections) -> None:
@@ -178,7 +178,7 @@ class Numbers:
         self._value = first * self._step + connections.client_index - self._step
 
     def inc(self, num: int = 1) -> int:
-        """Return the next number; as vLLM's `AtomicCounter`, which is always asked for one."""
+        """Return the next number, as vLLM's `AtomicCounter`; vLLM always calls it with `num=1`."""
         self._value += self._step * num
         return self._value
 

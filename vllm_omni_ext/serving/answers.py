@@ -36,7 +36,7 @@ class ChatAnswer:
 
     Attributes:
         modalities: modalities of the answer other than text, by name.
-        encodings: encoding of each modality that clients can ask for.
+        encodings: encoding of each modality that clients can request.
         stream: the answer is streamed.
         may_call_tool: the answer may be a tool call.
         metrics: the answer contains `metrics`.

@@ -89,7 +89,7 @@ class BodyGate:
 
 
 async def _drain(receive: Receive, message: Message) -> None:
-    """Receive and drop what the client is still sending."""
+    """Receive and drop the rest of the client's body."""
     try:
         async with asyncio.timeout(DRAIN_S):
             while message.get("more_body", False):

@@ -2,7 +2,7 @@
 
 Parsing and validation cost memory and time for every value of a body, and a value may be two bytes long. The scan looks
 only at structural characters, so that a long text costs next to nothing, and it stores only counts. Of a body that is
-not JSON it counts at least what a parser reads before the first mistake.
+not JSON it counts at least the values that a parser reads before the first mistake.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
 GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 
 NOT_FOR_EVERYBODY = (ipaddress.IPv4Network("192.0.0.0/24"), ipaddress.IPv4Network("168.63.129.16/32"))
-"""Addresses that Python considers global, but that clouds use for their metadata services and hosts."""
+"""Addresses that are global in Python, but that clouds use for their metadata services and hosts."""
 
 
 class FetchRefused(PermissionError):

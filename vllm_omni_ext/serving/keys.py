@@ -50,7 +50,7 @@ def guard_all_routes(app: FastAPI) -> None:
 
 
 def _is_open(scope: Scope, headers: Headers) -> bool:
-    """Return whether a request needs no key: its path, as the router sees it, is in `OPEN`, or it is a CORS preflight.
+    """Return whether a request needs no key: its path in the router is in `OPEN`, or it is a CORS preflight.
 
     A browser sends a preflight without the key, and the CORS middleware behind this one answers it.
     """

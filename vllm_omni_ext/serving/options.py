@@ -63,8 +63,8 @@ class RequestFields:
         """Read the fields of a request.
 
         Args:
-            given: values by their name in the request; a dotted name ends with the name of the field. The first value
-                of a field counts; None counts as no value.
+            requested: values by their name in the request; a dotted name ends with the name of the field. The first
+                value of a field counts; None counts as no value.
 
         Returns:
             (values by field, name in the request by field)

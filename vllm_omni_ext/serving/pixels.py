@@ -1,7 +1,7 @@
 """Limits the pixels of all images of one request together.
 
 Each image is decoded on arrival and held until the model's processor takes all of them, at three bytes per pixel. The
-file of a single-coloured image is small whatever its size, so a limit on the body's length does not limit the pixels.
+file of a single-coloured image is small at any size, so a limit on the body's length does not limit the pixels.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ router = APIRouter()
 
 
 class Progress:
-    """What this server remembers between probes: since when it runs, and which stages have been up.
+    """The state between probes: this server's start time, and the stages that have been up.
 
     Args:
         clock: seconds that never go back.
@@ -40,7 +40,7 @@ class Progress:
         self._seen: set[str] = set()
 
     def silence(self, omni: AsyncOmni) -> float:
-        """Return the seconds since the coordinator was last heard of, at most those since the start."""
+        """Return the seconds since the coordinator's last view, at most those since the start."""
         watcher, running = omni.replica_connections.watcher, self._clock() - self._since
         return 0.0 if watcher is None else min(watcher.age(), running)
 
@@ -52,7 +52,7 @@ class Progress:
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add the three routes, and what they remember."""
+    """Add the three routes and their state."""
     app.state.progress = Progress()
     app.include_router(router)
 
@@ -87,7 +87,7 @@ async def ready(request: Request, kind: str | None = None) -> JSONResponse:
 
 @router.api_route(STARTED, methods=_METHODS, include_in_schema=False)
 async def started(request: Request) -> JSONResponse:
-    """Status 200 once every stage that requests need has had its `min_replicas`, whatever has become of it since."""
+    """Status 200 once every stage that requests need has had its `min_replicas`, even if it has fewer now."""
     omni: AsyncOmni = request.app.state.engine_client
     missing = request.app.state.progress.never_up(omni)
     return _answer([f"stage '{name}' has not been up yet" for name in missing])

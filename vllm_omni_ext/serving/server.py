@@ -288,20 +288,20 @@ def run_api_server(
     for number in (signal.SIGTERM, signal.SIGINT):  # until the HTTP server installs its own handlers
         signal.signal(number, lambda *_: sys.exit(0))
     decorate_logs()
-    load_general_plugins()  # a spawned process knows no models of plugins yet
+    load_general_plugins()  # a spawned process has no models of plugins yet
     with contextlib.ExitStack() as quieted:
         if connections.client_index or connections.ready_responses is not None:
             quieted.enter_context(quiet())
         try:
             uvloop.run(_api_server(connections, control, listen_address, sock, args, quieted.close))
-        except ConfigError as error:  # only the loaded model knows what it can do
+        except ConfigError as error:  # raised by a check that needs the loaded model
             print_status(f"error: {error}")
             sys.exit(FAILED)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Log only warnings and errors: the first API server logs what is the same for all.
+    """Log only warnings and errors: the first API server logs the messages that are the same for all.
 
     The HTTP server's messages about its start and end stay hidden after the block; requests have a separate logger.
     """

@@ -75,7 +75,7 @@ async def collective_rpc(raw_request: Request, targets: Targets = None) -> Respo
     """Call a method of workers; `targets` may also be a key of the body."""
     body = _object(await raw_request.body())
     named = named_in(targets, body.get(TARGETS))
-    if named is None or body.get("method") is None:  # vLLM's handler reports what is missing
+    if named is None or body.get("method") is None:  # vLLM's handler reports the missing key
         return await rpc.collective_rpc(raw_request)
     args, kwargs, timeout = body.get("args", []), body.get("kwargs", {}), body.get("timeout")
     for key, fits, expected in (

@@ -52,7 +52,7 @@ class FrontendSampling(StageSampling):
 
 
 class _Ignored(BaseModel):
-    """Accepted in the list because clients of other servers send these fields; the stages decide them themselves."""
+    """Accepted in the list because clients of other servers send these fields; the stages set them themselves."""
 
     detokenize: Annotated[bool, Field(description="true or false")] = False
 
@@ -92,7 +92,7 @@ def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None) -> dic
     `talker.x` overrides the stage's list entry, which overrides the request's own seed.
 
     Args:
-        body: the request's fields that vLLM does not know, such as the names of stages.
+        body: the request's fields that are not vLLM's, such as the names of stages.
         seed: the request's own seed; stages without another seed use it too.
 
     Returns:
@@ -116,7 +116,7 @@ def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None) -> dic
 
 
 def stage_params(stage: StagePlan, params: Any, configured: Mapping[str, Any]) -> Any:
-    """Return a stage's parameters from an object of their type, or from a mapping of what differs from the configured.
+    """Return a stage's parameters from an object of their type, or from a mapping that overrides the configured ones.
 
     Raises:
         RequestError: names `stage.key`, or the stage.

@@ -39,10 +39,10 @@ class Wrapped:
 
 
 class TextResponses(Wrapped):
-    """vLLM's handler of `/v1/responses`, behind a check of what the request asks for."""
+    """vLLM's handler of `/v1/responses`, behind a check of the requested modalities."""
 
     async def create_responses(self, request: ResponsesRequest, raw_request: Any = None) -> Any:
-        """Answer a request, or return the error if it asks for more than text."""
+        """Answer a request, or return the error of `refuse_others`."""
         try:
             refuse_others(request.model_extra or {}, self._model)
         except RequestError as err:
@@ -51,10 +51,10 @@ class TextResponses(Wrapped):
 
 
 def refuse_others(body: dict[str, Any], model: ServedModel) -> None:
-    """Refuse fields that ask for an answer that is not text.
+    """Refuse fields that request an answer that is not text.
 
     Args:
-        body: the fields that vLLM does not know.
+        body: the fields that are not vLLM's.
 
     Raises:
         RequestError: `modalities` has more than text, or a field belongs to another modality; named by the field.

@@ -32,7 +32,7 @@ from vllm_omni_ext.orchestrator.lengths import needed
 from vllm_omni_ext.serving.failures import BadRequest
 
 LENGTHS = ("input_text", "input_tokens")
-"""vLLM's parameter names for a prompt that is too long, whatever its field is."""
+"""vLLM's parameter names for a prompt that is too long, in any field."""
 
 PROMPT_FIELDS = {
     "/v1/chat/completions": "messages",

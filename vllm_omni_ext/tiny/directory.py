@@ -1,4 +1,4 @@
-"""The directory a tiny checkpoint is written to, and the marker that says that it may be overwritten."""
+"""The directory that contains a tiny checkpoint, and the marker that allows to overwrite it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from vllm_omni_ext.errors import ConfigError
 
 MARKER = "tiny_checkpoint.json"
-"""Says what was written, before anything else is: only a directory with this file is overwritten."""
+"""Describes the checkpoint, and is written first: only a directory with this file is overwritten."""
 
 
 def make_room(path: Path, files: Sequence[str]) -> None:

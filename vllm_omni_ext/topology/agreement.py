@@ -35,7 +35,7 @@ LOCAL_FIELDS = frozenset(
         "numa_bind_cpus",
         "numa_bind_nodes",
         "shutdown_timeout",
-        # Where and how this host reads the model; `model_identity` compares which model it is.
+        # Location and loading of the model on this host; `model_identity` compares the model itself.
         "download_dir",
         "hf_config_path",
         "hf_token",
@@ -80,7 +80,7 @@ _CONFIG_NOISE = frozenset({"_name_or_path", "transformers_version"})
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
-"""Size of the samples of a weight file. Names and sizes alone do not tell a model from a fine-tuned one."""
+"""Size of the samples of a weight file. Names and sizes alone do not distinguish a model from a fine-tuned one."""
 
 
 def config_hash(plan: Plan, stage_name: str) -> str:

@@ -20,7 +20,7 @@ SMALL_CACHE_BYTES = 32 << 20
 """Minimum KV cache when the size is computed: enough for many short sequences instead of a long one."""
 
 SPARE_TOKENS = 512
-"""Room beside one sequence of full length: vLLM keeps a block for itself and rounds up to whole blocks."""
+"""Room in addition to one sequence of full length: vLLM keeps a block for itself and rounds up to whole blocks."""
 
 SMALLEST_CACHE_BYTES = 16 << 20
 """For a stage without a KV cache: an explicit size keeps the engine from claiming most of the memory at start."""
@@ -39,7 +39,7 @@ def engine_defaults(spec: StageSpec, facts: ModelFacts, machine: Machine, replic
         replicas: number of replicas of all stages.
 
     The cache holds one sequence of full length if the facts are known and half of the memory, divided by all replicas,
-    suffices; otherwise `max_model_len` is lowered to what fits.
+    suffices; otherwise `max_model_len` is lowered to the length that fits.
     """
     defaults: dict[str, Any] = {
         "dtype": "float32",
@@ -75,7 +75,7 @@ def check_devices(name: str, stage: ReplicasConfig) -> None:
 
 
 def check_engines(stages: Mapping[str, Mapping[str, Any]], replicas: Mapping[str, int], machine: Machine) -> None:
-    """Refuse what no CPU machine, or not this one, can do.
+    """Refuse settings that no CPU machine, or not this one, supports.
 
     Args:
         stages: the engine arguments that the user gave, by stage.

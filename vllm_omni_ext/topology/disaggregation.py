@@ -108,7 +108,7 @@ def _split_pipeline(pipeline: PipelineSpec, spec: StageSpec, settings: Settings)
 
 
 def _moved(edge: EdgeSpec, stage: str) -> EdgeSpec:
-    """The same edge beside a split stage: prompts go into prefill, and hidden states of the prompt come out of it."""
+    """The same edge at a split stage: prefill receives prompts, and sends the hidden states of the prompt."""
     source, target = edge.source, edge.target
     if source == stage:
         source = side_name(stage, PREFILL if edge.kind == "tensors" else DECODE)

@@ -137,7 +137,7 @@ def _settings(plan: Plan) -> list[str]:
 
 
 def _logs(config: OmniConfig) -> str:
-    """Where replicas write, in the words of the server's first line."""
+    """The place of the replicas' logs, as in the server's first line."""
     if config.verbose:
         return "on this terminal"
     return f"in {config.log_dir}" if config.log_dir else "in a temporary folder, kept if a replica has ended"

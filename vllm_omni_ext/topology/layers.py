@@ -57,7 +57,7 @@ DATA_PARALLEL: Mapping[str, object] = {
     "data_parallel_multi_port_external_lb": False,
     "enable_elastic_ep": False,
 }
-"""Engine fields in whose place a stage has replicas, with the one value that is accepted."""
+"""Engine fields that a stage's replicas replace, with the one value that is accepted."""
 
 _RESERVED: Mapping[str, tuple[str, object]] = {
     "model": ("the model is given once, on the command line; remove it", None),
@@ -69,10 +69,10 @@ _RESERVED: Mapping[str, tuple[str, object]] = {
     "_api_process_count": (_API, 1),
     "_api_process_rank": (_API, 0),
 }
-"""Engine fields that the plan decides: what to write instead, and the one value that is accepted."""
+"""Engine fields that the plan sets: the advice in the error, and the one value that is accepted."""
 
 _INSTEAD: Mapping[str, str] = {"pipeline_parallel_size": "write tensor_parallel_size instead"}
-"""What to write instead of a field that a pipeline fixes."""
+"""The advice for a field that a pipeline fixes."""
 
 
 def user_engine_args(
@@ -84,7 +84,7 @@ def user_engine_args(
         takes_stock_flags: all stock flags apply to the stage; otherwise only those about the whole model.
 
     Raises:
-        ConfigError: a field that the pipeline or the plan decides.
+        ConfigError: a field that the pipeline or the plan sets.
     """
     path = f"{stage_path(spec.name)}.engine"
     flags = {

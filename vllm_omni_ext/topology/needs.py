@@ -108,7 +108,7 @@ def need(memory: StageMemory, args: Mapping[str, Any], longest: int, media: int 
     width = DTYPE_BYTES.get(str(args.get("dtype", "auto")).removeprefix("torch."), 2)
     sequences = int(args.get("max_num_seqs") or 0)
     said = args.get("max_model_len") or longest
-    length: int = said if isinstance(said, int) and said > 0 else 1  # -1: vLLM chooses what fits
+    length: int = said if isinstance(said, int) and said > 0 else 1  # -1: vLLM chooses a length that fits
     kv_width = _kv_width(str(args.get("kv_cache_dtype", "auto")), width)
     heads = max(1, memory.kv_heads // tensor) if memory.kv_layers else 0
     encoder, rows = _encoder(memory, args, width, tensor, length, media)

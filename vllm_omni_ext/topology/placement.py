@@ -17,7 +17,7 @@ Devices = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """Devices and memory that one stage asks for.
+    """Devices and memory that one stage requires.
 
     Attributes:
         tensor_parallel, pipeline_parallel: their product is the number of devices of one replica.

@@ -46,7 +46,7 @@ def make_plan(
     facts: ModelFacts | None = None,
     family: str = "",
 ) -> Plan:
-    """Decide which processes to start, and with which settings.
+    """Determine the processes to start, and their settings.
 
     Args:
         text_args: the `EngineArgs` fields that the user gave as stock flags or keywords. They apply to the frontend;
@@ -55,7 +55,7 @@ def make_plan(
         family: name of the model family that the pipeline is from.
 
     Raises:
-        DoesNotFit: a CUDA device is too small; the message says for what, and which flags help.
+        DoesNotFit: a CUDA device is too small; the message contains the needs and the flags that help.
         ConfigError: the settings contradict each other, the pipeline or the machine.
     """
     facts = facts or ModelFacts()

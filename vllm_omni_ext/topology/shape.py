@@ -135,11 +135,11 @@ class Plan:
         return next((edge.source for edge in self.edges_to(name) if edge.kind == KV), None)
 
     def model_stage(self, name: str) -> StagePlan:
-        """Return the stage that callers know by that name; UnknownMember names the known ones."""
+        """Return the stage with that name in the model's flow; UnknownMember names the known ones."""
         return _member("stage", name, {stage.model_stage: stage for stage in self.model_stages()})
 
     def model_stages(self) -> tuple[StagePlan, ...]:
-        """The stages as callers know them, without prefill stages."""
+        """The stages of the model's flow: all but prefill stages."""
         sources = {edge.source for edge in self.edges if edge.kind == KV}
         return tuple(stage for stage in self.stages if stage.name not in sources)
 

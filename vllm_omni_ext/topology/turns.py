@@ -12,7 +12,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.topology.shape import Plan, ReplicaPlan
 
 WHOLE_DEVICE = 1.0
-"""Part of a device's memory that a replica is assumed to take if its plan does not say."""
+"""Part of a device's memory that a replica is assumed to take if its plan sets none."""
 
 
 def start_order(plan: Plan) -> list[ReplicaId]:

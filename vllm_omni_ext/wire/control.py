@@ -80,7 +80,7 @@ class ChangeAsked(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChangeMade(msgspec.Struct, frozen=True, tag=True):
-    """Head to API server: something has changed; the API server answers with the same version when it knows."""
+    """Head to API server: a change; the API server answers with `ChangeKnown` of the same version."""
 
     version: int
     change: Change
@@ -93,7 +93,7 @@ class ChangeKnown(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChangeSettled(msgspec.Struct, frozen=True, tag=True):
-    """Head to API server: all API servers know the change that this one has asked for."""
+    """Head to API server: all API servers act on the change that this one has requested."""
 
     number: int
 

@@ -27,7 +27,7 @@ class Join(Descriptor, frozen=True, kw_only=True, tag="join"):
 
 
 class Started(Message, frozen=True, tag="started"):
-    """The replica that joined with this ticket is ready. Sent repeatedly; a head that does not know it refuses it."""
+    """The replica that joined with this ticket is ready. Sent repeatedly; a head without this ticket refuses it."""
 
     ticket: Name
     pid: Count
@@ -47,7 +47,7 @@ class Gone(Message, frozen=True, tag="gone"):
 
 
 class Ping(Message, frozen=True, tag="ping"):
-    """Asks whether the head is running."""
+    """Checks whether the head is running."""
 
 
 class Endpoints(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What operators have changed in a running deployment: which replicas sleep, and which LoRA adapters clients may name.
+"""Changes by operators in a running deployment: sleeping replicas, and LoRA adapters that clients may name.
 
 The head keeps the state; every API server has a copy. A change is a message, and the same change leads from the same
 state to the same state everywhere. Replicas are written `talker/0`. Pure.
@@ -13,8 +13,8 @@ class Adapter(msgspec.Struct, frozen=True):
     """A LoRA adapter of the frontend that requests may name as their model.
 
     Attributes:
-        number: vLLM's `lora_int_id`; engines know the adapter by it.
-        base: name of the model it was made for, if that was said.
+        number: vLLM's `lora_int_id`, the adapter's id in engines.
+        base: name of the model it was made for, if given.
         three_d: vLLM's `is_3d_lora_weight`.
     """
 
@@ -39,7 +39,7 @@ class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterUnloaded(msgspec.Struct, frozen=True, tag=True):
-    """Requests may not name an adapter any more; also said of adapters of the command line (`--lora-modules`)."""
+    """Requests may not name an adapter any more; also sent for adapters of the command line (`--lora-modules`)."""
 
     name: str
 
@@ -48,7 +48,7 @@ Change = ReplicasSlept | AdapterLoaded | AdapterUnloaded
 
 
 class OperatorState(msgspec.Struct, frozen=True):
-    """All that operators have changed since the start.
+    """All changes by operators since the start.
 
     Attributes:
         asleep: replicas that sleep.

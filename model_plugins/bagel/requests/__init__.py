@@ -1,1 +1,1 @@
-"""What API servers know about BAGEL's requests: fields, flows, HTTP, and messages to and from the stages."""
+"""BAGEL's requests in API servers: fields, flows, HTTP, and messages to and from the stages."""

@@ -43,7 +43,7 @@ REFUSED: Mapping[str, str] = {
     "input_fidelity": "use cfg_img_scale to stay closer to the picture",
     "sigmas": "use num_timesteps and timestep_shift",
 }
-"""Fields of other servers and libraries that the model has no counterpart for, and what to write instead."""
+"""Fields of other servers and libraries without a counterpart in the model, and the reason or the replacement."""
 
 _HARMLESS: tuple[Any, ...] = ("", [], 1, 1.0)
 """Values of refused fields that change nothing."""
@@ -102,7 +102,7 @@ class Wanted:
     Attributes:
         values: by their name in `ImageParameters`.
         names: their names in the request, for errors.
-        sized: what the request itself says of the picture's size: height and width in pixels, or None.
+        sized: the picture's size in the request itself: height and width in pixels, or None.
     """
 
     values: Mapping[str, Any]
@@ -110,12 +110,12 @@ class Wanted:
     sized: tuple[int | None, int | None] = (None, None)
 
     def parameters(self, *, edit: bool) -> ImageParameters:
-        """Return all parameters; RequestError names the field that is wrong as in the request."""
+        """Return all parameters; RequestError contains the name of the wrong field, as in the request."""
         values = {name: value for name, value in self.values.items() if not (edit and name in (HEIGHT, WIDTH))}
         return self.checked(lambda: image_parameters(values, edit=edit))
 
     def checked(self, compute: Any) -> Any:
-        """Return what `compute` returns; a ParameterError becomes a RequestError with the field's name."""
+        """Return the result of `compute`; a ParameterError becomes a RequestError with the field's name."""
         try:
             return compute()
         except ParameterError as error:
@@ -136,7 +136,7 @@ class Wanted:
 
 
 def read_wanted(given: Mapping[str, Any], stage: Any, configured: Mapping[str, Any]) -> Wanted:
-    """Collect the parameters of a request; its own fields are stronger than the stage's parameters.
+    """Collect the parameters of a request; its own fields override the stage's parameters.
 
     Args:
         given: fields of the request, by name.

@@ -1,4 +1,4 @@
-"""The ways of a picture through the stages. Pure. A request for text alone is a `ForwardFlow`."""
+"""Flows of a picture through the stages. Pure. A request for text alone is a `ForwardFlow`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vllm_omni_ext.wire.envelope import StageError, StageProgress
 
 
 class DrawFlow:
-    """A picture that `dit` makes by itself, with a thought of its own if the parameters say so.
+    """A picture that `dit` makes by itself, with a thought of its own if the parameter `think` is true.
 
     Args:
-        draw: what to draw.
+        draw: the message to `dit`.
         text: the thought is the text of the answer.
         pixels: pixels per latent token along a side.
     """
@@ -37,7 +37,7 @@ class DrawFlow:
         return [self._submit()]
 
     def handle(self, event: Produced) -> list[Action]:
-        """Pass on what `dit` answers."""
+        """Return the actions that follow an answer of `dit`."""
         match event.payload:
             case StageError(reason=reason):
                 return [Fail(reason)]
@@ -58,7 +58,7 @@ class DrawFlow:
 
     def _preview(self, preview: Preview) -> list[Action]:
         if preview.number < self._previews:
-            return []  # the client got it before the stage was lost
+            return []  # the client received it before the stage was lost
         self._previews = preview.number + 1
         chunk = ImageChunk(
             pixels=_pixels(preview),
@@ -90,7 +90,7 @@ class ThinkFlow(DrawFlow):
     """A picture that `ar` thinks about first.
 
     Args:
-        draw: what to draw, without the thought.
+        draw: the message to `dit`, without the thought.
         prompt: ids after which `ar` writes the thought.
         end: id that ends the thought.
         params: parameters of `ar`.
@@ -108,11 +108,11 @@ class ThinkFlow(DrawFlow):
         self._tokens: list[int] = []
 
     def begin(self) -> list[Action]:
-        """Let `ar` think."""
+        """Send the prompt of the thought to `ar`."""
         return [self._open()]
 
     def handle(self, event: Produced) -> list[Action]:
-        """Collect the thought; then draw."""
+        """Collect the thought, then send the picture to `dit`."""
         if event.stage != AR:
             return super().handle(event)
         if isinstance(event.payload, StageError):
@@ -127,7 +127,7 @@ class ThinkFlow(DrawFlow):
         return [self._submit()]
 
     def replay(self, stage: str) -> list[Action]:
-        """Let `ar` go on after the tokens so far, or draw again."""
+        """Continue the thought in `ar` after the tokens so far, or send the picture to `dit` again."""
         return [self._open() if stage == AR else self._submit()]
 
     def _open(self) -> Open:

@@ -21,7 +21,7 @@ ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "moderation": ("auto", "low"),
     "style": (),
 }
-"""Values of OpenAI's fields that ask for nothing but what the model does anyway."""
+"""Values of OpenAI's fields that match the model's fixed behaviour."""
 
 INSTEAD: Mapping[str, str] = {
     "quality": "use num_inference_steps",
@@ -37,7 +37,7 @@ class BagelHttp(HttpSurface):
     apis = (IMAGES,)
 
     async def chat_options(self, options: RequestOptions, body: Any, server: OmniServer) -> RequestOptions:
-        """Add the thought to the outputs of a picture that is thought about without being answered with text."""
+        """Add the thought to the outputs of a picture request with `think` and without text output."""
         _refuse_latents(options)
         if options.fields.get(PREVIEWS) and not body.stream:
             raise RequestError(f"{PREVIEWS}: needs stream: true", parameter=PREVIEWS)
@@ -51,7 +51,7 @@ class BagelHttp(HttpSurface):
         """Turn a prompt, after its pictures, into a request for one picture.
 
         Raises:
-            RequestError: the prompt is empty, or the body asks for something that the model cannot do.
+            RequestError: the prompt is empty, or the body contains a value that the model cannot follow.
         """
         _refuse_latents(options)
         refuse_others(body)
@@ -65,7 +65,7 @@ class BagelHttp(HttpSurface):
 
 
 def refuse_others(body: Any) -> None:
-    """Refuse OpenAI's fields with values that the model cannot follow; RequestError names the field."""
+    """Refuse OpenAI's fields with values that the model cannot follow; RequestError contains the field's name."""
     for name, allowed in ACCEPTED.items():
         value = getattr(body, name)
         if value is not None and value not in allowed:

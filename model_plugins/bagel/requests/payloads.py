@@ -80,7 +80,7 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, tag="drawn"):
 
     Attributes:
         pixels: uint8 [height, width, 3], row by row.
-        latent: float32 [tokens, channels], row by row; None if it was not asked for.
+        latent: float32 [tokens, channels], row by row; None if it was not requested.
         thought: the text that the model planned; None if the request did not think.
         thought_tokens: number of its tokens, without start and end.
         seconds: time spent by part: "queue", "prefill", "think", "steps", "vae".

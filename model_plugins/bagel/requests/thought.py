@@ -1,4 +1,4 @@
-"""What the model thought before it drew, as an output beside the picture.
+"""The thought that the model wrote before the picture, as an output in addition to the picture.
 
 It is `message.reasoning` in a chat, where vLLM puts the reasoning of language models, and `think_text` in Python.
 """
@@ -76,7 +76,7 @@ class Thought:
         return {"think_text": _joined(found) if found else None}
 
     def observe(self, metrics: Any, trace: Any, chunk: OutputChunk, at: float) -> None:
-        """Record when the thought was there."""
+        """Record the time at which the thought arrived."""
         trace.times.append(at)
 
 

@@ -1,1 +1,1 @@
-"""What the replicas of BAGEL's stages run."""
+"""Models, schedulers and configs of the replicas of BAGEL's stages."""

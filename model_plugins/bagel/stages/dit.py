@@ -33,7 +33,7 @@ class Job(Protocol):
     """A request of the stage.
 
     Attributes:
-        text: what the request writes; None while it writes nothing.
+        text: the text that the request writes; None while it writes none.
         needs_turn, denoises, writes: kind of the request's next work; at most one of them is true.
     """
 
@@ -61,8 +61,7 @@ class BagelDit(PlainModel):
     """Makes pictures, all running ones in one denoise step.
 
     An engine step is at most one turn (prefill or autoencoder) of one request, then one denoise step of all running
-    pictures, then one token of each running text. A request that the autoencoder was used for does nothing else in that
-    step.
+    pictures, then one token of each running text. A request that used the autoencoder does nothing else in that step.
 
     Attributes:
         bagel: the model; set by `load_weights`, or at once with `load_format: dummy`.
@@ -79,7 +78,7 @@ class BagelDit(PlainModel):
             self._read(empty_bagel)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Read the checkpoint's files ourselves: vLLM's loader does not know which of them belong to the model."""
+        """Read the checkpoint's files without `weights`: vLLM's loader cannot select the files of the model."""
         self._read(load_bagel)
         return {f"bagel.{name}" for name, _ in self.bagel.named_parameters()}
 
@@ -115,7 +114,7 @@ class BagelDit(PlainModel):
         return answers
 
     def _turn(self, req_ids: Sequence[str]) -> dict[str, Answer]:
-        """Give the first request that needs a turn one, and put it behind all others."""
+        """Do the turn of the first request that needs one, and put that request behind all others."""
         known = set(req_ids)
         req_id = next((r for r, each in self._jobs.items() if r in known and each.needs_turn), None)
         if req_id is None:
@@ -126,7 +125,7 @@ class BagelDit(PlainModel):
     def _together(
         self, work: Callable[[Sequence[str]], dict[str, Answer]], req_ids: Sequence[str]
     ) -> dict[str, Answer]:
-        """Do work for requests together. If it fails, do it for each alone, so that only those fail that must."""
+        """Do work for requests together. If it fails, do it for each alone, so that the other requests do not fail."""
         if not req_ids:
             return {}
         try:

@@ -1,9 +1,9 @@
 """Full attention inside pictures on a CPU, where vLLM's backend has only causal attention for prompts.
 
 vLLM gives every backend the ranges of a prompt that attend to each other (`mm_req_doc_ranges`), and its backends for
-GPUs use them. Here the metadata of a step is divided at the borders of the ranges: each piece becomes a sequence of its
-own with the same blocks of the KV cache, causal or not. A step writes all its keys and values before it reads any, so
-an earlier piece may attend to nothing later, and a picture's piece attends to all of the picture.
+GPUs use them. Here the metadata of a step is divided at the borders of the ranges. Each piece becomes a sequence of its
+own with the same blocks of the KV cache, causal or not. A step writes all its keys and values before it reads any. A
+piece attends to no later piece, and a picture's piece attends to all of the picture.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def divided(lengths: Sequence[int], stops: Sequence[int], ranges: Ranges) -> Ite
     Args:
         lengths: tokens of each sequence in this step.
         stops: length of each sequence after this step.
-        ranges: pictures; whatever of them is not in this step is ignored.
+        ranges: pictures; their positions outside this step are ignored.
     """
     for row, (length, stop) in enumerate(zip(lengths, stops, strict=True)):
         at = stop - length
@@ -98,7 +98,7 @@ class PictureAttention(CPUAttentionBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Return that pictures have full attention."""
+        """Return True: pictures have full attention."""
         return True
 
     @staticmethod

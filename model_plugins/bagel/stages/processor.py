@@ -64,7 +64,7 @@ def _upright(item: Any) -> Any:
 
 
 class PictureInfo(BaseProcessingInfo):
-    """What the processor needs to know about the checkpoint."""
+    """Facts about the checkpoint for the processor."""
 
     @cached_property
     def sizes(self) -> BagelSizes:
@@ -85,7 +85,7 @@ class PictureInfo(BaseProcessingInfo):
         return PictureParser()
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Return that any number of pictures is possible."""
+        """Return that there is no limit of pictures."""
         return {IMAGE: None}
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""Chooses the next token of a reply as vLLM's `SamplingParams` say."""
+"""Chooses the next token of a reply by vLLM's `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sampling:
         params: parameters of the request.
 
     Raises:
-        ValueError: a parameter is set that is not possible here; names it.
+        ValueError: a parameter is set that is not possible here; the message contains its name.
     """
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams) -> None:

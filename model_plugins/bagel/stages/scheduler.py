@@ -1,4 +1,4 @@
-"""Admits requests of the stage `dit` by what their contexts and their denoise steps take."""
+"""Admits requests of the stage `dit` by the memory of their contexts and the tokens of their denoise steps."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DitScheduler(PlainScheduler):
         }
 
     def costs(self, request: Request) -> Mapping[str, float]:
-        """Return what a picture or a reply takes. ValueError: it cannot succeed."""
+        """Return the costs of a picture or a reply. ValueError: it cannot succeed."""
         payload, ends_stream = _message(request)
         if ends_stream:
             return {}
@@ -62,7 +62,7 @@ class DitScheduler(PlainScheduler):
 def context_budget(vllm_config: Any, sizes: BagelSizes) -> int:
     """Return the bytes that all contexts may take.
 
-    On a device it is what `gpu_memory_utilization` leaves beside the weights, activations and the autoencoder.
+    On a device it is the rest of `gpu_memory_utilization` after the weights, activations and the autoencoder.
     """
     if vllm_config.device_config.device_type == "cpu":
         return CPU_CONTEXT_BYTES

@@ -1,4 +1,4 @@
-"""What of vLLM the stages rely on, and what of vLLM's they replace."""
+"""The parts of vLLM that the stages rely on, and the parts that they replace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the messages of a picture request to what the model computes with, and to what that costs."""
+"""Converts the message of a picture request to the model's input, and computes the costs of the request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check(draw: Draw, sizes: BagelSizes) -> ImageParameters:
     """Check everything about a request that can be checked without computing; return its parameters.
 
     Raises:
-        ValueError: the request cannot succeed; the message names the field.
+        ValueError: the request cannot succeed; the message contains the field's name.
     """
     parameters = parameters_of(draw)
     parameters.image_size(sizes, last_size(draw.parts))
@@ -60,7 +60,7 @@ def plan(draw: Draw, prompts: Prompts, *, think: bool) -> ImagePlan:
 
 
 def costs(draw: Draw, sizes: BagelSizes, tokens: Tokens, element_bytes: int) -> tuple[int, int]:
-    """Return what a request needs while it runs, without touching its pixels.
+    """Return the costs of a request while it runs, without reading its pixels.
 
     Args:
         draw: the request.

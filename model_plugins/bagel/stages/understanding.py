@@ -1,6 +1,6 @@
 """The stage `ar`: vLLM's BAGEL with pictures as the reference reads them.
 
-What vLLM's class does in another way, and what is done about it here:
+Differences between vLLM's class and the reference, and the solutions here:
 
 * It resizes pictures to a square without markers: `processor.py`.
 * Each token of a picture has a position of its own: `get_mrope_input_positions` counts a picture once.
@@ -8,7 +8,7 @@ What vLLM's class does in another way, and what is done about it here:
 * It takes the number of ViT layers from a config that is wrong in the release: this class counts them in the weights.
 * On a CPU, pictures are causal: `picture_attention.py`.
 
-vLLM's own class is right about text.
+For text, vLLM's class equals the reference.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class CheckedNames:
         self._unknown: set[str] = set()
 
     def passed(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors for reading; note those that no part of the model has."""
+        """Yield the tensors for reading; record those that no part of the model has."""
         for name, tensor in weights:
             if name in self._read:
                 self._missing.discard(name)
@@ -139,7 +139,7 @@ class CheckedNames:
                 self._unknown.add(name)
 
     def finish(self) -> None:
-        """Check that there was all of the model and nothing else."""
+        """Check that no tensor of the model is missing and no tensor is unknown."""
         for what, names in (("missing", self._missing), ("unknown", self._unknown)):
             if names:
                 some = ", ".join(sorted(names)[:_SHOWN])
@@ -147,7 +147,7 @@ class CheckedNames:
 
 
 def _is_read(ours: str) -> bool:
-    """Return whether a parameter (its name in our own model) is needed to read pictures and texts."""
+    """Return whether a parameter (its name in `Bagel`) is needed to read pictures and texts."""
     return not ours.startswith("latents.") and ".gen." not in ours
 
 

@@ -15,7 +15,7 @@ _ALIGNMENT = 8
 
 
 def write_zeros(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file with tensors of these shapes and dtypes, whatever values they have; they may be on any device."""
+    """Write a file with tensors of these shapes and dtypes, on any device; their values are not read."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():

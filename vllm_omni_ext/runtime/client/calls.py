@@ -1,4 +1,4 @@
-"""Calls of engine utilities (`collective_rpc`, `sleep`, ...): which replicas they reach, and the replicas' answers."""
+"""Calls of engine utilities (`collective_rpc`, `sleep`, ...): their replicas, and the replicas' answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAUSE, RESUME = "pause_scheduler_async", "resume_scheduler_async"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What one replica answered: a value, or the error it failed with."""
+    """The answer of one replica: a value or an error."""
 
     value: Any = None
     error: Exception | None = None
@@ -44,11 +44,11 @@ def _in_all(values: list[Iterable[int]]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
-    """How one utility call behaves in a deployment of several engines.
+    """The behaviour of one utility call in a deployment of several engines.
 
     Attributes:
         fold: combines the answers of several replicas into the one that vLLM's caller expects; None: the first answer.
-        every_stage: the call reaches every stage; otherwise only the frontend, whose model vLLM's callers mean.
+        every_stage: the call reaches every stage; otherwise only the frontend, which has the model of vLLM's callers.
         forgets_media: the call clears the engines' media caches, so this process must clear its own cache first.
         utility: name of the utility in vLLM's client; empty: the name of the call with `_async` appended.
         arguments: arguments that the utility takes before those of the call.
@@ -92,7 +92,7 @@ class Calls:
     Args:
         replicas: the live replicas; the caller keeps the mapping up to date.
         pools: one per stage, in the order of the pipeline.
-        frontend: name of the stage that calls without targets mean.
+        frontend: name of the stage of calls without targets that concern one model.
         sides: the prefill and decode stages that callers address by one name, by that name.
     """
 
@@ -104,7 +104,7 @@ class Calls:
         sides: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         self.share: Callable[[ReplicasSlept], Awaitable[None]] = self._apply
-        """Makes a change known wherever requests are routed; here alone unless there are more API servers."""
+        """Applies a change in every process that routes requests; only in this one if it is the only API server."""
         self._replicas = replicas
         self._pools = pools
         self._sides = sides
@@ -176,7 +176,7 @@ class Calls:
         return await self._send(self.resolve(targets), utility, args, timeout_s)
 
     async def everywhere(self, utility: str, *args: Any) -> Any:
-        """Call all replicas that a call without targets means, and return the one answer that vLLM's callers expect.
+        """Call all replicas of a call without targets, and return the one answer that vLLM's callers expect.
 
         Raises:
             CallFailed: a replica has failed; the error has all answers.

@@ -19,7 +19,7 @@ Listeners: TypeAlias = tuple[ZmqListener, ZmqListener]
 """The two sockets on which an API server listens for a replica: one for its input, one for its output."""
 
 CONNECT_MS = 5000
-"""How long a running engine may take to reconnect, in milliseconds; engines try several times a second."""
+"""Limit of a running engine's reconnection, in milliseconds; engines try several times a second."""
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Client(AsyncMPClient):
 
     Args:
         ready_response: the engine's ready message; None: wait for it.
-        keys: CURVE keys that the engine must know; None: any peer that connects is taken for the engine.
+        keys: CURVE keys that the engine must have; None: any peer that connects counts as the engine.
         ready_within_s: limit of the wait for the ready message, in seconds; None: vLLM's limit.
 
     Raises:

@@ -45,7 +45,7 @@ class StockReplica:
         self._calls: set[asyncio.Task[Any]] = set()
         self._gone = False
         self.reason = ""
-        """Why the process has ended, once a supervisor has reported that."""
+        """Reason of the process's end, once a supervisor has reported it."""
 
     async def add(self, request: EngineCoreRequest) -> None:
         """Send a request or a chunk of one. No-op if the replica is dead: `replica_down` replays its requests."""
@@ -79,7 +79,7 @@ class StockReplica:
         """The next outputs of this replica for this API server. A pending call ends when the replica has no more
         outputs.
 
-        With a backlog of outputs all other tasks of the loop run in between: `Queue.get` alone would not let them.
+        All other tasks of the loop run between the outputs of a backlog: `Queue.get` alone does not yield to them.
         """
         try:
             if (waiting := self.client.outputs_queue) is not None and not waiting.empty():
@@ -96,7 +96,7 @@ class StockReplica:
         await self.client.get_supported_tasks_async()
 
     def fail(self, reason: str) -> None:
-        """Make `outputs` raise: called when a supervisor saw the process die (vLLM's client does not notice)."""
+        """Make `outputs` raise: called when a supervisor has detected the process's end (vLLM's client does not)."""
         self.reason = reason
         self.client.resources.engine_dead = True
         self.client.outputs_queue.put_nowait(EngineDeadError(reason))
@@ -121,7 +121,7 @@ class StockReplica:
 
 
 def forget_request(client: int, before: float) -> EngineCoreRequest:
-    """A request that aborts what a dead API server had sent until `before` (Unix seconds); see
+    """A request that aborts the requests that a dead API server sent until `before` (Unix seconds); see
     `wire.stage_input.FORGET`.
     """
     from vllm.sampling_params import SamplingParams

@@ -2,7 +2,7 @@
 
 The head announces a replica that starts. The API server listens for the replica and connects once the replica is ready.
 The connection of a replica whose process has ended is closed for good. A replica that only misses heartbeats keeps its
-connection: when the coordinator sees it again, its old requests are aborted first, and then it takes new ones.
+connection: when its heartbeats return, its old requests are aborted first, and then it receives new ones.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ log = logging.getLogger(__name__)
 
 
 AFTER_THE_LAUNCHER_S = 30.0
-"""An API server waits this much longer than the head, because the head's error states why a replica is not ready."""
+"""An API server waits this much longer than the head, because the head's error contains the reason."""
 
 
 def connect_limit_s(plan: Plan) -> float:
-    """How long an API server waits for a replica, in seconds: enough for all starts that may precede its own."""
+    """Limit of an API server's wait for a replica, in seconds: enough for all starts that may precede its own."""
     return plan.config.startup_timeout_s * longest_sequence(devices_of(plan)) + AFTER_THE_LAUNCHER_S
 
 
@@ -54,7 +54,7 @@ def connect_limit_s(plan: Plan) -> float:
 class ReplicaInfo:
     """Facts about a replica for status pages.
 
-    `restarts`: how often a replica of this name has been restarted since the deployment started.
+    `restarts`: number of restarts of replicas of this name since the deployment started.
     """
 
     host: str
@@ -64,7 +64,7 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Connections:
-    """What one API server needs to reach every replica.
+    """The data with which one API server connects to every replica.
 
     Attributes:
         configs: vLLM config by stage.
@@ -75,13 +75,13 @@ class Connections:
         client_count: number of API servers.
         client_index: index of this API server.
         about: facts about the replicas for status pages.
-        restarts: how often replicas have been restarted, also ones that are down now.
-        started: Unix time at which the command began, seconds.
+        restarts: number of restarts by replica, also of replicas that are down now.
+        started: Unix time of the command's start, in seconds.
         views: address at which the coordinator publishes views; None without a coordinator.
         head: process id of the head.
-        drain_s: how long requests may take to end when the API server shuts down, in seconds.
+        drain_s: time for requests to end when the API server shuts down, in seconds.
         board: counters shared by the API servers; None without API servers.
-        operator_state: what operators have changed until now.
+        operator_state: the changes of operators until now.
     """
 
     plan: Plan
@@ -137,7 +137,7 @@ class Connections:
 
 @dataclass(frozen=True)
 class Report:
-    """The coordinator's last news of a replica, and when its last heartbeat was seen (monotonic seconds)."""
+    """The coordinator's last entry of a replica, and the time of its last heartbeat (monotonic seconds)."""
 
     entry: Entry
     last_seen: float
@@ -151,7 +151,7 @@ class ReplicaConnections:
 
     Args:
         replicas: the replicas that are connected already.
-        take: receives everything a replica puts out.
+        take: receives all outputs of a replica.
         joined: called with every replica that is connected later.
         lost: called with every replica whose connection has been closed.
     """
@@ -181,12 +181,12 @@ class ReplicaConnections:
         self._bearers: dict[ReplicaId, Member] = {}
         self._asleep = set(map(ReplicaId.parse, connections.operator_state.asleep))
         self._outdated: dict[ReplicaId, Any] = {}
-        """Of replicas that were woken: the report from when they slept, until they send another."""
+        """By woken replica: its report from before the wake-up, until it sends another."""
         self._silent: dict[ReplicaId, tuple[str, ...]] = {}
         self._coming: dict[ReplicaId, asyncio.Task[None]] = {}
         """Tasks that connect to a replica."""
         self._returning: dict[ReplicaId, asyncio.Task[None]] = {}
-        """Tasks that make a replica, silent until now, end its old requests."""
+        """Tasks that make a replica that was silent abort its old requests."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
@@ -228,7 +228,7 @@ class ReplicaConnections:
     def state(self, replica: ReplicaId) -> str:
         """State of a replica for status pages: the coordinator's, DOWN without a connection, or SLEEPING.
 
-        A replica sleeps if an operator has put it to sleep, or if its own report says so: it may be paused.
+        A replica sleeps if an operator has put it to sleep, or if its own report contains that: it may be paused.
         """
         pool, report = self._pools[replica.stage], self.reports.get(replica)
         if replica not in pool.replicas:
@@ -256,7 +256,7 @@ class ReplicaConnections:
     # -- sleep ---------------------------------------------------------------------------------------------------
 
     def slept(self, replicas: Iterable[ReplicaId], *, asleep: bool) -> None:
-        """Replicas are put to sleep and get no requests while others are awake, or have been woken."""
+        """Mark replicas as asleep (they get no requests while others are awake), or as woken."""
         for replica in replicas:
             if asleep:
                 self._asleep.add(replica)
@@ -299,7 +299,7 @@ class ReplicaConnections:
             self._coming.pop(replica, None)
             await self._orchestrator.never_up(replica, f"it cannot be connected: {error}")
             return
-        if (before := self.replicas.get(replica)) is not None:  # its end is known, but it has not been dropped yet
+        if (before := self.replicas.get(replica)) is not None:  # it has ended, but has not been dropped yet
             await self._drop(before, "another process has its place")
         self._coming.pop(replica, None)
         self._count_restarts(replica, about.restarts)
@@ -403,10 +403,10 @@ class ReplicaConnections:
                 if connected is not None and replica in self._silent:
                     self._returning[replica] = self._spawn(self._attach_again(connected))
             case Detach(member, reason) if connected is not None and self._bearers.get(replica) == member:
-                self._orchestrator.announce(replica)  # it may come back
+                self._orchestrator.announce(replica)  # it may return
                 self._silent[replica] = await self._leave(replica, reason)
             case Forget(member) if replica not in self._local:
-                # A local replica keeps its connection: the end of its process is noticed, and it may still come back.
+                # A local replica keeps its connection: the end of its process is detected, and it may still return.
                 await self._forget(member, connected)
 
     async def _forget(self, member: Member, connected: StockReplica | None) -> None:

@@ -47,7 +47,7 @@ def _with_targets(name: str) -> Any:
 
 
 def _tasks_of(model: type) -> tuple[SupportedTask, ...]:
-    """What vLLM's model runner reads from a loaded model that generates."""
+    """The tasks that vLLM's model runner reads from a loaded model that generates."""
     if getattr(model, "supports_transcription_only", False):
         return ("transcription",)
     found: dict[SupportedTask, bool] = {
@@ -64,12 +64,12 @@ class TargetedLLM(AsyncLLM):
     `targets` are stage names and replica ids, e.g. ["talker", "code2wav/0"]. Then exactly these are called, and the
     answer is a `Reply` for each of them, by `ReplicaId`, also if some replicas fail. A name that no stage or live
     replica has raises UnknownMember, a stage without a live replica StageUnavailable, both before any replica is
-    called. `timeout_s` is how long each replica may take; a replica that has not answered by then counts as failed. The
+    called. `timeout_s` is each replica's time limit; a replica that has not answered by then counts as failed. The
     `timeout` of `collective_rpc` is also its deadline.
 
     Without `targets` the answer is one value, as in vLLM, and a replica that fails raises CallFailed. Calls that
     concern the deployment as a whole (sleeping, caches, profiles) then reach all stages; calls that concern a model
-    (`collective_rpc`, LoRA) reach all replicas of the frontend, whose model vLLM's callers know.
+    (`collective_rpc`, LoRA) reach all replicas of the frontend, which has the model of vLLM's callers.
 
     New requests go to awake replicas, and wait while a stage has none. Profiles are files with the replica's name.
     """
@@ -93,14 +93,14 @@ class TargetedLLM(AsyncLLM):
     pin_lora = _with_targets("pin_lora")
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
-        """As vLLM asks an engine; while the frontend has no live replica, the answer of its model's class."""
+        """The engine's tasks, as in vLLM; without a live replica of the frontend, those of its model's class."""
         try:
             return await super().get_supported_tasks()
         except StageUnavailable:
             return _tasks_of(get_model_architecture(self.model_config)[0])
 
     def _follow_operators(self, state: OperatorState, replicas: ReplicaConnections) -> None:
-        """Act on what operators have changed until now, and on every later change."""
+        """Apply the changes of operators until now, and every later change."""
         self.operator_state = state
         self.submit: Callable[[Change], Awaitable[None]] = self._apply_alone
         """Makes a change in every API server of the deployment; only here if there are none."""

@@ -56,7 +56,7 @@ class TextClient:
         self.stats_update_address = None
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:
-        """Pass outputs on to `AsyncLLM`, after the orchestrator has seen them."""
+        """Pass outputs on to `AsyncLLM`, after the orchestrator has processed them."""
         self._outputs.put_nowait(outputs)
 
     def joined(self, replica: StockReplica) -> None:

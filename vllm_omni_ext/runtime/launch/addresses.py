@@ -1,4 +1,4 @@
-"""Addresses of this host: which one another host can reach, and whether an address is local."""
+"""Addresses of this host: the one that another host can reach, and tests for local addresses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _Address = tuple[str, int] | tuple[str, int, int, int]
 
 
 def reach(head: str, port: int) -> str:
-    """The local address from which packets to the head are sent. Asks the kernel's routes and sends nothing.
+    """The local address from which packets to the head are sent. Reads the kernel's routes and sends nothing.
 
     Args:
         head: IPv4 or IPv6 address, or a name. Of a name's addresses the first with a route counts.
 
     Raises:
-        ConfigError: the name is unknown or there is no route; the message says which.
+        ConfigError: the name is unknown or there is no route; the message contains the reason.
     """
     reason = "it has neither an IPv4 nor an IPv6 address"
     for family, address in _resolve(head, port):

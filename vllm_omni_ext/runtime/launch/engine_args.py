@@ -38,7 +38,7 @@ def stage_engine_args(plan: Plan, replica_id: ReplicaId, *, api_process: int = H
     """The arguments of a replica's engine, for the engine itself and for its clients.
 
     Args:
-        api_process: index of the API server that asks; `HEAD` for the process that starts the engine.
+        api_process: index of the calling API server; `HEAD` for the process that starts the engine.
 
     Raises:
         UnknownMember: the plan has no such replica.
@@ -85,7 +85,7 @@ def engine_config(stage: str, args: AsyncEngineArgs, usage: UsageContext) -> Vll
 
 
 def as_asked(config: VllmConfig, args: AsyncEngineArgs) -> VllmConfig:
-    """Undo, in place, what vLLM relaxes for a KV consumer, because vLLM assumes a proxy of its own in front.
+    """Undo, in place, the settings that vLLM relaxes for a KV consumer, because vLLM assumes its own proxy in front.
 
     This server is its own proxy: it treats media given as embeddings or left out as any other server does.
     """

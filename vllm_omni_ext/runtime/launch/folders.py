@@ -23,7 +23,7 @@ LOCK = "lock"
 """File name of the lock. The file gets this name once it is locked; a folder without it is still being created."""
 
 LONGEST_NAME = 75
-"""Characters kept free for what follows the parent folder in a socket's path: the private folder's name (14), that of a
+"""Characters reserved after the parent folder in a socket's path: the private folder's name (14), that of a
 replica's folder, and vLLM's name for the socket (37)."""
 
 LEAST_FREE = 64 << 20

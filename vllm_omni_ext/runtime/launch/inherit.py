@@ -57,7 +57,7 @@ def frozen_heap(*, keep: bool) -> Iterator[None]:
 def replaced_kernels() -> Iterator[None]:
     """Let processes forked inside the block inherit the kernels that the platform puts in the place of Triton's.
 
-    Each worker would look through all imported modules for them: 0.6 s of a core on a CPU without Triton's backend.
+    Each worker would search all imported modules for them: 0.6 s of a core on a CPU without Triton's backend.
     """
     _replace_kernels()
     current_platform.register_triton_kernel_overrides = lambda: None  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Starts and ends the processes of a plan: replicas first, API servers beside them.
+"""Starts and ends the processes of a plan: replicas first, then API servers, without waiting for the replicas.
 
 Replicas that share a CUDA device start one after the other, all other replicas at once (`topology.turns`). A replica is
 one stock `EngineCoreProc` with its own listeners, config and process manager, so that its end affects no other replica.
@@ -76,7 +76,7 @@ class StartFailed(OmniError):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A replica that can be started: its config, its folder, and where it connects to."""
+    """A replica that can be started: its config, its folder, and the addresses that it connects to."""
 
     config: VllmConfig
     place: str
@@ -87,16 +87,16 @@ class Deployment:
     """The running replicas of a plan. Use as a context manager; leaving it ends every process.
 
     Args:
-        plan: what to start.
+        plan: the replicas to start.
         clients: number of local API servers, which connect to every replica; 0: they run on the head, and each replica
             is started with `start_again` once their addresses are known.
-        usage: how vLLM accounts for the start (server or offline).
+        usage: vLLM's usage context of the start (server or offline).
         tell: receives progress lines of the start.
         folder: private folder, removed at the end but for logs that an error has named; None: a new one.
         host: the address under which replicas of other hosts reach those that are started here; None: the head's, or
             loopback if there are no others.
-        identity_of: returns what a replica reports to the coordinator; called for every start. None: it reports
-            nothing.
+        identity_of: returns the identity that a replica reports to the coordinator; called for every start. None: it
+            reports nothing.
         name_of: returns the name of a replica in logs and messages.
     """
 
@@ -161,7 +161,7 @@ class Deployment:
             self._start(self._turns.enter(replica))
 
     def _prepare(self, replica: ReplicaId) -> None:
-        """Prepare everything that needs no turn: API servers must know their sockets before the replica starts."""
+        """Prepare everything that needs no turn: API servers must have their sockets before the replica starts."""
         place = self._place(replica)
         with self._surroundings(replica.stage, place):
             addresses = _as_vllm(self.listen(replica))
@@ -255,7 +255,7 @@ class Deployment:
         return config
 
     def _keep(self, stage: str, config: VllmConfig) -> None:
-        """Store a stage's config and how long API servers drain; engines themselves end at once."""
+        """Store a stage's config and the drain time of API servers; engines themselves end at once."""
         if stage == self.plan.frontend_stage:
             self.drain_s = config.shutdown_timeout
         config.shutdown_timeout = 0
@@ -280,7 +280,7 @@ class Deployment:
             self._barriers[replica] = barrier
 
     def start_again(self, replica: ReplicaId, addresses: Sequence[tuple[str, str]]) -> None:
-        """Start a replica whose process has ended; `wait_for` says when it is ready.
+        """Start a replica whose process has ended; `wait_for` returns when it is ready.
 
         Args:
             addresses: addresses that the replica connects to, for each API server: input, output.
@@ -319,7 +319,7 @@ class Deployment:
             self.progress.over(self.name_of(replica))
 
     def discard(self, replica: ReplicaId) -> None:
-        """Forget a replica whose process has ended."""
+        """Remove a replica whose process has ended."""
         launch = self._launches.pop(replica, None)
         if launch is not None:
             launch.engine_manager.shutdown(timeout=0)
@@ -410,7 +410,7 @@ class Deployment:
         restarts: Mapping[ReplicaId, int] | None = None,
         operator_state: OperatorState = NOTHING_CHANGED,
     ) -> Connections:
-        """What API server `client` needs to reach every replica; the listeners are passed on to its process.
+        """The data with which API server `client` connects to every replica; its process receives the listeners.
 
         Args:
             views: address at which the coordinator publishes views.
@@ -418,8 +418,8 @@ class Deployment:
             about: the replicas to connect to; None: all that were started here.
             ready_responses: ready messages of the replicas, if the API server replaces one that has died.
             starting: replicas that are being started.
-            restarts: how often replicas have been restarted; None: never.
-            operator_state: what operators have changed since the start.
+            restarts: number of restarts by replica; None: no restarts.
+            operator_state: the changes of operators since the start.
         """
         if about is None:
             about = self.about()

@@ -13,7 +13,7 @@ from typing import Protocol
 from vllm_omni_ext.ids import ReplicaId
 
 TAIL_LINES = 30
-"""How many lines of a log an error shows."""
+"""Number of lines of a log in an error."""
 
 FATAL = ("EngineCore encountered a fatal error", "EngineCore failed to start")
 """vLLM logs one of these with the error that ends an engine, and then lines about the end itself."""
@@ -25,7 +25,7 @@ _OUT, _ERR = 1, 2
 
 
 class Logs(Protocol):
-    """Where the output of replicas goes."""
+    """The destination of the output of replicas."""
 
     where: str
 

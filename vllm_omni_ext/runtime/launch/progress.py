@@ -1,4 +1,4 @@
-"""Progress of a deployment's start on the terminal: how far each replica is, and a line when a stage is ready."""
+"""Progress of a deployment's start on the terminal: the progress of replicas, and a line when a stage is ready."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Show = Callable[[str], None]
 
 
 class Progress:
-    """Reports which stages are ready, and how far the loading ones are.
+    """Reports the ready stages, and the progress of the loading ones.
 
     Methods may be called by any thread; one thread at a time emits a line.
 
@@ -108,7 +108,7 @@ class Progress:
 
     @property
     def look_s(self) -> float | None:
-        """How long to wait for a report before the progress is shown again, in seconds."""
+        """Limit of the wait for a report before the progress is shown again, in seconds."""
         if not any(self._loading.values()):
             return None
         return self._every_s if self._show is None else LOOK_S

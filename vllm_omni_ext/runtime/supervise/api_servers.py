@@ -76,7 +76,7 @@ class ApiServers:
         self._sending = threading.Lock()
         self._changes = OperatorChanges()
         self._changing = threading.Lock()
-        """Held while a change goes to all API servers, and while one starts with the state of that moment."""
+        """Held while a change is sent to all API servers, and while one starts with the current state."""
         self._ready_responses: dict[ReplicaId, bytes] = {}
         self._reader: threading.Thread | None = None
         self._wake, self._waker = connection.Pipe(duplex=False)
@@ -225,7 +225,7 @@ class ApiServers:
     def _send(self, server: _Running, message: Message, *descriptors: int) -> None:
         if not server.up:
             return
-        # The process may be gone, which the supervisor notices too. Descriptors must directly follow their message.
+        # The process may have ended, which the supervisor detects too. Descriptors must directly follow their message.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError), self._sending:
             server.pipe.send_bytes(encode(message))
             if descriptors:

@@ -37,7 +37,7 @@ FAREWELL_MS = 200
 
 
 def expected(plan: Plan) -> Expected:
-    """What replicas must agree with to join this deployment."""
+    """The values that replicas must match to join this deployment."""
     from vllm_omni_ext import __version__
 
     return Expected(
@@ -52,8 +52,8 @@ class Coordination:
 
     Args:
         folder: private directory, for unix sockets; TCP is used if the head has a `master_address`.
-        forgotten: called with every replica whose name has become free, and whether it had been silent, in a separate
-            thread.
+        forgotten: called in a separate thread with every replica whose name has become free, and True if it had been
+            silent.
     """
 
     def __init__(self, plan: Plan, folder: str, *, forgotten: Callable[[ReplicaId, bool], None]) -> None:
@@ -88,7 +88,7 @@ class Coordination:
         """Start the process, for the first time or again; returns it once it listens.
 
         Raises:
-            OmniError: the process does not listen; the message says why.
+            OmniError: the process does not listen; the message contains the reason.
         """
         if self._control is not None:
             self._control.close()
@@ -109,7 +109,7 @@ class Coordination:
         self._thread.start()
 
     def leave(self, replica: ReplicaId) -> None:
-        """Tell the coordinator that a replica's process has ended, so that its name is free at once."""
+        """Report the end of a replica's process to the coordinator, so that its name is free at once."""
         member = self._bearers.get(replica)
         if member is None or self._events is None:
             return

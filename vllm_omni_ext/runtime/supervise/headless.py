@@ -49,13 +49,13 @@ from vllm_omni_ext.wire.joining import (
 from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 
 ASK_AGAIN_S = 1.0
-"""Interval at which a head that has not answered is asked again."""
+"""Interval of repeated messages to a head that has not answered."""
 
 PING_S = 5.0
-"""Interval at which the head is asked whether it is still the same one."""
+"""Interval of the checks that the head is still the same one."""
 
 WAITING_S = 10.0
-"""Interval of the lines that say that the head has not answered yet."""
+"""Interval of the lines about a head that has not answered yet."""
 
 LEAVING_TAKES_S = 5.0
 """Time that leaving may take beyond the drain time, and for which the coordinator may be silent meanwhile."""
@@ -76,12 +76,12 @@ REFUSED, FAILED = 2, 1
 
 
 class Refused(Final):
-    """The head refuses a replica; the message says why."""
+    """The head refuses a replica; the message contains the reason."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """How the head knows one of these replicas."""
+    """One of these replicas at the head: its ticket, and the head's answer."""
 
     ticket: str
     joined: Joined
@@ -168,12 +168,12 @@ class HeadClient:
         raise OmniError(f"no head answers at {self._where} (waited {limit:g} s, startup_timeout_s)")
 
     def ready(self, slot: ReplicaId, about: ReplicaInfo) -> None:
-        """Tell the head that a replica is ready."""
+        """Report to the head that a replica is ready."""
         self._started[slot] = Started(ticket=self.places[slot].ticket, pid=about.pid, restarts=about.restarts)
         self._say(self._started[slot])
 
     def ended(self, slot: ReplicaId, reason: str, *, again: bool) -> None:
-        """Tell the head that a replica is gone."""
+        """Report to the head that a replica is gone."""
         place = self._take_back(slot)
         if place is not None:
             log = self.log_of(self.name_of(slot))
@@ -185,10 +185,10 @@ class HeadClient:
         return ReplicaId(slot.stage, self._wishes.get(slot, slot.index))
 
     def disowned(self) -> list[ReplicaId]:
-        """Ask the head whether it is the one that these replicas have joined. Returns the replicas it does not know.
+        """Check that the head is the one that these replicas have joined. Returns the replicas that it does not have.
 
         Those are no members from now on. Earlier messages about the remaining replicas may have been lost and are sent
-        again. A missing answer proves nothing.
+        again. A missing answer has no effect.
         """
         slots = {place.ticket: slot for slot, place in self.places.items()}
         for message in (*self._started.values(), Ping()):
@@ -232,7 +232,7 @@ class HeadClient:
                     yield FROM_HEAD.decode(self._socket.recv())
 
     def identity(self, slot: ReplicaId) -> ReplicaIdentity:
-        """What the process of a replica reports to the coordinator."""
+        """The identity that the process of a replica reports to the coordinator."""
         place = self.places[slot]
         joined = place.joined
         return ReplicaIdentity(

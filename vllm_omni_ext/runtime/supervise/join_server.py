@@ -128,7 +128,7 @@ class JoinServer:
             os.close(self._waker)
 
     def forgotten(self, replica: ReplicaId, *, silent: bool = False) -> None:
-        """Remove the entry of a replica whose name the coordinator has freed; `silent`: because it heard nothing of it.
+        """Remove the entry of a replica whose name the coordinator has freed; `silent`: after missing heartbeats.
         Called in the replica supervisor's thread.
 
         An entry that is not ready is kept: it belongs to a newer replica that was given the same name.

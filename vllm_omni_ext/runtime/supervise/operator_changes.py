@@ -1,4 +1,4 @@
-"""Changes of operators, which the head passes on to all API servers. The one that was asked answers when all know."""
+"""Changes of operators, which the head sends to all API servers. A call returns when all have made its change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_omni_ext.wire.operator_state import Change, OperatorState, ReplicasSle
 
 @dataclass
 class _Pending:
-    """A change that not all API servers have made yet: who asked for it, under which number, and who is waited for."""
+    """A change that not all API servers have made yet: its API server, its number there, and the remaining servers."""
 
     server: int
     number: int
@@ -18,11 +18,11 @@ class _Pending:
 
 
 Settled = tuple[int, int]
-"""A change that all API servers have made: the API server that asked for it, and the number it gave the change."""
+"""A change that all API servers have made: the API server that sent it, and its number there."""
 
 
 class OperatorChanges:
-    """The deployment's operator state, and the changes on their way. Pure; the caller sends the messages."""
+    """The deployment's operator state, and the unfinished changes. Pure; the caller sends the messages."""
 
     def __init__(self) -> None:
         self.state = OperatorState()
@@ -30,20 +30,20 @@ class OperatorChanges:
         self._pending: dict[int, _Pending] = {}
 
     def asked(self, server: int, number: int, change: Change, servers: Iterable[int]) -> int:
-        """An API server asks for a change, which is made here now. Returns the version to send to all `servers`."""
+        """Make a change that an API server has sent. Returns the version to send to all `servers`."""
         self.state = self.state.after(change)
         self._version += 1
         self._pending[self._version] = _Pending(server, number, set(servers))
         return self._version
 
     def made(self, server: int, version: int) -> list[Settled]:
-        """An API server has made a change. Returns what all have made now."""
+        """An API server has made a change. Returns the changes that all have made now."""
         if (pending := self._pending.get(version)) is not None:
             pending.left.discard(server)
         return self._settled()
 
     def server_lost(self, server: int) -> list[Settled]:
-        """An API server has died: nobody waits for it, and it waits for nobody. Returns what all others have made."""
+        """Drop a dead API server, and its own changes. Returns the changes that all others have made."""
         for version, pending in list(self._pending.items()):
             pending.left.discard(server)
             if pending.server == server:

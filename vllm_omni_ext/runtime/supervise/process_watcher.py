@@ -1,7 +1,7 @@
 """Keeps child processes running: a child that has ended is restarted after a pause.
 
 All decisions are made in one thread, which sleeps until a process ends, a timer is due, or another thread submits work.
-vLLM's own clients do not notice that an engine was killed. Waiting for a child to be ready takes a thread per child, so
+vLLM's clients do not detect the end of a killed engine. Waiting for a child to be ready takes a thread per child, so
 that several can start at once; children that share a CUDA device take turns.
 """
 
@@ -50,7 +50,7 @@ class Child:
 
     Attributes:
         start: starts the process and returns it; an exception counts as the end of the process.
-        ended: called with the reason (`Exited`, or why the start failed). Returns the pause before a restart in
+        ended: called with the reason (`Exited`, or the error of the start). Returns the pause before a restart in
             seconds; None: no restart.
         wait_ready: waits until the process can be used; an exception counts as the end of the process.
         ready: called with the process once it can be used.
@@ -67,7 +67,7 @@ class ChildSupervisor:
     """Restarts children after their end.
 
     Args:
-        turns: which children start one after the other.
+        turns: the children that start one after the other.
         closing: once set, events of children are ignored.
     """
 

@@ -1,4 +1,4 @@
-"""When to restart a replica that has ended, and how often replicas have been restarted. Pure."""
+"""The restart policy of a process that has ended, and the restart counts of replicas. Pure."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def restarts_of(config: OmniConfig) -> RestartPolicy:
 class RestartTotals:
     """Restarts of the replicas of each name since the deployment started.
 
-    A replica reports its own count, which begins at 0 on another host: the replicas of one name are added up.
+    A replica reports its own count, which begins at 0 on another host: the counts of one name are added up.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class RestartTotals:
         self._reported: dict[ReplicaId, int] = {}
 
     def add(self, replica: ReplicaId, reported: int) -> int:
-        """Take in a replica's own count. Returns the total of its name."""
+        """Add a replica's own count. Returns the total of its name."""
         before = self._reported.get(replica, 0)
         self._reported[replica] = reported
         more = reported - before if reported >= before else reported
