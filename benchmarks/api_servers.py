@@ -1,13 +1,12 @@
-"""What a second API server is worth, and what ours costs beside stock vLLM's; device time is simulated.
+"""Compares 1 and 2 API servers, of this package and of stock vLLM; device time is simulated.
 
-The text stage's steps take `--step` seconds, whatever runs in them. Requests come one after the other at random times
-(Poisson), `--rate` a second, and are streamed: text prompts, then prompts with a sound. Ours (three stages, text asked
-for) and stock vLLM (the text stage's model alone) get the same requests at the same times, each with 1 and with 2 API
-servers.
+Each step of the text stage takes `--step` seconds. Requests arrive at random times (Poisson), `--rate` a second, and
+are streamed: text prompts, then prompts with a sound. "ours" (three stages, text output) and "stock vLLM" (the text
+stage's model alone) receive the same requests at the same times.
 
-Shown: completed requests a second, the time to the first token from the moment a request is due, the mean time between
-tokens, and CPU seconds a request by kind of process. All of it, this program too, shares the cores of one machine: what
-a second API server wins in time shows only where cores are free for it. CPU seconds a request do not depend on that.
+The program prints completed requests a second, the time to the first token from the moment a request is due, the mean
+time between tokens, and CPU seconds a request by kind of process. All processes share the cores of one machine, so a
+second API server saves time only where cores are free for it. CPU seconds a request do not depend on that.
 
     python benchmarks/api_servers.py [MODEL] [--rate 40] [--seconds 20] [--servers 1 2] [--json FILE]
 """
@@ -62,10 +61,10 @@ SERVER_HEADER = "X-Api-Server"
 
 @dataclass
 class Run:
-    """One load on one server.
+    """Results of one load on one server.
 
     Attributes:
-        first: seconds from when a request was due to its first token.
+        first: seconds from the due time of a request to its first token.
         gaps: seconds between its tokens.
         cpu: seconds by kind of process.
     """
@@ -82,7 +81,7 @@ class Run:
     failed: Counter[str] = field(default_factory=Counter)
 
     def figures(self) -> dict[str, Any]:
-        """What is reported."""
+        """Return the figures of the report."""
         done = len(self.first)
         return {
             "who": self.name,
@@ -102,7 +101,7 @@ class Run:
 
 
 def bodies(kind: str, count: int, args: Any) -> list[dict[str, Any]]:
-    """Requests of one kind; each is another one."""
+    """Return `count` different requests of one kind."""
     chance = random.Random(SEED)
     made = []
     for number in range(count):
@@ -116,7 +115,7 @@ def bodies(kind: str, count: int, args: Any) -> list[dict[str, Any]]:
             {
                 "model": MODEL,
                 "messages": [{"role": "user", "content": parts}],
-                "modalities": ["text"],  # ours would speak
+                "modalities": ["text"],  # the default of ours includes sound
                 "max_completion_tokens": args.tokens,
                 "ignore_eos": True,
                 "temperature": 0,
@@ -127,7 +126,7 @@ def bodies(kind: str, count: int, args: Any) -> list[dict[str, Any]]:
 
 
 def sound(seed: int, seconds: float) -> str:
-    """Noise of its own for each request, as base64 of a WAV file: no cache knows it."""
+    """Return noise as base64 of a WAV file; it differs for each request, so no cache contains it."""
     noise = np.random.default_rng(seed).normal(0, 0.1, round(seconds * SOUND_RATE)).astype(np.float32)
     file = io.BytesIO()
     soundfile.write(file, noise, SOUND_RATE, format="WAV", subtype="PCM_16")
@@ -152,7 +151,7 @@ def serving(name: str, servers: int, model: str, log: Path, args: Any) -> Server
 
 
 def kinds(server: Server, name: str) -> dict[int, str]:
-    """What the server's processes are; stock vLLM's say it at the beginning of every line they log."""
+    """Return the kinds of the server's processes; those of stock vLLM are at the beginning of their log lines."""
     if name == OURS:
         with urllib.request.urlopen(f"{server.base_url}/omni/status") as answer:
             said = json.load(answer)
@@ -175,7 +174,7 @@ def cpu(server: Server, known: dict[int, str]) -> Counter[str]:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], due: float, run: Run | None) -> None:
-    """One request, when it is due."""
+    """Send one request when it is due, and record its times in `run`."""
     await asyncio.sleep(due - time.monotonic())
     times: list[float] = []
     try:
@@ -198,10 +197,10 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], du
 
 
 async def load(server: Server, run: Run, args: Any) -> None:
-    """All requests of a run."""
+    """Send all requests of a run."""
     asked = bodies(run.kind, WARM_UP + run.sent, args)
     chance = random.Random(SEED)
-    limits = aiohttp.TCPConnector(limit=0, force_close=True)  # a connection each, as from so many clients
+    limits = aiohttp.TCPConnector(limit=0, force_close=True)  # one connection a request, as from separate clients
     timeout = aiohttp.ClientTimeout(total=args.seconds + LATEST_S)
     async with aiohttp.ClientSession(connector=limits, timeout=timeout) as session:
         now = time.monotonic()
@@ -235,7 +234,7 @@ def show(runs: Iterable[Run]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Start each server, give it each load, and print."""
+    """Start each server, send it each load, and print."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--servers", nargs="+", type=int, default=[1, 2], help="numbers of API servers to compare")
     arguments.add_argument("--kinds", nargs="+", default=["text", "audio"], choices=["text", "audio"])
@@ -252,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments.parse_args(argv)
     rates = {"text": args.rate, "audio": args.audio_rate or args.rate / 4}
     os.environ["PYTHONPATH"] = PYTHONPATH
-    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # what our text stage gets here
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # as for our text stage here
     runs = []
     with checkpoint(args.model) as model, tempfile.TemporaryDirectory() as folder:
         for servers in args.servers:

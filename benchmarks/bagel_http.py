@@ -39,7 +39,7 @@ _SUM = re.compile(r'^vllm_omni_ext:stage_part_seconds_sum\{.*\bpart="(\w+)".*\} 
 
 @dataclass(frozen=True)
 class Asked:
-    """The pictures that are asked for; sides in pixels, a picture that is edited has the same size."""
+    """The requested pictures; sides in pixels. The input picture of an edit has the same size."""
 
     height: int
     width: int
@@ -48,13 +48,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Measured:
-    """Pictures of one task, so many of them at once.
+    """Results of one task with `at_once` pictures at once.
 
     Attributes:
         image_s: seconds of a round divided by its pictures, median of the rounds.
         image_min_s, image_max_s: the same of the fastest and of the slowest round.
         answer_p50_s: seconds from a request to its complete answer.
-        parts: mean seconds of a picture by part. "transfer" is what the client sees beside the parts of the stage: the
+        parts: mean seconds of a picture by part. "transfer" is the client's time without the parts of the stage: the
             prompt's way to it, and its pixels' way back as PNG in base64. With several pictures at once a part includes
             waiting for the others' prefills and for the autoencoder.
     """
@@ -88,7 +88,7 @@ class Client:
         await self._session.close()
 
     async def seconds(self, task: str, seed: int) -> float:
-        """Return how long one picture takes; RuntimeError if the server answers with anything else."""
+        """Return the seconds of one picture; RuntimeError for any other answer of the server."""
         began = time.perf_counter()
         request = self._edit(seed) if task == EDIT else self._image(seed)
         async with request as reply:
@@ -100,7 +100,7 @@ class Client:
         return spent
 
     async def parts(self) -> dict[str, float]:
-        """Return the seconds that the stage has spent on all pictures so far, by part."""
+        """Return the stage's seconds for all pictures so far, by part."""
         async with self._session.get(self._url.removesuffix("/v1") + "/metrics") as reply:
             return sums(await reply.text())
 
@@ -161,7 +161,7 @@ async def measured(client: Client, asked: Asked, task: str, at_once: int, rounds
 def measure(
     model: Path, flags: Sequence[str], asked: Asked, counts: Sequence[int], rounds: int
 ) -> list[Measured] | None:
-    """Measure all tasks with a server of its own; None if the server has refused its configuration."""
+    """Start a server and measure all tasks; None if the server has refused its configuration."""
 
     async def all_of(url: str) -> list[Measured]:
         async with Client(url, asked) as client:
@@ -191,5 +191,5 @@ def table(rows: Sequence[Measured]) -> Iterator[str]:
 
 
 def as_json(rows: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Return the same for a file."""
+    """Return the rows as data for a JSON file."""
     return [asdict(row) for row in rows]

@@ -1,7 +1,7 @@
 """BAGEL as a plain loop in torch: one request, one branch after the other, contexts copied, weights as stored.
 
-The way a reference implementation goes, without anything that makes it fast. The benchmark beside it compares to this,
-and tests use it to say what branches, thoughts and guidance must come to.
+It follows a reference implementation, without optimizations. `bagel_steps.py` compares to it. Tests use it for the
+expected results of branches, thoughts and guidance.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Cache:
 
 @dataclass
 class Trace:
-    """What happened on the way: the latent before each step, the velocities, the thought."""
+    """Intermediate results of a run: the latent before each step, the velocities, the thought."""
 
     x: list[Tensor] = field(default_factory=list)
     v: list[Tensor] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Plain:
         return self.w[f"{name}.weight"] * (x * scale)
 
     def routed(self, x: Tensor, gen: Tensor, what: Any, name: str) -> Tensor:
-        """Tokens of `gen` through the one set of weights, the others through the other."""
+        """Apply the `_moe_gen` weights to tokens of `gen`, and the other weights to the other tokens."""
         out = what(x, name.format(""))
         if gen.any():
             out = out.clone()
@@ -84,7 +84,7 @@ class Plain:
 
     @torch.inference_mode()
     def forward(self, x: Tensor, gen: Tensor, positions: Tensor, cache: Cache, *, causal: bool, keep: bool) -> Tensor:
-        """One sequence, `[n, hidden]`, after what the cache holds; `gen` and `positions` are `[n]`."""
+        """Compute one sequence, `[n, hidden]`, after the tokens in the cache; `gen` and `positions` are `[n]`."""
         for at in range(self.layers):
             layer = f"language_model.model.layers.{at}"
             h = self.routed(x, gen, self.norm, layer + ".input_layernorm{}")
@@ -123,7 +123,7 @@ class Plain:
         cache.position += len(ids)
 
     def block(self, inside: Tensor, cache: Cache, *, latents: bool, keep: bool) -> Tensor:
-        """Markers and what is between them, at one position."""
+        """Compute the tokens of `inside` between two markers, all at one position."""
         tokens = self.bagel.tokens
         x = torch.cat((self.embed([tokens.image_start]), inside, self.embed([tokens.image_end])))
         gen = torch.full((len(x),), latents)
@@ -171,7 +171,7 @@ class Plain:
         return self.linear(h[1:-1], "llm2vae")
 
     def run(self, parts: Sequence[Part], p: ImageParameters) -> Trace:
-        """Make an image, up to its latent."""
+        """Compute an image, up to its latent."""
         trace, generator = Trace(), torch.Generator("cpu").manual_seed(p.seed)
         cond = self.cache()
         img = self.cache()

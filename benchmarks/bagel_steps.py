@@ -1,17 +1,17 @@
-"""BAGEL's images: denoise steps of several in one forward pass, one by one and as a plain loop; time by part.
+"""Measures BAGEL's denoise steps of several images in one forward pass, one by one and as a plain loop; time by part.
 
     python benchmarks/bagel_steps.py [MODEL] [--wide] [--height 64] [--width 96] [--rounds 5] [--json FILE]
     python benchmarks/bagel_steps.py --released-shape --device cuda --dtype bfloat16 --height 512 --width 512
     python benchmarks/bagel_steps.py --http [MODEL] [--height 64] [--width 96] [-- flags of vllm serve]
 
-Without a model, a tiny random one is written; `--wide` makes it 7 million parameters in place of one, so that more of
-the time is arithmetic, `--released-shape` is BAGEL-7B-MoT with random weights (30 GB in bfloat16). The ways take turns
-in every round; a number is the median of the rounds, with the smallest and largest. The plain loop is the reference's
-own order of work without this package's layers; it is for a checkpoint in float32 on a CPU.
+Without a model, a tiny random one with a million parameters is written. `--wide` gives it 7 million, so that more of
+the time is arithmetic. `--released-shape` is BAGEL-7B-MoT with random weights (30 GB in bfloat16). The variants take
+turns in every round. A number is the median of the rounds, with the smallest and largest. The plain loop is the
+reference's own order of work without this package's layers; it is for a checkpoint in float32 on a CPU.
 
-Without `--http` there is no engine and no server: this is the model's computation alone. With it, a server is started
-(`--load-format dummy` is added with `--released-shape`), and 1, 2 and 4 clients ask for images and for edits at the
-same time. A configuration that the server refuses is exit status 3.
+Without `--http` there is no engine and no server: the program measures the model's computation alone. With it, the
+program starts a server (with `--load-format dummy` for `--released-shape`), and 1, 2 and 4 clients request images and
+edits at the same time. The exit status is 3 if the server refuses its configuration.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Bench:
-    """The model and what is asked of it."""
+    """A model, and the variants to measure."""
 
     def __init__(self, model: Bagel, plain: Plain | None, args: argparse.Namespace) -> None:
         self.model, self.plain, self.args = model, plain, args
@@ -82,18 +82,18 @@ class Bench:
         return [prepare_image(self.model, [PROMPT], self.parameters(seed))[0] for seed in range(count)]
 
     def packed(self, count: int) -> float:
-        """Seconds for all steps of so many images in one forward pass each."""
+        """Return the seconds of all steps of `count` images, with one forward pass for each step."""
         running, denoiser = self.prepared(count), Denoiser(self.model)
         return self.timed(lambda: [denoiser.step(running) for _ in range(self.args.steps)])
 
     def one_by_one(self, count: int) -> float:
-        """Seconds for the same, one image after the other at each step."""
+        """Return the seconds of the same steps, one image after the other at each step."""
         running, denoisers = self.prepared(count), [Denoiser(self.model) for _ in range(count)]
         pairs = list(zip(running, denoisers, strict=True))
         return self.timed(lambda: [each.step([image]) for _ in range(self.args.steps) for image, each in pairs])
 
     def plain_loop(self, plain: Plain, count: int) -> float:
-        """Seconds for the same as a plain loop: images, branches and experts one after the other."""
+        """Return the seconds of the same steps as a plain loop: images, branches and experts one after the other."""
         jobs = []
         for seed in range(count):
             cond, text, img = plain.cache(), plain.cache(), plain.cache()
@@ -111,12 +111,12 @@ class Bench:
         return {"prefill": prefill, "steps": steps, "VAE": self.timed(lambda: finish(self.model, found[0]))}
 
     def ways(self) -> dict[str, Callable[[int], float]]:
-        """What is compared, by name."""
+        """Return the variants to compare, by name."""
         found = {"packed": self.packed, "one by one": self.one_by_one}
         return found if self.plain is None else {**found, "plain loop": partial(self.plain_loop, self.plain)}
 
     def timed(self, call: Callable[[], object]) -> float:
-        """Seconds until everything that the call started is done."""
+        """Return the seconds of a call, with the device's work that it starts."""
         self.wait()
         began = time.perf_counter()
         call()
@@ -138,13 +138,13 @@ def fill(model: Bagel) -> None:
 
 
 def directory_of(args: argparse.Namespace, folder: str) -> Path:
-    """Return the directory of the checkpoint that was asked for; it is written if none was named."""
+    """Return the directory of the checkpoint; without `args.model`, write a checkpoint."""
     size = WIDE if args.wide else None
     return args.model or write_bagel(f"{folder}/model", size=size, released_shape=args.released_shape)
 
 
 def made(args: argparse.Namespace, folder: str) -> Bench:
-    """Return the benchmark with the model that was asked for."""
+    """Return the benchmark with the model of the arguments."""
     directory, dtype = directory_of(args, folder), getattr(torch, args.dtype)
     read = empty_bagel if args.released_shape else load_bagel
     model = read(directory, dtype=dtype, device=args.device)
@@ -157,7 +157,7 @@ def made(args: argparse.Namespace, folder: str) -> Bench:
 
 
 def measure(bench: Bench) -> tuple[Times, Times]:
-    """Seconds of each way, and of each part of an image, by round."""
+    """Return the seconds of each variant, and of each part of an image, by round."""
     ways, parts = Times(), Times()
     for number in range(bench.args.rounds + 1):
         for count in TOGETHER:
@@ -176,7 +176,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def beside(ways: Times, count: int) -> dict[str, float]:
-    """Return the time of the packed steps of so many images divided by that of each other way, median of the rounds."""
+    """Return the time of the packed steps of `count` images divided by that of each other variant, as medians."""
     names = dict.fromkeys(key.rpartition(" ")[0] for key in ways)
     found = {}
     for name in list(names)[1:]:

@@ -1,4 +1,4 @@
-"""The model a benchmark runs on: the directory given, or a tiny random one."""
+"""The model of a benchmark: a given directory or hub id, or a tiny random checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_o
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """A parser that knows the model."""
+    """Return a parser with the argument `model`."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("model", nargs="?", help="directory or hub id; without it, a tiny random checkpoint")
     return made
@@ -19,7 +19,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 @contextmanager
 def checkpoint(model: str | None) -> Iterator[str]:
-    """The model's name; a tiny checkpoint is written to a temporary folder and removed."""
+    """Yield the model's name; without one, write a tiny checkpoint to a temporary folder and remove it at the end."""
     if model is not None:
         yield model
         return

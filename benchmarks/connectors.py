@@ -1,15 +1,15 @@
-"""What a chunk costs on each connector, between two processes, beside a plain copy of as many bytes in the same run.
+"""Measures a chunk on each connector between two processes, and a plain copy of as many bytes in the same run.
 
-`put` is what the producer's thread spends, `there` the time from the beginning of the put until the consumer has the
-tensor (its `get` waits already). CPU is of both processes, and so are the context switches. The copies are by
-construction (see the modules).
+`put` is the time of the producer's thread. `there` is the time from the beginning of the put until the consumer has the
+tensor (its `get` waits already). CPU time and context switches are of both processes. The copies are by construction
+(see the modules).
 
-The second table has the system calls of both processes, counted by strace, for chunks that come one by one to a reader
-that waits; `naming` are those that make, open or remove something in a file system, or make memory that is a file.
+The second table has the system calls of both processes, counted by strace, for chunks that arrive one by one while the
+reader waits. `naming` are calls that make, open or remove something in a file system, or make memory that is a file.
 
     python benchmarks/connectors.py [--connectors shared_memory tcp mooncake] [--seconds 2]
 
-Mooncake's engine listens on all interfaces; run it alone, where nothing else can be reached:
+Mooncake's engine listens on all interfaces: run it alone, in a network namespace with only loopback.
 
     unshare -rn sh -c 'ip link set lo up; python benchmarks/connectors.py --connectors mooncake'
 """
@@ -38,7 +38,7 @@ SIZES = (4096, MIB, 64 * MIB)
 EDGE = "hidden_states"
 FEWEST = 5
 COUNTED, APART_S = 200, 0.01
-"""Chunks whose system calls are counted, and how far they are apart, so that each wakes its reader."""
+"""Chunks whose system calls are counted, and the seconds between them, so that each wakes its reader."""
 
 COPIES = {
     "shared_memory": "1 + 1",
@@ -49,13 +49,13 @@ COPIES = {
 
 
 def usage() -> tuple[float, int]:
-    """(CPU seconds, context switches) of this process."""
+    """Return (CPU seconds, context switches) of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime, used.ru_nvcsw + used.ru_nivcsw
 
 
 def read(consumer: Consumer, pipe: Any) -> None:
-    """Say when each chunk was there, on the clock of all processes, until told to end."""
+    """Send the arrival time of each chunk, on the clock of all processes, until None is received."""
     while (told := pipe.recv()) is not None:
         request, source = told
         if source is None:
@@ -69,13 +69,13 @@ def read(consumer: Consumer, pipe: Any) -> None:
 
 
 def reader(config: ConnectorConfig, pipe: Any, work: Callable[[Consumer, Any], None]) -> None:
-    """The consumer's process."""
+    """Run `work` in the consumer's process."""
     with connector(config).consumer(EDGE) as consumer:
         work(consumer, pipe)
 
 
 def reading(made: Connector, work: Callable[[Consumer, Any], None]) -> tuple[Any, Any]:
-    """Start a consumer in a process of its own, or in a thread if it cannot be: a pipe to it, and what to join."""
+    """Start a consumer in a process (`in_process`: in a thread). Return a pipe to it, and the process or thread."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     if made.config.name == "in_process":
@@ -87,7 +87,7 @@ def reading(made: Connector, work: Callable[[Consumer, Any], None]) -> tuple[Any
 
 
 def measure(name: str, size: int, seconds: float) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     config = ConnectorConfig(name=name, capacity_bytes=2 * SIZES[-1])
     made = connector(config)
     ours, other = reading(made, read)
@@ -127,7 +127,7 @@ def measure(name: str, size: int, seconds: float) -> str:
 
 
 def follow(consumer: Consumer, pipe: Any) -> None:
-    """Read one request's chunks as they come."""
+    """Read one request's chunks as they arrive."""
     request, source = pipe.recv()
     consumer.open(request, source)
     pipe.send(None)
@@ -139,7 +139,7 @@ def follow(consumer: Consumer, pipe: Any) -> None:
 
 
 def calls(name: str, size: int) -> str:
-    """One line of the second table. The producer's pauses are not in it."""
+    """Return one line of the second table, without the producer's pauses."""
     config = ConnectorConfig(name=name, capacity_bytes=2 * COUNTED * size)
     made = connector(config)
     ours, other = reading(made, follow)
@@ -165,7 +165,7 @@ def calls(name: str, size: int) -> str:
 
 
 def copy(size: int, seconds: float) -> str:
-    """The same for a copy into memory that was used before."""
+    """Return the line of a copy into memory that was used before."""
     source, target, times = np.ones(size, np.uint8), np.ones(size, np.uint8), []
     end = time.perf_counter() + seconds
     while len(times) < FEWEST or time.perf_counter() < end:

@@ -1,13 +1,13 @@
-"""Time to the first sound, with chunks and without, on the same engines, and what of it no stage was computing.
+"""Measures the time to the first sound, with and without chunks, on the same engines, and its parts by stage.
 
 Prompts: short (19 tokens), long (about 4,000 tokens, with 3 s of sound), and short with a reply of a minute. All
-lengths are fixed, so that the work is the same whatever the weights. "on" are the pipeline's chunk sizes, "off" is
-everything at once (`chunks` of the request). Answers of both kinds take turns.
+lengths are fixed, so the work does not depend on the weights. "on" are the pipeline's chunk sizes, "off" is everything
+at once (`chunks` of the request). Answers of both kinds take turns.
 
 The time line of "on", step by step, from the engines' own clocks:
 
     thinker   from the request to the end of the step that made the first token
-    talker    the step that made the first frame (what it computed of its prompt before is not on the way)
+    talker    the step that made the first frame (without its earlier steps for the prompt)
     code2wav  the step that made the first sound
     between   the rest: queues, messages, orchestrator
 
@@ -49,7 +49,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked: messages, text tokens and frames of the answer."""
+    """One request: messages, and the text tokens and frames of its answer."""
 
     messages: list[dict[str, Any]]
     text: int
@@ -58,14 +58,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds until the first sound, and what they were spent on."""
+    """Seconds until the first sound, and their parts by stage."""
 
     first: float
     thinker: float = 0.0
     talker: float = 0.0
     code2wav: float = 0.0
     spans: list[tuple[str, float, float]] = field(default_factory=list)
-    """The steps these times are of: stage, start and end, in seconds since the request began."""
+    """The steps with these times: stage, start and end, in seconds since the request began."""
 
     @property
     def between(self) -> float:
@@ -82,7 +82,7 @@ class Result:
 
 
 def cases(tokenizer: Any) -> dict[str, Case]:
-    """The prompts by name."""
+    """Return the cases by name."""
     times = LONG_TOKENS // len(tokenizer.encode(WORDS))
     sound = io.BytesIO()
     wave = np.sin(np.arange(int(SOUND_S * SOUND_HZ)) / 20).astype(np.float32)
@@ -100,7 +100,7 @@ def cases(tokenizer: Any) -> dict[str, Case]:
 
 
 async def answer(omni: Any, prompt: Any, case: Case, chunks: dict[str, Any]) -> Line:
-    """One spoken answer, greedy."""
+    """Return the times of one spoken answer, greedy."""
     await rpc(omni, "take_step_log")
     talker = SamplingParams(temperature=0, max_tokens=case.frames + 1, min_tokens=case.frames + 1)
     text = SamplingParams(temperature=0, max_tokens=case.text, ignore_eos=True)
@@ -116,7 +116,7 @@ async def answer(omni: Any, prompt: Any, case: Case, chunks: dict[str, Any]) -> 
 
 
 def line(began: float, first: float, steps: dict[str, Sequence[Sequence[float]]]) -> Line:
-    """The time line from the steps of all stages: each stage's last step that ended before the next one's began."""
+    """Return the time line: of each stage, the last step that ended before the next stage's began."""
     sound = max((step for step in steps["code2wav"] if step[1] <= first), key=lambda step: step[1])
     frame = max((step for step in steps["talker"] if step[1] <= sound[0]), key=lambda step: step[1])
     token = max((step for step in steps["thinker"] if step[1] <= frame[0]), key=lambda step: step[1])
@@ -128,7 +128,7 @@ def line(began: float, first: float, steps: dict[str, Sequence[Sequence[float]]]
 
 
 def table(results: dict[str, Result]) -> Iterator[str]:
-    """The lines that are printed: medians, and the smallest and largest first sound."""
+    """Yield the printed lines: medians, and the smallest and largest first sound."""
     yield f"{'first sound, ms':28}{'prompt':>8}{'on':>22}{'off':>24}{'off/on':>8}"
     for name, result in results.items():
         on, off = ([1e3 * each.first for each in lines] for lines in (result.on, result.off))

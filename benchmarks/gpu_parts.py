@@ -1,4 +1,4 @@
-"""What `make gpu` runs, as data: parts of at most ten minutes, each a program of its own, and what is kept of them."""
+"""The parts of `make gpu` as data: programs of at most ten minutes each, and their stored results."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 540
-"""A part that takes longer is ended: a machine may be lent for commands of 600 s. What it has compiled is kept."""
+"""A part that takes longer is ended: a machine may be lent for commands of 600 s. Its compiled code is kept."""
 
 FIRST_MODES = ("bf16-graphs-v2", "fp32-graphs-v2")
 """The modes of serving, and of comparing."""
 
 OK, FAILED, LATE, REFUSED, LEFT_OUT = "ok", "failed", "too late", "refused", "left out"
-"""What became of a part. Refused: it does not fit onto this machine, and was told so before anything started."""
+"""States of a part. Refused: it does not fit onto this machine, and was refused before anything started."""
 
 REFUSED_STATUS = 3
-"""Exit status with which a part says that it was refused."""
+"""Exit status of a part that was refused."""
 
 TINY_LEVELS = ("--tiny", "--rounds", "1", "--text", "8", "--frames", "12")
 
@@ -38,7 +38,7 @@ class Part:
         words: a file below the repository's root, and its arguments. "{model}" is a checkpoint's folder, "{tiny}" that
             of a tiny one, "{json}" the file that takes the figures.
         devices: fewest CUDA devices.
-        one_of: Python modules of which one must be there.
+        one_of: Python modules; one of them must be installed.
     """
 
     name: str
@@ -48,21 +48,21 @@ class Part:
     one_of: tuple[str, ...] = ()
 
     def command(self, python: str, folder: Path) -> list[str]:
-        """The command line; `folder` is where the figures and the checkpoints are."""
+        """Return the command line; `folder` contains the figures and the checkpoints."""
         places = {"model": folder / "model", "tiny": folder / "tiny", "json": self.figures(folder)}
         program, *words = self.words
         return [python, str(ROOT / program), *(re.sub(r"^\{(\w+)\}$", lambda m: str(places[m[1]]), w) for w in words)]
 
     def figures(self, folder: Path) -> Path:
-        """The file that takes the figures."""
+        """Return the file for the figures."""
         return folder / f"{self.name}.json"
 
     def log(self, folder: Path) -> Path:
-        """The file that takes what it prints."""
+        """Return the file for the output of the program."""
         return folder / f"{self.name}.log"
 
     def missing(self, devices: int, modules: Sequence[str]) -> str | None:
-        """Why it cannot be run on such a machine; None if it can."""
+        """Return the reason why the part cannot run on such a machine; None if it can."""
         if devices < self.devices:
             return f"needs {self.devices} CUDA devices, here is {devices}"
         if self.one_of and not set(self.one_of) & set(modules):
@@ -71,11 +71,11 @@ class Part:
 
 
 def parts(modes: Sequence[str], *, tiny: bool) -> tuple[Part, ...]:
-    """All parts in the order in which they are run: does it start, are answers right, how fast is it, then the rest.
+    """Return all parts in the order of their runs: start, correctness of answers, speed, then the rest.
 
     Args:
         modes: of `tests/gpu/run_once.py`.
-        tiny: with the tiny checkpoint instead of the released shape: what can be tried out on a CPU.
+        tiny: the parts with the tiny checkpoint instead of the released shape; they also run on a CPU.
     """
     right = [
         Part(f"right-{mode}", f"answers as stored on a CPU, {mode}", ("tests/gpu/run_once.py", "--modes", mode))
@@ -182,13 +182,13 @@ def _tiny_parts() -> tuple[Part, ...]:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a part.
+    """The result of a part.
 
     Attributes:
-        seconds: how long it took.
-        figures: what it has written as JSON; None: nothing.
-        said: the last lines of what it printed, or why it was left out.
-        commit: of the repository it was run from.
+        seconds: the duration of the run.
+        figures: the JSON that the part has written; None: nothing.
+        said: the last lines of its output, or the reason why it was left out.
+        commit: the repository's commit in this run.
     """
 
     state: str
@@ -200,38 +200,38 @@ class Result:
 
 @dataclass(frozen=True)
 class Results:
-    """What is kept between two calls. `machine`: device, driver and versions, by name."""
+    """The results stored between two calls. `machine`: device, driver and versions, by name."""
 
     machine: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, Result] = field(default_factory=dict)
 
     @classmethod
     def read(cls, file: Path) -> Results:
-        """Of a file; nothing if there is none."""
+        """Read the results from a file; they are empty if the file does not exist."""
         if not file.exists():
             return cls()
         told = json.loads(file.read_text())
         return cls(told["machine"], {name: Result(**result) for name, result in told["parts"].items()})
 
     def write(self, file: Path) -> None:
-        """To a file, which is replaced as a whole: a machine may be taken back at any moment."""
+        """Write the results to a file, and replace it as a whole: a machine may be taken back at any moment."""
         new = file.with_suffix(".new")
         new.write_text(json.dumps(asdict(self), indent=1))
         new.replace(file)
 
     def on(self, machine: Mapping[str, str]) -> Results:
-        """For that machine: what another one has answered is dropped."""
+        """Return the results for that machine: those of another machine are dropped."""
         return self if self.machine == machine else Results(machine)
 
     def having(self, name: str, result: Result) -> Results:
-        """With one more result."""
+        """Return the results with one more result."""
         return replace(self, parts={**self.parts, name: result})
 
     def left(self, known: Sequence[Part], wanted: Sequence[str], commit: str) -> list[Part]:
-        """What is to be run: the parts asked for, or all that have not ended well with this commit.
+        """Return the parts to run: those of `wanted`, or all that have not ended well with this commit.
 
         Raises:
-            KeyError: a part that is asked for does not exist.
+            KeyError: a part of `wanted` does not exist.
         """
         by_name = {part.name: part for part in known}
         if wanted:

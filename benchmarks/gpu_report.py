@@ -1,4 +1,4 @@
-"""The top of `docs/gpu.md`, from the results of `make gpu`: device, versions, every figure, what failed, the goals."""
+"""Writes the top of `docs/gpu.md` from the results of `make gpu`: device, versions, figures, failures, goals."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ MET, MISSED, UNKNOWN = "met", "**missed**", "not measured"
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure that was promised.
+    """A figure with a required limit.
 
     Attributes:
-        figure: finds it in what the parts have written; LookupError if it is not there.
-        limit: it must not be larger, or smaller if `at_least`.
-        devices: fewest CUDA devices with which it is promised.
+        figure: reads the figure from the results; raises LookupError if it is missing.
+        limit: the largest allowed figure, or the smallest if `at_least`.
+        devices: fewest CUDA devices for which the goal is set.
     """
 
     what: str
@@ -46,7 +46,7 @@ class Goal:
     devices: int = 1
 
     def verdict(self, results: Results, devices: int) -> tuple[str, str]:
-        """The figure and whether the goal is met, as text."""
+        """Return the figure, and whether the goal is met, as text."""
         if devices < self.devices:
             return "", f"needs {self.devices} devices"
         try:
@@ -58,7 +58,7 @@ class Goal:
 
 
 def level(name: str, at_once: int) -> Callable[[Results], float]:
-    """A figure of `speech_levels.py` in Python, with so many answers at once."""
+    """Return a reader of a figure of `speech_levels.py` in Python, with `at_once` answers at once."""
 
     def figure(results: Results) -> float:
         for part in ("levels-few", "levels-many"):
@@ -71,12 +71,12 @@ def level(name: str, at_once: int) -> Callable[[Results], float]:
 
 
 def milliseconds(figure: Callable[[Results], float]) -> Callable[[Results], float]:
-    """A figure in seconds as milliseconds."""
+    """Return a reader that converts a figure from seconds to milliseconds."""
     return lambda results: 1e3 * figure(results)
 
 
 def text_ratio(results: Results) -> float:
-    """Text-only answers a second beside stock vLLM's."""
+    """Return text-only answers a second divided by those of stock vLLM."""
     for part in ("text", "text-fp8"):
         if (found := _figures(results, part)) is not None:
             return float(found["ratio"])
@@ -84,7 +84,7 @@ def text_ratio(results: Results) -> float:
 
 
 def picture(task: str) -> Callable[[Results], float]:
-    """Return the figure of a part that asks a server: seconds of one image or edit of 512x512, alone."""
+    """Return a reader of a figure of the part with a server: seconds of one image or edit of 512x512, alone."""
 
     def figure(results: Results) -> float:
         for found in _figures(results, "pictures-512") or ():
@@ -121,12 +121,12 @@ def _figures(results: Results, part: str) -> Any:
 
 
 def render(results: Results, known: Sequence[Part], *, devices: int, released: bool = True) -> str:
-    """The top of the page, up to and with the line that ends it.
+    """Return the top of the page, with the line that ends it.
 
     Args:
         known: all parts, in their order.
-        devices: CUDA devices of the machine; 0: it has none, and nothing of what was measured is about a GPU.
-        released: whether it was measured with the released shape, for which the goals are.
+        devices: CUDA devices of the machine; 0: it has none, and no result is about a GPU.
+        released: whether the results are of the released shape; the goals are only for it.
     """
     if not results.parts or not devices:
         lines = [
@@ -257,7 +257,7 @@ def _last(text: str) -> str:
 
 
 def write(page: Path, top: str) -> None:
-    """Put the report at the top of the page, in the place of the one before; what is below stays."""
+    """Replace the report at the top of the page; the text below it stays."""
     text = page.read_text() if page.exists() else END
     below = text.partition(END)[2].lstrip("\n")
     page.write_text(f"{top}\n{below}" if below else top)

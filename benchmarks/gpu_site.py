@@ -1,7 +1,7 @@
-"""The package in a folder for PYTHONPATH, as if it were installed: for a machine where nothing can be installed.
+"""Makes a folder for PYTHONPATH with the package, for a machine where nothing can be installed.
 
 vLLM's processes find the package by its entry points, which need its metadata. The folder has links to the repository's
-files and the metadata; nothing is built and nothing is fetched.
+files and the metadata. Nothing is built or downloaded.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ PACKAGE = "vllm_omni_ext"
 
 
 def installed() -> bool:
-    """Whether this Python has the package already, with its entry points."""
+    """Return whether the package is installed in this Python, with its entry points."""
     found = metadata.entry_points(group="vllm.general_plugins", name="omni_ext")
     return bool(found) and bool(metadata.entry_points(group="torch.backends", name=PACKAGE))
 
 
 def make(root: Path, site: Path) -> Path:
-    """Write the folder, in the place of one that is there; returns it.
+    """Write the folder, or replace it; return it.
 
     Args:
         root: of the repository.

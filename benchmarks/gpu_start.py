@@ -1,7 +1,7 @@
-"""Start a server as the README says, ask it for ten spoken answers, one after the other, and end it.
+"""Start a server as in the README, request ten spoken answers, one after the other, and end the server.
 
-The first answer should be as fast as the tenth: whatever is compiled or chosen at the first use was forgotten at the
-start. A configuration that the server refuses is exit status 3, with the reason.
+The first answer should be as fast as the tenth. A slower one shows a compilation or a selection that is missing from
+the server's start. If the server refuses its configuration, the exit status is 3 and the reason is printed.
 
     python benchmarks/gpu_start.py MODEL [--json FILE] [-- flags of vllm serve]
 """
@@ -24,17 +24,17 @@ ANSWERS = 10
 LENGTHS = Lengths(text=8, frames=12)
 
 WRONG_CONFIGURATION = 2
-"""Exit status of `vllm serve --omni` when it has refused what it was told, in one line, and started nothing."""
+"""Exit status of `vllm serve --omni` when it has refused its configuration in one line and started nothing."""
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words before and after `--`; argparse takes none that begin with a hyphen after an option."""
+    """Return the words before and after `--`; argparse takes none that begin with a hyphen after an option."""
     at = words.index("--") if "--" in words else len(words)
     return words[:at], words[at + 1 :]
 
 
 def main() -> int:
-    """Measure and print; the exit status."""
+    """Measure and print; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--json", type=Path, help="file that takes the figures")

@@ -1,4 +1,4 @@
-"""Text-only answers a second from our server and from stock vLLM with the same flags, one server after the other.
+"""Measures text-only answers a second of our server and of stock vLLM with the same flags, one after the other.
 
 python benchmarks/gpu_text.py MODEL [--tiny] [--fp8] [--json FILE]
 """
@@ -31,14 +31,14 @@ PATIENCE_S = 300.0
 
 
 def flags(*, tiny: bool) -> list[str]:
-    """Of both servers: the same KV cache and batch, so that only what is between client and engine differs."""
+    """Return the flags of both servers: with the same KV cache and batch, they differ only outside the engine."""
     common = ["--served-model-name", MODEL, "--max-model-len", "2048", "--max-num-seqs", str(AT_ONCE)]
     released = ["--load-format", "dummy", "--kv-cache-memory-bytes", str(CACHE_BYTES), "--dtype", "bfloat16"]
     return common if tiny else [*common, *released]
 
 
 async def answers(url: str, count: int, at_once: int, tokens: int) -> float:
-    """Seconds for so many answers."""
+    """Return the seconds of `count` answers."""
     places = asyncio.Semaphore(at_once)
     body: dict[str, Any] = {
         "model": MODEL,
@@ -63,7 +63,7 @@ async def answers(url: str, count: int, at_once: int, tokens: int) -> float:
 
 
 def server_of(model: str, words: Sequence[str], given: Sequence[str], log: Path) -> Server:
-    """A server that is not started yet; `words` take the place of the command and of --omni."""
+    """Return a server that is not started yet; `words` replace the command and --omni."""
     server = Server(model, log, given)
     if words:
         server.words = [*words, *(word for word in server.words[len(command()) :] if word != "--omni")]
@@ -71,12 +71,12 @@ def server_of(model: str, words: Sequence[str], given: Sequence[str], log: Path)
 
 
 def words_of(model: str, words: Sequence[str], given: Sequence[str]) -> list[str]:
-    """The command line of such a server."""
+    """Return the command line of such a server."""
     return server_of(model, words, given, Path("log")).words
 
 
 def measure(words: Sequence[str], model: str, given: Sequence[str], args: argparse.Namespace) -> float:
-    """Answers a second of a server."""
+    """Start a server and return its answers a second."""
     with (
         tempfile.TemporaryDirectory(prefix="omni-bench-") as folder,
         server_of(model, words, given, Path(folder, "server.log")) as server,

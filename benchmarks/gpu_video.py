@@ -1,7 +1,7 @@
 """Send long videos to a server, and read the memory of the devices after each answer.
 
-A video has 1280 x 720 pixels and 2 frames a second; an answer has 4 tokens. A configuration that the server refuses is
-exit status 3, with the reason.
+A video has 1280 x 720 pixels and 2 frames a second; an answer has 4 tokens. If the server refuses its configuration,
+the exit status is 3 and the reason is printed.
 
     python benchmarks/gpu_video.py MODEL [--frames 32 64 128 160] [--json FILE] [-- flags of vllm serve]
 """
@@ -78,7 +78,7 @@ def memory() -> dict[str, Any]:
         devices.append(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
         try:
             running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        except pynvml.NVMLError:  # a container may not see them
+        except pynvml.NVMLError:  # possible in a container
             running = []
         for each in running:
             processes[each.pid] = processes.get(each.pid, 0) + (each.usedGpuMemory or 0)
@@ -93,7 +93,7 @@ def replicas(server: Server) -> dict[int, str]:
 
 
 def after(server: Server, frames: int, **figures: Any) -> dict[str, Any]:
-    """Return the figures of one answer with the memory that is in use after it."""
+    """Return the figures of one answer, with the memory in use after it."""
     found = memory()
     names = replicas(server)
     held = {names.get(pid, str(pid)): size for pid, size in found["processes"].items()}
@@ -102,7 +102,7 @@ def after(server: Server, frames: int, **figures: Any) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure and print; the exit status."""
+    """Measure and print; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--frames", nargs="+", type=int, default=FRAMES, help="frames of each video")

@@ -1,7 +1,7 @@
-"""Bytes that pass between thinker and talker: for each token of an answer to text, and for a prompt with sound.
+"""Counts bytes between thinker and talker: for each token of an answer to text, and for a prompt with sound.
 
-Counted is what passes through the API server (the notices in the thinker's outputs, and the requests and chunks that
-the talker's replica gets, encoded as vLLM encodes them on its socket), and what passes over the connector.
+It counts the bytes through the API server and those over the connector. The first are the notices in the thinker's
+outputs, and the requests and chunks to the talker's replica, encoded as vLLM encodes them on its socket.
 
     python benchmarks/handoff_bytes.py [MODEL] [--tokens 200] [--seconds 10] [--connector shared_memory]
 """
@@ -33,7 +33,7 @@ PLACEHOLDERS = "<|audio_start|><|audio_pad|><|audio_end|>"
 
 @dataclass
 class Passed:
-    """Through the API server: bytes to the talker, bytes of notices from the thinker, hidden states announced."""
+    """Traffic of the API server: bytes to the talker, bytes of notices from the thinker, announced hidden states."""
 
     messages: list[int] = field(default_factory=list)
     notices: list[int] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Passed:
 
 @contextmanager
 def sent_to(omni: Any, target: ReplicaId) -> Iterator[list[int]]:
-    """Encoded sizes in bytes of the requests and chunks that a replica gets inside the block."""
+    """Yield the encoded bytes of each request and chunk that a replica receives inside the block."""
     replica = omni._omni.orchestrator.replicas[target]
     add, sizes, encoder = replica.add, [], MsgpackEncoder()
 
@@ -59,7 +59,7 @@ def sent_to(omni: Any, target: ReplicaId) -> Iterator[list[int]]:
 
 @contextmanager
 def passed(omni: Any) -> Iterator[Passed]:
-    """What passes inside the block."""
+    """Yield the traffic inside the block."""
     found = Passed()
 
     def looking(tensor: Any) -> Any:
@@ -78,13 +78,13 @@ def passed(omni: Any) -> Iterator[Passed]:
 
 
 def sampling(tokens: int) -> dict[str, SamplingParams]:
-    """Exactly so many tokens, and a short sound."""
+    """Return parameters for exactly `tokens` tokens and a short sound."""
     thinker = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     return {"thinker": thinker, "talker": SamplingParams(temperature=0, max_tokens=8)}
 
 
 def measure(omni: Any, tokens: int) -> list[int]:
-    """Sizes of the messages of a reply of exactly `tokens` tokens."""
+    """Return the sizes of the messages of a reply of exactly `tokens` tokens."""
     with passed(omni) as found:
         (output,) = omni.chat(QUESTION, sampling(tokens), use_tqdm=False)
     if output.error is not None:
@@ -93,7 +93,7 @@ def measure(omni: Any, tokens: int) -> list[int]:
 
 
 def with_sound(omni: Any, seconds: float) -> tuple[Passed, float]:
-    """What a prompt with sound costs beside its answer of the shortest length, and the time of all of it."""
+    """Return the traffic of a prompt with sound and an answer of the shortest length, and its seconds."""
     sound = np.random.default_rng(0).standard_normal(int(seconds * SAMPLE_RATE_HZ)).astype(np.float32)
     prompt = {
         "prompt": f"<|im_start|>user\n{PLACEHOLDERS}What is it?<|im_end|>\n<|im_start|>assistant\n",

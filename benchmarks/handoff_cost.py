@@ -1,15 +1,15 @@
-"""What handing something over costs: bytes, messages, system calls, copies and microseconds, a token and a frame.
+"""Measures one more message between stages: bytes, system calls, copies and microseconds, for a token and a frame.
 
 Answers of fixed lengths are made twice on the same engines: once with a message for every token (then: every frame),
-once with one message for all. All else is the same, so that the difference, divided by the messages there were more,
-is what one costs. Both kinds take turns.
+once with one message for all. The cost of a message is the difference divided by the number of additional messages.
+Both kinds take turns.
 
     bytes      of the messages, as vLLM encodes them for its socket
-    add, us    time in `Replica.add`: encoding a message and giving it to ZeroMQ
-    CPU, us    of the API server (this process) and of the stage that gets the messages: with chunks it runs more and
-               smaller steps, which are in the figure too (for code2wav they are most of it)
-    calls      system calls, counted by strace in rounds of their own, which say nothing about time
-    naming     those of them that make, open or remove something in a file system, or make memory that is a file
+    add, us    time in `Replica.add`: encoding a message and sending it to ZeroMQ
+    CPU, us    of the API server (this process) and of the stage that receives the messages: with chunks it runs more
+               and smaller steps, and they are included (for code2wav they are most of it)
+    calls      system calls, counted by strace in separate rounds without time figures
+    naming     calls that make, open or remove something in a file system, or make memory that is a file
     copies     of the ids, by construction: two when a message is encoded and decoded, two in the kernel's socket
 
     python benchmarks/handoff_cost.py [MODEL] [--length 200] [--rounds 5] [--json FILE]
@@ -41,7 +41,7 @@ from vllm_omni_ext.plugins.runtime import RequestOptions
 
 ALL = "all"
 EDGES = {"text": ReplicaId("talker", 0), "frames": ReplicaId("code2wav", 0)}
-"""Hand-overs by name in `chunks`, and who gets them. An item is a token of the answer, or a frame."""
+"""Edges by name in `chunks`, and their receivers. An item is a token of the answer, or a frame."""
 
 COPIES = "2 + 2"
 US = 1e6
@@ -63,7 +63,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one further message."""
+    """The cost of one more message."""
 
     edge: str
     messages: int
@@ -76,13 +76,13 @@ class Cost:
 
 
 def chunks(edge: str, *, one_by_one: bool) -> dict[str, Any]:
-    """Everything at once, but for the hand-over that is looked at."""
+    """Return chunk sizes: everything at once, except for the measured edge if `one_by_one`."""
     made: dict[str, Any] = dict.fromkeys(EDGES, ALL)
     return made | ({edge: [1], "adaptive": False} if one_by_one else {})
 
 
 async def answer(omni: Any, prompt: Any, length: int, sizes: Mapping[str, Any]) -> None:
-    """One answer of as many tokens as frames, greedy."""
+    """Run one greedy request with `length` tokens and `length` frames."""
     talker = SamplingParams(temperature=0, max_tokens=length + 1, min_tokens=length + 1)
     text = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     options = RequestOptions(modalities=("text", "audio"), params={"talker": talker}, chunks=sizes)
@@ -92,7 +92,7 @@ async def answer(omni: Any, prompt: Any, length: int, sizes: Mapping[str, Any]) 
 
 @contextmanager
 def timed(omni: Any, replica: ReplicaId) -> Iterator[list[float]]:
-    """Seconds of every `add` of a replica inside the block."""
+    """Yield the seconds of every `add` of a replica inside the block."""
     target = omni._omni.orchestrator.replicas[replica]
     add, took = target.add, []
 
@@ -117,7 +117,7 @@ class Bench:
         self._pids = {str(replica): process.pid for replica, process in omni._deployment.processes().items()}
 
     def turn(self, edge: str, *, one_by_one: bool, count: bool) -> Turn:
-        """One answer looked at for sizes, one for times, one for calls if `count`."""
+        """Measure the sizes of one answer, the times of a second, and if `count` the calls of a third."""
         sizes, replica, made = chunks(edge, one_by_one=one_by_one), EDGES[edge], Turn()
         pids = {API: os.getpid(), str(replica): self._pids[str(replica)]}
 
@@ -138,12 +138,12 @@ class Bench:
 
 
 def cpu(pids: Mapping[str, int]) -> dict[str, float]:
-    """CPU seconds so far."""
+    """Return the CPU seconds of each process so far."""
     return {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in pids.items()}
 
 
 def cost(edge: str, single: list[Turn], whole: list[Turn]) -> Cost:
-    """What one message of `single` costs more, from the medians of both kinds."""
+    """Return the cost of one more message of `single`, from the medians of both kinds."""
     more = single[0].messages - whole[0].messages
 
     def each(value: Any) -> float:
@@ -166,12 +166,12 @@ def cost(edge: str, single: list[Turn], whole: list[Turn]) -> Cost:
 
 
 def sizes(turn: Turn) -> dict[str, Any]:
-    """What a turn adds to the file of figures."""
+    """Return the figures of a turn for the file."""
     return {"messages": turn.messages, "bytes": turn.bytes, "add": turn.add, "cpu": turn.cpu}
 
 
 def table(costs: list[Cost]) -> Iterator[str]:
-    """The lines that are printed."""
+    """Yield the printed lines."""
     for each in costs:
         receiver = str(EDGES[each.edge])
         yield f"{each.edge}, one more message ({each.messages} were sent more), to {receiver}"

@@ -1,9 +1,9 @@
-"""The whole pipeline with 1 and 2 talkers: spoken answers a second, first token and first sound.
+"""Measures the whole pipeline with 1 and 2 talkers: spoken answers a second, first token and first sound.
 
-Device time is simulated: each stage's steps take a stated time, the talker's the longest, so that it limits how many
-answers are spoken at once. Clients ask one spoken answer after the other. The layouts take turns on the same engines: a
-talker that a layout does not have takes no requests. Shown is what replicas of one stage bring to all of an answer, and
-whether they cost its beginning anything.
+Device time is simulated: each stage's steps take a stated time. The talker's steps are the longest, so the talker
+limits the number of answers at once. Each client requests one spoken answer after the other. The layouts take turns on
+the same engines: a talker outside the current layout receives no requests. The table shows the effect of more replicas
+of one stage on whole answers and on their beginning.
 
     python benchmarks/layouts.py [MODEL] [--talkers 1 2] [--rounds 3] [--seconds 15] [--json FILE]
 """
@@ -37,7 +37,7 @@ SLOTS = 4
 """Requests that a talker runs at once."""
 TOKENS, FRAMES = 16, 50
 SETTLE_S = 4.0
-"""The first answers of a round, which begin all at once, are not counted."""
+"""Warm-up before the measured time, since the first answers of a round begin all at once."""
 
 QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
 
@@ -46,7 +46,7 @@ _numbers = itertools.count()
 
 @dataclass
 class Round:
-    """Answers that ended in the measured time, and how long all that began waited, in seconds."""
+    """Number of answers that ended in the measured time, and their times to first token and sound in seconds."""
 
     seconds: float
     ended: int = 0
@@ -56,14 +56,14 @@ class Round:
 
 @dataclass
 class Answers:
-    """Asks for spoken answers, and notes them in a round."""
+    """Requests spoken answers, and records them in a round."""
 
     omni: AsyncOmni
     prompt: list[int]
     round: Round | None = None
 
     async def __call__(self) -> None:
-        """Ask for one."""
+        """Request one answer."""
         text = SamplingParams(temperature=0, min_tokens=TOKENS, max_tokens=TOKENS, ignore_eos=True)
         frames = SamplingParams(temperature=0, min_tokens=FRAMES + 1, max_tokens=FRAMES + 1)
         options = RequestOptions(modalities=("text", "audio"), params={"talker": frames})
@@ -81,7 +81,7 @@ class Answers:
 
 
 async def measured(answers: Answers, talkers: int, clients: int, seconds: float) -> Round:
-    """One round of a layout."""
+    """Measure one round of a layout."""
     work = Work(answers.omni, "talker", FRAMES)
     open_only(work, talkers)
     async with closed_loop(answers, clients):
@@ -94,7 +94,7 @@ async def measured(answers: Answers, talkers: int, clients: int, seconds: float)
 
 
 async def measure(deployment: Any, prompt: list[int], args: Any) -> dict[int, list[Round]]:
-    """All rounds of all layouts."""
+    """Measure all rounds of all layouts."""
     omni = AsyncOmni(deployment.connections(0))
     try:
         answers, rounds = Answers(omni, prompt), {talkers: list[Round]() for talkers in args.talkers}

@@ -1,4 +1,4 @@
-"""The tables of docs/memory.md: what each released model needs to run on which machine, by the planner itself."""
+"""Writes the tables of docs/memory.md: the flags that each released model needs on each machine, from the planner."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ TABLES = ("qwen3_omni", "qwen3_omni_pd", "bagel", "bagel_single")
 
 
 def machine(size: int, count: int) -> Machine:
-    """A machine with so many devices of so many bytes."""
+    """Return a machine with `count` devices of `size` bytes."""
     return Machine(
         platform="cuda", device_count=count, cpu_count=32, memory_bytes=1 << 38, device_bytes=(size,) * count
     )
@@ -113,7 +113,7 @@ def machine(size: int, count: int) -> Machine:
 
 @cache
 def released(config: str) -> tuple[OmniConfig, ModelFacts]:
-    """A stage config of this package, and the facts of its released model with it."""
+    """Return a stage config of this package, and the facts of its released model."""
     model = CONFIGS[config]
     names = Names(stages=tuple(stage.name for stage in model.pipeline.stages))
     settings = load_config(config, names, model.family.presets)
@@ -132,12 +132,12 @@ def plan_released(config: str, flags: Mapping[str, Any], where: Machine) -> Plan
 
 
 def tables() -> str:
-    """All tables in Markdown."""
+    """Return all tables in Markdown."""
     return "\n".join(line for config in TABLES for line in _table(config))
 
 
 def write(page: Path = PAGE) -> None:
-    """Put the tables into the page, between the marks."""
+    """Write the tables into the page, between the marks."""
     text = page.read_text(encoding="utf-8")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     page.write_text(f"{before}{BEGIN}{tables()}{END}{after}", encoding="utf-8")
@@ -168,7 +168,7 @@ def _cell(config: str, where: Machine) -> str:
 
 
 def _tokens(plan: Plan) -> str:
-    """Tokens in the KV cache of the frontend, in thousands; empty if it has none."""
+    """Return the tokens in the KV cache of the frontend, in thousands; empty if it has none."""
     name = str(plan.frontend().replicas[0].id)
     tokens = min(share.kv_tokens for sheet in plan.sheets for share in sheet.shares if share.replica == name)
     return f": {tokens // 1000}k" if tokens else ""

@@ -1,5 +1,7 @@
-"""vLLM's own MooncakeConnector, only that it starts where there is no accelerator. A stock server finds it through
-`kv_connector_module_path`."""
+"""vLLM's own MooncakeConnector, with a start on machines without an accelerator.
+
+A stock server finds it through `kv_connector_module_path`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from vllm_omni_ext.disaggregation.mooncake_connector import device_index
 
 
 class StockMooncakeConnector(MooncakeConnector):
-    """Its constructor asks for the accelerator's number."""
+    """Constructs vLLM's connector inside `device_index`: the constructor reads the accelerator's number."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with device_index():

@@ -1,9 +1,8 @@
-"""Operator calls of a frame of the talker and of a pass of the vocoder: what each costs a GPU to launch.
+"""Counts operator calls of a frame of the talker and of a pass of the vocoder: each is a launch on a GPU.
 
-Networks with the released numbers of layers, groups and kernels and few channels, on the CPU: the calls do not depend
-on the width. Views are not counted. "outside" are the calls beside the graph where one is recorded, with one for the
-graph itself; calls that only touch memory of the host are among them, so a GPU sees fewer. A row with a seed costs one
-more.
+The networks have the released numbers of layers, groups and kernels and few channels, on the CPU: the calls do not
+depend on the width. Views are not counted. "outside" are the calls outside the graph, with one for the graph itself.
+They include calls that only touch memory of the host, so a GPU executes fewer. A row with a seed needs one more call.
 
     python benchmarks/operator_calls.py [--details]
 """
@@ -90,18 +89,18 @@ class Count(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The number of all calls."""
         return sum(self.calls.values())
 
 
 class Inside:
-    """Records by counting: what is repeated is one call more."""
+    """A recorder that counts the calls of a graph: a replay is one call."""
 
     def __init__(self) -> None:
         self.calls: list[Counter[str]] = []
 
     def record(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Count what `body` calls."""
+        """Count the operator calls of `body`."""
         with Count() as count:
             body()
         self.calls.append(count.calls)
@@ -110,7 +109,7 @@ class Inside:
 
 @dataclass
 class Calls:
-    """Operator calls of one thing, by name: those that a graph holds, and those beside it."""
+    """Operator calls of one computation, by name: those inside a graph, and those outside."""
 
     name: str
     inside: Counter[str]
@@ -118,13 +117,13 @@ class Calls:
 
     @property
     def beside(self) -> int:
-        """Calls outside of a graph, with one for the graph itself."""
+        """The number of calls outside a graph, with one for the graph itself."""
         return self.outside.total() + (1 if self.inside else 0)
 
 
 @torch.inference_mode()
 def of_a_frame(rows: int = 2) -> Calls:
-    """A frame of `rows` requests that sample without a seed."""
+    """Count the calls of a frame of `rows` requests that sample without a seed."""
     predictor, table = CodePredictor(PREDICTOR), torch.zeros(CODES, HIDDEN)
     hidden, draws, recorder = torch.randn(rows, HIDDEN), [Draw(greedy=False)] * rows, Inside()
     maker = FrameMaker(predictor, table, rows=rows, recorder=recorder)
@@ -154,7 +153,7 @@ class _Weights:
 
 @torch.inference_mode()
 def of_a_row() -> Calls:
-    """The talker's input row after a frame."""
+    """Count the calls of the talker's input row after a frame."""
     from vllm_omni_ext.engine.input_provider import Span
 
     provider = TalkerInputProvider(_Weights(), device=torch.device("cpu"))
@@ -168,7 +167,7 @@ def of_a_row() -> Calls:
 
 @torch.inference_mode()
 def of_a_pass(frames: int = 4) -> Calls:
-    """A part of one stream under way."""
+    """Count the calls of a later part of one stream."""
     vocoder, recorder = Vocoder(VOCODER), Inside()  # type: ignore[arg-type]
     vocoder.record(recorder, streams=1)
     state = vocoder.new_state()

@@ -1,11 +1,11 @@
-"""What computing prompts apart changes, with as many devices; device time is simulated, transfers are real.
+"""Compares prefill/decode disaggregation with as many plain replicas; device time is simulated, transfers are real.
 
-Clients that read long answers (`writers`) never pause, long prompts with short answers (`readers`) arrive at random.
-A step takes `--step` seconds and `--token` more for each token, so that a long prompt holds up those who read from
-the same engine. Compared are two replicas that do both, and one that prefills beside one that decodes. At the end:
-how fast KV caches were moved, beside a copy of as many bytes in memory.
+Clients with long answers (`writers`) never pause, long prompts with short answers (`readers`) arrive at random. A step
+takes `--step` seconds and `--token` more for each token, so a long prompt delays all answers of the same engine. The
+program compares two replicas that do both with one prefill and one decode replica. At the end it prints the transfer
+rate of KV caches, and that of a copy of as many bytes in memory.
 
-Mooncake listens on all interfaces: run it where there is only loopback.
+Mooncake listens on all interfaces: run it in a network namespace with only loopback.
 
     unshare --map-root-user --net sh -c 'ip link set lo up; exec "$@"' sh \\
         python benchmarks/pd.py [MODEL] [--writers 6] [--rate 1.5] [--prompt 1500] [--seconds 20] [--json FILE]
@@ -37,20 +37,20 @@ COPIES = 20
 
 @dataclass
 class Seen:
-    """What clients saw, in seconds."""
+    """Times of answers at the clients, in seconds."""
 
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
 
     def row(self, name: str) -> str:
-        """Percentiles in milliseconds; readers have hardly any gaps."""
+        """Return percentiles in milliseconds; readers have only few gaps."""
         first = [f"{np.percentile(self.first, at) * MS:9.0f}" for at in (50, 95)]
         gaps = [f"{np.percentile(self.gaps, at) * MS:9.0f}" for at in (50, 99)] + [f"{max(self.gaps) * MS:9.0f}"]
         return f"{name:<22}{len(self.first):>6}{''.join(first)}{''.join(gaps)}"
 
 
 async def ask(omni: Any, name: str, prompt: list[int], tokens: int, seen: Seen) -> None:
-    """One request, read as it comes."""
+    """Send one request, and record the times of its outputs."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     last = began = time.monotonic()
     async for _ in omni.generate({"prompt_token_ids": prompt}, params, name):
@@ -60,7 +60,7 @@ async def ask(omni: Any, name: str, prompt: list[int], tokens: int, seen: Seen) 
 
 
 async def load(omni: Any, args: Any, rng: random.Random) -> dict[str, Seen]:
-    """Both kinds of clients for some seconds; what is under way at the end is finished."""
+    """Run both kinds of clients for `args.seconds`, and let the running requests finish."""
     seen = {"writers": Seen(), "readers": Seen()}
     end = time.monotonic() + args.seconds
 
@@ -91,7 +91,7 @@ async def load(omni: Any, args: Any, rng: random.Random) -> dict[str, Seen]:
 
 
 def measure(model: str, args: Any, thinker: dict[str, Any]) -> tuple[dict[str, Seen], dict[str, float]]:
-    """One topology: what clients saw, and what was moved."""
+    """Measure one topology. Return the times at the clients, and the counters of transfers."""
     timed = engine(args.step, args.token)
     stages = {"thinker": {**timed, **thinker}}
     size = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
@@ -106,7 +106,7 @@ def measure(model: str, args: Any, thinker: dict[str, Any]) -> tuple[dict[str, S
 
 
 def copy_rate(size: int) -> float:
-    """Bytes a second of a copy in memory, the best of several."""
+    """Return the bytes a second of a copy in memory, the best of several."""
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     times = []
     for _ in range(COPIES):

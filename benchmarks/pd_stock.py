@@ -1,15 +1,15 @@
-"""Prefill and decode apart: ours beside stock vLLM with its proxy's flow; same model, same prompts, taking turns.
+"""Compares prefill/decode disaggregation of ours and of stock vLLM; same model, same prompts, taking turns.
 
-Ours is one server, one replica that prefills, one that decodes. Stock vLLM is two servers of the text stage's model,
-with vLLM's MooncakeConnector (see `mooncake_on_cpu.py` for the one line without which it does not start here). vLLM's
-proxy is a script of its repository and not installed with it: this program sends what the script sends, a prefill
-request with `max_tokens` 1 and a decode request with `kv_transfer_params`, both at once, to the two servers. So stock
-vLLM is spared the way through a proxy. Answers are streamed; `--clients` ask without pause.
+Ours is one server with one prefill and one decode replica. Stock vLLM is two servers of the text stage's model, with
+vLLM's MooncakeConnector (`mooncake_on_cpu.py` makes it start here). vLLM's proxy is a script of its repository and not
+installed with it. This program sends the requests of the script: a prefill request with `max_tokens` 1 and a decode
+request with `kv_transfer_params`, both at once, to the two servers. So requests to stock vLLM pass through no proxy.
+Answers are streamed. `--clients` clients send requests without pause.
 
-A step takes `--step` seconds and `--token` more for each token, whatever runs in it. KV caches really move; how many
-and how fast is what the prefill engines count: ours in `/metrics`, stock vLLM's in its log.
+A step takes `--step` seconds and `--token` more for each token. KV caches really move. The prefill engines count
+transfers, bytes and seconds: ours in `/metrics`, stock vLLM's in its log.
 
-Mooncake listens on all interfaces: run it where there is only loopback.
+Mooncake listens on all interfaces: run it in a network namespace with only loopback.
 
     unshare --map-root-user --net sh -c 'ip link set lo up; exec "$@"' sh \\
         python benchmarks/pd_stock.py [MODEL] [--prompt 1000] [--clients 4] [--requests 24] [--rounds 4] [--json FILE]
@@ -48,15 +48,15 @@ MODEL = "model"
 OURS, STOCK = "ours", "stock vLLM"
 STOCK_PROGRAM = str(Path(__file__).with_name("stock.py"))
 OUR_PORT, PREFILL_PORT, DECODE_PORT, BOOTSTRAP_PORT = 8100, 8200, 8300, 8998
-"""Where there is only loopback, nobody else has these; a free one could be another server's by the time it is used."""
+"""In a network namespace of its own, no other process has these. A free port could be taken before its use."""
 
 CACHE_BYTES = 64 << 20
 MAX_LEN = 2048
 TRANSFER_S = 60.0
-"""Nobody gives up a transfer because this machine is busy."""
+"""Long enough that no transfer is aborted because this machine is busy."""
 
 LOG_EVERY_S = 1.0
-"""Stock vLLM writes what it has moved so often."""
+"""Seconds between two log lines of stock vLLM with its transfers."""
 
 LATEST_S = 300.0
 WARM_UP = 4
@@ -65,11 +65,11 @@ MS, MIB, MB = 1e3, 1 << 20, 1e6
 
 @dataclass
 class Seen:
-    """What clients saw, in seconds, and what the engines say that they have moved.
+    """Times of answers at the clients, in seconds, and the engines' counters of transfers.
 
     Attributes:
-        seconds: all transfers' together.
-        failed: transfers that failed, whoever noticed.
+        seconds: sum of all transfers.
+        failed: failed transfers, detected by either side.
     """
 
     first: list[float] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Seen:
     failed: float = 0.0
 
     def row(self, name: str) -> str:
-        """One line of the table."""
+        """Return one line of the table."""
         times = [np.percentile(column, at) * MS for column in (self.first, self.gaps) for at in (50, 99)]
         rate = self.bytes / self.seconds / MB
         moved = f"{self.transfers:>7.0f}{self.bytes / MIB:>8.0f}{rate:>8.1f}{self.failed:>8.0f}"
@@ -88,7 +88,7 @@ class Seen:
 
 
 class Ours:
-    """One server."""
+    """One server of this package."""
 
     def __init__(self, model: str, folder: Path, args: Any) -> None:
         timed = engine(args.step, args.token)
@@ -101,14 +101,14 @@ class Ours:
         self.servers = [self.server]
 
     async def ready(self, session: aiohttp.ClientSession) -> None:
-        """Nothing more is needed."""
+        """Return at once: the server needs no further step."""
 
     async def ask(self, session: aiohttp.ClientSession, body: dict[str, Any], seen: Seen) -> None:
-        """One request."""
+        """Send one request."""
         await read(session, self.server, body, time.monotonic(), seen)
 
     def moved(self) -> dict[str, float]:
-        """Since the start: transfers, bytes, seconds, failures."""
+        """Return transfers, bytes, seconds and failures since the start."""
         with urllib.request.urlopen(f"http://{HOST}:{self.server.port}/metrics") as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         sums: dict[str, float] = {}
@@ -124,7 +124,7 @@ class Ours:
 
 
 class Stock:
-    """A server that prefills, a server that decodes, and what vLLM's proxy says to them."""
+    """A prefill server, a decode server, and the requests of vLLM's proxy."""
 
     def __init__(self, model: str, folder: Path, args: Any) -> None:
         self.servers = []
@@ -146,12 +146,12 @@ class Stock:
         self.bootstrap = f"http://{HOST}:{BOOTSTRAP_PORT}"
 
     async def ready(self, session: aiohttp.ClientSession) -> None:
-        """Ask who prefills, as the proxy does when it starts."""
+        """Request the id of the prefill engine, as the proxy does when it starts."""
         async with session.get(f"{self.bootstrap}/query") as answer:
             self.engine_id = (await answer.json())["0"]["engine_id"]
 
     async def ask(self, session: aiohttp.ClientSession, body: dict[str, Any], seen: Seen) -> None:
-        """One request: two."""
+        """Send one request as a prefill and a decode request."""
         began, transfer = time.monotonic(), {"transfer_id": uuid.uuid4().hex}
         keep = {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
         fetch = {"do_remote_decode": False, "do_remote_prefill": True, **transfer}
@@ -162,7 +162,7 @@ class Stock:
             both.create_task(read(session, self.decode, body | {"kv_transfer_params": fetch}, began, seen))
 
     def moved(self) -> dict[str, float]:
-        """Since the start: transfers, bytes, seconds, failures; what the log says is rounded to 0.001 ms and MiB."""
+        """Return the same from the logs; their values are rounded to 0.001 ms and MiB."""
         sums = dict.fromkeys(("transfers", "bytes", "seconds", "failed"), 0.0)
         for server in self.servers:
             for line in re.findall(r"KV Transfer metrics: (.*)", server.log.read_text(errors="replace")):
@@ -182,20 +182,20 @@ def _common(server: Server) -> list[str]:
 
 
 def _last_words(server: Server, kind: type[BaseException] | None, *error: Any) -> None:
-    """A server that has ended by itself says why."""
+    """Print the status and the last log lines of a server that has ended by itself."""
     if kind is not None and server.status() is not None:
         print(f"a server has ended with status {server.status()}:\n{server.tail()}", file=sys.stderr)
 
 
 async def post(session: aiohttp.ClientSession, server: Server, body: dict[str, Any]) -> None:
-    """A request whose answer nobody needs."""
+    """Send a request and discard its answer."""
     async with session.post(f"{server.base_url}/completions", json=body) as answer:
         await _check(answer)
         await answer.read()
 
 
 async def read(session: aiohttp.ClientSession, server: Server, body: dict[str, Any], began: float, seen: Seen) -> None:
-    """A request whose answer is read as it comes."""
+    """Send a request, and record the times of its streamed answer."""
     last = None
     async with session.post(f"{server.base_url}/completions", json=body) as answer:
         await _check(answer)
@@ -214,10 +214,10 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
 
 
 async def one_round(who: Ours | Stock, prompts: list[list[int]], args: Any, seen: Seen) -> None:
-    """All prompts, so many at once."""
+    """Send all prompts, `args.clients` at once."""
     waiting = iter(prompts)
     timeout = aiohttp.ClientTimeout(total=LATEST_S)
-    limits = aiohttp.TCPConnector(limit=0, force_close=True)  # a connection each, as from so many clients
+    limits = aiohttp.TCPConnector(limit=0, force_close=True)  # one connection a request, as from separate clients
     async with aiohttp.ClientSession(timeout=timeout, connector=limits) as session:
         await who.ready(session)
 
@@ -232,7 +232,7 @@ async def one_round(who: Ours | Stock, prompts: list[list[int]], args: Any, seen
 
 
 def measure(model: str, folder: Path, args: Any) -> dict[str, Seen]:
-    """Start all servers, let both sides take turns."""
+    """Start all servers, and measure both sides in turns."""
     rng = random.Random(args.seed)
     sides = {OURS: Ours(model, folder, args), STOCK: Stock(model, folder, args)}
     seen = {name: Seen() for name in sides}
@@ -267,7 +267,7 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--json", type=Path)
     args = arguments.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # what our text stage gets here
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # as for our text stage here
     os.environ |= {"PYTHONPATH": PYTHONPATH, "VLLM_LOG_STATS_INTERVAL": str(LOG_EVERY_S)}
     os.environ |= {"VLLM_HOST_IP": HOST, "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(BOOTSTRAP_PORT)}
     with checkpoint(args.model) as model, tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
-"""What replicas of a stage add, and what a step costs beside a bare vLLM client; device time is simulated.
+"""Measures throughput by number of replicas of a stage, and the cost of a step; device time is simulated.
 
-One stage's steps take `--step` seconds, its pool has 1, 2 or 4 open replicas, and requests come in a closed loop with
-twice as many as the open replicas can run at once. Counted is what comes out of the stage. What a step costs:
-`step_cost.py`.
+Each step of one stage takes `--step` seconds. Its pool has 1, 2 or 4 open replicas. A closed loop sends twice as many
+requests as the open replicas can run at once. The program counts the outputs of the stage. `step_cost.py` compares the
+cost of a step with a bare vLLM client.
 
     python benchmarks/replicas.py [MODEL] [--stages talker thinker] [--step 0.05] [--rounds 3] [--json FILE]
 """
@@ -39,24 +39,24 @@ from vllm_omni_ext.runtime.launch.launcher import Deployment
 SLOTS = 4
 """Requests a replica runs at once."""
 QUEUE = 2
-"""Requests in the closed loop for each slot: a slot that falls free is filled at once."""
+"""Requests in the closed loop for each slot: a free slot is filled at once."""
 SETTLE_S = 1.5
 
 
 @dataclass
 class Throughput:
-    """Items a second by number of open replicas, one for each round. `ideal`: of one replica without any pause."""
+    """Items a second by number of open replicas, one for each round. `ideal`: those of one replica without pauses."""
 
     ideal: float
     rates: dict[int, list[float]] = field(default_factory=dict)
 
     def scaling(self, count: int) -> float:
-        """Median rate, in those of one replica."""
+        """Return the median rate divided by that of one replica."""
         return statistics.median(self.rates[count]) / statistics.median(self.rates[1])
 
 
 async def throughput(work: Work, steps: dict[ReplicaId, list[Step]], args: Any) -> Throughput:
-    """Open 1, 2, 4 replicas, 4, 2, 1, and so on."""
+    """Measure 1, 2, 4 open replicas, then 4, 2, 1, and so on."""
     result = Throughput(SLOTS / args.step, {count: [] for count in args.replicas})
     counts = list(args.replicas)
     for _ in range(args.rounds):
@@ -67,7 +67,7 @@ async def throughput(work: Work, steps: dict[ReplicaId, list[Step]], args: Any) 
 
 
 async def rate(work: Work, count: int, steps: dict[ReplicaId, list[Step]], seconds: float) -> float:
-    """Items a second that the stage puts out with `count` open replicas."""
+    """Return the items a second of the stage with `count` open replicas."""
     open_only(work, count)
     async with closed_loop(work, QUEUE * SLOTS * count):
         await asyncio.sleep(SETTLE_S)
@@ -79,9 +79,9 @@ async def rate(work: Work, count: int, steps: dict[ReplicaId, list[Step]], secon
 
 
 def share_out_cores(deployment: Deployment, stage: str) -> None:
-    """Give this process and one stage the first core, and the other stages the last: they compute on it meanwhile.
+    """Pin this process and one stage to the first core, and the other stages to the last.
 
-    With a GPU the other stages would leave the cores alone too; a bare client's rounds have no other stages at all.
+    With a GPU the other stages would not use these cores either. The rounds of a bare client have no other stages.
     """
     cores = sorted(os.sched_getaffinity(0))
     places = {os.getpid(): cores[0]}
@@ -93,7 +93,7 @@ def share_out_cores(deployment: Deployment, stage: str) -> None:
 
 
 def bare_client(connections: Connections, replica: ReplicaId) -> AsyncMPClient:
-    """vLLM's own client of a replica."""
+    """Return vLLM's own client of a replica."""
     config = deepcopy(connections.configs[replica.stage])
     return AsyncMPClient(
         config,
@@ -106,7 +106,7 @@ def bare_client(connections: Connections, replica: ReplicaId) -> AsyncMPClient:
 
 
 async def measure(deployment: Any, stage: str, args: Any) -> tuple[Throughput | None, list[Overhead]]:
-    """Both, for one stage."""
+    """Measure throughput and overhead of one stage."""
     omni = AsyncOmni(deployment.connections(0))
     first = ReplicaId(stage, 0)
     bare = bare_client(deployment.connections(1), first)

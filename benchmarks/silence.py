@@ -1,9 +1,9 @@
-"""What listeners hear of spoken answers at once: how long an answer is silent because its next sound is not there yet.
+"""Measures the silence in concurrent spoken answers: the time without sound because the next part is not there yet.
 
-Two deployments follow each other: code2wav with vLLM's order, first come, first served (`fcfs`), and with what is due
-first (`priority`, the default). In each, answers that begin with a part of one frame beside others take turns with
-those that begin with two, the default. The lengths of the answers are those of `spoken.py`; a listener begins to play
-at the first piece and plays in real time.
+It starts two deployments, one after the other: code2wav with vLLM's first come, first served (`fcfs`), and with the
+earliest due part first (`priority`, the default). In each, rounds with a first part of one frame while other answers
+run take turns with rounds with two frames, the default. The lengths of the answers are those of `spoken.py`. Playback
+begins at the first part and runs in real time.
 
     python benchmarks/silence.py [MODEL] [--listeners 1 4 8] [--rounds 8] [--json FILE]
 """
@@ -27,16 +27,16 @@ FIRST_PARTS = (1, 2)
 ANSWERS = 6
 """Of each listener in a round."""
 NOTICED_S = 0.02
-"""A silence that counts."""
+"""Shortest silence that is counted."""
 
 
 def at(share: float, values: list[float]) -> float:
-    """The value that `share` of all do not exceed."""
+    """Return the value that `share` of all do not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def line(policy: str, first_part: int, listeners: int, seconds: float, answers: list[Answer]) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     late = [answer.late_s for answer in answers]
     first = [answer.first_s for answer in answers]
     made = sum(answer.sound_s for answer in answers) / seconds

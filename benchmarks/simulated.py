@@ -1,8 +1,8 @@
 """Engines whose device time is stated instead of computed.
 
-A step takes a stated time, computing included, and the process sleeps through what is left of it: so neither the cores
-of this machine nor how many engines share them matter, as long as the tiny model computes in less. The executor is
-chosen by vLLM's own argument `distributed_executor_backend`, for a stage (`engine`) as for a stock server (`flags`).
+A step takes a stated time, computing included: the process sleeps for the rest of it. So the results do not depend on
+the cores of this machine or on the number of engines, as long as the tiny model computes in less time. vLLM's own
+argument `distributed_executor_backend` selects the executor, for a stage (`engine`) and for a stock server (`flags`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ STEP = "step_s"
 """Key of `additional_config`: seconds a step takes."""
 
 TOKEN = "token_s"
-"""Another one: seconds that each token of a step adds."""
+"""Key of `additional_config`: seconds that each token of a step adds."""
 
 PYTHONPATH = str(Path(__file__).parent)
-"""Where a server that is a process of its own finds this module."""
+"""Folder of this module, for the environment of a server in another process."""
 
 
 class TimedExecutor(UniProcExecutor):
-    """Runs the model, and keeps its results back until the step has taken its time."""
+    """Runs the model, and returns its results after the time of the step."""
 
     def _init_executor(self) -> None:
         self._step_s = float(self.vllm_config.additional_config[STEP])
@@ -34,7 +34,7 @@ class TimedExecutor(UniProcExecutor):
         super()._init_executor()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        """Begin a step; one of a pooling model is over with it."""
+        """Begin a step; a step of a pooling model also ends here."""
         tokens = scheduler_output.total_num_scheduled_tokens
         self._ends = time.monotonic() + self._step_s + tokens * self._token_s if tokens else 0.0
         output = super().execute_model(scheduler_output, non_block)
@@ -53,12 +53,12 @@ class TimedExecutor(UniProcExecutor):
 
 
 def engine(step_s: float, token_s: float = 0.0) -> dict[str, Any]:
-    """Engine arguments of a stage whose steps take `step_s` seconds, and `token_s` more for each token."""
+    """Return engine arguments of a stage whose steps take `step_s` seconds, and `token_s` more for each token."""
     times = {STEP: step_s, TOKEN: token_s} if token_s else {STEP: step_s}
     return {"distributed_executor_backend": "simulated.TimedExecutor", "additional_config": times}
 
 
 def flags(step_s: float, token_s: float = 0.0) -> list[str]:
-    """The same as flags of `vllm serve`, whose environment needs `PYTHONPATH`."""
+    """Return the same as flags of `vllm serve`, whose environment needs `PYTHONPATH`."""
     words = [(f"--{name.replace('_', '-')}", value) for name, value in engine(step_s, token_s).items()]
     return [word for name, value in words for word in (name, value if isinstance(value, str) else json.dumps(value))]

@@ -1,12 +1,13 @@
-"""Mixed requests for a long time while processes are killed: what is lost, and what is left over.
+"""Sends mixed requests for a long time while processes are killed, and counts lost requests and leftover resources.
 
 A server with two replicas of each stage and two API servers answers texts, spoken answers, read-aloud texts, pictures
-and sounds, some of which are given up in the middle or at once. Seven of its processes are killed once within
+and sounds. The clients abort some requests in the middle or at once. Seven of its processes are killed once within
 `--settle` seconds, and then one every `--kill-every` seconds. Each answer is compared with the first one to the same
-request, taken before anything is killed. A request whose connection broke, because its API server was killed, is
-asked again. After `--settle` seconds, and at the end, the clients pause, many requests are asked at once, among them
-pictures and sounds that are new to each process, and memory (PSS and RSS), file descriptors, threads, shared memory
-and blocks are counted.
+request, from before the first kill. A request whose connection broke, because its API server was killed, is sent again.
+
+After `--settle` seconds, and at the end, the clients pause. Many requests are sent at once, among them pictures and
+sounds that are new to each process. Then memory (PSS and RSS), file descriptors, threads, shared memory and blocks are
+counted.
 
     python benchmarks/soak.py [MODEL] [--seconds 1200] [--settle 120] [--kill-every 60] [--clients 6] [--json FILE]
 
@@ -47,23 +48,28 @@ from examples.server import Server, alive
 
 MODEL = "model"
 TRIES = 5
-"""How often a request is asked whose connection breaks."""
+"""Attempts for a request whose connection breaks."""
 ANSWER_S = 120.0
 QUIET_S = 120.0
-"""How long it may take until nothing runs and all processes are there."""
+"""Longest time until nothing runs and all processes are there."""
 LOOK_EVERY_S = 0.5
 EACH_AT_ONCE = 4
-"""So many of each request, at once: more than the clients ask, so that every process has as much memory as it will need
-before it is counted. A process keeps what it once had, and would otherwise get it by chance, sooner or later."""
+"""Number of each request, sent at once: more than the clients send.
+
+So every process reaches its largest memory before it is counted. A process keeps its memory, and would otherwise reach
+the largest size at a random time.
+"""
 NEW_MEDIA = 16
-"""So many at once reach every process, which then has all that it opens for its first picture and its first sound."""
+"""Requests with new media at once: they reach every process, which then has opened all files for such media."""
 POOLED_THREADS = 20
-"""An API server's thread pools (media, files, AnyIO) start a thread when none is idle: so many may come late. Those of
-connections, which ZeroMQ starts, are not among them."""
+"""Threads that an API server may start later: its pools (media, files, AnyIO) start one when none is idle.
+
+The threads of connections, from ZeroMQ, are not included.
+"""
 MESSAGE_THREADS = 2
-"""Of the context that pyzmq makes once in a process, with the first large message."""
+"""Threads of the context that pyzmq makes once in a process, with the first large message."""
 VICTIMS = ("talker/1", "code2wav/1", "thinker/0", "talker/0", "api_server/1", "coordinator", "api_server/0")
-"""In this order: engines take longest until they have all that they use, so they come first."""
+"""Processes to kill, in this order: engines need the longest time to reach their final level, so they come first."""
 FLAGS = ("--served-model-name", MODEL, "--max-model-len", "2048", "--api-server-count", "2")
 TWO = json.dumps({stage: {"replicas": 2} for stage in ("thinker", "talker", "code2wav")})
 
@@ -73,7 +79,7 @@ class Wrong(Exception):
 
 
 def chat(content: Any, **more: Any) -> dict[str, Any]:
-    """A greedy chat request of fixed lengths, with sound unless `more` says otherwise."""
+    """Return a greedy chat request of fixed lengths, with sound unless `more` has other modalities."""
     return {
         "model": MODEL,
         "messages": [{"role": "user", "content": content}],
@@ -86,7 +92,7 @@ def chat(content: Any, **more: Any) -> dict[str, Any]:
 
 
 def picture(seed: int = 0) -> dict[str, Any]:
-    """A part of a message with a small picture."""
+    """Return a part of a message with a small picture."""
     pixels = np.random.default_rng(seed).integers(0, 256, (64, 64, 3), np.uint8)
     Image.fromarray(pixels).save(file := io.BytesIO(), "png")
     url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
@@ -94,7 +100,7 @@ def picture(seed: int = 0) -> dict[str, Any]:
 
 
 def sound(seed: int = 1) -> dict[str, Any]:
-    """A part of a message with half a second of noise."""
+    """Return a part of a message with half a second of noise."""
     noise = np.random.default_rng(seed).normal(0, 0.1, 8000).astype("f4")
     soundfile.write(file := io.BytesIO(), noise, 16_000, format="wav")
     return {"type": "input_audio", "input_audio": {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}}
@@ -117,10 +123,10 @@ READ_ALOUD = {"talker": {"temperature": 0, "min_tokens": 32, "max_tokens": 33}}
 
 @dataclass(frozen=True)
 class Level:
-    """What a server holds while it does nothing.
+    """Resources of an idle server.
 
-    `pss`, `rss`, `descriptors`, `threads` and `zmq_threads`, which are some of them, are by process. `shared_bytes` and
-    `shared_names` are those of /dev/shm.
+    `pss`, `rss`, `descriptors`, `threads` and `zmq_threads` are by process; `threads` includes `zmq_threads`.
+    `shared_bytes` and `shared_names` are those of /dev/shm.
     """
 
     pss: dict[str, int]
@@ -134,7 +140,7 @@ class Level:
     blocks: float
 
     def left_over(self, before: Level) -> list[str]:
-        """What this level has more of than another, but for memory."""
+        """Return the resources, except memory, of which this level has more than `before`."""
         kinds = {
             "descriptors": (self.descriptors, before.descriptors),
             "threads of connections": (self.zmq_threads, before.zmq_threads),
@@ -152,14 +158,14 @@ class Level:
 
 
 def late_threads(kind: str, name: str) -> int:
-    """How many threads a process may have more later."""
+    """Return the number of threads that a process may start later."""
     late = {"threads": POOLED_THREADS + MESSAGE_THREADS, "threads of connections": MESSAGE_THREADS}
     return late.get(kind, 0) if name.startswith("api_server") else 0
 
 
 @dataclass
 class Result:
-    """What has happened: requests by kind and outcome, processes that were killed, and the two levels."""
+    """The result of a run: requests by kind and outcome, killed processes, and the two levels."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
@@ -167,7 +173,7 @@ class Result:
     levels: list[Level] = field(default_factory=list)
 
     def growth(self) -> dict[str, float]:
-        """Growth of all processes' memory between the levels, as a share of the first.
+        """Return the growth of all processes' memory between the levels, as a share of the first.
 
         "pss" counts a page once, and again when a process that shares it writes to it; "rss" counts a page in every
         process that has it, shared or not.
@@ -177,12 +183,12 @@ class Result:
         return {kind: sum(now.values()) / sum(was.values()) - 1 for kind, (was, now) in kinds.items()}
 
     def left_over(self) -> list[str]:
-        """What was left over at the end."""
+        """Return the leftover resources at the end."""
         return self.levels[-1].left_over(self.levels[0])
 
 
 class Soak:
-    """Clients of one server, the one who kills its processes, and what they have seen."""
+    """Clients of one server, the task that kills its processes, and their result."""
 
     def __init__(self, server: Server, seed: int = 0) -> None:
         self._server = server
@@ -196,7 +202,7 @@ class Soak:
     # -- requests -----------------------------------------------------------------------------------------------
 
     async def client(self) -> None:
-        """Ask one request after the other, until cancelled."""
+        """Send one request after the other, until cancelled."""
         while True:
             await self._going.wait()
             kind = self._chance.choice((*REQUESTS, *GIVEN_UP))
@@ -212,7 +218,7 @@ class Soak:
                 outcome = await (self._give_up(kind) if kind in GIVEN_UP else self.ask(kind))
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
                 self.result.outcomes["connections that broke"] += 1
-                await asyncio.sleep(LOOK_EVERY_S)  # until the API server that follows accepts connections
+                await asyncio.sleep(LOOK_EVERY_S)  # until the next API server accepts connections
                 continue
             except (Wrong, TimeoutError) as error:
                 self.result.lost.append(f"{kind}: {error!r}")
@@ -222,7 +228,7 @@ class Soak:
         self.result.lost.append(f"{kind}: the connection broke {TRIES} times")
 
     async def ask(self, kind: str) -> str:
-        """Ask a request and compare its answer; returns the outcome."""
+        """Send a request and compare its answer; return the outcome."""
         path, fields = REQUESTS[kind]
         if kind == "read aloud":
             fields = fields | READ_ALOUD
@@ -245,7 +251,7 @@ class Soak:
 
     @asynccontextmanager
     async def _post(self, path: str, fields: Mapping[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A request over a connection of its own, which any API server may accept."""
+        """Send a request over a connection of its own, which any API server may accept."""
         limit = aiohttp.ClientTimeout(total=ANSWER_S)
         connector = aiohttp.TCPConnector(force_close=True)
         url = self._server.base_url + path
@@ -260,8 +266,8 @@ class Soak:
     async def killer(self, settle_s: float, every_s: float) -> None:
         """Kill one process after the other, until cancelled; each of them once within `settle_s`.
 
-        A process that is started again has more descriptors than one of the beginning: it is forked from a head that
-        has connections by then. So both levels are to be of processes that were started again.
+        A restarted process has more descriptors than one of the beginning: it is forked from a head that has
+        connections by then. So both levels must be of restarted processes.
         """
         for number, victim in enumerate(itertools.cycle(VICTIMS)):
             await asyncio.sleep(settle_s / (len(VICTIMS) + 1) if number < len(VICTIMS) else every_s)
@@ -270,7 +276,7 @@ class Soak:
             self.result.killed[victim.partition("/")[0]] += 1
 
     async def processes(self) -> dict[str, int]:
-        """Process ids by name, as the server tells them."""
+        """Return process ids by name, from the server's status."""
         said = json.loads(await self._get("/v1/omni/status"))
         found = {each["id"]: each["pid"] for stage in said["stages"] for each in stage["replicas"]}
         found |= {f"api_server/{each['index']}": each["pid"] for each in said["api_servers"]}
@@ -289,11 +295,11 @@ class Soak:
     # -- levels -------------------------------------------------------------------------------------------------
 
     def go(self) -> None:
-        """Let the clients ask."""
+        """Let the clients send requests."""
         self._going.set()
 
     async def level(self) -> Level:
-        """Pause the clients, wait until the server does nothing and has all its processes, and count."""
+        """Pause the clients, wait until the server is idle and has all its processes, and count."""
         self._going.clear()
         await until_nothing(self._busy)
         many = [self._answered(kind) for kind in REQUESTS for _ in range(EACH_AT_ONCE)]
@@ -302,7 +308,7 @@ class Soak:
         return counted(await self.processes(), *await self._held())
 
     async def _ask_about_new_media(self) -> None:
-        """Ask about a picture or a sound that is new: known ones stay with the replica that had them before."""
+        """Send a request with a new picture or sound: a repeated one goes to the replica that had it before."""
         path, fields = REQUESTS["sound"]
         seed = next(self._seeds)
         content = [picture(seed) if seed % 2 else sound(seed), {"type": "text", "text": "What is it?"}]
@@ -312,7 +318,7 @@ class Soak:
             await reply.read()
 
     async def _busy(self) -> str:
-        """What is not quiet, or not there; empty: nothing."""
+        """Return the values that are not zero and the states that are not UP; empty if there are none."""
         said = json.loads(await self._get("/v1/omni/status"))
         replicas = [each for stage in said["stages"] for each in stage["replicas"]]
         states = {each["state"] for each in (*replicas, *said["api_servers"])}
@@ -322,7 +328,7 @@ class Soak:
         return " ".join([f"{name}={fact}" for name, fact in facts.items() if fact] + sorted(states - {"UP"}))
 
     async def _held(self) -> tuple[float, float]:
-        """Open requests, and the share of blocks that are in use, of all replicas together."""
+        """Return the open requests, and the share of used blocks, of all replicas together."""
         sums: Counter[str] = Counter()
         for family in text_string_to_metric_families(await self._get("/metrics")):
             for sample in family.samples:
@@ -331,7 +337,7 @@ class Soak:
 
 
 def heard(kind: str, body: bytes) -> Any:
-    """The text and the samples of an answer."""
+    """Return the text and the samples of an answer."""
     if kind == "read aloud":
         return "", soundfile.read(io.BytesIO(body), dtype="int16")[0]
     if kind != "streamed":
@@ -348,7 +354,7 @@ def heard(kind: str, body: bytes) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two answers are equal; samples may differ by the rounding of sums in another order."""
+    """Return whether two answers are equal; samples may differ by the rounding of sums in another order."""
     (text, samples), (others_text, others_samples) = one, other
     if text != others_text or len(samples) != len(others_samples):
         return False
@@ -356,7 +362,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def counted(processes: Mapping[str, int], requests: float, blocks: float) -> Level:
-    """Count what these processes hold."""
+    """Count the resources of these processes."""
     found = {name: psutil.Process(pid) for name, pid in processes.items()}
     memory = {name: process.memory_full_info() for name, process in found.items()}
     return Level(
@@ -373,16 +379,16 @@ def counted(processes: Mapping[str, int], requests: float, blocks: float) -> Lev
 
 
 def zmq_threads(pid: int) -> int:
-    """How many threads of a process ZeroMQ has started, by their names."""
+    """Return the number of a process's threads from ZeroMQ, by their names."""
     names = (task.joinpath("comm").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
     return sum(name.startswith("ZMQbg") for name in names)
 
 
 async def until_nothing(look: Callable[[], Awaitable[str]]) -> None:
-    """Wait until a look returns nothing.
+    """Wait until `look` returns an empty string.
 
     Raises:
-        Wrong: it still returns something after `QUIET_S`.
+        Wrong: the string is not empty after `QUIET_S`.
     """
     deadline = time.monotonic() + QUIET_S
     while found := await look():
@@ -392,7 +398,7 @@ async def until_nothing(look: Callable[[], Awaitable[str]]) -> None:
 
 
 async def soak(server: Server, *, seconds: float, settle: float, kill_every: float, clients: int) -> Result:
-    """Run for so many seconds."""
+    """Run for `seconds`, and return the result."""
     run, began = Soak(server), time.monotonic()
     for kind in REQUESTS:
         await run.ask(kind)
@@ -412,7 +418,7 @@ async def soak(server: Server, *, seconds: float, settle: float, kill_every: flo
 
 
 def show(result: Result) -> None:
-    """Print what has happened."""
+    """Print the result."""
     print(f"answered: {dict(result.outcomes)}; killed: {dict(result.killed)}")
     widths = {"PSS, MiB": (10, 8), "RSS, MiB": (9, 8), "fds": (6, 6), "threads": (8, 6), "ZMQ": (6, 6)}
     print(" " * 14 + "".join(f"{name:>{one}}{'later':>{two}}" for name, (one, two) in widths.items()))

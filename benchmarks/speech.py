@@ -1,10 +1,10 @@
-"""Time of a spoken answer: first sound, whole answer, several at once, and where the steps' time goes.
+"""Measures a spoken answer: first sound, whole answer, several at once, and the time of the steps by part.
 
-The lengths are those of `spoken.py`. The reference is vllm-omni 0.30, asked over HTTP, with the same lengths and
-checkpoint (released vocabulary, float32) on 2 cores, on an unofficial CPU platform.
+The lengths are those of `spoken.py`. The reference is vllm-omni 0.30 over HTTP, with the same lengths and checkpoint
+(released vocabulary, float32) on 2 cores, on an unofficial CPU platform.
 
-Without `--http` the engines are asked from Python. With it `vllm serve MODEL --omni` is started and a client streams
-chat completions with sound (pcm16) from it; the client's own CPU time is shown too, and there are no times of steps.
+Without `--http` the program calls the engines from Python. With it, the program starts `vllm serve MODEL --omni`, and a
+client streams chat completions with sound (pcm16). It then prints the client's own CPU time too, and no times of steps.
 
     python benchmarks/speech.py [MODEL] [--http] [--rounds 10] [--requests 8] [--concurrency 4] [--json FILE]
 """
@@ -41,7 +41,7 @@ async def rpc(omni: Any, method: str) -> dict[str, Any]:
 
 
 class Clock:
-    """CPU seconds of processes between two looks."""
+    """CPU seconds of processes between two calls."""
 
     def __init__(self, processes: Mapping[str, list[psutil.Process]]) -> None:
         self._processes = processes
@@ -51,7 +51,7 @@ class Clock:
         return {name: sum(sum(p.cpu_times()[:2]) for p in each) for name, each in self._processes.items()}
 
     def take(self) -> dict[str, float]:
-        """CPU seconds by name since the last call."""
+        """Return the CPU seconds by name since the last call."""
         now, before = self._now(), self._last
         self._last = now
         return {name: now[name] - before[name] for name in now}
@@ -59,7 +59,7 @@ class Clock:
 
 @dataclass
 class Round:
-    """What one round measured. `steps` are empty where nobody looks into the engines."""
+    """Measurements of one round. `steps` are empty if the engines are not measured."""
 
     alone: Answer
     steps: Mapping[str, Mapping[str, float]]
@@ -70,7 +70,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured, and how it is asked: `run` waits for what `ask` returns."""
+    """A measured deployment: `ask` sends a request, and `run` waits for its answer."""
 
     ask: Ask
     run: Callable[[Coroutine[Any, Any, Any]], Any]
@@ -78,7 +78,7 @@ class Subject:
     steps: Callable[[], dict[str, dict[str, float]]] = dict
 
     def round(self, requests: int, concurrency: int) -> Round:
-        """One answer alone, then several."""
+        """Measure one answer alone, then several."""
         self.steps(), self.clock.take()
         alone = self.run(self.ask(0))
         cpu, steps = self.clock.take(), self.steps()
@@ -88,7 +88,7 @@ class Subject:
 
 @contextmanager
 def in_python(model: str, *, detailed: bool) -> Iterator[Subject]:
-    """Engines of this process, which is the API server too; `detailed` measures the parts of their steps."""
+    """Yield engines of this process, which is the API server too; `detailed` measures the parts of their steps."""
     overrides = {s: {"engine": {"worker_extension_cls": EXTENSION}} for s in STAGES} if detailed else {}
     with LLM(model, omni=True, stage_overrides=overrides) as omni:
         print(f"prompt: {len(omni._preprocess_chat_one(QUESTION)['prompt_token_ids'])} tokens")
@@ -106,7 +106,7 @@ def in_python(model: str, *, detailed: bool) -> Iterator[Subject]:
 
 @contextmanager
 def in_server(model: str) -> Iterator[Subject]:
-    """A server of its own, asked over HTTP."""
+    """Yield a server of its own, with requests over HTTP."""
     with served(model, []) as server, over_http(server, Lengths()) as (ask, runner):
         with urllib.request.urlopen(f"{server.base_url}/omni/status") as answer:
             said = json.load(answer)
@@ -120,12 +120,12 @@ def in_server(model: str) -> Iterator[Subject]:
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:
-    """Median, smallest, largest."""
+    """Return the median, the smallest and the largest value."""
     return statistics.median(values), min(values), max(values)
 
 
 def table(rounds: list[Round], requests: int, concurrency: int) -> Iterator[str]:
-    """The lines that are printed."""
+    """Yield the printed lines."""
     rows = {
         "first sound, ms": [1e3 * r.alone.first_s for r in rounds],
         "answer, s": [r.alone.whole_s for r in rounds],

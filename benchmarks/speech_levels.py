@@ -1,12 +1,12 @@
-"""Spoken answers at rising concurrency: first sound, whole answer, real-time factor and requests a second.
+"""Measures spoken answers at rising concurrency: first sound, whole answer, real-time factor, requests a second.
 
 On CUDA devices: Qwen3-Omni in its released shape (30B), random weights (`load_format: dummy`), bfloat16, CUDA graphs
-on; the stages are placed as a server places them. With `--tiny`, anywhere: the tiny checkpoint with the released
-vocabulary, which shows that this program works, and nothing about a GPU.
+on; the stages are placed as in a server. With `--tiny`, on any machine: the tiny checkpoint with the released
+vocabulary. It tests this program, and its figures are not about a GPU.
 
-At each level so many answers of fixed lengths (`spoken.py`) are asked for all the time; `--rounds` times the level
-are measured, after as many as the level that warm up. Printed below are the figures others have published, for answers
-of lengths of their own.
+A level is a number of concurrent answers of fixed lengths (`spoken.py`). At each level, `--rounds` times that number of
+answers are measured, after one round that warms up. The program also prints published figures of other projects, for
+answers of other lengths.
 
     python benchmarks/speech_levels.py [MODEL] [--tiny] [--http [--api-servers 1]] [--talkers 1]
         [--levels 1 4 8 16 32] [--rounds 4] [--json FILE]
@@ -46,14 +46,14 @@ CACHE_BYTES = {"thinker": 2 * GIB, "talker": GIB}
 """Room for 32 answers of full length: a token is 96 KiB in the thinker's cache and 20 KiB in the talker's."""
 
 NEEDED_GIB = {"thinker": 64, "talker": 9, "code2wav": 2}
-"""What the stages take of a device: weights (59, 6.5 and 0.4 GiB), cache, activations and graphs. An estimate."""
+"""Estimated memory of the stages on a device: weights (59, 6.5 and 0.4 GiB), cache, activations and graphs."""
 
 GOAL_FIRST_MS = 200
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """What somebody has published. `level` None: not said."""
+    """A figure published by another project. `level` None: not published."""
 
     who: str
     level: int | None
@@ -77,7 +77,7 @@ class Level:
     answers: Sequence[Answer]
 
     def figures(self) -> dict[str, float]:
-        """What is reported, in seconds."""
+        """Return the figures of the report, in seconds."""
         firsts = sorted(answer.first_s for answer in self.answers)
         return {
             "concurrency": self.concurrency,
@@ -93,7 +93,7 @@ class Level:
 
 
 def engine_settings(levels: Sequence[int], *, device_bytes: int | None, talkers: int = 1) -> dict[str, Any]:
-    """What `LLM` and `vllm serve` are given beside the model; `device_bytes` of the CUDA device, None without one."""
+    """Return the arguments of `LLM` and `vllm serve` without the model; `device_bytes`: None without a CUDA device."""
     slots = max(levels)
     stages: dict[str, dict[str, Any]] = {
         stage: {"engine": {"max_num_seqs": slots}} for stage in ("thinker", "talker", "code2wav")
@@ -114,7 +114,7 @@ def engine_settings(levels: Sequence[int], *, device_bytes: int | None, talkers:
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """The same for a command line."""
+    """Return the same as flags of a command line."""
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
     return [word for name, text in texts.items() for word in (f"--{name.replace('_', '-')}", text)]
 
@@ -124,7 +124,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 @contextmanager
 def subject(model: str, settings: Mapping[str, Any], lengths: Lengths, args: Any) -> Iterator[tuple[Ask, Run]]:
-    """What is asked, and what waits for its answers."""
+    """Yield a function that requests an answer, and one that waits for answers."""
     if args.http:
         flags = [*as_flags(settings), "--api-server-count", str(args.api_servers)]
         with served(model, flags) as server, over_http(server, lengths) as (ask, runner):
@@ -142,7 +142,7 @@ def measure(ask: Ask, run: Run, concurrency: int, rounds: int) -> Level:
 
 
 def table(levels: Sequence[Level]) -> Iterator[str]:
-    """The lines that are printed: figures, the goal, what others say."""
+    """Yield the printed lines: figures, the goal, published figures."""
     columns = {"first p50, ms": 14, "longest": 9, "answer p50, s": 14, "RTF": 7, "late, s": 9, "requests/s": 11}
     yield f"{'at once':>7}" + "".join(f"{name:>{width}}" for name, width in columns.items()) + f"{'sound s/s':>11}"
     for level in levels:
@@ -160,9 +160,9 @@ def table(levels: Sequence[Level]) -> Iterator[str]:
 
 
 def device_bytes(args: Any, flags: Any) -> int | None:
-    """Memory of a CUDA device, None for the tiny checkpoint; ends the program if the devices will not do.
+    """Return the memory of a CUDA device, None for the tiny checkpoint; end the program if the memory is too small.
 
-    Asked of the driver: PyTorch would make a CUDA context here, in memory that the stages count on.
+    The value is from the driver: PyTorch would make a CUDA context here, in memory of the stages.
     """
     if args.tiny:
         return None

@@ -1,7 +1,7 @@
-"""Spoken answers of fixed lengths, and what a listener notices of them.
+"""Spoken answers of fixed lengths, and their times at a listener.
 
-The lengths are fixed, so that the work is the same whatever the weights: a prompt of 19 tokens, 64 text tokens and
-127 frames, 10.2 s of sound, of which 10.1 s are left after the vocoder's edge.
+The lengths are fixed, so the work does not depend on the weights: a prompt of 19 tokens, 64 text tokens and 127 frames,
+10.2 s of sound, of which 10.1 s are left after the vocoder's edge.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of an answer: text tokens, and frames of sound, 80 ms each."""
+    """Lengths of an answer: text tokens, and frames of sound, 80 ms each."""
 
     text: int = 64
     frames: int = 127
@@ -44,7 +44,7 @@ class Answer:
     Attributes:
         first_s, whole_s: seconds from its start to the first sound and to its end.
         sound_s: seconds of sound.
-        late_s: seconds that somebody who plays the sound as it comes hears nothing between its beginning and end.
+        late_s: seconds of silence between the beginning and the end of the sound, if it is played while it arrives.
     """
 
     first_s: float
@@ -54,16 +54,16 @@ class Answer:
 
     @property
     def real_time_factor(self) -> float:
-        """Seconds for a second of sound."""
+        """Seconds of the answer for each second of sound."""
         return self.whole_s / self.sound_s
 
 
 Ask = Callable[[int], Awaitable[Answer]]
-"""Asks for one answer with a seed."""
+"""Requests one answer with a seed."""
 
 
 class Listener:
-    """Plays the sound of an answer as it comes, from when it is made on. Times are of one clock, in seconds."""
+    """Plays the sound of an answer while it arrives. It begins when it is constructed. Times are in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._began = clock, clock()
@@ -71,7 +71,7 @@ class Listener:
         self._sound, self._late = 0.0, 0.0
 
     def hear(self, seconds: float) -> None:
-        """The next piece of sound."""
+        """Receive the next piece of sound."""
         if not seconds:
             return
         now = self._clock()
@@ -80,14 +80,14 @@ class Listener:
         self._sound += seconds
 
     def end(self) -> Answer:
-        """The answer has ended; ValueError if nothing was heard."""
+        """Return the answer at its end; ValueError if it had no sound."""
         if self._first is None:
             raise ValueError("the answer had no sound")
         return Answer(self._first - self._began, self._clock() - self._began, self._sound, self._late)
 
 
 def sampling(omni: Any, lengths: Lengths, seed: int) -> tuple[SamplingParams, RequestOptions]:
-    """The stages' own sampling, seeded, with fixed lengths."""
+    """Return the stages' own sampling, seeded, with fixed lengths."""
     text = SamplingParams(temperature=0, max_tokens=lengths.text, ignore_eos=True)
     (talker,) = (stage for stage in omni.plan.stages if stage.name == "talker")
     exactly = {"max_tokens": lengths.talker_tokens, "min_tokens": lengths.talker_tokens, "seed": seed}
@@ -96,7 +96,7 @@ def sampling(omni: Any, lengths: Lengths, seed: int) -> tuple[SamplingParams, Re
 
 
 def inside(omni: Any, lengths: Lengths) -> Ask:
-    """Ask an engine of this process; the answers run in its loop (`omni._run`)."""
+    """Return a function that requests answers from this process; they run in the loop of `omni._run`."""
     prompt = omni._preprocess_chat_one(QUESTION)
 
     async def ask(seed: int) -> Answer:
@@ -113,13 +113,13 @@ def inside(omni: Any, lengths: Lengths) -> Ask:
 
 
 def check_frames(frames: int, lengths: Lengths) -> None:
-    """Raise RuntimeError if an answer was shorter or longer than asked for: it would not be comparable."""
+    """Raise RuntimeError if an answer is shorter or longer than requested: it would not be comparable."""
     if frames != lengths.frames:
         raise RuntimeError(f"{frames} frames instead of {lengths.frames}")
 
 
 async def several(ask: Ask, requests: int, concurrency: int) -> tuple[float, list[Answer]]:
-    """Seconds for all answers, of which `concurrency` run at a time, and the answers."""
+    """Return the seconds of all answers, of which `concurrency` run at a time, and the answers."""
     places = asyncio.Semaphore(concurrency)
 
     async def one(seed: int) -> Answer:

@@ -1,4 +1,4 @@
-"""Spoken answers over HTTP: a server of its own process, and the streaming client that asks it."""
+"""Spoken answers over HTTP: a server in a process of its own, and its streaming client."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MODEL = "model"
 RATE_HZ = 24_000
 SAMPLE_BYTES = 2
 LONGEST_S = 600.0
-"""Of one answer."""
+"""Time limit of one answer."""
 
 PREFIX, DONE = b"data: ", b"[DONE]"
 
 
 def body(lengths: Lengths, seed: int) -> dict[str, Any]:
-    """The request, in OpenAI's shape but for the stages' sampling."""
+    """Return the request, in OpenAI's shape except for the stages' sampling."""
     exactly = {"max_tokens": lengths.talker_tokens, "min_tokens": lengths.talker_tokens, "seed": seed}
     return {
         "model": MODEL,
@@ -59,7 +59,7 @@ class Client:
         await self._session.close()
 
     async def ask(self, seed: int) -> Answer:
-        """One answer; RuntimeError if there is none."""
+        """Request one answer; RuntimeError if there is none."""
         listener, frames = Listener(), 0
         async with self._session.post(self._url, json=body(self._lengths, seed)) as reply:
             if reply.status != 200:
@@ -74,7 +74,7 @@ class Client:
 
 
 def sound_of(event: Mapping[str, Any]) -> float:
-    """Seconds of sound in an event of the stream; RuntimeError if the server says that the request has failed."""
+    """Return the seconds of sound in an event of the stream; RuntimeError if the event is an error."""
     if "error" in event:
         raise RuntimeError(f"the server answered: {event['error']}")
     pieces = (choice["delta"].get("audio") or {} for choice in event.get("choices", ()))
@@ -82,14 +82,14 @@ def sound_of(event: Mapping[str, Any]) -> float:
 
 
 def frames_of(event: Mapping[str, Any]) -> int:
-    """Frames of the whole answer, if the event says so (the usage at its end)."""
+    """Return the frames of the whole answer, from the usage at its end; 0 for other events."""
     details = (event.get("usage") or {}).get("completion_tokens_details") or {}
     return int(details.get("audio_tokens") or 0)
 
 
 @contextmanager
 def served(model: str, flags: Sequence[str]) -> Iterator[Server]:
-    """`vllm serve MODEL --omni`, ready; ended with the block."""
+    """Start `vllm serve MODEL --omni`, yield the ready server, and end it with the block."""
     with (
         tempfile.TemporaryDirectory(prefix="omni-bench-") as folder,
         Server(model, Path(folder, "server.log"), ["--served-model-name", MODEL, *flags]) as server,
@@ -99,7 +99,7 @@ def served(model: str, flags: Sequence[str]) -> Iterator[Server]:
 
 @contextmanager
 def over_http(server: Server, lengths: Lengths) -> Iterator[tuple[Ask, asyncio.Runner]]:
-    """What asks a server, and the runner of its loop."""
+    """Yield a function that requests answers from a server, and the runner of its loop."""
     with asyncio.Runner() as runner:
         client = runner.run(_connected(server, lengths))
         try:

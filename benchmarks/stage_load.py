@@ -1,4 +1,4 @@
-"""Load for one stage of a pipeline in this process, and a look at the stage's steps."""
+"""Load for one stage of a pipeline in this process, and the times of the stage's steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 @contextmanager
 def deployed(plan: Plan, *, clients: int) -> Iterator[Deployment]:
-    """The plan's replicas, ready for so many API servers; ended with the block."""
+    """Start the plan's replicas for `clients` API servers, yield them when ready, and end them with the block."""
     with Deployment(plan, clients=clients, usage=UsageContext.LLM_CLASS) as deployment:
         deployment.wait()
         yield deployment
@@ -37,7 +37,7 @@ def deployed(plan: Plan, *, clients: int) -> Iterator[Deployment]:
 
 @asynccontextmanager
 async def closed_loop(work: Callable[[], Awaitable[None]], concurrency: int) -> AsyncIterator[None]:
-    """So many at work during the block, each beginning anew when it is done; what is unfinished at its end is aborted.
+    """Run `work` in `concurrency` loops during the block; abort unfinished work at its end.
 
     Raises:
         ExceptionGroup: work failed.
@@ -56,12 +56,12 @@ async def closed_loop(work: Callable[[], Awaitable[None]], concurrency: int) -> 
 
 @dataclass(slots=True)
 class Step:
-    """What one engine step put out, and when; times in seconds on the clock that all processes share.
+    """The output of one engine step, and its times in seconds on the clock that all processes share.
 
     Attributes:
-        made: the engine had it.
-        received: vLLM's client gave it out.
-        handled: everything that follows from it here was done.
+        made: the engine has finished the step.
+        received: vLLM's client has returned the output.
+        handled: this process has finished the work on the output.
         items: tokens; of a pooling stage, outputs.
     """
 
@@ -72,13 +72,13 @@ class Step:
 
 
 def step_of(outputs: EngineCoreOutputs) -> Step:
-    """A step that was received just now and needs no handling."""
+    """Return a step that is received now and needs no work."""
     now = time.monotonic()
     return Step(outputs.timestamp, now, now, sum(len(output.new_token_ids) or 1 for output in outputs.outputs))
 
 
 def watch(replica: StockReplica) -> list[Step]:
-    """A list that grows with every step of a replica. Who reads from the replica asks for the next when one is done."""
+    """Return a list that grows with every step of a replica. The next call of `outputs` is the end of a step's work."""
     steps: list[Step] = []
     outputs = replica.outputs
 
@@ -103,7 +103,7 @@ class Work:
     length: int
 
     async def __call__(self) -> None:
-        """One request."""
+        """Run one request."""
         number = str(next(_numbers))
         exactly = SamplingParams(temperature=0, min_tokens=self.length, max_tokens=self.length, ignore_eos=True)
         if self.stage == "thinker":
@@ -117,13 +117,13 @@ class Work:
             pass
 
     async def over(self) -> None:
-        """Wait until nothing of any request is left, in the engines neither."""
+        """Wait until no request is left, also in the engines."""
         for replica in self.omni.replica_connections.replicas.values():
             await replica.client.get_supported_tasks_async()
 
 
 def open_only(work: Work, count: int) -> None:
-    """Let the stage's first `count` replicas take requests."""
+    """Open the stage's first `count` replicas for requests, and drain the others."""
     pool = work.omni.orchestrator.pools[work.stage]
     for replica in pool.replicas:
         if replica.index < count:

@@ -1,7 +1,7 @@
-"""Seconds from the command to `/health`, and the memory of every process the command started, beside stock vLLM.
+"""Measures the seconds from the command to `/health` and the memory of its processes, compared with stock vLLM.
 
 Memory is the proportional set size (PSS): a page shared by n processes counts 1/n in each. Stock vLLM's server has the
-text stage alone, in one process. The two take turns, and get the same length, sequences, data type and KV cache bytes.
+text stage alone, in one process. The two take turns, and have the same length, sequences, data type and KV cache bytes.
 
     python benchmarks/startup.py [MODEL_DIR] [--runs N] [--json FILE]
 """
@@ -28,13 +28,13 @@ from examples.server import HOST, Server
 OURS, STOCK = "ours", "stock"
 STOCK_PROGRAM = str(Path(__file__).with_name("stock.py"))
 SAME = ("--max-model-len", "1024", "--max-num-seqs", "8", "--dtype", "float32", "--enforce-eager")
-ONE_PROCESS = ("--distributed-executor-backend", "uni")  # an engine, as for our stages
+ONE_PROCESS = ("--distributed-executor-backend", "uni")  # as for engines of our stages
 CACHE = ("--kv-cache-memory-bytes", str(128 << 20))
 THREADS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def serving(who: str, model: str, log: Path) -> Server:
-    """A server that is not started yet."""
+    """Return a server that is not started yet."""
     made = Server(model, log, [*SAME, *CACHE])
     if who == STOCK:
         where = ["--host", HOST, "--port", str(made.port)]
@@ -43,7 +43,7 @@ def serving(who: str, model: str, log: Path) -> Server:
 
 
 def titles(who: str, server: Server) -> dict[int, str]:
-    """What our processes are; the others are known by their names alone."""
+    """Return the titles of our processes by id; the others have only their process names."""
     if who == STOCK:
         return {}
     with urllib.request.urlopen(f"{server.base_url}/omni/status") as answer:
@@ -53,7 +53,7 @@ def titles(who: str, server: Server) -> dict[int, str]:
 
 
 def by_name(memory: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """GB by name; of those with the same one, the second and later get a number."""
+    """Return the GB by name; the second and later processes of the same name get a number."""
     seen: Counter[str] = Counter()
     made = {}
     for name, gigabytes in memory:
@@ -63,7 +63,7 @@ def by_name(memory: Sequence[tuple[str, float]]) -> dict[str, float]:
 
 
 def measure(who: str, model: str, log: Path) -> dict[str, Any]:
-    """Start once: seconds to `/health`, and GB by process."""
+    """Start a server once; return the seconds to `/health`, and the GB by process."""
     with serving(who, model, log) as server:
         known = titles(who, server)
         memory = [(known.get(p.pid, p.name().strip()), p.memory_full_info().pss / 1e9) for p in server.processes()]
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.add_argument("--runs", type=int, default=3)
     arguments.add_argument("--json", type=Path, help="file that takes every start")
     args = arguments.parse_args(argv)
-    os.environ |= THREADS  # what our stages get here
+    os.environ |= THREADS  # as for our stages here
     found: dict[str, list[dict[str, Any]]] = {OURS: [], STOCK: []}
     order = [OURS, STOCK]
     with checkpoint(args.model) as model, tempfile.TemporaryDirectory() as folder:

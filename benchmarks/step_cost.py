@@ -1,10 +1,10 @@
-"""What a step costs in the API server, beside a bare vLLM client on the same engine.
+"""Measures the cost of a step in the API server, compared with a bare vLLM client on the same engine.
 
-A second client, vLLM's `AsyncMPClient` alone, sends one replica the very same requests as the stage pool did; they take
-turns. Compared is, for each step of the engine, the time from its result to everything being done that follows from it:
-the orchestrator, the pool, what is noted, the stages behind. The control compares the bare client with itself: that is
-what the machine's noise makes of a difference. "whole" is a round from the first call to its last step, divided by its
-steps: preparing, routing and sending the requests is in it. CPU time is that of this process.
+A second client, vLLM's `AsyncMPClient` alone, sends the same requests as the stage pool to one replica; they take
+turns. The compared time of each engine step is from its result to the end of all work on it: in the orchestrator, the
+pool, the records and the next stages. The control compares the bare client with itself: it shows the effect of the
+machine's noise on a difference. "whole" is a round from the first call to its last step, divided by its steps; it
+includes preparing, routing and sending the requests. CPU time is that of this process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Round:
     cpu: float
 
     def late(self) -> np.ndarray:
-        """Of each step: from its result to everything being done, in ms."""
+        """Return the time of each step from its result to the end of the work on it, in ms."""
         return np.array([(step.handled - step.made) * MS for step in self.steps])
 
 
@@ -50,11 +50,11 @@ class Ours:
         self._work, self._steps = work, steps
 
     async def turn(self, concurrency: int) -> None:
-        """So many requests at once."""
+        """Send `concurrency` requests at once."""
         await asyncio.gather(*(self._work() for _ in range(concurrency)))
 
     async def round(self, concurrency: int) -> Round:
-        """So many requests at once, measured."""
+        """Send `concurrency` requests at once, and measure."""
         first, began, cpu = len(self._steps), time.monotonic(), time.process_time()
         await self.turn(concurrency)
         steps, cpu = self._steps[first:], time.process_time() - cpu
@@ -63,13 +63,13 @@ class Ours:
 
 
 class Bare:
-    """Sends what was recorded of ours through vLLM's client alone."""
+    """Sends the recorded requests of `Ours` through vLLM's client alone."""
 
     def __init__(self, client: Any, messages: Sequence[Any]) -> None:
         self._client, self._messages = client, messages
 
     async def round(self, concurrency: int) -> Round:
-        """The recorded requests."""
+        """Send the recorded requests, and measure."""
         suffix, open_ids, steps = f"-{next(_numbers)}", set(), []
         began, cpu = time.monotonic(), time.process_time()
         for message in self._messages:
@@ -87,7 +87,7 @@ class Bare:
 
 @dataclass
 class Overhead:
-    """Milliseconds for each step, by what they are."""
+    """Milliseconds of a step, by name of the figure."""
 
     concurrency: int
     steps: int
@@ -95,7 +95,7 @@ class Overhead:
 
 
 async def recorded(replica: StockReplica, turn: Callable[[], Awaitable[None]]) -> list[Any]:
-    """Everything a replica is sent while `turn` runs."""
+    """Return all requests that a replica receives while `turn` runs."""
     messages: list[Any] = []
     add = replica.add
 
@@ -112,7 +112,7 @@ async def recorded(replica: StockReplica, turn: Callable[[], Awaitable[None]]) -
 
 
 async def overhead(work: Work, client: Any, steps: list[Step], concurrency: int, rounds: int) -> Overhead:
-    """Rounds of ours, of the bare client and of the bare client once more, in changing order; the first warms up."""
+    """Run rounds of ours, of the bare client and of the bare client again, in changing order; the first warms up."""
     open_only(work, 1)
     ours = Ours(work, steps)
     replica = work.omni.replica_connections.replicas[ReplicaId(work.stage, 0)]
@@ -130,7 +130,7 @@ async def overhead(work: Work, client: Any, steps: list[Step], concurrency: int,
 
 
 def compared(concurrency: int, ours: list[Round], bare: list[Round], control: list[Round]) -> Overhead:
-    """The distributions, step by step and round by round."""
+    """Return the distributions, step by step and round by round."""
     result = Overhead(concurrency, sum(len(each.steps) for each in ours))
     inside = [(step.handled - step.received) * MS for each in ours for step in each.steps]
     values = {
@@ -150,11 +150,11 @@ def compared(concurrency: int, ours: list[Round], bare: list[Round], control: li
 
 
 def differences(ours: list[Round], bare: list[Round]) -> np.ndarray:
-    """Step k of a round minus step k of the other's."""
+    """Return step k of each round minus step k of the other client's round."""
     pairs = [(a.late(), b.late()) for a, b in zip(ours, bare, strict=True)]
     return np.concatenate([a[: len(b)] - b[: len(a)] for a, b in pairs])
 
 
 def whole(rounds: list[Round]) -> np.ndarray:
-    """Of each round: its time divided by its steps, in ms."""
+    """Return the time of each round divided by its steps, in ms."""
     return np.array([each.seconds / len(each.steps) * MS for each in rounds])

@@ -1,10 +1,10 @@
-"""CPU time of a streamed talker step in the API server's own code; fake replicas, no engine, no model.
+"""Measures the CPU time of a streamed talker step in the API server's own code; fake replicas, no engine, no model.
 
-An output of the talker passes the orchestrator, the flow, the observer and the pools; every fourth one makes a part for
-code2wav, which is encoded as vLLM's client does, and answered. Each step is noted in vLLM's statistics too, which
-is in its time and has a row of its own; they are in files, as with several API servers, unless `--api-servers 1` is
-given. "warm" repeats steps back to back. "cold" reads 64 MB between them, as after the pause of a real step. Times are
-of this thread, so that other programs count little.
+An output of the talker passes the orchestrator, the flow, the observer and the pools. Every fourth output makes a part
+for code2wav, which is encoded as in vLLM's client, and answered. Each step is also recorded in vLLM's statistics; this
+is included in its time and has a row of its own. The statistics are in files, as with several API servers, except with
+`--api-servers 1`. "warm" repeats steps back to back. "cold" reads 64 MB between them, as after the pause of a real
+step. Times are of this thread, so other programs have little effect.
 
     python benchmarks/step_cpu.py [--steps 2000] [--requests 1 4] [--api-servers 2] [--profile]
 """
@@ -75,7 +75,7 @@ PROMPT = [1, 2, 9, 10, 11, 1, 3, 9]
 
 
 class Sent:
-    """A replica that encodes what it is sent."""
+    """A replica that encodes its requests."""
 
     def __init__(self, replica: ReplicaId) -> None:
         self.id = replica
@@ -133,7 +133,7 @@ class Driver:
         self._names = 0
 
     async def run(self, steps: int) -> None:
-        """Take so many steps of the talker, beginning requests anew."""
+        """Run `steps` steps of the talker, with new requests after every `FRAMES` steps."""
         for begun in range(0, steps, FRAMES):
             names = [f"r{begun}-{number}" for number in range(self.requests)]
             sinks = [await self.open(name) for name in names]
@@ -142,7 +142,7 @@ class Driver:
             await self.orchestrator.abort(names)
 
     async def open(self, name: str) -> asyncio.Queue[Any]:
-        """Begin a request; returns its sink."""
+        """Begin a request; return its sink."""
         parts = find_parts(PROMPT, IDS)
         assert parts is not None
         speech = SpeechPlan(prompt=PROMPT, parts=parts, voice="ethan", ids=IDS, sample_rate=24_000)
@@ -154,7 +154,7 @@ class Driver:
         return sink
 
     async def step(self, names: list[str], sinks: list[asyncio.Queue[Any]], step: int) -> None:
-        """One step of the talker, and of code2wav if it has parts now."""
+        """Run one step of the talker, and of code2wav if it has parts now."""
         parts = self.replicas[CODE2WAV].ids
         parts.clear()
         frames = [
@@ -172,7 +172,7 @@ class Driver:
                 sink.get_nowait()
 
     async def measured(self, replica: ReplicaId, outputs: list[EngineCoreOutput]) -> float:
-        """CPU seconds of handling the outputs of one step."""
+        """Return the CPU seconds of handling the outputs of one step."""
         stats = SchedulerStats(num_running_reqs=self.requests)
         if self._cache is not None:
             self._cache.sum()
@@ -191,7 +191,7 @@ class Driver:
 
 
 def rows(requests: int, config: VllmConfig, args: argparse.Namespace) -> Iterator[tuple[str, float, float]]:
-    """Median microseconds of each kind of step: (kind, warm, cold)."""
+    """Yield the median microseconds of each kind of step: (kind, warm, cold)."""
     found = []
     for cold in (False, True):
         driver = Driver(requests, config, args.api_servers, cold=cold)

@@ -1,6 +1,6 @@
-"""Where the time of an engine's steps goes: a worker extension of vLLM (`worker_extension_cls`) that wraps their parts.
+"""A worker extension of vLLM (`worker_extension_cls`) that measures the parts of an engine's steps.
 
-Loaded into the engine's own process; nothing is wrapped before `start_step_times` is called.
+vLLM loads it into the engine's process. Nothing is wrapped before `start_step_times` is called.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepTimes:
         setattr(EngineCoreProc, STEP, self._timed_step(getattr(EngineCoreProc, STEP)))
 
     def take_step_times(self) -> dict[str, float]:
-        """Seconds by part since the last call; `count` steps, `cpu` of all threads of the process."""
+        """Return the seconds by part since the last call; `count` steps, `cpu` of all threads of the process."""
         now = time.process_time()
         taken = {**self._step_seconds, "count": float(self._step_count), "cpu": now - self._cpu_began}
         self._step_seconds.clear()
@@ -39,7 +39,7 @@ class StepTimes:
         return taken
 
     def take_step_log(self) -> list[tuple[float, float]]:
-        """Begin and end of every step since the last call, in seconds of this machine's monotonic clock."""
+        """Return begin and end of every step since the last call, in seconds of this machine's monotonic clock."""
         taken, self._step_log = self._step_log, []
         return taken
 
@@ -81,7 +81,7 @@ class StepTimes:
 
 
 def parts_of(seconds: dict[str, float]) -> dict[str, float]:
-    """Milliseconds a step by part, without overlap; `step` is their sum."""
+    """Return the milliseconds of a step by part, without overlap; `step` is their sum."""
     count = seconds.get("count") or 1.0
 
     def ms(*names: str) -> float:

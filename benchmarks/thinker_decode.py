@@ -1,6 +1,6 @@
-"""Decode speed of the text stage, beside stock vLLM on the same checkpoint with the same settings.
+"""Compares the decode speed of the text stage with stock vLLM, on the same checkpoint with the same settings.
 
-Both engines stay up, one is busy at a time, and they take turns: A B, B A, A B, ... The stock engine gets the engine
+Both engines stay up, one is busy at a time, and they take turns: A B, B A, A B, ... The stock engine has the engine
 arguments and the environment of our thinker's replica; only the worker class is vLLM's own.
 
     python benchmarks/thinker_decode.py [MODEL] [--tokens 256] [--concurrency 1] [--rounds 8]
@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 
 async def stock_engine(plan: Any) -> AsyncLLM:
-    """Stock vLLM, started like the first replica of our text stage."""
+    """Start stock vLLM with the settings of our text stage's first replica."""
     stage = plan.frontend()
     args = stage_engine_args(plan, stage.replicas[0].id)
     with environment({}, defaults=stage.env):
@@ -37,7 +37,7 @@ async def stock_engine(plan: Any) -> AsyncLLM:
 
 
 async def decode(engine: Any, prompt: Any, tokens: int) -> tuple[float, float]:
-    """Times of the first and of the last token of one answer."""
+    """Return the times of the first and of the last token of one answer."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     first = None
     async for _ in engine.generate(prompt, params, str(next(_numbers))):
@@ -47,14 +47,14 @@ async def decode(engine: Any, prompt: Any, tokens: int) -> tuple[float, float]:
 
 
 async def speed(engine: Any, prompt: Any, tokens: int, concurrency: int) -> float:
-    """Tokens a second of all answers together, from the first token on."""
+    """Return the tokens a second of all answers together, from the first token on."""
     spans = await asyncio.gather(*(decode(engine, prompt, tokens) for _ in range(concurrency)))
     took = max(last for _, last in spans) - min(first for first, _ in spans)
     return concurrency * (tokens - 1) / took
 
 
 def compare(omni: Any, stock: Any, args: Any) -> tuple[list[float], list[float]]:
-    """Speeds of both, round by round; the first round of each warms up and is left out."""
+    """Return the speeds of both, round by round; the first round of each warms up and is left out."""
     prompt = omni._preprocess_chat_one(QUESTION)
     speeds: tuple[list[float], list[float]] = ([], [])
     turns = [(0, omni._omni), (1, stock)]
@@ -66,7 +66,7 @@ def compare(omni: Any, stock: Any, args: Any) -> tuple[list[float], list[float]]
 
 
 def report(name: str, values: list[float], form: str = "8.1f") -> None:
-    """Median, smallest and largest."""
+    """Print median, smallest and largest."""
     print(f"{name:20}{statistics.median(values):{form}}  ({min(values):{form}} to {max(values):{form}})")
 
 

@@ -1,9 +1,9 @@
-"""Draws the pictures of GenEval and GEdit-Bench with a server, in the folders in which their own scorers look.
+"""Draws the pictures of GenEval and GEdit-Bench with a server, into the folders that their own scorers read.
 
     python -m evaluations.pictures geneval evaluation_metadata.jsonl OUT --url http://127.0.0.1:8000/v1
     python -m evaluations.pictures gedit FOLDER OUT --url http://127.0.0.1:8000/v1
 
-Pictures that are there already are not drawn again, so that an interrupted run can go on.
+Existing pictures are not drawn again, so an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 SAMPLES = 4
-"""Pictures that GenEval wants of each prompt."""
+"""Pictures of each prompt in GenEval."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that is wanted.
+    """A picture to draw.
 
     Attributes:
-        file: where its PNG goes.
-        source: the picture that is changed, as PNG; None: a picture from text.
+        file: the PNG file to write.
+        source: the picture to edit, as PNG; None: a picture from text.
     """
 
     file: Path
@@ -57,7 +57,7 @@ def gedit(folder: Path, out: Path) -> list[Picture]:
     """Return the pictures of GEdit-Bench (huggingface.co/datasets/stepfun-ai/GEdit-Bench): OUT/TASK/LANGUAGE/KEY.png.
 
     Args:
-        folder: has the `*.parquet` files; needs `pip install pyarrow`.
+        folder: contains the `*.parquet` files; needs `pip install pyarrow`.
     """
     import pyarrow.parquet
 
@@ -76,7 +76,7 @@ def gedit_rows(rows: Iterable[Mapping[str, Any]], out: Path) -> list[Picture]:
 
 
 async def draw(wanted: Iterable[Picture], url: str, model: str, at_once: int) -> int:
-    """Draw what is missing; returns how many pictures were drawn."""
+    """Draw the missing pictures; return their number."""
     import openai
 
     missing, turn = [each for each in wanted if not each.file.exists()], asyncio.Semaphore(at_once)
@@ -91,7 +91,7 @@ async def draw(wanted: Iterable[Picture], url: str, model: str, at_once: int) ->
                     source = io.BytesIO(picture.source)
                     source.name = "source.png"
                     reply = await client.images.edit(model=model, image=source, **options)
-            part = picture.file.with_suffix(".part")  # an interrupted run leaves no half picture
+            part = picture.file.with_suffix(".part")  # an interrupted run leaves no incomplete picture
             part.write_bytes(base64.b64decode(reply.data[0].b64_json))
             part.rename(picture.file)
 

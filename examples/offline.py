@@ -1,4 +1,4 @@
-"""Text and sound without a server.
+"""Generate text and sound without a server.
 
 python examples/offline.py Qwen/Qwen3-Omni-30B-A3B-Instruct "Why is the sky blue?"
 """
@@ -12,7 +12,7 @@ from vllm import LLM
 
 
 def main() -> None:
-    """Ask one question."""
+    """Answer one question."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("question")

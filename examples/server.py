@@ -1,4 +1,4 @@
-"""Start `vllm serve MODEL --omni` as a process of its own, and end it without leaving anything behind."""
+"""Start `vllm serve MODEL --omni` as a process of its own, and end it with all its processes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class ServerFailed(RuntimeError):
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
+    """Return a port on which no process listens now."""
     with socket.socket() as sock:
         sock.bind((HOST, 0))
         return int(sock.getsockname()[1])
 
 
 def command() -> list[str]:
-    """The `vllm` script beside this Python, else our own command."""
+    """Return the `vllm` script in the folder of this Python, else our own command."""
     script = Path(sys.executable).with_name("vllm")
     return [str(script)] if script.exists() else [sys.executable, "-m", "vllm_omni_ext"]
 
@@ -46,7 +46,7 @@ class Program:
 
     Args:
         words: the command.
-        log: file that takes what it prints.
+        log: file for its output.
     """
 
     def __init__(self, words: Sequence[str], log: Path) -> None:
@@ -56,7 +56,7 @@ class Program:
         self._seen: dict[int, psutil.Process] = {}
 
     def start(self) -> None:
-        """Start it; returns at once."""
+        """Start the command, and return at once."""
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self.words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
@@ -69,17 +69,17 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started; it has been."""
+        """The id of the started process."""
         assert self._process is not None
         return self._process.pid
 
     def status(self) -> int | None:
-        """Exit status; None while it runs."""
+        """Return the exit status; None while the command runs."""
         assert self._process is not None
         return self._process.poll()
 
     def processes(self) -> list[psutil.Process]:
-        """Its processes that are alive, those that lost their parent too."""
+        """Return the command's processes that run, with orphans."""
         if self._process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 tree = psutil.Process(self._process.pid)
@@ -87,7 +87,7 @@ class Program:
         return [process for process in self._seen.values() if process.is_running() and alive(process)]
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> list[psutil.Process]:
-        """Ask it to end as Ctrl-C does and wait; returns the processes that had to be killed."""
+        """Send `number`, by default the signal of Ctrl-C, and wait; return the processes that had to be killed."""
         if self._process is None:
             return []
         known = self.processes()
@@ -102,7 +102,7 @@ class Program:
         return left
 
     def tail(self) -> str:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
 
@@ -112,7 +112,7 @@ class Server(Program):
 
     Args:
         model: name or folder of the model.
-        log: file that takes what the server prints.
+        log: file for the output of the server.
         flags: more flags of `vllm serve`.
     """
 
@@ -125,7 +125,7 @@ class Server(Program):
 
     @property
     def base_url(self) -> str:
-        """Of the OpenAI API."""
+        """The base URL of the OpenAI API."""
         return f"http://{HOST}:{self.port}/v1"
 
     def __enter__(self) -> Server:
@@ -140,7 +140,7 @@ class Server(Program):
         return self
 
     def healthy(self) -> bool:
-        """Whether `/health` answers 200."""
+        """Return whether `/health` answers 200."""
         try:
             with urllib.request.urlopen(f"http://{HOST}:{self.port}/health", timeout=5) as answer:
                 return bool(answer.status == 200)
@@ -148,7 +148,7 @@ class Server(Program):
             return False
 
     def wait(self) -> None:
-        """Wait until it is healthy; ServerFailed if it is not in time."""
+        """Wait until the server is healthy; ServerFailed if it ends before, or after `START_S`."""
         deadline = time.monotonic() + START_S
         while not self.healthy():
             if self.status() is not None:
@@ -166,7 +166,7 @@ def wait_for(processes: Iterable[psutil.Process], seconds: float) -> None:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether a process still runs; one that has ended may wait for somebody to notice."""
+    """Return whether a process still runs; a zombie has ended."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

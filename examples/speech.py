@@ -1,4 +1,4 @@
-"""Have a running server read a text out, into a file whose ending says the format (wav, flac, mp3, opus).
+"""Convert a text to speech with a running server; the file's ending selects the format (wav, flac, mp3, opus).
 
 vllm serve Qwen/Qwen3-Omni-30B-A3B-Instruct --omni
 python examples/speech.py "The sky is blue." --file sky.mp3
@@ -14,7 +14,7 @@ import openai
 
 
 def main() -> None:
-    """Read one text out."""
+    """Convert one text to speech."""
     parser = argparse.ArgumentParser()
     parser.add_argument("text")
     parser.add_argument("--url", default="http://localhost:8000/v1")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build the sdists of both packages and wheels from them, install the wheels into a new environment and use them there: what
-# works in the repository may be missing in what is published. Dependencies are those of .venv. Leaves the files in dist/.
+# Build the sdists of both packages and wheels from them, install the wheels into a new environment and use them there:
+# files of the repository may be missing in the wheels. Dependencies are those of .venv. The files stay in dist/.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,7 +17,7 @@ for project in . training/package; do
 done
 
 "$PYTHON" -m venv "$WORK/env"
-# The editable packages of .venv are not imported from there: their .pth files do not count in a folder that one names.
+# The editable packages of .venv are not imported from there: Python ignores .pth files in a folder of a .pth file.
 "$WORK/env/bin/python" - "$SITE" <<'PY'
 import site, sys
 from pathlib import Path

@@ -51,7 +51,7 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 @pytest.fixture(scope="session", autouse=True)
 def own_folders(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a test finds or leaves outside of its own folder is not that of the test process beside this one."""
+    """Files of a test outside of its own folder are separate from those of other test processes."""
     if hasattr(request.config, "workerinput"):
         with workers.own_folders():
             yield
@@ -96,7 +96,7 @@ def short_configs() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def sources_once() -> Iterator[None]:
-    """vLLM's sources are searched once: what comes out depends on their text alone, and most tests use the same."""
+    """vLLM's sources are searched once: the result depends on their text alone, and most tests use the same sources."""
     search, known = VllmSource.definition, dict[tuple[str | None, str], str | None]()
 
     def definition(source: VllmSource, module: str, qualname: str) -> str | None:
@@ -145,16 +145,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what takes longest where several processes share the tests."""
+    """Start the longest tests first where several processes share the tests."""
     if hasattr(config, "workerinput"):
         workers.longest_first(items)
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage again, but never among what the imports have made: one look there takes a second.
+    """Collect garbage again, but never the objects of the imports: one search there takes a second.
 
     pytest attaches two handlers to every logger that does not propagate, three times a test. torch has 80 of these, for
-    what is logged only when it is asked for.
+    logs that are off by default.
     """
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.name.startswith("torch."):
@@ -164,7 +164,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have a folder for what all test processes of this run compute once, and see what each test starts."""
+    """Make a folder for results that all test processes of this run share, and watch the processes that tests start."""
     config.stash[GOLDENS] = goldens.begin()
     processes.watch()
 
@@ -180,9 +180,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Heed the markers; without engines compute with one thread: two wait for each other beside other programs.
+    """Apply the markers; without engines compute with one thread: two wait for each other if other programs run.
 
-    What an engine inherits is as it was.
+    Engines inherit the usual number of threads.
     """
     processes.begin(item)
     if (torch := sys.modules.get("torch")) is not None:
@@ -194,5 +194,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """Fail a test that starts a process and does not say so."""
+    """Fail a test that starts a process without the marker `engine`."""
     processes.end()

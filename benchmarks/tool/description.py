@@ -1,4 +1,4 @@
-"""What a benchmark is, and how its program is run."""
+"""The description of a benchmark, and the start of its program."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TAIL_LINES = 15
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What is compared with what.
+    """The description of a benchmark: its subject and its baseline.
 
     Args:
         quick, full: sizes of the work, by option of the program without its dashes.
-        memory_gib: what the machine must have.
-        cannot_show: one sentence about what the figures leave open.
+        memory_gib: least memory of the machine.
+        cannot_show: one sentence about facts that the figures do not show.
     """
 
     name: str
@@ -36,23 +36,23 @@ class Description(msgspec.Struct, frozen=True):
     cannot_show: str
 
     def sizes(self, options: Options) -> Mapping[str, Any]:
-        """Those of this run."""
+        """Return the sizes of this run."""
         return self.quick if options.quick else self.full
 
 
 class Options(msgspec.Struct, frozen=True):
-    """Of a run: a model (None: a tiny random one), and whether the sizes are the smallest."""
+    """Options of a run: a model (None: a tiny random one), and whether the sizes are the smallest."""
 
     model: str | None = None
     quick: bool = False
 
 
 class ProgramFailed(RuntimeError):
-    """A benchmark's program ended with an error; the message has the end of what it printed."""
+    """A benchmark's program ended with an error; the message has the end of its output."""
 
 
 def words(sizes: Mapping[str, Any]) -> list[str]:
-    """Sizes as flags."""
+    """Return the sizes as flags."""
     made = []
     for name, value in sizes.items():
         many = value if isinstance(value, (list, tuple)) else [value]
@@ -61,7 +61,7 @@ def words(sizes: Mapping[str, Any]) -> list[str]:
 
 
 def program(file: str, options: Options, sizes: Mapping[str, Any]) -> Any:
-    """Run a program of this folder; returns what it wrote with `--json`."""
+    """Run a program of `PROGRAMS`; return the data that it wrote with `--json`."""
     with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
         out, log = Path(folder, "out.json"), Path(folder, "log")
         model = [] if options.model is None else [options.model]

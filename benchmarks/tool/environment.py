@@ -1,4 +1,4 @@
-"""Where a run was made."""
+"""The environment of a run: versions, machine and load."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from benchmarks.tool.results import Environment
 ROOT = Path(__file__).parents[2]
 UNKNOWN = "unknown"
 LOOK_S = 2.0
-"""How long it is watched whether other programs run, in seconds."""
+"""Seconds in which the load of other programs is measured."""
 
 
 def version(*names: str) -> str:
-    """Name and version of the first of the distributions that is installed."""
+    """Return name and version of the first installed distribution."""
     for name in names:
         try:
             return f"{name} {metadata.version(name)}"
@@ -30,7 +30,7 @@ def version(*names: str) -> str:
 
 
 def commit() -> str:
-    """Of this checkout, with a mark where files differ from it."""
+    """Return the commit of this checkout, with a mark if files differ from it."""
     words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         found = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -40,7 +40,7 @@ def commit() -> str:
 
 
 def processor() -> str:
-    """The CPU's name, as Linux has it."""
+    """Return the CPU's name from Linux."""
     table = Path("/proc/cpuinfo")
     lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -48,7 +48,7 @@ def processor() -> str:
 
 
 def accelerator() -> str:
-    """The devices' names; vLLM is not imported, as it takes seconds and memory."""
+    """Return the devices' names; vLLM is not imported, as it takes seconds and memory."""
     try:
         found = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
@@ -59,12 +59,12 @@ def accelerator() -> str:
 
 
 def busy() -> float:
-    """The share of all cores that is in use during `LOOK_S`."""
+    """Return the share of all cores that is in use during `LOOK_S`."""
     return round(psutil.cpu_percent(LOOK_S) / 100, 3)
 
 
 def environment() -> Environment:
-    """Now, with the load before the run."""
+    """Return the current environment, with the load before the run."""
     return Environment(
         time=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         package=version("vllm-omni-ext"),

@@ -1,4 +1,4 @@
-"""Numbers as people read them; the same on every page."""
+"""Numbers as text; the same on every page."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from benchmarks.tool.results import Comparison, Environment, Report
 
 MANY = 100
 BUSY = 0.1
-"""The share of the cores that may be in use on a machine that does nothing else."""
+"""Largest share of cores in use on an idle machine."""
 
 
 def number(value: float) -> str:
-    """Three digits that count; whole numbers from 100 on."""
+    """Return three significant digits; whole numbers from 100 on."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median; of several, smallest and largest; of many, the 99th percentile too."""
+    """Return the median; of several values smallest and largest; of many, the 99th percentile too."""
     middle = number(statistics.median(values))
     if len(values) == 1:
         return middle
@@ -27,7 +27,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def ratio(each: Comparison) -> str:
-    """Of the medians, with the extremes of the pairs."""
+    """Return the ratio of the medians, with the extremes of the pairs."""
     if each.ratio is None:
         return "none, the baseline is 0"
     pairs = f" ({min(each.ratios):.2f} to {max(each.ratios):.2f})" if len(each.ratios) > 1 else ""
@@ -35,7 +35,7 @@ def ratio(each: Comparison) -> str:
 
 
 def where(environment: Environment) -> list[tuple[str, str]]:
-    """Of an environment, what is named and what it is."""
+    """Return names and values of an environment."""
     return [
         ("measured", environment.time),
         ("this package", f"{environment.package}, commit {environment.commit}"),
@@ -48,7 +48,7 @@ def where(environment: Environment) -> list[tuple[str, str]]:
 
 
 def busy(report: Report) -> bool:
-    """Whether others kept more than a tenth of the cores busy when the run, or one of its benchmarks, began."""
+    """Return whether more than a tenth of the cores was in use when the run, or one of its benchmarks, began."""
     seen = report.environment
     if seen is None:
         return False

@@ -1,4 +1,4 @@
-"""A run as one page that needs nothing else."""
+"""A run as one HTML page without other files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ svg{width:100%;height:auto;font-size:12px}pre{background:#f4f4f4;padding:1rem;ov
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Cells as text."""
+    """Return a table of text cells."""
     lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)] if head else []
     lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def row(each: Comparison) -> tuple[str, ...]:
-    """Of the table of figures."""
+    """Return a row of the table of figures."""
     better = "more" if each.more_is_better else "less"
     subject, baseline = (
         f"{name}: {figures.spread(values)}"
@@ -33,7 +33,7 @@ def row(each: Comparison) -> tuple[str, ...]:
 
 
 def section(result: Result) -> Iterator[str]:
-    """One benchmark."""
+    """Yield the section of one benchmark."""
     yield f"<h2>{escape(result.name)}</h2>"
     known = BENCHMARKS.get(result.name)
     if known is not None:
@@ -51,7 +51,7 @@ def section(result: Result) -> Iterator[str]:
 
 
 def warnings(report: Report) -> Iterator[str]:
-    """Why figures should not be cited."""
+    """Yield the reasons why figures should not be cited."""
     if report.quick:
         yield "This run had the smallest sizes: it shows that the programs work, its figures say nothing."
     if figures.busy(report):
@@ -59,7 +59,7 @@ def warnings(report: Report) -> Iterator[str]:
 
 
 def page(report: Report) -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [f"<p class=warning>{escape(line)}</p>" for line in warnings(report)]
     if report.environment is not None:
         model = [("model", report.model or "a tiny random checkpoint")]

@@ -20,12 +20,12 @@ they hold for, are in [benchmarks/README.md](../benchmarks/README.md)."""
 
 
 def cells(*words: str) -> str:
-    """A row."""
+    """Return a row of a table."""
     return "| " + " | ".join(word.replace("|", "\\|") for word in words) + " |"
 
 
 def table(result: Result) -> Iterator[str]:
-    """The figures of one benchmark."""
+    """Yield the table of one benchmark."""
     yield cells("what", "measured", "baseline", "ratio", "better")
     yield "|---|---|---|---|---|"
     for each in result.comparisons:
@@ -36,7 +36,7 @@ def table(result: Result) -> Iterator[str]:
 
 
 def figures(report: Report) -> str:
-    """All that was measured."""
+    """Return the tables of all benchmarks."""
     lines = []
     for result in report.results:
         lines += [f"### {result.name}", ""]
@@ -48,7 +48,7 @@ def figures(report: Report) -> str:
 
 
 def measured(report: Report) -> Iterator[str]:
-    """Where, when and what."""
+    """Yield the section with the environment and the figures."""
     yield "## Measured\n"
     if not report.results or report.environment is None:
         yield NOTHING + "\n"
@@ -62,7 +62,7 @@ def measured(report: Report) -> Iterator[str]:
 
 
 def compared() -> Iterator[str]:
-    """What there is, and what it leaves open."""
+    """Yield the table of all benchmarks with their limits."""
     yield "## What is compared, and what it does not show\n"
     yield cells("name", "what", "baseline", "what it does not show")
     yield "|---|---|---|---|"
@@ -73,6 +73,6 @@ def compared() -> Iterator[str]:
 
 
 def page(report: Report) -> str:
-    """The whole page; what no run changes is in a file beside this one."""
+    """Return the whole page; its fixed part is in `others.md`."""
     others = Path(__file__).with_name("others.md").read_text(encoding="utf-8")
     return "\n".join([HEAD, *measured(report), *compared(), others.rstrip("\n")]) + "\n"

@@ -1,4 +1,4 @@
-"""What a run of the benchmarks leaves behind: raw samples, from which every figure and page is made again."""
+"""The results of a run of the benchmarks: raw samples, from which every figure and page is made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 SCHEMA = 1
 DIGITS = 6
-"""Digits of a number that are kept."""
+"""Stored digits of a number."""
 NUMBERS = re.compile(rb"\[\s*(-?[\d.e+-]+(?:,\s*-?[\d.e+-]+)*)\s*\]")
 """A list of numbers in JSON."""
 
@@ -20,11 +20,11 @@ class BadReport(ValueError):
 
 
 class Comparison(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One figure beside its baseline, both from the same run.
+    """One figure and its baseline, both from the same run.
 
     Args:
-        what: what is measured, without its unit.
-        subject, baseline: what is compared, and with what.
+        what: name of the figure, without its unit.
+        subject, baseline: names of the two sides of the comparison.
         samples, baseline_samples: every measured value.
         more_is_better: True for rates, False for times and sizes.
         paired: sample i and baseline sample i were taken one after the other.
@@ -47,19 +47,19 @@ class Comparison(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ratio(self) -> float | None:
-        """Median of the subject divided by that of the baseline; None where the baseline is zero."""
+        """The median of the subject divided by that of the baseline; None if the baseline is zero."""
         below = statistics.median(self.baseline_samples)
         return statistics.median(self.samples) / below if below else None
 
     @property
     def ratios(self) -> list[float]:
-        """Of every pair whose baseline is not zero; empty without pairs."""
+        """The ratio of every pair whose baseline is not zero; empty without pairs."""
         pairs = zip(self.samples, self.baseline_samples, strict=True) if self.paired else ()
         return [one / other for one, other in pairs if other]
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one stage did in a part of a request; seconds since the request began."""
+    """One step of a stage for a request; seconds since the request began."""
 
     stage: str
     start: float
@@ -74,7 +74,7 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Result(msgspec.Struct, forbid_unknown_fields=True):
-    """Of one benchmark; `failed` says why there are no figures."""
+    """The result of one benchmark; `failed` is the reason why there are no figures."""
 
     name: str
     seconds: float = 0.0
@@ -84,11 +84,11 @@ class Result(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where and when a run was made.
+    """Time, versions and machine of a run.
 
     Args:
         load: the load average over one minute, before and after.
-        busy: the share of all cores that was in use before each benchmark began; empty in older reports.
+        busy: the share of all cores in use before each benchmark began; empty in older reports.
     """
 
     time: str
@@ -106,7 +106,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
-    """A whole run. `left_out` has benchmarks that do not fit the machine, and why."""
+    """A whole run. `left_out` has benchmarks that do not fit the machine, with the reasons."""
 
     environment: Environment | None = None
     model: str | None = None
@@ -117,13 +117,13 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def encode(report: Report) -> bytes:
-    """As JSON that people can read too: a list of numbers is one line."""
+    """Return JSON in a readable format: a list of numbers is one line."""
     data = msgspec.json.format(msgspec.json.encode(rounded(msgspec.to_builtins(report))), indent=1)
     return NUMBERS.sub(lambda found: b"[" + b", ".join(re.split(rb",\s*", found[1])) + b"]", data) + b"\n"
 
 
 def rounded(value: Any) -> Any:
-    """The same with `DIGITS` digits of each number."""
+    """Return the same with `DIGITS` digits of each number."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, list):
@@ -132,7 +132,7 @@ def rounded(value: Any) -> Any:
 
 
 def decode(data: bytes) -> Report:
-    """From JSON; BadReport says what is wrong with it."""
+    """Return the report from JSON; the message of BadReport contains the error."""
     try:
         report = msgspec.json.decode(data, type=Report)
     except msgspec.DecodeError as error:

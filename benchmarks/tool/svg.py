@@ -16,24 +16,24 @@ COLORS = ("#2563a8", "#c2571a", "#2e7d4f", "#7b4aa0", "#8a6d1b")
 
 
 def text(x: float, y: float, words: str, anchor: str = "start") -> str:
-    """Words at a place."""
+    """Return a text at a position."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def drawing(height: float, title: str, parts: Sequence[str]) -> str:
-    """A whole plot; screen readers read the title."""
+    """Return a whole plot; its title is for screen readers."""
     inside = "".join(parts)
     name = escape(title, quote=True)
     return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{name}"><title>{name}</title>{inside}</svg>'
 
 
 def place(value: float, most: float) -> float:
-    """Where a value is on an axis that begins at zero."""
+    """Return the position of a value on an axis that begins at zero."""
     return LEFT + (WIDTH - LEFT - RIGHT) * (value / most if most > 0 else 0.0)
 
 
 def axis(y: float, most: float, unit: str) -> list[str]:
-    """A line from zero to the largest value."""
+    """Return an axis from zero to the largest value."""
     line = f'<line x1="{LEFT}" y1="{y}" x2="{place(most, most):.1f}" y2="{y}" stroke="#999"/>'
     return [
         line,
@@ -43,7 +43,7 @@ def axis(y: float, most: float, unit: str) -> list[str]:
 
 
 def timeline(title: str, spans: Sequence[Span]) -> str:
-    """A row for each stage, a bar for each of its steps, in milliseconds."""
+    """Return a plot with a row for each stage and a bar for each of its steps, in milliseconds."""
     stages = list(dict.fromkeys(span.stage for span in spans))
     most = max((span.end for span in spans), default=0.0)
     parts = [text(4, ROW * row + 16, stage) for row, stage in enumerate(stages)]
@@ -60,7 +60,7 @@ def timeline(title: str, spans: Sequence[Span]) -> str:
 
 
 def distribution(each: Comparison) -> str:
-    """The samples of both, with a line at the median."""
+    """Return a plot of the samples of both sides, with lines at the medians."""
     rows = [(each.subject, each.samples), (each.baseline, each.baseline_samples)]
     most = max(value for _, values in rows for value in values)
     parts = []
@@ -73,7 +73,7 @@ def distribution(each: Comparison) -> str:
 
 
 def marks(values: Sequence[float], most: float, y: float, color: str) -> list[str]:
-    """A dot for each sample; of many, bars as high as samples are frequent."""
+    """Return a dot for each sample; for many samples, bars of a histogram."""
     if len(values) < MANY:
         return [dot(place(value, most), y, color) for value in values]
     count = Counter(min(int(BARS * value / most), BARS - 1) if most > 0 else 0 for value in values)
@@ -82,16 +82,16 @@ def marks(values: Sequence[float], most: float, y: float, color: str) -> list[st
 
 
 def bar(x: float, y: float, width: float, height: float, color: str) -> str:
-    """The samples of one range, on the line y."""
+    """Return the bar of the samples of one range, on the line y."""
     where = f'x="{x:.1f}" y="{y - height:.1f}" width="{width:.1f}" height="{height:.1f}"'
     return f'<rect {where} fill="{color}" fill-opacity="0.4"/>'
 
 
 def dot(x: float, y: float, color: str) -> str:
-    """One sample."""
+    """Return the dot of one sample."""
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}" fill-opacity="0.4"/>'
 
 
 def median_line(x: float, y: float, color: str) -> str:
-    """The middle sample."""
+    """Return the line of the median."""
     return f'<line x1="{x:.1f}" y1="{y - 10:.1f}" x2="{x:.1f}" y2="{y + 10:.1f}" stroke="{color}" stroke-width="2"/>'

@@ -1,4 +1,4 @@
-"""What a server answers to the cases, through the `openai` client."""
+"""Answers of a server to the cases, through the `openai` client."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support.cluster import LARGEST_DIFFERENCE
 AT_ONCE = 8
 ROUNDING = 1e-3
 MAX_FRAMES = 120
-"""The longest answers have 45 frames; a talker that does not end is noticed before long."""
+"""The longest answers have 45 frames; a talker that does not end is detected early."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was answered.
+    """One answer.
 
     Attributes:
         sound: samples at 24 kHz, as the 16 bits of the WAV file; empty for an answer without sound.
@@ -44,7 +44,7 @@ class Answer:
 
 
 async def ask(client: openai.AsyncOpenAI, model: str, case: Case, **extra: Any) -> Answer:
-    """Ask for one answer; nothing in it is random. `extra` fields are sent beside OpenAI's."""
+    """Request one answer; nothing in it is random. `extra` fields are sent with OpenAI's."""
     speaks = case.voice is not None
     options: dict[str, Any] = {"modalities": ["text"], "logprobs": True}
     if speaks:
@@ -69,7 +69,7 @@ async def ask(client: openai.AsyncOpenAI, model: str, case: Case, **extra: Any) 
 
 
 async def ask_all(base_url: str, model: str, cases: Iterable[Case], **extra: Any) -> dict[str, Answer]:
-    """Ask for all answers, `AT_ONCE` at a time; returns them by the names of the cases."""
+    """Request all answers, `AT_ONCE` at a time; returns them by the names of the cases."""
     turn = asyncio.Semaphore(AT_ONCE)
 
     async def one(case: Case) -> tuple[str, Answer]:

@@ -2,7 +2,7 @@
 
     python -m tests.accuracy.broken [--cases N]
 
-prints the table of docs/accuracy.md: what each fault does to the figures.
+prints the table of docs/accuracy.md: the figures with each fault.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ FAULTS = {
 
 
 def answers_of(server: Server, asked: Sequence[Case], **extra: Any) -> dict[str, Answer]:
-    """Return what a server answers, several requests at once; `extra` fields are sent with each."""
+    """Return the answers of a server, several requests at once; `extra` fields are sent with each."""
     return asyncio.run(ask_all(server.base_url, MODEL, asked, **extra))
 
 

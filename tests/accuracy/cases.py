@@ -22,7 +22,7 @@ SEED = 2_000_003
 """Training and its own figures use other seeds."""
 
 DATA = Path(__file__).parents[1] / "data" / "accuracy"
-"""Words as the teacher says them in ways that the training has not heard."""
+"""Words of the teacher in ways of speaking that are not in the training."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Case:
     """One request.
 
     Attributes:
-        kind: what is measured: `text`, `say`, `hear`, `repeat` or `see`; `say` and `repeat` answer with sound, too.
+        kind: the measured ability: `text`, `say`, `hear`, `repeat` or `see`; `say` and `repeat` answer with sound, too.
         content: the user's message, in the OpenAI form.
         words: the right answer.
         voice: the voice of the answer, if there is sound.
@@ -80,7 +80,7 @@ def _see(name: str, random: np.random.Generator) -> Case:
 
 @cache
 def held_out() -> Voices:
-    """Return the words in ways of speaking that the training has not heard."""
+    """Return the words in ways of speaking that are not in the training."""
     sound, rate = soundfile.read(DATA / "held_out.flac", dtype="float32")
     assert rate == RATE
     places = json.loads((DATA / "held_out.json").read_text())

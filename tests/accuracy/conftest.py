@@ -1,4 +1,4 @@
-"""The trained checkpoint, the cases, and what one replica of each stage answers."""
+"""The trained checkpoint, the cases, and the answers of one replica of each stage."""
 
 from __future__ import annotations
 

@@ -34,20 +34,20 @@ LEAST = {
 
 MANY = 30
 LEAST_OF_MANY = LEAST | {"text: text": 0.98, "hear: text": 0.97, "repeat: text": 0.97, "see: text": 0.98}
-"""The same where at least `MANY` requests of each kind were asked."""
+"""The same where at least `MANY` requests of each kind were sent."""
 
 Recogniser = Callable[[np.ndarray], Sequence[str]]
 
 
 def too_low(found: Mapping[str, float], cases: Sequence[Case]) -> dict[str, float]:
-    """Return the figures of these cases that are below what is asked for."""
+    """Return the figures of these cases that are below their least values."""
     requests = max(Counter(case.kind for case in cases).values())
     least = LEAST if requests < MANY else LEAST_OF_MANY
     return {name: value for name, value in found.items() if value < least[name]}
 
 
 def recognisers() -> dict[str, Recogniser]:
-    """Return those that write down a sound at 16 kHz, by name."""
+    """Return the recognisers of speech at 16 kHz, by name."""
     return {"whisper": Whisper().words, "pocketsphinx": Sphinx(WORDS).words}
 
 

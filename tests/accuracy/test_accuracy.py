@@ -84,7 +84,7 @@ def test_prefill_and_decode_apart(request: pytest.FixtureRequest) -> None:
 def test_a_fault_is_found(
     fault: str, trained: Path, asked: list[Case], usual: dict[str, Answer], tmp_path: Path
 ) -> None:
-    """By words or voices that are wrong, but for one: which embedding is where says little in a sound with pauses."""
+    """By words or voices that are wrong, but for one: positions of embeddings change little in a sound with pauses."""
     heard = [case for case in asked if case.kind in ("say", "hear")]
     try:
         answers = answers_with(fault, trained, tmp_path / "log", heard)

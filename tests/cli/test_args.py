@@ -32,7 +32,7 @@ def error_of(*words: str) -> str:
     return str(caught.value)
 
 
-def test_given_flags_are_told_apart_from_defaults(model: str) -> None:
+def test_given_flags_are_distinguished_from_defaults(model: str) -> None:
     args = parse_serve(["serve", model, "--omni", "--seed", "0", "--port", "8000", "--no-async-chunk"])
     assert getattr(args, EXPLICIT) == {"model_tag", "omni", "seed", "port", "async_chunk"}
     assert (args.model, args.seed, args.port, args.async_chunk, args.host) == (model, 0, 8000, False, None)

@@ -20,7 +20,7 @@ NAMES = Names(
 )
 
 
-def test_keys_of_the_stage_and_of_the_engine_are_told_apart() -> None:
+def test_keys_of_the_stage_and_of_the_engine_are_separated() -> None:
     config = with_overrides(OmniConfig(), '{"talker": {"replicas": 2, "max_num_seqs": 4}}', NAMES)
     assert with_overrides(config, {"talker": {}}, NAMES) == with_overrides(config, {}, NAMES) == config
     assert with_settings(config, {"async_chunk": None, "log_dir": None}) == config

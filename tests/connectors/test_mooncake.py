@@ -23,7 +23,7 @@ def test_the_suite() -> None:
     run_suite(SUITE, "-x", timeout_s=TIMEOUT_S)
 
 
-def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_error_names_the_packages_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("vllm_omni_ext.connectors.mooncake")
     for name in ("mooncake", "mooncake.engine"):
         monkeypatch.setitem(sys.modules, name, None)

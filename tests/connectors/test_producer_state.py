@@ -22,8 +22,8 @@ class Machine(RuleBasedStateMachine):
         self.producer_state = ProducerState("e", ConnectorConfig(name="x", retention_s=KEEP_S), leases=True)
         self.now = 0.0
         self.held: dict[int, str] = {}
-        self.reading: set[tuple[bytes, str]] = set()  # a consumer that was sent a chunk and has not let go of it
-        self.told: set[tuple[bytes, str]] = set()  # it was told that the request is over
+        self.reading: set[tuple[bytes, str]] = set()  # a consumer that was sent a chunk and has not released it
+        self.told: set[tuple[bytes, str]] = set()  # it was sent the end of the request
 
     def act(self, actions: list[Action]) -> None:
         for action in actions:

@@ -112,7 +112,7 @@ class Witness:
         self.changes: list[Any] = []
 
     async def until(self, wanted: Callable[[View], bool]) -> View:
-        """The next view that is as wanted."""
+        """The next view for which `wanted` is true."""
         async with asyncio.timeout(PATIENCE_S):
             async for view, changes in self.watcher:
                 self.changes.extend(changes)

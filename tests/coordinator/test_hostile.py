@@ -31,7 +31,7 @@ HARMLESS = (
     encode(msg.Leave(member=NOBODY, drain=False)),
     encode(msg.Register(instance="x", stage="talker", model="wrong" * 9, config_hash="wrong", version="0")),
 )
-"""Well formed, and none of them may change anything, whichever bytes are altered."""
+"""Well formed; none of them may change anything, with any of their bytes altered."""
 
 EACH, AT_ONCE = 500, 100
 GROWTH_BYTES = 8 * 1024 * 1024
@@ -51,7 +51,7 @@ def is_malformed(data: bytes) -> bool:
 def attack(context: zmq.Context, address: str, messages: list[bytes]) -> list[zmq.Socket]:
     """Send messages, from a new connection after each `AT_ONCE`, and read no answer.
 
-    The connections are returned open: closing one with unread answers would make the system drop what was sent.
+    The connections are returned open: closing one with unread answers would make the system drop sent messages.
     """
     dealers = []
     for start in range(0, len(messages), AT_ONCE):

@@ -87,7 +87,7 @@ def test_a_replica_is_up_with_its_first_heartbeat_then_suspect_down_and_forgotte
     assert desk.wait(10) == [msg.Forget(admitted.member)], "it has sent no heartbeat"
 
 
-def test_names_are_the_wished_or_lowest_free_ones_and_epochs_are_new() -> None:
+def test_names_are_the_requested_or_lowest_free_ones_and_epochs_are_new() -> None:
     desk = Desk()
     a, b, c = (desk.join(name) for name in "abc")
     assert [m.id.index for m in (a, b, c)] == [0, 1, 2]

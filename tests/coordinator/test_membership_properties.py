@@ -133,7 +133,7 @@ class MembershipMachine(RuleBasedStateMachine):
             self.processes.remove(process)
 
     def wish(self, process: Process) -> int | None:
-        """A new replica wishes for a name only if no process has it, as in a plan."""
+        """A new replica requests a name only if no process has it, as in a plan."""
         stage = process.descriptor.stage
         borne = {other.member.id.index for other in self.processes if other.member and other.member.id.stage == stage}
         return None if process.wish in borne else process.wish

@@ -96,7 +96,7 @@ BEARER = Member("talker", 3, 9)
 ADMITTED = msg.Admitted(member=BEARER, interval_s=0.05)
 
 
-def test_the_coordinator_assigns_the_wished_name(address: str, reporter) -> None:
+def test_the_coordinator_assigns_the_requested_name(address: str, reporter) -> None:
     told = threading.Event()
     one = reporter(address, index=5, admitted=lambda member: told.set())
     assert told.wait(PATIENCE_S)

@@ -219,7 +219,7 @@ async def test_a_cancelled_transfer_is_not_requested(monkeypatch: pytest.MonkeyP
     assert asked == ["b"]
 
 
-def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_error_names_the_packages_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mooncake", "mooncake.engine"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(RuntimeError, match=r"vllm-omni-ext\[mooncake\].*libibverbs1"):

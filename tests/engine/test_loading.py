@@ -66,7 +66,7 @@ def load(folder: Path, config: LoadConfig) -> Model:
 
 
 @pytest.mark.parametrize("name", ["auto", "safetensors"])
-def test_progress_ends_at_the_bytes_of_all_wanted_tensors(folder: Path, reports: list[Loading], name: str) -> None:
+def test_progress_ends_at_the_bytes_of_all_used_tensors(folder: Path, reports: list[Loading], name: str) -> None:
     config = LoadConfig(load_format=name, use_tqdm_on_load=False)
     with loading.progress_reported(config):
         model = load(folder, config)
@@ -79,7 +79,7 @@ def test_progress_ends_at_the_bytes_of_all_wanted_tensors(folder: Path, reports:
     assert config.load_format == name
 
 
-def test_an_unwanted_tensor_does_not_count(reports: list[Loading]) -> None:
+def test_an_unused_tensor_does_not_count(reports: list[Loading]) -> None:
     weights = [(name, torch.zeros(rows)) for name, rows in reversed(ROWS.items())]
     teller = loading.Teller.of_this_process()
     assert teller is not None

@@ -43,7 +43,7 @@ def test_the_suite_of_mmsu_has_sound_and_the_right_letter(tmp_path: Path) -> Non
     assert Path(item["content"][0]["file"]).read_bytes() == b"x"
 
 
-def test_the_suite_of_seed_tts_is_heard(tmp_path: Path) -> None:
+def test_the_suite_of_seed_tts_is_recognised_by_whisper(tmp_path: Path) -> None:
     (tmp_path / "meta.lst").write_text("c_1|Prompt.|prompt-wavs/c_1.wav|Get the trust fund to the bank early.\n")
     suites.main(["seed-tts", str(tmp_path / "meta.lst"), str(tmp_path / "suite.yaml")])
     suite = load(tmp_path / "suite.yaml")

@@ -210,7 +210,7 @@ def test_models_counts_and_baselines_of_the_command_line_are_checked(
             main([*suite(tmp_path), f"--baseline={tmp_path / name}"])
 
 
-def test_other_answers_of_a_second_server_fail_if_asked_for(echo: Any, tmp_path: Path) -> None:
+def test_other_answers_of_a_second_server_fail_with_alike(echo: Any, tmp_path: Path) -> None:
     arguments = [*suite(tmp_path, threshold=0), "--url", f"one={echo()}", "--url", f"two={echo(wrong=1)}"]
     out = tmp_path / "out.json"
     assert main([*arguments, f"--json={out}"]) == 0

@@ -1,4 +1,4 @@
-"""What the families answer, computed in plain torch from their checkpoints alone."""
+"""Answers of the families, computed in plain torch from their checkpoints alone."""
 
 from __future__ import annotations
 

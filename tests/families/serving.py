@@ -1,4 +1,4 @@
-"""Servers of the families, and what their clients ask them."""
+"""Servers of the families, and requests of their clients."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def events(server: Server, path: str, body: dict[str, Any], leave_after: int | N
 
 
 def during(server: Server, stage: str, ask: Callable[[], Any], harm: Callable[[str], None]) -> Any:
-    """What is answered when something happens to the replica that has the request, in the middle of it.
+    """The answer to a request whose replica is disturbed in the middle of it.
 
-    A request that was over before a look found it is asked again.
+    A request that ended before its replica was found is sent again.
     """
     with asked_again(ask) as asked:
         harm(wait_busy(server, stage, asked))

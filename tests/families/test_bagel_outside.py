@@ -1,4 +1,4 @@
-"""BAGEL as somebody else's package: a copy under another name, which the core knows only by its entry point."""
+"""BAGEL as an external package: a copy under another name, which the core finds only by its entry point."""
 
 from __future__ import annotations
 

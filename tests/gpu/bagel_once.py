@@ -2,7 +2,7 @@
 
     python tests/gpu/bagel_once.py [--stage-config bagel]
 
-In float32, on whatever vLLM computes with. The tokens of the text must be the stored ones; the latents of a picture may
+In float32, on any device of vLLM. The tokens of the text must be the stored ones; the latents of a picture may
 differ by `LATENTS`, its bytes by `BYTES`. Exit status 1 if an answer differs.
 """
 

@@ -1,4 +1,4 @@
-"""Write tests/data/gpu_golden.json: what Transformers answers on the CPU in float32, with the media of the prompts.
+"""Write tests/data/gpu_golden.json: answers of Transformers on the CPU in float32, and the media of the prompts.
 
     python -m tests.gpu.make_golden
 

@@ -38,12 +38,12 @@ TIMEOUT_S = 400
 
 @dataclass(frozen=True)
 class Mode:
-    """How the engines are configured.
+    """Configuration of the engines.
 
     Attributes:
         asynchronous: the thinker's scheduler is ahead of it, as always on CUDA.
-        native_rotary: the thinker's rotary embedding is compiled from its operators. Whether that changes answers shows
-            in how many tokens and frames are as stored, here and in the mode without it.
+        native_rotary: the thinker's rotary embedding is compiled from its operators. The effect is the
+            difference in stored tokens and frames from the mode without it.
     """
 
     dtype: str
@@ -219,7 +219,7 @@ def in_a_process(name: str, model: str) -> bool:
 
 
 def main() -> int:
-    """Run the modes asked for."""
+    """Run the selected modes."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--modes", nargs="+", choices=[*MODES, *CPU_MODES], help="default: all that this machine can do")
     flags.add_argument("--list", action="store_true", help="print the modes for CUDA")

@@ -46,7 +46,7 @@ def test_a_video_of_a_request_is_small() -> None:
     assert url.startswith("data:video/mp4;base64,") and len(url) < 4 << 20
 
 
-def test_what_the_device_refuses_is_a_defect(tmp_path: Path) -> None:
+def test_refusals_of_the_device_are_defects(tmp_path: Path) -> None:
     assert list(tool.refused(tmp_path)) == []
     lines = ["1 context on device 0", "1 REFUSED in a capture: launch", "2 out of memory: 9 MiB wanted, 1 used of 2"]
     (tmp_path / "refused").write_text("\n".join(lines))

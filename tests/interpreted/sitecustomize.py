@@ -37,7 +37,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
             return None
 
     class NoCompiler:
-        """PyTorch's compiler asks for one, and goes on without."""
+        """PyTorch's compiler requests one, and continues without."""
 
         @staticmethod
         def supports_target(target):

@@ -111,7 +111,7 @@ def warped(row: Tensor) -> Tensor:
 
 @settings(max_examples=examples(25), deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([3, 50, 51, 200]), st.floats(0.05, 5))
-def test_only_what_transformers_would_sample_is_drawn(seed: int, codes: int, spread: float) -> None:
+def test_only_codes_that_transformers_would_sample_are_drawn(seed: int, codes: int, spread: float) -> None:
     row = torch.randn(codes, generator=torch.Generator().manual_seed(seed)) * spread
     allowed = set(warped(row).nonzero().flatten().tolist())
     generator = torch.Generator().manual_seed(seed)

@@ -80,14 +80,14 @@ def extend(*track: int, text: tuple[int, ...] = (), last: bool = False) -> Exten
 
 
 def begun(flow: SpeechFlow) -> list[Action]:
-    """What the flow does at once beside forwarding the request."""
+    """The first actions of the flow, without the forwarded request."""
     first, *rest = flow.begin()
     assert first == Forward(THINKER)
     return rest
 
 
 def of_talker(action: Action) -> TalkerPrompt:
-    """The payload that opens the talker; what is said of its input beside it is true."""
+    """The payload that opens the talker; the action has the right counts of its input."""
     assert isinstance(action, Open) and isinstance(action.payload, TalkerPrompt)
     payload = action.payload
     assert (action.prompt_positions, action.step_inputs) == (len(payload.text), len(payload.track))
@@ -492,7 +492,7 @@ CALLS = st.lists(
 
 @pytest.mark.parametrize("tensor", [True, False])
 @given(calls=CALLS)
-def test_frames_are_what_was_added(calls: list[tuple[str, int, float]], tensor: bool) -> None:
+def test_frames_are_those_that_were_added(calls: list[tuple[str, int, float]], tensor: bool) -> None:
     log, added = FrameLog(), list[list[int]]()
     views = []
     for call, count, where in calls:

@@ -31,7 +31,7 @@ def fresh() -> CodePredictor:
 
 @cache
 def makers() -> tuple[FrameMaker, FrameMaker, TapeRecorder]:
-    """One that calls the function, one that repeats what was recorded, and its recorder."""
+    """One that calls the function, one that repeats a recording, and its recorder."""
     tape = TapeRecorder()
     called, repeated = (FrameMaker(fresh(), TABLE, rows=ROWS, recorder=recorder) for recorder in (None, tape))
     repeated.try_out()

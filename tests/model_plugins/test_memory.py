@@ -125,8 +125,8 @@ def test_the_largest_picture_is_that_of_vllms_encoder_budget() -> None:
 
 
 @pytest.mark.engine
-def test_the_encoder_holds_what_is_counted(tmp_path: Path) -> None:
-    """By running vLLM's encoder on two pictures; what attention and rotation are on CUDA is told in the program."""
+def test_the_encoder_holds_the_counted_bytes(tmp_path: Path) -> None:
+    """By running vLLM's encoder on two pictures; the program describes attention and rotation on CUDA."""
     program = Path(__file__).parents[1] / "support" / "encoder_peak.py"
     command = [sys.executable, str(program), str(tmp_path / "group")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)

@@ -172,7 +172,7 @@ def plan(oracle: Oracle, heard: Heard, text: Any) -> Planned:
 @torch.no_grad()
 @pytest.mark.parametrize("text", ["all", [1, 3]], ids=str)
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_the_talker_is_fed_what_transformers_feeds_it(oracle: Oracle, name: str, text: Any) -> None:
+def test_the_inputs_of_the_talker_are_those_of_transformers(oracle: Oracle, name: str, text: Any) -> None:
     steps = 14
     heard = Heard(oracle, CONVERSATIONS[name], tokens=10, frames=steps)
     planned = plan(oracle, heard, text)

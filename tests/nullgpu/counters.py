@@ -14,7 +14,7 @@ LAYOUT = struct.Struct(f"=i4x{DEVICES}Q{DEVICES}Q6Q")
 
 @dataclass(frozen=True)
 class Process:
-    """What one process did, in bytes and numbers.
+    """Counters of one process, in bytes and numbers.
 
     Attributes:
         bytes: memory in use now, by device; contexts are included.
@@ -24,7 +24,7 @@ class Process:
         launches: launches and copies, captured or not; one for each launch of a graph.
         refused: calls that CUDA would refuse during a capture.
         largest: bytes of the largest allocation.
-        waits: calls in which the host waits for the device.
+        waits: times that the host waits for its launches.
     """
 
     pid: int

@@ -33,7 +33,7 @@ class Environment:
     """Folders of a prepared environment.
 
     Attributes:
-        cache: what vLLM, torch and Triton compile.
+        cache: compiled code of vLLM, torch and Triton.
     """
 
     home: Path
@@ -133,7 +133,7 @@ def _pip(made: Environment, *words: str) -> None:
 
 
 def _mlx5(made: Environment) -> None:
-    """Put the library of Mellanox cards beside the null device's: Mooncake's build for CUDA 13 is linked with it."""
+    """Put the library of Mellanox cards next to the null device's: Mooncake's build for CUDA 13 is linked with it."""
     name = "libmlx5.so.1"
     if (made.library / name).exists() or ctypes.util.find_library("mlx5"):
         return

@@ -60,7 +60,7 @@ typedef struct {
     uint64_t launches;        // launches and copies, captured or not; one for each launch of a graph
     uint64_t refused;         // calls that CUDA would refuse during a capture
     uint64_t largest;         // bytes of the largest allocation
-    uint64_t waits;           // calls in which the host waits for the device
+    uint64_t waits;           // times that the host waits for what it has launched
 } Counters;
 
 _Static_assert(sizeof(Counters) == 184, "counters.py reads this layout");

@@ -1,4 +1,4 @@
-"""`LLM(MODEL, omni=True)` in a released shape: two spoken answers, then the end. Prints what is wrong with them."""
+"""`LLM(MODEL, omni=True)` in a released shape: two spoken answers, then the end. Prints their defects."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ H200, H100 = Gpu("NVIDIA H200", 143_771), Gpu("NVIDIA H100 80GB HBM3", 81_559)
 
 @dataclass(frozen=True)
 class Calls:
-    """What a replica may do for a request at most: launches (a graph is one), and waits of the host for the device."""
+    """Limits of a replica for one request: launches (a graph is one), and waits of the host for the device."""
 
     launches: int
     waits: int
@@ -80,7 +80,7 @@ class Scenario:
         flags: of `vllm serve MODEL --omni`, as the documents have them.
         environ: more environment variables.
         steps: sent or done one after the other.
-        program: a file beside this one that runs `LLM(MODEL, omni=True)` instead of a server.
+        program: a file next to this one that runs `LLM(MODEL, omni=True)` instead of a server.
         compiles: kernels that requests may compile.
     """
 

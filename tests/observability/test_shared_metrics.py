@@ -97,7 +97,7 @@ assert seen["replica_requests_running"] == 30
 
 @pytest.mark.engine
 def test_the_state_after_the_latest_step_is_shown(tmp_path: Path) -> None:
-    """Not the one that was written last: an API server reads what its predecessor has not."""
+    """Not the one that was written last: an API server reads states that its predecessor has not read."""
     run(
         """
 def after_step(at, requests):

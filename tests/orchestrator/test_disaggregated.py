@@ -1,4 +1,4 @@
-"""Prefill in one stage, decode in another: whichever replica dies at any step, answers stay and nothing is held."""
+"""Prefill in one stage, decode in another: if any replica dies at any step, answers stay and nothing is held."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ def asked(**params: Any) -> Any:
         ({"skip_reading_prefix_cache": True, "extra_args": {EXPORT: [[0, 1]]}}, True),
     ],
 )
-def test_which_prompts_can_be_split(params: dict[str, Any], split: bool) -> None:
+def test_parameters_and_length_decide_if_a_prompt_can_be_split(params: dict[str, Any], split: bool) -> None:
     request = asked(**params)
     assert can_be_split(request) is split
     for prompt in ([1], None):

@@ -210,7 +210,7 @@ def test_a_wait_is_not_prolonged() -> None:
     assert of(machine.send(m.NeverUp(DIT, "no")), m.FailRequest) == []
 
 
-def test_how_many_wait_is_observed_when_it_changes() -> None:
+def test_the_number_of_waiting_requests_is_observed_when_it_changes() -> None:
     machine = begin_waiting()
     seen: list[tuple[Any, ...]] = []
     for name in "ab":

@@ -208,7 +208,7 @@ async def test_an_abort_at_any_point_ends_the_request_in_all_its_stages(done: in
     assert aborted == {s: ["r"] for s in bound}
     drained(sink)
     sent = [len(r.added) for r in bench.replicas.values()]
-    await play(bench, "r", STEPS[done:])  # what was on its way
+    await play(bench, "r", STEPS[done:])  # outputs on their way
     assert [len(r.added) for r in bench.replicas.values()] == sent
     assert drained(sink) == []
     await end(bench, ticket)
@@ -227,7 +227,7 @@ async def test_a_text_goes_on_with_the_tokens_it_has() -> None:
     assert again.sampling_params.max_tokens == first.sampling_params.max_tokens - 2
 
 
-async def test_a_later_stage_goes_on_with_what_it_has_made() -> None:
+async def test_a_later_stage_goes_on_after_its_own_outputs() -> None:
     bench = Bench(pipeline, voice=2)
     await bench.start("r")
     await play(bench, "r", STEPS[:3])

@@ -129,7 +129,7 @@ async def test_a_lost_replica_means_a_new_stream() -> None:
     assert PartHeader.of(again.pooling_params.extra_kwargs) == PartHeader(stream="r/1", part=0, last=True)
     assert again.request_id not in [request.request_id for request in first.added]
     await bench.orchestrator.produced(first.id, output(first.added[1].request_id, tensor=SOUND, end="stop"))
-    assert len(drained(sink)) == 1  # what was on its way of the old stream is dropped
+    assert len(drained(sink)) == 1  # outputs of the old stream on their way are dropped
     await end(bench, ticket)
 
 

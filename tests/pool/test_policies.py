@@ -67,13 +67,13 @@ def test_policies_are_made_by_name() -> None:
 @pytest.mark.parametrize(
     ("published", "then", "own", "clients", "score"),
     [
-        (None, 0, 3, 2, 6.0),  # nothing known but one's own
+        (None, 0, 3, 2, 6.0),  # own requests alone
         (Load(0, 5), 2, 2, 1, 5.0),  # others are using it too
         (Load(0, 5), 2, 4, 1, 7.0),  # and it was given two more since
         (Load(0, 5), 2, 1, 1, 4.0),  # or has finished one
         (Load(0, 5), 0, 2, 3, 11.0),  # other API servers have done the same
         (Load(0, 1), 0, 5, 2, 11.0),
-        (Load(0, 0), 3, 3, 2, 6.0),  # the report is older than what is known here
+        (Load(0, 0), 3, 3, 2, 6.0),  # the report is older than the own counts
         (Load(4, 4, 0.5), 0, 0, 1, 8.0),  # a queue before a cache with room
         (Load(4, 4, 1.0), 0, 0, 1, 20.0),  # before a full one each counts four times
         (Load(0, 4, 1.0), 0, 0, 1, 4.0),

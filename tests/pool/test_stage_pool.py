@@ -19,7 +19,7 @@ OTHER = ReplicaId("thinker", 0)
 
 
 class First:
-    """Takes the first candidate and notes what it was shown."""
+    """Takes the first candidate and records the loads that it receives."""
 
     def __init__(self) -> None:
         self.shown: list[dict[ReplicaId, int]] = []

@@ -23,7 +23,7 @@ STEP_TOKENS = 128  # prompts longer than this are prefilled in chunks
 
 @pytest.fixture(scope="session", autouse=True)
 def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A folder of the tests for what a user's deployments keep: the secret that their first start makes."""
+    """A folder of the tests for files that a user's deployments keep: the secret that their first start makes."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
@@ -52,7 +52,7 @@ def bagel_model(bagel: Path) -> Bagel:
 
 @pytest.fixture(scope="session")
 def expected(oracle: Oracle) -> dict[str, Golden]:
-    """What Transformers says to every case of the parity tests."""
+    """The answers of Transformers to all cases of the parity tests."""
     from tests.processes.test_parity import CASES, golden
 
     return {name: golden(oracle, case) for name, case in CASES.items()}

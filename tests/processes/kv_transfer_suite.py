@@ -116,7 +116,7 @@ class Pair:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(tiny: Path) -> AsyncIterator[Pair]:
     made = Pair(str(tiny), SETTINGS)
-    await made.both(prompt())  # connects the two: a prefill that stops before that is never asked for blocks
+    await made.both(prompt())  # connects the two: a prefill that stops before that gets no request for blocks
     yield made
     made.close()
 
@@ -368,7 +368,7 @@ async def test_decode_computes_the_prompts_of_a_killed_prefill_engine(patient: P
 
 
 @extended
-async def test_decode_fails_the_request_where_on_failure_says_so(patient: Pair) -> None:
+async def test_decode_fails_the_request_if_on_failure_is_fail(patient: Pair) -> None:
     settings = replace(SETTINGS, on_failure="fail", transfer_timeout_s=PATIENT_S)
     with patient.another(DECODE, settings) as second:
         asked = prompt()

@@ -180,7 +180,7 @@ PRIVATE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", PRIVATE)
-def test_a_client_cannot_send_what_replicas_exchange(cluster: Any, case: str) -> None:
+def test_a_client_cannot_send_fields_that_replicas_exchange(cluster: Any, case: str) -> None:
     """Transfer parameters, and media without data, which vLLM accepts from its own proxy."""
     server, _, expected = cluster
     path, fields = case, {"model": MODEL, **PRIVATE[case]}

@@ -165,7 +165,7 @@ def said(output: Any) -> list[tuple[str, tuple[int, ...], str | None]]:
 
 
 def logprobs(output: Any) -> list[Any]:
-    """Which ids are listed where, for the answers and for the prompt."""
+    """The listed ids by position, for the answers and for the prompt."""
     listed = [[set(at) for at in one.logprobs or ()] for one in output.outputs]
     return [*listed, [at and set(at) for at in output.prompt_logprobs or ()]]
 

@@ -62,10 +62,10 @@ LENGTH = ["--served-model-name", MODEL, "--max-model-len", "8192"]
 CASES = ["text", "turns", "audio", "image", "short_answer"]
 TIMEOUT_S = 1.5
 GONE_S = 1.0 + TIMEOUT_S / 5
-"""What a dead API server had is gone within a second; its schedulers say so with their next heartbeat."""
+"""Requests of a dead API server end within a second; schedulers report it with their next heartbeat."""
 
 LONGEST_LOOK_S = 0.1
-"""What a look counts for at most: where other programs run, everything may stand still for seconds."""
+"""The longest time that one look counts: where other programs run, everything may stand still for seconds."""
 
 DRAIN_S = 30
 ENDED_S = 10.0
@@ -81,13 +81,13 @@ ONCE = ("ready: ", "Available routes", "Application startup complete", "API serv
 
 
 class Caller:
-    """One connection, and so one API server: it is not asked anything if it is another one."""
+    """One connection, and so one API server; a connection to another one is not used."""
 
     def __init__(self, server: Server, which: int) -> None:
         self.server = server
         self.which = str(which)
         deadline = time.monotonic() + UP_S
-        with ExitStack() as others:  # kept until it is found: the next connection goes to whoever has the fewest
+        with ExitStack() as others:  # kept until it is found: a new one goes to the API server with the fewest
             while True:
                 self.http = httpx.Client(base_url=server.base_url, timeout=ANSWER_S)
                 if self._named() == self.which:
@@ -198,7 +198,7 @@ def restart_counts(server: Server, stage: str) -> set[float]:
 
 
 def ended(server: Server, processes: list[psutil.Process]) -> bool:
-    """Whether they all are gone soon; nobody asks them to."""
+    """Whether all of them end soon without another signal."""
     return until(lambda: server.status() is not None and not any(map(alive, processes)), ENDED_S)
 
 
@@ -235,7 +235,7 @@ def stories(two: Server) -> list[Answer]:
 
 
 def test_both_api_servers_reach_every_replica(two: Server, undisturbed: list[Answer]) -> None:
-    """Which of them takes a connection, and which replicas are free then, is a matter of time: they are asked on."""
+    """The API server of a connection and the free replicas depend on time: requests are sent until all are reached."""
     reached: set[tuple[str, str]] = set()
 
     def all_reached(answers: list[Answer]) -> bool:
@@ -304,7 +304,7 @@ def test_a_killed_one_takes_its_own_requests_only(
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_requests_of_a_killed_api_server_leave_all_schedulers_at_once(two: Server, victim: int) -> None:
-    """With nothing else to do, and none of them read to the end. Nor are they shown by the one that reads the rest."""
+    """Without other requests; none of them is read to the end. The next API server reads the rest and shows none."""
     assert until(lambda: idle(two))
     restarts, took = restarted(two, victim), 0.0
     with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -326,7 +326,7 @@ def test_requests_of_a_killed_api_server_leave_all_schedulers_at_once(two: Serve
         for future, _ in lost:
             assert future.exception() is not None
     assert until(lambda: again(two, victim, restarts + 1), UP_S) and until(lambda: idle(two))
-    Caller(two, victim)  # it answers, so it has read what was left for it
+    Caller(two, victim)  # it answers, so it has read the outputs left for it
     assert until(lambda: total(scrape(two), RUNNING) == 0)
 
 

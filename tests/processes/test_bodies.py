@@ -34,7 +34,7 @@ SAID = f'{{{NAME}, "messages": [{{"role": "user", "content": "hello"}}]'
 
 @dataclass
 class Gaps:
-    """The longest time in which a stream had nothing to say.
+    """The longest time between two lines of a stream.
 
     Attributes:
         waited: seconds in which a process of the server was ready and had no core, the longest of all processes.
@@ -87,7 +87,7 @@ class Api:
         return int(self._files.joinpath("status").read_text().partition(f"{name}:")[2].split()[0])
 
     def cost(self, path: str, body: bytes) -> tuple[httpx.Response, float, float, Gaps]:
-        """The answer, how long it took in seconds, by how many MB memory grew meanwhile, and what the chats saw."""
+        """The answer, its time in seconds, the growth of memory in MB, and the gaps of the chats."""
         self._files.joinpath("clear_refs").write_text("5")  # the high-water mark of its memory is its memory now
         before = self.kib("VmRSS")
         self._gaps.longest, self._gaps.tokens = 0.0, 0
@@ -95,7 +95,7 @@ class Api:
         answer = self.http.post(path, content=body, headers={"content-type": "application/json"})
         took = time.monotonic() - began
         deadline = time.monotonic() + 30
-        while self._gaps.tokens < 4 * STREAMS:  # what held them up shows when they go on
+        while self._gaps.tokens < 4 * STREAMS:  # a gap is measured at its end
             assert time.monotonic() < deadline and not self._gaps.failed, self._gaps
             time.sleep(0.01)
         now = waited(self._processes, all_threads=True)
@@ -151,7 +151,7 @@ SHAPES: dict[str, tuple[str, str, str, str, str]] = {
     "speech": ("/v1/audio/speech", f'{{"model": "{MODEL}", "input": "a", "talker": {{"x": [', "1", "]}}", "talker"),
 }
 UNNAMED = {"messages": "context length", "input": "context length", "prompt": "prompt"}
-"""What is said where a field is named in other words: a prompt that is too long."""
+"""Words of the error if it does not name the field: a prompt that is too long."""
 
 
 LARGE = ("messages", "text", "ids", "speech")
@@ -183,7 +183,7 @@ def test_a_refused_body_costs_little_memory_and_time(api: Api, shape: str, size:
 
 
 def test_large_valid_bodies_reach_the_model(api: Api) -> None:
-    """Each has an answer of the model, or of a check behind the limits that knows what it was sent."""
+    """Each has an answer of the model, or of a check of the content behind the limits."""
     noise = np.random.default_rng(0).integers(0, 256, (1500, 4500, 3), np.uint8)
     url = media.image_url(Image.fromarray(noise))
     assert len(url) > 20 * MB

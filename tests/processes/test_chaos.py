@@ -43,7 +43,7 @@ WORDS, FRAMES = 60, 90
 TIMEOUT_S = 2
 COORDINATOR = "coordinator"
 AFTER = {5: "talker", 12: "code2wav", 19: "thinker", 26: COORDINATOR}
-"""What is killed when so many requests have been answered."""
+"""The process to kill after so many answers."""
 
 KEPT_ALIVE = 8
 """Connections a process may keep open between requests."""
@@ -94,7 +94,7 @@ def folder(server: Server) -> Path:
 
 
 def check_served_by(answers: list[Any], count: int) -> None:
-    """Every API server has answered; a single one does not say its number."""
+    """Every API server has answered; a single one does not report its number."""
     assert {each.server for each in answers} == ({""} if count == 1 else {str(which) for which in range(count)})
 
 

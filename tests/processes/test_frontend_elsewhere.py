@@ -12,7 +12,7 @@ from tests.support.cluster import LENGTH, Headless, all_up, ask, body, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.extended]
 
-UP_S = 180.0  # three engines start beside others
+UP_S = 180.0  # three engines start while others run
 
 
 def test_a_request_is_answered_when_the_text_stage_joins_the_head(tiny: Path, tmp_path: Path) -> None:

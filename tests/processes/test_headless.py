@@ -77,7 +77,7 @@ RANGE = 60
 AT_ONCE = 8
 BODIES = [body(f"Tell me about number {number}.", 20, 40) for number in range(16)]
 EACH, FEWER, RAW = 500, 5, 20
-"""Messages of each kind for each port of the members, one of how many goes to every port, and raw connections."""
+"""Messages of each kind for each port of the members, the step between those for every port, and raw connections."""
 
 GROWTH_BYTES = 48 << 20
 GONE_S = 10.0
@@ -136,7 +136,7 @@ def check_parity(
     names: list[str],
     client: httpx.Client | None = None,
 ) -> list[Answer]:
-    """What a server answers, over new connections or a client's, is what Transformers says."""
+    """Answers of a server, over new connections or a client's, equal those of Transformers."""
     answers = []
     for name in names:
         case, golden = CASES[name], expected[name]
@@ -169,7 +169,7 @@ def test_all_replicas_are_used(cluster: Cluster, undisturbed: list[Answer]) -> N
 
 
 def decisions(head: Server, stage: str) -> Counter[str]:
-    """How often a replica of a stage was chosen, by the reason."""
+    """The number of choices of a replica of a stage, by the reason."""
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(get(head, "/metrics")[1].decode()):
         for sample in family.samples:
@@ -183,7 +183,7 @@ SESSIONS, TURNS = 7, 3
 
 
 def test_a_session_stays_with_its_replica(cluster: Cluster) -> None:
-    """Turns of different sessions alternate; each says its session in the body, then in a header."""
+    """Turns of different sessions alternate; each has its session in the body, then in a header."""
     head, before = cluster.head, decisions(cluster.head, "thinker")
     places: dict[int, set[str]] = {session: set() for session in range(SESSIONS)}
     for turn in range(TURNS):
@@ -247,14 +247,14 @@ def test_join_with_another_configuration_is_refused_with_the_reason(
 
 
 def expectations(model: Path) -> dict[str, str]:
-    """What the head expects of a talker."""
+    """The settings that the head expects of a talker."""
     plan = from_cli(parse_serve([str(model), "--omni", *LENGTH, "-oma", HOST, "-omp", "9"]))[0]
     return {"model": model_identity(plan.model), "version": __version__, "config_hash": config_hash(plan, "talker")}
 
 
 @pytest.mark.needs("user nobody")
 def test_messages_without_the_secret_get_no_reply(cluster: Cluster, tiny: Path, undisturbed: list[Answer]) -> None:
-    """Another user of the machine who knows everything but the secret, while requests go on."""
+    """From another user of the machine that has everything but the secret, while requests go on."""
     head, ports = cluster.head, sorted(listening_ports(cluster.head) - {cluster.head.port})
     assert {cluster.port, cluster.port + 1, cluster.port + 2} < set(ports)
     assert len(ports) >= 3 + 2 * 3, "and two for each replica of the other processes"
@@ -277,7 +277,7 @@ def test_messages_without_the_secret_get_no_reply(cluster: Cluster, tiny: Path, 
 
 def test_malformed_messages_at_every_port_change_no_answer(cluster: Cluster, undisturbed: list[Answer]) -> None:
     """2,000 messages while requests go on: bytes that are not ZeroMQ, messages without the secret at all ports, and
-    malformed ones with the secret where members of the deployment talk to the head.
+    malformed ones with the secret at the head's ports for members of the deployment.
     """
     head, rng = cluster.head, random.Random(1)
     secret = Keys.read(str(default_file()))
@@ -310,7 +310,7 @@ def raw_noise(port: int, rng: random.Random) -> None:
 
 
 def flood(port: int, messages: list[bytes], keys: Keys | None = None) -> None:
-    """Send messages, from a new connection every thousand; whoever has the keys waits until they have left.
+    """Send messages, from a new connection every thousand; with keys, wait until they are sent.
 
     Without the keys, the port refuses the handshake. From then on the socket has no peer, and takes no more messages.
     """
@@ -375,7 +375,7 @@ def test_a_replica_that_hangs_comes_back(cluster: Cluster, undisturbed: list[Ans
 
 @pytest.mark.extended
 def test_a_replica_that_hangs_for_too_long_is_replaced(cluster: Cluster, undisturbed: list[Answer]) -> None:
-    """Its name is given up; who wakes up then is told so, and another is started in its place."""
+    """Its name is given up. The process receives that after it continues, and another is started in its place."""
     head, before = cluster.head, replicas(cluster.head)["talker/0"]
     os.kill(before["pid"], signal.SIGSTOP)
     assert until(lambda: "talker/0" not in states(head), FORGOTTEN_S)
@@ -519,13 +519,13 @@ def test_replicas_join_a_head_that_starts_after_them(
             stack.enter_context(Headless(tiny, tmp_path / stage, stage, port, *TIMES, host="::1"))
             for stage in ("talker", "code2wav")
         ]
-        time.sleep(1)  # they are asking by now, or will be while the head starts
+        time.sleep(1)  # they send requests by now, or will do so while the head starts
         stack.enter_context(head)
         assert until(lambda: all_up(head, 5), UP_S), states(head)
         check_parity(head, oracle, expected, ["text"])
         every = {"thinker/0", "talker/0", "talker/1", "code2wav/0", "code2wav/1"}
         assert set(used(ask_all(head, BODIES, AT_ONCE))) == every
-        # A heartbeat may be late beside other tests, so for one that is, all are asked again.
+        # A heartbeat may be late if other tests run: then all probes are sent again.
         assert until(lambda: probes(head) == {"live": 200, "ready": 200, "startup": 200}, SOON_S), states(head)
         talker = members.pop(0)
         assert not talker.stop(signal.SIGTERM)
@@ -550,10 +550,10 @@ SOUNDS = itertools.count(100)
 def crossed(head: Server, ways: set[Any]) -> bool:
     """Whether prompts with sound were read on each host and spoken on the other, all with the same answer.
 
-    Each call has a sound of its own: a sound stays with the thinker that has heard it.
+    Each call has a sound of its own: a sound stays with the thinker that has received it.
 
     Args:
-        ways: what earlier calls have seen; grows.
+        ways: results of earlier calls; grows.
     """
     message = {"role": "user", "content": [{"type": "audio", "audio": audio(0.5, seed=next(SOUNDS))}]}
     fields = body("", 12, 12) | {"messages": openai_messages([message])}
@@ -568,7 +568,7 @@ def crossed(head: Server, ways: set[Any]) -> bool:
 @pytest.mark.extended
 @pytest.mark.needs("two hosts")
 def test_two_hosts(tiny: Path, tmp_path: Path, oracle: Oracle, expected: dict[str, Golden]) -> None:
-    """Real addresses: where the talker is reached is found by routing, where the thinker is, by what its host says.
+    """Real addresses: the talker's is found by routing, the thinker's is set on its host.
 
     Both API servers of the head send requests to all of them, and hidden states go over the wire in both directions.
     """

@@ -214,7 +214,7 @@ def test_a_request_whose_hidden_states_have_no_room_fails_alone(connected: Any) 
 
 
 def fails_alone(omni: Any, conversation: Any, reason: str) -> None:
-    """Beside another request, whose answer stays the same."""
+    """Together with another request, whose answer stays the same."""
     other = ask(omni, [TEXT_ONLY])
     began = time.monotonic()
     (bad, good) = ask(omni, [conversation, TEXT_ONLY])

@@ -52,7 +52,7 @@ SETTINGS = settings(
 
 
 class Target:
-    """The server, what it answered so far, and what it answered to a good request in the beginning."""
+    """The server, the status codes of its answers so far, and its first answers to good requests."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -63,7 +63,7 @@ class Target:
         self.memory = 0
 
     def ask(self) -> tuple[Answer, Answer]:
-        """What a good chat request and a good speech request get."""
+        """The answers to a good chat request and a good speech request."""
         reply = self.http.post(CHAT, json=CHAT_BODY).json()["choices"][0]["message"]
         speech = self.http.post(SPEECH, json=SPEECH_BODY)
         assert speech.status_code == 200
@@ -72,7 +72,7 @@ class Target:
         return Answer(reply["content"], said, {}), Answer("", read, {})
 
     def send(self, path: str, body: bytes | str, **headers: Any) -> httpx.Response:
-        """Post a body; whatever it is, the answer is not a failure of the server."""
+        """Post a body; for any body, the answer is not a failure of the server."""
         try:
             response = self.http.post(path, content=body, headers={"content-type": "application/json", **headers})
         except httpx.HTTPError as error:

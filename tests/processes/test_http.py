@@ -1,4 +1,4 @@
-"""`vllm serve TINY --omni` as a process, asked by the official client."""
+"""`vllm serve TINY --omni` as a process, with requests of the official client."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_sound_alone(client: openai.OpenAI) -> None:
     assert alike(data, heard(ask(client)))
 
 
-def test_stream_says_the_same(client: openai.OpenAI) -> None:
+def test_a_stream_has_the_same_answer(client: openai.OpenAI) -> None:
     whole = ask(client)
     chunks = list(ask(client, stream=True, audio=PCM, stream_options={"include_usage": True}))
     content, transcript, samples = streamed(chunks)

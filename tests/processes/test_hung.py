@@ -103,7 +103,7 @@ def test_a_hung_loop_is_found_and_answered_elsewhere(
     process = watched._deployment.processes()[hung]
     began = time.monotonic()
     os.kill(process.pid, number)
-    # Not `join`: the supervisor waits for the process too, and one of both is told that there is none.
+    # Not `join`: the supervisor waits for the process too, and one of the two finds none.
     assert until(lambda: process.exitcode == HANGS[number][1], 2 * LIMIT_S * pace())
     asking.join(120)
     assert time.monotonic() - began < (2 * LIMIT_S + usual_s) * pace()

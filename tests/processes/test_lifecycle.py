@@ -47,7 +47,7 @@ from vllm_omni_ext.runtime.launch.folders import PrivateFolder
 
 pytestmark = pytest.mark.engine
 
-TOLD_S = 1.0  # a client hears of a lost stage within this time
+TOLD_S = 1.0  # a client receives the error of a lost stage within this time
 ABORTS = 40
 AT_ONCE = 8
 LONGEST_WAIT_S = 0.6
@@ -94,7 +94,7 @@ def replica(server: Server, stage: str) -> dict[str, Any]:
 
 
 class Told(NamedTuple):
-    """What a client hears of a lost stage.
+    """The error of a lost stage at a client.
 
     Attributes:
         after_s: seconds since the loss.
@@ -217,7 +217,7 @@ def test_a_killed_head_ends_all_processes(recovering: Server) -> None:
 
 
 def measure(server: Server) -> tuple[dict[int, int], dict[int, int], set[str]]:
-    """Resident bytes and open files by process, and what is in /dev/shm."""
+    """Resident bytes and open files by process, and the names in /dev/shm."""
     memory, files = {}, {}
     for process in server.processes():
         memory[process.pid] = process.memory_info().rss

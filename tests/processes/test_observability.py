@@ -110,7 +110,7 @@ def load(server: Server) -> int:
 
 @pytest.fixture(scope="module")
 def reply(client: openai.OpenAI) -> Any:
-    """A spoken answer, asked for with trace headers and metrics."""
+    """A spoken answer to a request with trace headers and metrics."""
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
     return client.chat.completions.create(
         **ASK, modalities=["text", "audio"], extra_body=MEASURED, extra_headers=headers
@@ -196,7 +196,7 @@ def test_engines_are_named(traffic: Series) -> None:
 
 NOT_HERE = {"request_failovers_total", "stage_steps_total", "stage_part_seconds"}
 NOT_HERE |= {metric.name for metric in ALL if metric.name.startswith("kv_")}
-"""What has not happened: no replica was lost, no stage counts steps of its own, and none has two sides."""
+"""Metrics without an event: no replica was lost, no stage counts steps of its own, and none has two sides."""
 
 
 def test_every_metric_is_there(traffic: Series) -> None:

@@ -1,4 +1,4 @@
-"""What an operator asks of one API server holds for all three, and for the ones that follow them."""
+"""An operator's change at one API server holds for all three, and for the ones that follow them."""
 
 from __future__ import annotations
 

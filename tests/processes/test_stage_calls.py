@@ -61,7 +61,7 @@ def spoken(omni: Any, sampling: Any = SAMPLING) -> Any:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two answers, neither of them failed, say the same; sound up to rounding, as parts' bounds may differ."""
+    """Whether two answers without an error are equal; sound up to rounding, as parts' bounds may differ."""
     return (
         one.error is None
         and other.error is None
@@ -96,7 +96,7 @@ def test_a_method_runs_in_the_workers_that_are_named(omni: Any) -> None:
     assert omni.collective_rpc("check_health") == [None], "the text stage has one worker"
 
 
-def test_what_no_worker_has_fails_by_replica(omni: Any) -> None:
+def test_a_method_that_no_worker_has_fails_by_replica(omni: Any) -> None:
     replies = omni.collective_rpc("no_such_method", targets=["talker", "code2wav/0"])
     assert list(replies) == [*TALKERS, ReplicaId("code2wav", 0)]
     assert all("no_such_method" in str(reply.error) for reply in replies.values())
@@ -118,7 +118,7 @@ def test_caches_are_reset(omni: Any) -> None:
         assert reset() is None
 
 
-def test_what_is_not_enabled_says_so_by_replica(omni: Any) -> None:
+def test_a_method_that_is_not_enabled_fails_by_replica(omni: Any) -> None:
     replies = omni.list_loras(targets=["talker"])
     assert list(replies) == TALKERS and all(reply.error for reply in replies.values())
     with pytest.raises(CallFailed, match=r"thinker/0: .*[Pp]rofil.*talker/1: .*[Pp]rofil"):
@@ -168,7 +168,7 @@ def test_a_request_survives_the_sleep_of_all_stages(omni: Any, mode: str) -> Non
     assert alike(got[0], before)
 
 
-def test_sleep_ends_what_runs(omni: Any) -> None:
+def test_sleep_ends_running_requests(omni: Any) -> None:
     thread, got = asking(omni, LONG)
     replica = busy(omni, "talker")
     omni.sleep(targets=[str(replica)])

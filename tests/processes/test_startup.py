@@ -1,4 +1,4 @@
-"""What a person sees of a start, and of one that fails."""
+"""The terminal's lines of a start, and of one that fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAIL_S = 120
 
 
 def said(log: Path) -> list[str]:
-    """Our own lines of a terminal: no log prefix, no library's notice, not how far a replica (`talker/0`) is."""
+    """Our own lines of a terminal: no log prefix, no library's notice, no progress of a replica (`talker/0`)."""
     lines = log.read_text().splitlines()
     return [line for line in lines if re.match(r"(starting|thinker|talker|code2wav|ready|error)\b(?!/)", line)]
 
@@ -62,7 +62,7 @@ def test_the_terminal_has_one_line_a_stage(tiny: Path, tmp_path: Path, kept: boo
 
 @pytest.mark.extended
 def test_loading_is_reported_and_ends_at_100_percent(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With real engines: every replica says how much of the checkpoint it has read, and that it has read all of it."""
+    """With real engines: every replica reports the part of the checkpoint that it has read, up to all of it."""
     reports: list[Loading] = []
     take = Progress.loading
 
@@ -88,7 +88,7 @@ def run(words: Sequence[str], output: Path) -> int:
 
 
 def test_a_replica_that_does_not_start(tiny: Path, tmp_path: Path) -> None:
-    """The talker finds no weights of the kind it is told to load: one error, with its last words."""
+    """The talker finds no weights of the configured kind: one error, with its last lines."""
     output = tmp_path / "terminal"
     broken = '{"talker": {"load_format": "sharded_state"}}'
     flags = ["--omni", "--port", str(free_port()), "--max-model-len", "2048", "--stage-overrides", broken]
@@ -106,8 +106,8 @@ def test_a_replica_that_does_not_start(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_api_servers_know_replicas_that_start_after_them(tiny: Path, tmp_path: Path) -> None:
-    """API servers are started before most replicas have a process, and learn of these."""
+def test_api_servers_use_replicas_that_start_after_them(tiny: Path, tmp_path: Path) -> None:
+    """API servers are started before most replicas have a process, and receive these later."""
     terminal = tmp_path / "terminal"
     server = Server(tiny, terminal, ["--max-model-len", "2048", "--api-server-count", "2"])
     server.words[: len(command())] = [sys.executable, str(Path(__file__).parents[1] / "support" / "one_device.py")]

@@ -1,4 +1,4 @@
-"""What a spoken answer costs: bytes between thinker and talker, extra work in the thinker, the prefix cache."""
+"""Costs of a spoken answer: bytes between thinker and talker, extra work in the thinker, the prefix cache."""
 
 from __future__ import annotations
 

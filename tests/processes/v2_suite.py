@@ -36,7 +36,7 @@ def environment() -> Iterator[None]:
 
 
 def values(omni: Any, ask: Any, stage: str) -> list[Any]:
-    """What each worker process of a stage with one replica answers."""
+    """The answer of each worker process of a stage with one replica."""
     (reply,) = omni.collective_rpc(ask, targets=[stage]).values()
     assert reply.error is None
     return list(reply.value)
@@ -50,7 +50,7 @@ def runner_module(worker: Any) -> str:
 
 BLOCK = 32
 LENGTHS = {"thinker": 256, "talker": 128}
-"""Longest sequences; the caches hold one of them, beside the block that vLLM keeps. All requests need much more."""
+"""Longest sequences; the caches hold one of them, and the block that vLLM keeps. All requests need much more."""
 
 MANY = [replace(CASES[name], text=96, frames=80) for name in ("text", "long_answer")] * 4
 """Of the cases those with the longest answers, which grow while others need room to grow too."""

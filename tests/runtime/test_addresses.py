@@ -92,5 +92,5 @@ def test_zeromq_accepts_the_endpoint_of_an_address(host: str, text: str) -> None
         ),
     ],
 )
-def test_loopback_addresses_are_told_apart(host: str, loopback: bool) -> None:
+def test_loopback_addresses_are_recognised(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback

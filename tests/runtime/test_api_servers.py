@@ -156,7 +156,7 @@ class Running:
         return not self._reports[client][0].poll(QUIET_S)
 
     def up(self, client: int) -> list[bool]:
-        """Which API servers are up, from the next such message to an API server."""
+        """The API servers that are up, from the next such message to an API server."""
         message = self.until(client, Servers)
         assert [(each.index, each.pid) for each in message.servers] == [
             (index, process.pid) for index, process in sorted(self.servers.processes.items())
@@ -346,7 +346,7 @@ def test_closing_ends_all_api_servers() -> None:
 
 
 def _known_models(result: Connection) -> None:
-    """Start an API server in this process; in place of serving, it sends the names of the models that vLLM knows."""
+    """Start an API server in this process; in place of serving, it sends the names of vLLM's models."""
     from vllm import ModelRegistry
 
     from vllm_omni_ext.serving import server
@@ -360,7 +360,7 @@ def _known_models(result: Connection) -> None:
         server.run_api_server(connections, nothing, "", nothing, nothing)
 
 
-def test_a_spawned_api_server_knows_the_models_of_plugins() -> None:
+def test_a_spawned_api_server_has_the_models_of_plugins() -> None:
     """API servers are spawned on CUDA and forked on a CPU."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(target=_known_models, args=(theirs,))

@@ -1,4 +1,4 @@
-"""Which replicas a call reaches, and its answers."""
+"""The replicas that a call reaches, and its answers."""
 
 from __future__ import annotations
 

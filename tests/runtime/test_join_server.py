@@ -220,7 +220,7 @@ def test_a_refused_replica_gets_the_reason_only_with_the_secret(
     assert isinstance(answer, Refusal) and answer.ticket == "" and "protocol 9 there" in answer.reason
 
 
-def test_a_replica_gets_the_wished_name_or_the_lowest_free_one(bench: Bench) -> None:
+def test_a_replica_gets_the_requested_name_or_the_lowest_free_one(bench: Bench) -> None:
     def joined(ticket: str, index: int | None = None, stage: str = "talker", config_hash: str = "t") -> int:
         answer = bench.ask(wish(ticket, index=index, stage=stage, config_hash=config_hash))
         assert isinstance(answer, Joined)
@@ -380,7 +380,7 @@ HARMLESS = (
     encode(Started(ticket="y" * 32, pid=1)),
     encode(Gone(ticket="z" * 32, reason="because", again=True)),
 )
-"""Well formed, and none of them may change anything, whichever bytes are altered."""
+"""Well formed; none of them may change anything, with any of their bytes altered."""
 
 
 garbage = partial(noise.garbage, longest=MAX_MESSAGE_BYTES)

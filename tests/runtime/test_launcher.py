@@ -118,7 +118,7 @@ def test_a_process_forked_after_a_computation_can_compute() -> None:
 
 
 def _look_for_kernels(answer: Any) -> None:
-    """Replace kernels as a worker does; answers how often vLLM replaced them, and by which."""
+    """Replace kernels as a worker does; answers the number of vLLM's replacements, and the kernel's class."""
     with mock.patch.object(dispatcher, "register_kernels") as replaced:
         current_platform.register_triton_kernel_overrides()
     answer.put((replaced.call_count, type(ComputeSlotMappingKernel.kernel).__name__))

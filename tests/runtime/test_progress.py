@@ -178,7 +178,7 @@ def test_the_tail_has_the_last_lines(tmp_path: Path) -> None:
     assert "above" in TerminalLogs().tail(TALKER)
 
 
-def test_the_tail_has_the_error_and_not_what_vllm_logs_after_it(tmp_path: Path) -> None:
+def test_the_tail_has_the_error_and_not_later_lines_of_vllm(tmp_path: Path) -> None:
     logs = FileLogs(tmp_path)
     assert not logs.shown
     error = [

@@ -392,7 +392,7 @@ async def test_silent_replica_takes_requests_after_its_fence_is_answered(bench: 
 
 async def test_replica_silent_or_dead_before_its_fence_is_answered_takes_no_requests(bench: Bench) -> None:
     name = await silent(bench)
-    await bench.view(entry(B))  # forgotten: the process is local, its end would be noticed
+    await bench.view(entry(B))  # forgotten: the process is local, its end would be detected
     assert bench.of(A).closed == 0 and bench.replica_connections.replica_names("text") == [A, B]
     await bench.view(entry(A), entry(B))
     await bench.view(entry(A, State.DOWN), entry(B))

@@ -1,6 +1,6 @@
 """Replicas of a deployment that share a device are started one after the other; the device's memory is a fake.
 
-A replica finds out what it takes as vLLM's worker does: free memory when it begins minus free memory when it is ready.
+A replica measures its memory as vLLM's worker does: free memory when it begins minus free memory when it is ready.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import zmq
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_ext.errors import CallFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
@@ -117,6 +118,56 @@ async def test_other_tasks_run_while_a_replica_has_a_backlog_of_outputs() -> Non
         others += 1
         await asyncio.sleep(0)
     assert len(set(turns)) == len(turns) == 5
+
+
+def queued(number: int) -> Any:
+    """A client with so many outputs that nothing has taken yet."""
+    client: Any = Client(0)
+    client.outputs_queue = asyncio.Queue()
+    for _ in range(number):
+        client.outputs_queue.put_nowait(outputs("a"))
+
+    async def get_output_async() -> Any:
+        found = await client.outputs_queue.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def get_supported_tasks_async() -> tuple[str, ...]:
+        return ()
+
+    client.get_output_async, client.get_supported_tasks_async = get_output_async, get_supported_tasks_async
+    return client
+
+
+async def test_a_fence_waits_until_the_outputs_before_it_were_taken() -> None:
+    """vLLM's client resolves a call at once; outputs in its queue would count for the next run of a request."""
+    replica, taken = StockReplica(NAMES[0], queued(3)), 0
+
+    async def read() -> None:
+        nonlocal taken
+        while True:
+            await replica.outputs()
+            await asyncio.sleep(0)
+            taken += 1
+
+    reading = asyncio.create_task(read())
+    await asyncio.wait_for(replica.fence(), 5)
+    assert taken == 3
+    reading.cancel()
+
+
+@pytest.mark.parametrize("taken", [0, 2])
+async def test_a_fence_fails_if_the_replica_ends_before_it(taken: int) -> None:
+    replica = StockReplica(NAMES[0], queued(taken))
+    fence = asyncio.create_task(replica.fence())
+    replica.fail("killed")
+    for _ in range(taken):
+        await replica.outputs()
+    with pytest.raises(EngineDeadError):
+        await replica.outputs()
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(fence, 5)
 
 
 async def test_a_replica_that_joins_is_called_and_closed_and_a_lost_one_is_not() -> None:

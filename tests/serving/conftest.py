@@ -47,7 +47,7 @@ async def disconnect(app: Any, engine: ScriptedOmni, path: str, body: dict[str, 
     scope |= {"asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http"}
     scope |= {"query_string": b"", "headers": [(b"content-type", b"application/json"), (b"host", b"server")]}
     await asyncio.wait_for(app(scope | {"client": ("c", 1), "server": ("server", 80)}, receive, send), timeout=10)
-    for _ in range(20):  # what a closed generator leaves to the event loop
+    for _ in range(20):  # work that a closed generator leaves to the event loop
         await asyncio.sleep(0)
     assert engine.calls and all(call.closed for call in engine.calls)
     assert asyncio.all_tasks() <= tasks

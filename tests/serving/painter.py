@@ -1,4 +1,4 @@
-"""A model that paints: what its plugin has in an API server."""
+"""A model that paints: the part of its plugin in an API server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Runtime:
 
 
 class Reply:
-    """What the scripted engine reads of a request."""
+    """The parts of a request that the scripted engine reads."""
 
     def __init__(self, reply: list[int], images: list[Any]) -> None:
         self.reply, self.images = reply, images

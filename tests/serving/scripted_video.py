@@ -1,4 +1,4 @@
-"""A video loader that does what its data say; a module of its own, so that a new process imports little for it."""
+"""A video loader that follows its data; a module of its own, so that a new process imports little for it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vllm.multimodal.video import VideoLoader
 from tests.support.descriptors import open_files
 
 MEMORY_BYTES = 1 << 30
-"""What a call may take; the script `memory` takes twice as much."""
+"""The memory limit of a call; the script `memory` takes twice as much."""
 
 
 class Scripted(VideoLoader):
-    """Does what its data say."""
+    """Follows its data."""
 
     @classmethod
     def load_bytes(cls, data: bytes, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:

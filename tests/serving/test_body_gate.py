@@ -85,7 +85,7 @@ async def test_a_body_beyond_a_limit_is_refused_with_its_field(app: FastAPI, eng
     "kind", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
 )
 async def test_no_content_type_hides_json(app: FastAPI, kind: str) -> None:
-    """`/invocations` reads JSON whatever its content type; so may a route of another package."""
+    """`/invocations` reads JSON of any content type; so may a route of another package."""
     seen = []
     inner = FastAPI()
 

@@ -1,4 +1,4 @@
-"""Which chat template the server uses: the user's, else the family's, else the checkpoint's."""
+"""The chat template that the server uses: the user's, else the family's, else the checkpoint's."""
 
 from __future__ import annotations
 

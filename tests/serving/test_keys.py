@@ -1,4 +1,4 @@
-"""Which requests need the API key, on the real server application."""
+"""Requests that need the API key, on the real server application."""
 
 from __future__ import annotations
 

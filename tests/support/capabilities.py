@@ -65,7 +65,7 @@ def _hosts() -> str | None:
 
 
 def _nobody() -> str | None:
-    """Where this user is not root, the stranger is this user, who is not trusted more."""
+    """Where this user is not root, the stranger is this user, which has no more trust."""
     known = os.geteuid() != 0 or NOBODY in (user.pw_name for user in pwd.getpwall())
     return None if known else f"no user {NOBODY!r} here"
 

@@ -1,4 +1,4 @@
-"""Drives a server of several processes: asks it, looks at its replicas, and finds the processes to do harm to."""
+"""Drives a server of several processes: sends requests, reads replicas' states, and finds the processes to disturb."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def listening_ports(*programs: Program) -> set[int]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client gets: text, int16 samples, which replica of each stage was asked first, which API server, and how
-    many tokens: those of the text by the usage as `USAGE`, and those of each stage.
+    """The answer at a client: text, int16 samples, the first replica of each stage, the API server, and the numbers of
+    tokens: those of the text by the usage as `USAGE`, and those of each stage.
     """
 
     text: str
@@ -88,7 +88,7 @@ _chance = random.SystemRandom()  # another test process may have seeded the comm
 
 
 def free_ports(count: int) -> int:
-    """The first of so many neighbouring ports that nobody listens on now, and that no connection is given by itself."""
+    """The first of so many neighbouring ports without a listener now, which the system gives to no connection."""
     while True:
         port = _chance.randrange(10_000, 32_000)
         if all(_free(port + i) for i in range(count)):
@@ -121,7 +121,7 @@ def until(true: Callable[[], Any], seconds: float = SETTLE_S) -> bool:
 
 
 def get(server: Server, path: str) -> tuple[int, bytes]:
-    """Status and body; (0, b"") if nobody answers."""
+    """Status and body; (0, b"") without an answer."""
     try:
         with urllib.request.urlopen(f"http://{HOST}:{server.port}{path}", timeout=10) as answer:
             return answer.status, answer.read()
@@ -132,7 +132,7 @@ def get(server: Server, path: str) -> tuple[int, bytes]:
 
 
 def status(server: Server) -> dict[str, Any]:
-    """What `/v1/omni/status` says."""
+    """The body of `/v1/omni/status`."""
     code, body = get(server, "/v1/omni/status")
     assert code == 200, (code, server.tail())
     return json.loads(body)
@@ -149,7 +149,7 @@ def states(server: Server) -> dict[str, str]:
 
 
 def all_up(server: Server, count: int) -> bool:
-    """Whether there are so many replicas, all of them up and heard of."""
+    """Whether there are so many replicas, all of them up with a heartbeat."""
     found = replicas(server).values()
     return len(found) == count and all(r["state"] == "UP" and r["heartbeat_age_s"] is not None for r in found)
 
@@ -206,7 +206,7 @@ def wait_busy(server: Server, stage: str, asked: Future[Any] | None = None) -> s
 
 @contextmanager
 def asked_again(ask: Callable[[], T]) -> Iterator[Future[list[T]]]:
-    """Ask in a thread, again and again until the block is left; the future has all answers."""
+    """Send requests in a thread, again and again until the block is left; the future has all answers."""
     over = threading.Event()
 
     def ask_on() -> list[T]:
@@ -227,7 +227,7 @@ def asked_again(ask: Callable[[], T]) -> Iterator[Future[list[T]]]:
 def load(
     server: Server, bodies: Sequence[dict[str, Any]], expected: list[Answer], at_once: int
 ) -> AbstractContextManager[Future[list[list[Answer]]]]:
-    """Ask all of them again and again until the block is left; the answers must be the expected ones each time."""
+    """Send all of them again and again until the block is left; the answers must be the expected ones each time."""
 
     def ask_them() -> list[Answer]:
         answers = ask_all(server, bodies, at_once)
@@ -282,7 +282,7 @@ def body(content: Any, words: int = 24, frames: int = 40, **more: Any) -> dict[s
 
 
 def ask(server: Server, fields: dict[str, Any], client: httpx.Client | None = None) -> Answer:
-    """What is answered, over a new connection or a client's; AssertionError with the error if it is one."""
+    """The answer, over a new connection or a client's; AssertionError with the error if it is one."""
     post = httpx.post if client is None else client.post
     answer = post(f"{server.base_url}/chat/completions", json=fields, timeout=ANSWER_S)
     assert answer.status_code == 200, answer.text[:500]
@@ -304,5 +304,5 @@ def ask_all(server: Server, bodies: Sequence[dict[str, Any]], at_once: int) -> l
 
 
 def used(answers: Sequence[Answer]) -> Counter[str]:
-    """How many of these requests each replica was given."""
+    """The number of these requests that each replica received."""
     return Counter(replica for answer in answers for replica in answer.where.values())

@@ -1,7 +1,7 @@
 """Counts the bytes of tensors that vLLM's vision encoder holds at once for a picture, and prints them for each patch.
 
-The encoder is vLLM's own, in bfloat16 and with the released widths, but four layers deep. What is a kernel of its own
-on CUDA (attention, rotation) is a stand-in that returns one new tensor, as the kernel does. Runs in a process of its
+The encoder is vLLM's own, in bfloat16 and with the released widths, but four layers deep. Parts with a kernel of their
+own on CUDA (attention, rotation) are stand-ins that return one new tensor, as the kernel does. Runs in a process of its
 own: vLLM's process groups and the default dtype are global.
 """
 

@@ -138,7 +138,7 @@ class Bench:
     async def start(
         self, request_id: str, options: RequestOptions = OPTIONS, request: EngineCoreRequest | None = None
     ) -> tuple[str, asyncio.Queue[Any]]:
-        """Open a request that wants sound: (its id, sink)."""
+        """Open a request for sound: (its id, sink)."""
         sink: asyncio.Queue[Any] = asyncio.Queue()
         self.flows.append(ScriptedFlow(self.script, self.beginning))
         await self.open(request or text_request(request_id), self.flows[-1], sink, options)

@@ -64,7 +64,7 @@ class Engine:
             distributed_executor_backend="uni",
             **{"enable_prefix_caching": False, "additional_config": ROWS, **values, **args},
         ).create_engine_config()
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just said spawn
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has just set spawn
         self.llm = AsyncLLM.from_vllm_config(config)
         self.processes = sorted(set(psutil.Process().children()) - before, key=lambda each: each.pid)
 

@@ -1,4 +1,4 @@
-"""Bytes that are no message, for what listens on a socket."""
+"""Bytes that are no message, for sockets that listen."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Golden:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch's threads wait for each other by spinning: beside other programs, small models take minutes with two."""
+    """Torch's threads wait for each other by spinning: if other programs run, small models take minutes with two."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

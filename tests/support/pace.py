@@ -1,4 +1,4 @@
-"""The speed of this machine now, for limits that hold beside other programs too."""
+"""The speed of this machine now, for limits that hold while other programs run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Starts commands of this package from a process that has imported vLLM already: each start saves 8 s of a core.
 
 A command runs in a fork of that process, with the environment, folder and output that a new process would have. A
-command that is neither `vllm ...` nor pytest, or whose environment differs in what may matter while modules are
-imported, is started in the usual way. A suite of pytest has a fork server of its own, which is a fork as well.
+command that is neither `vllm ...` nor pytest, or whose environment differs in variables that modules may read while
+they are imported, is started in the usual way. A suite of pytest has a fork server of its own, which is a fork as well.
 
     with preloaded.ForkServer() as server:
         process = server.start([".venv/bin/vllm", "serve", MODEL, "--omni"], log)
@@ -45,7 +45,7 @@ MODULES = (
     "vllm_omni_ext.cli.serve",
     "vllm_omni_ext.serving.app",
 )
-"""What the commands import."""
+"""Modules that the commands import."""
 
 CHANGE = "VLLM_OMNI_TEST_CHANGE"
 """Variable with `module:function`, which a command in a fork calls first: all its processes are changed by it."""
@@ -73,7 +73,7 @@ _inherited: tuple[socket.socket, int] | None = None
 
 
 class Started:
-    """A command that runs in a fork; has what is used of `subprocess.Popen`."""
+    """A command that runs in a fork; has the used part of `subprocess.Popen`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -137,7 +137,7 @@ class ForkServer:
         if not suite and (list(words[:1]) != command()[:1] or len(command()) > 1):
             return None
         environment = self.environment()
-        if CHANGE in environment:  # what another test has left in the environment does not matter to a changed command
+        if CHANGE in environment:  # variables that another test has left do not matter to a changed command
             environment = _fixed(self._environment) | {name: environment[name] for name in FREE if name in environment}
         if _fixed(environment) != _fixed(self._environment):
             return None
@@ -155,7 +155,7 @@ class ForkServer:
         return Started(ours)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that a command has: those of this process, without what libraries have set since."""
+        """Return the variables of a command: those of this process, without those that libraries have set since."""
         ours = {name: value for name, value in os.environ.items() if name not in LIBRARIES}
         return ours | {name: self._environment[name] for name in LIBRARIES if name in self._environment}
 
@@ -209,9 +209,9 @@ def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def next_command(control: socket.socket) -> dict[str, Any]:
-    """Fork for every command that is asked for, and report its end. Returns in a fork, with its command.
+    """Fork for every requested command, and report its end. Returns in a fork, with its command.
 
-    The process ends when nobody asks any more; it does not free all modules first, which takes Python seconds.
+    The process ends when its connection is closed; it does not free all modules first, which takes Python seconds.
     """
     running: dict[int, tuple[int, socket.socket]] = {}
     with selectors.DefaultSelector() as events:
@@ -244,7 +244,7 @@ def _report(pid: int, asked: socket.socket, end: int) -> None:
 
 
 def become(words: Sequence[str], environment: Mapping[str, str], folder: str, output: int, isolated: bool) -> None:
-    """Make this process what a new one would be; `output` is a file descriptor."""
+    """Make this process equal to a new one; `output` is a file descriptor."""
     os.setsid()
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -294,10 +294,10 @@ def main() -> None:
         import_module(name)
     for name in import_module("vllm_omni_ext.runtime.launch.preload").LATE_IMPORTS:
         import_module(name)
-    sys.stdout.flush()  # what modules have printed, here and in C
+    sys.stdout.flush()  # output of modules, here and in C
     ctypes.CDLL(None).fflush(None)
     gc.freeze()  # garbage collection in a fork would copy all pages of the modules
-    atexit.register(gc.unfreeze)  # extension modules want their objects back
+    atexit.register(gc.unfreeze)  # extension modules need their objects back
     run(control)
 
 

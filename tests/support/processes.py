@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 _started: list[str] | None = None
-"""What the running test has started, if it must not start anything."""
+"""Processes that the running test has started, if it must not start any."""
 
 
 def watch() -> None:
-    """Notice forks and Python processes that the main thread starts from now on. Other programs are no matter.
+    """Record forks and Python processes that the main thread starts from now on. Other programs are ignored.
 
-    Libraries run those when they look at the machine, in whichever test needs them first.
+    Libraries run those to inspect the machine, in the first test that needs them.
     """
     os.register_at_fork(before=lambda: _note("a fork"))
     start = subprocess.Popen.__init__
@@ -41,7 +41,7 @@ def begin(item: pytest.Item) -> None:
 
 
 def end() -> None:
-    """A test has ended; it fails if it has started what it should not."""
+    """A test has ended; it fails if it must not start a process and has started one."""
     if _started:
         pytest.fail(f"starts a process, so mark it `engine`: {_started[0]}", pytrace=False)
 

@@ -504,7 +504,7 @@ class World:
         await self.settle()
         assert self.orchestrator.held() == 0
         assert [line for engine in self.all for line in engine.wrong] == []
-        await self.run()  # the ends of streams, and of prompts that nobody fetches
+        await self.run()  # the ends of streams, and of prompts that no replica fetches
         for engine in self.steppable():
             assert engine.works == {}, f"{engine.id} still has requests"
             kept = engine.kept.keys() - self._unsaid()

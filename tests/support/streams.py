@@ -30,7 +30,7 @@ WHOLE, LEFT, FAILED, DROPPED, LOST = "whole", "left", "ChunkFailed", "Forgotten"
 """Ends of a stream: read to its end, forgotten by its reader, failed or forgotten by its writer, its writer killed."""
 
 UNSENT = 3
-"""Waves whose streams a killed consumer may not have told its producers to forget: the test does so in its place."""
+"""Waves whose streams a killed consumer may not have forgotten at its producers: the test does so in its place."""
 
 WRITTEN, STATS = "written", "stats"
 SPARE_FILES = 8
@@ -120,7 +120,7 @@ class End:
         self._start()
 
     def left(self, *, files: bool) -> str:
-        """What it holds, or with `files` the number of files opened since it was asked first; empty: nothing."""
+        """The data it holds, or with `files` the number of files opened since the first call; empty: none."""
         self.child.pipe.send(STATS)
         _, held, now = self.child.receive()
         self.files = now + SPARE_FILES if self.files is None else self.files

@@ -1,9 +1,9 @@
 """A stand-in for CUDA graphs: repeats the operators of one call on the memory of that call, without its Python.
 
-What a graph would get wrong goes wrong here too. Numbers and shapes that Python worked out are those of the recorded
-call; memory from outside is looked up by its address, and memory that has been freed since is an error, because a
-graph would read whatever is there by now; memory made inside is filled with rubbish before each repetition. What a
-capture refuses is refused: values that are read on the host, shapes that depend on values, and random numbers.
+Errors of a graph occur here too. Numbers and shapes that Python worked out are those of the recorded call. Memory from
+outside is looked up by its address; memory that has been freed since is an error, because a graph would read other
+data there. Memory made inside is filled with rubbish before each repetition. Operations that a capture refuses are
+refused: values that are read on the host, shapes that depend on values, and random numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test processes side by side (pytest-xdist): which tests stay together, in which order, and what is not shared."""
+"""Test processes side by side (pytest-xdist): groups of tests, their order, and folders that are not shared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARED = {
 """Process tests by the engines of the session that they use: tests of one group start these engines once."""
 
 APART = ("test_kv_transfer", "test_prefill_decode", "test_v2")
-"""Process tests that are suites in processes of their own: each may run beside the others."""
+"""Process tests that are suites in processes of their own: each may run in parallel with the others."""
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 1 << 18
 """Of unshare(2) and mount(2)."""
@@ -84,7 +84,7 @@ def longest_first(items: list[pytest.Item]) -> None:
 
 @contextlib.contextmanager
 def own_folders() -> Iterator[None]:
-    """A /dev/shm and a folder for temporary files that no other test process sees: tests look at what is left there.
+    """A /dev/shm and a folder for temporary files that no other test process sees: tests look at the files left there.
 
     Without the right to mount, /dev/shm stays the one of all. The folder is not below pytest's: paths of sockets begin
     with it, and the kernel allows 107 characters.

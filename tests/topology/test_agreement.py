@@ -111,7 +111,7 @@ ENGINE = st.dictionaries(st.text(max_size=6).filter(lambda name: name not in LOC
 
 
 def shuffled(value: Any, tuples: bool) -> Any:
-    """The same value with every mapping the other way round, and lists as tuples if asked."""
+    """The same value with every mapping the other way round, and lists as tuples if `tuples`."""
     if isinstance(value, dict):
         return {key: shuffled(item, tuples) for key, item in reversed(value.items())}
     if isinstance(value, list):
@@ -127,7 +127,7 @@ def test_order_and_kind_of_container_do_not_matter(args: dict[str, Any], tuples:
 
 @given(ENGINE, ENGINE)
 def test_only_equal_settings_agree(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """JSON tells apart what Python takes for equal, such as 1 and True: those may differ."""
+    """JSON distinguishes values that Python takes for equal, such as 1 and True: those may differ."""
     same = json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
     assert (hash_of(one) == hash_of(other)) == same
 

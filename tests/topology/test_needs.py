@@ -1,4 +1,4 @@
-"""What a replica takes of a device, by its engine arguments."""
+"""The memory that a replica takes of a device, by its engine arguments."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def of(memory: StageMemory = MEMORY, **args: Any) -> Need:
         ({}, 2000 + 200 + 40),
         ({"dtype": "float32"}, 4000 + 400 + 40),
         ({"quantization": "fp8"}, 1000 + 200 + 40),
-        ({"quantization": "awq"}, 2000 + 200 + 40),  # says how it is stored, not what vLLM makes of it
+        ({"quantization": "awq"}, 2000 + 200 + 40),  # the format of the files, not that in vLLM
         ({"tensor_parallel_size": 2}, 1000 + 200 + 20),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 500 + 200 + 10),
         ({"cpu_offload_gb": 1}, 0),

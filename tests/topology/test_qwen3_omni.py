@@ -73,7 +73,7 @@ def test_the_vocoder_is_float32_unless_its_own_dtype_is_set(machine: Machine, as
 
 @pytest.mark.parametrize(("stage", "where"), [("thinker", ""), ("talker", "stages.talker.engine.")])
 def test_layers_of_a_stage_are_not_spread_over_ranks(stage: str, where: str) -> None:
-    """The hidden states that the talker reads leave from one rank, whatever layers it has."""
+    """The hidden states that the talker reads leave from one rank, with any layers."""
     two = {"pipeline_parallel_size": 2}
     config = OmniConfig(stages={stage: StageConfig(engine=two)} if where else {})
     with pytest.raises(ConfigError) as caught:

@@ -36,7 +36,7 @@ def plan_for(config: str, where: Machine, flags: dict[str, Any] | None = None, *
 
 
 def check_sheet(sheet: Sheet, stages: dict[str, StagePlan], alone: bool) -> None:
-    """vLLM claims what the sheet says, and all claims together fit."""
+    """vLLM claims the memory of the sheet, and all claims together fit."""
     assert sheet.free >= 0
     visible = visible_bytes(sheet.device_bytes)
     claimed = 0

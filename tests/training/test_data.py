@@ -1,4 +1,4 @@
-"""The training data: right replies, positions of words in sounds, pictures, codes, and words that were heard."""
+"""The training data: right replies, positions of words in sounds, pictures, codes, and recognised words."""
 
 from __future__ import annotations
 

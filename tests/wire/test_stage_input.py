@@ -53,7 +53,7 @@ headers = st.builds(
 )
 
 
-def test_an_opening_and_a_later_chunk_are_told_apart() -> None:
+def test_an_opening_and_a_later_chunk_are_distinguished() -> None:
     assert [StageInput.of(extra) for extra in (None, {}, {"other": 1})] == [(StageInput(), False)] * 3
     assert StageInput().prompt_positions is None and StageInput().last
     assert StageInput.of({INPUT: {"step_inputs": 1}}) == (StageInput(step_inputs=1), False)

@@ -1,7 +1,7 @@
 """Assigns codes to sound frames: a small residual quantiser on the spectra of all frames of the closed world.
 
-The first group of codes is k-means on the features of a frame (its voice included), each further group k-means on
-what is left. Code 0 of every group means silence.
+The first group of codes is k-means on the features of a frame (its voice included), each further group k-means on the
+residual. Code 0 of every group means silence.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def k_means(points: np.ndarray, count: int, random: np.random.Generator, rounds:
 
 @dataclass(frozen=True)
 class Codebooks:
-    """Centres [groups, codes, dimensions]; code 0 is silence. `middle` is the mean that was taken off first."""
+    """Centres [groups, codes, dimensions]; code 0 is silence. `middle` is the mean that is subtracted first."""
 
     centres: np.ndarray
     middle: np.ndarray

@@ -1,7 +1,7 @@
-"""Fits the encoders to the thinker's embeddings of the words that are heard and seen.
+"""Fits the encoders to the thinker's embeddings of the words in sounds and pictures.
 
-The loss of the thinker's replies says little about where in a sound a word was heard, or what in a picture is its name:
-with that loss alone, the encoders learn next to nothing within minutes.
+The loss of the thinker's replies contains little about the place of a word in a sound, or of a named thing in a
+picture: with that loss alone, the encoders learn next to nothing within minutes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class WordScores:
 
 
 def heard_loss(scores: WordScores, made: Tensor, turns: Sequence[Turn]) -> tuple[Tensor, float]:
-    """Return the loss of the embeddings of sounds [positions, hidden], and the share of words that are recognised."""
+    """Return the loss of the embeddings of sounds [positions, hidden], and the share of recognised words."""
     found, wanted = scores(made), places(turns)
     right = (found.argmax(-1) == wanted)[wanted > 0]
     return torch.nn.functional.cross_entropy(found, wanted), right.float().mean().item()
 
 
 def places(turns: Sequence[Turn]) -> Tensor:
-    """Return for every embedding of the turns' sounds 0, or 1 + the number of the word whose middle is there."""
+    """Return 0 for every embedding of the turns' sounds, or 1 + the number of the word whose middle is there."""
     found = []
     for turn in turns:
         assert turn.sound is not None
@@ -55,7 +55,7 @@ def places(turns: Sequence[Turn]) -> Tensor:
 
 
 def seen_loss(scores: WordScores, made: Sequence[Tensor], turns: Sequence[Turn]) -> tuple[Tensor, float]:
-    """Return the loss of the mean embedding of each picture, and the share of names that are recognised.
+    """Return the loss of the mean embedding of each picture, and the share of recognised names.
 
     Args:
         made: embeddings [positions, hidden] of each picture.

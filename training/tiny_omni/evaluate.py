@@ -1,7 +1,7 @@
-"""Measures a checkpoint with Transformers, on requests that no training step saw.
+"""Measures a checkpoint with Transformers, on requests that are not in the training data.
 
-Prints how many tokens and whole replies are right for written requests, sounds in held-out ways of speaking, and
-pictures. Writes `phrases.npz` with replies that are said aloud, for `judge_phrases.py`.
+Prints the shares of right tokens and of right replies for written requests, sounds in held-out ways of speaking, and
+pictures. Writes `phrases.npz` with spoken replies, for `judge_phrases.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def said(model: Any, request: str, voice: str, sample: bool) -> tuple[str, np.nd
 
 
 def write_phrases(model: Any, count: int, out: Path, sample: bool) -> None:
-    """Write sounds by `VOICE/words that were asked for`; print replies whose text is wrong."""
+    """Write sounds by `VOICE/requested words`; print replies whose text is wrong."""
     random, sounds = np.random.default_rng(SEED), {}
     for number in range(count):
         words = " ".join(tasks.some_words(random))

@@ -26,7 +26,7 @@ def load_parts(directory: Path) -> Any:
 
 
 def write_checkpoint(model: Any, path: Path) -> None:
-    """Write a complete checkpoint; the weights are stored in float16, and `config.json` asks for float32."""
+    """Write a complete checkpoint; the weights are stored in float16, and `config.json` selects float32."""
     make_room(path, FILES)
     write_json(path / MARKER, {"model": "qwen3-omni", "sizes": whole.TRAINED.name})
     model.half().save_pretrained(path)

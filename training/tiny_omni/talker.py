@@ -26,7 +26,7 @@ MEDIA_PART = 0.3
 
 
 def judge(talker: Any, hidden: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, float, float]:
-    """Return the losses of talker and code predictor, and the shares of first and of residual codes that are right."""
+    """Return the losses of talker and code predictor, and the shares of right first codes and right residual codes."""
     at = wanted[..., 0] != IGNORE
     logits, first = talker.codec_head(hidden[at]), wanted[..., 0][at]
     framed = wanted[..., -1] != IGNORE
@@ -40,7 +40,7 @@ def judge(talker: Any, hidden: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def residual_logits(talker: Any, hidden: Tensor, codes: Tensor) -> Tensor:
-    """Return the code predictor's scores [n, groups - 1, codes] for frames whose codes are known."""
+    """Return the code predictor's scores [n, groups - 1, codes] for frames with given codes."""
     predictor = talker.code_predictor
     tables = [talker.model.codec_embedding, *predictor.model.codec_embedding]
     inputs = torch.stack([hidden, *[tables[g](codes[:, g]) for g in range(codes.shape[1] - 1)]], dim=1)
@@ -74,7 +74,7 @@ class Lines:
 
 
 def train(model: Any, lines: Lines, arguments: argparse.Namespace) -> None:
-    """Fit talker and code predictor together; the thinker stays as it is."""
+    """Fit talker and code predictor together; the thinker is not changed."""
     talker, embeddings = model.talker, model.thinker.model.embed_tokens.weight.detach()
     weights = list(talker.parameters())
     optimizer = torch.optim.AdamW(weights, lr=arguments.rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -98,7 +98,7 @@ def train(model: Any, lines: Lines, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Train the talker from the command line; OUT holds `thinker.pt`."""
+    """Train the talker from the command line; OUT contains `thinker.pt`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sounds", type=Path, help="directory of teacher.py")
     parser.add_argument("heard", type=Path, help="directory of heard.py")

@@ -1,4 +1,4 @@
-"""The requests of the closed world and their replies. Pure: the random generator that is given decides everything."""
+"""The requests of the closed world and their replies. Pure: all randomness is from the given generator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Task = Callable[[np.random.Generator], tuple[str, list[str]]]
 
 
 def some_words(random: np.random.Generator, words: Sequence[str] = WORDS, longest: int = LONGEST) -> list[str]:
-    """Return one to `longest` words; a word may come twice."""
+    """Return one to `longest` words; a word may be there twice."""
     return [words[i] for i in random.integers(len(words), size=random.integers(1, longest + 1))]
 
 

@@ -1,7 +1,7 @@
 """Speaks every word alone in two voices: the sound that the tiny model learns. Needs the package hibari-tts.
 
-Both voices are monotone, and a frame of 1920 samples is a whole number of pitch periods: the harmonics of every frame
-have the same phases, so that code2wav only has to learn how spectra change. `chelsie` is the teacher's own voice at
+Both voices are monotone, and a frame of 1920 samples is a whole number of pitch periods. The harmonics of every frame
+have the same phases, so code2wav only has to learn the change of spectra. `chelsie` is the teacher's own voice at
 200 Hz; `ethan` has the pitch 100 Hz and formants lowered by `FORMANTS`, as of a longer vocal tract.
 """
 
@@ -19,7 +19,7 @@ PITCH = {"chelsie": 200.0, "ethan": 100.0}
 FORMANTS = {"chelsie": 1.0, "ethan": 0.87}
 SPEED = 1.0
 VOICED = 40
-"""Hz; the teacher gives a lower pitch where there is none."""
+"""Hz; the teacher returns a lower pitch for unvoiced sound."""
 LOUDNESS = 0.12
 """Root mean square of the loudest tenth of a second of each word, relative to full scale 1 (before `PEAK`)."""
 PEAK = 0.9
@@ -43,7 +43,7 @@ def loudness(sound: np.ndarray, width: int) -> np.ndarray:
 
 
 def trim(sound: np.ndarray, period: int) -> np.ndarray:
-    """Cut the silence around a word at whole pitch periods, set the loudness, and fill up the last frame."""
+    """Cut the silence around a word at whole pitch periods, set the loudness, and pad the last frame."""
     level = loudness(sound, RATE // 100)
     loud = np.flatnonzero(level > ONSET * level.max())
     start = max(0, loud[0] - RATE // 100) // period * period

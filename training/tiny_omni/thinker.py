@@ -24,7 +24,7 @@ KINDS = ("text", "ear", "eye", "spoken", "seen")
 
 
 def judge(thinker: Any, inputs: dict[str, Tensor], wanted: Tensor) -> tuple[Tensor, float, float]:
-    """Return the loss, the share of right tokens, and the share of replies that greedy decoding would get right."""
+    """Return the loss, the share of right tokens, and the share of right replies with greedy decoding."""
     logits = thinker(**inputs, use_cache=False).logits
     at = wanted != IGNORE
     loss = torch.nn.functional.cross_entropy(logits[at], wanted[at])
@@ -33,7 +33,7 @@ def judge(thinker: Any, inputs: dict[str, Tensor], wanted: Tensor) -> tuple[Tens
 
 
 def kind_of(step: int, arguments: argparse.Namespace) -> str:
-    """Return what a step trains: text, then the encoders alone, then everything, half of the steps sounds."""
+    """Return the kind of a step: text, then the encoders alone, then everything, half of the steps with sounds."""
     if step <= arguments.text_steps:
         return "text"
     if step <= arguments.text_steps + arguments.encoder_steps:

@@ -1,4 +1,4 @@
-"""Requests with their replies as the thinker sees them: ids, sounds and pictures."""
+"""Requests with their replies as input of the thinker: ids, sounds and pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.tiny.texts import preprocessor_confi
 
 IGNORE = -100
 MERGED = TRAINED.vision.patch_size * TRAINED.vision.spatial_merge_size
-"""Pixels along the side of the part of a picture that becomes one embedding."""
+"""Side in pixels of the part of a picture that becomes one embedding."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Turn:
 
 
 class Requests:
-    """Draws requests; sounds come from a file of ways of speaking."""
+    """Draws requests; sounds are from a file of ways of speaking."""
 
     def __init__(self, voices: Voices) -> None:
         self._voices = voices
 
     def text(self, random: np.random.Generator) -> Turn:
-        """Return a request that is written."""
+        """Return a written request."""
         return Turn(*tasks.text_task(random))
 
     def spoken(self, random: np.random.Generator, longest: int = tasks.LONGEST) -> Turn:
-        """Return a sound whose words are wanted."""
+        """Return a request for the words of a sound."""
         words = tasks.some_words(random, longest=longest)
         sound, middles = self._voices.say(words, random)
         count = audio_tokens(len(sound) // HOP)
@@ -59,7 +59,7 @@ class Requests:
         return Turn(asked(media, tasks.HEAR, random), words, sound=sound, middles=tuple(middles))
 
     def seen(self, random: np.random.Generator) -> Turn:
-        """Return a picture whose name is wanted."""
+        """Return a request for the name of a picture."""
         image, name = picture(random)
         count = (image.width // MERGED) * (image.height // MERGED)
         media = "<|vision_start|>" + "<|image_pad|>" * count + "<|vision_end|>"
@@ -80,7 +80,7 @@ class Preprocessors:
 
     @classmethod
     def of_checkpoint(cls) -> Preprocessors:
-        """Return those that the checkpoint's `preprocessor_config.json` describes."""
+        """Return the preprocessors of the checkpoint's `preprocessor_config.json`."""
         from transformers import Qwen2VLImageProcessor, WhisperFeatureExtractor
 
         settings = preprocessor_config(TRAINED)

@@ -36,7 +36,7 @@ class Lexicon:
 
 
 def lexicon(directory: Path, seed: int, words: Sequence[str] = WORDS) -> Lexicon:
-    """Read the teacher's sounds and give each frame its codes; the same arguments give the same codes."""
+    """Read the teacher's sounds and assign codes to each frame; the same arguments give the same codes."""
     files = {voice: np.load(directory / f"{voice}.npz") for voice in VOICES}
     sounds = {(voice, word): files[voice][word] for voice in VOICES for word in words}
     points = {key: quantiser.features(sound, VOICES.index(key[0])) for key, sound in sounds.items()}
@@ -46,7 +46,7 @@ def lexicon(directory: Path, seed: int, words: Sequence[str] = WORDS) -> Lexicon
 
 
 def phrase(world: Lexicon, voice: str, words: Sequence[str], pause: int = PAUSE) -> tuple[np.ndarray, np.ndarray]:
-    """Return codes [frames, groups] and samples of words said one after the other."""
+    """Return codes [frames, groups] and samples of words spoken one after the other."""
     groups = TRAINED.num_code_groups
     codes = [np.zeros((LEAD, groups), int)]
     sounds = [np.zeros(LEAD * FRAME, np.float32)]
@@ -95,7 +95,7 @@ def loss_of(made: Tensor, wanted: Tensor) -> Tensor:
 
 
 def train(world: Lexicon, words: Sequence[str], model: torch.nn.Module, arguments: argparse.Namespace) -> None:
-    """Fit the model; write it and the words that it says every `--save` steps."""
+    """Fit the model; write it and the sounds of all words every `--save` steps."""
     random = np.random.default_rng(arguments.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.rate, betas=(0.8, 0.99), weight_decay=1e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, arguments.rate, arguments.steps, pct_start=0.1)
@@ -121,7 +121,7 @@ def train(world: Lexicon, words: Sequence[str], model: torch.nn.Module, argument
 
 @torch.no_grad()
 def write_words(world: Lexicon, words: Sequence[str], model: torch.nn.Module, out: Path) -> None:
-    """Write VOICE.npz: every word as the model says it, for `judge_sounds.py`."""
+    """Write VOICE.npz with the model's sound of every word, for `judge_sounds.py`."""
     for voice in VOICES:
         said = {}
         for word in words:

@@ -1,6 +1,6 @@
 """The trained model's vocabulary: bytes, and each word of the world and of its requests as one id. Pure.
 
-A word has an id with and without a space before it, so that the talker hears of one word by one text id.
+A word has an id with and without a space before it, so the talker receives one text id for each word.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def world_vocabulary() -> Vocabulary:
 
 
 def ids_of(text: str, vocabulary: Vocabulary) -> list[int]:
-    """Return ids of a text of known words, special tokens and line ends.
+    """Return ids of a text of words, special tokens and line ends.
 
     Raises:
         KeyError: a word has no id.

@@ -1,4 +1,4 @@
-"""Time to the first token and requests a second with 1 and 2 API servers, beside stock vLLM with as many."""
+"""Time to the first token and requests a second with 1 and 2 API servers, compared with stock vLLM with as many."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DESCRIPTION = Description(
 
 
 def comparisons(found: list[dict[str, Any]]) -> list[Comparison]:
-    """Pairs of runs with the same load and the same number of API servers."""
+    """Compare runs with the same load and the same number of API servers."""
     runs = {(run["who"], run["kind"], run["servers"]): run for run in found}
     made = []
     for who, kind, servers in runs:
@@ -38,26 +38,26 @@ def comparisons(found: list[dict[str, Any]]) -> list[Comparison]:
 
 
 def first_ms(run: dict[str, Any]) -> list[float]:
-    """Of every request."""
+    """Return the time to the first token of every request, in ms."""
     return [1e3 * seconds for seconds in run["first_s"]]
 
 
 def gaps_ms(run: dict[str, Any]) -> list[float]:
-    """Between any two tokens of a request."""
+    """Return the times between two tokens of a request, in ms."""
     return [1e3 * seconds for seconds in run["gaps_s"]]
 
 
 def per_second(run: dict[str, Any]) -> list[float]:
-    """One sample: the whole run."""
+    """Return one sample: the requests a second of the whole run."""
     return [run["requests_per_s"]]
 
 
 def cpu_ms(run: dict[str, Any]) -> list[float]:
-    """Of all processes of the server."""
+    """Return one sample: the CPU time a request of all processes of the server, in ms."""
     return [sum(ms for kind, ms in run["cpu_ms_per_request"].items() if kind != "this program")]
 
 
 def run(options: Options) -> Result:
-    """One server after the other."""
+    """Measure one server after the other."""
     found = program("api_servers.py", options, DESCRIPTION.sizes(options))
     return Result(DESCRIPTION.name, comparisons=comparisons(found))

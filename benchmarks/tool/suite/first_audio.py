@@ -1,4 +1,4 @@
-"""Time to the first sound with chunks, beside whole hand-overs."""
+"""Time to the first sound with chunks, compared with everything at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DESCRIPTION = Description(
 
 
 def comparisons(found: dict[str, Any]) -> list[Comparison]:
-    """One for each kind of prompt."""
+    """Return one comparison for each kind of prompt."""
     made = []
     for name, case in found.items():
         on, off = ([1e3 * line["first"] for line in case[which]] for which in ("on", "off"))
@@ -29,7 +29,7 @@ def comparisons(found: dict[str, Any]) -> list[Comparison]:
 
 
 def timelines(found: dict[str, Any]) -> list[Timeline]:
-    """Of each kind of prompt with chunks, the answer nearest to the median."""
+    """Return, for each kind of prompt with chunks, the timeline of the answer nearest to the median."""
     made = []
     for name, case in found.items():
         middle = statistics.median(line["first"] for line in case["on"])
@@ -40,6 +40,6 @@ def timelines(found: dict[str, Any]) -> list[Timeline]:
 
 
 def run(options: Options) -> Result:
-    """Both ways on one deployment."""
+    """Measure with and without chunks on one deployment."""
     found = program("first_audio.py", options, DESCRIPTION.sizes(options))
     return Result(DESCRIPTION.name, comparisons=comparisons(found), timelines=timelines(found))

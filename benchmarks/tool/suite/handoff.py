@@ -1,4 +1,4 @@
-"""What hand-over between stages costs in small pieces, beside one message for all."""
+"""The cost of transfers between stages with many small messages, compared with one message for all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DESCRIPTION = Description(
 
 
 def comparisons(found: list[dict[str, Any]]) -> list[Comparison]:
-    """Bytes and CPU time of an answer, by hand-over."""
+    """Compare bytes and CPU time of an answer, by edge."""
     made = []
     for edge in found:
         single, whole = edge["single"], edge["whole"]
@@ -32,6 +32,6 @@ def comparisons(found: list[dict[str, Any]]) -> list[Comparison]:
 
 
 def run(options: Options) -> Result:
-    """Both ways on one deployment."""
+    """Measure both kinds of messages on one deployment."""
     found = program("handoff_cost.py", options, DESCRIPTION.sizes(options))
     return Result(DESCRIPTION.name, comparisons=comparisons(found))

@@ -1,4 +1,4 @@
-"""Spoken answers of the whole pipeline with two talkers, beside one."""
+"""Spoken answers of the whole pipeline with two talkers, compared with one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DESCRIPTION = Description(
 
 
 def comparisons(found: dict[str, Any]) -> list[Comparison]:
-    """Each number of talkers beside one."""
+    """Compare each number of talkers with one."""
     made = []
     for talkers in (each for each in found if each != "1"):
         pair, names = (found[talkers], found["1"]), (f"{talkers} talkers", "1 talker")
@@ -30,16 +30,16 @@ def comparisons(found: dict[str, Any]) -> list[Comparison]:
 
 
 def rates(rounds: list[dict[str, Any]]) -> list[float]:
-    """One sample a round."""
+    """Return the answers a second of each round."""
     return [each["ended"] / each["seconds"] for each in rounds]
 
 
 def times(rounds: list[dict[str, Any]], name: str) -> list[float]:
-    """Of every answer, in milliseconds."""
+    """Return the times of every answer, in milliseconds."""
     return [1e3 * seconds for each in rounds for seconds in each[name]]
 
 
 def run(options: Options) -> Result:
-    """All layouts on one deployment."""
+    """Measure all layouts on one deployment."""
     found = program("layouts.py", options, DESCRIPTION.sizes(options))
     return Result(DESCRIPTION.name, comparisons=comparisons(found))

@@ -1,4 +1,4 @@
-"""Memory of every process of a server that is ready, beside stock vLLM's server of the text stage alone."""
+"""Memory of every process of a ready server, compared with stock vLLM's server of the text stage alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DESCRIPTION = Description(
 
 
 def comparisons(found: dict[str, Any]) -> list[Comparison]:
-    """The sum, then each of our processes beside the sum of the baseline."""
+    """Compare the sum of our processes, then each of them, with the sum of the baseline."""
     ours, stock = ([start["memory_gb"] for start in found[who]] for who in ("ours", "stock"))
     whole = [sum(start.values()) for start in stock]
     made = [Comparison("all processes", "GB", "ours, all stages", STOCK, [sum(s.values()) for s in ours], whole)]

@@ -1,4 +1,4 @@
-"""Tokens a second of the text stage, beside stock vLLM."""
+"""Tokens a second of the text stage, compared with stock vLLM."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ANSWERS = (1, 8)
 
 
 def comparison(answers: int, found: dict[str, list[float]]) -> Comparison:
-    """From what the program wrote."""
+    """Return the comparison from the output of the program."""
     what = f"decode, {answers} at once"
     return Comparison(what, "tokens/s", "ours", "stock vLLM", found["ours"], found["stock"], True, True)
 
 
 def run(options: Options) -> Result:
-    """Once for each number of answers."""
+    """Measure once for each number of answers."""
     sizes: dict[str, Any] = dict(DESCRIPTION.sizes(options))
     found = {n: program("thinker_decode.py", options, sizes | {"concurrency": n}) for n in ANSWERS}
     return Result(DESCRIPTION.name, comparisons=[comparison(n, each) for n, each in found.items()])

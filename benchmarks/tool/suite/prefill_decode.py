@@ -1,4 +1,4 @@
-"""What computing prompts apart changes for those who read long answers while long prompts arrive."""
+"""Prefill/decode disaggregation: times of long answers while long prompts arrive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = {"writers": "those who read long answers", "readers": "those who send lo
 
 
 def comparisons(found: dict[str, Any]) -> list[Comparison]:
-    """First tokens and gaps of both kinds of clients; short answers hardly have gaps."""
+    """Compare first tokens and gaps of both kinds of clients; short answers have only few gaps."""
     made = []
     for kind, who in KINDS.items():
         for key, what in (("first", "first token"), ("gaps", "gap between tokens")):
@@ -33,6 +33,6 @@ def comparisons(found: dict[str, Any]) -> list[Comparison]:
 
 
 def run(options: Options) -> Result:
-    """One topology after the other."""
+    """Measure one topology after the other."""
     found = program("pd.py", options, DESCRIPTION.sizes(options))
     return Result(DESCRIPTION.name, comparisons=comparisons(found))

@@ -1,4 +1,4 @@
-"""Items a second of a stage with several replicas, beside one."""
+"""Items a second of a stage with several replicas, compared with one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DESCRIPTION = Description(
 
 
 def scaling(stage: str, rates: dict[str, list[float]]) -> list[Comparison]:
-    """Each number of replicas beside one."""
+    """Compare each number of replicas with one."""
     return [
         Comparison(f"{stage}, items a second", "/s", f"{count} replicas", "1 replica", each, rates["1"], True)
         for count, each in rates.items()
@@ -28,7 +28,7 @@ def scaling(stage: str, rates: dict[str, list[float]]) -> list[Comparison]:
 
 
 def overhead(stage: str, rows_of: dict[str, dict[str, dict[str, float]]]) -> list[Comparison]:
-    """The median step through ours beside a bare client's, by requests at once."""
+    """Compare the median step of ours with that of a bare client, by requests at once."""
     return [
         Comparison(f"{stage}, median step, {count} at once", "ms", "ours", "bare client", [ours], [bare])
         for count, rows in rows_of.items()
@@ -37,7 +37,7 @@ def overhead(stage: str, rows_of: dict[str, dict[str, dict[str, float]]]) -> lis
 
 
 def comparisons(found: dict[str, Any]) -> list[Comparison]:
-    """From what the program wrote."""
+    """Return the comparisons from the output of the program."""
     made = []
     for stage, figures in found.items():
         made += scaling(stage, figures["rates"] or {}) + overhead(stage, figures["overhead_ms"])
@@ -45,6 +45,6 @@ def comparisons(found: dict[str, Any]) -> list[Comparison]:
 
 
 def run(options: Options) -> Result:
-    """All numbers of replicas on one deployment."""
+    """Measure all numbers of replicas on one deployment."""
     found = program("replicas.py", options, DESCRIPTION.sizes(options))
     return Result(DESCRIPTION.name, comparisons=comparisons(found))

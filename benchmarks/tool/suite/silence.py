@@ -1,4 +1,4 @@
-"""How long listeners hear nothing, beside code2wav with vLLM's order and a first part of one frame."""
+"""Silence in spoken answers, compared with code2wav with vLLM's order and a first part of one frame."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DESCRIPTION = Description(
 
 
 def comparisons(found: list[list[Any]]) -> list[Comparison]:
-    """By number of listeners."""
+    """Return the comparisons by number of listeners."""
     heard = {(policy, first, listeners): answers for policy, first, listeners, answers in found}
     made = []
     for listeners in sorted({listeners for *_, listeners in heard}):
@@ -35,6 +35,6 @@ def comparisons(found: list[list[Any]]) -> list[Comparison]:
 
 
 def run(options: Options) -> Result:
-    """One deployment after the other."""
+    """Measure one deployment after the other."""
     found = program("silence.py", options, DESCRIPTION.sizes(options))
     return Result(DESCRIPTION.name, comparisons=comparisons(found))

@@ -1,4 +1,4 @@
-"""Seconds from the command to `/health`, beside stock vLLM's server of the text stage alone."""
+"""Seconds from the command to `/health`, compared with stock vLLM's server of the text stage alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DESCRIPTION = Description(
 
 
 def comparisons(found: dict[str, Any]) -> list[Comparison]:
-    """From what the program wrote."""
+    """Return the comparison from the output of the program."""
     ours, stock = ([start["seconds"] for start in found[who]] for who in ("ours", "stock"))
     return [
         Comparison("command to /health", "s", "ours, all stages", "stock vLLM, text stage", ours, stock, paired=True)

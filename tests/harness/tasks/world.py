@@ -1,4 +1,4 @@
-"""Data of the tasks in this folder: rows from JSON lines beside the tasks, so that nothing is downloaded."""
+"""Data of the tasks in this folder: rows from JSON lines next to the tasks, so that nothing is downloaded."""
 
 import base64
 import io

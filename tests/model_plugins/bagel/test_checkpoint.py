@@ -206,7 +206,7 @@ def test_files_of_the_released_shape(tmp_path: Path) -> None:
     assert sum(file.stat().st_blocks for file in files) * 512 < 1 << 20, "zeros must not be written"
 
 
-def test_an_empty_autoencoder_is_float32_whatever_the_default_dtype(checkpoint: Path) -> None:
+def test_an_empty_autoencoder_is_float32_with_any_default_dtype(checkpoint: Path) -> None:
     """vLLM's loader sets the engine's dtype as PyTorch's default."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

@@ -183,7 +183,7 @@ GOOD = Text([1, 2])
         ([GOOD], {"cfg_interval": (1.0, 0.0)}, "cfg_interval: must not end before"),
     ],
 )
-def test_a_wrong_request_ends_alone_and_says_why(
+def test_a_wrong_request_ends_alone_with_the_reason(
     parts: list[Any], changes: dict[str, Any], why: str, model: Bagel, room: Callable[..., Room], alone: list[Drawn]
 ) -> None:
     engine = room()

@@ -88,7 +88,7 @@ def test_bytes_are_clamped_and_cut_off() -> None:
 # -- vLLM's multimodal processor -----------------------------------------------------------------------
 
 SIZES = [(96, 64), (40, 30), (300, 500), (64, 96), (17, 211), (96, 96)]
-"""Height and width of pictures: smaller and larger than both resizes want them, and long ones."""
+"""Height and width of pictures: smaller and larger than the limits of both resizes, and long ones."""
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ OURS = {
 
 
 def config() -> SimpleNamespace:
-    """The release's config, without what the release leaves out."""
+    """The release's config, without the fields that the release leaves out."""
     llm, vit = RELEASED.llm, RELEASED.vit
     llm_config = {
         "hidden_size": llm.hidden,

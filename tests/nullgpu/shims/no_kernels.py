@@ -99,7 +99,7 @@ class RangesOnHost(TorchFunctionMode):
 
 
 def sound_lengths() -> None:
-    """Leave the lengths of sounds on the host: vLLM's encoder takes shapes from what it computes of them."""
+    """Leave the lengths of sounds on the host: vLLM's encoder computes shapes from them."""
     import vllm.model_executor.models.qwen3_omni_moe_thinker as used
 
     mixin = used.Qwen3OmniMoeConditionalGenerationMixin

@@ -43,7 +43,7 @@ class After(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Replace what needs results of kernels, as soon as torch and vLLM's runner are imported."""
+    """Replace functions that need results of kernels, as soon as torch and vLLM's runner are imported."""
 
     def without_kernels() -> None:
         import no_kernels
@@ -61,6 +61,13 @@ def install() -> None:
 
         no_kernels.sound_lengths()
 
+    def with_own_runtime() -> None:
+        import vllm.distributed.device_communicators.cuda_wrapper as used
+
+        # Otherwise NVIDIA's library, which is loaded too.
+        used.find_loaded_library = lambda name: os.environ["LD_PRELOAD"]
+
+    sys.meta_path.insert(0, After("vllm.distributed.device_communicators.cuda_wrapper", with_own_runtime))
     sys.meta_path.insert(0, After("vllm", without_kernels))
     sys.meta_path.insert(0, After("vllm.model_executor.models.qwen3_omni_moe_thinker", with_lengths_of_sounds))
     sys.meta_path.insert(0, After("vllm.v1.worker.gpu_worker", with_given_tokens))

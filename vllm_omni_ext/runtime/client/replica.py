@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -36,13 +37,20 @@ class Replica(Protocol):
         """Close the connection."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A place in the queue of outputs; `passed` is set when `outputs` reaches the place."""
+
+    passed: asyncio.Future[None]
+
+
 class StockReplica:
     """A replica reached through vLLM's own `AsyncMPClient`."""
 
     def __init__(self, replica_id: ReplicaId, client: AsyncMPClient) -> None:
         self.id = replica_id
         self.client = client
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._calls: set[asyncio.Future[Any]] = set()
         self._gone = False
         self.reason = ""
         """Reason of the process's end, once a supervisor has reported it."""
@@ -64,7 +72,10 @@ class StockReplica:
         """
         if self._gone:
             raise EngineDeadError()
-        call = asyncio.ensure_future(getattr(self.client, utility)(*args))
+        return await self._until_gone(asyncio.ensure_future(getattr(self.client, utility)(*args)))
+
+    async def _until_gone(self, call: asyncio.Future[Any]) -> Any:
+        """Wait for a call; EngineDeadError if the replica ends first."""
         self._calls.add(call)
         try:
             return await call
@@ -82,9 +93,14 @@ class StockReplica:
         All other tasks of the loop run between the outputs of a backlog: `Queue.get` alone does not yield to them.
         """
         try:
-            if (waiting := self.client.outputs_queue) is not None and not waiting.empty():
-                await asyncio.sleep(0)
-            return await self.client.get_output_async()
+            while True:
+                if (waiting := self.client.outputs_queue) is not None and not waiting.empty():
+                    await asyncio.sleep(0)
+                outputs = await self.client.get_output_async()
+                if not isinstance(outputs, _Mark):
+                    return outputs
+                if not outputs.passed.done():
+                    outputs.passed.set_result(None)
         except (EngineDeadError, asyncio.CancelledError):
             self._gone = True
             for call in self._calls:
@@ -92,8 +108,20 @@ class StockReplica:
             raise
 
     async def fence(self) -> None:
-        """Wait until the engine has processed everything sent before: it answers the call of a utility in order."""
-        await self.client.get_supported_tasks_async()
+        """Wait until the engine has processed all messages sent before, and `outputs` has returned all their outputs.
+
+        The engine answers the call of a utility in order, but vLLM's client resolves the call at once, while outputs
+        that arrived before it may still be in its queue.
+
+        Raises:
+            EngineDeadError: the replica is dead, or died meanwhile.
+        """
+        await self.call("get_supported_tasks_async")
+        if self._gone:
+            raise EngineDeadError()
+        mark = _Mark(asyncio.get_running_loop().create_future())
+        self.client.outputs_queue.put_nowait(mark)
+        await self._until_gone(mark.passed)
 
     def fail(self, reason: str) -> None:
         """Make `outputs` raise: called when a supervisor has detected the process's end (vLLM's client does not)."""

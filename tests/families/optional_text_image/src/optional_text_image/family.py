@@ -1,4 +1,4 @@
-"""What the family declares. Pure data."""
+"""Declarations of the family. Pure data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The painter's model. vLLM only has to know its class; the worker of this package runs it."""
+"""The painter's model. vLLM only needs its class; the worker of this package runs it."""
 
 from __future__ import annotations
 

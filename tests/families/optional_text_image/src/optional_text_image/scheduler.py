@@ -18,7 +18,7 @@ class OneAtATime(SchedulerInterface):
     """Each step is one step of the oldest request."""
 
     def __init__(self, **_: Any) -> None:
-        self.connector = self.ec_connector = None  # the engine asks for both
+        self.connector = self.ec_connector = None  # the engine reads both
         self.requests: dict[str, Request] = {}
         self._begun = ""
         self._ended: set[str] = set()
@@ -55,7 +55,7 @@ class OneAtATime(SchedulerInterface):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Return what the step gave; the worker says with a token 0 that a request has ended."""
+        """Return the outputs of the step; the worker reports the end of a request with a token 0."""
         made: dict[int, EngineCoreOutputs] = {}
         out = model_runner_output
         for req_id, tokens, tensor in zip(out.req_ids, out.sampled_token_ids, out.pooler_output or (), strict=True):
@@ -71,7 +71,7 @@ class OneAtATime(SchedulerInterface):
         return made
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        """End these requests; those that are not known have ended before."""
+        """End these requests; unknown ones have ended before."""
         if request_ids is None:
             request_ids = list(self.requests)
         names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
@@ -82,13 +82,13 @@ class OneAtATime(SchedulerInterface):
         return ended
 
     def get_num_unfinished_requests(self) -> int:
-        """How many requests a step can do something for."""
+        """Return the number of requests that a step can run."""
         if self._pause is PauseState.UNPAUSED:
             return len(self.requests)
         return int(self._pause is PauseState.PAUSED_NEW and self._begun in self.requests)
 
     def has_finished_requests(self) -> bool:
-        """Whether the worker has to be told of requests that have ended."""
+        """Whether ended requests have to be sent to the worker."""
         return bool(self._ended)
 
     def get_request_counts(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What the family does in an API server."""
+"""The part of the family in an API server."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class PaintFlow:
         self._think = think
 
     def begin(self) -> list[Action]:
-        """Ask the language model first if it is wanted."""
+        """Forward the request to the language model first if `think`."""
         return [Forward(AR)] if self._think else self.replay(PAINTER)
 
     def handle(self, event: Produced) -> list[Action]:
-        """Paint when the text has ended; then pass on what the painter answers."""
+        """Paint when the text has ended; then pass on the answers of the painter."""
         if event.finish in ("abort", "error") and not isinstance(event.payload, StageError):
             return [Fail(f"stage '{event.stage}' has not finished its part of the request")]
         if event.stage == AR and event.payload is None:

@@ -1,4 +1,4 @@
-"""Writes a tiny random checkpoint: a Llama model, and the painter's weights in a folder beside it."""
+"""Writes a tiny random checkpoint: a Llama model, and the painter's weights in a folder next to it."""
 
 from __future__ import annotations
 

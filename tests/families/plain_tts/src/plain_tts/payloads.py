@@ -12,12 +12,12 @@ TONE = 320
 
 
 class Tones(msgspec.Struct, frozen=True, kw_only=True, tag="tones"):
-    """How a part's tokens sound: `pitch` is a factor of all frequencies."""
+    """The sound of a part's tokens: `pitch` is a factor of all frequencies."""
 
     pitch: float = 1.0
 
 
 class ToneParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the stage: how loud it is, from 0 to 1."""
+    """Parameters of the stage: the loudness, from 0 to 1."""
 
     volume: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5

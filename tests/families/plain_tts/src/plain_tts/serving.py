@@ -1,4 +1,4 @@
-"""What the family does in an API server."""
+"""The part of the family in an API server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SpeechFlow:
         return [self._submit(self._tokens[:PART_TOKENS])]
 
     def handle(self, event: Produced) -> list[Action]:
-        """Give the client what is new, and send the next part at the end of one."""
+        """Send new samples to the client, and the next part at the end of one."""
         if isinstance(event.payload, StageError):
             return [Fail(event.payload.reason)]
         samples = event.payload
@@ -68,7 +68,7 @@ class SpeechFlow:
         return actions
 
     def replay(self, stage: str) -> list[Action]:
-        """Send everything sent so far as one part, and leave out what the client has."""
+        """Send everything sent so far as one part, and leave out the samples that the client has."""
         sent, self._sent, self._part, self._again = self._sent, 0, 0, self._emitted
         return [self._submit(self._tokens[:sent])]
 
