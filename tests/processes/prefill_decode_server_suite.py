@@ -144,6 +144,7 @@ def test_answers_to_media_equal_transformers(cluster: Any, oracle: Oracle, expec
 def test_a_session_or_a_medium_stays_with_a_prefill_replica(cluster: Any, kind: str) -> None:
     """Over one connection, and so through one API server: each has its own table."""
     server, *_ = cluster
+    assert until(lambda: idle(server)), busy(server)  # a replica's last report counts until the next
     shown = [{"type": "image", "image": image(64, 64, 100 + number)} for number in range(SESSIONS)]
     pictures = [openai_messages([{"role": "user", "content": [part]}])[0]["content"] for part in shown]
     places: dict[int, set[str]] = {number: set() for number in range(SESSIONS)}

@@ -184,6 +184,7 @@ SESSIONS, TURNS = 7, 3
 
 def test_a_session_stays_with_its_replica(cluster: Cluster) -> None:
     """Turns of different sessions alternate; each has its session in the body, then in a header."""
+    assert until(lambda: idle(cluster.head))  # a replica's last report counts until the next
     head, before = cluster.head, decisions(cluster.head, "thinker")
     places: dict[int, set[str]] = {session: set() for session in range(SESSIONS)}
     for turn in range(TURNS):
@@ -199,6 +200,7 @@ def test_a_session_stays_with_its_replica(cluster: Cluster) -> None:
 
 def test_an_image_stays_with_the_replica_that_has_seen_it(cluster: Cluster) -> None:
     """Images alternate, in requests of no session; the text differs, so that only the image is the same."""
+    assert until(lambda: idle(cluster.head))
     head, before = cluster.head, decisions(cluster.head, "thinker")
     parts = {number: {"type": "image", "image": image(64, 64, 100 + number)} for number in range(SESSIONS)}
     places: dict[int, set[str]] = {number: set() for number in parts}
