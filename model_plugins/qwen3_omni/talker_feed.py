@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_omni_ext.engine.input_provider import Span
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import Draw
@@ -183,7 +184,7 @@ class TalkerInputProvider:
         for request, start, row, count in prompts:
             self._prompt_rows(request, start, rows[row : row + count])
         if decode:
-            rows[torch.tensor([row for row, *_ in decode], device=self._device)] = self._step_rows(decode)
+            rows[async_tensor_h2d([row for row, *_ in decode], self._device)] = self._step_rows(decode)
         return rows
 
     def _step_rows(self, decode: list[tuple[int, int, np.ndarray]]) -> Tensor:
@@ -192,25 +193,25 @@ class TalkerInputProvider:
         for line, (_, text_id, frame) in zip(numbers, decode, strict=True):
             line[0] = text_id
             line[1:] = frame
-        sent = torch.from_numpy(numbers).to(self._device)
+        sent = async_tensor_h2d(numbers, self._device)
         text, codes = sent[:, 0], sent[:, 1:]
         spoken = self._model.codec_rows(codes[:, 0]) + self._model.code_predictor.frame_rows(codes[:, 1:])
         return spoken + torch.nn.functional.embedding(text, self._model.text_table)
 
     def _prompt_rows(self, request: _Request, start: int, out: Tensor) -> None:
         stop = start + out.shape[0]
-        ids = torch.tensor(request.text[start:stop], device=self._device)
+        ids = async_tensor_h2d(request.text[start:stop], self._device)
         out.copy_(self._model.text_table[ids.clamp(min=0)])
         mixed = [p for p in range(start, stop) if p in request.row_of]
         if mixed:
             assert request.rows is not None, "the scheduler starts a prompt only when its rows are there"
-            at = torch.tensor([p - start for p in mixed], device=self._device)
-            source = torch.tensor([request.row_of[p] for p in mixed], device=self._device)
+            at = async_tensor_h2d([p - start for p in mixed], self._device)
+            source = async_tensor_h2d([request.row_of[p] for p in mixed], self._device)
             out[at] = request.rows[source].to(out.dtype)
         spoken = [p for p in range(start, stop) if request.codec[p] != NO_CODEC]
         if spoken:
-            at = torch.tensor([p - start for p in spoken], device=self._device)
-            codes = torch.tensor([request.codec[p] for p in spoken], device=self._device)
+            at = async_tensor_h2d([p - start for p in spoken], self._device)
+            codes = async_tensor_h2d([request.codec[p] for p in spoken], self._device)
             out[at] += self._model.codec_rows(codes)
 
     def sampled(self, req_ids: Sequence[str], tokens: Sequence[Sequence[int]], hidden: Tensor) -> list[Tensor | None]:

@@ -151,6 +151,9 @@ ENGINE_PROCESS = (
         ("make_zmq_socket", "72a4b4a55c25", "takes a listener over, and leaves its path alone when it is closed"),
     ),
     *seams_in(
+        "vllm.utils.torch_utils", ("async_tensor_h2d", "bcbf72673d8f", "called: copies to the device without waiting")
+    ),
+    *seams_in(
         "vllm.v1.engine.core_client",
         (
             "MPClient.__init__",
