@@ -115,6 +115,10 @@ VIDEOS = tuple(
     Ask(name=f"video of {frames} frames", content=(video(frames), say("What is this?"))) for frames in (32, 64, 128)
 )
 
+MOST_CALLS = {"thinker/0": Calls(690, 17), "talker/0": Calls(1330, 52), "code2wav/0": Calls(220, 10)}
+"""For 16 tokens, 24 frames and their sound. A wait is for sampled tokens, frames or sound. Code2wav's vary: a part that
+arrives during a pass joins the next one."""
+
 TALK = (SHORT, AGAIN, SOUND, LONG, IMAGE, *VIDEOS, AFTER)
 FEWER = (SHORT, AGAIN, IMAGE, VIDEOS[0], AFTER)
 
@@ -134,7 +138,7 @@ PICTURES = (
 )
 
 SCENARIOS = (
-    Scenario(name="h200", model="qwen3-omni", gpu=H200, steps=TALK),
+    Scenario(name="h200", model="qwen3-omni", gpu=H200, steps=(*TALK[:-1], replace(AFTER, calls=MOST_CALLS))),
     Scenario(
         name="fp8",
         model="qwen3-omni",
