@@ -82,8 +82,8 @@ def main() -> int:
     defects = 0
     for scenario in SCENARIOS:
         if not args.names or scenario.name in args.names:
-            for turn in range(1 if args.once else 2):
-                defects += report(scenario, turn, list(defects_of(environment, scenario)))
+            for turn, each in enumerate([scenario] if args.once else [scenario, scenario.again()]):
+                defects += report(each, turn, list(defects_of(environment, each)))
     return int(defects > 0)
 
 

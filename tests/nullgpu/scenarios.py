@@ -94,6 +94,10 @@ class Scenario:
     program: str = ""
     compiles: tuple[str, ...] = ()
 
+    def again(self) -> Scenario:
+        """Return the same deployment for another start, with the first two steps."""
+        return replace(self, steps=self.steps[:2])
+
 
 def say(text: str) -> Mapping[str, Any]:
     """A part with text."""
