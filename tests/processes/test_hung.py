@@ -106,7 +106,8 @@ def test_a_hung_loop_is_found_and_answered_elsewhere(
     # Not `join`: the supervisor waits for the process too, and one of the two finds none.
     assert until(lambda: process.exitcode == HANGS[number][1], 2 * LIMIT_S * pace())
     asking.join(120)
-    assert time.monotonic() - began < (2 * LIMIT_S + usual_s) * pace()
+    # The other replica computes all answers, while the next one starts.
+    assert time.monotonic() - began < (2 * LIMIT_S + 3 * usual_s) * pace()
     assert same(got, undisturbed)
     assert until(lambda: both_up(watched, stage), 60)
     assert restarts(watched, stage) == {each: before[each] + int(each == hung) for each in before}
