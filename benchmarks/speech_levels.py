@@ -31,6 +31,7 @@ if find_spec("flashinfer") is None:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # else the sampler imports it and the stages end
 
 from checkpoint import parser
+from gpu_parts import REFUSED_STATUS
 from spoken import Answer, Ask, Lengths, inside, several
 from spoken_http import over_http, served
 from vllm import LLM
@@ -172,7 +173,8 @@ def device_bytes(args: Any, flags: Any) -> int | None:
     copies = {stage: 1 if stage == "thinker" else args.talkers for stage in NEEDED_GIB}
     needed = sum(copies[stage] * size for stage, size in NEEDED_GIB.items()) if alone else max(NEEDED_GIB.values())
     if total < needed * GIB:
-        flags.error(f"{total / GIB:.0f} GiB on a CUDA device, about {needed} GiB are needed")
+        print(f"error: {total / GIB:.0f} GiB on a CUDA device, about {needed} GiB are needed")
+        sys.exit(REFUSED_STATUS)
     return total
 
 

@@ -21,6 +21,7 @@ from tests.engine.schedulers import OwnScheduler
 from vllm_omni_ext.config.schema import MAX_MEDIA_TOKENS
 from vllm_omni_ext.engine import agent
 from vllm_omni_ext.engine.agent import ReplicaAgent, WithAgent, with_agent
+from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.orchestrator.admission import Admission
 from vllm_omni_ext.plugins.runtime import Capabilities
 from vllm_omni_ext.pool.load import Load
@@ -150,3 +151,11 @@ def test_a_step_encodes_no_more_than_the_limit_of_media(given: dict[str, int], m
     made: Any = WithAgent(Encoding)(vllm_config=SimpleNamespace(scheduler_config=config, additional_config=given))
     assert made.max_num_encoder_input_tokens == most
     made.shutdown()
+
+
+def test_a_limit_of_media_that_a_scheduler_cannot_apply_is_refused() -> None:
+    config = SimpleNamespace(
+        scheduler_config=SchedulerConfig.default_factory(), additional_config={MAX_MEDIA_TOKENS: 9}
+    )
+    with pytest.raises(ConfigError, match="max_media_tokens: OwnScheduler is no scheduler of vLLM's"):
+        WithAgent(build_own)(vllm_config=config)

@@ -44,10 +44,11 @@ class Groups(LoadScopeScheduling):  # type: ignore[misc]
     def schedule(self) -> None:
         """Give work to all processes. A process runs a test when it has the next one too, or its shutdown."""
         super().schedule()
-        for node in self.nodes:  # pytest-xdist leaves one that replaces a dead one waiting with a single test
+        # pytest-xdist leaves one that replaces a dead one waiting with a single test.
+        for node in [each for each in self.nodes if not each.shutting_down]:
             while self.workqueue and self._pending_of(self.assigned_work[node]) < 2:
                 self._assign_work_unit(node)
-            if not self.workqueue and not node.shutting_down:
+            if not self.workqueue:
                 node.shutdown()
 
     def remove_node(self, node: Any) -> str | None:

@@ -293,9 +293,9 @@ class OmniConfig:
     )
     max_media_tokens: Positive | None = _key(
         None,
-        "A request with an image, a video or a sound of more tokens is refused with status 400. The plan reserves the "
-        "encoder's memory for so many, and an engine encodes no more of them in one step. Null: as many as a sequence "
-        "may have.",
+        "A request with an image, a video or a sound of more tokens in its prompt is refused with status 400. The plan "
+        "reserves the encoder's memory for so many, and an engine encodes no more of them in one step. Null: as many "
+        "as a sequence may have.",
         "tokens",
     )
     default_modalities: Names | None = _key(

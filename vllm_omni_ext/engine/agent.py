@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import Member, Register
 from vllm_omni_ext.coordinator.reporter import Reporter
 from vllm_omni_ext.engine.step_watch import LockFreeTimer, LoopClock, StepWatch, end_hung_process
+from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import die_with_parent, end_with_process, leave_interrupts_to_parent
 from vllm_omni_ext.pool.load import Load
@@ -201,12 +203,20 @@ class WithAgent:
         """Build the scheduler; vLLM calls a `scheduler_cls` with keywords only.
 
         The key `MAX_MEDIA_TOKENS` of `additional_config` limits the tokens that the encoder computes in one step.
+
+        Raises:
+            ConfigError: the scheduler is no subclass of vLLM's and cannot apply this limit.
         """
         config = copy(kwargs["vllm_config"].scheduler_config)
         config.scheduler_cls = self.scheduler_cls
         scheduler: Any = config.get_scheduler_cls()(**kwargs)
-        limit = kwargs["vllm_config"].additional_config.get(MAX_MEDIA_TOKENS)
-        if limit is not None and isinstance(scheduler, Scheduler):
+        given = kwargs["vllm_config"].additional_config
+        limit = given.get(MAX_MEDIA_TOKENS) if isinstance(given, Mapping) else None
+        if limit is not None:
+            if not isinstance(scheduler, Scheduler):
+                raise ConfigError(
+                    f"{MAX_MEDIA_TOKENS}: {type(scheduler).__name__} is no scheduler of vLLM's; leave it out"
+                )
             scheduler.max_num_encoder_input_tokens = min(scheduler.max_num_encoder_input_tokens, limit)
         return with_agent(scheduler, self.step_timeout_s)
 

@@ -246,7 +246,7 @@ def _asks(args: Mapping[str, dict[str, Any]], a: _Surroundings) -> dict[str, Ask
                 memory[spec.model_stage],
                 args[spec.name],
                 lengths.get(spec.model_stage, 0),
-                a.config.max_media_tokens,
+                a.config.max_media_tokens if a.pipeline.takes_stock_flags(spec) else None,
             ),
             utilization=args[spec.name].get("gpu_memory_utilization"),
             kv_bytes=args[spec.name].get("kv_cache_memory_bytes"),
@@ -280,7 +280,10 @@ def _engine_args(spec: StageSpec, user: Mapping[str, Any], around: _Surroundings
     if around.config.max_media_tokens is not None and around.pipeline.takes_stock_flags(spec):
         more = {**more, MAX_MEDIA_TOKENS: around.config.max_media_tokens}
     if more:
-        args["additional_config"] = {**args.get("additional_config", {}), **more}
+        given = args.get("additional_config", {})
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{stage_path(spec.name)}.engine.additional_config: must be a mapping, got {given!r}")
+        args["additional_config"] = {**given, **more}
     return _one_step(spec, args, around)
 
 
