@@ -12,13 +12,17 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from gpu_parts import REFUSED_STATUS
-from spoken import Lengths
+from spoken import Answer, Lengths
 from spoken_http import MODEL, over_http
 
 from examples.server import Server, ServerFailed
+
+T = TypeVar("T")
 
 ANSWERS = 10
 LENGTHS = Lengths(text=8, frames=12)
@@ -33,6 +37,27 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
     return words[:at], words[at + 1 :]
 
 
+def measured(model: str, flags: Sequence[str], measure: Callable[[Server], T]) -> T | None:
+    """Start a server, measure, end it and print its log; None if it has refused its configuration."""
+    with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
+        server = Server(model, Path(folder, "server.log"), ["--served-model-name", MODEL, *flags])
+        try:
+            with server:
+                return measure(server)
+        except ServerFailed:
+            if server.status() != WRONG_CONFIGURATION:
+                raise
+            return None
+        finally:
+            print(server.log.read_text(errors="replace"), flush=True)
+
+
+def spoken_answers(server: Server) -> tuple[float, list[Answer]]:
+    """Return the seconds of the start, and ten answers, one after the other."""
+    with over_http(server, LENGTHS) as (ask, runner):
+        return server.startup_s, [runner.run(ask(seed)) for seed in range(ANSWERS)]
+
+
 def main() -> int:
     """Measure and print; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -40,22 +65,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file that takes the figures")
     ours, flags = split(sys.argv[1:])
     args = parser.parse_args(ours)
-    with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
-        server = Server(args.model, Path(folder, "server.log"), ["--served-model-name", MODEL, *flags])
-        try:
-            with server, over_http(server, LENGTHS) as (ask, runner):
-                answers = [runner.run(ask(seed)) for seed in range(ANSWERS)]
-        except ServerFailed:
-            if server.status() != WRONG_CONFIGURATION:
-                raise
-            return REFUSED_STATUS
-        finally:
-            print(server.log.read_text(errors="replace"), flush=True)
+    found = measured(args.model, flags, spoken_answers)
+    if found is None:
+        return REFUSED_STATUS
+    ready_s, answers = found
     firsts = [answer.first_s for answer in answers]
-    figures = {"ready_s": server.startup_s, "first_sound_s": firsts, "answer_s": [each.whole_s for each in answers]}
-    print(
-        f"ready after {server.startup_s:.1f} s; first sound {firsts[0] * 1e3:.0f} ms, tenth {firsts[-1] * 1e3:.0f} ms"
-    )
+    figures = {"ready_s": ready_s, "first_sound_s": firsts, "answer_s": [each.whole_s for each in answers]}
+    print(f"ready after {ready_s:.1f} s; first sound {firsts[0] * 1e3:.0f} ms, tenth {firsts[-1] * 1e3:.0f} ms")
     if args.json is not None:
         args.json.write_text(json.dumps(figures))
     return 0

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from gpu_parts import REFUSED_STATUS
-from gpu_start import WRONG_CONFIGURATION, split
+from gpu_start import measured, split
 from spoken_http import MODEL
 
-from examples.server import Server, ServerFailed
+from examples.server import Server
 
 FRAMES = (32, 64, 128, 160)
 WIDTH, HEIGHT, FPS = 1280, 720, 2.0
@@ -110,18 +110,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file that takes the figures")
     ours, flags = split(sys.argv[1:])
     args = parser.parse_args(ours)
-    with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
-        server = Server(args.model, Path(folder, "server.log"), ["--served-model-name", MODEL, *flags])
-        try:
-            with server:
-                rows = [after(server, 0)]
-                rows += [after(server, frames, **ask(server, video(frames, *args.size))) for frames in args.frames]
-        except ServerFailed:
-            if server.status() != WRONG_CONFIGURATION:
-                raise
-            return REFUSED_STATUS
-        finally:
-            print(server.log.read_text(errors="replace"), flush=True)
+
+    def answers(server: Server) -> list[dict[str, Any]]:
+        before = after(server, 0)
+        return [before, *(after(server, each, **ask(server, video(each, *args.size))) for each in args.frames)]
+
+    rows = measured(args.model, flags, answers)
+    if rows is None:
+        return REFUSED_STATUS
     if args.json is not None:
         args.json.write_text(json.dumps(rows))
     return 0

@@ -28,7 +28,7 @@ import psutil
 from PIL import Image
 
 from examples.server import HOST, Server, ServerFailed
-from tests.faults.table import read_file
+from tests.faults.table import Fault, read_file
 from tests.nullgpu import counters
 from tests.nullgpu.environment import Environment, prepare
 from tests.nullgpu.scenarios import SCENARIOS, Ask, Calls, Picture, Restart, Scenario, Sleep
@@ -56,14 +56,14 @@ class NullServer(Server):
 
     def __init__(self, environment: Environment, scenario: Scenario, run: Path) -> None:
         super().__init__(environment.model(scenario.model), run / "server.log")
-        self.environ = {**environment.variables(run, scenario.gpu, scenario.devices), **scenario.environ}
+        variables = {**environment.variables(run, scenario.gpu, scenario.devices), **scenario.environ}
         serve = ["serve", str(environment.model(scenario.model)), "--omni", "--host", HOST, "--port", str(self.port)]
         more = ["--load-format", "dummy", "--served-model-name", "m", "--omni-log-dir", str(run / "logs")]
         command = [str(environment.python.with_name("vllm")), *serve, *more, *scenario.flags]
         # Not in the repository: its folder of the package, without the models, would come before the installed one.
-        self.words = ["env", "-C", str(run), *(f"{name}={value}" for name, value in self.environ.items()), *command]
+        self.words = ["env", "-C", str(run), *(f"{name}={value}" for name, value in variables.items()), *command]
         self.run = run
-        self.planned = {} if scenario.program else plan(environment, scenario)
+        self.planned = plan(environment, scenario)
 
 
 def main() -> int:
@@ -75,7 +75,10 @@ def main() -> int:
     parser.add_argument("--faults", nargs="*", metavar="NAME", help="make the faults of faults.yaml: all, or some")
     args = parser.parse_args()
     if args.faults is not None:
-        return missed(args.faults)
+        faults = {fault.name: fault for fault in read_file(FAULTS)}
+        if unknown := set(args.faults) - faults.keys():
+            parser.error(f"no fault {', '.join(sorted(unknown))}; use {', '.join(faults)}")
+        return missed([faults[name] for name in args.faults or faults])
     if unknown := set(args.names) - set(names):
         parser.error(f"no scenario {', '.join(sorted(unknown))}; use {', '.join(names)}")
     environment = prepare()
@@ -87,12 +90,10 @@ def main() -> int:
     return int(defects > 0)
 
 
-def missed(names: Sequence[str]) -> int:
+def missed(faults: Sequence[Fault]) -> int:
     """Make faults one at a time and print the first defect of each; returns 1 if a fault has none."""
     status = 0
-    for fault in read_file(FAULTS):
-        if names and fault.name not in names:
-            continue
+    for fault in faults:
         environment = prepare(fault)
         chosen = [scenario for name in fault.tests for scenario in SCENARIOS if scenario.name == name]
         found = next((each for scenario in chosen for each in defects_of(environment, scenario)), None)
@@ -333,7 +334,7 @@ def wrong_counts(server: NullServer) -> Iterator[str]:
 
 
 def plan(environment: Environment, scenario: Scenario) -> dict[str, dict[str, int]]:
-    """Planned memory of each replica on its fullest device, as `vllm-omni-ext plan --json` has it."""
+    """Planned memory of each replica, as `vllm-omni-ext plan --json` has it. No scenario divides one over devices."""
     machine = f"cuda:{scenario.gpu.mib}MiBx{scenario.devices}"
     model = str(environment.model(scenario.model))
     words = ["plan", model, "--machine", machine, "--json", "--load-format", "dummy", *scenario.flags]

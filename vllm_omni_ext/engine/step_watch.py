@@ -71,7 +71,7 @@ class LoopClock:
         self._inputs = inputs
 
     def read(self) -> tuple[int, int, int]:
-        """Return numbers of which one changes with each turn and step."""
+        """Return three counters; each turn and each step changes one of them."""
         return self.begun, self.ended, self.turns
 
     @property

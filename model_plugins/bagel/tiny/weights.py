@@ -106,7 +106,7 @@ def _language_model(tensors: Tensors, size: BagelSizes, words: Vocabulary) -> No
 
 
 def printable_ids(words: Vocabulary) -> set[int]:
-    """Return the text ids that decode to printable ASCII, of which greedy replies consist."""
+    """Return the text ids that decode to printable ASCII. Greedy replies consist of these ids."""
     byte_of = {letter: id_ for letter, id_ in words.ids.items() if id_ < 256}
     return {
         id_
