@@ -16,7 +16,7 @@ help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 16
 
 setup: ## create or update .venv
-	@scripts/setup_env.sh
+	@dev/scripts/setup_env.sh
 
 # A test that hangs ends its process after 400 s (the longest takes 70 s), and the second one that does ends the run.
 HANGS := -o faulthandler_timeout=400 --max-worker-restart=1
@@ -58,7 +58,7 @@ demo: setup ## start a tiny pipeline on this machine, talk to it and stop it
 	$(PYTHON) examples/demo.py
 
 release: setup ## build what is published, install it into a new environment and use it there
-	scripts/release_check.sh
+	dev/scripts/release_check.sh
 
 docs: setup ## write the generated pages
 	$(PYTHON) -m vllm_omni_ext doctor --write-docs

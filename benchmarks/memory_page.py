@@ -116,7 +116,7 @@ def released(config: str) -> tuple[OmniConfig, ModelFacts]:
     """Return a stage config of this package, and the facts of its released model."""
     model = CONFIGS[config]
     names = Names(stages=tuple(stage.name for stage in model.pipeline.stages))
-    settings = load_config(config, names, model.family.presets)
+    settings = load_config(config, names, model.family.stage_configs)
     params = resolved_params(model.pipeline, settings)
     shape = model.shape()
     return settings, replace(model.facts(shape, params), memory=model.memory(shape))

@@ -1,8 +1,8 @@
 """Serve a tiny Qwen3-Omni trained for this demonstration, and store its spoken reply as demo/reply.wav.
 
-Run with `make demo` or `python examples/demo.py`. The model's vocabulary has 44 words (training/tiny_omni/README.md);
-every stage, process and interface is the real one. Two independent speech recognisers, and the model itself, transcribe
-the reply. The demonstration needs no GPU and no download.
+Run with `make demo` or `python examples/demo.py`. The model's vocabulary has 44 words
+(dev/training/tiny_omni/README.md); every stage, process and interface is the real one. Two independent speech
+recognisers, and the model itself, transcribe the reply. The demonstration needs no GPU and no download.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import pytest
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import FILES, MARKER
 
 ROOT = Path(__file__).parents[1]
-MAPPED = ("patches", "model_plugins")
+MAPPED = ("patches", "model_plugins", "stage_configs")
 """Top-level folders that are imported as vllm_omni_ext.<name>."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -72,7 +72,7 @@ def wheel(built):
 
 @pytest.mark.engine
 def test_the_trained_checkpoint_is_in_a_wheel_of_its_own(built, tmp_path):
-    build(built / "tree" / "training" / "package", tmp_path, "--wheel")
+    build(built / "tree" / "dev" / "training" / "package", tmp_path, "--wheel")
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
         names = set(archive.namelist())
     assert {f"vllm_omni_ext_tiny/qwen3_omni/{name}" for name in (*FILES, MARKER)} <= names

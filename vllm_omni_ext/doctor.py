@@ -33,11 +33,6 @@ def main(argv: Sequence[str]) -> int:
     if args.write_docs is not None:
         args.write_docs.write_text(page(), encoding="utf-8")
         print(args.write_docs)
-        if args.write_docs == DOCS:
-            from vllm_omni_ext.cli import module_page
-
-            module_page.write()
-            print(module_page.PAGE)
         return 0
     sections = diagnose(args.vllm_root)
     print(json.dumps(as_data(sections), indent=2) if args.json else as_text(sections))
@@ -146,6 +141,6 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const=DOCS,
         metavar="FILE",
-        help=f"write the table of patches; without FILE to {DOCS}, and docs/modules.md",
+        help=f"write the table of patches; without FILE to {DOCS}",
     )
     return parser

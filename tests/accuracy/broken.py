@@ -18,13 +18,13 @@ from unittest import mock
 
 import torch
 
+from dev.training.tiny_omni.world import VOICES
 from examples.server import Server
 from tests.accuracy.answers import Answer, ask_all
 from tests.accuracy.cases import Case, cases
 from tests.accuracy.figures import LEAST, figures, recognisers, too_low
 from tests.support import preloaded
 from tests.support.cluster import LENGTH, MODEL
-from training.tiny_omni.world import VOICES
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
 HERE = "tests.accuracy.broken"

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import soundfile
 
-from training.tiny_omni import tasks
-from training.tiny_omni.listening import RATE, Voices
-from training.tiny_omni.pictures import picture
-from training.tiny_omni.world import VOICES
+from dev.training.tiny_omni import tasks
+from dev.training.tiny_omni.listening import RATE, Voices
+from dev.training.tiny_omni.pictures import picture
+from dev.training.tiny_omni.world import VOICES
 
 SEED = 2_000_003
 """Training and its own figures use other seeds."""

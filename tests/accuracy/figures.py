@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import soxr
 
+from dev.training.tiny_omni.judge import RATE, Sphinx, Whisper, right_words
+from dev.training.tiny_omni.world import RATE as SOUND_RATE
+from dev.training.tiny_omni.world import VOICES, WORDS
 from tests.accuracy.answers import Answer
 from tests.accuracy.cases import Case
-from training.tiny_omni.judge import RATE, Sphinx, Whisper, right_words
-from training.tiny_omni.world import RATE as SOUND_RATE
-from training.tiny_omni.world import VOICES, WORDS
 
 PITCH_HZ = dict(zip(VOICES, (200.0, 100.0), strict=True))
 """The pitch of each voice, which the teacher keeps the whole time."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni_ext.config.load import load_config, pipeline_of, preset_names
+from vllm_omni_ext.config.load import load_config, pipeline_of, stage_config_names
 from vllm_omni_ext.config.parse import Names
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen3_omni.family import FAMILY
@@ -19,17 +19,18 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", preset_names(FAMILY.presets))
-def test_every_preset_is_valid_for_its_pipeline(name: str) -> None:
-    pipeline = FAMILY.pipeline(pipeline_of(name, FAMILY.presets))
+@pytest.mark.parametrize("name", stage_config_names(FAMILY.stage_configs))
+def test_every_stage_config_is_valid_for_its_pipeline(name: str) -> None:
+    pipeline = FAMILY.pipeline(pipeline_of(name, FAMILY.stage_configs))
     stages = tuple(stage.name for stage in pipeline.stages)
-    assert load_config(name, Names(stages=stages), FAMILY.presets).pipeline == pipeline.name
-    assert {each.name for each in FAMILY.pipelines} <= set(preset_names(FAMILY.presets)) and preset_names("") == ()
+    assert load_config(name, Names(stages=stages), FAMILY.stage_configs).pipeline == pipeline.name
+    assert {each.name for each in FAMILY.pipelines} <= set(stage_config_names(FAMILY.stage_configs))
+    assert stage_config_names("") == ()
 
 
 @pytest.mark.parametrize(("text", "name"), [("pipeline: one", "one"), ("", ""), ("- 1", ""), ("pipeline: 3", "")])
 def test_a_file_may_name_its_pipeline(tmp_path: Path, text: str, name: str) -> None:
-    assert pipeline_of(write(tmp_path / "mine.yaml", text), FAMILY.presets) == name
+    assert pipeline_of(write(tmp_path / "mine.yaml", text), FAMILY.stage_configs) == name
 
 
 def test_a_file_is_read_by_path_or_text(tmp_path: Path) -> None:
@@ -41,15 +42,15 @@ def test_a_file_is_read_by_path_or_text(tmp_path: Path) -> None:
 def test_a_missing_or_unreadable_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "dir.yaml").mkdir()
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xfa")
-    for name, presets, reason in (
+    for name, package, reason in (
         (tmp_path / "dir.yaml", "", r"dir\.yaml: cannot be read: "),
         (tmp_path / "binary.yaml", "", r"binary\.yaml: cannot be read: "),
         (tmp_path / "none.yaml", "", r"none\.yaml: no such stage config file$"),
         ("mine", "", r"^mine: no such stage config; give the path of a \.yaml file$"),
-        ("qwen4", FAMILY.presets, r"^qwen4: no such stage config; give the path .* or one of qwen3_omni, qwen"),
+        ("qwen4", FAMILY.stage_configs, r"^qwen4: no such stage config; give the path .* or one of qwen3_omni, qwen"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            load_config(name, NAMES, presets)
+            load_config(name, NAMES, package)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from evaluations import pictures, suites
+from dev.evaluations import pictures, suites
 from tests.evaluation.answering import JsonHandler, answering
 from vllm_omni_ext.evaluation.scores import choice
 from vllm_omni_ext.evaluation.suite import load

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.extended]
 
 OURS, THEIRS = "vllm_omni_ext.model_plugins.bagel", "painting_words"
 RENAMED = {
+    "vllm_omni_ext.stage_configs.bagel": f"{THEIRS}.stage_configs",
     'architectures=("BagelForConditionalGeneration",)': 'architectures=("PaintingWords",)',
     '"BagelUnderstanding"': '"PaintingWordsUnderstanding"',
     '"BagelDit"': '"PaintingWordsDit"',
@@ -66,10 +67,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for old, new in RENAMED.items():
             text = text.replace(old, new)
         file.write_text(text, encoding="utf-8")
-    for preset in (copy / "presets").glob("*.yaml"):
-        text = preset.read_text(encoding="utf-8").replace("pipeline: bagel", f"pipeline: {THEIRS}")
-        preset.with_name(preset.name.replace("bagel", THEIRS)).write_text(text, encoding="utf-8")
-        preset.unlink()
+    configs = copy / "stage_configs"
+    configs.mkdir()
+    (configs / "__init__.py").touch()
+    for config in (Path(__file__).parents[2] / "stage_configs" / "bagel").glob("*.yaml"):
+        text = config.read_text(encoding="utf-8").replace("pipeline: bagel", f"pipeline: {THEIRS}")
+        (configs / config.name.replace("bagel", THEIRS)).write_text(text, encoding="utf-8")
     (folder / "package" / "pyproject.toml").write_text(PYPROJECT, encoding="utf-8")
     return install(folder / "package", folder / "installed")
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.extended]
 HERE = Path(__file__).parent
 TASKS = HERE / "tasks"
 LM_EVAL = Path(sys.prefix) / "lm-eval"
-"""Where scripts/setup_env.sh installs lm-eval."""
+"""Where dev/scripts/setup_env.sh installs lm-eval."""
 RUN_S = 600.0
 ALL_RIGHT = 1.0
 PLAIN = "dtype=float32,max_model_len=512,enforce_eager=True,gpu_memory_utilization=0.05,kv_cache_memory_bytes=67108864"

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from training.tiny_omni import tasks
-from training.tiny_omni.pictures import picture
+from dev.training.tiny_omni import tasks
+from dev.training.tiny_omni.pictures import picture
 
 SEED = 3_000_017
 """Training and the accuracy tests use other seeds."""

@@ -122,7 +122,7 @@ def test_wrong_stage_configs_are_refused(plan_of: Callable[..., Plan], tmp_path:
     assert str(caught.value).removeprefix(f"{path}: ").startswith(message)
 
 
-def test_an_unknown_preset_is_refused(plan_of: Callable[..., Plan]) -> None:
+def test_an_unknown_stage_config_is_refused(plan_of: Callable[..., Plan]) -> None:
     with pytest.raises(ConfigError, match=r"^qwen3_omni: no such stage config; give the path of a \.yaml file$"):
         plan_of("--stage-config", "qwen3_omni")
 

@@ -62,7 +62,7 @@ PATIENT = {"transfer_timeout_s": 60.0}
 """Decode gives up no transfer because it had to wait for a core."""
 
 SPLIT = json.dumps({"thinker": {"prefill_decode": PATIENT}})
-PRESET = ["--stage-config", "qwen3_omni_pd"]
+STAGE_CONFIG = ["--stage-config", "qwen3_omni_pd"]
 MEDIA = ["audio", "image", "video", "two_images_and_audio", "media_in_an_earlier_turn", "long_media_prompt"]
 ALL = 5
 """Replicas: one of each side, talker, code2wav, and the one that joins."""
@@ -73,7 +73,7 @@ def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
     """A server, one more prefill replica that has joined it, and the answers to `BODIES` before that."""
     logs, port = tmp_path_factory.mktemp("logs"), free_ports(PORTS + RANGE)
     head = ["-oma", HOST, "-omp", str(port)]
-    shared = [*PRESET, "--stage-overrides", SPLIT, *TIMES]
+    shared = [*STAGE_CONFIG, "--stage-overrides", SPLIT, *TIMES]
     shared += ["--omni-port-range", f"{port + PORTS}-{port + PORTS + RANGE - 1}"]
     flags = [*LENGTH, *shared]
     with (

@@ -30,7 +30,11 @@ NAMES = Names(stages=tuple(stage.name for stage in QWEN3_OMNI.stages))
 def test_packaged_configs_fit_any_machine(name: str, devices: int) -> None:
     machine = Machine(platform="cuda", device_count=devices, cpu_count=8, memory_bytes=1 << 36)
     plan = make_plan(
-        model="m", pipeline=QWEN3_OMNI, config=load_config(name, NAMES, FAMILY.presets), text_args={}, machine=machine
+        model="m",
+        pipeline=QWEN3_OMNI,
+        config=load_config(name, NAMES, FAMILY.stage_configs),
+        text_args={},
+        machine=machine,
     )
     used = [device for replica in plan.replicas() for device in replica.devices]
     assert len(set(used)) == min(devices, len(used))
@@ -42,7 +46,7 @@ def test_commented_devices_of_the_packaged_file_can_be_used(
     tmp_path: Path, written: str, talkers: list[tuple[int, ...]]
 ) -> None:
     """Each commented line of the file works without its `#`."""
-    text = resources.files(FAMILY.presets).joinpath("qwen3_omni_replicas.yaml").read_text("utf-8")
+    text = resources.files(FAMILY.stage_configs).joinpath("qwen3_omni_replicas.yaml").read_text("utf-8")
     line = f'# devices: "{written}"'
     assert text.count(line) == 1
     file = tmp_path / "mine.yaml"
@@ -104,7 +108,7 @@ def checkpoint(*, sound: bool) -> SimpleNamespace:
 
 
 def test_facts_are_read_from_the_checkpoint() -> None:
-    params = resolved_params(QWEN3_OMNI, load_config("qwen3_omni", NAMES, FAMILY.presets))
+    params = resolved_params(QWEN3_OMNI, load_config("qwen3_omni", NAMES, FAMILY.stage_configs))
     assert facts(checkpoint(sound=True), params) == ModelFacts(
         max_model_len={"thinker": 1000, "talker": 1000, "code2wav": 4096 * 16},
         kv_bytes_per_token={"thinker": 3 * 2 * 32 * 2 * 4, "talker": 3 * 2 * 32 * 2 * 4},

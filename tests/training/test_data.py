@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from training.tiny_omni import listening, tasks
-from training.tiny_omni.encoders import places
-from training.tiny_omni.listening import HOP
-from training.tiny_omni.turns import Turn
-from training.tiny_omni.world import DIGITS, WEEKDAYS, WORDS
+from dev.training.tiny_omni import listening, tasks
+from dev.training.tiny_omni.encoders import places
+from dev.training.tiny_omni.listening import HOP
+from dev.training.tiny_omni.turns import Turn
+from dev.training.tiny_omni.world import DIGITS, WEEKDAYS, WORDS
 
 
 def after_is_right(request: list[str], reply: list[str]) -> bool:

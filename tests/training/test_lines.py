@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from training.tiny_omni import model as whole
-from training.tiny_omni import start
-from training.tiny_omni.lines import Asked, Line, batch_of, input_rows, line
-from training.tiny_omni.vocoder import Lexicon
-from training.tiny_omni.words import ids_of, world_vocabulary
-from training.tiny_omni.world import FRAME, VOICES, WORDS
+from dev.training.tiny_omni import model as whole
+from dev.training.tiny_omni import start
+from dev.training.tiny_omni.lines import Asked, Line, batch_of, input_rows, line
+from dev.training.tiny_omni.vocoder import Lexicon
+from dev.training.tiny_omni.words import ids_of, world_vocabulary
+from dev.training.tiny_omni.world import FRAME, VOICES, WORDS
 from vllm_omni_ext.engine.input_provider import Span
 from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerPrompt
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import MULTIMODAL, SpecialIds

@@ -7,9 +7,9 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from training.tiny_omni.judge import heard_words, right_words
-from training.tiny_omni.words import REQUEST_WORDS, chat, ids_of, world_vocabulary
-from training.tiny_omni.world import WORDS
+from dev.training.tiny_omni.judge import heard_words, right_words
+from dev.training.tiny_omni.words import REQUEST_WORDS, chat, ids_of, world_vocabulary
+from dev.training.tiny_omni.world import WORDS
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.texts import tokenizer_json
 
 TEXTS = [

@@ -17,7 +17,7 @@ from vllm_omni_ext.cli.model import architecture, detect_host, detect_machine, l
 from vllm_omni_ext.cli.refusals import check_flags
 from vllm_omni_ext.compat import require_seams
 from vllm_omni_ext.config.checks import AUTO, modality_names, unknown_key
-from vllm_omni_ext.config.load import load_config, pipeline_of, preset_names
+from vllm_omni_ext.config.load import load_config, pipeline_of, stage_config_names
 from vllm_omni_ext.config.overrides import with_overrides, with_settings
 from vllm_omni_ext.config.parse import Names
 from vllm_omni_ext.config.schema import OmniConfig, keys
@@ -113,16 +113,16 @@ def _read(
     family: ModelFamily, source: str | None, overrides: Any, settings: Mapping[str, Any]
 ) -> tuple[PipelineSpec, OmniConfig]:
     """The chosen pipeline and its configuration: files, then overrides, then top-level settings."""
-    chosen = settings.get("pipeline") or (pipeline_of(source, family.presets) if source else "")
+    chosen = settings.get("pipeline") or (pipeline_of(source, family.stage_configs) if source else "")
     pipeline = family.pipeline(chosen)
-    if source is None and pipeline.name in preset_names(family.presets):
+    if source is None and pipeline.name in stage_config_names(family.stage_configs):
         source = pipeline.name
     names = Names(
         stages=tuple(stage.name for stage in pipeline.stages),
         engine=ENGINE_FIELDS,
         params={stage.name: param_names(stage.params) for stage in pipeline.stages},
     )
-    config = load_config(source, names, family.presets) if source else OmniConfig()
+    config = load_config(source, names, family.stage_configs) if source else OmniConfig()
     config = with_overrides(config, overrides or {}, names)
     _check_params(pipeline, config)
     return pipeline, with_settings(config, settings)

@@ -32,39 +32,39 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def preset_names(package: str) -> tuple[str, ...]:
+def stage_config_names(package: str) -> tuple[str, ...]:
     """Names of the stage configs in a package; "" stands for no package."""
     files = resources.files(package).iterdir() if package else ()
     return tuple(sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml")))
 
 
-def pipeline_of(source: str | Path, presets: str = "") -> str:
+def pipeline_of(source: str | Path, package: str = "") -> str:
     """The pipeline that a stage config names, or "". Arguments and errors are those of `load_config`."""
-    data = _content(source, presets)
+    data = _content(source, package)
     name = data.get("pipeline") if isinstance(data, dict) else None
     return name if isinstance(name, str) else ""
 
 
-def load_config(source: str | Path, names: Names, presets: str = "") -> OmniConfig:
+def load_config(source: str | Path, names: Names, package: str = "") -> OmniConfig:
     """Read a stage config.
 
     Args:
-        source: path of a YAML file, or a name from `preset_names(presets)`.
+        source: path of a YAML file, or a name from `stage_config_names(package)`.
         names: known names of stages, engine fields and parameters.
-        presets: package with stage configs; "" if there is none.
+        package: package with stage configs; "" if there is none.
 
     Raises:
         ConfigError: not found, not YAML, or wrong content; the message starts with the source.
     """
-    data = _content(source, presets)
+    data = _content(source, package)
     try:
         return parse_config(data, names)
     except ConfigError as err:
         raise ConfigError(f"{source}: {err}") from err
 
 
-def _content(source: str | Path, presets: str) -> Any:
-    text = _read(source, presets)
+def _content(source: str | Path, package: str) -> Any:
+    text = _read(source, package)
     try:
         return yaml.load(text, Loader=_StrictLoader)
     except ConfigError as err:
@@ -73,7 +73,7 @@ def _content(source: str | Path, presets: str) -> Any:
         raise ConfigError(f"{source}: is not valid YAML: {' '.join(str(err).split())}") from err
 
 
-def _read(source: str | Path, presets: str) -> str:
+def _read(source: str | Path, package: str) -> str:
     path = Path(source).expanduser()
     try:
         if path.suffix in _SUFFIXES or path.is_file():
@@ -82,8 +82,8 @@ def _read(source: str | Path, presets: str) -> str:
         raise ConfigError(f"{source}: no such stage config file") from None
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(f"{source}: cannot be read: {err}") from err
-    known = preset_names(presets)
+    known = stage_config_names(package)
     if str(source) not in known:
         others = f" or one of {', '.join(known)}" if known else ""
         raise ConfigError(f"{source}: no such stage config; give the path of a .yaml file{others}")
-    return resources.files(presets).joinpath(f"{source}.yaml").read_text(encoding="utf-8")
+    return resources.files(package).joinpath(f"{source}.yaml").read_text(encoding="utf-8")

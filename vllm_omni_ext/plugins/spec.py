@@ -103,7 +103,7 @@ class PipelineSpec:
     """One way to run a family: its stages and how they are connected.
 
     Attributes:
-        name: e.g. "qwen3_omni"; `pipeline:` of a stage config selects it, and a preset of this name is its default.
+        name: e.g. "qwen3_omni"; `pipeline:` of a stage config selects it; the config of this name is its default.
         stages: in start order; names are unique.
         frontend: the stage whose config, tokenizer and renderer vLLM's server gets; stock `vllm serve` flags apply to
             it. A request need not use it.
@@ -150,7 +150,7 @@ class ModelFamily:
             "" if there is none.
         runtime: "pkg.mod:attr" of the `plugins.runtime.ModelRuntime` class; imported in API servers only.
         http: "pkg.mod:attr" of the `plugins.http.HttpSurface` class; "" = chat only. Imported in API servers only.
-        presets: package with stage configs (`*.yaml`) of the plugin; "" if there are none.
+        stage_configs: package with stage configs (`*.yaml`) of the plugin; "" if there are none.
         chat_template: "pkg:file" of a Jinja template in a package, which is used unless the user names one; "" = the
             checkpoint's own. For checkpoints whose template is missing or wrong.
         modalities: "pkg.mod:attr" of `modalities.base.Modality` objects of the family.
@@ -168,7 +168,7 @@ class ModelFamily:
     facts: str = ""
     memory: str = ""
     http: str = ""
-    presets: str = ""
+    stage_configs: str = ""
     chat_template: str = ""
     modalities: tuple[str, ...] = ()
     seams: str = ""

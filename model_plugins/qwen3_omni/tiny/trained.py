@@ -24,7 +24,7 @@ def trained_checkpoint() -> Path:
             raise
         raise ConfigError(
             "the trained checkpoint is a package of its own that is not installed; run: pip install vllm-omni-ext-tiny "
-            "(in a clone of the repository: pip install training/package)"
+            "(in a clone of the repository: pip install dev/training/package)"
         ) from None
     return Path(found.qwen3_omni())
 

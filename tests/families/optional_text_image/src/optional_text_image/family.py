@@ -54,6 +54,6 @@ FAMILY = ModelFamily(
     ),
     runtime="optional_text_image.serving:Runtime",
     http="optional_text_image.serving:Http",
-    presets="optional_text_image.presets",
+    stage_configs="optional_text_image.stage_configs",
     tiny="optional_text_image.tiny:write",
 )

@@ -1,1 +1,0 @@
-"""Stage configs of the family."""

@@ -1,0 +1,1 @@
+"""Stage configs that come with the package: a folder a model family. Imported as `vllm_omni_ext.stage_configs`."""
