@@ -43,6 +43,8 @@ MOST_OF_PLAN = 1.03
 LEAST_GIVEN_BACK = 0.95
 """Part of weights and KV cache that a stage gives back while it sleeps."""
 
+TOO_LATE = "the server was not ready after"
+
 ANSWER_S = 600.0
 SAMPLES_A_FRAME = 1920
 
@@ -91,12 +93,16 @@ def main() -> int:
 
 
 def missed(faults: Sequence[Fault]) -> int:
-    """Make faults one at a time and print the first defect of each; returns 1 if a fault has none."""
+    """Make faults one at a time and print the first defect of each; returns 1 if a fault has none.
+
+    A server that is not ready in time is no defect: a busy machine is as slow.
+    """
     status = 0
     for fault in faults:
         environment = prepare(fault)
         chosen = [scenario for name in fault.tests for scenario in SCENARIOS if scenario.name == name]
-        found = next((each for scenario in chosen for each in defects_of(environment, scenario)), None)
+        defects = (each for scenario in chosen for each in defects_of(environment, scenario))
+        found = next((each for each in defects if TOO_LATE not in each), None)
         print(f"{fault.name}: {'MISSED' if found is None else f'found: {found}'}", flush=True)
         status |= found is None
     return status
@@ -139,7 +145,8 @@ def wrong_server(environment: Environment, scenario: Scenario, run: Path) -> Ite
                 compiled = kernels(environment)
             yield from wrong_counts(server)
     except ServerFailed as error:
-        yield f"the server did not start: {str(error)[-2000:]}"
+        reason, _, log = str(error).partition("\n")
+        yield f"{reason} {log[-2000:]}"
 
 
 def wrong_program(environment: Environment, scenario: Scenario, run: Path) -> Iterator[str]:
