@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from vllm_omni_ext.patching.spec import Patch
+from vllm_omni_ext.patching.patch import Patch
 
 KEYWORD = "omni"
 
@@ -47,10 +47,9 @@ def _become_omni(self: Any, *args: Any, **kwargs: Any) -> None:
 PATCH = Patch(
     name="llm_omni_keyword",
     target="vllm.entrypoints.llm:LLM.__init__",
+    when="as soon as vLLM imports the module, in plain runs too, where it changes nothing",
     why="LLM(model, omni=True): EngineArgs rejects an unknown keyword before vLLM loads any plugin.",
     upstream="none: vLLM has no hook for constructor keywords",
     remove_when="vLLM delegates LLM(omni=True) to a plugin, as it does for `vllm serve --omni`",
-    seen=frozenset({"3cd8a3f890e8"}),
     wrap=wrap,
-    when="import",
 )

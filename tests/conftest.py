@@ -19,8 +19,6 @@ import pytest
 from tests.support import examples, goldens, preloaded, processes, workers
 from tests.support.capabilities import needs
 from tests.support.preloaded import ForkServer
-from vllm_omni_ext.patching import check
-from vllm_omni_ext.patching.source import VllmSource
 
 examples.register()
 gc.disable()  # until all is imported
@@ -91,23 +89,6 @@ def short_configs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if (transformers := sys.modules.get("transformers")) is not None:
             patch.setattr(transformers.PreTrainedConfig, "__repr__", object.__repr__)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def sources_once() -> Iterator[None]:
-    """vLLM's sources are searched once: the result depends on their text alone, and most tests use the same sources."""
-    search, known = VllmSource.definition, dict[tuple[str | None, str], str | None]()
-
-    def definition(source: VllmSource, module: str, qualname: str) -> str | None:
-        key = source._read(module), qualname
-        if key not in known:
-            known[key] = search(source, module, qualname)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VllmSource, "definition", definition)
-        patch.setattr(check, "fingerprint", functools.cache(check.fingerprint))
         yield
 
 

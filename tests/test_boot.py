@@ -94,8 +94,7 @@ def test_a_plain_vllm_is_unchanged():
         "vllm_omni_ext.patches",
         "vllm_omni_ext.patches.llm_omni_keyword",
         "vllm_omni_ext.patching",
-        "vllm_omni_ext.patching.patch_target",
-        "vllm_omni_ext.patching.spec",
+        "vllm_omni_ext.patching.patch",
     ]
 
 

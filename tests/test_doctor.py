@@ -13,28 +13,27 @@ from unittest.mock import Mock
 
 import pytest
 
-from vllm_omni_ext import environment, patches, resampling
-from vllm_omni_ext.compat import seams_of
-from vllm_omni_ext.doctor import main, vllm_sections
-from vllm_omni_ext.patching.seams import SEAMS as CORE
+from vllm_omni_ext import doctor, environment, resampling
+from vllm_omni_ext.compat import PATCHES
+from vllm_omni_ext.doctor import main, packages, vllm_sections
+from vllm_omni_ext.patching.seams import seams
 from vllm_omni_ext.patching.source import VllmSource
-from vllm_omni_ext.patching.spec import split_target
-from vllm_omni_ext.plugins.registry import families
 
-SEAMS = (*CORE, *(seam for family in families() for seam in seams_of(family)))
+SEAMS = [target for package in packages() for group in seams(package).values() for target in group]
 
 
 @pytest.fixture
-def copy(tmp_path):
-    """A copy of the files of the installed vLLM that have targets of patches and seams."""
+def copy(tmp_path, monkeypatch):
+    """A copy of the files of the installed vLLM that have targets of patches and seams, in place of it."""
     installed = Path(str(VllmSource.installed().root))
-    modules = {split_target(item.target)[0] for item in (*patches.ALL, *SEAMS)}
+    modules = {target.partition(":")[0] for target in (*(patch.target for patch in PATCHES), *SEAMS)}
     names = [installed.joinpath(*module.split(".")[1:]) for module in modules]
     files = [name / "__init__.py" if name.is_dir() else name.with_suffix(".py") for name in names]
     for file in [*files, installed / "_version.py"]:
         place = tmp_path / "vllm" / file.relative_to(installed)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, place)
+    monkeypatch.setattr(VllmSource, "installed", lambda: VllmSource(tmp_path / "vllm"))
     return tmp_path / "vllm"
 
 
@@ -44,11 +43,10 @@ def replace(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new, 1))
 
 
-def lines(root: Path) -> dict[str, dict[str, str]]:
+def wrong() -> dict[str, dict[str, str]]:
     """Return section -> name of each line that is not ok -> its state."""
     return {
-        section.title: {line.name: line.state for line in section.lines if not line.ok}
-        for section in vllm_sections(root)
+        section.title: {line.name: line.state for line in section.lines if not line.ok} for section in vllm_sections()
     }
 
 
@@ -64,48 +62,83 @@ def test_this_environment_is_fine_and_is_checked_without_vllm_or_torch():
     report = json.loads(done.stdout)
     assert report["ok"] is True
     assert {line["name"]: line["state"] for line in report["sections"]["patches"]} == {
-        patch.name: "fits" for patch in patches.ALL
+        patch.name: "fits" for patch in PATCHES
     }
     assert {line["name"] for line in report["sections"]["model plugins"]} == {"bagel", "qwen3_omni"}
-    assert report["sections"]["seams"][0]["state"] == f"{len(SEAMS)} of {len(SEAMS)} are as tested"
+    assert report["sections"]["seams"][0]["state"] == f"{len(SEAMS)} of {len(SEAMS)} are those of vLLM 0.32"
 
 
 def test_the_text_has_everything_about_every_patch(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
-    for patch in patches.ALL:
+    for patch in PATCHES:
         assert all(word in text for word in (patch.name, patch.target, patch.why, patch.upstream, patch.remove_when))
 
 
 def test_a_changed_vllm_fails(copy, capsys, monkeypatch):
-    assert lines(copy) == {"vLLM": {}, "patches": {}, "seams": {}, "overrides at run time": {}}
+    assert wrong() == {"vLLM": {}, "patches": {}, "seams": {}, "overrides at run time": {}}
     replace(copy / "entrypoints/llm.py", '"""LLM constructor."""', 'print("another body")')
-    assert main(["--vllm-root", str(copy)]) == 1
+    assert main([]) == 1
     out = capsys.readouterr().out
     assert "BAD llm_omni_keyword" in out and "vllm.entrypoints.llm:LLM.__init__ changed in vLLM" in out
     name = "vllm.v1.engine.utils:bind_engine_zmq_listeners"
     replace(
         copy / "v1/engine/utils.py", "def bind_engine_zmq_listeners(", "def bind_engine_zmq_listeners(extra=None, *,"
     )
-    assert list(lines(copy)["seams"]) == ["all", name]
+    assert list(wrong()["seams"]) == ["all", name]
     monkeypatch.setenv("VLLM_OMNI_EXT_ALLOW_DRIFT", name)
-    assert lines(copy)["seams"] == {}
+    assert wrong()["seams"] == {}
     replace(copy / "v1/engine/utils.py", "def launch_core_engines(", "def launch_engines(")
-    assert "has no vllm.v1.engine.utils:launch_core_engines" in str(lines(copy)["seams"])
+    assert "has no vllm.v1.engine.utils:launch_core_engines" in str(wrong()["seams"])
 
 
-def test_another_or_no_vllm_fails(copy, tmp_path):
+def test_another_version_fails_and_is_compared_with_the_nearest_one(copy):
     (copy / "_version.py").write_text("__version__ = version = '0.33.0'\n")
-    found = lines(copy)
-    assert "vLLM 0.33.0 is installed" in found["vLLM"]["version"]
-    assert set(found["patches"]) == {patch.name for patch in patches.ALL}
-    assert len(found["seams"]) == len(SEAMS) + 1
-    assert list(lines(tmp_path / "nothing")) == ["vLLM"]
+    replace(copy / "v1/engine/utils.py", "def launch_core_engines(", "def launch_engines(")
+    version, *others = (section.lines for section in vllm_sections())
+    assert "vLLM 0.33.0 is installed, but this package needs 0.32.*" in version[0].state
+    assert (version[1].name, version[1].state) == ("supported", "0.32.*")
+    assert list(wrong()["seams"]) == ["all", "vllm.v1.engine.utils:launch_core_engines"]
+    assert others[1][0].state == f"{len(SEAMS) - 1} of {len(SEAMS)} are those of vLLM 0.32"
 
 
-def test_docs_are_written_to_the_named_file(tmp_path, capsys):
-    assert main(["--write-docs", str(tmp_path / "page.md")]) == 0
-    assert (tmp_path / "page.md").read_text().startswith("# What this package changes")
+def test_no_vllm_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(VllmSource, "installed", lambda: VllmSource(tmp_path / "nothing"))
+    assert list(wrong()) == ["vLLM"]
+
+
+def test_another_vllm_is_compared_with_the_installed_one(copy, tmp_path, capsys):
+    assert main(["--against", str(copy)]) == 0
+    other = shutil.copytree(copy, tmp_path / "other")
+    utils = other / "v1/engine/utils.py"
+    replace(utils, "def bind_engine_zmq_listeners(", "def bind_engine_zmq_listeners(*, extra=None, ")
+    replace(utils, "def launch_core_engines(", "def launch_engines(")
+    replace(other / "v1/engine/core.py", "def has_work(self)", "def has_work(self, now=False)")
+    (other / "_version.py").write_text("__version__ = version = '0.33.0'\n")
+    capsys.readouterr()
+    assert main(["--against", str(other), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    total = len(SEAMS) + len(PATCHES)
+    assert report["sections"]["vLLM"][2]["state"] == f"fits: {total - 3}, additions only: 1, changed: 1, gone: 1"
+    found = {state: [line["name"] for line in report["sections"][state]] for state in ("additions only", "gone")}
+    assert found == {
+        "additions only": ["vllm.v1.engine.core:EngineCoreProc.has_work"],
+        "gone": ["vllm.v1.engine.utils:launch_core_engines"],
+    }
+    [changed] = report["sections"]["changed"]
+    assert (changed["ok"], changed["state"]) == (False, "imitated: one pair of listeners a replica and API server")
+    assert "+def bind_engine_zmq_listeners(*, extra=None, " in changed["diff"].splitlines()
+    utils.write_text((copy / "v1/engine/utils.py").read_text())
+    assert main(["--against", str(other)]) == 0  # an addition
+    assert "+def has_work(self, now=False)" in capsys.readouterr().out
+
+
+def test_docs_are_written_after_the_text_that_is_there(tmp_path):
+    file = tmp_path / "page.md"
+    for head in ("# Head\n", ""):
+        file.write_text(f"{head}{doctor.GENERATED}old\n")
+        assert main(["--write-docs", str(file)]) == 0
+        assert file.read_text() == head + doctor.page()
 
 
 def package(root: Path, name: str, version: str, torch_lines: str = "") -> None:

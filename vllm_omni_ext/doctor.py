@@ -4,50 +4,51 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib import resources
 from pathlib import Path
 
 from vllm_omni_ext import environment
-from vllm_omni_ext.compat import overrides_of, require_vllm, seams_of
+from vllm_omni_ext.compat import PATCHES, require_vllm, supported
 from vllm_omni_ext.errors import IncompatibleVllm
-from vllm_omni_ext.patches import ALL
-from vllm_omni_ext.patching.check import Finding, allowed_drift, inspect_all
-from vllm_omni_ext.patching.overrides import OVERRIDES
-from vllm_omni_ext.patching.patch_target import is_applied
-from vllm_omni_ext.patching.seams import SEAMS
+from vllm_omni_ext.patching import seams
+from vllm_omni_ext.patching.compare import Difference, differences, other_vllm
+from vllm_omni_ext.patching.seams import CORE, Finding
 from vllm_omni_ext.patching.source import VllmSource
-from vllm_omni_ext.patching.spec import Patch, split_target
-from vllm_omni_ext.patching.table import markdown
 from vllm_omni_ext.plugins.registry import Plugin, families, plugins
 from vllm_omni_ext.report import Line, Section, as_data, as_text
 
 DOCS = Path("docs/patches.md")
+GENERATED = "<!-- `vllm-omni-ext doctor --write-docs` writes all that follows; do not edit it. -->\n"
 
 PROGRAM = "vllm-omni-ext"
+
+FITS = ("fits", "additions only")
+"""States of a symbol in another vLLM version with which the exit status is 0."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the findings. Returns 0 if all are ok, else 1."""
     args = _parser().parse_args(argv)
     if args.write_docs is not None:
-        args.write_docs.write_text(page(), encoding="utf-8")
-        print(args.write_docs)
+        _write_docs(args.write_docs)
         return 0
-    sections = diagnose(args.vllm_root)
+    if args.write_fingerprints is not None:
+        for package in args.write_fingerprints or own_packages():
+            _write_fingerprints(package)
+        return 0
+    sections = diagnose() if args.against is None else against(args.against)
     print(json.dumps(as_data(sections), indent=2) if args.json else as_text(sections))
     return 0 if all(section.ok for section in sections) else 1
 
 
-def diagnose(vllm_root: Path | None = None) -> list[Section]:
-    """Check everything.
-
-    Args:
-        vllm_root: a folder or wheel file with another vLLM than the installed one.
-    """
+def diagnose() -> list[Section]:
+    """Check everything."""
     return [
         environment.versions(),
-        *vllm_sections(vllm_root),
+        *vllm_sections(),
         models(),
         environment.hooks(),
         environment.traps(),
@@ -55,11 +56,20 @@ def diagnose(vllm_root: Path | None = None) -> list[Section]:
     ]
 
 
-def page() -> str:
-    """docs/patches.md: the patches, the overrides and seams of the core and of the families that come with it."""
+def packages() -> list[str]:
+    """The packages that depend on vLLM's code: the core, and those of the installed families."""
+    return [CORE, *(family.seams for family in families() if family.seams)]
+
+
+def own_packages() -> list[str]:
+    """The core, and the packages of the families that come with it."""
     own = [each.family for each in plugins() if each.family and each.distribution.partition(" ")[0] == PROGRAM]
-    overrides = (*OVERRIDES, *(override for family in own for override in overrides_of(family)))
-    return markdown(ALL, overrides, (*SEAMS, *(seam for family in own for seam in seams_of(family))))
+    return [CORE, *(family.seams for family in own if family.seams)]
+
+
+def measured(package: str, source: VllmSource) -> seams.Fingerprints:
+    """The fingerprints of a package's symbols in this vLLM."""
+    return seams.measured(package, source, [patch.target for patch in PATCHES] if package == CORE else ())
 
 
 def models() -> Section:
@@ -78,69 +88,130 @@ def _model_line(plugin: Plugin) -> Line:
     return Line(plugin.name, True, served, {key: text for key, text in details.items() if text})
 
 
-def vllm_sections(vllm_root: Path | None = None) -> list[Section]:
+def vllm_sections() -> list[Section]:
     """vLLM's version, and whether each patch and each seam fits."""
     try:
-        source = VllmSource.installed() if vllm_root is None else VllmSource.at(vllm_root)
-        version = source.version
+        source = VllmSource.installed()
+        tested = seams.nearest(source.version)
+        data = [seams.fingerprints(package, source.version) for package in packages()]
     except IncompatibleVllm as err:
         return [Section("vLLM", (Line("version", False, str(err)),))]
-    allowed = allowed_drift()
-    patches = tuple(_patch_line(finding) for finding in inspect_all(ALL, source, allowed=allowed))
-    relied_on = (*SEAMS, *(seam for family in families() for seam in seams_of(family)))
-    seams = inspect_all(relied_on, source, allowed=allowed)
-    overrides = len(OVERRIDES) + sum(len(overrides_of(family)) for family in families())
+    allowed = seams.allowed_drift()
+    expected = {target: seen for groups in data for group in groups.values() for target, seen in group.items()}
+    found = {finding.target: finding for finding in seams.inspect_all(expected, source, allowed)}
+    patches = {patch.target for patch in PATCHES}
+    overrides = sum(len(seams.overrides(package)) for package in packages())
     return [
-        Section("vLLM", (_version_line(source, version),)),
-        Section("patches", patches),
-        Section("seams", tuple(_seam_lines(seams))),
+        Section("vLLM", (_version_line(source), Line("supported", True, supported()))),
+        Section("patches", tuple(_patch_lines(found))),
+        Section("seams", tuple(_seam_lines([each for each in found.values() if each.target not in patches], tested))),
         Section("overrides at run time", (Line("all", True, f"{overrides}, see docs/patches.md"),)),
     ]
 
 
-def _version_line(source: VllmSource, version: str) -> Line:
+def _version_line(source: VllmSource) -> Line:
     try:
-        require_vllm(source)
+        return Line("version", True, f"{require_vllm(source)} at {source.root}")
     except IncompatibleVllm as err:
         return Line("version", False, str(err))
-    return Line("version", True, f"{version} at {source.root}")
 
 
-def _patch_line(finding: Finding) -> Line:
-    patch = finding.item
-    assert isinstance(patch, Patch)
-    module = sys.modules.get(split_target(patch.target)[0])
-    state = "applied" if module is not None and is_applied(patch, module) else finding.state
-    details = {
-        "target": patch.target,
-        "vLLM": patch.vllm,
-        "why": patch.why,
-        "upstream": patch.upstream,
-        "remove when": patch.remove_when,
-    }
-    return Line(patch.name, finding.error is None, str(finding.error or state), details)
+def _patch_lines(found: dict[str, Finding]) -> Iterator[Line]:
+    for patch in PATCHES:
+        finding = found[patch.target]
+        details = {"target": patch.target, "in place": patch.when, "why": patch.why}
+        details |= {"upstream": patch.upstream, "remove when": patch.remove_when}
+        yield Line(patch.name, not finding.error, finding.error or finding.state, details)
 
 
-def _seam_lines(findings: Sequence[Finding]) -> Iterable[Line]:
+def _seam_lines(findings: Sequence[Finding], tested: str) -> Iterator[Line]:
     fitting = sum(finding.state == "fits" for finding in findings)
-    yield Line("all", all(finding.error is None for finding in findings), f"{fitting} of {len(findings)} are as tested")
+    state = f"{fitting} of {len(findings)} are those of vLLM {tested}"
+    yield Line("all", not any(finding.error for finding in findings), state)
     for finding in findings:
         if finding.state != "fits":
-            yield Line(finding.item.name, finding.error is None, str(finding.error or finding.state))
+            yield Line(finding.target, not finding.error, finding.error or finding.state)
+
+
+def against(wanted: str) -> list[Section]:
+    """Compare each patched symbol and each seam with those of another vLLM.
+
+    Args:
+        wanted: a folder, a wheel file or a version.
+    """
+    uses = {patch.target: f"patched: {patch.name}" for patch in PATCHES}
+    for package in packages():
+        uses |= {target: use for group in seams.seams(package).values() for target, use in group.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        old, new = VllmSource.installed(), other_vllm(wanted, Path(folder))
+        found = differences(uses, old, new)
+        versions = [Line("installed", True, f"{old.version} at {old.root}")]
+        versions.append(Line("compared with", True, f"{new.version} ({wanted})"))
+    counts = Counter[str](each.state for each in found)
+    states = ("fits", "additions only", "changed", "gone")
+    versions.append(Line("symbols", True, ", ".join(f"{state}: {counts[state]}" for state in states)))
+    by_state = (Section(state, tuple(_lines(state, found, uses))) for state in states if counts[state])
+    return [Section("vLLM", tuple(versions)), *by_state]
+
+
+def _lines(state: str, found: Sequence[Difference], uses: dict[str, str]) -> Iterator[Line]:
+    for each in found:
+        if each.state == state:
+            yield Line(each.target, state in FITS, uses[each.target], {"diff": each.diff} if each.diff else {})
+
+
+def page() -> str:
+    """The generated part of docs/patches.md: the patches, and the overrides of the core and its families."""
+    return "\n".join([GENERATED, "## Patches", "", *_patch_rows(), "## Overrides", "", *_override_rows(), ""])
+
+
+def _patch_rows() -> Iterator[str]:
+    yield "| target | in place | why | upstream | remove when |\n|---|---|---|---|---|"
+    for each in PATCHES:
+        yield f"| `{each.target}` | {each.when} | {each.why} | {each.upstream} | {each.remove_when} |"
+    yield ""
+
+
+def _override_rows() -> Iterator[str]:
+    yield "| what is replaced | by | scope | why | remove when |\n|---|---|---|---|---|"
+    for each in (override for package in own_packages() for override in seams.overrides(package)):
+        yield f"| {each['target']} | `{each['where']}` | {each['scope']} | {each['why']} | {each['remove_when']} |"
+
+
+def _write_docs(file: Path) -> None:
+    head = file.read_text(encoding="utf-8").partition(GENERATED)[0] if file.exists() else ""
+    file.write_text(head + page(), encoding="utf-8")
+    print(file)
+
+
+def _write_fingerprints(package: str) -> None:
+    source = VllmSource.installed()
+    file = Path(str(resources.files(package)), "fingerprints", f"{seams.series(source.version)}.json")
+    found = measured(package, source)
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(file)
+    for group, targets in seams.seams(package).items():
+        for target in targets.keys() - found[group].keys():
+            print(f"  not in vLLM {source.version}: {target}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="vllm-omni-ext doctor", description=__doc__)
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--vllm-root", type=Path, metavar="PATH", help="look at the vLLM in this folder or wheel file instead"
+        "--against",
+        metavar="PATH|VERSION",
+        help="compare the functions that this package depends on with those of another vLLM: a folder, a wheel file, "
+        "or a version, whose wheel is downloaded; exit status 1 if one has changed or is gone",
     )
     parser.add_argument(
-        "--write-docs",
-        type=Path,
-        nargs="?",
-        const=DOCS,
-        metavar="FILE",
-        help=f"write the table of patches; without FILE to {DOCS}",
+        "--write-docs", type=Path, nargs="?", const=DOCS, metavar="FILE", help=f"write the tables of {DOCS}, or of FILE"
+    )
+    parser.add_argument(
+        "--write-fingerprints",
+        nargs="*",
+        metavar="PACKAGE",
+        help="write the fingerprints of the installed vLLM into the package of a plugin; without PACKAGE into our own",
     )
     return parser

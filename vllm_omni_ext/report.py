@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -39,7 +40,7 @@ class Section:
 
 
 def as_text(sections: Sequence[Section]) -> str:
-    """Text for a terminal: one line per finding, details indented below it."""
+    """Text for a terminal: one line per finding, details indented below it, a text of several lines without heading."""
     return "\n".join(row for section in sections for row in _rows(section))
 
 
@@ -62,5 +63,8 @@ def _rows(section: Section) -> Iterator[str]:
     for line in section.lines:
         yield f"{'':{_INDENT}}{'ok ' if line.ok else 'BAD'} {line.name:{width}}  {line.state}"
         for heading, text in line.details.items():
-            yield f"{'':{_INDENT + 4}}{heading}: {text}"
+            if "\n" in text:
+                yield textwrap.indent(text, " " * (_INDENT + 4))
+            else:
+                yield f"{'':{_INDENT + 4}}{heading}: {text}"
     yield ""

@@ -84,7 +84,6 @@ FAMILY = ModelFamily(
     stage_configs="vllm_omni_ext.stage_configs.bagel",
     chat_template=f"{_HERE}.requests:chat_template.jinja",
     modalities=(f"{_HERE}.requests.thought:THOUGHT",),
-    seams=f"{_HERE}.stages.seams:SEAMS",
-    overrides=f"{_HERE}.stages.seams:OVERRIDES",
+    seams=_HERE,
     tiny="vllm_omni_ext.model_plugins.bagel.tiny.bagel:write_bagel",
 )

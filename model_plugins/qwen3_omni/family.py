@@ -92,7 +92,6 @@ FAMILY = ModelFamily(
     facts=f"{_HERE}.facts:facts",
     memory=f"{_HERE}.memory:memory",
     stage_configs="vllm_omni_ext.stage_configs.qwen3_omni",
-    seams=f"{_HERE}.seams:SEAMS",
-    overrides=f"{_HERE}.seams:OVERRIDES",
+    seams=_HERE,
     tiny="vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni:write_qwen3_omni",
 )

@@ -10,9 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from vllm_omni_ext.patching.fingerprint import fingerprint
-from vllm_omni_ext.patching.source import VllmSource
-from vllm_omni_ext.patching.spec import Patch, split_target
+from vllm_omni_ext.patching.patch import Patch
+from vllm_omni_ext.patching.source import VllmSource, fingerprint
 
 ENGINE = """
 import functools
@@ -60,6 +59,7 @@ class FakeVllm:
 
     def rewrite(self, text: str) -> None:
         """Change the source of the engine module."""
+        self.text = text
         (self.folder / "engine.py").write_text(text)
 
     def load(self) -> ModuleType:
@@ -71,13 +71,19 @@ class FakeVllm:
         """The source tree, read again."""
         return VllmSource(self.folder)
 
-    def patch(self, name: str, qualname: str, wrap=lambda original: original, **changes) -> Patch:
-        """Return a patch that fits the current source."""
-        target = f"{self.folder.name}.engine:{qualname}"
-        code = self.source.definition(*split_target(target))
-        seen = frozenset({fingerprint(code) if code else "0" * 12})
-        fields = {"name": name, "target": target, "why": "a test", "upstream": "none: a test", "remove_when": "never"}
-        return Patch(**(fields | {"seen": seen, "wrap": wrap} | changes))
+    def target(self, qualname: str) -> str:
+        """Name of a symbol of the engine module."""
+        return f"{self.folder.name}.engine:{qualname}"
+
+    def fingerprints(self, *qualnames: str) -> dict[str, str]:
+        """Those of the current source; other ones for symbols that are not there."""
+        codes = {self.target(name): self.source.definition(self.target(name)) for name in qualnames}
+        return {target: fingerprint(code) if code else "0" * 12 for target, code in codes.items()}
+
+    def patch(self, name: str, qualname: str, wrap=lambda original: original) -> Patch:
+        """Return a patch of a symbol of the engine module."""
+        about = {"when": "in a test", "why": "a test", "upstream": "none: a test", "remove_when": "never"}
+        return Patch(name=name, target=self.target(qualname), wrap=wrap, **about)
 
 
 _numbers = itertools.count()

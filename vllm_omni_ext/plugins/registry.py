@@ -107,10 +107,19 @@ def _fault(family: ModelFamily) -> str:
         return f"is for version {family.api_version} of the plugin API, this is version {API_VERSION}; update {newer}"
     if family.pipelines and not (family.architectures and family.runtime):
         return f"family '{family.name}' has pipelines, so it needs architectures and a runtime"
+    if family.seams and not _has_seams(family.seams):
+        return f"seams: '{family.seams}' is not a package with seams.toml"
     names = [pipeline.name for pipeline in family.pipelines]
     if twice := _repeated(names):
         return f"pipeline '{twice}' is there twice"
     return next((f"pipeline '{each.name}': {why}" for each in family.pipelines if (why := _pipeline_fault(each))), "")
+
+
+def _has_seams(package: str) -> bool:
+    try:
+        return resources.files(package).joinpath("seams.toml").is_file()
+    except (ImportError, TypeError):  # TypeError: a module, not a package
+        return False
 
 
 def _pipeline_fault(pipeline: PipelineSpec) -> str:

@@ -154,8 +154,8 @@ class ModelFamily:
         chat_template: "pkg:file" of a Jinja template in a package, which is used unless the user names one; "" = the
             checkpoint's own. For checkpoints whose template is missing or wrong.
         modalities: "pkg.mod:attr" of `modalities.base.Modality` objects of the family.
-        seams: "pkg.mod:attr" of a tuple of `patching.spec.Seam`s: vLLM symbols that the plugin's classes rely on.
-        overrides: "pkg.mod:attr" of a tuple of `patching.spec.Override`s: symbols that the plugin replaces at run time.
+        seams: package with `seams.toml`, the vLLM symbols that the plugin's classes replace or rely on, and
+            `fingerprints/*.json`, which `doctor --write-fingerprints PACKAGE` writes; "" if there are none.
         tiny: "pkg.mod:attr" of `(directory, *, ...) -> Path` that writes a tiny random checkpoint; its keyword
             arguments (int, or bool that is False) become options of `vllm-omni-ext tiny`. "" if there is none.
     """
@@ -172,7 +172,6 @@ class ModelFamily:
     chat_template: str = ""
     modalities: tuple[str, ...] = ()
     seams: str = ""
-    overrides: str = ""
     tiny: str = ""
 
     def pipeline(self, name: str = "") -> PipelineSpec:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
+from vllm_omni_ext.patching.patch import Patch
+
 MAKER = "make_zmq_socket"
 """The function that vLLM calls to make a socket."""
 
@@ -28,17 +30,36 @@ def use(options: Mapping[int, Any]) -> None:
 
 def with_options(original: FunctionType) -> FunctionType:
     """A copy of the function whose `make_zmq_socket` sets the options."""
-    names = {**original.__globals__, MAKER: _knowing(original.__globals__[MAKER])}
+    names = {**original.__globals__, MAKER: _with_options_set(original.__globals__[MAKER])}
     made = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
     made.__kwdefaults__ = original.__kwdefaults__
     made.__qualname__, made.__doc__, made.__module__ = original.__qualname__, original.__doc__, original.__module__
     return made
 
 
-def _knowing(make: Callable[..., Any]) -> Callable[..., Any]:
+def _with_options_set(make: Callable[..., Any]) -> Callable[..., Any]:
     def make_zmq_socket(ctx: Any, path: str, *args: Any, **kwargs: Any) -> Any:
         if path.startswith("tcp:"):
             ctx.sockopts.update(_options)
         return make(ctx, path, *args, **kwargs)
 
     return make_zmq_socket
+
+
+def _patch(name: str, function: str, traffic: str) -> Patch:
+    return Patch(
+        name=name,
+        target=f"vllm.v1.engine.core:EngineCoreProc.{function}",
+        when="only in replicas that have a cluster's secret",
+        why=f"Encryption of {traffic} replicas on other hosts: vLLM's engine connects to its clients without any keys. "
+        "Our clients also follow the function's wire protocol.",
+        upstream="none: vLLM has no hook for the options of the engine's sockets",
+        remove_when="vLLM's engine can be given keys or socket options for the connections to its clients",
+        wrap=with_options,
+    )
+
+
+PATCHES = (
+    _patch("engine_input_sockets", "process_input_sockets", "requests to"),
+    _patch("engine_output_sockets", "process_output_sockets", "outputs of"),
+)
