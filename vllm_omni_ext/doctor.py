@@ -173,7 +173,7 @@ def _patch_rows() -> Iterator[str]:
 
 
 def _override_rows() -> Iterator[str]:
-    yield "| what is replaced | by | scope | why | remove when |\n|---|---|---|---|---|"
+    yield "| replaced | by | scope | why | remove when |\n|---|---|---|---|---|"
     for each in (override for package in own_packages() for override in seams.overrides(package)):
         yield f"| {each['target']} | `{each['where']}` | {each['scope']} | {each['why']} | {each['remove_when']} |"
 
