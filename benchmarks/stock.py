@@ -13,8 +13,9 @@ import sys
 def main() -> None:
     """Run this one command as in vLLM's script."""
     from vllm.entrypoints.cli.serve import cmd_init
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_omni_ext.vllm_hooks import cli_env_setup
 
     cli_env_setup()
     parser = FlexibleArgumentParser(prog="vllm")

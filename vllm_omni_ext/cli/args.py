@@ -9,11 +9,11 @@ from typing import Any
 
 import vllm
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni_ext.config.checks import AUTO
 from vllm_omni_ext.config.schema import OmniConfig, keys
+from vllm_omni_ext.vllm_hooks import VLLM_SUBCMD_PARSER_EPILOG
 
 GROUP = "OmniConfig"
 

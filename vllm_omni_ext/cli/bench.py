@@ -10,8 +10,9 @@ def main(argv: Sequence[str]) -> int:
     """Pass the arguments to vLLM's benchmark command."""
     from vllm import platforms
     from vllm.entrypoints.cli.benchmark.main import BenchmarkSubcommand
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_omni_ext.vllm_hooks import cli_env_setup
 
     sys.argv = [sys.argv[0], "bench", *argv]  # vLLM reads the kind of benchmark from here
     cli_env_setup()

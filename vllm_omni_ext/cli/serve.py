@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         The exit status. A wrong configuration is one line on stderr and status 2, before anything is started.
     """
     name_process("headless" if "--headless" in argv else "head", argv)
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm_omni_ext.vllm_hooks import cli_env_setup
 
     cli_env_setup()
     try:
@@ -85,11 +85,11 @@ def prepare(argv: Sequence[str], *, machine: str | None = None) -> tuple[Plan, a
     Args:
         machine: the machine to plan for, as text for `parse_machine`; None: this machine.
     """
-    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args
 
     from vllm_omni_ext.cli.args import parse_serve
     from vllm_omni_ext.cli.settings import from_cli
+    from vllm_omni_ext.vllm_hooks import validate_parsed_serve_args
 
     try:
         args = parse_serve(argv)

@@ -62,11 +62,13 @@ class ReceiveMixin(MooncakeConnectorWorker):
 
     async def handle_new_engine_id(self, remote_engine_id: str, pull_metas: Metas) -> None:
         """Query the bootstrap server, then pull from the workers that it names."""
+        transfers = _transfers(pull_metas)
         await super().handle_new_engine_id(remote_engine_id, pull_metas)
-        self._report(self._pulls.settle(_transfers(pull_metas)))
+        self._report(self._pulls.settle(transfers))
 
     def receive_kv(self, remote_engine_id: str, pull_metas: Metas) -> None:
         """Pull from the workers of a prefill replica."""
+        transfers = _transfers(pull_metas)
         wanted = {name: meta for name, meta in pull_metas.items() if not meta.failed}
         try:
             super().receive_kv(remote_engine_id, wanted)
@@ -76,10 +78,11 @@ class ReceiveMixin(MooncakeConnectorWorker):
         else:
             for meta in wanted.values():
                 self._pulls.ask([_transfer(meta)], meta.pull_tasks_count)
-        self._report(self._pulls.settle(_transfers(pull_metas)))
+        self._report(self._pulls.settle(transfers))
 
     async def receive_kv_from_single_worker(self, worker_addr: str, pull_metas: Metas) -> None:
         """Pull from one worker. Wait without a limit until it has answered for all requests or has ended."""
+        transfers = _transfers(pull_metas)
         if self._lines is None:
             self._lines = PeerLiveness()
         transfer = asyncio.create_task(super().receive_kv_from_single_worker(worker_addr, pull_metas))
@@ -90,28 +93,33 @@ class ReceiveMixin(MooncakeConnectorWorker):
             await asyncio.wait((transfer,))
             self._forget(worker_addr)
             self._handle_failed_recv(pull_metas, list(pull_metas), f"the prefill worker at {worker_addr} is gone")
-        self._report(self._pulls.answer(_transfers(pull_metas)))
+        self._report(self._pulls.answer(transfers))
 
     def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: Metas) -> None:
         """Handle one of the answers of a prefill worker."""
+        # A request that has failed was reported then; blocks that arrive later change nothing.
+        response.ok_reqs = [name for name in response.ok_reqs or () if self._concerns(pull_metas.get(name))]
+        arrived = [pull_metas[name] for name in response.ok_reqs]
         super().process_pulling_result(response, pull_metas)
-        for name in response.ok_reqs or ():
-            meta = pull_metas[name]
-            transfer = _transfer(meta)
-            if self._pulls.waits(transfer) and meta.pull_tasks_count == 0 and not meta.failed:
+        for meta in arrived:
+            if meta.pull_tasks_count == 0 and self._pulls.waits(transfer := _transfer(meta)):
                 self.xfer_stats.record_received(self._pulls.arrived(transfer, time.monotonic()))
         self.news.set()
 
     def _handle_failed_recv(self, pull_metas: Metas, req_ids: Collection[str], reason: str) -> None:
         # Only requests that still wait for blocks: reporting one whose blocks have arrived would crash the engine.
-        waiting = [name for name in req_ids if self._concerns(pull_metas[name])]
-        super()._handle_failed_recv(pull_metas, waiting, reason)
-        for name in waiting:
-            if self._pulls.waits(transfer := _transfer(pull_metas[name])):
+        waiting = {name: meta for name in req_ids if self._concerns(meta := pull_metas.get(name))}
+        for meta in waiting.values():
+            meta.pull_tasks_count = min(meta.pull_tasks_count, 1)  # the first failure is the request's failure
+        super()._handle_failed_recv(dict(waiting), list(waiting), reason)
+        for meta in waiting.values():
+            if self._pulls.waits(transfer := _transfer(meta)):
                 self._pulls.failed(transfer)
         self.news.set()
 
-    def _concerns(self, meta: PullReqMeta) -> bool:
+    def _concerns(self, meta: PullReqMeta | None) -> bool:
+        if meta is None:
+            return False
         return not any(meta.local_block_ids) or self._pulls.waits(_transfer(meta))
 
     def _give_up(self, metas: Metas) -> None:

@@ -344,6 +344,10 @@ class PlainScheduler(SchedulerInterface):
         waiting = len(self._waiting) if self._pause is PauseState.UNPAUSED else 0
         return len(self._running) + len(self._refused) + waiting
 
+    def has_request(self, request_id: str) -> bool:
+        """Return whether the request runs, waits, or is refused and not answered yet."""
+        return request_id in self._running or request_id in self._waiting or request_id in self._refused
+
     def has_finished_requests(self) -> bool:
         """Return whether the worker must still close ended requests."""
         return bool(self._ended)

@@ -15,7 +15,6 @@ from starlette.middleware import Middleware
 from vllm import envs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
 from vllm.entrypoints.launchers.launcher import serve_http
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
@@ -38,6 +37,7 @@ from vllm_omni_ext.serving.models import OmniServingModels
 from vllm_omni_ext.serving.served import ServedModel
 from vllm_omni_ext.serving.short_errors import ShortErrors
 from vllm_omni_ext.serving.status import add_routes
+from vllm_omni_ext.vllm_hooks import resolve_default_chat_template_kwargs
 
 logger = init_logger(__name__)
 

@@ -70,6 +70,10 @@ class OneAtATime(SchedulerInterface):
             made[request.client_index] = EngineCoreOutputs(outputs=[output])
         return made
 
+    def has_request(self, request_id: str) -> bool:
+        """Return whether the request has not ended."""
+        return request_id in self.requests
+
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """End these requests; unknown ones have ended before."""
         if request_ids is None:
