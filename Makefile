@@ -1,5 +1,7 @@
-# Nothing to set first: every target but `gpu` makes .venv if it is missing or out of date.
-PYTHON := .venv/bin/python
+# Nothing to set first: every target but `gpu` makes .venv if it is missing or out of date. VLLM=0.33: .venv-0.33, with
+# that version of vLLM.
+VLLM ?=
+PYTHON := .venv$(VLLM:%=-%)/bin/python
 
 # The Python that has vLLM for CUDA; nothing is installed there, and nothing of .venv is used.
 GPU_PYTHON ?= python3
@@ -15,8 +17,8 @@ CASES ?= 60
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 16
 
-setup: ## create or update .venv
-	@dev/scripts/setup_env.sh
+setup: ## create or update .venv; VLLM=0.33: .venv-0.33, with another version of vLLM
+	@dev/scripts/setup_env.sh $(VLLM)
 
 # A test that hangs ends its process after 400 s (the longest takes 70 s), and the second one that does ends the run.
 HANGS := -o faulthandler_timeout=400 --max-worker-restart=1
@@ -65,5 +67,5 @@ docs: setup ## write the generated pages
 	$(PYTHON) benchmarks/memory_page.py
 
 clean: ## remove .venv and everything that was built
-	rm -rf .venv build dist demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-* build dist demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,18 +1,22 @@
 #!/usr/bin/env bash
-# Create or update .venv: Python 3.11, the pinned packages of requirements/cpu.txt, this repository's two, editable, and
-# those of requirements/lm-eval.txt in .venv/lm-eval, where only the tests that want them look.
+# Create or update .venv, or, with an argument such as 0.33, .venv-0.33 with that version of vLLM: Python 3.11, the pinned
+# packages of requirements/cpu.txt, this repository's two, editable, and those of requirements/lm-eval.txt in
+# .venv/lm-eval, where only the tests that want them look.
 # Does nothing, and needs no network, if that was done before for the same requirements and pyproject.toml.
-# Also installs libibverbs1, which Mooncake needs: with apt-get as root, otherwise into .venv; without it, tests that use
-# Mooncake are skipped, and fail where CI is set.
+# Also installs libibverbs1, which Mooncake needs: with apt-get as root, otherwise into the environment; without it, tests
+# that use Mooncake are skipped, and fail where CI is set.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-VENV=.venv
+VLLM=${1:-}
+VENV=.venv${VLLM:+-$VLLM}
 REQUIREMENTS=requirements/cpu.txt
 LM_EVAL=requirements/lm-eval.txt
+OTHER=${VLLM:+requirements/vllm-$VLLM.txt}
+[[ -z $OTHER || -e $OTHER ]] || { echo "setup: VLLM=$VLLM: there is no $OTHER; take one of" requirements/vllm-*.txt >&2; exit 1; }
 STAMP=$VENV/.setup_done
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
-WANTED=$(cat "$REQUIREMENTS" "$LM_EVAL" pyproject.toml dev/training/package/pyproject.toml dev/scripts/setup_env.sh | sha256sum | cut -d' ' -f1)
+WANTED=$(cat "$REQUIREMENTS" "$LM_EVAL" $OTHER pyproject.toml dev/training/package/pyproject.toml dev/scripts/* | sha256sum | cut -d' ' -f1)
 
 SYSTEM_PACKAGES=(libibverbs1 libnl-3-200 libnl-route-3-200)
 MOONCAKE=$VENV/lib/python3.11/site-packages/mooncake
@@ -68,6 +72,7 @@ pip_install -r "$REQUIREMENTS"
 rm -rf "$VENV/lm-eval"
 pip_install --target "$VENV/lm-eval" -r "$LM_EVAL"
 "$VENV/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec 2>/dev/null
+[[ -z $OTHER ]] || "$VENV/bin/python" dev/scripts/overlay_vllm.py "$OTHER"
 pip_install --no-build-isolation --editable . --editable dev/training/package
 libibverbs
 echo "$WANTED" >"$STAMP"

@@ -194,6 +194,30 @@ async def test_a_transfer_fails_after_the_timeout_and_is_settled_later(monkeypat
     assert not receiver._pulls
 
 
+@pytest.mark.parametrize("first", ["sent", "failed", "late"])
+async def test_a_failure_of_one_of_two_prefill_workers_is_reported_once(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, wanted = Receiver(timeout_s=5.0), metas("a")
+    wanted["a"].pull_tasks_count = 2
+    sent = MooncakeXferResponse(status=Status.FINISH, ok_reqs=["a"])
+    failed = MooncakeXferResponse(status=Status.FINISH, err_reqs=["a"], err_msg="no such request")
+    with stopped_clock() as advance:
+        await begin(receiver, wanted, monkeypatch)
+        answers = {"sent": [sent, failed], "failed": [failed, sent], "late": [sent]}[first]
+        for number, answer in enumerate(answers):
+            receiver.process_pulling_result(answer, dict(wanted))
+            reported = number == answers.index(failed) if failed in answers else False
+            assert receiver.finished_recving_reqs == ({"a"} if reported else set())
+            receiver.finished_recving_reqs.clear()
+        await advance(5.0)  # the request has failed, or fails now
+        assert receiver.finished_recving_reqs == ({"a"} if first == "late" else set())
+        receiver.process_pulling_result(sent, dict(wanted))
+        assert receiver.finished_recving_reqs == ({"a"} if first == "late" else set())
+    assert receiver.failed() == ["a"]
+    assert (receiver.xfer_stats.totals["received"], receiver.xfer_stats.totals["failed_receives"]) == (0, 1)
+
+
 async def test_a_transfer_between_sizes_that_do_not_match_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Any, engine: str, wanted: Any) -> None:
         raise AssertionError("3 is not divisible by 2")
