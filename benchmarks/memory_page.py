@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from transformers import Qwen3OmniMoeConfig
 
 from vllm_omni_ext.config.load import load_config
 from vllm_omni_ext.config.parse import Names
@@ -15,18 +17,18 @@ from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.bagel import family as bagel_family
 from vllm_omni_ext.model_plugins.bagel.stages import facts as bagel_facts
-from vllm_omni_ext.model_plugins.bagel.stages import stage_memory as bagel_memory
 from vllm_omni_ext.model_plugins.bagel.tiny import bagel as bagel_files
 from vllm_omni_ext.model_plugins.bagel.tiny import sizes as bagel_sizes
 from vllm_omni_ext.model_plugins.qwen3_omni.facts import facts
 from vllm_omni_ext.model_plugins.qwen3_omni.family import FAMILY, QWEN3_OMNI
-from vllm_omni_ext.model_plugins.qwen3_omni.memory import memory
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import model_config
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.sizes import RELEASED
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import real_vocabulary
-from vllm_omni_ext.plugins.memory import ModelFacts, StageMemory
+from vllm_omni_ext.plugins.memory import ModelFacts
 from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec
-from vllm_omni_ext.topology.plan import Machine, Plan, plan_as_asked, resolved_params
+from vllm_omni_ext.topology.machine import Machine
+from vllm_omni_ext.topology.plan import Plan
+from vllm_omni_ext.topology.planner import make_plan, resolved_params
 from vllm_omni_ext.topology.remedies import as_text, flags_that_help
 
 PAGE = Path("docs/memory.md")
@@ -53,7 +55,7 @@ class Released:
     Attributes:
         name: of the model.
         shape: returns its Hugging Face config.
-        facts, memory: the functions of its family.
+        facts: the function of its family.
     """
 
     name: str
@@ -61,13 +63,12 @@ class Released:
     pipeline: PipelineSpec
     shape: Callable[[], Any]
     facts: Callable[[Any, Mapping[str, Mapping[str, Any]]], ModelFacts]
-    memory: Callable[[Any], Mapping[str, StageMemory]]
 
 
 def bagel_shape() -> Any:
     """Return BAGEL's config; the autoencoder's stays a mapping, as Transformers reads it."""
     config = bagel_files.model_config(bagel_sizes.RELEASED, bagel_files.bagel_vocabulary())
-    parts = {name: _as_attributes(config[name]) for name in ("llm_config", "vit_config")}
+    parts = {name: SimpleNamespace(**config[name]) for name in ("llm_config", "vit_config")}
     return SimpleNamespace(**{**config, **parts})
 
 
@@ -75,9 +76,8 @@ QWEN = Released(
     name="Qwen3-Omni-30B-A3B",
     family=FAMILY,
     pipeline=QWEN3_OMNI,
-    shape=lambda: _as_attributes(model_config(RELEASED, real_vocabulary())),
+    shape=lambda: Qwen3OmniMoeConfig(**model_config(RELEASED, real_vocabulary())),
     facts=facts,
-    memory=memory,
 )
 BAGEL, BAGEL_SINGLE = (
     Released(
@@ -86,7 +86,6 @@ BAGEL, BAGEL_SINGLE = (
         pipeline=pipeline,
         shape=bagel_shape,
         facts=bagel_facts.facts,
-        memory=bagel_memory.memory,
     )
     for pipeline in bagel_family.FAMILY.pipelines
 )
@@ -117,17 +116,21 @@ def released(config: str) -> tuple[OmniConfig, ModelFacts]:
     model = CONFIGS[config]
     names = Names(stages=tuple(stage.name for stage in model.pipeline.stages))
     settings = load_config(config, names, model.family.stage_configs)
-    params = resolved_params(model.pipeline, settings)
-    shape = model.shape()
-    return settings, replace(model.facts(shape, params), memory=model.memory(shape))
+    return settings, model.facts(model.shape(), resolved_params(model.pipeline, settings))
 
 
 def plan_released(config: str, flags: Mapping[str, Any], where: Machine) -> Plan:
     """Plan the released model; DoesNotFit if it does not fit."""
     model = CONFIGS[config]
     settings, known = released(config)
-    return plan_as_asked(
-        model=model.name, pipeline=model.pipeline, config=settings, text_args=flags, machine=where, facts=known
+    return make_plan(
+        model=model.name,
+        pipeline=model.pipeline,
+        config=settings,
+        text_args=flags,
+        machine=where,
+        facts=known,
+        remedies=False,
     )
 
 
@@ -160,7 +163,7 @@ def _cell(config: str, where: Machine) -> str:
     try:
         return f"as it is{_tokens(attempt({}, where))}"
     except ConfigError:
-        longest = released(config)[1].max_model_len[CONFIGS[config].pipeline.frontend]
+        longest = released(config)[1][CONFIGS[config].pipeline.frontend].max_model_len
         ways = flags_that_help(attempt, {}, where, longest)
     if not ways:
         return "no"
@@ -172,12 +175,6 @@ def _tokens(plan: Plan) -> str:
     name = str(plan.frontend().replicas[0].id)
     tokens = min(share.kv_tokens for sheet in plan.sheets for share in sheet.shares if share.replica == name)
     return f": {tokens // 1000}k" if tokens else ""
-
-
-def _as_attributes(value: Any) -> Any:
-    if isinstance(value, dict):
-        return SimpleNamespace(**{key: _as_attributes(item) for key, item in value.items()})
-    return value
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.runtime.client.replica import StockReplica
 from vllm_omni_ext.runtime.launch.launcher import Deployment
 from vllm_omni_ext.serving.served import Server
-from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.topology.plan import Plan
 
 TEXT = "Tell me about the blue cat in the moon"
 PROMPT = list(range(3, 19))

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from vllm_omni_ext.omni import AsyncOmni
     from vllm_omni_ext.runtime.client.replica_connections import ReplicaConnections, ReplicaInfo
     from vllm_omni_ext.runtime.launch.launcher import Deployment
-    from vllm_omni_ext.topology.shape import StagePlan
+    from vllm_omni_ext.topology.plan import StagePlan
 
 MEDIA = ("image", "audio", "video")
 """Keys of a prompt that are short for entries of `multi_modal_data`."""

@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
 from vllm_omni_ext.serving.stage_params import SEED, FrontendSampling, stage_param_names
-from vllm_omni_ext.topology.shape import Plan, StagePlan
+from vllm_omni_ext.topology.plan import Plan, StagePlan
 
 MAX_TOKENS = ("max_tokens", "max_completion_tokens")
 """vLLM's name and OpenAI's."""

@@ -51,7 +51,7 @@ from vllm_omni_ext.runtime.client.replica import StockReplica
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaConnections
 from vllm_omni_ext.runtime.client.targeted import TargetedLLM
 from vllm_omni_ext.runtime.client.text_client import TextClient
-from vllm_omni_ext.topology.shape import StagePlan
+from vllm_omni_ext.topology.plan import StagePlan
 
 MOST_BAD_CHARACTERS = 100_000
 """Limit for `bad_words`; tokenizing that many takes a few hundredths of a second."""

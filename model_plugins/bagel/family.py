@@ -80,7 +80,6 @@ FAMILY = ModelFamily(
     runtime=f"{_HERE}.requests.runtime:BagelRuntime",
     http=f"{_HERE}.requests.http:BagelHttp",
     facts=f"{_HERE}.stages.facts:facts",
-    memory=f"{_HERE}.stages.stage_memory:memory",
     stage_configs="vllm_omni_ext.stage_configs.bagel",
     chat_template=f"{_HERE}.requests:chat_template.jinja",
     modalities=(f"{_HERE}.requests.thought:THOUGHT",),

@@ -1,44 +1,199 @@
-"""Sequence lengths and cache sizes of a Qwen3-Omni config. Reads plain attributes: no vLLM, no torch."""
+"""Lengths, and memory on a CUDA device, of the stages of a Qwen3-Omni checkpoint.
+
+Activations are the tensors that are alive at the same time in the largest layer, counted by hand from vLLM's and this
+package's code. The counts of the vision encoder and of the vocoder were compared with the live tensors of a run on a
+CPU, the sums with the processes of a run on one H200 (docs/gpu.md), from which `ENCODER_PIECES` and
+`CONVOLUTION_BYTES` are taken.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.plugins.memory import ModelFacts
+from vllm_omni_ext.plugins.memory import EncoderMemory, StageFacts, StoredTensors, WeightPart, measured
 
-_FLOAT32_BYTES = 4
-_KEY_AND_VALUE = 2
+QUANTIZED = r"thinker\.model\..*\.(mlp\.experts|self_attn\.._proj)\."
+"""Tensors of the thinker that a quantized checkpoint has in the format of its config."""
+
+WEIGHTS = {
+    "thinker": (
+        WeightPart(names=r"thinker\.(visual|audio_tower|model\.embed_tokens|lm_head)\."),
+        WeightPart(names=QUANTIZED, quantizable=True),
+        WeightPart(names=r"thinker\.", split=False),
+    ),
+    "talker": (
+        WeightPart(names=r"talker\.(code_predictor|text_projection|hidden_projection)\.", split=False),
+        WeightPart(names=r"talker\.(model\.codec_embedding|codec_head)\."),
+        WeightPart(names=r"talker\.model\..*\.(mlp\.experts|mlp\.shared_expert|self_attn\.._proj)\.", quantizable=True),
+        WeightPart(names=r"talker\.", split=False),
+    ),
+    "code2wav": (WeightPart(names=r"code2wav\.", split=False),),
+}
+"""The weights of each stage."""
+
+LARGEST_IMAGE_PIXELS = 12_845_056
+"""`max_pixels` of the released `preprocessor_config.json`."""
+
+MOST_VIDEO_FRAME_PAIRS = 7
+"""vLLM profiles a video of at most 14 frames (`qwen2_vl._MAX_FRAMES_PER_VIDEO`), two frames in one row of patches."""
+
+FRAMES_IN_FLIGHT = 256
+"""Frames that the vocoder decodes in one pass (`vocoder.DEFAULT_MAX_FRAMES_PER_PASS`)."""
+
+WAVES_ALIVE = 6
+"""Tensors of the size of the vocoder's last block that are alive at the same time. 4.5 were counted on a CPU; the
+remainder is for the workspaces of cuDNN's convolutions."""
+
+FRAME_STATE = 4
+"""Memory of a frame in progress, relative to the keys and values of the code predictor alone (`frames.py`): these
+twice, logits, draws and the activations of a position. 1.3 MB for the released shape in bfloat16."""
+
+GRAPH_NODE_BYTES = 32 << 10
+"""Memory of an operator in a CUDA graph: an estimate from vLLM's graphs, whose layers have about 16 operators."""
+
+PREDICTOR_GRAPH_NODES = 7 * 1100
+"""Operators in the graphs of a frame, for 1 to 64 requests (`frames.py`)."""
+
+VOCODER_GRAPH_NODES = 36 * 520
+"""Operators in the graphs of the vocoder (`vocoder_graphs.py`)."""
+
+RECORDED_FRAMES = 128
+"""Frames of the vocoder's largest recorded pass (`vocoder_graphs.MOST_FRAMES`), whose memory belongs to its graph."""
+
+STATE_OVERHEAD = 1.25
+"""A stream's state of all vocoder layers, relative to the keys and values of its transformer alone."""
+
+ENCODER_PIECES = 1.12
+"""Memory of the vision encoder's pass, relative to its live tensors: pieces that PyTorch's allocator cannot use again.
+The thinker's process had 1.25 GiB more than counted after videos of 46,000 tokens."""
+
+CONVOLUTION_BYTES = 860 << 20
+"""Kernels and workspaces of cuDNN in code2wav's process, which had that much more than counted."""
 
 
-def facts(hf_config: Any, params: Mapping[str, Mapping[str, Any]]) -> ModelFacts:
-    """Read the facts of a checkpoint.
+def facts(
+    hf_config: Any, params: Mapping[str, Mapping[str, Any]], stored: StoredTensors | None = None
+) -> dict[str, StageFacts]:
+    """Return the facts of each stage.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
         params: default parameters by stage; the talker's `max_tokens` is the largest number of frames of a reply.
+        stored: all tensors of the checkpoint; None: its files are not on this machine, and its weights are those of
+            the model that the config describes.
 
     Raises:
         ConfigError: the checkpoint has only the thinker.
     """
     if not hf_config.enable_audio_output:
         raise ConfigError("model: this checkpoint has no sound output (enable_audio_output is false); leave --omni out")
-    thinker = hf_config.thinker_config.text_config
-    talker = hf_config.talker_config.text_config
-    frames = int(params["talker"]["max_tokens"])
-    return ModelFacts(
-        max_model_len={
-            "thinker": thinker.max_position_embeddings,
-            "talker": talker.max_position_embeddings,
-            "code2wav": frames * hf_config.talker_config.num_code_groups,
-        },
-        kv_bytes_per_token={"thinker": _kv_bytes(thinker), "talker": _kv_bytes(talker)},
+    tensors = _described(hf_config) if stored is None else stored
+    weights = {stage: measured(parts, tensors) for stage, parts in WEIGHTS.items()}
+    thinker, talker = hf_config.thinker_config, hf_config.talker_config
+    # The thinker's embedding table, projected to the talker's width when the talker loads.
+    table = WeightPart(elements=thinker.text_config.vocab_size * talker.text_config.hidden_size, split=False)
+    predictor = talker.code_predictor_config
+    kept = 2 * predictor.num_hidden_layers * predictor.num_key_value_heads * predictor.head_dim * talker.num_code_groups
+    return {
+        "thinker": StageFacts(
+            weights=weights["thinker"], encoder=_encoder(thinker.vision_config), **_decoder(thinker.text_config)
+        ),
+        "talker": StageFacts(
+            weights=(*weights["talker"], table),
+            sequence_elements=FRAME_STATE * kept,
+            recorded_bytes=PREDICTOR_GRAPH_NODES * GRAPH_NODE_BYTES,
+            **_decoder(talker.text_config),
+        ),
+        "code2wav": _code2wav(
+            hf_config.code2wav_config, weights["code2wav"], int(params["talker"]["max_tokens"]) * talker.num_code_groups
+        ),
+    }
+
+
+def _described(hf_config: Any) -> StoredTensors:
+    """Return the tensors of a model with this config, in 16 bits or as the config quantizes them."""
+    import torch
+    from transformers import Qwen3OmniMoeForConditionalGeneration
+
+    with torch.device("meta"):
+        model = Qwen3OmniMoeForConditionalGeneration(hf_config)
+    width = quantized_width(getattr(hf_config, "quantization_config", None))
+    found: dict[str, tuple[str, int, int]] = {}
+    for name, parameter in model.named_parameters():
+        count = parameter.numel()
+        packed = width is not None and re.match(QUANTIZED, name)
+        found[name] = ("packed", count, int(count * width)) if packed else ("BF16", count, 2 * count)
+    return found
+
+
+def quantized_width(quantization: Any) -> float | None:
+    """Return the bytes of a quantized weight by the checkpoint's config; None: not quantized, or unknown."""
+    if quantization is None:
+        return None
+    fields: Mapping[str, Any] = quantization if isinstance(quantization, Mapping) else vars(quantization)
+    groups = fields.get("config_groups") or {}
+    bits = fields.get("bits") or next((group["weights"]["num_bits"] for group in groups.values()), None)
+    if bits is None and "fp8" in str(fields.get("quant_method")):
+        bits = 8
+    # One 16-bit scale and one zero point for every 128 weights, as usual.
+    return None if bits is None else bits / 8 + 3 / 128
+
+
+def _code2wav(config: Any, weights: tuple[WeightPart, ...], longest: int) -> StageFacts:
+    channels = config.decoder_dim // 2 ** len(config.upsample_rates)
+    samples = math.prod((*config.upsampling_ratios, *config.upsample_rates))
+    kept = 2 * config.num_hidden_layers * config.sliding_window * config.hidden_size
+    return StageFacts(
+        max_model_len=longest,
+        weights=weights,
+        pass_elements=(FRAMES_IN_FLIGHT + RECORDED_FRAMES) * samples * channels * WAVES_ALIVE,
+        recorded_bytes=VOCODER_GRAPH_NODES * GRAPH_NODE_BYTES,
+        library_bytes=CONVOLUTION_BYTES,
+        sequence_elements=int(kept * STATE_OVERHEAD),
     )
 
 
-def _kv_bytes(text_config: Any) -> int:
-    head_dim: int = text_config.head_dim
-    layers: int = text_config.num_hidden_layers
-    heads: int = text_config.num_key_value_heads
-    return layers * heads * head_dim * _KEY_AND_VALUE * _FLOAT32_BYTES
+def _decoder(text: Any) -> dict[str, Any]:
+    """Return the facts of a decoder: its caches, and the activations of a mixture-of-experts layer for one token.
+
+    Every device holds the hidden state, the residual, their normed copies, the embeddings of the step and the output
+    of each chosen expert; tensor parallelism divides queries, keys, values, the attention's output and the experts'
+    inner activations.
+    """
+    heads, experts = text.num_attention_heads + text.num_key_value_heads, text.num_experts_per_tok
+    return {
+        "max_model_len": text.max_position_embeddings,
+        "kv_layers": text.num_hidden_layers,
+        "kv_heads": text.num_key_value_heads,
+        "kv_head_dim": text.head_dim,
+        "step_elements": (6 + experts) * text.hidden_size,
+        "split_step_elements": 2 * heads * text.head_dim + 3 * experts * text.moe_intermediate_size,
+        "vocabulary": text.vocab_size,
+        "graph_layers": text.num_hidden_layers,
+    }
+
+
+def _encoder(vision: Any) -> EncoderMemory:
+    """Return the activations of the vision encoder for one token, which is `spatial_merge_size` squared patches.
+
+    The peak is in attention. Every device holds each patch's pixels (float32 and again in 16 bits), its rotary cosines
+    and sines, hidden state, normed copy, and the hidden states kept for `deepstack`; tensor parallelism divides
+    queries, keys and values together, queries and keys in one piece and again rotated, and the result in two layouts.
+    """
+    patches = vision.spatial_merge_size**2
+    pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    side = vision.patch_size * vision.spatial_merge_size
+    hidden, kept = vision.hidden_size, len(vision.deepstack_visual_indexes)
+    return EncoderMemory(
+        image_tokens=LARGEST_IMAGE_PIXELS // side**2,
+        most_images=MOST_VIDEO_FRAME_PAIRS,
+        token_bytes=int(
+            ENCODER_PIECES * patches * (6 * pixels + 2 * (hidden * (2 + kept) + hidden // vision.num_heads))
+        ),
+        split_token_bytes=int(ENCODER_PIECES * patches * 2 * 9 * hidden),
+        output_elements=vision.out_hidden_size * (1 + kept),
+    )

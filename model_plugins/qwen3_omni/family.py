@@ -90,7 +90,6 @@ FAMILY = ModelFamily(
     runtime=f"{_HERE}.runtime:Qwen3OmniRuntime",
     http=f"{_HERE}.http:Qwen3OmniHttp",
     facts=f"{_HERE}.facts:facts",
-    memory=f"{_HERE}.memory:memory",
     stage_configs="vllm_omni_ext.stage_configs.qwen3_omni",
     seams=_HERE,
     tiny="vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni:write_qwen3_omni",

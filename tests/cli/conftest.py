@@ -46,7 +46,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
         "model_type": "qwen3_omni_moe",
         "thinker_config": {"text_config": text},
-        "talker_config": {"text_config": text, "num_code_groups": 4},
+        "talker_config": {
+            "text_config": {**text, "shared_expert_intermediate_size": 32},
+            "num_code_groups": 4,
+            "spatial_merge_size": 2,
+        },
     }
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -18,7 +18,7 @@ from vllm_omni_ext.cli.settings import ENGINE_FIELDS, from_cli, from_kwargs
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.params import param_names
 from vllm_omni_ext.plugins.registry import families
-from vllm_omni_ext.topology.layers import _RESERVED, SHARED_FIELDS
+from vllm_omni_ext.topology.engine_args import _RESERVED, SHARED_FIELDS
 from vllm_omni_ext.topology.plan import Plan
 
 

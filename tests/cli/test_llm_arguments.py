@@ -9,7 +9,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.llm_arguments import Keywords
-from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.topology.plan import Plan
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,7 @@ from vllm_omni_ext.cli.members import headless_of
 from vllm_omni_ext.cli.settings import from_cli, from_kwargs
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.topology.agreement import config_hash
-from vllm_omni_ext.topology.plan import Plan
-from vllm_omni_ext.topology.shape import Headless
+from vllm_omni_ext.topology.plan import Headless, Plan
 
 HEAD = ["-oma", "10.0.0.1", "-omp", "9100"]
 HEAD_AT = ("10.0.0.1", 9100)

@@ -13,7 +13,7 @@ from vllm_omni_ext.cli.serve import main as serve_main
 from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
-from vllm_omni_ext.topology.plan import Machine
+from vllm_omni_ext.topology.machine import Machine
 
 H100 = "cuda:81559MiB"
 

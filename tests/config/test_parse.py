@@ -17,7 +17,7 @@ from vllm_omni_ext.coordinator import timing
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.pool import policies
 from vllm_omni_ext.pool.policies import POLICIES
-from vllm_omni_ext.topology.layers import SHARED_FIELDS
+from vllm_omni_ext.topology.engine_args import SHARED_FIELDS
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
 

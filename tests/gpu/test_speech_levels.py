@@ -16,7 +16,7 @@ import torch
 from vllm_omni_ext.cli import settings as settings_module
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 from vllm_omni_ext.runtime.launch.engine_args import stage_engine_args
-from vllm_omni_ext.topology.plan import Machine
+from vllm_omni_ext.topology.machine import Machine
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LEVELS = (1, 4, 8, 16, 32)

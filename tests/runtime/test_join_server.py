@@ -28,7 +28,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
 from vllm_omni_ext.runtime.supervise import headless
 from vllm_omni_ext.runtime.supervise.join_server import JoinServer
-from vllm_omni_ext.topology.shape import Headless
+from vllm_omni_ext.topology.plan import Headless
 from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, Malformed, Message, encode
 from vllm_omni_ext.wire.joining import FROM_HEAD, TO_HEAD, Endpoints, Gone, Join, Joined, Ping, Pong, Refusal, Started
 

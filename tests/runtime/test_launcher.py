@@ -29,7 +29,7 @@ from vllm_omni_ext.runtime.launch.launcher import (
     replaced_kernels,
     temporary_files_in,
 )
-from vllm_omni_ext.topology.cpu import THREADS
+from vllm_omni_ext.topology.machine import THREADS
 
 FORK = multiprocessing.get_context("fork")
 A, B, C = "OMNI_TEST_A", "OMNI_TEST_B", "OMNI_TEST_C"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from vllm_omni_ext.runtime.supervise.process_watcher import Child, ChildSupervisor
-from vllm_omni_ext.topology.turns import Turns
+from vllm_omni_ext.topology.placement import Turns
 
 pytestmark = pytest.mark.engine
 FORK = multiprocessing.get_context("fork")

@@ -23,7 +23,9 @@ from vllm_omni_ext.model_plugins.qwen3_omni.family import QWEN3_OMNI
 from vllm_omni_ext.runtime.client.replica_connections import AFTER_THE_LAUNCHER_S, connect_limit_s
 from vllm_omni_ext.runtime.launch import launcher
 from vllm_omni_ext.runtime.launch.launcher import NOT_STARTED, Deployment, StartFailed
-from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
+from vllm_omni_ext.topology.machine import Machine
+from vllm_omni_ext.topology.plan import Plan
+from vllm_omni_ext.topology.planner import make_plan
 
 GIB = 1 << 30
 PATIENCE_S = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_omni_ext.plugins.spec import EdgeSpec, PipelineSpec, StageSpec
-from vllm_omni_ext.topology.plan import Machine
+from vllm_omni_ext.topology.machine import Machine
 
 GIB = 1 << 30
 

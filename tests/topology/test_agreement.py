@@ -20,7 +20,8 @@ from vllm_omni_ext.errors import ConfigError, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.plugins.spec import EdgeSpec
 from vllm_omni_ext.topology.agreement import LOCAL_FIELDS, config_hash, model_identity
-from vllm_omni_ext.topology.shape import Machine, Plan, ReplicaPlan, StagePlan
+from vllm_omni_ext.topology.machine import Machine
+from vllm_omni_ext.topology.plan import Plan, ReplicaPlan, StagePlan
 
 ARGS: dict[str, Any] = {"dtype": "float32", "seed": 1, "hf_overrides": {"a": [1, {"b": 2.5}], "c": None}}
 

@@ -9,11 +9,18 @@ import pytest
 
 from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.plugins.memory import ModelFacts
+from vllm_omni_ext.plugins.memory import ModelFacts, StageFacts
 from vllm_omni_ext.plugins.spec import PipelineSpec
-from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
+from vllm_omni_ext.topology.machine import Machine
+from vllm_omni_ext.topology.plan import Plan
+from vllm_omni_ext.topology.planner import make_plan
 
 MIB = 1 << 20
+
+
+def thinker(max_model_len: int = 0, kv_bytes_per_token: int = 0) -> ModelFacts:
+    layer = {"kv_layers": 1, "kv_heads": 1, "kv_head_dim": kv_bytes_per_token // 8}
+    return {"thinker": StageFacts(max_model_len=max_model_len, **layer)}
 
 
 def plan_for(pipeline: PipelineSpec, machine: Machine, facts: ModelFacts | None = None, **stages: StageConfig) -> Plan:
@@ -71,11 +78,11 @@ def test_environment_may_be_changed(pipeline: PipelineSpec, cpu: Machine) -> Non
 @pytest.mark.parametrize(
     ("facts", "cache", "length"),
     [
-        (ModelFacts(), 256 * MIB, None),
-        (ModelFacts(max_model_len={"thinker": 32768}), 256 * MIB, None),
-        (ModelFacts(max_model_len={"thinker": 1024}, kv_bytes_per_token={"thinker": 1024}), 32 * MIB, None),
-        (ModelFacts(max_model_len={"thinker": 2048}, kv_bytes_per_token={"thinker": MIB}), 2560 * MIB, None),
-        (ModelFacts(max_model_len={"thinker": 65536}, kv_bytes_per_token={"thinker": MIB}), 4096 * MIB, 3584),
+        ({}, 256 * MIB, None),
+        (thinker(32768), 256 * MIB, None),
+        (thinker(1024, 1024), 32 * MIB, None),
+        (thinker(2048, MIB), 2560 * MIB, None),
+        (thinker(65536, MIB), 4096 * MIB, 3584),
     ],
 )
 def test_the_kv_cache_holds_one_sequence_if_half_of_the_memory_suffices(
@@ -86,9 +93,8 @@ def test_the_kv_cache_holds_one_sequence_if_half_of_the_memory_suffices(
 
 
 def test_replicas_on_other_hosts_need_no_memory_here(pipeline: PipelineSpec, cpu: Machine) -> None:
-    facts = ModelFacts(max_model_len={"thinker": 65536}, kv_bytes_per_token={"thinker": MIB})
     away = {name: StageConfig(replicas=0, devices="0") for name in ("talker", "code2wav")}
-    args = plan_for(pipeline, cpu, facts, **away).stage("thinker").engine_args
+    args = plan_for(pipeline, cpu, thinker(65536, MIB), **away).stage("thinker").engine_args
     assert args["kv_cache_memory_bytes"] == 12 * 1024 * MIB
 
 

@@ -13,12 +13,14 @@ from vllm_omni_ext.config.parse import Names, parse_config
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.disaggregation.parameters import CONNECTORS
 from vllm_omni_ext.errors import ConfigError, UnknownMember
-from vllm_omni_ext.plugins.memory import ModelFacts
+from vllm_omni_ext.plugins.memory import StageFacts
 from vllm_omni_ext.plugins.spec import EdgeSpec, PipelineSpec
 from vllm_omni_ext.topology.agreement import config_hash
 from vllm_omni_ext.topology.disaggregation import expand
 from vllm_omni_ext.topology.explain import as_json, explain
-from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
+from vllm_omni_ext.topology.machine import Machine
+from vllm_omni_ext.topology.plan import Plan
+from vllm_omni_ext.topology.planner import make_plan
 
 PREFILL, DECODE = "thinker.prefill", "thinker.decode"
 NAMES = Names(
@@ -137,7 +139,7 @@ def test_the_pipeline_s_settings_and_stock_flags_reach_both_sides(pipeline: Pipe
 
 
 def test_facts_of_the_model_apply_to_both_sides(pipeline: PipelineSpec, cpu: Machine) -> None:
-    facts = ModelFacts(max_model_len={"thinker": 4096}, kv_bytes_per_token={"thinker": 1 << 20})
+    facts = {"thinker": StageFacts(max_model_len=4096, kv_layers=1, kv_heads=1, kv_head_dim=1 << 17)}
     split = plan_of(pipeline, cpu, config_of(), facts=facts)
     for name in (PREFILL, DECODE):
         args = split.stage(name).engine_args

@@ -9,8 +9,9 @@ import pytest
 from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.plugins.spec import PipelineSpec
 from vllm_omni_ext.topology.explain import as_json, explain, unshared_caches
-from vllm_omni_ext.topology.plan import Machine, make_plan
-from vllm_omni_ext.topology.shape import Headless
+from vllm_omni_ext.topology.machine import Machine
+from vllm_omni_ext.topology.plan import Headless
+from vllm_omni_ext.topology.planner import make_plan
 
 PROCESSES = """\
 machine   cuda, 4 devices, 64 cores, 512.0 GiB memory

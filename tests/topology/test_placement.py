@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.topology.placement import SHARED_DEVICE_MEMORY, Demand, memory_shares, place
+from vllm_omni_ext.topology.memory import NOMINAL_DEVICE, SHARED_DEVICE_MEMORY, Demand, divide, nominal_need
+from vllm_omni_ext.topology.placement import place
 
-THINKER = Demand(stage="thinker", replicas=1, share=0.6)
-TALKER = Demand(stage="talker", replicas=1, share=0.2)
-CODE2WAV = Demand(stage="code2wav", replicas=1, share=0.1)
+THINKER = Demand(stage="thinker", need=nominal_need(0.6))
+TALKER = Demand(stage="talker", need=nominal_need(0.2))
+CODE2WAV = Demand(stage="code2wav", need=nominal_need(0.1))
 ONE_OF_EACH = (THINKER, TALKER, CODE2WAV)
 
 
@@ -112,11 +113,11 @@ def test_a_stage_without_replicas_takes_nothing() -> None:
     automatic = replace(CODE2WAV, replicas=0, tensor_parallel=8)
     placed = place((THINKER, gone, automatic), 1)
     assert placed == {"thinker": ((0,),), "talker": (), "code2wav": ()}
-    assert memory_shares((THINKER, gone, automatic), placed) == {}
+    assert divide((THINKER, gone, automatic), placed, [NOMINAL_DEVICE])[0] == {}
 
 
 def shares(*demands: Demand, device_count: int) -> dict[str, float]:
-    return memory_shares(demands, place(demands, device_count))
+    return divide(demands, place(demands, device_count), [NOMINAL_DEVICE] * device_count)[0]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_stages_that_share_a_device_divide_its_memory(
 
 
 def test_shares_of_more_than_a_device_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"device 0 is shared and thinker 0\.7 \+ talker 0\.5 = 1\.2 is more than 1"):
+    with pytest.raises(ConfigError, match=r"device 0 have thinker 0\.7 \+ talker 0\.5 = 1\.2, which is more"):
         shares(replace(THINKER, utilization=0.7), replace(TALKER, utilization=0.5), device_count=1)
     with pytest.raises(ConfigError, match=r"^stages\.talker\.engine\.gpu_memory_utilization: thinker 0\.9 leaves noth"):
         shares(replace(THINKER, utilization=0.9), TALKER, device_count=1)
@@ -162,7 +163,7 @@ def demands_and_devices(draw: st.DrawFn) -> tuple[list[Demand], int]:
             stage=f"s{index}",
             replicas=draw(st.integers(1, 4)),
             tensor_parallel=draw(st.integers(1, device_count)),
-            share=draw(st.floats(0.05, 1.0)),
+            need=nominal_need(draw(st.floats(0.05, 1.0))),
         )
         for index in range(draw(st.integers(1, 4)))
     ]
@@ -173,7 +174,7 @@ def demands_and_devices(draw: st.DrawFn) -> tuple[list[Demand], int]:
 def test_automatic_placement_always_fits(case: tuple[list[Demand], int]) -> None:
     demands, device_count = case
     placed = place(demands, device_count)
-    found = memory_shares(demands, placed)
+    found = shares(*demands, device_count=device_count)
     users: dict[int, list[str]] = {device: [] for device in range(device_count)}
     for demand in demands:
         assert len(placed[demand.stage]) == demand.replicas

@@ -12,13 +12,14 @@ from vllm_omni_ext.config.connectors import DEFAULTS
 from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.errors import ConfigError, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.plugins.memory import ModelFacts
+from vllm_omni_ext.plugins.memory import ModelFacts, StageFacts
 from vllm_omni_ext.plugins.spec import EdgeSpec, PipelineSpec
 from vllm_omni_ext.topology.agreement import config_hash
-from vllm_omni_ext.topology.compilation import FIELD, with_custom_ops
+from vllm_omni_ext.topology.engine_args import COMPILATION, SHARED_FIELDS, with_custom_ops
 from vllm_omni_ext.topology.explain import as_json, explain
-from vllm_omni_ext.topology.machines import parse_machine
-from vllm_omni_ext.topology.plan import SHARED_FIELDS, Machine, Plan, make_plan
+from vllm_omni_ext.topology.machine import Machine, parse_machine
+from vllm_omni_ext.topology.plan import Plan
+from vllm_omni_ext.topology.planner import make_plan
 
 
 def plan_for(
@@ -149,7 +150,7 @@ def test_the_users_utilization_stays(pipeline: PipelineSpec, four_gpus: Machine)
 
 
 def test_one_step_stage_holds_its_longest_sequence(pipeline: PipelineSpec, four_gpus: Machine) -> None:
-    facts = ModelFacts(max_model_len={"thinker": 10, "code2wav": 65536})
+    facts = {"thinker": StageFacts(max_model_len=10), "code2wav": StageFacts(max_model_len=65536)}
     args = plan_for(pipeline, four_gpus, facts=facts).stage("code2wav").engine_args
     assert (args["max_model_len"], args["max_num_batched_tokens"]) == (65536, 65536)
     stages = {"code2wav": StageConfig(engine={"max_model_len": 100})}
@@ -334,14 +335,14 @@ def test_hosts_agree_on_the_connector_but_not_on_its_address(named: PipelineSpec
     ids=str,
 )
 def test_custom_ops_of_a_stage_are_added_to_those_of_the_user(given: Any, expected: dict[str, Any]) -> None:
-    args = {"seed": 1} if given is None else {"seed": 1, FIELD: given}
-    assert with_custom_ops(args, ("rope",)) == {"seed": 1, FIELD: expected}
+    args = {"seed": 1} if given is None else {"seed": 1, COMPILATION: given}
+    assert with_custom_ops(args, ("rope",)) == {"seed": 1, COMPILATION: expected}
 
 
 def test_a_compilation_config_object_is_copied() -> None:
     """As `--compilation-config` of vLLM's command line makes it."""
     given = SimpleNamespace(mode=3, custom_ops=["none"])
-    made = with_custom_ops({FIELD: given}, ("rope",))[FIELD]
+    made = with_custom_ops({COMPILATION: given}, ("rope",))[COMPILATION]
     assert (made.mode, made.custom_ops) == (3, ["none", "+rope"]) and given.custom_ops == ["none"]
     assert with_custom_ops({"seed": 1}, ()) == {"seed": 1}
 

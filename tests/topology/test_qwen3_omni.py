@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import Qwen3OmniMoeConfig
 
 from vllm_omni_ext.config.load import load_config
 from vllm_omni_ext.config.parse import Names
@@ -15,8 +15,12 @@ from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, StageConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen3_omni.facts import facts
 from vllm_omni_ext.model_plugins.qwen3_omni.family import FAMILY, QWEN3_OMNI
-from vllm_omni_ext.plugins.memory import ModelFacts
-from vllm_omni_ext.topology.plan import Machine, Plan, make_plan, resolved_params
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import model_config
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.sizes import SMALL
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import small_vocabulary
+from vllm_omni_ext.topology.machine import Machine
+from vllm_omni_ext.topology.plan import Plan
+from vllm_omni_ext.topology.planner import make_plan, resolved_params
 
 MACHINES = (
     Machine(platform="cpu", device_count=0, cpu_count=8, memory_bytes=1 << 36),
@@ -98,20 +102,16 @@ def test_rotary_embeddings_are_never_compiled_into_other_kernels(machine: Machin
             assert said == {"custom_ops": ["+rms_norm", "+rotary_embedding"]}
 
 
-def checkpoint(*, sound: bool) -> SimpleNamespace:
-    text = SimpleNamespace(max_position_embeddings=1000, num_hidden_layers=3, num_key_value_heads=2, head_dim=32)
-    return SimpleNamespace(
-        enable_audio_output=sound,
-        thinker_config=SimpleNamespace(text_config=text),
-        talker_config=SimpleNamespace(text_config=text, num_code_groups=16),
-    )
-
-
-def test_facts_are_read_from_the_checkpoint() -> None:
+def test_facts_are_read_from_the_config() -> None:
     params = resolved_params(QWEN3_OMNI, load_config("qwen3_omni", NAMES, FAMILY.stage_configs))
-    assert facts(checkpoint(sound=True), params) == ModelFacts(
-        max_model_len={"thinker": 1000, "talker": 1000, "code2wav": 4096 * 16},
-        kv_bytes_per_token={"thinker": 3 * 2 * 32 * 2 * 4, "talker": 3 * 2 * 32 * 2 * 4},
-    )
+    config = Qwen3OmniMoeConfig(**model_config(SMALL, small_vocabulary()))
+    found = facts(config, params, {})
+    groups = config.talker_config.num_code_groups
+    assert found["code2wav"].max_model_len == 4096 * groups
+    for stage, text in (("thinker", config.thinker_config.text_config), ("talker", config.talker_config.text_config)):
+        assert found[stage].max_model_len == text.max_position_embeddings
+        caches = found[stage].kv_layers, found[stage].kv_heads, found[stage].kv_head_dim
+        assert caches == (text.num_hidden_layers, text.num_key_value_heads, text.head_dim)
+    config.enable_audio_output = False
     with pytest.raises(ConfigError, match=r"^model: this checkpoint has no sound output .* leave --omni out$"):
-        facts(checkpoint(sound=False), {"talker": {"max_tokens": 1}})
+        facts(config, params, {})

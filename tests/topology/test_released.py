@@ -12,11 +12,12 @@ from benchmarks.memory_page import CARDS, CONFIGS, MIB, machine, released
 from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen3_omni.family import QWEN3_OMNI
-from vllm_omni_ext.topology.budget import DoesNotFit, Sheet, visible_bytes
-from vllm_omni_ext.topology.needs import GIB
-from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
+from vllm_omni_ext.topology.disaggregation import expand
+from vllm_omni_ext.topology.machine import Machine
+from vllm_omni_ext.topology.memory import GIB, DoesNotFit, Sheet
+from vllm_omni_ext.topology.plan import Plan, StagePlan
+from vllm_omni_ext.topology.planner import make_plan
 from vllm_omni_ext.topology.remedies import MEDIA_FLAG
-from vllm_omni_ext.topology.shape import StagePlan
 
 H100, H200 = CARDS["80 GB (H100)"], CARDS["141 GB (H200)"]
 
@@ -38,7 +39,7 @@ def plan_for(config: str, where: Machine, flags: dict[str, Any] | None = None, *
 def check_sheet(sheet: Sheet, stages: dict[str, StagePlan], alone: bool) -> None:
     """vLLM claims the memory of the sheet, and all claims together fit."""
     assert sheet.free >= 0
-    visible = visible_bytes(sheet.device_bytes)
+    visible = sheet.visible
     claimed = 0
     for share in sheet.shares:
         args = stages[share.replica.split("/")[0]].engine_args
@@ -49,7 +50,7 @@ def check_sheet(sheet: Sheet, stages: dict[str, StagePlan], alone: bool) -> None
         assert share.kv_bytes >= share.need.least_kv
         assert share.kv_tokens >= share.need.sequence_tokens or not share.need.kv_token
         claimed += int(claim) + share.need.context
-        if share.need.encoder:  # vLLM would give the room for a long video to the KV cache
+        if share.need.encodes:  # vLLM would give the room for a long video to the KV cache
             assert share.need.least_kv <= args["kv_cache_memory_bytes"] <= share.kv_bytes
     assert claimed <= visible
 
@@ -126,14 +127,23 @@ def test_decode_shares_a_device_with_talker_and_code2wav_in_fp8_only() -> None:
         "code2wav": StageConfig(devices="1"),
     }
     known = released("qwen3_omni_pd")[1]
-    from vllm_omni_ext.topology.disaggregation import expand
-
     pipeline, expanded = expand(QWEN3_OMNI, settings)
     config = OmniConfig(stages={**expanded.stages, **stages})
     common: dict[str, Any] = {"model": "m", "pipeline": pipeline, "config": config, "facts": known}
     with pytest.raises(DoesNotFit, match=r"^memory: device 1 .*it fits with --quantization fp8"):
         make_plan(**common, text_args={}, machine=machine(H100, 2))
     check(make_plan(**common, text_args={"quantization": "fp8"}, machine=machine(H100, 2)))
+
+
+def test_a_pipeline_that_is_split_already_has_the_same_remedies() -> None:
+    """The command line splits the pipeline before it makes the plan."""
+    settings, known = released("qwen3_omni_pd")
+    messages = []
+    for pipeline, config in ((QWEN3_OMNI, settings), expand(QWEN3_OMNI, settings)):
+        with pytest.raises(DoesNotFit) as refused:
+            make_plan(model="m", pipeline=pipeline, config=config, text_args={}, machine=machine(H100, 2), facts=known)
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1] and "--max-model-len 24576" in messages[0]
 
 
 def test_headless_replicas_are_planned_too() -> None:
@@ -194,7 +204,7 @@ def test_remedies_of_refused_shares_are_accepted() -> None:
 
 def test_shares_of_the_user_beyond_a_device_are_refused() -> None:
     stages = {name: StageConfig(engine={"gpu_memory_utilization": 0.4}) for name in ("thinker", "talker", "code2wav")}
-    with pytest.raises(ConfigError, match=r"^gpu_memory_utilization: the replicas on device 0 have 1\.2 together"):
+    with pytest.raises(ConfigError, match=r"^gpu_memory_utilization: the replicas on device 0 have .* = 1\.2, "):
         plan_for("qwen3_omni", machine(200 * GIB, 1), **stages)
 
 

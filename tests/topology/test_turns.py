@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.plugins.spec import PipelineSpec
-from vllm_omni_ext.topology.plan import Machine, Plan, make_plan
-from vllm_omni_ext.topology.turns import Turns, devices_of, longest_sequence, start_order
+from vllm_omni_ext.topology.machine import Machine
+from vllm_omni_ext.topology.placement import Turns, devices_of, longest_sequence, start_order
+from vllm_omni_ext.topology.plan import Plan
+from vllm_omni_ext.topology.planner import make_plan
 
 THINKER, TALKER, CODE2WAV = (ReplicaId(stage, 0) for stage in ("thinker", "talker", "code2wav"))
 A, B, C, D = (ReplicaId("talker", index) for index in range(4))

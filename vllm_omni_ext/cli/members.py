@@ -13,7 +13,7 @@ from vllm_omni_ext.disaggregation.parameters import LOOPBACK
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.spec import PipelineSpec
 from vllm_omni_ext.ports import VIEWS_PORT
-from vllm_omni_ext.topology.shape import Headless, Plan
+from vllm_omni_ext.topology.plan import Headless, Plan
 
 _STAGE = "--stage"
 _STAGE_ID = "--stage-id"

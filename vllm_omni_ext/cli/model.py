@@ -17,7 +17,7 @@ from vllm_omni_ext.cli.checkpoint import checkpoint_folder, stored_tensors
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.memory import ModelFacts
 from vllm_omni_ext.plugins.spec import ModelFamily, resolve
-from vllm_omni_ext.topology.plan import Machine
+from vllm_omni_ext.topology.machine import Machine
 
 
 def load_hf_config(model: str, text_args: Mapping[str, Any]) -> Any:
@@ -57,11 +57,11 @@ def model_facts(
     Args:
         params: default parameters by stage.
     """
-    facts: ModelFacts = resolve(family.facts)(hf_config, params) if family.facts else ModelFacts()
-    if not family.memory:
-        return facts
+    if not family.facts:
+        return {}
     stored = stored_tensors(checkpoint_folder(model, text_args.get("revision"), text_args.get("download_dir")))
-    return replace(facts, memory=resolve(family.memory)(hf_config, stored))
+    facts: ModelFacts = resolve(family.facts)(hf_config, params, stored)
+    return facts
 
 
 def detect_machine() -> Machine:

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from vllm_omni_ext.cli.members import headless_of
 from vllm_omni_ext.cli.serve import prepare, report
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.topology.budget import DoesNotFit
-from vllm_omni_ext.topology.explain import as_json, explain
-from vllm_omni_ext.topology.memory_table import as_data, as_lines
+from vllm_omni_ext.topology.explain import as_json, explain, memory_data, memory_lines
+from vllm_omni_ext.topology.memory import DoesNotFit
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,8 +25,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         plan, args = prepare(words, machine=own.machine)
     except DoesNotFit as err:
-        shown = {"fits": False, "memory": as_data(err.sheets)} if own.json else None
-        print(json.dumps(shown, indent=2) if shown else "\n".join(["memory", *as_lines(err.sheets)]))
+        shown = {"fits": False, "memory": memory_data(err.sheets)} if own.json else None
+        print(json.dumps(shown, indent=2) if shown else "\n".join(["memory", *memory_lines(err.sheets)]))
         return report(err)
     except ConfigError as err:
         return report(err)

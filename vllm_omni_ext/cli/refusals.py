@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Collection, Mapping
 
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.topology.layers import DATA_PARALLEL
+from vllm_omni_ext.topology.engine_args import DATA_PARALLEL
 
 _REPLICAS = (
     'stages are replicated, not data-parallel; write --stage-overrides \'{{"{stage}": {{"replicas": 2}}}}\' '

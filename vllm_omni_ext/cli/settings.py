@@ -26,8 +26,9 @@ from vllm_omni_ext.plugins.params import make_params, param_names
 from vllm_omni_ext.plugins.registry import family_for
 from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec
 from vllm_omni_ext.topology.disaggregation import expand
-from vllm_omni_ext.topology.machines import parse_machine
-from vllm_omni_ext.topology.plan import Machine, Plan, make_plan, resolved_params
+from vllm_omni_ext.topology.machine import Machine, parse_machine
+from vllm_omni_ext.topology.plan import Plan
+from vllm_omni_ext.topology.planner import make_plan, resolved_params
 
 SERVER_REQUEST_TIMEOUT_S = 3600.0
 """Request timeout of a server: after this time the client has left, or its request gets no answer."""

@@ -1,9 +1,16 @@
-"""Facts about a checkpoint's stages: lengths, cache sizes, weights. Pure data: no vLLM, no torch."""
+"""Facts about a checkpoint's stages: lengths, weights, caches, activations. Pure data: no vLLM, no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+StoredTensors = Mapping[str, tuple[str, int, int]]
+"""Tensors of a checkpoint by name: dtype as safetensors writes it, number of elements, bytes."""
+
+_PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+"""Types that vLLM converts to the engine's dtype when it loads; tensors of other types keep theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,17 +18,40 @@ class WeightPart:
     """Weights of a stage that are treated alike.
 
     Attributes:
+        names: regular expression for the beginning of the names of its tensors in a checkpoint.
         elements: number of elements that the engine holds in its own dtype, regardless of the checkpoint's dtype.
-        stored_bytes: size of tensors that keep the checkpoint's dtype, such as quantized weights.
+        stored_bytes: size of tensors that have a dtype of their own, such as quantized weights.
         split: tensor parallelism divides these weights; otherwise every device of a replica holds all of them.
         quantizable: the engine argument `quantization` makes them smaller.
+        float32: the engine holds them in float32, regardless of its dtype.
     """
 
-    name: str
-    elements: int
+    names: str = ""
+    elements: int = 0
     stored_bytes: int = 0
     split: bool = True
     quantizable: bool = False
+    float32: bool = False
+
+
+def measured(parts: Sequence[WeightPart], tensors: StoredTensors) -> tuple[WeightPart, ...]:
+    """The same parts with the sizes of these tensors, each of which counts for the first part that has its name."""
+    names = [re.compile(part.names) for part in parts]
+    elements, stored = [0] * len(parts), [0] * len(parts)
+    for name, (dtype, count, size) in tensors.items():
+        at = next((number for number, pattern in enumerate(names) if pattern.match(name)), None)
+        if at is None:
+            continue
+        if dtype not in _PLAIN_DTYPES:
+            stored[at] += size
+        elif parts[at].float32:
+            stored[at] += 4 * count
+        else:
+            elements[at] += count
+    return tuple(
+        replace(part, elements=count, stored_bytes=size)
+        for part, count, size in zip(parts, elements, stored, strict=True)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +74,13 @@ class EncoderMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageMemory:
-    """Needs of one replica of a stage on a CUDA device, as sizes that do not depend on engine arguments.
+class StageFacts:
+    """One stage of a checkpoint, as sizes that do not depend on engine arguments.
 
     Attributes:
+        max_model_len: longest sequence in tokens; 0 = not known. For a stage that accepts parts and takes each in one
+            step, it also becomes the engine's `max_model_len` and `max_num_batched_tokens`.
+        weights: empty = the sizes of the stage are not known.
         kv_layers, kv_heads, kv_head_dim: shape of the KV cache of one token; 0 layers = no KV cache.
         step_elements: activations for each token of a step that every device of a replica holds.
         split_step_elements: activations for each token of a step that tensor parallelism divides.
@@ -59,7 +92,8 @@ class StageMemory:
         library_bytes: kernels and workspaces of libraries beyond those of any stage.
     """
 
-    weights: tuple[WeightPart, ...]
+    max_model_len: int = 0
+    weights: tuple[WeightPart, ...] = ()
     kv_layers: int = 0
     kv_heads: int = 0
     kv_head_dim: int = 0
@@ -74,21 +108,5 @@ class StageMemory:
     encoder: EncoderMemory | None = None
 
 
-StoredTensors = Mapping[str, tuple[str, int, int]]
-"""Tensors of a checkpoint by name: dtype as safetensors writes it, number of elements, bytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """Facts from a checkpoint's config, by stage name. A missing stage is unknown.
-
-    Attributes:
-        max_model_len: longest sequence in tokens. For a stage that accepts parts and takes each in one
-            step, it also becomes the engine's `max_model_len` and `max_num_batched_tokens`.
-        kv_bytes_per_token: KV cache of one token in float32.
-        memory: a replica's needs on a CUDA device.
-    """
-
-    max_model_len: Mapping[str, int] = field(default_factory=dict)
-    kv_bytes_per_token: Mapping[str, int] = field(default_factory=dict)
-    memory: Mapping[str, StageMemory] = field(default_factory=dict)
+ModelFacts = Mapping[str, StageFacts]
+"""Facts from a checkpoint, by the name of the stage in the model's flow."""

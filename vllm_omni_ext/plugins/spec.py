@@ -145,9 +145,8 @@ class ModelFamily:
         architectures: `architectures[0]` of the Hugging Face configs that the family serves.
         pipelines: the first one is the default; `pipeline:` of a stage config chooses another. A family without
             pipelines serves nothing and only writes a `tiny` checkpoint.
-        facts: "pkg.mod:attr" of `(hf_config, params by stage) -> plugins.memory.ModelFacts`; "" if there is none.
-        memory: "pkg.mod:attr" of `(hf_config, StoredTensors or None) -> StageMemory by stage` (see `plugins.memory`);
-            "" if there is none.
+        facts: "pkg.mod:attr" of `(hf_config, params by stage, StoredTensors or None) -> ModelFacts` (see
+            `plugins.memory`); "" if there is none.
         runtime: "pkg.mod:attr" of the `plugins.runtime.ModelRuntime` class; imported in API servers only.
         http: "pkg.mod:attr" of the `plugins.http.HttpSurface` class; "" = chat only. Imported in API servers only.
         stage_configs: package with stage configs (`*.yaml`) of the plugin; "" if there are none.
@@ -166,7 +165,6 @@ class ModelFamily:
     pipelines: tuple[PipelineSpec, ...]
     runtime: str
     facts: str = ""
-    memory: str = ""
     http: str = ""
     stage_configs: str = ""
     chat_template: str = ""

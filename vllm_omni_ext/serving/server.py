@@ -43,7 +43,7 @@ from vllm_omni_ext.runtime.supervise.process_watcher import Child, Exited
 from vllm_omni_ext.runtime.supervise.replica_supervisor import ReplicaSupervisor
 from vllm_omni_ext.titles import name_process
 from vllm_omni_ext.topology.explain import unshared_caches
-from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.wire.control import (
     ChangeAsked,
     ChangeKnown,

@@ -14,7 +14,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.plugins.params import param_names
 from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS, resolve
-from vllm_omni_ext.topology.shape import Plan, StagePlan
+from vllm_omni_ext.topology.plan import Plan, StagePlan
 
 LIST = "sampling_params_list"
 LARGEST_INTEGER = 2**63 - 1

@@ -13,7 +13,7 @@ from vllm_omni_ext.config.connectors import LOCAL
 from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.config.schema import INCOMING, OUTGOING
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.topology.plan import Plan
 
 _HASH_BYTES = 8
 

@@ -1,21 +1,26 @@
-"""A plan as text for people (`vllm-omni-ext plan`) and as plain data for programs."""
+"""A plan, and the memory of its devices, as text for people and as plain data for programs. Pure."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.plugins.spec import KV, EdgeSpec
 from vllm_omni_ext.topology.agreement import config_hash
-from vllm_omni_ext.topology.budget import gib
-from vllm_omni_ext.topology.memory_table import as_data, as_lines
-from vllm_omni_ext.topology.shape import Headless, Machine, Plan, ReplicaPlan, StagePlan
+from vllm_omni_ext.topology.machine import Machine
+from vllm_omni_ext.topology.memory import Sheet, gib
+from vllm_omni_ext.topology.plan import Headless, Plan, ReplicaPlan, StagePlan
 
 CACHE_TYPE, SHARED_CACHE = "mm_processor_cache_type", "shm"
 """vLLM's engine argument, and the value that puts the cache in memory an engine reads too."""
+
+_PARTS = ("weights", "activations", "graphs", "buffers", "context")
+"""Attributes of `Need` that are shown for each replica."""
+
+_COLUMNS = ("GiB", "weights", "KV cache", "activations", "graphs", "buffers", "context", "sum", "KV tokens")
+_ROW = "  {:<{names}}{:>9}{:>10}{:>13}{:>8}{:>9}{:>9}{:>8}{:>12}"
 
 _SECRETS = frozenset({"hf_token"})
 _SECRET_MARKS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
@@ -29,7 +34,7 @@ def explain(plan: Plan, headless: Headless | None = None) -> str:
     lines += [f"  {_edge(plan, edge)}" for edge in plan.edges]
     lines += ["", "settings", *_settings(plan)]
     if plan.sheets:
-        lines += ["", "memory", *as_lines(plan.sheets)]
+        lines += ["", "memory", *memory_lines(plan.sheets)]
     for stage in plan.stages:
         lines += ["", *_stage(plan, stage)]
     return "\n".join(lines) + "\n"
@@ -50,7 +55,7 @@ def as_json(plan: Plan, headless: Headless | None = None) -> dict[str, Any]:
         "chunks": _plain(plan.chunks),
         "connectors": _plain(plan.connectors),
         "edges": [asdict(edge) for edge in plan.edges],
-        "memory": as_data(plan.sheets),
+        "memory": memory_data(plan.sheets),
         "stages": [
             {
                 "name": stage.name,
@@ -124,23 +129,16 @@ def _replica(replica: ReplicaPlan, name: str) -> str:
 
 def _settings(plan: Plan) -> list[str]:
     config = plan.config
-    deadline = "none" if config.request_limit_s is None else f"{config.request_limit_s:g} s"
+    logs = f"in {config.log_dir}" if config.log_dir else "in a temporary folder, kept if a replica has ended"
     return _table(
         {
             "async_chunk": str(config.async_chunk).lower(),
             "startup timeout": f"{config.startup_timeout_s:g} s",
-            "request deadline": deadline,
+            "request deadline": "none" if config.request_limit_s is None else f"{config.request_limit_s:g} s",
             "shutdown timeout": f"{config.shutdown_timeout_s:g} s",
-            "logs": _logs(config),
+            "logs": "on this terminal" if config.verbose else logs,
         }
     )
-
-
-def _logs(config: OmniConfig) -> str:
-    """The place of the replicas' logs, as in the server's first line."""
-    if config.verbose:
-        return "on this terminal"
-    return f"in {config.log_dir}" if config.log_dir else "in a temporary folder, kept if a replica has ended"
 
 
 def _stage(plan: Plan, stage: StagePlan) -> list[str]:
@@ -177,3 +175,41 @@ def _is_secret(name: str) -> bool:
 
 def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=lambda each: dict(each) if isinstance(each, Mapping) else str(each)))
+
+
+def memory_lines(sheets: Sequence[Sheet]) -> list[str]:
+    """One block of lines per device: the memory of each replica and the remaining memory, in GiB."""
+    names = max([len("free"), *(len(share.replica) for sheet in sheets for share in sheet.shares)])
+    lines = []
+    for sheet in sheets:
+        rows: list[tuple[str, ...]] = [_COLUMNS]
+        for share in sheet.shares:
+            n = share.need
+            sizes = (n.weights, share.kv_bytes, n.activations, n.graphs, n.buffers, n.context, share.total)
+            rows.append((share.replica, *map(gib, sizes), f"{share.kv_tokens:,}" if n.kv_token else "-"))
+        rows.append(("free", *[""] * 6, gib(sheet.free), ""))
+        lines.append(f"  device {sheet.device}: {gib(sheet.device_bytes)} GiB, {gib(sheet.usable)} of it to hand out")
+        lines += [_ROW.format(*row, names=names).rstrip() for row in rows]
+    return lines
+
+
+def memory_data(sheets: Sequence[Sheet]) -> list[dict[str, Any]]:
+    """The same as plain data, in bytes and tokens."""
+    return [
+        {
+            "device": sheet.device,
+            "bytes": sheet.device_bytes,
+            "usable_bytes": sheet.usable,
+            "free_bytes": sheet.free,
+            "replicas": [
+                {
+                    "id": share.replica,
+                    "kv_cache_bytes": share.kv_bytes,
+                    "kv_cache_tokens": share.kv_tokens,
+                    **{f"{part}_bytes": getattr(share.need, part) for part in _PARTS},
+                }
+                for share in sheet.shares
+            ],
+        }
+        for sheet in sheets
+    ]

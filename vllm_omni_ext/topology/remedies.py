@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.topology.shape import Machine
+from vllm_omni_ext.topology.machine import Machine
 
 FEWEST_TOKENS = 4096
 """The smallest `max_model_len` that is proposed."""
@@ -92,24 +92,16 @@ def as_text(flags: Flags) -> str:
 
 def _try(kinds: tuple[str, ...], attempt: Attempt, machine: Machine, longest: int) -> dict[str, Any]:
     """The mildest values of these flags with which the plan fits; empty if there are none."""
-    fixed = [kind for kind in kinds if kind != "max_model_len"]
-    for flags in _values(fixed, machine.device_count):
+    rest = {"quantization": "fp8"} if "quantization" in kinds else {}
+    sizes = [size for size in _PARALLEL if size <= machine.device_count] if "tensor_parallel_size" in kinds else [0]
+    for size in sizes:
+        flags = {"tensor_parallel_size": size, **rest} if size else rest
         if "max_model_len" not in kinds:
             if _fits(attempt, flags, machine):
                 return flags
         elif tokens := _largest_that_fits("max_model_len", FEWEST_TOKENS, attempt, flags, machine, longest):
             return {**flags, "max_model_len": tokens}
     return {}
-
-
-def _values(kinds: list[str], devices: int) -> Iterator[dict[str, Any]]:
-    rest: dict[str, Any] = {"quantization": "fp8"} if "quantization" in kinds else {}
-    if "tensor_parallel_size" not in kinds:
-        yield rest
-        return
-    for size in _PARALLEL:
-        if size <= devices:
-            yield {"tensor_parallel_size": size, **rest}
 
 
 def _largest_that_fits(name: str, least: int, attempt: Attempt, flags: Flags, machine: Machine, below: int) -> int:

@@ -1,26 +1,164 @@
-"""Sequence lengths and cache sizes of a BAGEL config. Reads plain attributes, without vLLM."""
+"""Lengths, and memory on a CUDA device, of the stages of a BAGEL checkpoint. Imports no vLLM.
+
+Activations are the tensors that are alive at the same time in the largest layer, counted by hand and not measured on a
+GPU.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from vllm_omni_ext.model_plugins.bagel.memory import FLOAT32_BYTES, kv_bytes_per_token
-from vllm_omni_ext.model_plugins.bagel.stages.stage_memory import config_sizes
-from vllm_omni_ext.plugins.memory import ModelFacts
+from vllm_omni_ext.model_plugins.bagel.memory import picture_tokens
+from vllm_omni_ext.model_plugins.bagel.sizes import RELEASED, BagelSizes, LlmSizes, ResizeRule
+from vllm_omni_ext.plugins.memory import EncoderMemory, StageFacts, StoredTensors, WeightPart, measured
+
+AUTOENCODER = r"(encoder|decoder)\."
+
+WEIGHTS = {
+    "ar": (
+        WeightPart(names=r"(vit_model|vit_pos_embed|connector|language_model\.(model\.embed_tokens|lm_head))\."),
+        WeightPart(names=r"language_model\.(?!.*_moe_gen)", quantizable=True),
+    ),
+    "dit": (
+        WeightPart(names=AUTOENCODER, split=False, float32=True),
+        WeightPart(names="", split=False),
+    ),
+}
+"""The weights of each stage: `ar` has those for text and the ViT, `dit` has all."""
+
+VAE_TENSORS = 4
+"""Tensors of the size of the decoder's largest activation that are alive at the same time."""
+
+PROMPT_TOKENS = 512
+"""Tokens of texts, added to the largest picture in the estimate of a request's context."""
+
+STEP_HIDDEN = 6
+"""Tensors `[tokens, hidden]`: hidden state, residual, their normed copies, the step's embeddings, attended values."""
 
 
-def facts(hf_config: Any, params: Mapping[str, Mapping[str, Any]]) -> ModelFacts:
-    """Read the facts of a checkpoint.
+def facts(
+    hf_config: Any, params: Mapping[str, Mapping[str, Any]], stored: StoredTensors | None = None
+) -> dict[str, StageFacts]:
+    """Return the facts of each stage.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
         params: default parameters by stage; no fact depends on them.
+        stored: all tensors of the checkpoint; None: its files are not on this machine, and its weights are those of
+            the model that the config describes.
 
     The length of `dit` is also the number of tokens of its denoise steps, unless the user sets another one.
     """
-    longest = hf_config.llm_config.max_position_embeddings
-    return ModelFacts(
-        max_model_len={"ar": longest, "dit": longest},
-        kv_bytes_per_token={"ar": kv_bytes_per_token(config_sizes(hf_config).llm, FLOAT32_BYTES)},
+    sizes = config_sizes(hf_config)
+    tensors = model_tensors(sizes) if stored is None else stored
+    weights = {stage: measured(parts, tensors) for stage, parts in WEIGHTS.items()}
+    llm, longest = sizes.llm, sizes.vae_resize.longest
+    # Queries, keys and values, twice for RoPE, and the MLP.
+    split_step = 2 * (llm.heads + 2 * llm.kv_heads) * llm.head_dim + 3 * llm.feed_forward
+    context = picture_tokens(sizes, longest, longest, latents=True) + PROMPT_TOKENS
+    length = hf_config.llm_config.max_position_embeddings
+    return {
+        "ar": StageFacts(
+            max_model_len=length,
+            weights=weights["ar"],
+            kv_layers=llm.layers,
+            kv_heads=llm.kv_heads,
+            kv_head_dim=llm.head_dim,
+            step_elements=STEP_HIDDEN * llm.hidden,
+            split_step_elements=split_step,
+            vocabulary=llm.vocabulary,
+            graph_layers=llm.layers,
+            encoder=_encoder(sizes),
+        ),
+        "dit": StageFacts(
+            max_model_len=length,
+            weights=weights["dit"],
+            step_elements=STEP_HIDDEN * llm.hidden + split_step,
+            # The autoencoder is float32: two elements of 16 bits for each of its own.
+            pass_elements=2 * VAE_TENSORS * longest**2 * max(sizes.vae.widths[:2]),
+            sequence_elements=context * 2 * llm.layers * llm.kv_heads * llm.head_dim,
+        ),
+    }
+
+
+def config_sizes(hf_config: Any) -> BagelSizes:
+    """Return the sizes as a config has them, and those of the release where it has none.
+
+    They may differ from the weights' sizes, which only their files show: the release counts one ViT layer too many.
+    """
+    llm, vit, vae = hf_config.llm_config, hf_config.vit_config, getattr(hf_config, "vae_config", None) or {}
+    return replace(
+        RELEASED,
+        llm=LlmSizes(
+            hidden=llm.hidden_size,
+            feed_forward=llm.intermediate_size,
+            layers=llm.num_hidden_layers,
+            heads=llm.num_attention_heads,
+            kv_heads=llm.num_key_value_heads,
+            head_dim=llm.hidden_size // llm.num_attention_heads,
+            vocabulary=llm.vocab_size,
+            rope_theta=RELEASED.llm.rope_theta,
+            epsilon=llm.rms_norm_eps,
+        ),
+        vit=replace(
+            RELEASED.vit,
+            hidden=vit.hidden_size,
+            feed_forward=vit.intermediate_size,
+            layers=vit.num_hidden_layers,
+            heads=vit.num_attention_heads,
+            patch=vit.patch_size,
+            side=hf_config.vit_max_num_patch_per_side,
+            epsilon=vit.layer_norm_eps,
+        ),
+        vae=RELEASED.vae
+        if "ch" not in vae
+        else replace(
+            RELEASED.vae,
+            width=vae["ch"],
+            widths=tuple(vae["ch"] * factor for factor in vae["ch_mult"]),
+            blocks=vae["num_res_blocks"],
+            channels=vae["z_channels"],
+        ),
+        latent_patch=hf_config.latent_patch_size,
+        vae_resize=_rule(getattr(hf_config, "vae_transform", None), RELEASED.vae_resize),
+        vit_resize=_rule(getattr(hf_config, "vit_transform", None), RELEASED.vit_resize),
+    )
+
+
+def _rule(written: Any, released: ResizeRule) -> ResizeRule:
+    return ResizeRule(*written) if written else released
+
+
+def model_tensors(sizes: BagelSizes) -> StoredTensors:
+    """Return the tensors of a model of these sizes, in 16 bits; those that the model concatenates are one."""
+    import torch
+
+    from vllm_omni_ext.model_plugins.bagel.checkpoint import model_sources
+    from vllm_omni_ext.model_plugins.bagel.model import Bagel
+
+    with torch.device("meta"):
+        model = Bagel(sizes)
+    sources, found = model_sources(sizes), {}
+    for name, parameter in model.named_parameters():
+        [first, *_] = sources.get(name, (name.removeprefix("vae."),))
+        found[first] = ("BF16", parameter.numel(), 2 * parameter.numel())
+    return found
+
+
+def _encoder(sizes: BagelSizes) -> EncoderMemory:
+    """Return the activations of the ViT for one patch.
+
+    Every device holds its pixels in float32 and in 16 bits, hidden state, residual and normed copies; tensor
+    parallelism divides queries, keys and values, attention's output, and the inner activations of the MLP.
+    """
+    vit, longest = sizes.vit, sizes.vae_resize.longest
+    pixels = 3 * vit.patch**2
+    return EncoderMemory(
+        image_tokens=picture_tokens(sizes, longest, longest, latents=False),
+        most_images=1,
+        token_bytes=6 * pixels + 2 * (4 * vit.hidden + 2 * sizes.llm.hidden),
+        split_token_bytes=2 * (4 * vit.hidden + 2 * vit.feed_forward),
+        output_elements=sizes.llm.hidden,
     )

@@ -33,8 +33,8 @@ from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.client.board import SharedCounters
 from vllm_omni_ext.runtime.client.client import Client, Listeners, addresses
 from vllm_omni_ext.runtime.client.replica import StockReplica, forget_request
-from vllm_omni_ext.topology.shape import Plan
-from vllm_omni_ext.topology.turns import devices_of, longest_sequence
+from vllm_omni_ext.topology.placement import devices_of, longest_sequence
+from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.wire.control import Server
 from vllm_omni_ext.wire.operator_state import OperatorState
 

@@ -1,7 +1,8 @@
 """Starts and ends the processes of a plan: replicas first, then API servers, without waiting for the replicas.
 
-Replicas that share a CUDA device start one after the other, all other replicas at once (`topology.turns`). A replica is
-one stock `EngineCoreProc` with its own listeners, config and process manager, so that its end affects no other replica.
+Replicas that share a CUDA device start one after the other, all other replicas at once (`topology.placement`). A
+replica is one stock `EngineCoreProc` with its own listeners, config and process manager, so that its end affects no
+other replica.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ from vllm_omni_ext.runtime.launch.inherit import (
 from vllm_omni_ext.runtime.launch.logs import FileLogs, Logs, TerminalLogs
 from vllm_omni_ext.runtime.launch.preload import preload, register_classes
 from vllm_omni_ext.runtime.launch.progress import Listener, Progress
-from vllm_omni_ext.topology.cpu import THREADS
-from vllm_omni_ext.topology.shape import Plan
-from vllm_omni_ext.topology.turns import Turns, devices_of
+from vllm_omni_ext.topology.machine import THREADS
+from vllm_omni_ext.topology.placement import Turns, devices_of
+from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.wire import loading
 from vllm_omni_ext.wire.operator_state import NOTHING_CHANGED, OperatorState
 from vllm_omni_ext.wire.replica_identity import ReplicaIdentity

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.wire.loading import Loading, decode
 
 EVERY_S = 15.0

@@ -10,7 +10,7 @@ from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.secret_file import default_file, find, find_or_make, read_by_others
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.runtime.launch.addresses import is_here, is_loopback
-from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.topology.plan import Plan
 
 FLAG, WITHOUT = "--omni-cluster-secret-file", "--omni-no-cluster-secret"
 PORT = "--omni-master-port PORT"

@@ -28,7 +28,7 @@ from vllm_omni_ext.ports import EVENTS_PORT, VIEWS_PORT
 from vllm_omni_ext.runtime.launch.addresses import endpoint
 from vllm_omni_ext.titles import name_process
 from vllm_omni_ext.topology.agreement import config_hash, model_identity
-from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.wire.coordination import MAX_REPLY_BYTES, encode
 
 log = logging.getLogger(__name__)

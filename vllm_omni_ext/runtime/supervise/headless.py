@@ -33,7 +33,7 @@ from vllm_omni_ext.runtime.launch.launcher import Deployment
 from vllm_omni_ext.runtime.supervise.process_watcher import Final
 from vllm_omni_ext.runtime.supervise.replica_supervisor import ReplicaSupervisor
 from vllm_omni_ext.topology.agreement import config_hash, model_identity
-from vllm_omni_ext.topology.shape import Headless, Plan
+from vllm_omni_ext.topology.plan import Headless, Plan
 from vllm_omni_ext.wire.coordination import MAX_REPLY_BYTES, Malformed, Message, encode
 from vllm_omni_ext.wire.joining import (
     FROM_HEAD,

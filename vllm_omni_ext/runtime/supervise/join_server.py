@@ -28,7 +28,7 @@ from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
 from vllm_omni_ext.runtime.launch.addresses import endpoint
 from vllm_omni_ext.runtime.supervise.coordination import Coordination
 from vllm_omni_ext.runtime.supervise.replica_supervisor import Addresses, ReplicaSupervisor
-from vllm_omni_ext.topology.shape import Plan
+from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, Malformed, Message, encode
 from vllm_omni_ext.wire.joining import TO_HEAD, Endpoints, Gone, Join, Joined, Ping, Pong, Refusal, Started, ToHead
 

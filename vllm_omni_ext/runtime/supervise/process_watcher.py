@@ -23,7 +23,7 @@ from typing import Any
 
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.lifeline import how_it_ended
-from vllm_omni_ext.topology.turns import Turns
+from vllm_omni_ext.topology.placement import Turns
 
 log = logging.getLogger(__name__)
 

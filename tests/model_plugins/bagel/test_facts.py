@@ -16,23 +16,8 @@ from vllm_omni_ext.model_plugins.bagel.memory import image_tokens, kv_bytes_per_
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.prompts import Prompts
 from vllm_omni_ext.model_plugins.bagel.sizes import RELEASED, BagelSizes
-from vllm_omni_ext.model_plugins.bagel.stages.facts import facts
-from vllm_omni_ext.model_plugins.bagel.stages.stage_memory import (
-    AUTOENCODER,
-    config_sizes,
-    memory,
-    stored_elements,
-    weight_elements,
-)
-
-OURS = {
-    "llm.embed": "embeddings",
-    "llm.head": "embeddings",
-    "vision": "vision",
-    "latents": "latents",
-    "vae": "autoencoder",
-}
-"""Beginnings of our own parameters' names, and their part."""
+from vllm_omni_ext.model_plugins.bagel.stages.facts import WEIGHTS, config_sizes, facts, model_tensors
+from vllm_omni_ext.plugins.memory import measured
 
 
 def config() -> SimpleNamespace:
@@ -66,31 +51,35 @@ def config() -> SimpleNamespace:
 
 
 def counted(sizes: BagelSizes) -> Counter[str]:
-    """Elements of the model itself."""
+    """Elements of the model itself, by its parts; those of the language model by the kind of its experts."""
     with torch.device("meta"):
         model = Bagel(sizes)
     found = Counter[str]()
     for name, parameter in model.named_parameters():
-        part = next((part for start, part in OURS.items() if name.startswith(start)), "")
-        found[part or ("picture experts" if ".gen." in name else "text experts")] += parameter.numel()
+        found[name.split(".")[0] + (".gen" if ".gen." in name else "")] += parameter.numel()
     return found
 
 
 def test_sizes_of_the_release_and_of_a_checkpoint_are_those_of_the_model(checkpoint: Path) -> None:
     assert config_sizes(config()) == RELEASED
-    assert weight_elements(RELEASED) == counted(RELEASED)
-    sizes, stored = checkpoint_sizes(checkpoint), stored_tensors(checkpoint)
+    stored = stored_tensors(checkpoint)
     assert stored is not None
-    assert weight_elements(sizes) == stored_elements(stored) == counted(sizes)
+    described = model_tensors(checkpoint_sizes(checkpoint))
+    for parts in WEIGHTS.values():
+        assert measured(parts, stored) == measured(parts, described)
+    assert sum(count for _, count, _ in stored.values()) == counted(checkpoint_sizes(checkpoint)).total()
 
 
 def test_each_stage_holds_its_weights() -> None:
-    found = memory(config())
+    found = facts(config(), {})
     sizes = {name: sum(part.elements for part in each.weights) for name, each in found.items()}
-    real = counted(RELEASED)
-    assert sizes["ar"] == real["text experts"] + real["embeddings"] + real["vision"]
-    assert sizes["dit"] == sum(real.values()) - real[AUTOENCODER]
-    assert sum(part.stored_bytes for part in found["dit"].weights) == 4 * real[AUTOENCODER]
+    real, llm = counted(RELEASED), RELEASED.llm
+    assert sizes["ar"] == real["llm"] + real["vision"]
+    assert [part.elements for part in found["ar"].weights if part.quantizable] == [
+        real["llm"] - 2 * llm.vocabulary * llm.hidden
+    ]
+    assert sizes["dit"] == real.total() - real["vae"]
+    assert sum(part.stored_bytes for part in found["dit"].weights) == 4 * real["vae"]
     assert (found["ar"].kv_layers, found["ar"].kv_heads, found["ar"].kv_head_dim) == (28, 4, 128)
     assert found["dit"].kv_layers == 0
 
@@ -110,9 +99,8 @@ def test_tokens_of_the_released_model() -> None:
 
 
 def test_the_largest_picture_and_facts_of_the_config() -> None:
-    encoder = memory(config())["ar"].encoder
+    found = facts(config(), {})
+    encoder = found["ar"].encoder
     assert encoder is not None
     assert encoder.image_tokens == picture_tokens(RELEASED, 4000, 4000, latents=False) == 70 * 70 + 2
-    found = facts(config(), {})
-    assert found.max_model_len == {"ar": 32768, "dit": 32768}
-    assert found.kv_bytes_per_token == {"ar": 2 * 28 * 4 * 128 * 4}
+    assert {name: each.max_model_len for name, each in found.items()} == {"ar": 32768, "dit": 32768}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_ext.plugins.memory import EncoderMemory, StageMemory, WeightPart
-from vllm_omni_ext.topology.needs import (
+from vllm_omni_ext.plugins.memory import EncoderMemory, StageFacts, WeightPart
+from vllm_omni_ext.topology.memory import (
     COMMUNICATION_BYTES,
     CONTEXT_BYTES,
     GIB,
@@ -17,11 +17,12 @@ from vllm_omni_ext.topology.needs import (
     need,
 )
 
-MEMORY = StageMemory(
+MEMORY = StageFacts(
+    max_model_len=1000,
     weights=(
-        WeightPart(name="experts", elements=1000, quantizable=True),
-        WeightPart(name="table", elements=100, split=False),
-        WeightPart(name="packed", elements=0, stored_bytes=40),
+        WeightPart(elements=1000, quantizable=True),
+        WeightPart(elements=100, split=False),
+        WeightPart(elements=0, stored_bytes=40),
     ),
     kv_layers=4,
     kv_heads=2,
@@ -35,8 +36,8 @@ MEMORY = StageMemory(
 )
 
 
-def of(memory: StageMemory = MEMORY, **args: Any) -> Need:
-    return need(memory, args, longest=1000)
+def of(facts: StageFacts = MEMORY, **args: Any) -> Need:
+    return need(facts, args)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_activations_and_buffers_follow_steps_and_sequences() -> None:
 
 
 ENCODER = EncoderMemory(image_tokens=100, most_images=7, token_bytes=50, split_token_bytes=20, output_elements=3)
-WITH_ENCODER = StageMemory(weights=(), encoder=ENCODER)
+WITH_ENCODER = StageFacts(encoder=ENCODER)
 
 
 @pytest.mark.parametrize(

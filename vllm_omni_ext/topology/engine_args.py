@@ -1,14 +1,20 @@
-"""Merges the engine arguments of one stage from all layers: the strongest layer wins, nothing is dropped silently."""
+"""The engine arguments of a stage: the user's from all layers, of which none is dropped silently, and the pipeline's.
+
+Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_omni_ext.config.checks import unknown_key
+from vllm_omni_ext.config.connectors import connector_settings
 from vllm_omni_ext.config.disaggregation import stage_path
-from vllm_omni_ext.config.schema import ReplicasConfig
+from vllm_omni_ext.config.schema import INCOMING, OUTGOING, OmniConfig, ReplicasConfig
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.plugins.spec import StageSpec
+from vllm_omni_ext.plugins.spec import PipelineSpec, StageSpec
 
 SHARED_FIELDS = frozenset(
     {
@@ -41,6 +47,12 @@ SHARED_FIELDS = frozenset(
 """Stock flags about the whole model or the whole server, which apply to every stage. All other stock flags apply to the
 frontend alone.
 """
+
+COMPILATION = "compilation_config"
+"""The engine argument with the settings of vLLM's compilation."""
+
+Connections = Mapping[str, Mapping[str, Any]]
+"""Fields of `ConnectorConfig` by the name of the edge."""
 
 _ONE_HOST = "a replica runs on one host; remove it"
 _REPLICAS = "write {path}.replicas instead"
@@ -97,7 +109,10 @@ def user_engine_args(
     for layer, prefix in ((flags, ""), (stage.engine, f"{path}."), (stage.engine_overrides, f"{path}.")):
         for key, value in layer.items():
             _check_free(f"{prefix}{key}", key, value, spec)
-    _check_cache(path, stage)
+    if stage.kv_cache_bytes is not None and "kv_cache_memory_bytes" in {**stage.engine, **stage.engine_overrides}:
+        raise ConfigError(
+            f"{path}.kv_cache_memory_bytes: {stage_path(spec.name)}.kv_cache_bytes says the same; keep one of the two"
+        )
     cache = {} if stage.kv_cache_bytes is None else {"kv_cache_memory_bytes": stage.kv_cache_bytes}
     return {**stage.engine, **cache, **flags, **stage.engine_overrides}
 
@@ -120,10 +135,47 @@ def _check_free(where: str, key: str, value: Any, spec: StageSpec) -> None:
             raise ConfigError(f"{where}: {advice.format(path=stage_path(spec.name))}")
 
 
-def _check_cache(path: str, stage: ReplicasConfig) -> None:
-    for layer in (stage.engine, stage.engine_overrides):
-        if stage.kv_cache_bytes is not None and "kv_cache_memory_bytes" in layer:
-            where = path.removesuffix(".engine")
-            raise ConfigError(
-                f"{path}.kv_cache_memory_bytes: {where}.kv_cache_bytes says the same; keep one of the two"
-            )
+def with_custom_ops(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Engine arguments whose compilation keeps operators as vLLM's own kernels.
+
+    Args:
+        args: `EngineArgs` fields; operators that they enable or disable by name stay as they are.
+        names: names of the operators, as registered in vLLM.
+    """
+    given = args.get(COMPILATION)
+    config = {"mode": given} if isinstance(given, int) else copy.copy(given) if given else {}
+    said = list(config.get("custom_ops") or () if isinstance(config, dict) else config.custom_ops)
+    missing = [f"+{name}" for name in names if not {f"+{name}", f"-{name}"} & {*said}]
+    if not missing:
+        return dict(args)
+    if isinstance(config, dict):
+        config["custom_ops"] = said + missing
+    else:  # a config object of vLLM, from its command line
+        config.custom_ops = said + missing
+    return {**args, COMPILATION: config}
+
+
+def connections(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[str, Any]]:
+    """The connectors of a pipeline's edges.
+
+    Raises:
+        ConfigError: settings of an unknown edge, or wrong ones; the message starts with their path.
+    """
+    names = [edge.name for edge in pipeline.edges if edge.kind == "tensors" and edge.name]
+    for name in config.connectors:
+        if name not in names:
+            raise unknown_key("connectors", name, names)
+    spread = config.master_address is not None
+    return {n: connector_settings(f"connectors.{n}", config.connectors.get(n, {}), spread=spread) for n in names}
+
+
+def connector_config(pipeline: PipelineSpec, stage: StageSpec, connected: Connections) -> dict[str, Any]:
+    """A stage's connectors for vLLM's `additional_config`; empty if no tensor edge begins or ends at the stage.
+
+    Both sides of a split stage send: decode replicas also prefill while there is no prefill replica.
+    """
+    edges = [edge for edge in pipeline.edges if edge.name in connected]
+    whole = {spec.name: spec.model_stage for spec in pipeline.stages}
+    sends = {edge.name: dict(connected[edge.name]) for edge in edges if whole[edge.source] == stage.model_stage}
+    takes = {edge.name: dict(connected[edge.name]) for edge in edges if edge.target == stage.name}
+    return {key: found for key, found in ((OUTGOING, sends), (INCOMING, takes)) if found}

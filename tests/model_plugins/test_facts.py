@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,20 +13,19 @@ import pytest
 import torch
 from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
-from vllm_omni_ext.model_plugins.qwen3_omni import memory as module
-from vllm_omni_ext.model_plugins.qwen3_omni.memory import (
+from vllm_omni_ext.model_plugins.qwen3_omni.facts import (
     ENCODER_PIECES,
     FRAMES_IN_FLIGHT,
+    LARGEST_IMAGE_PIXELS,
     RECORDED_FRAMES,
-    memory,
-    part_of,
+    facts,
 )
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import model_config
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.sizes import REAL_VOCAB, RELEASED, SMALL, Sizes
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import real_vocabulary, small_vocabulary
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import DEFAULT_MAX_FRAMES_PER_PASS, Vocoder
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_graphs import MOST_FRAMES
-from vllm_omni_ext.plugins.memory import StageMemory, StoredTensors
+from vllm_omni_ext.plugins.memory import StageFacts, StoredTensors, WeightPart
 
 RELEASED_PARAMETERS = 35_259_818_545
 """Of Qwen3-Omni-30B-A3B-Instruct, 70.5 GB in bfloat16."""
@@ -38,24 +36,44 @@ def config_of(sizes: Sizes) -> Qwen3OmniMoeConfig:
     return Qwen3OmniMoeConfig(**model_config(sizes, words))
 
 
-def elements(found: dict[str, StageMemory]) -> dict[str, int]:
-    return {part.name: part.elements for stage in found.values() for part in stage.weights}
+def facts_of(config: Any, stored: StoredTensors | None = None) -> dict[str, StageFacts]:
+    return facts(config, {"talker": {"max_tokens": 4096}}, stored)
+
+
+def quantizable(found: StageFacts) -> WeightPart:
+    """The only part of a stage that is quantizable."""
+    [part] = [part for part in found.weights if part.quantizable]
+    return part
 
 
 @pytest.mark.parametrize("sizes", [SMALL, REAL_VOCAB, RELEASED], ids=lambda sizes: sizes.name)
-def test_computed_sizes_are_those_of_the_model(sizes: Sizes) -> None:
+def test_the_stages_have_all_weights_of_the_model(sizes: Sizes) -> None:
     config = config_of(sizes)
+    found = facts_of(config)
+    thinker, talker = config.thinker_config.text_config, config.talker_config.text_config
+    table = found["talker"].weights[-1]
+    assert (table.elements, table.split) == (thinker.vocab_size * talker.hidden_size, False)
+    total = sum(part.elements for stage in found.values() for part in stage.weights) - table.elements
     with torch.device("meta"):
         model = Qwen3OmniMoeForConditionalGeneration(config)
-    real = Counter[str]()
-    for name, parameter in model.named_parameters():
-        real[part_of(name)] += parameter.numel()
-    computed = elements(memory(config))
-    text, talker = config.thinker_config.text_config, config.talker_config.text_config
-    assert computed.pop("text table") == text.vocab_size * talker.hidden_size
-    assert computed == real
-    if sizes is RELEASED:
-        assert sum(real.values()) == RELEASED_PARAMETERS
+    assert total == sum(parameter.numel() for parameter in model.parameters())
+    assert total == RELEASED_PARAMETERS or sizes is not RELEASED
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker"])
+def test_weights_of_experts_and_attention_can_be_quantized(stage: str) -> None:
+    """Norms and routers stay in 16 bits, and every device of a replica holds them."""
+    config = config_of(RELEASED)
+    text = getattr(config, f"{stage}_config").text_config
+    hidden, layers, dim = text.hidden_size, text.num_hidden_layers, text.head_dim
+    shared = text.shared_expert_intermediate_size if stage == "talker" else 0
+    experts = 3 * hidden * (text.num_experts * text.moe_intermediate_size + shared)
+    attention = hidden * dim * 2 * (text.num_attention_heads + text.num_key_value_heads)
+    found = facts_of(config)[stage]
+    assert quantizable(found).elements == layers * (experts + attention)
+    whole = found.weights[-1 if stage == "thinker" else -2]
+    routers = text.num_experts * hidden + (hidden if shared else 0)
+    assert (whole.split, whole.elements) == (False, layers * (2 * hidden + 2 * dim + routers) + hidden)
 
 
 @pytest.mark.parametrize("sizes", [SMALL, RELEASED], ids=lambda sizes: sizes.name)
@@ -63,13 +81,13 @@ def test_the_state_of_a_stream(sizes: Sizes) -> None:
     config = config_of(sizes)
     with torch.device("meta"):
         real = Vocoder(config.code2wav_config)._state_numel
-    counted = memory(config)["code2wav"].sequence_elements
+    counted = facts_of(config)["code2wav"].sequence_elements
     assert counted >= real or sizes is SMALL
     assert counted <= 1.3 * real
 
 
 def test_frames_in_the_making_are_counted() -> None:
-    talker = memory(config_of(RELEASED))["talker"]
+    talker = facts_of(config_of(RELEASED))["talker"]
     assert 1.3e6 <= 2 * talker.sequence_elements < 1.4e6
     assert (FRAMES_IN_FLIGHT, RECORDED_FRAMES) == (DEFAULT_MAX_FRAMES_PER_PASS, MOST_FRAMES)
 
@@ -80,7 +98,7 @@ def stored(sizes: Sizes, expert: tuple[str, float]) -> StoredTensors:
         model = Qwen3OmniMoeForConditionalGeneration(config_of(sizes))
     found: dict[str, tuple[str, int, int]] = {}
     for name, parameter in model.named_parameters():
-        dtype, width = expert if part_of(name) == "thinker experts" else ("BF16", 2.0)
+        dtype, width = expert if name.startswith("thinker") and ".experts." in name else ("BF16", 2.0)
         count = parameter.numel() if dtype == "BF16" else math.ceil(parameter.numel() * width)
         found[name] = (dtype, count, math.ceil(parameter.numel() * width))
     return found
@@ -88,12 +106,15 @@ def stored(sizes: Sizes, expert: tuple[str, float]) -> StoredTensors:
 
 def test_stored_files_have_the_sizes_of_their_types() -> None:
     config = config_of(SMALL)
-    assert memory(config, stored(SMALL, ("BF16", 2.0))) == memory(config)
-    plain = {part.name: part for part in memory(config)["thinker"].weights}
-    packed = {part.name: part for part in memory(config, stored(SMALL, ("U8", 0.5)))["thinker"].weights}
-    experts = packed.pop("thinker experts")
-    assert (experts.elements, experts.stored_bytes) == (0, math.ceil(plain.pop("thinker experts").elements / 2))
-    assert packed == plain
+    plain, packed = facts_of(config), facts_of(config, stored(SMALL, ("U8", 0.5)))
+    assert facts_of(config, stored(SMALL, ("BF16", 2.0))) == plain
+    text = config.thinker_config.text_config
+    experts = text.num_hidden_layers * text.num_experts * 3 * text.hidden_size * text.moe_intermediate_size
+    part, whole = quantizable(packed["thinker"]), quantizable(plain["thinker"])
+    assert (part.elements, part.stored_bytes) == (whole.elements - experts, experts // 2)
+    assert [each for each in packed["thinker"].weights if each != part] == [
+        each for each in plain["thinker"].weights if each != whole
+    ]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +122,7 @@ def test_stored_files_have_the_sizes_of_their_types() -> None:
     [
         ({"quant_method": "awq", "bits": 4}, 0.5),
         ({"quant_method": "fp8"}, 1),
-        (SimpleNamespace(quant_method="gptq", bits=8), 1),
+        (SimpleNamespace(quant_method="gptq", bits=8, to_dict=dict), 1),
         ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 0.5),
         ({"quant_method": "of tomorrow"}, 2),
         (None, 2),
@@ -110,18 +131,17 @@ def test_stored_files_have_the_sizes_of_their_types() -> None:
 def test_without_files_the_config_gives_the_width_of_quantized_weights(said: Any, width: float) -> None:
     config = config_of(SMALL)
     config.quantization_config = said
-    [part] = [part for part in memory(config)["thinker"].weights if part.name == "thinker experts"]
-    whole = elements(memory(config_of(SMALL)))["thinker experts"]
-    found = part.elements * 2 + part.stored_bytes
-    assert found == pytest.approx(whole * width, rel=0.06)
-    assert part.quantizable is (width == 2)
-    assert memory(config)["talker"] == memory(config_of(SMALL))["talker"]
+    found = facts_of(config)
+    part, whole = quantizable(found["thinker"]), quantizable(facts_of(config_of(SMALL))["thinker"])
+    assert part.elements * 2 + part.stored_bytes == pytest.approx(whole.elements * width, rel=0.06)
+    assert part.elements == (whole.elements if width == 2 else 0)
+    assert found["talker"] == facts_of(config_of(SMALL))["talker"]
 
 
 def test_the_largest_picture_is_that_of_vllms_encoder_budget() -> None:
-    encoder = memory(config_of(RELEASED))["thinker"].encoder
+    encoder = facts_of(config_of(RELEASED))["thinker"].encoder
     assert encoder is not None
-    assert (encoder.image_tokens, module.LARGEST_IMAGE_PIXELS) == (12544, 12544 * 32 * 32)
+    assert (encoder.image_tokens, LARGEST_IMAGE_PIXELS) == (12544, 12544 * 32 * 32)
 
 
 @pytest.mark.engine
@@ -132,7 +152,7 @@ def test_the_encoder_holds_the_counted_bytes(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     small, large = map(int, done.stdout.split())
-    encoder = memory(config_of(RELEASED))["thinker"].encoder
+    encoder = facts_of(config_of(RELEASED))["thinker"].encoder
     assert encoder is not None
     counted = (encoder.token_bytes + encoder.split_token_bytes) / 4 / ENCODER_PIECES
     assert small == large == pytest.approx(counted, rel=0.01)

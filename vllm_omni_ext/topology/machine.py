@@ -1,0 +1,129 @@
+"""The machine of the replicas, and the defaults of a replica on a CPU machine. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from vllm_omni_ext.config.disaggregation import stage_path
+from vllm_omni_ext.config.schema import OmniConfig, ReplicasConfig
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.plugins.memory import StageFacts
+from vllm_omni_ext.plugins.spec import StageSpec
+from vllm_omni_ext.topology.memory import DTYPE_BYTES, gib
+
+_WORDS = re.compile(r"cuda:(\d+(?:\.\d+)?)(GiB|MiB)(?:x(\d+))?")
+_UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
+
+MAX_NUM_SEQS = 16
+"""Sequences that a replica on a CPU runs at once."""
+
+SMALL_CACHE_BYTES = 32 << 20
+"""Minimum KV cache when the size is computed: enough for many short sequences instead of a long one."""
+
+SPARE_TOKENS = 512
+"""Room in addition to one sequence of full length: vLLM keeps a block for itself and rounds up to whole blocks."""
+
+SMALLEST_CACHE_BYTES = 16 << 20
+"""For a stage without a KV cache: an explicit size keeps the engine from claiming most of the memory at start."""
+
+THREADS = "OMP_NUM_THREADS"
+"""Environment variable with the compute threads of a replica."""
+
+CACHE_PART_OF_MEMORY = 0.5
+"""Part of the memory that all KV caches together may take by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine of the replicas. `memory_bytes` is the host's.
+
+    Attributes:
+        device_bytes: memory of each CUDA device as NVML reports it; empty if not known.
+    """
+
+    platform: Literal["cpu", "cuda"]
+    device_count: int
+    cpu_count: int
+    memory_bytes: int
+    device_bytes: tuple[int, ...] = ()
+
+
+def parse_machine(text: str, here: Machine) -> Machine:
+    """Parse a machine.
+
+    Args:
+        text: `cuda:SIZExCOUNT` with the size of each device as `nvidia-smi` shows it, in GiB or MiB, and their number
+            (1 if left out); or `cpu`.
+        here: supplies the cores and the memory of the host, which the text does not name.
+
+    Raises:
+        ConfigError: the text is neither.
+    """
+    if text == "cpu":
+        return replace(here, platform="cpu", device_count=0, device_bytes=())
+    found = _WORDS.fullmatch(text)
+    if found is None or not (count := int(found[3] or 1)) or not float(found[1]):
+        raise ConfigError(f"--machine {text}: write cuda:SIZExCOUNT, e.g. cuda:80GiBx2 or cuda:81559MiB, or cpu")
+    size = int(float(found[1]) * _UNITS[found[2]])
+    return replace(here, platform="cuda", device_count=count, device_bytes=(size,) * count)
+
+
+def cpu_defaults(spec: StageSpec, facts: StageFacts, machine: Machine, replicas: int) -> dict[str, Any]:
+    """`EngineArgs` of a replica on a CPU machine that the user did not set.
+
+    Args:
+        replicas: number of replicas of all stages.
+
+    The cache holds one sequence of full length if the facts are known and half of the memory, divided by all replicas,
+    suffices; otherwise `max_model_len` is lowered to the length that fits.
+    """
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "kv_cache_memory_bytes": max(spec.cpu_kv_bytes, SMALLEST_CACHE_BYTES),
+    }
+    token_bytes = 2 * facts.kv_layers * facts.kv_heads * facts.kv_head_dim * DTYPE_BYTES["float32"]
+    if spec.cpu_kv_bytes and facts.max_model_len and token_bytes:
+        limit = max(spec.cpu_kv_bytes, int(machine.memory_bytes * CACHE_PART_OF_MEMORY) // replicas)
+        needed = (facts.max_model_len + SPARE_TOKENS) * token_bytes
+        defaults["kv_cache_memory_bytes"] = min(max(SMALL_CACHE_BYTES, needed), limit)
+        if needed > limit:
+            defaults["max_model_len"] = limit // token_bytes - SPARE_TOKENS
+    return defaults
+
+
+def cpu_environment(stage: ReplicasConfig, machine: Machine, replicas: int) -> dict[str, str]:
+    """Environment of a replica: a single process without worker processes, no pinning, its part of the cores."""
+    threads = stage.cpu_threads or max(1, machine.cpu_count // replicas)
+    return {THREADS: str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def check_cpu(config: OmniConfig, user: Mapping[str, Mapping[str, Any]], machine: Machine) -> None:
+    """Refuse settings that no CPU machine, or not this one, supports.
+
+    Args:
+        user: the engine arguments that the user gave, by stage.
+
+    Raises:
+        ConfigError: devices, sleep mode, or KV caches that are larger than the memory.
+    """
+    for name in user:
+        if config.stage(name).replicas and config.stage(name).devices is not None:
+            raise ConfigError(f"{stage_path(name)}.devices: this machine has no CUDA device; remove it")
+    for name, args in user.items():
+        if args.get("enable_sleep_mode"):
+            raise ConfigError(
+                f"enable_sleep_mode: stage '{name}' is on a CPU, where vLLM has no sleep mode; leave it out"
+            )
+    sizes = {name: args.get("kv_cache_memory_bytes") for name, args in user.items() if config.stage(name).replicas}
+    asked = sum(size * config.stage(name).replicas for name, size in sizes.items() if isinstance(size, int))
+    if asked > machine.memory_bytes:
+        named = ", ".join(name for name, size in sizes.items() if size is not None)
+        raise ConfigError(
+            f"kv_cache_memory_bytes: {gib(asked)} GiB of KV cache for {named}, and this machine has "
+            f"{gib(machine.memory_bytes)} GiB of memory; give less, or leave it out"
+        )

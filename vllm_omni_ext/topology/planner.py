@@ -1,0 +1,238 @@
+"""From model, pipeline, configuration and machine to a plan. Pure: the same input gives the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from vllm_omni_ext.config.checks import ADAPTIVE, ALL_AT_ONCE, unknown_key
+from vllm_omni_ext.config.disaggregation import stage_path
+from vllm_omni_ext.config.schema import MAX_MEDIA_TOKENS, STREAM_IDLE_TIMEOUT_S, OmniConfig
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.plugins.memory import ModelFacts, StageFacts
+from vllm_omni_ext.plugins.spec import PipelineSpec, StageSpec
+from vllm_omni_ext.topology.disaggregation import check_pairs, expand
+from vllm_omni_ext.topology.engine_args import (
+    connections,
+    connector_config,
+    parallel_size,
+    user_engine_args,
+    with_custom_ops,
+)
+from vllm_omni_ext.topology.machine import Machine, check_cpu, cpu_defaults, cpu_environment
+from vllm_omni_ext.topology.memory import NOMINAL_DEVICE, Demand, DoesNotFit, Sheet, divide, need, nominal_need
+from vllm_omni_ext.topology.placement import Devices, place
+from vllm_omni_ext.topology.plan import Plan, ReplicaPlan, StagePlan
+from vllm_omni_ext.topology.remedies import MEDIA_FLAG, advice
+
+CORES_PER_API_SERVER, MOST_API_SERVERS = 2, 8
+"""`auto`: one API server for every two cores, since its engines need cores too, up to a bound for large hosts."""
+
+
+def make_plan(
+    *,
+    model: str,
+    pipeline: PipelineSpec,
+    config: OmniConfig,
+    text_args: Mapping[str, Any],
+    machine: Machine,
+    facts: ModelFacts | None = None,
+    family: str = "",
+    remedies: bool = True,
+) -> Plan:
+    """Determine the processes to start, and their settings.
+
+    Args:
+        text_args: the `EngineArgs` fields that the user gave as stock flags or keywords. They apply to the frontend;
+            those in `SHARED_FIELDS` to every stage. It may also have `MEDIA_FLAG`, which is not stock.
+        facts: facts of the checkpoint about its stages, if known.
+        family: name of the model family that the pipeline is from.
+        remedies: search for flags that help if a device is too small.
+
+    Raises:
+        DoesNotFit: a CUDA device is too small; the message contains the needs and the flags that help.
+        ConfigError: the settings contradict each other, the pipeline or the machine.
+    """
+    facts = facts or {}
+
+    def attempt(flags: Mapping[str, Any], where: Machine) -> Plan:
+        args, changed = {**text_args, **flags}, config
+        if MEDIA_FLAG in args:
+            changed = replace(config, max_media_tokens=args.pop(MEDIA_FLAG))
+        return _Planner(*expand(pipeline, changed), args, where, facts).plan(model, family)
+
+    try:
+        return attempt({}, machine)
+    except DoesNotFit as err:
+        if not remedies:
+            raise
+        said = text_args.get("max_model_len")
+        stage = pipeline.stage(pipeline.frontend).model_stage
+        longest = said if isinstance(said, int) else facts.get(stage, StageFacts()).max_model_len
+        helps = advice(attempt, text_args, machine, longest)
+        raise DoesNotFit(f"{err}; {helps}", err.sheets) from None
+
+
+def resolved_params(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[str, Any]]:
+    """Default parameters by stage: the configuration's over the pipeline's."""
+    return {spec.name: {**spec.defaults, **config.stage(spec.name).params} for spec in pipeline.stages}
+
+
+class _Planner:
+    """One plan. `replicas` is the number of all replicas on this host, at least 1."""
+
+    def __init__(
+        self,
+        pipeline: PipelineSpec,
+        config: OmniConfig,
+        text_args: Mapping[str, Any],
+        machine: Machine,
+        facts: ModelFacts,
+    ) -> None:
+        self.pipeline, self.config, self.machine = pipeline, config, machine
+        self.facts = {spec.name: facts.get(spec.model_stage, StageFacts()) for spec in pipeline.stages}
+        _check(pipeline, config)
+        self.user = {
+            spec.name: user_engine_args(spec, config.stage(spec.name), text_args, pipeline.takes_stock_flags(spec))
+            for spec in pipeline.stages
+        }
+        self.connectors = connections(pipeline, config)
+        self.replicas = max(1, sum(config.stage(spec.name).replicas for spec in pipeline.stages))
+        self.args = {spec.name: self._engine_args(spec) for spec in pipeline.stages}
+
+    def plan(self, model: str, family: str) -> Plan:
+        devices, sheets = self._devices()
+        stages = tuple(self._stage(spec, devices[spec.name]) for spec in self.pipeline.stages)
+        check_pairs(self.pipeline.edges, self.args, self.config)
+        automatic = max(1, min(self.machine.cpu_count // CORES_PER_API_SERVER, MOST_API_SERVERS))
+        chunks = {**self.pipeline.chunks(), ADAPTIVE: True, **self.config.chunks}
+        if not self.config.async_chunk:
+            chunks |= dict.fromkeys(self.pipeline.chunks(), ALL_AT_ONCE)
+        return Plan(
+            model=model,
+            family=family,
+            pipeline=self.pipeline.name,
+            frontend_stage=self.pipeline.frontend,
+            machine=self.machine,
+            stages=stages,
+            edges=self.pipeline.edges,
+            api_servers=self.config.api_servers if isinstance(self.config.api_servers, int) else automatic,
+            chunks=chunks,
+            connectors=self.connectors,
+            config=self.config,
+            sheets=sheets,
+        )
+
+    def _engine_args(self, spec: StageSpec) -> dict[str, Any]:
+        """Engine arguments of a stage, without its part of a device's memory."""
+        user, facts, is_frontend = self.user[spec.name], self.facts[spec.name], self.pipeline.takes_stock_flags(spec)
+        defaults = dict(spec.cuda_defaults)
+        if self.machine.platform == "cpu":
+            defaults = cpu_defaults(spec, facts, self.machine, self.replicas)
+            if user.get("tensor_parallel_size", 1) == user.get("pipeline_parallel_size", 1) == 1:
+                defaults["distributed_executor_backend"] = "uni"
+        args = with_custom_ops({**defaults, **spec.engine_defaults, **user, **spec.engine}, spec.custom_ops)
+        more = connector_config(self.pipeline, spec, self.connectors)
+        if self.config.max_media_tokens is not None and is_frontend:
+            more[MAX_MEDIA_TOKENS] = self.config.max_media_tokens
+        given = args.get("additional_config", {})
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{stage_path(spec.name)}.engine.additional_config: must be a mapping, got {given!r}")
+        if spec.accepts == "parts":
+            given = {STREAM_IDLE_TIMEOUT_S: self.config.stream_idle_timeout_s, **given}
+            # Each part is computed in one step, so a step must hold the longest.
+            if facts.max_model_len:
+                args.setdefault("max_model_len", facts.max_model_len)
+            if "max_model_len" in args:
+                args.setdefault("max_num_batched_tokens", args["max_model_len"])
+        if more or given:
+            args["additional_config"] = {**given, **more}
+        return args
+
+    def _devices(self) -> tuple[dict[str, tuple[Devices, ...]], tuple[Sheet, ...]]:
+        """Devices of all replicas, and the sheets of the devices; completes the engine arguments about memory."""
+        if self.machine.platform == "cpu":
+            check_cpu(self.config, self.user, self.machine)
+            return {spec.name: ((),) * self.config.stage(spec.name).replicas for spec in self.pipeline.stages}, ()
+        sizes = self.machine.device_bytes if all(stage.weights for stage in self.facts.values()) else ()
+        demands = [self._demand(spec, known=bool(sizes)) for spec in self.pipeline.stages]
+        placed = place(demands, self.machine.device_count)
+        utilizations, sheets = divide(demands, placed, sizes or (NOMINAL_DEVICE,) * self.machine.device_count)
+        for name, value in utilizations.items():
+            self.args[name].setdefault("gpu_memory_utilization", value)
+        if not sizes:
+            return placed, ()
+        for name, size in _encoder_caches(sheets).items():
+            self.args[name].setdefault("kv_cache_memory_bytes", size)
+        return placed, sheets
+
+    def _demand(self, spec: StageSpec, *, known: bool) -> Demand:
+        """The demand of a stage; of its share if the sizes of stages or devices are not known."""
+        stage, args = self.config.stage(spec.name), self.args[spec.name]
+        media = self.config.max_media_tokens if self.pipeline.takes_stock_flags(spec) else None
+        path = stage_path(spec.name)
+        return Demand(
+            stage=spec.name,
+            replicas=stage.replicas,
+            tensor_parallel=parallel_size(path, "tensor_parallel_size", args),
+            pipeline_parallel=parallel_size(path, "pipeline_parallel_size", args),
+            devices=stage.devices,
+            need=need(self.facts[spec.name], args, media) if known else nominal_need(spec.gpu_share),
+            utilization=args.get("gpu_memory_utilization"),
+            kv_bytes=args.get("kv_cache_memory_bytes") if known else None,
+        )
+
+    def _stage(self, spec: StageSpec, devices: tuple[Devices, ...]) -> StagePlan:
+        stage = self.config.stage(spec.name)
+        env = cpu_environment(stage, self.machine, self.replicas) if self.machine.platform == "cpu" else {}
+        return StagePlan(
+            name=spec.name,
+            part_of=spec.part_of,
+            engine_args=self.args[spec.name],
+            env={**env, **stage.env},
+            replicas=tuple(ReplicaPlan(id=ReplicaId(spec.name, i), devices=ids) for i, ids in enumerate(devices)),
+            params={**spec.defaults, **stage.params},
+            params_type=spec.params,
+            accepts=spec.accepts,
+        )
+
+
+def _encoder_caches(sheets: tuple[Sheet, ...]) -> dict[str, int]:
+    """Bytes of the KV cache of each stage with an encoder.
+
+    vLLM profiles the encoder with a smaller video than a request may have, and gives the difference to the KV cache.
+    Without room for one sequence the size stays vLLM's: the user has set a share that the encoder's peak exceeds.
+    """
+    found: dict[str, int] = {}
+    for share in (share for sheet in sheets for share in sheet.shares):
+        stage = ReplicaId.parse(share.replica).stage
+        if share.need.encodes and share.kv_bytes >= share.need.least_kv:
+            found[stage] = min(share.kv_bytes, found.get(stage, share.kv_bytes))
+    return found
+
+
+def _check(pipeline: PipelineSpec, config: OmniConfig) -> None:
+    """Refuse a configuration of another pipeline, and settings that contradict each other."""
+    if config.pipeline not in (None, pipeline.name):
+        raise ConfigError(f"pipeline: the stage config is for '{config.pipeline}', but the model is '{pipeline.name}'")
+    for name in config.stages:
+        pipeline.stage(name)
+    known = [*pipeline.chunks(), ADAPTIVE]
+    for name in config.chunks:
+        if name not in known:
+            raise unknown_key("chunks", name, known)
+    if config.stream_idle_timeout_s <= config.chunk_timeout_s:
+        raise ConfigError(
+            f"{STREAM_IDLE_TIMEOUT_S}: must be more than chunk_timeout_s ({config.chunk_timeout_s:g}), "
+            f"got {config.stream_idle_timeout_s:g}"
+        )
+    if config.master_address is not None or config.master_port is not None:
+        return  # others may join
+    for name, stage in config.stages.items():
+        if stage.min_replicas > max(stage.replicas, 1):
+            raise ConfigError(
+                f"{stage_path(name)}.min_replicas: {stage.min_replicas} can never be up, because {stage.replicas} are "
+                "started here and none can join; set a master_address, or start as many here"
+            )
