@@ -19,7 +19,7 @@ from tests.processes.kv_transfer_suite import (
     test_the_encoder_runs_in_prefill_only,
 )
 from tests.support.kv_engines import prefill
-from vllm_omni_ext.disaggregation.parameters import Settings, prefill_transfer
+from vllm_omni_ext.disaggregation.parameters import TransferSettings, prefill_transfer
 from vllm_omni_ext.ids import PREFILL
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 ]
 pytestmark = [pytest.mark.engine, pytest.mark.extended, pytest.mark.asyncio(loop_scope="module")]
 
-SETTINGS = Settings(connector="nixl", kv_retention_s=6.0)
+SETTINGS = TransferSettings(connector="nixl", kv_retention_s=6.0)
 HANDSHAKE_S = 5.0
 """vLLM's own time limit."""
 

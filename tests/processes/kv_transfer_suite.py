@@ -28,7 +28,7 @@ from vllm_omni_ext.disaggregation.parameters import (
     DECODE,
     KEY,
     PREFILL,
-    Settings,
+    TransferSettings,
     answer,
     decode_transfer,
     new_transfer_id,
@@ -39,7 +39,7 @@ from vllm_omni_ext.disaggregation.parameters import (
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 extended = pytest.mark.extended
 
-SETTINGS = Settings(transfer_timeout_s=1.5, kv_retention_s=2.0)
+SETTINGS = TransferSettings(transfer_timeout_s=1.5, kv_retention_s=2.0)
 PATIENT_S = 60.0
 """For tests in which no time limit may pass, however busy the machine is."""
 
@@ -64,16 +64,16 @@ def prompt(length: int = 300) -> dict[str, Any]:
 class Pair:
     """A plain, a prefill and a decode engine."""
 
-    def __init__(self, model: str, settings: Settings) -> None:
+    def __init__(self, model: str, settings: TransferSettings) -> None:
         self.model, self.settings = model, settings
         self.plain = Engine(model, PLAIN, settings)
         self.prefill, self.decode = self.start(PREFILL), self.start(DECODE)
 
-    def start(self, role: str, settings: Settings | None = None, **args: Any) -> Engine:
+    def start(self, role: str, settings: TransferSettings | None = None, **args: Any) -> Engine:
         return Engine(self.model, role, settings or self.settings, **{"enable_prefix_caching": True, **args})
 
     @contextlib.contextmanager
-    def another(self, role: str, settings: Settings | None = None, **args: Any) -> Iterator[Engine]:
+    def another(self, role: str, settings: TransferSettings | None = None, **args: Any) -> Iterator[Engine]:
         """One more engine, which the test may kill."""
         engine = self.start(role, settings, **args)
         try:

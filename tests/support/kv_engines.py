@@ -24,7 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_omni_ext.config.schema import OUTGOING
 from vllm_omni_ext.disaggregation.parameters import (
     KEY,
-    Settings,
+    TransferSettings,
     decode_transfer,
     engine_fields,
     environment,
@@ -45,7 +45,7 @@ BACK_WITHIN_S = 30.0
 class Engine:
     """One engine process and its client."""
 
-    def __init__(self, model: str, role: str, settings: Settings, **args: Any) -> None:
+    def __init__(self, model: str, role: str, settings: TransferSettings, **args: Any) -> None:
         torch.set_num_threads(1)
         self.role = role
         fields: Mapping[str, Any] = {} if role == PLAIN else engine_fields(role, settings)

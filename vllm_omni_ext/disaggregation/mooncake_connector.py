@@ -34,7 +34,7 @@ from vllm_omni_ext.disaggregation.block_hold import Settled
 from vllm_omni_ext.disaggregation.bootstrap import Bootstrap, TransferEndpoint
 from vllm_omni_ext.disaggregation.decode_worker import ReceiveMixin
 from vllm_omni_ext.disaggregation.mooncake_scheduler import OmniMooncakeScheduler
-from vllm_omni_ext.disaggregation.parameters import CONNECTORS, HOST, LOOPBACK, Settings
+from vllm_omni_ext.disaggregation.parameters import CONNECTORS, HOST, LOOPBACK, TransferSettings
 from vllm_omni_ext.disaggregation.prefill_worker import SendMixin
 from vllm_omni_ext.disaggregation.transfer_stats import TransferStats
 from vllm_omni_ext.ports import bind_within
@@ -80,7 +80,7 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
         _check_library()
         config = vllm_config.kv_transfer_config
         extra = config.kv_connector_extra_config
-        timeout_s = float(extra.get("transfer_timeout_s", Settings.transfer_timeout_s))
+        timeout_s = float(extra.get("transfer_timeout_s", TransferSettings.transfer_timeout_s))
         host = extra.get(HOST, LOOPBACK)
         _tell_vllm(host, timeout_s, sends=config.is_kv_producer)
         self.news = threading.Event()
@@ -95,7 +95,7 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
             self.async_zmq_ctx: Any = _context_within(ports)  # vLLM has made no socket yet
         self.xfer_stats = TransferStats()
         self.start_receiving(timeout_s)
-        self.start_sending(float(extra.get("kv_retention_s", Settings.kv_retention_s)))
+        self.start_sending(float(extra.get("kv_retention_s", TransferSettings.kv_retention_s)))
         self._idle = False
 
     def step_begins(self, *, idle: bool) -> None:

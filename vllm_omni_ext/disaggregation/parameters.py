@@ -31,7 +31,7 @@ NIXL_SHORTEST_LEASE_S = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TransferSettings:
     """How KV blocks are transferred from prefill to decode.
 
     Attributes:
@@ -62,7 +62,7 @@ class Facts:
         install: how to install the library.
         equal: `EngineArgs` fields that must be equal in both roles.
         tensor_parallel: `multiple`: one size must be a multiple of the other; `equal`: they must be equal.
-        settings: names of the `Settings` that the connector uses, besides `connector`.
+        settings: names of the `TransferSettings` that the connector uses, besides `connector`.
         answer: required keys of an answer and their types, which vLLM does not check.
         cls, path: the connector's class and module, for vLLM.
     """
@@ -118,16 +118,16 @@ CONNECTORS: Mapping[str, Facts] = MappingProxyType(
 )
 
 
-def check(settings: Settings) -> None:
+def check(settings: TransferSettings) -> None:
     """Check that the settings are valid for their connector.
 
     Raises:
-        ValueError: "NAME: why", NAME being a field of `Settings`.
+        ValueError: "NAME: why", NAME being a field of `TransferSettings`.
     """
     facts = CONNECTORS.get(settings.connector)
     if facts is None:
         raise ValueError(f"connector: {settings.connector!r} is none of {', '.join(sorted(CONNECTORS))}")
-    for field in fields(Settings):
+    for field in fields(TransferSettings):
         value = getattr(settings, field.name)
         if field.name not in facts.settings | {"connector"} and value != field.default:
             raise ValueError(f"{field.name}: means nothing for the connector {settings.connector}")
@@ -143,7 +143,7 @@ def check(settings: Settings) -> None:
         raise ValueError(f"kv_retention_s: must not be below {NIXL_SHORTEST_LEASE_S} for the connector nixl")
 
 
-def check_pair(settings: Settings, prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> None:
+def check_pair(settings: TransferSettings, prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> None:
     """Check that blocks can be transferred between two roles.
 
     Args:
@@ -164,7 +164,7 @@ def check_pair(settings: Settings, prefill: Mapping[str, Any], decode: Mapping[s
         raise ValueError(f"tensor_parallel_size: is {sizes[0]} and {sizes[1]}; {rule}")
 
 
-def engine_fields(role: str, settings: Settings, *, host: str = LOOPBACK) -> dict[str, Any]:
+def engine_fields(role: str, settings: TransferSettings, *, host: str = LOOPBACK) -> dict[str, Any]:
     """Return the `EngineArgs` fields of a replica of the given role.
 
     Args:
@@ -193,7 +193,7 @@ def engine_fields(role: str, settings: Settings, *, host: str = LOOPBACK) -> dic
     }
 
 
-def environment(settings: Settings) -> dict[str, str]:
+def environment(settings: TransferSettings) -> dict[str, str]:
     """Return the environment variables of a replica's process, of either role."""
     return {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "MC_LOG_LEVEL": "WARNING"} if settings.connector == "mooncake" else {}
 

@@ -16,7 +16,7 @@ from vllm_omni_ext.config.disaggregation import (
 )
 from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, ReplicasConfig, StageConfig
 from vllm_omni_ext.disaggregation import parameters
-from vllm_omni_ext.disaggregation.parameters import Settings
+from vllm_omni_ext.disaggregation.parameters import TransferSettings
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import DECODE, PREFILL, SIDES
 from vllm_omni_ext.plugins.spec import KV, EdgeSpec, PipelineSpec, StageSpec
@@ -36,15 +36,15 @@ def expand(pipeline: PipelineSpec, config: OmniConfig) -> tuple[PipelineSpec, Om
         if stage.prefill_decode is not None and split_name(name) is None:
             spec = pipeline.stage(name)
             _check(spec, stage, stage.prefill_decode, pipeline)
-            pipeline = _split_pipeline(pipeline, spec, settings_of(stage.prefill_decode))
+            pipeline = _split_pipeline(pipeline, spec, transfer_settings(stage.prefill_decode))
             config = _split_config(config, name, stage, stage.prefill_decode)
     return pipeline, config
 
 
-def settings_of(split: PrefillDecode) -> Settings:
+def transfer_settings(split: PrefillDecode) -> TransferSettings:
     """Connector settings of the engines of both sides; missing ones have the connector's default."""
-    given = {f.name: getattr(split, f.name) for f in fields(Settings)}
-    return Settings(**{name: value for name, value in given.items() if value is not None})
+    given = {f.name: getattr(split, f.name) for f in fields(TransferSettings)}
+    return TransferSettings(**{name: value for name, value in given.items() if value is not None})
 
 
 def check_pairs(edges: tuple[EdgeSpec, ...], engine_args: Mapping[str, Mapping[str, Any]], config: OmniConfig) -> None:
@@ -60,7 +60,7 @@ def check_pairs(edges: tuple[EdgeSpec, ...], engine_args: Mapping[str, Mapping[s
         split = config.stage(edge.target).prefill_decode
         if edge.kind == KV and split is not None:
             try:
-                parameters.check_pair(settings_of(split), engine_args[edge.source], engine_args[edge.target])
+                parameters.check_pair(transfer_settings(split), engine_args[edge.source], engine_args[edge.target])
             except ValueError as err:
                 raise ConfigError(f"{stage_path(edge.target)}.engine.{err}") from err
 
@@ -80,12 +80,12 @@ def _check(spec: StageSpec, stage: StageConfig, split: PrefillDecode, pipeline: 
     said = [key for key in OF_A_SIDE if getattr(stage, key) != getattr(default, key)]
     check_said_below(f"stages.{spec.name}", said)
     try:
-        parameters.check(settings_of(split))
+        parameters.check(transfer_settings(split))
     except ValueError as err:
         raise ConfigError(f"{_path(spec.name)}.{err}") from err
 
 
-def _split_pipeline(pipeline: PipelineSpec, spec: StageSpec, settings: Settings) -> PipelineSpec:
+def _split_pipeline(pipeline: PipelineSpec, spec: StageSpec, settings: TransferSettings) -> PipelineSpec:
     sides = tuple(
         replace(
             spec,
@@ -139,7 +139,7 @@ def _side(stage: StageConfig, split: PrefillDecode, side: ReplicasConfig, params
         kv_cache_bytes=stage.kv_cache_bytes if side.kv_cache_bytes is None else side.kv_cache_bytes,
         cpu_threads=stage.cpu_threads if side.cpu_threads is None else side.cpu_threads,
         engine={**stage.engine, **side.engine},
-        env={**parameters.environment(settings_of(split)), **stage.env, **side.env},
+        env={**parameters.environment(transfer_settings(split)), **stage.env, **side.env},
         engine_overrides={**stage.engine_overrides, **side.engine_overrides},
         params=params,
         step_timeout_s=stage.step_timeout_s,

@@ -47,28 +47,24 @@ def flags_that_help(attempt: Attempt, args: Flags, machine: Machine, longest: in
     kinds = ("tensor_parallel_size", "quantization", "max_model_len")
     media = _largest_that_fits(MEDIA_FLAG, FEWEST_MEDIA_TOKENS, attempt, {}, machine, longest)
     mildest: list[dict[str, Any]] = [{MEDIA_FLAG: media}] if media else []
-
-    def loss(flags: Flags) -> bool:
-        return int(flags.get("max_model_len", longest)) < longest * SHORT_PART
-
     for number in range(1, len(kinds) + 1):
         found = [flags for chosen in combinations(kinds, number) if (flags := _try(chosen, attempt, machine, longest))]
         if found := [flags for flags in found if not any(args.get(key) == value for key, value in flags.items())]:
-            mild = [flags for flags in found if list(flags) == ["max_model_len"] and not loss(flags)]
+            mild = [
+                flags
+                for flags in found
+                if list(flags) == ["max_model_len"] and flags["max_model_len"] >= longest * SHORT_PART
+            ]
             return [*mildest, *mild, *(flags for flags in found if flags not in mild)]
     return mildest
-
-
-def devices_that_help(attempt: Attempt, machine: Machine) -> int | None:
-    """The smallest number of devices of the same size on which the unchanged plan fits; None: there is none."""
-    return next((larger.device_count for larger in _larger(machine) if _fits(attempt, {}, larger)), None)
 
 
 def advice(attempt: Attempt, args: Flags, machine: Machine, longest: int) -> str:
     """Half a sentence that names the remedies found."""
     ways = [as_text(flags) for flags in flags_that_help(attempt, args, machine, longest)]
-    if (count := devices_that_help(attempt, machine)) is not None:
-        ways.append(f"{count} devices of this size")
+    enough = next((larger.device_count for larger in _larger(machine) if _fits(attempt, {}, larger)), None)
+    if enough is not None:
+        ways.append(f"{enough} devices of this size")
     else:
         found = ((larger, flags_that_help(attempt, args, larger, longest)) for larger in _larger(machine))
         larger, flags = next(((each, helps[0]) for each, helps in found if helps), (machine, {}))

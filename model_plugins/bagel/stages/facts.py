@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vllm_omni_ext.model_plugins.bagel.memory import picture_tokens
+from vllm_omni_ext.model_plugins.bagel.memory import kv_bytes_per_token, picture_tokens
 from vllm_omni_ext.model_plugins.bagel.sizes import RELEASED, BagelSizes, LlmSizes, ResizeRule
 from vllm_omni_ext.plugins.memory import EncoderMemory, StageFacts, StoredTensors, WeightPart, measured
 
@@ -78,7 +78,7 @@ def facts(
             step_elements=STEP_HIDDEN * llm.hidden + split_step,
             # The autoencoder is float32: two elements of 16 bits for each of its own.
             pass_elements=2 * VAE_TENSORS * longest**2 * max(sizes.vae.widths[:2]),
-            sequence_elements=context * 2 * llm.layers * llm.kv_heads * llm.head_dim,
+            sequence_elements=context * kv_bytes_per_token(llm, 1),
         ),
     }
 
