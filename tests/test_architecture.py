@@ -18,8 +18,6 @@ HEAVY = {"vllm", "torch", "zmq", "transformers", "mooncake"}
 
 MEMBERSHIP = (
     "coordinator.members",
-    "wire.coordination",
-    "coordinator.timing",
     "coordinator.membership",
     "coordinator.follower",
 )
@@ -30,7 +28,7 @@ MACHINE = tuple(f"orchestrator.{name}" for name in _DECIDING)
 """The part of the orchestrator that decides."""
 
 LAYERS = (
-    {"errors", "ids", "lifeline", "memory", "ports", "report", "titles", "tiny.directory"},
+    {"encoding", "errors", "ids", "lifeline", "memory", "ports", "report", "titles", "tiny.directory"},
     {"patching", "patches", "evaluation", "vllm_hooks"},
     {"config", "compat", "environment", "metrics", "modalities", "plugin", "plugins", "model_plugins.*.family"}
     | {"connectors.base", "connectors.registry", "resampling"},
@@ -44,6 +42,7 @@ LAYERS = (
 """Lowest first; a module may import its own layer and those below. The longest matching name counts."""
 
 PURE = (
+    "encoding",
     "errors",
     "ids",
     "report",

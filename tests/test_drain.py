@@ -27,7 +27,7 @@ SPEAK = RequestOptions(modalities=("text", "audio"))
 def client() -> TextClient:
     orchestrator: Any = SimpleNamespace(replicas={}, pools={}, frontend="thinker")
     config: Any = None
-    return TextClient(config, {}, orchestrator, admission=orchestrator)
+    return TextClient(config, orchestrator, admission=orchestrator)
 
 
 def outputs() -> EngineCoreOutputs:

@@ -28,6 +28,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni_ext.compat import activate
+from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed
 from vllm_omni_ext.llm_arguments import Keywords
 from vllm_omni_ext.llm_calls import TargetedOfflineLLM
@@ -40,7 +41,6 @@ from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
 from vllm_omni_ext.serving.options import RequestFields, from_keywords
 from vllm_omni_ext.serving.stage_params import stage_params
 from vllm_omni_ext.serving.text_outputs import TextOutputs
-from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 
 log = logging.getLogger(__name__)
 
@@ -444,7 +444,7 @@ def _with_media(prompt: Any) -> Any:
 
 def _identity(replica: ReplicaId, ports: tuple[int, int] | None) -> ReplicaIdentity:
     """Return the identity of a replica that has no coordinator and ends with this program."""
-    return ReplicaIdentity(stage=replica.stage, index=replica.index, instance="", program=os.getpid(), ports=ports)
+    return ReplicaIdentity(stage=replica.stage, index=replica.index, program=os.getpid(), ports=ports)
 
 
 def _start_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:

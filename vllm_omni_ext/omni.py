@@ -139,8 +139,7 @@ class AsyncOmni(TargetedLLM):
             max_media_tokens=limits.max_media_tokens,
         )
         logging.getLogger("vllm.v1.engine.async_llm").addFilter(_not_about_engine_requests)
-        text = {replica: each for replica, each in replicas.items() if self._is_frontend(replica)}
-        self.engine_core = TextClient(config, text, self.orchestrator, self.plan.sides(), admission=self._admission)
+        self.engine_core = TextClient(config, self.orchestrator, self.plan.sides(), admission=self._admission)
         self.replica_connections = ReplicaConnections(
             self.connections, self.orchestrator, replicas, take=self._take, joined=self._joined, lost=self._lost
         )
@@ -259,14 +258,10 @@ class AsyncOmni(TargetedLLM):
         self._name_engine(self._numbers.of(replica.id), replica.id)
         if self.replica_stats is not None:
             self.replica_stats.joined(replica.id, replica.client.vllm_config)
-        if self._is_frontend(replica.id):
-            self.engine_core.joined(replica)
 
     def _lost(self, replica: ReplicaId) -> None:
         if self.replica_stats is not None:
             self.replica_stats.lost(replica)
-        if self._is_frontend(replica):
-            self.engine_core.lost(replica)
 
     def _tell_caller(self, request_id: str, error: OmniError) -> None:
         state = self.output_processor.request_states.get(request_id)
@@ -470,8 +465,7 @@ class AsyncOmni(TargetedLLM):
             else:
                 replica_connections.loop.call_soon_threadsafe(self._stop)
         for replica in replica_connections.replicas.values():
-            if not self._is_frontend(replica.id):
-                replica.close(timeout)
+            replica.close(timeout)
         super().shutdown(timeout)
 
 

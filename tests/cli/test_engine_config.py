@@ -11,7 +11,7 @@ from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.launch.engine_args import any_replica_args, as_asked, stage_engine_args
-from vllm_omni_ext.runtime.launch.preload import register_classes
+from vllm_omni_ext.runtime.launch.inherit import register_classes
 from vllm_omni_ext.topology.plan import Plan
 
 

@@ -8,9 +8,8 @@ import pytest
 
 from vllm_omni_ext.cli.args import parse_serve
 from vllm_omni_ext.cli.settings import from_cli
-from vllm_omni_ext.coordinator.secret_file import default_file
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.runtime.launch.secret import with_secret
+from vllm_omni_ext.runtime.launch.secret import default_file, with_secret
 from vllm_omni_ext.topology.plan import Plan
 
 HERE, ELSEWHERE = ["-oma", "127.0.0.1", "-omp", "9100"], ["-oma", "192.0.2.1", "-omp", "9100"]

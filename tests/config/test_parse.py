@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm_omni_ext.config.checks import LB_POLICIES, SHORTEST_HEARTBEAT_TIMEOUT_S
 from vllm_omni_ext.config.parse import Names, parse_config
 from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, Schema, StageConfig, keys
-from vllm_omni_ext.coordinator import timing
+from vllm_omni_ext.coordinator import membership as timing
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.pool import policies
 from vllm_omni_ext.pool.policies import POLICIES

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from vllm_omni_ext.connectors import messages as wire
 from vllm_omni_ext.connectors.base import ChunkKey, ConnectorConfig, ConnectorError
 from vllm_omni_ext.connectors.producer_state import Action, Deliver, Free, Held, ProducerState, Say
-from vllm_omni_ext.wire import chunks as wire
 
 KEEP_S = 10.0
 requests = st.sampled_from(["a", "b", "c"])

@@ -17,8 +17,8 @@ import torch
 
 from vllm_omni_ext.connectors.base import ConnectorConfig, ProducerLost
 from vllm_omni_ext.connectors.conformance import EDGE, PATIENCE_S, child, consume, empty, eventually, key, produce
+from vllm_omni_ext.connectors.messages import Welcome
 from vllm_omni_ext.connectors.shared_memory import SharedConsumer, SharedMemory, SharedProducer, _map
-from vllm_omni_ext.wire.chunks import Welcome
 
 CONFIG = ConnectorConfig(name="shared_memory")
 

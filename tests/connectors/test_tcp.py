@@ -16,12 +16,12 @@ import torch
 import zmq
 
 from tests.support.noise import garbage, mutated
+from vllm_omni_ext.connectors import messages as wire
 from vllm_omni_ext.connectors.base import MIB, ConnectorConfig, ProducerLost
 from vllm_omni_ext.connectors.conformance import EDGE, PATIENCE_S, empty, eventually, key
 from vllm_omni_ext.connectors.tcp import Tcp, TcpConsumer, TcpProducer
 from vllm_omni_ext.connectors.zmq_transport import parse
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.wire import chunks as wire
 
 CONFIG = ConnectorConfig(name="tcp")
 MESSAGES = 400

@@ -17,29 +17,27 @@ from typing import Any
 import pytest
 
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import State, View
-from vllm_omni_ext.coordinator.membership import Expected
+from vllm_omni_ext.coordinator.members import Member, State, View
+from vllm_omni_ext.coordinator.membership import Timing
 from vllm_omni_ext.coordinator.server import CoordinatorConfig, listening, run
-from vllm_omni_ext.coordinator.timing import Timing
 from vllm_omni_ext.coordinator.watcher import Watcher
 
-EXPECTED = Expected(model="m", version="1", stages={"talker": "t", "thinker": "h"})
+KEY = "the head's"
 TIMEOUT_S = 1.0
-CONFIG = CoordinatorConfig(expected=EXPECTED, timing=Timing(timeout_s=TIMEOUT_S, drain_s=5.0))
+CONFIG = CoordinatorConfig(timing=Timing(timeout_s=TIMEOUT_S, drain_s=5.0), key=KEY)
 PATIENCE_S = 15.0
 """For anything that should happen at all."""
 
 REPLICA = """
-import sys, uuid
+import sys
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import Register
+from vllm_omni_ext.coordinator.members import Member
 from vllm_omni_ext.coordinator.reporter import Reporter
 from vllm_omni_ext.pool.load import Load
 
-address, stage, config_hash, secret, index = sys.argv[1:]
-me = Register(instance=uuid.uuid4().hex, stage=stage, model="m", config_hash=config_hash, version="1")
-options = dict(keys=Keys.read(secret or None), index=int(index) if index else None)
-reporter = Reporter(address, me, lambda: Load(1, 2, 0.5), **options)
+address, stage, index, epoch, proof, interval_s, secret = sys.argv[1:]
+me, keys = Member(stage, int(index), int(epoch)), Keys.read(secret or None)
+reporter = Reporter(address, me, proof, lambda: Load(1, 2, 0.5), interval_s=float(interval_s), keys=keys)
 reporter.start()
 sys.stdin.read()
 reporter.stop()
@@ -90,9 +88,12 @@ def coordinator() -> Iterator[Callable[..., CoordinatorProcess]]:
 def replica() -> Iterator[Callable[..., subprocess.Popen]]:
     started: list[subprocess.Popen] = []
 
-    def start(address: str, stage: str = "talker", secret: str | Path = "", index: int | None = 0) -> subprocess.Popen:
-        said = (address, stage, EXPECTED.stages[stage], str(secret), "" if index is None else str(index))
-        command = [sys.executable, "-c", REPLICA, *said]
+    def start(
+        address: str, stage: str = "talker", secret: str | Path = "", index: int = 0, epoch: int = 1, key: str = KEY
+    ) -> subprocess.Popen:
+        proof, interval_s = Member(stage, index, epoch).proof(key), CONFIG.timing.interval_s
+        words = (address, stage, str(index), str(epoch), proof, str(interval_s), str(secret))
+        command = [sys.executable, "-c", REPLICA, *words]
         started.append(subprocess.Popen(command, stdin=subprocess.PIPE))
         return started[-1]
 

@@ -5,44 +5,41 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from msgspec.structs import replace
 
-from vllm_omni_ext.coordinator import members as msg
 from vllm_omni_ext.coordinator import membership as module
-from vllm_omni_ext.coordinator.members import Member, State, View
-from vllm_omni_ext.coordinator.membership import Expected, Membership
-from vllm_omni_ext.coordinator.timing import KEPT_TIMEOUTS, PUBLISH_GAP_S, Timing
+from vllm_omni_ext.coordinator.follower import LEFT, Attach, Change, Detach, Forget, ViewDiff
+from vllm_omni_ext.coordinator.members import Heartbeat, Leave, Member, State, View
+from vllm_omni_ext.coordinator.membership import KEPT_TIMEOUTS, PUBLISH_GAP_S, Membership, Names, Timing
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.load import Load
 
-EXPECTED = Expected(model="m", version="1", stages={"talker": "t", "thinker": "h"})
 TIMING = Timing(timeout_s=10.0, drain_s=30.0)
-WARRANT = "the head's"
+KEY = "the head's"
 BUSY, IDLE = Load(1, 2, 0.5), Load()
-
-
-def descriptor(instance: str, stage: str = "talker") -> msg.Register:
-    return msg.Register(instance=instance, stage=stage, model="m", config_hash=EXPECTED.stages[stage], version="1")
+FIRST, SECOND = Member("talker", 0, 1), Member("talker", 1, 2)
+AGAIN = Member("talker", 0, 3)
+"""The next process with the name of the first."""
 
 
 class Desk:
-    """A membership with a clock that stands still, and helpers that tick as a server would."""
+    """A membership with a clock that stands still, and helpers that tick as a server would and return the changes."""
 
     def __init__(self, generation: int = 100, *, settled: bool = True) -> None:
         self.now = 0.0
-        self.instances: dict[Member, str] = {}
-        self.them = Membership(EXPECTED, TIMING, generation=generation, at=0.0, warrant=WARRANT)
-        self.views: list = []
+        self.them = Membership(KEY, TIMING, generation=generation, at=0.0)
+        self.views: list[View] = []
+        self._diff = ViewDiff()
         self.wait(TIMING.timeout_s if settled else 0.0)
-        self.start = self.now
 
-    def tick(self) -> list:
-        actions = self.them.handle(msg.Tick(), self.now)
-        self.views.extend(action for action in actions if isinstance(action, View))
-        return [action for action in actions if not isinstance(action, View)]
+    def changes(self) -> list[Change]:
+        return self._diff.take(self.them.view(self.now))
 
-    def wait(self, seconds: float) -> list:
+    def tick(self) -> list[Change]:
+        if (view := self.them.tick(self.now)) is not None:
+            self.views.append(view)
+        return self.changes()
+
+    def wait(self, seconds: float) -> list[Change]:
         end, found = self.now + seconds, []
         while (due := self.them.deadline()) <= end:
             self.now = max(self.now, due)
@@ -50,145 +47,114 @@ class Desk:
         self.now = end
         return found + self.tick()
 
-    def register(self, instance: str, stage: str = "talker", **wish) -> list:
-        actions = self.them.handle(replace(descriptor(instance, stage), **wish), self.now)
-        self.instances.update((action.member, instance) for action in actions if isinstance(action, msg.Admitted))
-        return actions
+    def beat(self, member: Member, load: Load = IDLE, proof: str | None = None) -> list[Change]:
+        self.them.receive(Heartbeat(member, load, member.proof(KEY) if proof is None else proof), self.now)
+        return self.changes()
 
-    def join(self, instance: str, **wish) -> Member:
-        (*_, admitted) = self.register(instance, **wish)
-        self.beat(admitted.member)
-        return admitted.member
-
-    def beat(self, member: Member, load: Load = IDLE) -> list:
-        return self.them.handle(msg.Heartbeat(member, load, self.instances.get(member, "")), self.now)
-
-    def leave(self, member: Member, **how) -> list:
-        return self.them.handle(msg.Leave(member, **{"proof": self.instances.get(member, ""), **how}), self.now)
+    def leave(self, member: Member, *, drain: bool = True, proof: str | None = None) -> list[Change]:
+        self.them.receive(Leave(member, drain, member.proof(KEY) if proof is None else proof), self.now)
+        return self.changes()
 
     def states(self) -> dict[str, State]:
         return {str(entry.member.id): entry.state for entry in self.them.view(self.now).replicas}
 
 
 def test_a_replica_is_up_with_its_first_heartbeat_then_suspect_down_and_forgotten() -> None:
-    desk, member = Desk(), Member("talker", 0, 100)
-    first = desk.register("a")
-    assert first == [msg.Admitted(member, TIMING.interval_s)] == desk.register("a")
-    assert desk.states() == {"talker/0": State.JOINING}
-    assert desk.beat(member) == [msg.Attach(member)] and desk.beat(member) == []
+    desk = Desk()
+    assert desk.beat(FIRST) == [Attach(FIRST)] and desk.beat(FIRST) == []
     assert desk.wait(TIMING.suspect_s - 0.01) == [] and desk.states() == {"talker/0": State.UP}
     assert desk.wait(0.01) == [] and desk.states() == {"talker/0": State.SUSPECT}
-    assert desk.beat(member) == [] and desk.states() == {"talker/0": State.UP}
-    assert desk.wait(10) == [msg.Detach(member, "it has sent nothing for 10.0 s")]
+    assert desk.beat(FIRST) == [] and desk.states() == {"talker/0": State.UP}
+    assert desk.wait(10) == [Detach(FIRST, "it is down")]
     assert desk.states() == {"talker/0": State.DOWN}
-    assert desk.wait(KEPT_TIMEOUTS * 10) == [msg.Forget(member)]
+    assert desk.beat(FIRST) == [Attach(FIRST)]
+    desk.wait(10)
+    assert desk.wait(KEPT_TIMEOUTS * 10) == [Forget(FIRST)]
     assert desk.states() == {}
-    (admitted,) = desk.register("b")
-    assert desk.wait(10) == [msg.Forget(admitted.member)], "it has sent no heartbeat"
+    assert desk.beat(FIRST) == [Attach(FIRST)], "it was silent, and has not left"
 
 
-def test_names_are_the_requested_or_lowest_free_ones_and_epochs_are_new() -> None:
+def test_the_next_process_of_a_name_replaces_the_one_before() -> None:
     desk = Desk()
-    a, b, c = (desk.join(name) for name in "abc")
-    assert [m.id.index for m in (a, b, c)] == [0, 1, 2]
-    assert desk.leave(b, drain=False) == [msg.Released(b), msg.Detach(b, "it has left"), msg.Forget(b)]
-    d = desk.join("d", index=2)
-    assert d.id == b.id and d.epoch > max(a.epoch, b.epoch, c.epoch)
-    assert desk.beat(b) == [msg.RegisterAgain(b)]  # a late message of the one before
-    assert desk.leave(b, drain=False) == [msg.Released(b)]
-    assert desk.join("e", index=7, epoch=2**62) == Member("talker", 7, d.epoch + 1), "that epoch was never issued"
-    assert desk.join("f", index=10**9).id.index == 3
+    desk.beat(FIRST)
+    desk.beat(SECOND)
+    assert desk.beat(AGAIN) == [Detach(FIRST, LEFT), Forget(FIRST), Attach(AGAIN)]
+    for late in (desk.beat(FIRST, BUSY), desk.leave(FIRST), desk.leave(FIRST, drain=False)):
+        assert late == []
+    assert [entry.member for entry in desk.them.view(desk.now).replicas] == [AGAIN, SECOND]
     assert set(desk.states().values()) == {State.UP}
 
 
-def test_the_name_of_a_down_replica_is_assigned_again_and_it_gets_another_one() -> None:
+def test_a_replica_that_has_left_does_not_return() -> None:
     desk = Desk()
-    old = desk.join("a")
-    desk.wait(11)
-    forgotten, admitted = desk.register("b")
-    assert forgotten == msg.Forget(old) and admitted.member.id == old.id and admitted.member.epoch > old.epoch
-    assert desk.beat(old) == [msg.RegisterAgain(old)]
-    (again,) = desk.register("a", index=old.id.index, epoch=old.epoch)
-    assert again.member.id == ReplicaId("talker", 1) and again.member.epoch > admitted.member.epoch
+    desk.beat(FIRST)
+    assert desk.leave(FIRST, drain=False) == [Detach(FIRST, LEFT), Forget(FIRST)]
+    assert desk.beat(FIRST) == [] and desk.states() == {}
+    assert desk.leave(AGAIN, drain=False) == [], "its process ended before its first heartbeat"
+    assert desk.beat(AGAIN) == []
+    later = Member("talker", 0, 4)
+    assert desk.beat(later) == [Attach(later)]
 
 
-def test_a_new_coordinator_assigns_each_replica_its_former_name_and_epoch() -> None:
-    before = Desk()
-    members = [before.join(name) for name in "abc"]
+def test_the_end_of_the_next_process_removes_the_one_before() -> None:
+    desk = Desk()
+    desk.beat(FIRST)
+    assert desk.leave(AGAIN, drain=True) == [], "nothing is known about it"
+    assert desk.states() == {"talker/0": State.UP}
+    assert desk.leave(AGAIN, drain=False) == [Detach(FIRST, LEFT), Forget(FIRST)]
+
+
+def test_a_new_coordinator_finds_all_replicas_by_their_heartbeats() -> None:
+    before, members = Desk(), (FIRST, SECOND)
+    for member in members:
+        before.beat(member)
     after = Desk(generation=200, settled=False)
-    assert [after.beat(member) for member in members] == [[msg.RegisterAgain(member)] for member in members]
-    for name, member in reversed(list(zip("abc", members, strict=True))):
-        assert after.join(name, index=member.id.index, epoch=member.epoch) == member
-    assert after.register("any name") == after.register("a name that is taken", index=1) == [msg.NotYet()]
-    assert after.join("of the plan", index=7).id.index == 7
+    for member in members:
+        assert after.beat(member) == [Attach(member)]
+    assert after.them.view(0.0).replicas == before.them.view(0.0).replicas
     assert not after.them.view(after.now).settled
     after.wait(TIMING.timeout_s)
     assert after.them.view(after.now).settled
-    assert after.join("any name").id.index == 0, "that replica is silent"
 
 
 def test_draining_ends_with_the_last_request_but_not_at_once() -> None:
     desk = Desk()
-    member = desk.join("a")
-    assert desk.leave(member) == [] and desk.states() == {"talker/0": State.DRAINING}
-    assert desk.beat(member, IDLE) == []  # a request may be on its way to it
+    desk.beat(FIRST)
+    assert desk.leave(FIRST) == [] and desk.states() == {"talker/0": State.DRAINING}
+    assert desk.beat(FIRST, IDLE) == []  # a request may be on its way to it
     desk.wait(TIMING.interval_s)
-    assert desk.beat(member, BUSY) == []
-    assert desk.leave(member) == []
-    assert desk.beat(member, IDLE) == [msg.Released(member), msg.Detach(member, "it has left"), msg.Forget(member)]
-    assert desk.leave(member) == [msg.RegisterAgain(member)]
+    assert desk.beat(FIRST, BUSY) == []
+    assert desk.leave(FIRST) == []
+    assert desk.beat(FIRST, IDLE) == [Detach(FIRST, LEFT), Forget(FIRST)]
+    assert desk.leave(FIRST) == [] == desk.beat(FIRST), "its process ends a moment later"
 
 
 def test_draining_ends_at_its_deadline_or_with_silence() -> None:
     desk = Desk()
-    member, silent = desk.join("a"), desk.join("b")
-    desk.leave(member)
-    desk.leave(silent)
+    desk.beat(FIRST)
+    desk.beat(SECOND)
+    desk.leave(FIRST)
+    desk.leave(SECOND)
     found = []
     for _ in range(29):
         found += desk.wait(1)
-        desk.beat(member, BUSY)
-    assert found == [msg.Detach(silent, "it fell silent"), msg.Forget(silent)]
-    assert desk.wait(1) == [msg.Detach(member, "its requests took too long"), msg.Forget(member)]
-    down = desk.join("c")
+        desk.beat(FIRST, BUSY)
+    assert found == [Detach(SECOND, LEFT), Forget(SECOND)]
+    assert desk.wait(1) == [Detach(FIRST, LEFT), Forget(FIRST)]
+    assert desk.beat(FIRST) == []
+    desk.beat(AGAIN)
     desk.wait(11)
-    assert desk.leave(down) == [msg.Released(down), msg.Forget(down)], "its requests are lost already"
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"model": "x"}, "model is 'x' there and 'm' here"),
-        ({"version": "2"}, "package version is '2' there and '1' here"),
-        ({"config_hash": "x"}, "configuration hash of stage 'talker' is 'x' there and 't' here"),
-        ({"stage": "walker"}, "there is no stage 'walker'; there are talker, thinker"),
-        ({"model": "x", "version": "2"}, "model is 'x' there and 'm' here; package version is '2' there and '1' here"),
-    ],
-    ids=str,
-)
-def test_a_replica_that_does_not_fit_is_refused_with_the_reason(change: dict[str, str], reason: str) -> None:
-    desk = Desk()
-    assert desk.them.handle(replace(descriptor("a"), **change), desk.now) == [msg.Refused(reason)]
-    assert desk.states() == {}
-
-
-def test_too_many_replicas_a_second_stage_and_an_unknown_stage_are_refused(monkeypatch) -> None:
-    monkeypatch.setattr(module, "MAX_REPLICAS", 2)
-    desk = Desk()
-    desk.join("a"), desk.join("b")
-    assert desk.register("c") == [msg.Refused("stage 'talker' has 2 replicas, which is the most there can be")]
-    assert desk.register("a", "thinker") == [msg.Refused("instance 'a' is talker/0 already")]
-    unknown, refusal = Member("walker", 0, 1), [msg.Refused("there is no stage 'walker'; there are talker, thinker")]
-    assert desk.beat(unknown) == desk.leave(unknown) == refusal
+    assert desk.leave(AGAIN) == [Forget(AGAIN)], "its requests are lost already"
 
 
 def test_changes_are_published_together_and_views_come_at_least_every_interval() -> None:
     desk = Desk()
     desk.wait(1)
     desk.views.clear()
-    members = [desk.join(str(i)) for i in range(50)]
-    for member in members:
-        desk.beat(member, BUSY)
+    members = [Member("talker", i, i) for i in range(50)]
+    for load in (IDLE, BUSY):
+        for member in members:
+            desk.beat(member, load)
     desk.wait(PUBLISH_GAP_S)
     assert [len(view.replicas) for view in desk.views] == [50]
     assert {entry.load for entry in desk.views[0].replicas} == {dataclasses.replace(BUSY, report=2)}
@@ -199,29 +165,26 @@ def test_changes_are_published_together_and_views_come_at_least_every_interval()
 
 def test_an_equal_report_is_numbered_and_waits_for_the_next_view() -> None:
     desk = Desk()
-    member = desk.join("a")
+    desk.beat(FIRST)
     desk.wait(PUBLISH_GAP_S)
     desk.views.clear()
-    desk.beat(member)
+    desk.beat(FIRST)
     desk.wait(2 * PUBLISH_GAP_S)
     assert desk.views == []
     desk.wait(TIMING.interval_s)
     assert [view.replicas[0].load for view in desk.views] == [Load(report=2)]
     desk.views.clear()
-    desk.them.handle(msg.Subscribed(), desk.now)
-    desk.tick()
-    assert len(desk.views) == 1, "a new subscriber receives the view at once"
     desk.wait(5)
     assert desk.them.view(desk.now).replicas[0].load is None, "it is outdated"
 
 
 def test_a_delay_of_the_coordinator_is_not_counted_as_silence() -> None:
     desk = Desk()
-    member = desk.join("a")
+    desk.beat(FIRST)
     desk.wait(1)
     desk.now += 1000.0
     assert desk.tick() == [] and desk.states() == {"talker/0": State.UP}
-    assert msg.Detach(member, "it has sent nothing for 10.0 s") in desk.wait(10)
+    assert Detach(FIRST, "it is down") in desk.wait(10)
 
 
 @pytest.mark.parametrize("timeout", [1.0, 3.0, 30.0, 300.0])
@@ -239,33 +202,43 @@ def test_an_impossible_timeout_or_drain_time_is_refused(timeout: float) -> None:
         Timing(timeout_s=1, drain_s=-1)
 
 
-@pytest.mark.parametrize("proof", ["", "b", "talker/0", "ä", "a" * 500])
-def test_messages_about_another_replica_are_refused(proof: str) -> None:
+@pytest.mark.parametrize(
+    "proof", ["", "talker/0#1", "ä", "a" * 500, FIRST.proof("another head's"), SECOND.proof(KEY), AGAIN.proof(KEY)]
+)
+def test_messages_without_the_proof_of_their_replica_have_no_effect(proof: str) -> None:
     desk = Desk()
-    one, two = desk.join("a"), desk.join("b")
-    desk.beat(one, BUSY)
+    assert desk.beat(FIRST, proof=proof) == [] and desk.states() == {}
+    desk.beat(FIRST, BUSY)
     before = desk.them.view(desk.now)
     for drain in (True, False):
-        assert desk.leave(one, proof=proof, drain=drain) == []
-    assert desk.them.handle(msg.Heartbeat(one, IDLE, proof), desk.now) == [msg.RegisterAgain(one)]
-    assert desk.them.view(desk.now) == before and "'a'" not in repr(before)
-    assert desk.leave(two, proof="a") == []
-    assert desk.states() == {"talker/0": State.UP, "talker/1": State.UP}
+        assert desk.leave(FIRST, proof=proof, drain=drain) == []
+    assert desk.beat(FIRST, IDLE, proof) == []
+    assert desk.them.view(desk.now) == before and FIRST.proof(KEY) not in repr(before)
     for _ in range(30):
         desk.wait(TIMING.timeout_s / 10)
-        desk.them.handle(msg.Heartbeat(one, IDLE, proof), desk.now)
-    assert desk.states() == {"talker/0": State.DOWN, "talker/1": State.DOWN}, "no replica lives on such heartbeats"
+        desk.beat(FIRST, IDLE, proof)
+    assert desk.states() == {"talker/0": State.DOWN}, "no replica lives on such heartbeats"
 
 
-@pytest.mark.parametrize("drain", [True, False])
-def test_the_head_may_remove_any_replica_with_its_warrant_only(drain: bool) -> None:
-    desk = Desk()
-    member = desk.join("a")
-    actions = desk.leave(member, proof=WARRANT, drain=drain)
-    assert actions == (
-        [] if drain else [msg.Released(member), msg.Detach(member, "its process has ended"), msg.Forget(member)]
-    )
-    assert desk.states() == ({"talker/0": State.DRAINING} if drain else {})
-    without = Membership(EXPECTED, TIMING, generation=1, at=-TIMING.timeout_s)
-    (admitted,) = without.handle(descriptor("a"), 0.0)
-    assert without.handle(msg.Leave(admitted.member, drain=drain, proof=""), 0.0) == []
+def test_a_replica_gets_its_former_name_or_the_lowest_free_one_and_epochs_are_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_REPLICAS", 5)
+    names = Names(KEY, [FIRST.id])
+    assert names.give(FIRST.id) == FIRST
+
+    def given(before: int | None, stage: str = "talker") -> tuple[int, int] | None:
+        member = names.give_free(stage, before)
+        assert member is None or names.get(member.id) == member
+        return None if member is None else (member.index, member.epoch)
+
+    assert [given(None), given(4), given(4), given(0), given(99)] == [(1, 2), (4, 3), (2, 4), (3, 5), None]
+    assert given(0, "thinker") == (0, 6)
+    names.free(SECOND)
+    assert names.get(SECOND.id) is None and given(None) == (1, 7)
+    names.free(SECOND)
+    assert names.get(SECOND.id) == Member("talker", 1, 7), "a late message does not free the name"
+    names.free(FIRST)
+    assert given(0) is None, "it is planned"
+    assert names.give(FIRST.id).epoch == 8
+    assert names.proof(SECOND) == SECOND.proof(KEY)

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.coordinator.conftest import CONFIG, PATIENCE_S, TIMEOUT_S, states, watching
+from tests.coordinator.conftest import CONFIG, KEY, PATIENCE_S, TIMEOUT_S, states, watching
 from tests.support.pace import pace
+from vllm_omni_ext.coordinator.follower import Attach, Detach
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import Attach, Detach, State
+from vllm_omni_ext.coordinator.members import State
 from vllm_omni_ext.coordinator.server import CoordinatorConfig, listening
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.pool.load import Load
@@ -75,7 +76,7 @@ async def test_a_replica_that_ends_leaves_over_ipv6(coordinator, replica, tmp_pa
 async def test_a_restarted_coordinator_finds_all_replicas(coordinator, replica) -> None:
     timeout_s = TIMEOUT_S * pace()  # in which replicas must get to register again
     control = coordinator(replace(CONFIG, timing=replace(CONFIG.timing, timeout_s=timeout_s)))
-    for stage, index in (("talker", 0), ("talker", 1), ("thinker", None)):
+    for stage, index in (("talker", 0), ("talker", 1), ("thinker", 0)):
         replica(control.events, stage, index=index)
     all_up = {"talker_0": UP, "talker_1": UP, "thinker_0": UP}
     async with watching(control.views) as witness:
@@ -114,6 +115,6 @@ def test_a_coordinator_that_cannot_listen_reports_the_reason(coordinator) -> Non
     control = coordinator()
     taken = control.events
     with pytest.raises(OmniError, match=f"the coordinator cannot listen on {taken}: Address already in use"):
-        coordinator(CoordinatorConfig(expected=CONFIG.expected, timing=CONFIG.timing, events=taken))
+        coordinator(CoordinatorConfig(timing=CONFIG.timing, key=KEY, events=taken))
     with pytest.raises(OmniError, match=r"has not started within 0\.1 s"):
         listening(control.control, 0.1)

@@ -10,10 +10,11 @@ import zmq
 from msgspec.structs import replace
 
 from tests.coordinator.conftest import PATIENCE_S
-from vllm_omni_ext.coordinator.members import Attach, Entry, Member, Refused, State, View
+from vllm_omni_ext.coordinator.follower import Attach
+from vllm_omni_ext.coordinator.members import Entry, Leave, Member, State, View
 from vllm_omni_ext.coordinator.watcher import Watcher
+from vllm_omni_ext.encoding import encode
 from vllm_omni_ext.pool.load import Load
-from vllm_omni_ext.wire.coordination import encode
 
 MEMBER = Member("talker", 0, 1)
 VIEW = View(generation=1, settled=True, timeout_s=0.2, replicas=(Entry(MEMBER, State.UP, Load(1, 1, 0.1)),))
@@ -92,7 +93,7 @@ async def test_messages_that_are_no_views_are_ignored_and_counted(publisher: Pub
     watcher = Watcher(publisher.address)
     await publisher.ready()
     strange = replace(VIEW, replicas=(Entry(MEMBER, "asleep"),))
-    for at, data in enumerate((b"noise", encode(strange), encode(Refused(reason="x")))):
+    for at, data in enumerate((b"noise", encode(strange), encode(Leave(MEMBER)))):
         publisher.say(data)
         task = asyncio.create_task(watcher.__anext__())
         async with asyncio.timeout(PATIENCE_S):

@@ -19,7 +19,7 @@ from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 from vllm_omni_ext.runtime.launch.engine_args import stage_engine_args
-from vllm_omni_ext.runtime.launch.preload import register_classes
+from vllm_omni_ext.runtime.launch.inherit import register_classes
 
 
 class OwnScheduler:

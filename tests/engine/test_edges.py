@@ -15,8 +15,8 @@ from vllm_omni_ext.config.connectors import DEFAULTS
 from vllm_omni_ext.config.schema import INCOMING, OUTGOING
 from vllm_omni_ext.engine.edges import EdgeReceiver, EdgeSender, Lost, edge_receiver, edge_sender
 from vllm_omni_ext.engine.exporter import ExportedSlice
+from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 from vllm_omni_ext.wire.stage_input import HiddenStatesRef
 
 EDGE, WIDTH = "hidden_states", 5
@@ -206,7 +206,7 @@ def test_an_error_of_the_connector_fails_only_its_request(name: str) -> None:
 
 
 def test_headless_replica_listens_on_the_address_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    enrolled = ReplicaIdentity(stage="thinker", index=0, instance="i", host="127.0.0.2")
+    enrolled = ReplicaIdentity(stage="thinker", index=0, host="127.0.0.2")
     for key, value in enrolled.variable().items():
         monkeypatch.setenv(key, value)
     for settings, host in (({}, "127.0.0.2"), ({"host": "127.0.0.3"}, "127.0.0.3")):

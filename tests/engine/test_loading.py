@@ -41,8 +41,8 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Loading]:
     def say(phase: Any, **fields: Any) -> None:
         taken.append(Loading(replica="talker/0", phase=phase, **fields))
 
-    teller = SimpleNamespace(say=say, close=lambda: None)
-    monkeypatch.setattr(loading.Teller, "of_this_process", lambda: teller)
+    sender = SimpleNamespace(send=say, close=lambda: None)
+    monkeypatch.setattr(loading.ProgressSender, "of_this_process", lambda: sender)
     monkeypatch.setattr(loading, "EVERY_S", 0.0)
     return taken
 
@@ -81,9 +81,9 @@ def test_progress_ends_at_the_bytes_of_all_used_tensors(folder: Path, reports: l
 
 def test_an_unused_tensor_does_not_count(reports: list[Loading]) -> None:
     weights = [(name, torch.zeros(rows)) for name, rows in reversed(ROWS.items())]
-    teller = loading.Teller.of_this_process()
-    assert teller is not None
-    passed = loading.counting(weights, teller, lambda: 48, Model().is_unused_checkpoint_weight)
+    sender = loading.ProgressSender.of_this_process()
+    assert sender is not None
+    passed = loading.counting(weights, sender, lambda: 48, Model().is_unused_checkpoint_weight)
     assert [name for name, _ in passed] == [*reversed(ROWS)]
     assert [report.loaded for report in reports] == [0, 0, 32, 48]
 
@@ -104,7 +104,7 @@ def test_other_formats_and_processes_without_a_socket_have_the_loader_of_vllm(re
         assert config.load_format == "dummy"
     assert [report.phase for report in reports] == ["warming up"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading.Teller, "of_this_process", lambda: None)
+        patch.setattr(loading.ProgressSender, "of_this_process", lambda: None)
         with loading.progress_reported(config := LoadConfig()):
             assert config.load_format == "auto"
 

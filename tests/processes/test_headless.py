@@ -56,14 +56,15 @@ from vllm_omni_ext import __version__
 from vllm_omni_ext.cli.args import parse_serve
 from vllm_omni_ext.cli.settings import from_cli
 from vllm_omni_ext.coordinator.keys import Keys, as_client
-from vllm_omni_ext.coordinator.members import Register
-from vllm_omni_ext.coordinator.secret_file import default_file
-from vllm_omni_ext.coordinator.timing import Timing
+from vllm_omni_ext.coordinator.members import Heartbeat, Member
+from vllm_omni_ext.coordinator.membership import Timing
+from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, encode
 from vllm_omni_ext.metrics import PREFIX
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
+from vllm_omni_ext.pool.load import Load
+from vllm_omni_ext.runtime.launch.secret import default_file
+from vllm_omni_ext.runtime.supervise.joining import Join, Present
 from vllm_omni_ext.topology.agreement import config_hash, model_identity
-from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, encode
-from vllm_omni_ext.wire.joining import Join, Ping, Started
 
 pytestmark = pytest.mark.engine
 
@@ -263,9 +264,9 @@ def test_messages_without_the_secret_get_no_reply(cluster: Cluster, tiny: Path, 
     right = expectations(tiny)
     messages = [
         encode(Join(ticket="t" * 32, stage="talker", host=HOST, **right)),
-        encode(Register(instance="i" * 32, stage="talker", **right)),
+        encode(Heartbeat(Member("talker", 9, 9), Load(), proof="p" * 64)),
         *leaves(list(states(head)), range(3)),
-        encode(Ping()),
+        encode(Present(ticket="t" * 32, pid=1)),
         b"ENGINE_CORE_DEAD",
     ]
     said: list[Any] = []
@@ -284,7 +285,7 @@ def test_malformed_messages_at_every_port_change_no_answer(cluster: Cluster, und
     head, rng = cluster.head, random.Random(1)
     secret = Keys.read(str(default_file()))
     assert secret is not None
-    harmless = [encode(Started(ticket="y" * 32, pid=1)), *leaves(["talker/9"], [9])]
+    harmless = [encode(Present(ticket="y" * 32, pid=1)), *leaves(["talker/9"], [9])]
     messages = [noise.garbage(rng, MAX_MESSAGE_BYTES - 1) for _ in range(EACH)]  # one more ends a connection
     messages += [noise.mutated(rng, harmless) for _ in range(EACH)]
     before = sum(process.memory_full_info().uss for process in head.processes())
@@ -293,8 +294,8 @@ def test_malformed_messages_at_every_port_change_no_answer(cluster: Cluster, und
         for port in listening_ports(head) - {head.port}:
             raw_noise(port, rng)
             flood(port, messages[::FEWER])
-        for port in (cluster.port, cluster.port + 1):
-            flood(port, messages, secret)
+        for port, kind in ((cluster.port, zmq.DEALER), (cluster.port + 1, zmq.PUSH)):
+            flood(port, messages, secret, kind)
 
     assert during(head, "talker", attack) == undisturbed
     assert all_up(head, 5)
@@ -311,22 +312,22 @@ def raw_noise(port: int, rng: random.Random) -> None:
                 connection.sendall(rng.randbytes(200))
 
 
-def flood(port: int, messages: list[bytes], keys: Keys | None = None) -> None:
+def flood(port: int, messages: list[bytes], keys: Keys | None = None, kind: int = zmq.DEALER) -> None:
     """Send messages, from a new connection every thousand; with keys, wait until they are sent.
 
     Without the keys, the port refuses the handshake. From then on the socket has no peer, and takes no more messages.
     """
     with zmq.Context() as context:
         for start in range(0, len(messages), 1000):
-            with context.socket(zmq.DEALER) as dealer:
-                as_client(dealer, keys)
-                dealer.sndhwm = 0
-                dealer.linger = 1000 if keys else 0
-                dealer.connect(f"tcp://{HOST}:{port}")
+            with context.socket(kind) as sender:
+                as_client(sender, keys)
+                sender.sndhwm = 0
+                sender.linger = 1000 if keys else 0
+                sender.connect(f"tcp://{HOST}:{port}")
                 refused = contextlib.nullcontext() if keys else contextlib.suppress(zmq.Again)
                 with refused:
                     for message in messages[start : start + 1000]:
-                        dealer.send(message, zmq.NOBLOCK)
+                        sender.send(message, zmq.NOBLOCK)
 
 
 def _readable(paths: list[str]) -> list[bool]:

@@ -22,14 +22,12 @@ from vllm.utils.network_utils import ZmqListener
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import end_processes
-from vllm_omni_ext.runtime.client.board import NOT_ACCEPTING
+from vllm_omni_ext.runtime import control as msg
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
-from vllm_omni_ext.runtime.launch.descriptors import receive_descriptors, send_descriptors
+from vllm_omni_ext.runtime.control import NOT_ACCEPTING, Servers, decode, encode, receive_descriptors, send_descriptors
+from vllm_omni_ext.runtime.operator_state import ReplicasSlept
 from vllm_omni_ext.runtime.supervise import api_servers
 from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
-from vllm_omni_ext.wire import control as msg
-from vllm_omni_ext.wire.control import Servers, decode, encode
-from vllm_omni_ext.wire.operator_state import ReplicasSlept
 
 pytestmark = pytest.mark.engine
 FORK = multiprocessing.get_context("fork")
@@ -103,7 +101,7 @@ def serve(connections: Connections, control: Connection, report: Connection, beh
         control.send_bytes(encode(msg.ReplicaConnected(str(replica), response)))
     control.send_bytes(encode(msg.ServerReady()))
     if behaviour == "asks":
-        control.send_bytes(encode(msg.ChangeAsked(7, SLEPT)))
+        control.send_bytes(encode(msg.ChangeRequested(7, SLEPT)))
     while True:
         message: Any = decode(control.recv_bytes())
         if isinstance(message, msg.ReplicaReady):
@@ -116,7 +114,7 @@ def serve(connections: Connections, control: Connection, report: Connection, beh
         else:
             report.send(message)
         if isinstance(message, msg.ChangeMade) and behaviour != "silent":
-            control.send_bytes(encode(msg.ChangeKnown(message.version)))
+            control.send_bytes(encode(msg.ChangeApplied(message.version)))
 
 
 class Running:
@@ -293,7 +291,7 @@ def test_change_is_settled_when_all_live_api_servers_have_made_it(stack: context
     running.servers.listen(NEW)
     running.until(1, msg.ReplicaStarting)  # skips a settlement that comes too early
     running.kill(0)
-    assert running.until(1, msg.ChangeSettled) == msg.ChangeSettled(7)
+    assert running.until(1, msg.ChangeComplete) == msg.ChangeComplete(7)
     running.servers.start_again(0)
     assert running.until(0, Connections).operator_state.asleep == {"talker/0"}
     running.servers.ended(TALKER, "killed", again=True)

@@ -15,7 +15,7 @@ from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.client.calls import Calls
 from vllm_omni_ext.runtime.client.replica import StockReplica
 from vllm_omni_ext.runtime.client.targeted import TargetedLLM
-from vllm_omni_ext.wire.operator_state import ReplicasSlept
+from vllm_omni_ext.runtime.operator_state import ReplicasSlept
 
 COUNTS = {"thinker": 2, "talker": 2, "code2wav": 1}
 NAMES = [ReplicaId(stage, i) for stage, count in COUNTS.items() for i in range(count)]

@@ -63,7 +63,7 @@ def test_stages_sample_without_flashinfer_where_it_cannot_be_compiled(
     config = SimpleNamespace(ports=(23000, 23009), stage=lambda name: stage)
     plan = SimpleNamespace(config=config, stage=lambda name: stage)
     deployment: Any = SimpleNamespace(plan=plan, _no_flashinfer=bool(missing))
-    with Deployment._surroundings(deployment, "talker", str(tmp_path)):
+    with Deployment._replica_environment(deployment, "talker", str(tmp_path)):
         assert os.environ.get(SAMPLER) == expected
         assert (os.environ["MC_MIN_RPC_PORT"], os.environ["MC_MAX_RPC_PORT"]) == ("23000", "23009")
 

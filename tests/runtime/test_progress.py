@@ -19,7 +19,7 @@ from tests.support.descriptors import open_files
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.launch.logs import TAIL_LINES, FileLogs, TerminalLogs
 from vllm_omni_ext.runtime.launch.progress import Listener, Progress, spinner, text_of
-from vllm_omni_ext.wire.loading import Loading, Teller
+from vllm_omni_ext.wire.loading import Loading, ProgressSender
 
 THINKER, TALKER = ReplicaId("thinker", 0), ReplicaId("talker", 0)
 PATIENCE_S = 5.0
@@ -105,15 +105,15 @@ def test_reports_arrive_and_are_repeated_until_the_next(listening: Any) -> None:
     path, lines, progress = listening
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.sendto(b"nonsense", path)
-    teller = Teller(path, str(THINKER))
-    teller.say("loading", loaded=1, total=4)
-    lost = Teller(f"{path}/gone", str(THINKER))
-    lost.say("loading")  # no listener: no error
+    sender = ProgressSender(path, str(THINKER))
+    sender.send("loading", loaded=1, total=4)
+    lost = ProgressSender(f"{path}/gone", str(THINKER))
+    lost.send("loading")  # no listener: no error
     lost.close()
     expected = "thinker/0: loading 0.0 of 0.0 MiB (25 %)"
     assert [lines.get(timeout=PATIENCE_S) for _ in range(3)] == [expected] * 3
     progress.over(THINKER)
-    teller.close()
+    sender.close()
 
 
 def test_progress_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

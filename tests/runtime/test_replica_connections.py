@@ -33,7 +33,7 @@ from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.client import replica_connections as replica_connections_module
 from vllm_omni_ext.runtime.client.replica_connections import ReplicaConnections, ReplicaInfo
-from vllm_omni_ext.wire.operator_state import NOTHING_CHANGED
+from vllm_omni_ext.runtime.operator_state import NOTHING_CHANGED
 
 A, B, FAR = (ReplicaId("text", i) for i in range(3))
 """Two that are planned here and one of another host."""
@@ -352,7 +352,7 @@ async def test_any_order_of_the_heads_messages_ends_in_the_same_state(bench: Ben
             await asyncio.sleep(rng.choice((0, 0.002)))
     async with asyncio.timeout(5):
         up = {replica for replica in there if there[replica]}
-        while set(bench.pool.replicas) != up or bench.replica_connections._coming:
+        while set(bench.pool.replicas) != up or bench.replica_connections._connect_tasks:
             await asyncio.sleep(0.001)
     await bench.settle()
     assert set(bench.replica_connections.replicas) == set(bench.pool.replicas)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime.supervise.restarts import LONGEST_PAUSE_S, RestartPolicy, RestartTotals
+from vllm_omni_ext.runtime.supervise.process_watcher import LONGEST_PAUSE_S, RestartPolicy, RestartTotals
 
 WINDOW_S = 10.0
 

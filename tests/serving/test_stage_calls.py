@@ -17,9 +17,9 @@ from vllm.entrypoints.serve.profile.api_router import router as profile
 
 from tests.runtime.test_calls import Bench, targeted
 from tests.serving.conftest import asking
+from vllm_omni_ext.runtime.operator_state import NOTHING_CHANGED, Change, OperatorState
 from vllm_omni_ext.serving.adapters import Adapters
 from vllm_omni_ext.serving.stage_calls import add_routes
-from vllm_omni_ext.wire.operator_state import NOTHING_CHANGED, Change, OperatorState
 
 JSON = {"content-type": "application/json"}
 ADAPTER = {"lora_name": "tune", "lora_path": "/adapters/tune"}

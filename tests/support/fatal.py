@@ -20,7 +20,7 @@ def install() -> None:
     """Change vLLM's executor in this process and in all that it starts."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
+    from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 
     execute = UniProcExecutor.execute_model
 

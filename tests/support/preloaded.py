@@ -292,7 +292,7 @@ def main() -> None:
     setproctitle.getproctitle()  # finds the command line, which it cannot when `become` has changed the environment
     for name in MODULES:
         import_module(name)
-    for name in import_module("vllm_omni_ext.runtime.launch.preload").LATE_IMPORTS:
+    for name in import_module("vllm_omni_ext.runtime.launch.inherit").LATE_IMPORTS:
         import_module(name)
     sys.stdout.flush()  # output of modules, here and in C
     ctypes.CDLL(None).fflush(None)

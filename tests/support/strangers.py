@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from vllm_omni_ext.coordinator.members import Leave, Member
-from vllm_omni_ext.wire.coordination import encode
+from vllm_omni_ext.encoding import encode
 
 ENGINE = (0).to_bytes(2, "little")
 """Identity of vLLM's engines."""

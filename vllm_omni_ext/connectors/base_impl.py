@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from vllm_omni_ext.connectors import messages as wire
 from vllm_omni_ext.connectors.arena import ALIGNMENT, aligned
 from vllm_omni_ext.connectors.base import (
     MAX_META_BYTES,
@@ -27,7 +28,6 @@ from vllm_omni_ext.connectors.base import (
 from vllm_omni_ext.connectors.consumer_state import Arrival, ConsumerState
 from vllm_omni_ext.connectors.producer_state import Action, Free, Held, Link, ProducerState
 from vllm_omni_ext.connectors.tensors import describe
-from vllm_omni_ext.wire import chunks as wire
 
 MAX_REASON = 4096
 """Characters of a failure's reason; more is cut off."""

@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_omni_ext.connectors import messages as wire
 from vllm_omni_ext.connectors.base import (
     Arrived,
     ChunkFailed,
@@ -19,7 +20,6 @@ from vllm_omni_ext.connectors.base import (
     NoSuchChunk,
     ProducerLost,
 )
-from vllm_omni_ext.wire import chunks as wire
 
 
 @dataclass(frozen=True, slots=True)

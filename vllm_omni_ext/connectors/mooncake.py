@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_omni_ext.connectors import messages as wire
 from vllm_omni_ext.connectors.arena import Arena
 from vllm_omni_ext.connectors.base import (
     Arrived,
@@ -40,9 +41,8 @@ from vllm_omni_ext.connectors.consumer_state import Arrival
 from vllm_omni_ext.connectors.tcp import listening
 from vllm_omni_ext.connectors.tensors import check, read, write
 from vllm_omni_ext.connectors.zmq_transport import LinkedConsumer, LinkedProducer
+from vllm_omni_ext.encoding import Malformed
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.wire import chunks as wire
-from vllm_omni_ext.wire.coordination import Malformed
 
 READS_AT_ONCE = 4
 """Threads of a consumer for reads of the engine, which block."""

@@ -11,8 +11,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from vllm_omni_ext.connectors import messages as wire
 from vllm_omni_ext.connectors.base import BackPressure, ChunkFailed, ChunkKey, ConnectorConfig, Forgotten
-from vllm_omni_ext.wire import chunks as wire
 
 Link: TypeAlias = Hashable
 """One consumer's connection."""

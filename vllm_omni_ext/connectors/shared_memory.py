@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
+from vllm_omni_ext.connectors import messages as wire
 from vllm_omni_ext.connectors.arena import Arena
 from vllm_omni_ext.connectors.base import Arrived, Connector, ConnectorConfig, Part, ignore
 from vllm_omni_ext.connectors.base_impl import ReadLease
 from vllm_omni_ext.connectors.consumer_state import Arrival
 from vllm_omni_ext.connectors.tensors import check, read, write
 from vllm_omni_ext.connectors.zmq_transport import LinkedConsumer, LinkedProducer
-from vllm_omni_ext.wire import chunks as wire
-from vllm_omni_ext.wire.coordination import Malformed
+from vllm_omni_ext.encoding import Malformed
 
 F_SEAL_FUTURE_WRITE = 0x0010
 """Value from linux/fcntl.h, which Python does not define: later mappings are read-only."""

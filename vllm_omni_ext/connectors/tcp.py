@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from vllm_omni_ext.connectors import messages as wire
 from vllm_omni_ext.connectors.base import Arrived, Connector, ConnectorConfig, Part, ignore
 from vllm_omni_ext.connectors.base_impl import Budget, ReadLease
 from vllm_omni_ext.connectors.consumer_state import Arrival
 from vllm_omni_ext.connectors.producer_state import Deliver
 from vllm_omni_ext.connectors.tensors import check, host_views, read
 from vllm_omni_ext.connectors.zmq_transport import SLICE_BYTES, LinkedConsumer, LinkedProducer
-from vllm_omni_ext.wire import chunks as wire
-from vllm_omni_ext.wire.coordination import Malformed
+from vllm_omni_ext.encoding import Malformed
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import numpy as np
 
 from vllm_omni_ext.connectors.arena import aligned
 from vllm_omni_ext.connectors.base import MAX_PARTS, Part
-from vllm_omni_ext.wire.chunks import PartHead
-from vllm_omni_ext.wire.coordination import Malformed
+from vllm_omni_ext.connectors.messages import PartHead
+from vllm_omni_ext.encoding import Malformed
 
 if TYPE_CHECKING:
     import torch

@@ -24,12 +24,12 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from vllm_omni_ext.connectors import messages as wire
 from vllm_omni_ext.connectors.base import Arrived, ConnectorConfig, ConnectorError
 from vllm_omni_ext.connectors.base_impl import Memory, ReceivingConsumer, StoringProducer
 from vllm_omni_ext.connectors.producer_state import Action, Deliver, Say
+from vllm_omni_ext.encoding import Malformed
 from vllm_omni_ext.ports import bind_within
-from vllm_omni_ext.wire import chunks as wire
-from vllm_omni_ext.wire.coordination import Malformed
 
 ANY_PORT = ":*"
 """End of a ZeroMQ address without a port number."""

@@ -1,15 +1,40 @@
-"""Turns each view of the coordinator into the changes since the last one, for an API server's pools. Pure."""
+"""Turns each view of the coordinator into the changes since the last one. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_omni_ext.coordinator.members import ATTACHED, LEFT, Attach, Detach, Entry, Forget, Member, State, View
+from vllm_omni_ext.coordinator.members import ATTACHED, Entry, Member, State, View
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.stage_pool import StagePool
+
+
+class Attach(Struct, frozen=True):
+    """A replica can be used, for the first time or again."""
+
+    member: Member
+
+
+LEFT = "it has left"
+"""Reason of `Detach` for a replica that left after its requests, or whose process has ended."""
+
+
+class Detach(Struct, frozen=True):
+    """The requests of a replica are lost."""
+
+    member: Member
+    reason: str
+
+
+class Forget(Struct, frozen=True):
+    """A replica's name is free; its metrics labels and connections can be removed."""
+
+    member: Member
+
 
 Change: TypeAlias = Attach | Detach | Forget
 
@@ -17,9 +42,8 @@ Change: TypeAlias = Attach | Detach | Forget
 class ViewDiff:
     """The replicas in the last view. A subscriber may miss views: each view is compared with the last one it received.
 
-    The views of a restarted coordinator list only the replicas that have registered again. Until such a view is
-    `settled`, replicas of earlier views keep their state, without a load. A replica that has just registered again
-    keeps its state until its next heartbeat.
+    The views of a restarted coordinator list only the replicas that have sent it a heartbeat. Until such a view is
+    `settled`, replicas of earlier views keep their state, without a load.
     """
 
     def __init__(self) -> None:
@@ -33,10 +57,6 @@ class ViewDiff:
             self._kept = {entry.member.id: entry for entry in _unloaded(before.replicas)}
         if self._kept:
             view = self._with_kept(view)
-        if before is not None and any(entry.state is State.JOINING for entry in view.replicas):
-            known = {entry.member: entry for entry in _unloaded(before.replicas)}
-            listed = (known.get(e.member, e) if e.state is State.JOINING else e for e in view.replicas)
-            view = replace(view, replicas=tuple(listed))
         self.view = view
         return _changes(before.replicas if before else (), view.replicas)
 
@@ -45,10 +65,10 @@ class ViewDiff:
             self._kept.pop(entry.member.id, None)
         if view.settled:
             self._kept.clear()
-        everybody = (*view.replicas, *self._kept.values())
-        return replace(view, replicas=tuple(sorted(everybody, key=lambda entry: entry.member)))
+        all_entries = (*view.replicas, *self._kept.values())
+        return replace(view, replicas=tuple(sorted(all_entries, key=lambda entry: entry.member)))
 
-    def distrust(self) -> View | None:
+    def without_loads(self) -> View | None:
         """The last view is too old: keep its replicas, drop their loads."""
         if self.view is not None:
             self.view = replace(self.view, replicas=_unloaded(self.view.replicas))

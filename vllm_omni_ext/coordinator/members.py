@@ -1,21 +1,16 @@
-"""The messages between coordinator, replicas and API servers, as frozen data.
-
-Each message has one direction and is decoded by `TO_COORDINATOR`, `TO_REPLICA` or `VIEWS`.
-"""
+"""The messages of replicas and the head to the coordinator, and of the coordinator to API servers, as frozen data."""
 
 from __future__ import annotations
 
 import enum
+import hmac
 from typing import TypeAlias
 
 import msgspec
 from msgspec import Struct
 
-from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.pool.load import Load
-from vllm_omni_ext.wire.coordination import (
+from vllm_omni_ext.encoding import (
     MAX_MESSAGE_BYTES,
-    MAX_REPLY_BYTES,
     MAX_VIEW_BYTES,
     Channel,
     Count,
@@ -25,12 +20,13 @@ from vllm_omni_ext.wire.coordination import (
     Seconds,
     Text,
 )
+from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.pool.load import Load
 
 
 class State(enum.Enum):
     """State of a replica; the docstring of `membership` shows the transitions."""
 
-    JOINING = "joining"
     UP = "up"
     SUSPECT = "suspect"
     DOWN = "down"
@@ -42,7 +38,10 @@ ATTACHED = frozenset({State.UP, State.SUSPECT, State.DRAINING})
 
 
 class Member(Struct, frozen=True, order=True):
-    """A replica's name and its epoch, printed `talker/1#7`. The epoch distinguishes replicas that had the same name."""
+    """A replica's name and its epoch, printed `talker/1#7`. The head gives every process of a replica both.
+
+    The epoch distinguishes replicas that had the same name: a later one has a larger epoch.
+    """
 
     stage: Name
     index: Count
@@ -56,6 +55,10 @@ class Member(Struct, frozen=True, order=True):
     def __str__(self) -> str:
         return f"{self.id}#{self.epoch}"
 
+    def proof(self, key: str) -> str:
+        """The text that shows that the head, which has the key, has given this name."""
+        return hmac.digest(key.encode(), str(self).encode(), "sha256").hex()
+
 
 class Entry(Struct, frozen=True):
     """One replica in a view. `load` is None without a recent report."""
@@ -65,31 +68,11 @@ class Entry(Struct, frozen=True):
     load: Load | None = None
 
 
-class Descriptor(Message, frozen=True, kw_only=True):
-    """Values that must be equal for all replicas. `config_hash` covers all settings that a stage's replicas share."""
-
-    stage: Name
-    model: Text
-    config_hash: Text
-    version: Text
-
-
-class Register(Descriptor, frozen=True, kw_only=True, tag="register"):
-    """Replica to coordinator: request to join.
-
-    Attributes:
-        instance: unique text that cannot be guessed, e.g. a random UUID; it authenticates the replica's messages.
-        index: the preferred index: that of the plan, or the replica's last one.
-        epoch: the epoch that the replica had with that index; it is assigned again if the name is free.
-    """
-
-    instance: Name
-    index: Count | None = None
-    epoch: Epoch | None = None
-
-
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """Replica to coordinator: a sign of life. The coordinator numbers the reports itself. `proof`: see `Leave`."""
+    """Replica to coordinator: a sign of life. The coordinator numbers the reports itself.
+
+    `proof` is `Member.proof`, which no view contains.
+    """
 
     member: Member
     load: Load
@@ -97,43 +80,11 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
 
 class Leave(Message, frozen=True, tag="leave"):
-    """Replica to coordinator: the replica ends, after its requests (`drain`) or now.
-
-    `proof` is the replica's `Register.instance`, which no view contains, or the head's warrant.
-    """
+    """A replica ends, after its requests (`drain`) or now. Sent by the replica, its headless node, or the head."""
 
     member: Member
     drain: bool = True
     proof: Text = ""
-
-
-class Admitted(Message, frozen=True, tag="admitted"):
-    """Coordinator to replica: the replica has joined as `member` and must send a heartbeat every `interval_s`."""
-
-    member: Member
-    interval_s: Seconds
-
-
-class Refused(Message, frozen=True, tag="refused"):
-    """Coordinator to replica: the replica may not join."""
-
-    reason: str
-
-
-class NotYet(Message, frozen=True, tag="not_yet"):
-    """Coordinator to replica: register again later. The coordinator is new, and free names may belong to replicas."""
-
-
-class RegisterAgain(Message, frozen=True, tag="register_again"):
-    """Coordinator to replica: `member` is unknown (new coordinator, or the replica was silent for too long)."""
-
-    member: Member
-
-
-class Released(Message, frozen=True, tag="released"):
-    """Coordinator to replica: `member` has left; its process may end."""
-
-    member: Member
 
 
 class View(Message, frozen=True, kw_only=True, tag="view"):
@@ -141,7 +92,7 @@ class View(Message, frozen=True, kw_only=True, tag="view"):
 
     Attributes:
         generation: grows with every start of the coordinator.
-        settled: false while live replicas may not yet have registered with a new coordinator.
+        settled: false while live replicas may not yet have sent a heartbeat to a new coordinator.
         timeout_s: loads in a view older than this must not be trusted.
         dropped: malformed messages that the coordinator has dropped.
         pid: process id of the coordinator; 0 if unknown.
@@ -155,43 +106,7 @@ class View(Message, frozen=True, kw_only=True, tag="view"):
     pid: Count = 0
 
 
-class Subscribed(Struct, frozen=True):
-    """Inside the coordinator: a new subscriber needs the view."""
-
-
-class Tick(Struct, frozen=True):
-    """Inside the coordinator: time has passed."""
-
-
-class Attach(Struct, frozen=True):
-    """A replica can be used, for the first time or again."""
-
-    member: Member
-
-
-LEFT = "it has left"
-"""Reason of `Detach` for a replica that left by itself, after its requests or at the end of its engine."""
-
-
-class Detach(Struct, frozen=True):
-    """The requests of a replica are lost."""
-
-    member: Member
-    reason: str
-
-
-class Forget(Struct, frozen=True):
-    """A replica's name is free; its metrics labels and connections can be removed."""
-
-    member: Member
-
-
-ToCoordinator: TypeAlias = Register | Heartbeat | Leave
-ToReplica: TypeAlias = Admitted | Refused | NotYet | RegisterAgain | Released
-Event: TypeAlias = ToCoordinator | Subscribed | Tick
-Action: TypeAlias = ToReplica | Attach | Detach | Forget | View
-"""Replies go to the sender of the event, views to all subscribers."""
+ToCoordinator: TypeAlias = Heartbeat | Leave
 
 TO_COORDINATOR: Channel[ToCoordinator] = Channel(msgspec.msgpack.Decoder(ToCoordinator), MAX_MESSAGE_BYTES)
-TO_REPLICA: Channel[ToReplica] = Channel(msgspec.msgpack.Decoder(ToReplica), MAX_REPLY_BYTES)
 VIEWS: Channel[View] = Channel(msgspec.msgpack.Decoder(View), MAX_VIEW_BYTES)

@@ -1,316 +1,277 @@
-"""State machine of the replicas of a deployment: events in, actions out. No I/O, no threads, no clock.
+"""State machine of the replicas of a deployment: messages in, views out. No I/O, no threads, no clock.
 
-    JOINING --heartbeat--> UP --3 beats missed--> SUSPECT --timeout--> DOWN --long gone--> forgotten
-                           ^ <----heartbeat-----' |                      |
-                           '<-----heartbeat (attached again)-------------'
+    first heartbeat --> UP --3 beats missed--> SUSPECT --timeout--> DOWN --long gone--> forgotten
+                        ^ <----heartbeat-----' |                      |
+                        '<-----heartbeat (attached again)-------------'
     any state --leave--> DRAINING --empty, silent or too slow--> forgotten
 
-A replica is *attached* while it is UP, SUSPECT or DRAINING: its requests continue. A forgotten replica frees its name
-(`talker/1`). The next replica to join the stage gets the name with another epoch: (name, epoch) is never used twice.
+A replica is *attached* while it is UP, SUSPECT or DRAINING: its requests continue. The head gives every process of a
+replica its name (`talker/1`), an epoch, and a proof of both (`Names`). In the coordinator (`Membership`) a message
+counts only with the proof, and a heartbeat is the only registration. So a coordinator that is started again finds all
+replicas by their heartbeats, and messages of another deployment have no effect. Of two replicas of one name the one
+with the larger epoch counts. A replica that has left does not return; one that was silent may.
 
-A message about a replica counts only with a proof that the replica's process or the head sent it.
-
-Times are seconds of one monotonic clock, passed in by the caller. Only `Tick` lets time pass: a delayed caller first
-passes in the events that have arrived, then ticks. A late tick (see `deadline`) extends all deadlines, so that a delay
-of the coordinator is not counted as silence of the replicas.
+Times are seconds of one monotonic clock, passed in by the caller. Only `tick` lets time pass: a delayed caller first
+passes in the messages that have arrived, then ticks. A late tick (see `deadline`) extends all deadlines, so that a
+delay of the coordinator is not counted as silence of the replicas.
 """
 
 from __future__ import annotations
 
 import hmac
+import itertools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from vllm_omni_ext.coordinator.members import (
-    ATTACHED,
-    LEFT,
-    Action,
-    Admitted,
-    Attach,
-    Descriptor,
-    Detach,
-    Entry,
-    Event,
-    Forget,
-    Heartbeat,
-    Leave,
-    Member,
-    NotYet,
-    Refused,
-    Register,
-    RegisterAgain,
-    Released,
-    State,
-    Subscribed,
-    Tick,
-    ToReplica,
-    View,
-)
-from vllm_omni_ext.coordinator.timing import PUBLISH_GAP_S, Timing
+from vllm_omni_ext.coordinator.members import Entry, Heartbeat, Leave, Member, State, ToCoordinator, View
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.load import Load
+
+SHORTEST_TIMEOUT_S = 1.0
+BEATS_PER_TIMEOUT = 5
+"""Heartbeats in one timeout: four may be lost or late."""
+
+LONGEST_INTERVAL_S = 1.0
+"""Heartbeats carry the load, so they are sent at least this often however long the timeout is."""
+
+MISSED_BEATS = 3
+"""A replica that missed this many heartbeats is avoided."""
+
+KEPT_TIMEOUTS = 10
+"""A silent replica keeps its name for this many timeouts, unless another needs it."""
+
+PUBLISH_GAP_S = 0.1
+"""Least time between two publications (vLLM's own coordinator publishes at this pace)."""
 
 MAX_REPLICAS = 4096
 """Most replicas of one stage."""
 
-ENDED = "its process has ended"
-"""Reason of `Detach` for a replica whose end the head has reported."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
-    """Values that every replica must have. `stages`: config hash by stage name."""
+class Timing:
+    """Everything that is derived from the heartbeat timeout. All in seconds.
 
-    model: str
-    version: str
-    stages: Mapping[str, str]
+    Attributes:
+        timeout_s: a replica that is silent for this time is down.
+        drain_s: time that a leaving replica has to finish its requests.
+    """
 
-    def objection(self, replica: Descriptor) -> str:
-        """The reason to refuse a replica; empty if it may join."""
-        if replica.stage not in self.stages:
-            return f"there is no stage '{replica.stage}'; there are {', '.join(sorted(self.stages)) or 'none'}"
-        compared = (
-            ("model", replica.model, self.model),
-            ("package version", replica.version, self.version),
-            (f"configuration hash of stage '{replica.stage}'", replica.config_hash, self.stages[replica.stage]),
-        )
-        return "; ".join(f"{what} is '{its}' there and '{ours}' here" for what, its, ours in compared if its != ours)
+    timeout_s: float
+    drain_s: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.timeout_s) and self.timeout_s >= SHORTEST_TIMEOUT_S):
+            raise ConfigError(f"heartbeat timeout: must be at least {SHORTEST_TIMEOUT_S:g} s, got {self.timeout_s!r}")
+        if not (math.isfinite(self.drain_s) and self.drain_s >= 0):
+            raise ConfigError(f"drain time: must be a number of seconds >= 0, got {self.drain_s!r}")
+
+    @property
+    def interval_s(self) -> float:
+        """Time between two heartbeats, and the longest time between two publications."""
+        return min(self.timeout_s / BEATS_PER_TIMEOUT, LONGEST_INTERVAL_S)
+
+    @property
+    def suspect_s(self) -> float:
+        """Silence after which a replica is avoided; shorter than the timeout."""
+        return MISSED_BEATS * self.interval_s
+
+    @property
+    def forget_s(self) -> float:
+        """Silence after which a replica's name is free."""
+        return (1 + KEPT_TIMEOUTS) * self.timeout_s
+
+
+class Names:
+    """The names of all replicas, in the head. Every process of a replica gets a name with a new epoch.
+
+    Args:
+        key: the head's key for proofs.
+        planned: names of the replicas that the head starts itself; no other replica gets one of them.
+    """
+
+    def __init__(self, key: str, planned: Iterable[ReplicaId]) -> None:
+        self._key = key
+        self._planned = frozenset(planned)
+        self._epochs = itertools.count(1)
+        self._members: dict[ReplicaId, Member] = {}
+
+    def give(self, replica: ReplicaId) -> Member:
+        """Give a name to a process that is going to start. An earlier process of that name does not count any more."""
+        member = self._members[replica] = Member(replica.stage, replica.index, next(self._epochs))
+        return member
+
+    def give_free(self, stage: str, before: int | None) -> Member | None:
+        """Give the name with the index that the replica had before if it is free, else the lowest free one.
+
+        Returns:
+            None: there is none.
+        """
+        taken = self._members.keys() | self._planned
+        indices = (*(() if before is None else (before,)), *range(MAX_REPLICAS))
+        free = (name for index in indices if index < MAX_REPLICAS and (name := ReplicaId(stage, index)) not in taken)
+        found = next(free, None)
+        return None if found is None else self.give(found)
+
+    def get(self, replica: ReplicaId) -> Member | None:
+        """The process that has a name; None if the name is free."""
+        return self._members.get(replica)
+
+    def free(self, member: Member) -> None:
+        """Free a name, unless a later process has it."""
+        if self._members.get(member.id) == member:
+            del self._members[member.id]
+
+    def proof(self, member: Member) -> str:
+        """The proof that this head has given a name."""
+        return member.proof(self._key)
 
 
 @dataclass(slots=True)
 class _Record:
     member: Member
-    descriptor: Register
     last_seen: float
     """Last sign of life."""
-    state: State = State.JOINING
+    state: State = State.UP
     leaving: float = math.inf
     """When the replica began to leave."""
     load: Load | None = None
     reports: int = 0
 
 
-@dataclass
-class _Stage:
-    by_index: dict[int, _Record] = field(default_factory=dict)
-
-    def free(self, wanted: int | None) -> int | None:
-        """The wanted index if it is free, else the lowest free one. Free: no replica has it, or a DOWN one."""
-        if wanted is not None and 0 <= wanted < MAX_REPLICAS and self._is_free(wanted):
-            return wanted
-        return next((index for index in range(MAX_REPLICAS) if self._is_free(index)), None)
-
-    def _is_free(self, index: int) -> bool:
-        record = self.by_index.get(index)
-        return record is None or record.state is State.DOWN
-
-
 class Membership:
-    """The state machine. Replies among the actions go to the sender of the event.
+    """The state machine.
 
     Args:
-        generation: larger than that of any earlier coordinator; epochs count from here.
+        key: the head's key, with which it has made the proofs of all members.
+        generation: larger than that of any earlier coordinator.
         at: now.
-        warrant: secret with which the head may send messages for any replica; empty: it may not.
     """
 
-    def __init__(self, expected: Expected, timing: Timing, *, generation: int, at: float, warrant: str = "") -> None:
-        self._expected = expected
-        self._warrant = warrant
+    def __init__(self, key: str, timing: Timing, *, generation: int, at: float) -> None:
+        self._key = key
         self._timing = timing
         self._generation = generation
         self._settles = at + timing.timeout_s
-        """Until then, replicas of an earlier coordinator may register again. Any free name may be one of theirs, so a
-        replica only gets a name that it requests."""
-        self._next_epoch = generation
-        self._stages = {name: _Stage() for name in expected.stages}
-        self._by_instance: dict[str, _Record] = {}
+        """Until then, replicas of an earlier coordinator may send their first heartbeat to this one."""
+        self._records: dict[ReplicaId, _Record] = {}
+        self._left: dict[ReplicaId, int] = {}
+        """By name: the largest epoch of a replica that has left, and therefore does not return."""
         self._changed = True
         self._published = -math.inf
         self._expiry = math.inf
         """Before this time no replica changes its state by silence."""
 
-    def handle(self, event: Event, at: float) -> list[Action]:
-        """Handle one event, which arrived at `at`; return the actions to execute, in order."""
-        match event:
-            case Register():
-                return list(self._register(event, at))
-            case Heartbeat():
-                return list(self._heartbeat(event, at))
-            case Leave():
-                return list(self._leave(event, at))
-            case Subscribed():
-                self._changed = True
-                return []
-            case Tick():
-                return list(self._tick(at))
+    def receive(self, message: ToCoordinator, at: float) -> None:
+        """Handle one message, which arrived at `at`."""
+        member = message.member
+        if not hmac.compare_digest(message.proof.encode(), member.proof(self._key).encode()):
+            return
+        record = self._records.get(member.id)
+        if record is None or record.member.epoch <= member.epoch:  # otherwise a late message of an earlier replica
+            match message:
+                case Heartbeat():
+                    self._heartbeat(message, record, at)
+                case Leave():
+                    self._leave(message, record, at)
+
+    def tick(self, at: float) -> View | None:
+        """Let time pass. Returns the view to publish if one is due."""
+        late = at - self.deadline()
+        if late > self._timing.interval_s:
+            self._extend_deadlines(at, late)
+        if at >= self._expiry:
+            self._expiry = math.inf
+            for record in tuple(self._records.values()):
+                self._expire(record, at)
+        if at < self._published + (PUBLISH_GAP_S if self._changed else self._timing.interval_s):
+            return None
+        self._published, self._changed = at, False
+        return self.view(at)
 
     def deadline(self) -> float:
-        """When the next `Tick` is due."""
+        """When the next `tick` is due."""
         wait = PUBLISH_GAP_S if self._changed else self._timing.interval_s
         return min(self._expiry, self._published + wait)
 
     def view(self, at: float) -> View:
         """All replicas and their current states."""
+        records = sorted(self._records.values(), key=lambda record: record.member)
         return View(
             generation=self._generation,
             settled=at >= self._settles,
             timeout_s=self._timing.timeout_s,
-            replicas=tuple(
-                Entry(record.member, record.state, _recent(record))
-                for _, stage in sorted(self._stages.items())
-                for _, record in sorted(stage.by_index.items())
-            ),
+            replicas=tuple(Entry(record.member, record.state, _recent(record)) for record in records),
         )
 
-    def _find(self, member: Member) -> _Record | None:
-        stage = self._stages.get(member.stage)
-        record = stage.by_index.get(member.index) if stage else None
-        return record if record is not None and record.member == member else None
-
-    def _may_speak(self, record: _Record, proof: str) -> bool:
-        """Whether a message about a replica comes from its process or from the head."""
-        encoded = proof.encode()
-        known = (record.descriptor.instance, self._warrant)
-        return any(each and hmac.compare_digest(encoded, each.encode()) for each in known)
-
-    def _register(self, event: Register, at: float) -> Iterator[Action]:
-        objection = self._expected.objection(event)
-        known = self._by_instance.get(event.instance)
-        if not objection and known is not None and known.descriptor.stage != event.stage:
-            objection = f"instance '{event.instance}' is {known.member.id} already"
-        if objection:
-            yield Refused(objection)
-            return
-        if known is None:
-            stage = self._stages[event.stage]
-            index = stage.free(event.index)
-            if index is None:
-                yield Refused(f"stage '{event.stage}' has {MAX_REPLICAS} replicas, which is the most there can be")
+    def _heartbeat(self, message: Heartbeat, record: _Record | None, at: float) -> None:
+        member = message.member
+        if record is None or record.member != member:
+            if member.epoch <= self._left.get(member.id, -1):
                 return
-            if at < self._settles and index != event.index:
-                yield NotYet()
-                return
-            if index in stage.by_index:
-                yield from self._forget(stage.by_index[index], "")
-            known = self._join(event, index, at)
-        yield Admitted(known.member, self._timing.interval_s)
-
-    def _join(self, event: Register, index: int, at: float) -> _Record:
-        # Epochs below `_next_epoch` were issued once, so a replica that names one may keep it.
-        if event.epoch is not None and event.index == index and 0 <= event.epoch < self._next_epoch:
-            epoch = event.epoch
-        else:
-            epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
-        record = _Record(Member(event.stage, index, epoch), event, at)
-        self._stages[event.stage].by_index[index] = record
-        self._by_instance[event.instance] = record
-        self._await(record)
-        self._changed = True
-        return record
-
-    def _heartbeat(self, event: Heartbeat, at: float) -> Iterator[Action]:
-        record = self._find(event.member)
-        if record is None or not self._may_speak(record, event.proof):
-            yield self._unknown(event.member)
-            return
+            record = self._records[member.id] = _Record(member, at)
         record.last_seen = max(record.last_seen, at)
         before, record.reports = record.load, record.reports + 1
-        record.load = replace(event.load, report=record.reports)
+        record.load = replace(message.load, report=record.reports)
         self._changed |= before is None or replace(before, report=record.reports) != record.load
         if record.state is not State.DRAINING:
-            yield from self._enter(record, State.UP, "")
-        elif event.load.queue == 0 and at >= record.leaving + self._timing.interval_s:
+            self._enter(record, State.UP)
+        elif message.load.queue == 0 and at >= record.leaving + self._timing.interval_s:
             # Not earlier: API servers without a view in which it leaves may have sent it requests.
-            yield Released(record.member)
-            yield from self._forget(record, LEFT)
+            self._forget(record)
 
-    def _leave(self, event: Leave, at: float) -> Iterator[Action]:
-        record = self._find(event.member)
-        if record is None:  # it must register again before it drains: the requests of an unlisted replica are given up
-            yield self._unknown(event.member) if event.drain else Released(event.member)
-        elif not self._may_speak(record, event.proof):
-            return
-        elif not event.drain or record.state is State.DOWN:
-            yield Released(record.member)
-            by_itself = event.proof == record.descriptor.instance
-            yield from self._forget(record, LEFT if by_itself else ENDED)
-        elif record.state is not State.DRAINING:
+    def _leave(self, message: Leave, record: _Record | None, at: float) -> None:
+        if not message.drain or (record is not None and record.state is State.DOWN):
+            self._left[message.member.id] = max(message.member.epoch, self._left.get(message.member.id, -1))
+            if record is not None:
+                self._forget(record)
+        elif record is not None and record.member == message.member and record.state is not State.DRAINING:
             record.last_seen = max(record.last_seen, at)
             record.leaving = at
-            yield from self._enter(record, State.DRAINING, "")
+            self._enter(record, State.DRAINING)
 
-    def _unknown(self, member: Member) -> ToReplica:
-        if member.stage in self._stages:
-            return RegisterAgain(member)
-        return Refused(f"there is no stage '{member.stage}'; there are {', '.join(sorted(self._stages)) or 'none'}")
-
-    def _tick(self, at: float) -> Iterator[Action]:
-        late = at - self.deadline()
-        if late > self._timing.interval_s:
-            self._excuse(at, late)
-        if at >= self._expiry:
-            self._expiry = math.inf
-            for stage in self._stages.values():
-                for record in tuple(stage.by_index.values()):
-                    yield from self._expire(record, at)
-        if at >= self._published + (PUBLISH_GAP_S if self._changed else self._timing.interval_s):
-            self._published, self._changed = at, False
-            yield self.view(at)
-
-    def _excuse(self, at: float, late: float) -> None:
+    def _extend_deadlines(self, at: float, late: float) -> None:
         """The coordinator was delayed: do not count that time, plus one interval, as silence of any replica."""
-        for record in self._by_instance.values():
+        for record in self._records.values():
             record.last_seen = min(at, record.last_seen + late + self._timing.interval_s)
 
-    def _expire(self, record: _Record, at: float) -> Iterator[Action]:
-        while at >= self._patience(record):
+    def _expire(self, record: _Record, at: float) -> None:
+        while at >= self._state_deadline(record):
             match record.state:
                 case State.UP:
-                    yield from self._enter(record, State.SUSPECT, "")
+                    self._enter(record, State.SUSPECT)
                 case State.SUSPECT:
-                    reason = f"it has sent nothing for {at - record.last_seen:.1f} s"
-                    yield from self._enter(record, State.DOWN, reason)
+                    self._enter(record, State.DOWN)
                 case _:
-                    silent = at >= record.last_seen + self._timing.timeout_s
-                    yield from self._forget(record, "it fell silent" if silent else "its requests took too long")
+                    self._forget(record)
                     return
-        self._expiry = min(self._expiry, self._patience(record))
+        self._expiry = min(self._expiry, self._state_deadline(record))
 
-    def _patience(self, record: _Record) -> float:
+    def _state_deadline(self, record: _Record) -> float:
         """The time until which a replica may stay in its state without a sign of life."""
         timing = self._timing
         match record.state:
             case State.UP:
                 return record.last_seen + timing.suspect_s
-            case State.JOINING | State.SUSPECT:
+            case State.SUSPECT:
                 return record.last_seen + timing.timeout_s
             case State.DOWN:
                 return record.last_seen + timing.forget_s
             case State.DRAINING:
                 return min(record.last_seen + timing.timeout_s, record.leaving + timing.drain_s)
 
-    def _await(self, record: _Record) -> None:
-        self._expiry = min(self._expiry, self._patience(record))
+    def _enter(self, record: _Record, state: State) -> None:
+        self._changed |= record.state is not state
+        record.state = state
+        self._expiry = min(self._expiry, self._state_deadline(record))
 
-    def _enter(self, record: _Record, state: State, reason: str) -> Iterator[Action]:
-        if record.state is state:
-            return
-        before, record.state = record.state, state
+    def _forget(self, record: _Record) -> None:
+        member = record.member
+        del self._records[member.id]
         self._changed = True
-        self._await(record)
-        if before not in ATTACHED and state in ATTACHED:
-            yield Attach(record.member)
-        elif before in ATTACHED and state not in ATTACHED:
-            yield Detach(record.member, reason)
-
-    def _forget(self, record: _Record, reason: str) -> Iterator[Action]:
-        del self._stages[record.member.stage].by_index[record.member.index]
-        del self._by_instance[record.descriptor.instance]
-        self._changed = True
-        if record.state in ATTACHED:
-            yield Detach(record.member, reason)
-        yield Forget(record.member)
+        if record.state is State.DRAINING:
+            self._left[member.id] = max(member.epoch, self._left.get(member.id, -1))
 
 
 def _recent(record: _Record) -> Load | None:

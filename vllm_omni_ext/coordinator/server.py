@@ -1,8 +1,8 @@
 """The coordinator's process: membership behind two sockets. Control plane only: no request passes through it.
 
-One thread sleeps until a message arrives or the membership's next deadline. A ROUTER socket receives the replicas'
-messages and sends the replies; an XPUB socket publishes views. No input can stop the process: malformed messages are
-counted and dropped, and sending never waits for slow receivers.
+One thread sleeps until a message arrives or the membership's next deadline. A PULL socket receives the replicas'
+messages; a PUB socket publishes views. No input can stop the process: malformed messages are counted and dropped,
+and sending never waits for slow receivers.
 """
 
 from __future__ import annotations
@@ -20,25 +20,13 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
+from vllm_omni_ext.coordinator.follower import LEFT, Attach, Detach, Forget, ViewDiff
 from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, answer_handshake
-from vllm_omni_ext.coordinator.members import (
-    LEFT,
-    TO_COORDINATOR,
-    Attach,
-    Detach,
-    Event,
-    Forget,
-    Refused,
-    Subscribed,
-    Tick,
-    View,
-)
-from vllm_omni_ext.coordinator.membership import Expected, Membership
-from vllm_omni_ext.coordinator.refusals import Refusals
+from vllm_omni_ext.coordinator.members import TO_COORDINATOR, View
+from vllm_omni_ext.coordinator.membership import Membership, Timing
 from vllm_omni_ext.coordinator.sockets import Socket, listen
-from vllm_omni_ext.coordinator.timing import Timing
+from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Malformed, encode
 from vllm_omni_ext.errors import OmniError
-from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, Malformed, encode
 
 LOOPBACK = "tcp://127.0.0.1:*"
 """Reachable from this machine only; the operating system chooses the port."""
@@ -52,14 +40,11 @@ READ_AT_ONCE = 1024
 QUEUED_VIEWS = 4
 """Views that are queued for a slow subscriber; further views are dropped, and it receives a later one."""
 
-QUEUED_REPLIES = 64
-"""Replies that are queued for a slow replica."""
+QUEUED_ANSWERS = 64
+"""Answers to handshakes that are queued."""
 
-NEVER_READ = 16 * MAX_MESSAGE_BYTES
-"""libzmq disconnects a peer that sends a longer frame, before the frame is in memory. Bytes."""
-
-PRIVATE = "ipc:"
-"""Prefix of addresses that only this user's processes can reach: unix sockets in a private folder."""
+MAX_FRAME_BYTES = 16 * MAX_MESSAGE_BYTES
+"""libzmq disconnects a peer that sends a longer frame, before the frame is in memory."""
 
 LISTENING = b"listening "
 """Prefix of the message to the parent with the addresses; a message without it is an error text."""
@@ -74,16 +59,15 @@ class CoordinatorConfig:
     Attributes:
         events: ZeroMQ address for replicas. Anything but loopback should have a secret.
         views: ZeroMQ address for API servers.
-        secret_file: file with the shared secret, see `keys`; None: every process that can connect is trusted.
-        warrant: secret with which the head may send messages for any replica; empty: it may not.
+        secret_file: file with the shared secret, see `keys`; None: every process may connect.
+        key: the head's key for `Member.proof`.
     """
 
-    expected: Expected
     timing: Timing
+    key: str
     events: str = LOOPBACK
     views: str = LOOPBACK
     secret_file: str | None = None
-    warrant: str = ""
 
 
 class Coordinator:
@@ -92,32 +76,24 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig) -> None:
         keys = Keys.read(config.secret_file)
         if keys is None and not all(a.startswith(TRUSTED) for a in (config.events, config.views)):
-            log.warning(
-                "the coordinator has no secret: any process that can reach %s can register replicas", config.events
-            )
+            log.warning("the coordinator has no secret: any process that can reach %s receives its views", config.views)
         self.dropped = 0
+        self._logged = ViewDiff()
         self._keys = keys
-        self._refusals = Refusals(log, with_reason=keys is not None or config.events.startswith(PRIVATE))
-        self._membership = Membership(
-            config.expected,
-            config.timing,
-            generation=time.time_ns(),
-            at=time.monotonic(),
-            warrant=config.warrant,
-        )
+        self._membership = Membership(config.key, config.timing, generation=time.time_ns(), at=time.monotonic())
         self._context: zmq.Context[Any] = zmq.Context()
         try:
             # First: libzmq needs the ZAP handler for the first connection.
-            self._zap = listen(self._context, zmq.REP, ZAP_ADDRESS, None, limit=NEVER_READ, queued=QUEUED_REPLIES)
-            self._events = listen(
-                self._context, zmq.ROUTER, config.events, keys, limit=NEVER_READ, queued=QUEUED_REPLIES
-            )
-            self._views = listen(self._context, zmq.XPUB, config.views, keys, limit=NEVER_READ, queued=QUEUED_VIEWS)
+            self._zap = self._listen(zmq.REP, ZAP_ADDRESS, None, QUEUED_ANSWERS)
+            self._events = self._listen(zmq.PULL, config.events, keys)
+            self._views = self._listen(zmq.PUB, config.views, keys, QUEUED_VIEWS)
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._views.xpub_verbose = True
         self.addresses = (_endpoint(self._events), _endpoint(self._views))
+
+    def _listen(self, kind: int, address: str, keys: Keys | None, queued: int = 1) -> Socket:
+        return listen(self._context, kind, address, keys, limit=MAX_FRAME_BYTES, queued=queued)
 
     def __enter__(self) -> Coordinator:
         return self
@@ -128,7 +104,7 @@ class Coordinator:
     def serve(self, control: Connection) -> None:
         """Run until the other end of `control` is closed or sends anything."""
         poller = zmq.Poller()
-        for source in (self._zap, self._events, self._views, control.fileno()):
+        for source in (self._zap, self._events, control.fileno()):
             poller.register(source, zmq.POLLIN)
         while True:
             wait = max(0.0, self._membership.deadline() - time.monotonic())
@@ -137,27 +113,21 @@ class Coordinator:
                 return
             if self._zap in ready:
                 answer_handshake(self._zap, self._keys)
-            self._read_subscriptions()
-            for sender, data in self._read_events():
-                self._take(sender, data)
-            self._handle(Tick(), b"")
+            for frames in self._read_events():
+                self._take(frames)
+            view = self._membership.tick(time.monotonic())
+            if view is not None:
+                self._views.send(encode(replace(view, dropped=self.dropped, pid=os.getpid())), zmq.NOBLOCK)
+                self._log_changes(view)
 
-    def _read_subscriptions(self) -> None:
-        for _ in range(READ_AT_ONCE):
-            frames = _receive(self._views)
-            if frames is None:
-                return
-            if frames[0][:1] == b"\x01":
-                self._handle(Subscribed(), b"")
-
-    def _read_events(self) -> Iterator[tuple[bytes, list[bytes]]]:
+    def _read_events(self) -> Iterator[list[bytes]]:
         for _ in range(READ_AT_ONCE):
             frames = _receive(self._events)
             if frames is None:
                 return
-            yield frames[0], frames[1:]
+            yield frames
 
-    def _take(self, sender: bytes, frames: list[bytes]) -> None:
+    def _take(self, frames: list[bytes]) -> None:
         try:
             if len(frames) != 1:
                 raise Malformed(f"{len(frames)} frames")
@@ -166,16 +136,12 @@ class Coordinator:
             self.dropped += 1
             if self.dropped & (self.dropped - 1) == 0:  # at powers of two: a flood must not fill the disk
                 log.warning("dropped %d malformed messages; the last: %.200s", self.dropped, error)
-            if error.protocol is not None:
-                self._send(sender, encode(Refused(reason=str(error))))
             return
-        self._handle(message, sender)
+        self._membership.receive(message, time.monotonic())
 
-    def _handle(self, event: Event, sender: bytes) -> None:
-        for action in self._membership.handle(event, time.monotonic()):
-            match action:
-                case View():
-                    self._views.send(encode(replace(action, dropped=self.dropped, pid=os.getpid())), zmq.NOBLOCK)
+    def _log_changes(self, view: View) -> None:
+        for change in self._logged.take(view):
+            match change:
                 case Attach(member):
                     log.info("%s is up", member)
                 case Detach(member, reason) if reason == LEFT:
@@ -184,15 +150,6 @@ class Coordinator:
                     log.warning("%s is lost: %s", member, reason)
                 case Forget(member):
                     log.info("%s is gone", member)
-                case Refused(reason):
-                    words = self._refusals.words("what a replica has sent", reason)
-                    self._send(sender, encode(Refused(reason=words)))
-                case _:
-                    self._send(sender, encode(action))
-
-    def _send(self, sender: bytes, data: bytes) -> None:
-        """Send a reply. The ROUTER socket drops it if the receiver is disconnected or its queue is full."""
-        self._events.send_multipart([sender, data], zmq.NOBLOCK)
 
 
 def _receive(socket: Socket) -> list[bytes] | None:

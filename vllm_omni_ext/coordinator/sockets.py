@@ -52,7 +52,7 @@ def connect(
     as_client(socket, keys)
     socket.reconnect_ivl = RECONNECT_MS
     socket.reconnect_ivl_max = LONGEST_RECONNECT_MS
-    if kind == zmq.DEALER:
+    if kind in (zmq.DEALER, zmq.PUSH):
         socket.immediate = True  # queues nothing while disconnected: an old heartbeat is worthless
     if kind == zmq.SUB:
         socket.conflate = True  # only the newest view counts; must be set before connecting

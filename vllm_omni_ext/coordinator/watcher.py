@@ -16,7 +16,7 @@ from vllm_omni_ext.coordinator.follower import Change, ViewDiff
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import VIEWS, View
 from vllm_omni_ext.coordinator.sockets import connect
-from vllm_omni_ext.wire.coordination import MAX_VIEW_BYTES, Malformed
+from vllm_omni_ext.encoding import MAX_VIEW_BYTES, Malformed
 
 BUSY_S = 1.0
 """A later event loop was busy, or its process was stopped: messages that have arrived get time to be read."""
@@ -39,7 +39,7 @@ class Watcher:
         self.dropped = 0
         self._clock = clock
         self._follower = ViewDiff()
-        self._heard = -math.inf
+        self._received_at = -math.inf
         self._stale = True
         self._delayed = 0.0
         """Seconds since the last view in which this process did not read: they are no silence of the coordinator."""
@@ -53,7 +53,7 @@ class Watcher:
 
     def age(self) -> float:
         """Seconds since the last view arrived; infinite before the first."""
-        return self._clock() - self._heard
+        return self._clock() - self._received_at
 
     @property
     def fresh(self) -> bool:
@@ -66,16 +66,16 @@ class Watcher:
     async def __anext__(self) -> tuple[View, list[Change]]:
         """Return the next view. The iteration ends when the watcher is closed."""
         while not self._socket.closed:
-            patience, asked = self._patience(), self._clock()
+            wait_ms, began = self._wait_ms(), self._clock()
             try:
-                arrived = await self._socket.poll(patience)
+                arrived = await self._socket.poll(wait_ms)
             except asyncio.CancelledError:
                 if self._socket.closed and not _is_cancelled():  # `close` cancels the pending poll
                     break
                 raise
             if not arrived:
-                waited = self._clock() - asked
-                if patience is not None and waited > patience / 1000 + BUSY_S:
+                waited = self._clock() - began
+                if wait_ms is not None and waited > wait_ms / 1000 + BUSY_S:
                     self._delayed += waited
                 stale = self._expire()
                 if stale is not None:
@@ -88,12 +88,12 @@ class Watcher:
                 if self.dropped & (self.dropped - 1) == 0:  # at powers of two
                     log.warning("ignored %d messages that are no views; the last: %s", self.dropped, error)
                 continue
-            self._heard, self._stale, self._delayed = self._clock(), False, 0.0
+            self._received_at, self._stale, self._delayed = self._clock(), False, 0.0
             changes = self._follower.take(view)
             return self.view or view, changes
         raise StopAsyncIteration
 
-    def _patience(self) -> float | None:
+    def _wait_ms(self) -> float | None:
         """Milliseconds until the view is too old; None if it is already, or if there is none."""
         if self._stale or self.view is None:
             return None
@@ -104,7 +104,7 @@ class Watcher:
             return None
         self._stale = True
         log.warning("no message from the coordinator for %.1f s: loads are not trusted until it is back", self.age())
-        return self._follower.distrust()
+        return self._follower.without_loads()
 
     def close(self) -> None:
         """Close the connection."""

@@ -108,7 +108,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
 
     def _handle_failed_recv(self, pull_metas: Metas, req_ids: Collection[str], reason: str) -> None:
         # Only requests that still wait for blocks: reporting one whose blocks have arrived would crash the engine.
-        waiting = {name: meta for name in req_ids if self._concerns(meta := pull_metas.get(name))}
+        waiting = {name: pull_metas[name] for name in req_ids if self._concerns(pull_metas.get(name))}
         for meta in waiting.values():
             meta.pull_tasks_count = min(meta.pull_tasks_count, 1)  # the first failure is the request's failure
         super()._handle_failed_recv(dict(waiting), list(waiting), reason)

@@ -37,8 +37,8 @@ from vllm_omni_ext.disaggregation.mooncake_scheduler import OmniMooncakeSchedule
 from vllm_omni_ext.disaggregation.parameters import CONNECTORS, HOST, LOOPBACK, TransferSettings
 from vllm_omni_ext.disaggregation.prefill_worker import SendMixin
 from vllm_omni_ext.disaggregation.transfer_stats import TransferStats
+from vllm_omni_ext.engine.replica_identity import own_ports
 from vllm_omni_ext.ports import bind_within
-from vllm_omni_ext.wire.replica_identity import own_ports
 
 log = logging.getLogger(__name__)
 

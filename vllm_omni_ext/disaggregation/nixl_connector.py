@@ -17,9 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 
 from vllm_omni_ext.disaggregation.parameters import HOST, LOOPBACK, understood
+from vllm_omni_ext.engine.replica_identity import own_ports
 from vllm_omni_ext.ids import DECODE, PREFILL
 from vllm_omni_ext.ports import bind_within
-from vllm_omni_ext.wire.replica_identity import own_ports
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,7 @@ scheduler, through vLLM's `SchedulerInterface`: a plugin's own scheduler needs n
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
-import os
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -29,18 +26,15 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_omni_ext.compat import use_keys
 from vllm_omni_ext.config.schema import MAX_MEDIA_TOKENS
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import Member, Register
+from vllm_omni_ext.coordinator.members import Member
 from vllm_omni_ext.coordinator.reporter import Reporter
+from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 from vllm_omni_ext.engine.step_watch import LockFreeTimer, LoopClock, StepWatch, end_hung_process
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import die_with_parent, end_with_process, leave_interrupts_to_parent
 from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.titles import name_process
-from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
-from vllm_omni_ext.wire.stage_input import FORGET
-
-log = logging.getLogger(__name__)
+from vllm_omni_ext.wire.stage_input import ABORT_CLIENT
 
 
 class ReplicaAgent:
@@ -74,7 +68,10 @@ class ReplicaAgent:
         keys = Keys.read(enrolled.secret_file)
         if keys is not None:
             use_keys(keys.connecting)  # the engine creates its sockets after its scheduler
-        self._reporter = self._make_reporter(enrolled, enrolled.events, keys)
+        member = Member(enrolled.stage, enrolled.index, enrolled.epoch)
+        self._reporter = Reporter(
+            enrolled.events, member, enrolled.proof, self.load, interval_s=enrolled.interval_s, keys=keys
+        )
         self._reporter.start()
 
     def load(self) -> Load | None:
@@ -89,9 +86,9 @@ class ReplicaAgent:
         return Load(waiting, running, self._scheduler.get_kv_cache_usage(), asleep=asleep)
 
     def intercept(self, request: Request) -> bool:
-        """Return whether a request is a command to the agent (the key `FORGET`); if so, execute the command."""
+        """Return whether a request is a command to the agent (the key `ABORT_CLIENT`); if so, execute the command."""
         params = request.sampling_params
-        order = None if params is None or params.extra_args is None else params.extra_args.get(FORGET)
+        order = None if params is None or params.extra_args is None else params.extra_args.get(ABORT_CLIENT)
         if order is None:
             self._requests.add(request)
             return False
@@ -120,22 +117,6 @@ class ReplicaAgent:
         timer = LockFreeTimer() if multiprocessing.parent_process() else None  # an engine may share the user's process
         self._watch = StepWatch(self.clock, self._step_timeout_s, hung, timer)
         self._watch.start()
-
-    def _make_reporter(self, enrolled: ReplicaIdentity, events: str, keys: Keys | None) -> Reporter:
-        return Reporter(
-            events,
-            Register(
-                instance=enrolled.instance,
-                stage=enrolled.stage,
-                model=enrolled.model,
-                config_hash=enrolled.config_hash,
-                version=enrolled.version,
-            ),
-            self.load,
-            index=enrolled.index,
-            keys=keys,
-            admitted=_IdentityGuard(ReplicaId(enrolled.stage, enrolled.index)),
-        )
 
 
 def _input_queue() -> Any:
@@ -219,22 +200,3 @@ class WithAgent:
                 )
             scheduler.max_num_encoder_input_tokens = min(scheduler.max_num_encoder_input_tokens, limit)
         return with_agent(scheduler, self.step_timeout_s)
-
-
-class _IdentityGuard:
-    """Ends the process when the coordinator assigns the replica a name or epoch other than its first one.
-
-    API servers address a replica by its first name and epoch. A replica whose heartbeats were missing until its name
-    was reassigned is unreachable. Its supervisor starts another one.
-    """
-
-    def __init__(self, name: ReplicaId) -> None:
-        self._name = name
-        self._member: Member | None = None
-
-    def __call__(self, member: Member) -> None:
-        if member.id == self._name and self._member in (None, member):
-            self._member = member
-            return
-        log.error("this replica was %s and is %s now, where no client reaches it: it ends", self._member, member)
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -24,9 +24,9 @@ from vllm_omni_ext.connectors.base import (
 from vllm_omni_ext.connectors.registry import connector
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.engine.exporter import ExportedSlice
+from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady
-from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 from vllm_omni_ext.wire.stage_input import HiddenStatesRef
 
 MOST_OF_ID = 256

@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 
-from vllm_omni_ext.wire.loading import Teller
+from vllm_omni_ext.wire.loading import ProgressSender
 
 FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt")
 """Load formats of vLLM's default loader, which passes tensors to the model one by one. Others are not counted."""
@@ -34,22 +34,22 @@ Tensors = Iterable[tuple[str, Any]]
 @contextmanager
 def progress_reported(load_config: Any) -> Iterator[None]:
     """Inside the block, loading a model with this `LoadConfig` is reported; so is the end of the block, in any case."""
-    teller = Teller.of_this_process()
-    if teller is None:
+    sender = ProgressSender.of_this_process()
+    if sender is None:
         yield
         return
     name = load_config.load_format
     try:
         if name in FORMATS:
-            load_config.load_format = _register(type(get_model_loader(load_config)), name, teller)
+            load_config.load_format = _register(type(get_model_loader(load_config)), name, sender)
         yield
-        teller.say("warming up")
+        sender.send("warming up")
     finally:
         load_config.load_format = name
-        teller.close()
+        sender.close()
 
 
-def _register(base: type, name: str, teller: Teller) -> str:
+def _register(base: type, name: str, sender: ProgressSender) -> str:
     """Register a loader that counts bytes; return its name in vLLM's registry."""
 
     class Counting(base):  # type: ignore[misc, valid-type]
@@ -61,7 +61,7 @@ def _register(base: type, name: str, teller: Teller) -> str:
 
         def _prepare_weights(self, model: str, *args: Any, **kwargs: Any) -> Any:
             if not os.path.isdir(model):
-                teller.say("downloading", folder=str(hub_folder(model, self.load_config.download_dir)))
+                sender.send("downloading", folder=str(hub_folder(model, self.load_config.download_dir)))
             found = super()._prepare_weights(model, *args, **kwargs)
             self._files += found[1]
             return found
@@ -71,7 +71,7 @@ def _register(base: type, name: str, teller: Teller) -> str:
             unused = getattr(model, "is_unused_checkpoint_weight", lambda name: False)
 
             def counted(weights: Tensors) -> Any:
-                return load(counting(weights, teller, lambda: wanted_bytes(self._files, unused), unused))
+                return load(counting(weights, sender, lambda: wanted_bytes(self._files, unused), unused))
 
             model.load_weights = counted
             try:
@@ -88,7 +88,7 @@ def _named(loader: type, name: str) -> str:
 
 
 def counting(
-    weights: Tensors, teller: Teller, total: Callable[[], int], unused: Callable[[str], bool]
+    weights: Tensors, sender: ProgressSender, total: Callable[[], int], unused: Callable[[str], bool]
 ) -> Iterator[tuple[str, Any]]:
     """Pass weights on and report how many bytes they had.
 
@@ -102,10 +102,10 @@ def counting(
         size = size or total()
         if time.monotonic() - reported >= EVERY_S:
             reported = time.monotonic()
-            teller.say("loading", loaded=loaded, total=size)
+            sender.send("loading", loaded=loaded, total=size)
         yield name, tensor
         loaded += 0 if unused(name) else tensor.nbytes
-    teller.say("loading", loaded=size or loaded, total=size or loaded)
+    sender.send("loading", loaded=size or loaded, total=size or loaded)
 
 
 def wanted_bytes(files: Iterable[str], unused: Callable[[str], bool]) -> int:

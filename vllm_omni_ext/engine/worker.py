@@ -32,11 +32,11 @@ from vllm_omni_ext.engine.exported_layer import EXPORTED_LAYER, ExportedLayer
 from vllm_omni_ext.engine.exporter import Exporter
 from vllm_omni_ext.engine.input_provider import Span, StreamingInputModel
 from vllm_omni_ext.engine.loading import progress_reported
+from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.lifeline import SHARED, leave_interrupts_to_parent
 from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.wire.envelope import StageError, pack
-from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 from vllm_omni_ext.wire.stage_input import StageInput, export_ranges, generated_before
 
 if current_platform.is_cpu():

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from vllm_omni_ext.wire.coordination import Count
+from vllm_omni_ext.encoding import Count
 
 
 @dataclass(frozen=True, slots=True)

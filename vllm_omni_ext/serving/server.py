@@ -11,12 +11,9 @@ import signal
 import socket
 import sys
 import threading
-import time
-import uuid
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,30 +22,20 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.network_utils import ZmqListener
 from vllm.utils.system_utils import decorate_logs
 
+from vllm_omni_ext.coordinator.members import Member
+from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 from vllm_omni_ext.errors import ConfigError, OmniError
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.lifeline import die_with_parent
+from vllm_omni_ext.lifeline import die_with_parent, end_processes
 from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.metrics import DIRECTORY, mark_dead, share
 from vllm_omni_ext.runtime.client.replica import StockReplica
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaConnections, ReplicaInfo
-from vllm_omni_ext.runtime.launch.descriptors import receive_descriptors
-from vllm_omni_ext.runtime.launch.folders import PrivateFolder
-from vllm_omni_ext.runtime.launch.launcher import Deployment
-from vllm_omni_ext.runtime.launch.progress import spinner
-from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
-from vllm_omni_ext.runtime.supervise.coordination import Coordination
-from vllm_omni_ext.runtime.supervise.join_server import JoinServer
-from vllm_omni_ext.runtime.supervise.process_watcher import Child, Exited
-from vllm_omni_ext.runtime.supervise.replica_supervisor import ReplicaSupervisor
-from vllm_omni_ext.titles import name_process
-from vllm_omni_ext.topology.explain import unshared_caches
-from vllm_omni_ext.topology.plan import Plan
-from vllm_omni_ext.wire.control import (
-    ChangeAsked,
-    ChangeKnown,
+from vllm_omni_ext.runtime.control import (
+    ChangeApplied,
+    ChangeComplete,
     ChangeMade,
-    ChangeSettled,
+    ChangeRequested,
     Message,
     ReplicaConnected,
     ReplicaEnded,
@@ -60,9 +47,21 @@ from vllm_omni_ext.wire.control import (
     Servers,
     decode,
     encode,
+    receive_descriptors,
 )
-from vllm_omni_ext.wire.operator_state import Change
-from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
+from vllm_omni_ext.runtime.launch.folders import PrivateFolder
+from vllm_omni_ext.runtime.launch.launcher import Deployment
+from vllm_omni_ext.runtime.launch.progress import print_status, spinner
+from vllm_omni_ext.runtime.operator_state import Change
+from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
+from vllm_omni_ext.runtime.supervise.coordination import Coordination
+from vllm_omni_ext.runtime.supervise.join_server import JoinServer
+from vllm_omni_ext.runtime.supervise.joining import Expected
+from vllm_omni_ext.runtime.supervise.process_watcher import Child, Exited
+from vllm_omni_ext.runtime.supervise.replica_supervisor import ReplicaSupervisor
+from vllm_omni_ext.titles import name_process
+from vllm_omni_ext.topology.explain import unshared_caches
+from vllm_omni_ext.topology.plan import Plan
 
 GRACE_S = 3.0
 """Seconds that the end of an API server may take in addition to the time for its requests."""
@@ -119,24 +118,6 @@ def share_metrics(folder: str) -> None:
     share(directory)
 
 
-def end_gently(processes: Iterable[Any], limit_s: float) -> None:
-    """Send SIGTERM to all processes, and wait until they have ended, at most `limit_s` seconds."""
-    left = {process.sentinel: process for process in processes if process.is_alive()}
-    for process in left.values():
-        process.terminate()
-    deadline = time.monotonic() + limit_s
-    while left and (rest := deadline - time.monotonic()) > 0:
-        for sentinel in connection.wait(list(left), rest):
-            left.pop(sentinel)  # type: ignore[call-overload]
-
-
-def print_status(line: str) -> None:
-    """Print a line for the operator."""
-    with contextlib.suppress(OSError):  # nothing reads the output any more
-        # One write: the processes share the terminal, and another one could write before the end of the line.
-        print(f"{line}\n", end="", file=sys.stderr if line.startswith("error") else sys.stdout, flush=True)
-
-
 class Head:
     """All resources of the head process; the end of the block releases them."""
 
@@ -146,6 +127,7 @@ class Head:
         self._done = threading.Event()
         self._status = 0
         self._answering = False
+        self._expected = None if plan.config.master_address is None else Expected.of(plan)
         self._coordination = Coordination(plan, folder.path, forgotten=self._forgotten)
         self._deployment = Deployment(
             plan,
@@ -174,7 +156,7 @@ class Head:
                 print_status(
                     f"requests in flight have {self._deployment.drain_s} s (--shutdown-timeout); again to end now"
                 )
-                end_gently(self._servers.processes.values(), self._deployment.drain_s + GRACE_S)
+                end_processes(list(self._servers.processes.values()), self._deployment.drain_s + GRACE_S)
         finally:
             self._close()
 
@@ -226,9 +208,9 @@ class Head:
 
     def _admit_remote_replicas(self, servers: ApiServers) -> None:
         assert self._replica_supervisor is not None
-        if self._plan.config.master_address is not None:
+        if self._expected is not None:
             self._join_server = JoinServer(
-                self._plan, self._coordination, self._replica_supervisor, servers, tell=print_status
+                self._plan, self._expected, self._coordination, self._replica_supervisor, servers, tell=print_status
             )
         missing = [stage.name for stage in self._plan.stages if not stage.replicas]
         if missing:
@@ -237,24 +219,23 @@ class Head:
 
     def _identity(self, replica: ReplicaId) -> ReplicaIdentity:
         config = self._plan.config
+        member = self._coordination.names.give(replica)
         return ReplicaIdentity(
             stage=replica.stage,
             index=replica.index,
-            instance=uuid.uuid4().hex,
+            epoch=member.epoch,
+            proof=self._coordination.names.proof(member),
             parent=os.getpid(),
             events=self._coordination.events,
-            model=self._coordination.expected.model,
-            config_hash=self._coordination.expected.stages[replica.stage],
-            version=self._coordination.expected.version,
+            interval_s=self._coordination.timing.interval_s,
             host=config.master_address or "",
             secret_file=config.cluster_secret_file,
             ports=config.ports,
         )
 
-    def _forgotten(self, replica: ReplicaId, silent: bool) -> None:
-        if self._replica_supervisor is not None and self._join_server is not None and self._servers is not None:
-            self._replica_supervisor.do(partial(self._join_server.forgotten, replica, silent=silent))
-            self._replica_supervisor.do(partial(self._servers.forgotten, replica))
+    def _forgotten(self, member: Member, silent: bool) -> None:
+        if self._replica_supervisor is not None and self._join_server is not None:
+            self._replica_supervisor.do(partial(self._join_server.forgotten, member, silent=silent))
 
     def _server_ended(self, number: int, error: Exception) -> float | None:
         """Handle the end of an API server. Returns the pause before its restart; None: the whole server ends."""
@@ -331,22 +312,22 @@ async def _api_server(
     from vllm_omni_ext.serving.app import run_app
 
     omni = AsyncOmni(connections, log_stats=not args.disable_log_stats, log_requests=args.enable_log_requests)
-    control_end = ControlEnd(omni.replica_connections, control, apply=omni.apply)
-    omni.submit = control_end.change
-    control_end.start()
+    head = HeadConnection(omni.replica_connections, control, apply=omni.apply)
+    omni.submit = head.change
+    head.start()
 
     def ready() -> None:
-        control_end.send(ServerReady())
+        head.send(ServerReady())
         asyncio.get_running_loop().call_soon(started)  # after vLLM has listed its routes
 
     try:
         await run_app(omni, listen_address, sock, args, ready=ready)
     finally:
-        control_end.stop()
+        head.stop()
         omni.shutdown(timeout=0)
 
 
-class ControlEnd:
+class HeadConnection:
     """An API server's end of the pipe to the head; executes the head's commands.
 
     Args:
@@ -382,7 +363,7 @@ class ControlEnd:
         """Make an operator's change in all API servers; returns when all of them act on it."""
         number, settled = next(self._numbers), self._replica_connections.loop.create_future()
         self._unsettled[number] = settled
-        self.send(ChangeAsked(number, change))
+        self.send(ChangeRequested(number, change))
         await settled
 
     def _connected(self, replica: StockReplica) -> None:
@@ -413,7 +394,7 @@ class ControlEnd:
                 self._replica_connections.servers = servers
             case ChangeMade(version, change):
                 self._apply(change)
-                self.send(ChangeKnown(version))
-            case ChangeSettled(number):
+                self.send(ChangeApplied(version))
+            case ChangeComplete(number):
                 if not (settled := self._unsettled.pop(number)).done():  # the client may have gone
                     settled.set_result(None)

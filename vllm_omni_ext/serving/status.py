@@ -16,10 +16,10 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.request_trace import as_trace
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.spec import KV
+from vllm_omni_ext.runtime.control import Server
 from vllm_omni_ext.serving.failures import BadRequest, printable
 from vllm_omni_ext.serving.parameters import KnownParameters
 from vllm_omni_ext.topology.plan import StagePlan
-from vllm_omni_ext.wire.control import Server
 
 UP, DOWN = "UP", "DOWN"
 

@@ -12,7 +12,7 @@ import msgspec
 VARIABLE = "OMNI_LOADING"
 """The environment variable with the socket's path and the replica's name, separated by a blank."""
 
-PATIENCE_S = 0.2
+SEND_WITHIN_S = 0.2
 """How long sending a report may wait: the system queues few datagrams."""
 
 Phase = Literal["downloading", "loading", "warming up"]
@@ -45,22 +45,22 @@ def decode(data: bytes) -> Loading:
     return msgspec.msgpack.decode(data, type=Loading)
 
 
-class Teller:
+class ProgressSender:
     """Sends the progress of this process's replica. Errors are ignored: the receiver may have ended."""
 
     def __init__(self, path: str, replica: str) -> None:
         self._path, self._replica = path, replica
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.settimeout(PATIENCE_S)
+        self._socket.settimeout(SEND_WITHIN_S)
 
     @classmethod
-    def of_this_process(cls) -> Teller | None:
-        """Return a teller as configured in the environment; None without the variable."""
+    def of_this_process(cls) -> ProgressSender | None:
+        """Return the sender as configured in the environment; None without the variable."""
         path, _, replica = os.environ.get(VARIABLE, "").rpartition(" ")
         return cls(path, replica) if path else None
 
-    def say(self, phase: Phase, *, loaded: int = 0, total: int = 0, folder: str = "") -> None:
-        """Send one report; it is dropped if the receiver does not read it within `PATIENCE_S`."""
+    def send(self, phase: Phase, *, loaded: int = 0, total: int = 0, folder: str = "") -> None:
+        """Send one report; it is dropped if the receiver does not read it within `SEND_WITHIN_S`."""
         report = Loading(replica=self._replica, phase=phase, loaded=loaded, total=total, folder=folder)
         with contextlib.suppress(OSError):
             self._socket.sendto(msgspec.msgpack.encode(report), self._path)

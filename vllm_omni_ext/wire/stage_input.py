@@ -19,11 +19,11 @@ EXPORT = "omni_export"
 """Prompt ranges [start, stop) of a forwarded request whose hidden states another stage needs."""
 TICKET = "omni_ticket"
 """Ticket with which the frontend finds a request's options; never leaves the API server."""
-FORGET = "omni_forget"
+ABORT_CLIENT = "omni_forget"
 """Marks a message that is not a request: it ends the requests that a dead API server sent before a given time."""
 RESUMED = "omni_resumed"
 """How many tokens at the end of a forwarded request's prompt a lost replica had generated."""
-RESERVED = frozenset({INPUT, CHUNK, PART, EXPORT, TICKET, FORGET, RESUMED})
+RESERVED = frozenset({INPUT, CHUNK, PART, EXPORT, TICKET, ABORT_CLIENT, RESUMED})
 """Keys of `extra_args` that a client must not set."""
 
 END = -1

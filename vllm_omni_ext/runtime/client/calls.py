@@ -14,7 +14,7 @@ from vllm_omni_ext.errors import CallFailed, RequestFailed, StageUnavailable, Un
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.client.replica import Replica
-from vllm_omni_ext.wire.operator_state import ReplicasSlept
+from vllm_omni_ext.runtime.operator_state import ReplicasSlept
 
 TIMEOUT_S = 600.0
 """Default time that a replica may take for a call with `targets`."""

@@ -13,7 +13,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.wire.stage_input import FORGET
+from vllm_omni_ext.wire.stage_input import ABORT_CLIENT
 
 
 class Replica(Protocol):
@@ -150,7 +150,7 @@ class StockReplica:
 
 def forget_request(client: int, before: float) -> EngineCoreRequest:
     """A request that aborts the requests that a dead API server sent until `before` (Unix seconds); see
-    `wire.stage_input.FORGET`.
+    `wire.stage_input.ABORT_CLIENT`.
     """
     from vllm.sampling_params import SamplingParams
 
@@ -158,7 +158,7 @@ def forget_request(client: int, before: float) -> EngineCoreRequest:
         request_id=f"forget-{client}-{before}",
         prompt_token_ids=[0],
         mm_features=None,
-        sampling_params=SamplingParams(extra_args={FORGET: {"client": client, "before": before}}),
+        sampling_params=SamplingParams(extra_args={ABORT_CLIENT: {"client": client, "before": before}}),
         pooling_params=None,
         arrival_time=before,
         lora_request=None,

@@ -22,21 +22,20 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
-from vllm_omni_ext.coordinator.follower import Change, apply_view
+from vllm_omni_ext.coordinator.follower import LEFT, Attach, Change, Detach, Forget, apply_view
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import LEFT, Attach, Detach, Entry, Forget, Member, State, View
+from vllm_omni_ext.coordinator.members import Entry, Member, State, View
 from vllm_omni_ext.coordinator.watcher import Watcher
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.pool.stage_pool import StagePool
-from vllm_omni_ext.runtime.client.board import SharedCounters
 from vllm_omni_ext.runtime.client.client import Client, Listeners, addresses
 from vllm_omni_ext.runtime.client.replica import StockReplica, forget_request
+from vllm_omni_ext.runtime.control import Server, SharedCounters
+from vllm_omni_ext.runtime.operator_state import OperatorState
 from vllm_omni_ext.topology.placement import devices_of, longest_sequence
 from vllm_omni_ext.topology.plan import Plan
-from vllm_omni_ext.wire.control import Server
-from vllm_omni_ext.wire.operator_state import OperatorState
 
 log = logging.getLogger(__name__)
 
@@ -178,14 +177,15 @@ class ReplicaConnections:
         self._orchestrator = orchestrator
         self._take, self._joined, self._lost = take, joined, lost
         self._local = {each.id for each in connections.plan.replicas()}
-        self._bearers: dict[ReplicaId, Member] = {}
+        self._members: dict[ReplicaId, Member] = {}
         self._asleep = set(map(ReplicaId.parse, connections.operator_state.asleep))
         self._outdated: dict[ReplicaId, Any] = {}
         """By woken replica: its report from before the wake-up, until it sends another."""
-        self._silent: dict[ReplicaId, tuple[str, ...]] = {}
-        self._coming: dict[ReplicaId, asyncio.Task[None]] = {}
+        self._lost_requests: dict[ReplicaId, tuple[str, ...]] = {}
+        """By replica that is silent: its requests, which were moved."""
+        self._connect_tasks: dict[ReplicaId, asyncio.Task[None]] = {}
         """Tasks that connect to a replica."""
-        self._returning: dict[ReplicaId, asyncio.Task[None]] = {}
+        self._reattach_tasks: dict[ReplicaId, asyncio.Task[None]] = {}
         """Tasks that make a replica that was silent abort its old requests."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -203,7 +203,7 @@ class ReplicaConnections:
         for name in self._connections.starting:
             self.starting(name)
         self._count_first_restarts()
-        self._rest(*self._asleep)
+        self._mark_asleep(*self._asleep)
         for replica in self.replicas.values():
             self._spawn(self._read(replica))
         if self._connections.ready_responses is not None:
@@ -251,7 +251,7 @@ class ReplicaConnections:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a replica is not followed any more", exc_info=error)
+            log.error("connection task failed", exc_info=error)
 
     # -- sleep ---------------------------------------------------------------------------------------------------
 
@@ -260,16 +260,16 @@ class ReplicaConnections:
         for replica in replicas:
             if asleep:
                 self._asleep.add(replica)
-                self._rest(replica)
+                self._mark_asleep(replica)
             else:
-                self._woken(replica)
+                self._mark_awake(replica)
 
-    def _rest(self, *replicas: ReplicaId) -> None:
+    def _mark_asleep(self, *replicas: ReplicaId) -> None:
         for replica in replicas:
             if replica in self._pools[replica.stage].replicas:
                 self._pools[replica.stage].rest(replica)
 
-    def _woken(self, replica: ReplicaId) -> None:
+    def _mark_awake(self, replica: ReplicaId) -> None:
         self._asleep.discard(replica)
         self._pools[replica.stage].rouse(replica)
         if (report := self.reports.get(replica)) is not None:
@@ -289,19 +289,19 @@ class ReplicaConnections:
 
     def ready(self, replica: ReplicaId, about: ReplicaInfo, listeners: Listeners) -> None:
         """A replica is ready: connect, and send it requests. Returns at once."""
-        self._coming[replica] = self._spawn(self._connect(replica, about, listeners))
+        self._connect_tasks[replica] = self._spawn(self._connect(replica, about, listeners))
 
     async def _connect(self, replica: ReplicaId, about: ReplicaInfo, listeners: Listeners) -> None:
         try:
             connected = await _in_thread(partial(self._connections.connect, replica, listeners))
         except Exception as error:
             log.exception("replica %s is ready and cannot be connected", replica)
-            self._coming.pop(replica, None)
+            self._connect_tasks.pop(replica, None)
             await self._orchestrator.never_up(replica, f"it cannot be connected: {error}")
             return
         if (before := self.replicas.get(replica)) is not None:  # it has ended, but has not been dropped yet
             await self._drop(before, "another process has its place")
-        self._coming.pop(replica, None)
+        self._connect_tasks.pop(replica, None)
         self._count_restarts(replica, about.restarts)
         self.about[replica] = about
         self.replicas[replica] = connected
@@ -329,7 +329,7 @@ class ReplicaConnections:
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
         """A replica's process has ended or failed to start; `again` if the process will be restarted."""
         self._asleep.discard(replica)
-        _cancel(self._coming, replica)
+        _cancel(self._connect_tasks, replica)
         if again:
             self._orchestrator.announce(replica)
         else:
@@ -353,13 +353,13 @@ class ReplicaConnections:
     async def _drop(self, replica: StockReplica, reason: str, *, ended: bool = False) -> None:
         if self.replicas.get(replica.id) is not replica:
             return
-        _cancel(self._returning, replica.id)
+        _cancel(self._reattach_tasks, replica.id)
         # Close now and in the loop: a socket that is still open when its context is collected blocks the collector for
         # ever.
         replica.close(timeout=0)
         del self.replicas[replica.id]
-        self._silent.pop(replica.id, None)
-        self._bearers.pop(replica.id, None)
+        self._lost_requests.pop(replica.id, None)
+        self._members.pop(replica.id, None)
         self.reports.pop(replica.id, None)
         self._lost(replica.id)
         await self._leave(replica.id, reason, ended=ended)
@@ -399,12 +399,12 @@ class ReplicaConnections:
         connected = self.replicas.get(replica)
         match change:
             case Attach(member):
-                self._bearers[replica] = member
-                if connected is not None and replica in self._silent:
-                    self._returning[replica] = self._spawn(self._attach_again(connected))
-            case Detach(member, reason) if connected is not None and self._bearers.get(replica) == member:
+                self._members[replica] = member
+                if connected is not None and replica in self._lost_requests:
+                    self._reattach_tasks[replica] = self._spawn(self._attach_again(connected))
+            case Detach(member, reason) if connected is not None and self._members.get(replica) == member:
                 self._orchestrator.announce(replica)  # it may return
-                self._silent[replica] = await self._leave(replica, reason)
+                self._lost_requests[replica] = await self._leave(replica, reason)
             case Forget(member) if replica not in self._local:
                 # A local replica keeps its connection: the end of its process is detected, and it may still return.
                 await self._forget(member, connected)
@@ -412,12 +412,12 @@ class ReplicaConnections:
     async def _forget(self, member: Member, connected: StockReplica | None) -> None:
         """Drop a replica of another host. A replica that already has the same name is kept."""
         replica = member.id
-        if self._bearers.get(replica) == member:
-            del self._bearers[replica]
+        if self._members.get(replica) == member:
+            del self._members[replica]
             if connected is not None:
                 await self._drop(connected, LEFT)
             await self._orchestrator.never_up(replica, LEFT)
-        if replica not in self.replicas and replica not in self._coming:
+        if replica not in self.replicas and replica not in self._connect_tasks:
             self.about.pop(replica, None)
             self._observer.forgotten(replica)
 
@@ -427,18 +427,18 @@ class ReplicaConnections:
 
         After the fence, no output for such a request can arrive.
         """
-        stale = self._silent.pop(replica.id)
+        stale = self._lost_requests.pop(replica.id)
         try:
             await replica.abort(list(stale))
             await replica.fence()
         except EngineDeadError:
             return  # its reader receives the error too
-        self._returning.pop(replica.id, None)
-        if self.replicas.get(replica.id) is replica and replica.id not in self._silent:
+        self._reattach_tasks.pop(replica.id, None)
+        if self.replicas.get(replica.id) is replica and replica.id not in self._lost_requests:
             log.warning("replica %s is back", replica.id)
             await self._orchestrator.replica_up(replica)
             if replica.id in self._asleep:
-                self._rest(replica.id)
+                self._mark_asleep(replica.id)
 
 
 def _cancel(tasks: dict[ReplicaId, asyncio.Task[None]], replica: ReplicaId) -> None:

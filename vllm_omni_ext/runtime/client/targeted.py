@@ -18,7 +18,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.engine_stats import ReplicaStats
 from vllm_omni_ext.runtime.client.calls import OPERATOR_CALLS, TIMEOUT_S, Calls, Replies
 from vllm_omni_ext.runtime.client.replica_connections import ReplicaConnections
-from vllm_omni_ext.wire.operator_state import AdapterLoaded, AdapterUnloaded, Change, OperatorState, ReplicasSlept
+from vllm_omni_ext.runtime.operator_state import AdapterLoaded, AdapterUnloaded, Change, OperatorState, ReplicasSlept
 
 Targets = Sequence[str]
 

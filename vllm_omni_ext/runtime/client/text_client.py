@@ -15,7 +15,6 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.admission import Admission
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.runtime.client.calls import Calls
-from vllm_omni_ext.runtime.client.replica import StockReplica
 
 
 class Resources:
@@ -30,7 +29,6 @@ class TextClient:
 
     Args:
         config: of the frontend.
-        replicas: the frontend's replicas (shared with the orchestrator, which removes lost ones).
         admission: starts requests.
         sides: the prefill and decode stages that callers address by one name, by that name.
     """
@@ -38,20 +36,17 @@ class TextClient:
     def __init__(
         self,
         config: VllmConfig,
-        replicas: Mapping[ReplicaId, StockReplica],
         orchestrator: Orchestrator,
         sides: Mapping[str, Sequence[str]] = MappingProxyType({}),
         *,
         admission: Admission,
     ) -> None:
-        self._replicas = dict(replicas)
         self._admission = admission
         self._orchestrator = orchestrator
         self.calls = Calls(orchestrator.replicas, orchestrator.pools, orchestrator.frontend, sides)
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._handling = False
         self.resources = Resources()
-        self.engine_ranks_managed = [replica.index for replica in self._replicas]
         self.vllm_config = config
         self.stats_update_address = None
 
@@ -59,13 +54,14 @@ class TextClient:
         """Pass outputs on to `AsyncLLM`, after the orchestrator has processed them."""
         self._outputs.put_nowait(outputs)
 
-    def joined(self, replica: StockReplica) -> None:
-        """A replica is connected."""
-        self._replicas[replica.id] = replica
+    @property
+    def engine_ranks_managed(self) -> list[int]:
+        """Indices of the frontend's replicas."""
+        return [replica.index for replica in self._replicas()]
 
-    def lost(self, replica: ReplicaId) -> None:
-        """A replica is lost. The server stays up even without replicas: it answers 503 and reports its state."""
-        self._replicas.pop(replica, None)
+    def _replicas(self) -> dict[ReplicaId, Any]:
+        replicas, frontend = self._orchestrator.replicas, self._orchestrator.frontend
+        return {name: replica for name, replica in replicas.items() if name.stage == frontend}
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """The next outputs of any replica. A call also acknowledges the previous outputs (see `delivered`)."""
@@ -91,7 +87,9 @@ class TextClient:
     def get_kv_event_sources(self) -> dict[int, Any]:
         """KV event publishers of the replicas."""
         return {
-            replica.index: s for replica, r in self._replicas.items() for s in r.client.get_kv_event_sources().values()
+            name.index: source
+            for name, replica in self._replicas().items()
+            for source in replica.client.get_kv_event_sources().values()
         }
 
     def dp_engines_running(self) -> bool:
@@ -99,9 +97,7 @@ class TextClient:
         return False
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Close all connections."""
-        for replica in self._replicas.values():
-            replica.close(timeout)
+        """Nothing: `AsyncOmni.shutdown` closes the connections of all stages."""
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         """Utilities (`reset_prefix_cache_async`, `collective_rpc_async`, ...) are sent to all replicas that the call

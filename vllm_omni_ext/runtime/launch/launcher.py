@@ -35,13 +35,14 @@ from vllm.v1.executor import Executor
 
 from vllm_omni_ext.disaggregation.parameters import HOST, LOOPBACK
 from vllm_omni_ext.engine.agent import WithAgent
+from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 from vllm_omni_ext.environment import SAMPLER, missing_for_flashinfer
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import end_processes, how_it_ended
 from vllm_omni_ext.ports import MOONCAKE_VARIABLES, bind_within
-from vllm_omni_ext.runtime.client.board import SharedCounters
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
+from vllm_omni_ext.runtime.control import SharedCounters
 from vllm_omni_ext.runtime.launch.addresses import endpoint
 from vllm_omni_ext.runtime.launch.engine_args import any_replica_args, engine_config, stage_engine_args
 from vllm_omni_ext.runtime.launch.folders import PrivateFolder
@@ -49,18 +50,18 @@ from vllm_omni_ext.runtime.launch.inherit import (
     compute_threads,
     environment,
     frozen_heap,
+    preload,
+    register_classes,
     replaced_kernels,
     temporary_files_in,
 )
 from vllm_omni_ext.runtime.launch.logs import FileLogs, Logs, TerminalLogs
-from vllm_omni_ext.runtime.launch.preload import preload, register_classes
 from vllm_omni_ext.runtime.launch.progress import Listener, Progress
+from vllm_omni_ext.runtime.operator_state import NOTHING_CHANGED, OperatorState
 from vllm_omni_ext.topology.machine import THREADS
 from vllm_omni_ext.topology.placement import Turns, devices_of
 from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.wire import loading
-from vllm_omni_ext.wire.operator_state import NOTHING_CHANGED, OperatorState
-from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 
 LOGS = "logs"
 """Name of the folder with the logs in the private folder."""
@@ -164,14 +165,14 @@ class Deployment:
     def _prepare(self, replica: ReplicaId) -> None:
         """Prepare everything that needs no turn: API servers must have their sockets before the replica starts."""
         place = self._place(replica)
-        with self._surroundings(replica.stage, place):
+        with self._replica_environment(replica.stage, place):
             addresses = _as_vllm(self.listen(replica))
             self._prepared[replica] = _Prepared(self._config(replica), place, addresses)
 
     def _start(self, replicas: Sequence[ReplicaId]) -> None:
         for replica in replicas:
             prepared = self._prepared[replica]
-            with self._surroundings(replica.stage, prepared.place):
+            with self._replica_environment(replica.stage, prepared.place):
                 self._launch(replica, prepared.config, prepared.addresses)
             self.launched(replica, self.processes()[replica].pid)
 
@@ -220,7 +221,7 @@ class Deployment:
         self.close()
 
     @contextlib.contextmanager
-    def _surroundings(self, stage: str, folder: str) -> Iterator[None]:
+    def _replica_environment(self, stage: str, folder: str) -> Iterator[None]:
         """The environment in which configs of a stage are made and its replicas are started.
 
         Args:
@@ -286,7 +287,7 @@ class Deployment:
         Args:
             addresses: addresses that the replica connects to, for each API server: input, output.
         """
-        with self._surroundings(replica.stage, self._place(replica)):
+        with self._replica_environment(replica.stage, self._place(replica)):
             self._launch(replica, self._config(replica), _as_vllm(addresses))
 
     def wait_for(self, replica: ReplicaId) -> None:
@@ -426,7 +427,7 @@ class Deployment:
             about = self.about()
         for stage in self.plan.stages:
             if stage.name not in self.configs:  # it has no local replica
-                with self._surroundings(stage.name, self.folder):
+                with self._replica_environment(stage.name, self.folder):
                     args = any_replica_args(self.plan, stage.name)
                     self._keep(stage.name, engine_config(stage.name, args, self._usage))
         return Connections(

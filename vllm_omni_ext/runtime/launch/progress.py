@@ -192,3 +192,10 @@ def spinner(text: str) -> Iterator[Show | None]:
         return
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as terminal, Console(file=terminal).status(text) as status:
         yield status.update
+
+
+def print_status(line: str) -> None:
+    """Print a line for the operator."""
+    with contextlib.suppress(OSError):  # nothing reads the output any more
+        # One write: the processes share the terminal, and another one could write before the end of the line.
+        print(f"{line}\n", end="", file=sys.stderr if line.startswith("error") else sys.stdout, flush=True)

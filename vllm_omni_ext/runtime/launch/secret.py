@@ -1,19 +1,35 @@
-"""The cluster secret of a deployment that other hosts can join, chosen before any process is started."""
+"""The cluster secret of a deployment that other hosts can join, chosen before any process is started.
+
+There is one default file for each user of a host, used if the user names no file. The head or replica that starts
+first creates it; later processes of the same user on this host read it. The file is created atomically: two processes
+that start at once end up with the same secret.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.secret_file import default_file, find, find_or_make, read_by_others
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.runtime.launch.addresses import is_here, is_loopback
 from vllm_omni_ext.topology.plan import Plan
 
 FLAG, WITHOUT = "--omni-cluster-secret-file", "--omni-no-cluster-secret"
 PORT = "--omni-master-port PORT"
+
+NAME = "cluster.secret"
+
+_FOLDER = "vllm-omni-ext"
+_BYTES = 32
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_INSTEAD = "name another file with --omni-cluster-secret-file"
 
 Tell = Callable[[str], None]
 
@@ -75,4 +91,94 @@ def _own(head: str, tell: Tell | None) -> Path:
         if not is_loopback(head):
             line += f"; other hosts: scp {file} HOST:cluster.secret, and there {FLAG} cluster.secret"
         tell(line)
+    return file
+
+
+def default_file() -> Path:
+    """`$XDG_STATE_HOME/vllm-omni-ext/cluster.secret`; without the variable `~/.local/state/...`."""
+    state_home = os.environ.get("XDG_STATE_HOME", "")
+    state = Path(state_home) if os.path.isabs(state_home) else Path.home() / ".local" / "state"
+    return state / _FOLDER / NAME
+
+
+def find() -> Path | None:
+    """Return the default file; None if it does not exist.
+
+    Raises:
+        ConfigError: the file cannot be trusted or read.
+    """
+    file = default_file()
+    try:
+        _check_folder(file.parent)
+        return _checked(file)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"cluster secret: cannot read '{file}': {error.strerror}; {_INSTEAD}") from error
+
+
+def find_or_make() -> tuple[Path, bool]:
+    """Return the default file and whether this call created it.
+
+    Raises:
+        ConfigError: the file cannot be created, or exists and cannot be trusted.
+    """
+    file = default_file()
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_folder(file.parent)
+        made = _make(file)
+        return _checked(file), made
+    except OSError as error:
+        raise ConfigError(f"cluster secret: cannot make '{file}': {error.strerror}; {_INSTEAD}") from error
+
+
+def read_by_others(file: Path) -> bool:
+    """Whether other users may read a file; False if its mode cannot be read."""
+    try:
+        return bool(file.stat().st_mode & _OTHERS)
+    except OSError:
+        return False
+
+
+def _make(file: Path) -> bool:
+    """Create the file with a new secret; False if it exists."""
+    if os.path.lexists(file):
+        return False
+    new = file.with_name(f"{NAME}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with open(descriptor, "w", encoding="ascii") as opened:
+            opened.write(secrets.token_hex(_BYTES) + "\n")
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.link(new, file)  # fails if another process has created the file meanwhile: then that one is used
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            new.unlink()
+
+
+def _check_folder(folder: Path) -> None:
+    about = folder.stat()
+    if about.st_uid != os.geteuid():
+        raise ConfigError(f"cluster secret: '{folder}' belongs to user {about.st_uid}, not to you; {_INSTEAD}")
+    if about.st_mode & _OTHERS_WRITE:
+        raise ConfigError(f"cluster secret: others may write into '{folder}': chmod 700 {folder}")
+
+
+def _checked(file: Path) -> Path:
+    """Return the file after checking its type, owner and mode."""
+    about = file.lstat()
+    if not stat.S_ISREG(about.st_mode):
+        raise ConfigError(f"cluster secret: '{file}' is no regular file; remove it, or {_INSTEAD}")
+    if about.st_uid != os.geteuid():
+        raise ConfigError(f"cluster secret: '{file}' belongs to user {about.st_uid}, not to you; {_INSTEAD}")
+    if about.st_mode & _OTHERS:
+        raise ConfigError(
+            f"cluster secret: others may read '{file}' (mode {stat.S_IMODE(about.st_mode):04o}): remove it, "
+            "the next start makes another; or chmod 600 it if no other user has read it"
+        )
     return file

@@ -14,18 +14,12 @@ from typing import Any
 from vllm.utils.system_utils import get_mp_context
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime.client.board import SharedCounters
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
-from vllm_omni_ext.runtime.launch.descriptors import send_descriptors
-from vllm_omni_ext.runtime.launch.inherit import environment
-from vllm_omni_ext.runtime.launch.launcher import START_METHOD, Deployment
-from vllm_omni_ext.runtime.supervise.operator_changes import OperatorChanges, Settled
-from vllm_omni_ext.runtime.supervise.restarts import RestartTotals, restarts_of
-from vllm_omni_ext.wire.control import (
-    ChangeAsked,
-    ChangeKnown,
+from vllm_omni_ext.runtime.control import (
+    ChangeApplied,
+    ChangeComplete,
     ChangeMade,
-    ChangeSettled,
+    ChangeRequested,
     Message,
     ReplicaConnected,
     ReplicaEnded,
@@ -36,9 +30,15 @@ from vllm_omni_ext.wire.control import (
     ServerLost,
     ServerReady,
     Servers,
+    SharedCounters,
     decode,
     encode,
+    send_descriptors,
 )
+from vllm_omni_ext.runtime.launch.inherit import environment
+from vllm_omni_ext.runtime.launch.launcher import START_METHOD, Deployment
+from vllm_omni_ext.runtime.operator_state import OperatorChanges, Settled
+from vllm_omni_ext.runtime.supervise.process_watcher import RestartTotals, restarts_of
 
 Start = Callable[[Connections, Connection], tuple[Callable[..., None], tuple[Any, ...]]]
 """Returns the entry function of an API server process and its arguments, from its connections and its pipe end."""
@@ -251,14 +251,14 @@ class ApiServers:
         match message:
             case ReplicaConnected(replica, ready_response) if ready_response:  # empty: a replacing API server
                 self._ready_responses[ReplicaId.parse(replica)] = ready_response
-            case ChangeAsked(number, change):
+            case ChangeRequested(number, change):
                 with self._changing:
                     up = [other for other, server in self._servers.items() if server.up]
                     self._tell(ChangeMade(self._changes.asked(client, number, change, up), change))
-            case ChangeKnown(version):
+            case ChangeApplied(version):
                 with self._changing:
                     self._settle(self._changes.made(client, version))
 
     def _settle(self, settled: Iterable[Settled]) -> None:
         for client, number in settled:
-            self._send(self._servers[client], ChangeSettled(number))
+            self._send(self._servers[client], ChangeComplete(number))

@@ -1,4 +1,4 @@
-"""The head's side of the coordinator: starts and restarts its process, and reports dead replicas to it."""
+"""The head's side of the coordinator: names of replicas, and the coordinator's process, which is started again."""
 
 from __future__ import annotations
 
@@ -15,67 +15,55 @@ from typing import Any
 import zmq
 
 from vllm_omni_ext.coordinator import server
+from vllm_omni_ext.coordinator.follower import Forget
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import Forget, Leave, Member, State
-from vllm_omni_ext.coordinator.membership import Expected
+from vllm_omni_ext.coordinator.members import Leave, Member, State
+from vllm_omni_ext.coordinator.membership import Names, Timing
 from vllm_omni_ext.coordinator.server import CoordinatorConfig, listening
 from vllm_omni_ext.coordinator.sockets import connect
-from vllm_omni_ext.coordinator.timing import Timing
 from vllm_omni_ext.coordinator.watcher import Watcher
+from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, encode
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import die_with_parent
 from vllm_omni_ext.ports import EVENTS_PORT, VIEWS_PORT
 from vllm_omni_ext.runtime.launch.addresses import endpoint
 from vllm_omni_ext.titles import name_process
-from vllm_omni_ext.topology.agreement import config_hash, model_identity
 from vllm_omni_ext.topology.plan import Plan
-from vllm_omni_ext.wire.coordination import MAX_REPLY_BYTES, encode
 
 log = logging.getLogger(__name__)
 
 FAREWELL_MS = 200
 
 
-def expected(plan: Plan) -> Expected:
-    """The values that replicas must match to join this deployment."""
-    from vllm_omni_ext import __version__
-
-    return Expected(
-        model=model_identity(plan.model),
-        version=__version__,
-        stages={stage.name: config_hash(plan, stage.name) for stage in plan.stages},
-    )
-
-
 class Coordination:
-    """Owns the coordinator's process, whose addresses stay the same after a restart.
+    """Owns the names of all replicas and the coordinator's process, whose addresses stay the same after a restart.
 
     Args:
         folder: private directory, for unix sockets; TCP is used if the head has a `master_address`.
-        forgotten: called in a separate thread with every replica whose name has become free, and True if it had been
-            silent.
+        forgotten: called in a separate thread with every replica that the coordinator has removed, and True if it had
+            been silent.
     """
 
-    def __init__(self, plan: Plan, folder: str, *, forgotten: Callable[[ReplicaId, bool], None]) -> None:
+    def __init__(self, plan: Plan, folder: str, *, forgotten: Callable[[Member, bool], None]) -> None:
         config = plan.config
         if config.master_address is not None and config.master_port is not None:
             host, port = config.master_address, config.master_port
             self.events, self.views = endpoint(host, port + EVENTS_PORT), endpoint(host, port + VIEWS_PORT)
         else:
             self.events, self.views = f"ipc://{folder}/events", f"ipc://{folder}/views"
-        self.expected = expected(plan)
+        self.timing = Timing(timeout_s=config.heartbeat_timeout_s, drain_s=config.drain_timeout_s)
+        key = secrets.token_hex(16)
+        self.names = Names(key, (replica.id for replica in plan.replicas()))
         self._config = CoordinatorConfig(
-            expected=self.expected,
-            timing=Timing(timeout_s=config.heartbeat_timeout_s, drain_s=config.drain_timeout_s),
+            timing=self.timing,
+            key=key,
             events=self.events,
             views=self.views,
             secret_file=config.cluster_secret_file,
-            warrant=secrets.token_hex(16),
         )
         self._startup_s = plan.config.startup_timeout_s
         self._keys = Keys.read(config.cluster_secret_file)
         self._forgotten = forgotten
-        self._bearers: dict[ReplicaId, Member] = {}
         self._control: Connection | None = None
         self._context: zmq.Context[Any] | None = None
         self._events: Any = None
@@ -105,19 +93,21 @@ class Coordination:
     def follow(self) -> None:
         """Start following the views, after all processes of the start have been forked."""
         self._context = zmq.Context()
-        self._events = connect(self._context, zmq.DEALER, self.events, self._keys, limit=MAX_REPLY_BYTES)
+        self._events = connect(self._context, zmq.PUSH, self.events, self._keys, limit=MAX_MESSAGE_BYTES)
         self._thread.start()
 
     def leave(self, replica: ReplicaId) -> None:
-        """Report the end of a replica's process to the coordinator, so that its name is free at once."""
-        member = self._bearers.get(replica)
-        if member is None or self._events is None:
+        """Free the name of a process that has ended, and report its end to the coordinator."""
+        member = self.names.get(replica)
+        if member is None:
+            return
+        self.names.free(member)
+        if self._events is None:
             return
         try:
-            leave = Leave(member, drain=False, proof=self._config.warrant)
-            self._events.send(encode(leave), zmq.NOBLOCK)
+            self._events.send(encode(Leave(member, drain=False, proof=self.names.proof(member))), zmq.NOBLOCK)
         except zmq.Again:
-            log.warning("the coordinator is not there: it will notice by itself that %s is gone", replica)
+            log.warning("no connection to the coordinator: it removes %s after missing heartbeats", replica)
 
     def close(self) -> None:
         """End the process and the thread; a second call does nothing."""
@@ -148,10 +138,9 @@ class Coordination:
         self._loop = asyncio.get_running_loop()
         silent: set[Member] = set()
         async for view, changes in self._watcher:
-            self._bearers = {entry.member.id: entry.member for entry in view.replicas}
             for change in changes:
-                if isinstance(change, Forget) and change.member.id not in self._bearers:
-                    self._forgotten(change.member.id, change.member in silent)
+                if isinstance(change, Forget):
+                    self._forgotten(change.member, change.member in silent)
             silent = {entry.member for entry in view.replicas if entry.state in (State.SUSPECT, State.DOWN)}
 
 

@@ -25,34 +25,34 @@ from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import Leave, State
 from vllm_omni_ext.coordinator.sockets import Socket, connect
 from vllm_omni_ext.coordinator.watcher import Watcher
+from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Malformed, Message, encode
+from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
 from vllm_omni_ext.runtime.launch.addresses import endpoint, reach
 from vllm_omni_ext.runtime.launch.launcher import Deployment
+from vllm_omni_ext.runtime.launch.progress import print_status
+from vllm_omni_ext.runtime.supervise.joining import (
+    FROM_HEAD,
+    MAX_ANSWER_BYTES,
+    FromHead,
+    Gone,
+    Join,
+    Joined,
+    Present,
+    Refusal,
+)
 from vllm_omni_ext.runtime.supervise.process_watcher import Final
 from vllm_omni_ext.runtime.supervise.replica_supervisor import ReplicaSupervisor
 from vllm_omni_ext.topology.agreement import config_hash, model_identity
 from vllm_omni_ext.topology.plan import Headless, Plan
-from vllm_omni_ext.wire.coordination import MAX_REPLY_BYTES, Malformed, Message, encode
-from vllm_omni_ext.wire.joining import (
-    FROM_HEAD,
-    MAX_ANSWER_BYTES,
-    Gone,
-    Join,
-    Joined,
-    Ping,
-    Pong,
-    Refusal,
-    Started,
-)
-from vllm_omni_ext.wire.replica_identity import ReplicaIdentity
 
 ASK_AGAIN_S = 1.0
 """Interval of repeated messages to a head that has not answered."""
 
-PING_S = 5.0
-"""Interval of the checks that the head is still the same one."""
+PRESENT_S = 5.0
+"""Interval of the messages that the replicas are present; a head that does not have a replica refuses them."""
 
 WAITING_S = 10.0
 """Interval of the lines about a head that has not answered yet."""
@@ -79,15 +79,19 @@ class Refused(Final):
     """The head refuses a replica; the message contains the reason."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Place:
-    """One of these replicas at the head: its ticket, and the head's answer."""
+    """One of these replicas at the head: its ticket, the head's answer, and, once it is ready, its process."""
 
     ticket: str
     joined: Joined
+    process: ReplicaInfo | None = None
 
-    def member(self, slot: ReplicaId) -> ReplicaId:
-        return ReplicaId(slot.stage, self.joined.index)
+    @property
+    def present(self) -> Present:
+        if self.process is None:
+            return Present(ticket=self.ticket)
+        return Present(ticket=self.ticket, pid=self.process.pid, restarts=self.process.restarts)
 
 
 class HeadClient:
@@ -116,9 +120,9 @@ class HeadClient:
         self._handshakes: Socket = self._socket.get_monitor_socket()
         self._broken_handshakes = 0
         self.places: dict[ReplicaId, _Place] = {}
-        self._started: dict[ReplicaId, Started] = {}
+        self._names: dict[ReplicaId, ReplicaId] = {}
+        """The name that the head gave each replica last."""
         self.refused = False
-        self._wishes: dict[ReplicaId, int] = {}
         self._closing = threading.Event()
 
     def close(self) -> None:
@@ -137,30 +141,30 @@ class HeadClient:
             OmniError: no head has answered in time.
         """
         ticket = secrets.token_hex(16)
-        wish = Join(
+        join = Join(
             ticket=ticket,
             stage=slot.stage,
             model=self._model,
             config_hash=self._hash,
             version=__version__,
             host=self.host,
-            index=self._wishes.get(slot),
+            index=self._names[slot].index if slot in self._names else None,
         )
         limit = self._plan.config.startup_timeout_s
         began = told = time.monotonic()
         deadline = began + limit
         while time.monotonic() < deadline and not self._closing.is_set():
             self._socket.poll(int(ASK_AGAIN_S * 1000), zmq.POLLOUT)
-            self._say(wish)
-            self._look_at_handshakes()
-            for answer in self._hear(ASK_AGAIN_S):
+            self._send(join)
+            self._check_handshakes()
+            for answer in self._receive(ASK_AGAIN_S):
                 match answer:
-                    case Refusal(ticket=asked, reason=reason) if asked in (ticket, ""):
+                    case Refusal(ticket=answered, reason=reason) if answered in (ticket, ""):
                         self.refused = True
                         raise Refused(f"the head at {self._where} refuses this replica: {reason}")
-                    case Joined(ticket=asked) if asked == ticket:
+                    case Joined(ticket=answered) if answered == ticket:
                         self.places[slot] = _Place(ticket, answer)
-                        self._wishes[slot] = answer.index
+                        self._names[slot] = answer.member.id
                         return [(server.input, server.output) for server in answer.servers]
             if (now := time.monotonic()) - told >= WAITING_S:
                 told = now
@@ -169,51 +173,38 @@ class HeadClient:
 
     def ready(self, slot: ReplicaId, about: ReplicaInfo) -> None:
         """Report to the head that a replica is ready."""
-        self._started[slot] = Started(ticket=self.places[slot].ticket, pid=about.pid, restarts=about.restarts)
-        self._say(self._started[slot])
+        self.places[slot].process = about
+        self._send(self.places[slot].present)
 
     def ended(self, slot: ReplicaId, reason: str, *, again: bool) -> None:
         """Report to the head that a replica is gone."""
-        place = self._take_back(slot)
+        place = self.places.pop(slot, None)
         if place is not None:
-            log = self.log_of(self.name_of(slot))
-            said = Gone(ticket=place.ticket, reason=reason[:200], again=again, log=str(log or "")[:LONGEST_PATH])
-            self._say(said)
+            log = str(self.log_of(self.name_of(slot)) or "")
+            self._send(Gone(ticket=place.ticket, reason=reason[:200], again=again, log=log[:LONGEST_PATH]))
 
     def name_of(self, slot: ReplicaId) -> ReplicaId:
         """The name that the head gave a replica last; its name here before it has joined."""
-        return ReplicaId(slot.stage, self._wishes.get(slot, slot.index))
+        return self._names.get(slot, slot)
 
-    def disowned(self) -> list[ReplicaId]:
-        """Check that the head is the one that these replicas have joined. Returns the replicas that it does not have.
-
-        Those are no members from now on. Earlier messages about the remaining replicas may have been lost and are sent
-        again. A missing answer has no effect.
+    def unknown_to_head(self) -> list[ReplicaId]:
+        """Report all replicas as present, and return those that the head refuses: it has removed them, or is another
+        head. They are no members from now on. A missing answer has no effect.
         """
-        slots = {place.ticket: slot for slot, place in self.places.items()}
-        for message in (*self._started.values(), Ping()):
-            self._say(message)
-        gone: set[ReplicaId] = set()
-        for said in self._hear(ASK_AGAIN_S):
-            match said:
-                case Pong(deployment=head):
-                    gone.update(slot for slot, place in self.places.items() if place.joined.deployment != head)
-                case Refusal(ticket=ticket) if ticket in slots:
-                    gone.add(slots[ticket])
-        for slot in gone:
-            self._take_back(slot)
-        return sorted(gone)
+        for place in self.places.values():
+            self._send(place.present)
+        refused = {message.ticket for message in self._receive(ASK_AGAIN_S) if isinstance(message, Refusal)}
+        unknown = sorted(slot for slot, place in self.places.items() if place.ticket in refused)
+        for slot in unknown:
+            del self.places[slot]
+        return unknown
 
-    def _take_back(self, slot: ReplicaId) -> _Place | None:
-        self._started.pop(slot, None)
-        return self.places.pop(slot, None)
-
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         """Send without waiting: messages to an unreachable head are dropped, and the important ones are sent again."""
         with contextlib.suppress(zmq.Again):
             self._socket.send(encode(message), zmq.NOBLOCK)
 
-    def _look_at_handshakes(self) -> None:
+    def _check_handshakes(self) -> None:
         """Raise Refused if the peer at the head's address does not complete the handshake."""
         rejected = False
         while self._handshakes.poll(0):
@@ -224,7 +215,7 @@ class HeadClient:
             self.refused = True
             raise Refused(f"what listens at {self._where} is no head, or one with another secret (cluster_secret_file)")
 
-    def _hear(self, wait_s: float) -> Iterator[Any]:
+    def _receive(self, wait_s: float) -> Iterator[FromHead]:
         """Yield messages of the head: all that are queued once one arrives within `wait_s` seconds."""
         if self._socket.poll(int(wait_s * 1000)):
             while self._socket.poll(0):
@@ -232,18 +223,16 @@ class HeadClient:
                     yield FROM_HEAD.decode(self._socket.recv())
 
     def identity(self, slot: ReplicaId) -> ReplicaIdentity:
-        """The identity that the process of a replica reports to the coordinator."""
-        place = self.places[slot]
-        joined = place.joined
+        """The identity of the process of a replica."""
+        joined = self.places[slot].joined
         return ReplicaIdentity(
             stage=slot.stage,
-            index=joined.index,
-            instance=place.ticket,  # new for every process; this node also names it when the replica disconnects
+            index=joined.member.index,
+            epoch=joined.member.epoch,
+            proof=joined.proof,
             parent=os.getpid(),
             events=joined.events,
-            model=self._model,
-            config_hash=self._hash,
-            version=__version__,
+            interval_s=joined.interval_s,
             host=self.host,
             secret_file=self._plan.config.cluster_secret_file,
             ports=self._plan.config.ports,
@@ -274,17 +263,12 @@ def run_headless(plan: Plan, headless: Headless, args: Namespace) -> int:
             host=head.host,
             name_of=head.name_of,
         )
-        with deployment, HeadlessNode(deployment, head, leaving) as crew:
+        with deployment, HeadlessNode(deployment, head, leaving) as node:
             leaving.wait()
-            return crew.status
+            return node.status
     except OmniError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
-
-
-def print_status(line: str) -> None:
-    """Print a line for the user."""
-    print(line, flush=True)
 
 
 class HeadlessNode:
@@ -305,15 +289,15 @@ class HeadlessNode:
     def __enter__(self) -> HeadlessNode:
         for slot in self._slots:
             self._replica_supervisor.start(self._replica_supervisor.children[slot])
-        self._replica_supervisor.do(self._ping)
+        self._replica_supervisor.do(self._check_head)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._head.stop()
         self._replica_supervisor.close()  # its thread stays, because the replicas it has started end with it
-        places = dict(self._head.places)
-        if places and not self._lost.issuperset(self._slots):
-            asyncio.run(take_leave(places, self._head.keys))
+        joined = [place.joined for place in self._head.places.values()]
+        if joined and not self._lost.issuperset(self._slots):
+            asyncio.run(drain_and_wait(joined, self._head.keys))
         self._deployment.end()
         self._replica_supervisor.join()
         self._head.close()
@@ -324,41 +308,39 @@ class HeadlessNode:
             self.status = REFUSED if self._head.refused else FAILED
             self._leaving.set()
 
-    def _ping(self) -> None:
-        """Check that the head is the same and has the replicas; restart the replicas that it does not have."""
-        self._replica_supervisor.after(PING_S, self._ping)
+    def _check_head(self) -> None:
+        """Restart the replicas that the head does not have."""
+        if self._leaving.is_set():
+            return
+        self._replica_supervisor.after(PRESENT_S, self._check_head)
         processes = self._deployment.processes()
-        for slot in self._head.disowned():
-            print_status(
-                f"the head does not have {self._head.name_of(slot)} any more, or is another one: it joins anew"
-            )
+        for slot in self._head.unknown_to_head():
+            name = self._head.name_of(slot)
+            print_status(f"the head does not have {name} any more, or is another one: it joins again")
             if slot in processes:
                 processes[slot].kill()
 
 
-async def take_leave(places: dict[ReplicaId, _Place], keys: Keys | None) -> None:
+async def drain_and_wait(joined: Sequence[Joined], keys: Keys | None) -> None:
     """Have the coordinator drain these replicas, and wait until they have finished their requests."""
-    joined = next(iter(places.values())).joined
-    ours = {place.member(slot): place.ticket for slot, place in places.items()}
-    watcher = Watcher(joined.views, keys=keys)
+    ours = {each.member: each.proof for each in joined}
+    watcher = Watcher(joined[0].views, keys=keys)
     context: zmq.Context[Any] = zmq.Context()
-    events = connect(context, zmq.DEALER, joined.events, keys, limit=MAX_REPLY_BYTES)
+    events = connect(context, zmq.PUSH, joined[0].events, keys, limit=MAX_MESSAGE_BYTES)
     try:
-        async with asyncio.timeout(joined.drain_s + LEAVING_TAKES_S):
+        async with asyncio.timeout(joined[0].drain_s + LEAVING_TAKES_S):
             while True:
                 async with asyncio.timeout(LEAVING_TAKES_S):
                     view, _ = await anext(watcher)
-                here = [entry for entry in view.replicas if entry.member.id in ours]
-                if not here and view.settled:  # a new coordinator may not have received their heartbeats yet
+                left = [entry for entry in view.replicas if entry.member in ours]
+                if not left and view.settled:  # a new coordinator may not have received their heartbeats yet
                     return
-                for entry in here:
+                for entry in left:
                     if entry.state is not State.DRAINING:
-                        proof = ours[entry.member.id]
-                        leave = Leave(entry.member, proof=proof)
                         with contextlib.suppress(zmq.Again):
-                            events.send(encode(leave), zmq.NOBLOCK)
+                            events.send(encode(Leave(entry.member, proof=ours[entry.member])), zmq.NOBLOCK)
     except TimeoutError:
-        print_status("leaving without the coordinator's consent: it does not answer, or requests take too long")
+        print_status("drain timed out, exiting: the coordinator does not answer, or requests take too long")
     finally:
         watcher.close()
         context.destroy(linger=0)

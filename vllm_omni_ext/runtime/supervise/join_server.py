@@ -1,70 +1,100 @@
 """Replicas of other hosts join here: the head's registration port.
 
-A ticket identifies a replica, because its connection may break and be made again. The join server gives the replica a
-name, makes the API servers listen for it, and answers with the addresses it must connect to. After that, the
+A ticket identifies a replica, because its connection may break and be made again. The join server checks the replica,
+gives it a name, makes the API servers listen for it, and answers with the values with which it starts. After that, the
 coordinator tracks the replica by its heartbeats.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
-import queue
 import select
 import threading
-import uuid
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
 from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, answer_handshake
-from vllm_omni_ext.coordinator.membership import MAX_REPLICAS
-from vllm_omni_ext.coordinator.refusals import Refusals
+from vllm_omni_ext.coordinator.members import Member
 from vllm_omni_ext.coordinator.sockets import Socket, listen
-from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Malformed, Message, encode
 from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
 from vllm_omni_ext.runtime.launch.addresses import endpoint
+from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
 from vllm_omni_ext.runtime.supervise.coordination import Coordination
-from vllm_omni_ext.runtime.supervise.replica_supervisor import Addresses, ReplicaSupervisor
+from vllm_omni_ext.runtime.supervise.joining import (
+    TO_HEAD,
+    Endpoints,
+    Expected,
+    Gone,
+    Join,
+    Joined,
+    Present,
+    Refusal,
+    ToHead,
+)
+from vllm_omni_ext.runtime.supervise.replica_supervisor import ReplicaSupervisor
 from vllm_omni_ext.topology.plan import Plan
-from vllm_omni_ext.wire.coordination import MAX_MESSAGE_BYTES, Malformed, Message, encode
-from vllm_omni_ext.wire.joining import TO_HEAD, Endpoints, Gone, Join, Joined, Ping, Pong, Refusal, Started, ToHead
 
 QUEUED_ANSWERS = 64
 """Answers queued for a process that does not read."""
 
-UNDECIDED = 1024
-"""Messages queued for a decision. Further ones are dropped; their senders repeat them."""
-
-NEVER_READ = 16 * MAX_MESSAGE_BYTES
+MAX_FRAME_BYTES = 16 * MAX_MESSAGE_BYTES
 """libzmq disconnects a peer that sends more than this in one frame, before the frame is in memory."""
 
+WITHHELD = "it does not belong to this deployment; the head's log says why"
+"""Sent instead of the reason where anyone can connect: the reason would help an attacker."""
+
+LOG_EVERY_S = 1.0
+"""At most one refusal is logged in this time: a flood must not fill the disk."""
+
 log = logging.getLogger(__name__)
-
-
-class ReplicaListener(Protocol):
-    """The API servers."""
-
-    def listen(self, replica: ReplicaId, host: str | None = None) -> Addresses:
-        """Make all API servers listen for a replica."""
-
-    def ready(self, replica: ReplicaId, about: ReplicaInfo) -> None:
-        """The replica can be used."""
-
-    def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
-        """The replica is gone."""
 
 
 @dataclass
 class _Entry:
     """One replica that has joined. `ready`: it has reported that it is ready."""
 
-    replica: ReplicaId
+    member: Member
     host: str
     answer: Joined
     ready: bool = False
+
+
+class Refusals:
+    """Logs refusals of replicas and chooses the reason that a refused replica receives.
+
+    Args:
+        with_reason: replies state the reason, since clients have the secret.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, *, with_reason: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._with_reason = with_reason
+        self._clock = clock
+        self._logged = -math.inf
+        self._unlogged = 0
+
+    def words(self, subject: str, reason: str) -> str:
+        """Log a refusal and return the text of the reply.
+
+        Args:
+            subject: the refused replica, e.g. "a replica of 10.0.0.2".
+        """
+        now = self._clock()
+        if now < self._logged + LOG_EVERY_S:
+            self._unlogged += 1
+        else:
+            more = f" (and {self._unlogged} other refusals)" if self._unlogged else ""
+            log.warning("refused %.200s: %.1000s%s", subject, reason, more)
+            self._logged, self._unlogged = now, 0
+        return reason if self._with_reason else WITHHELD
 
 
 class JoinServer:
@@ -77,9 +107,10 @@ class JoinServer:
     def __init__(
         self,
         plan: Plan,
+        expected: Expected,
         coordination: Coordination,
         replica_supervisor: ReplicaSupervisor,
-        users: ReplicaListener,
+        servers: ApiServers,
         *,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -89,57 +120,51 @@ class JoinServer:
         self._host = config.master_address
         self._coordination = coordination
         self._replica_supervisor = replica_supervisor
-        self._users = users
+        self._servers = servers
         self._tell = tell
-        self._deployment = uuid.uuid4().hex
+        self._expected = expected
         self._entries: dict[str, _Entry] = {}
         self.dropped = 0
         self._keys = Keys.read(config.cluster_secret_file)
-        self._refusals = Refusals(log, with_reason=self._keys is not None)
+        self._refusals = Refusals(with_reason=self._keys is not None)
         self._context: zmq.Context[Any] = zmq.Context()
         try:
-            self._zap = listen(self._context, zmq.REP, ZAP_ADDRESS, None, limit=NEVER_READ, queued=QUEUED_ANSWERS)
+            self._zap = listen(self._context, zmq.REP, ZAP_ADDRESS, None, limit=MAX_FRAME_BYTES, queued=QUEUED_ANSWERS)
             self._socket: Socket = listen(
                 self._context,
                 zmq.ROUTER,
                 endpoint(config.master_address, config.master_port),
                 self._keys,
-                limit=NEVER_READ,
+                limit=MAX_FRAME_BYTES,
                 queued=QUEUED_ANSWERS,
             )
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._answers: queue.SimpleQueue[tuple[bytes, Message] | None] = queue.SimpleQueue()
-        self._undecided: queue.SimpleQueue[tuple[bytes, ToHead]] = queue.SimpleQueue()
         self._wake, self._waker = os.pipe()
-        self._waking = threading.Lock()
-        self._closed = False
         self._thread = threading.Thread(target=self._run, name="omni-join-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Close the socket; later decisions of the replica supervisor are not sent."""
-        self._put(None)
+        """Close the socket, after the decision that is being made; the replica supervisor must still run."""
+        os.write(self._waker, b".")
         self._thread.join()
-        with self._waking:
-            self._closed = True
-            os.close(self._wake)
-            os.close(self._waker)
+        os.close(self._wake)
+        os.close(self._waker)
 
-    def forgotten(self, replica: ReplicaId, *, silent: bool = False) -> None:
-        """Remove the entry of a replica whose name the coordinator has freed; `silent`: after missing heartbeats.
+    def forgotten(self, member: Member, *, silent: bool) -> None:
+        """Remove the entry of a replica that the coordinator has removed; `silent`: after missing heartbeats.
         Called in the replica supervisor's thread.
-
-        An entry that is not ready is kept: it belongs to a newer replica that was given the same name.
         """
-        gone = [ticket for ticket, entry in self._entries.items() if entry.replica == replica and entry.ready]
-        for ticket in gone:
-            host = self._entries.pop(ticket).host
-            if silent:
-                self._tell(f"error: replica {replica} of {host} is gone: nothing was heard of it for too long")
-            else:
-                self._tell(f"replica {replica} of {host} has left")
+        for ticket, entry in tuple(self._entries.items()):
+            if entry.member == member:
+                del self._entries[ticket]
+                self._coordination.names.free(member)
+                self._servers.forgotten(member.id)
+                if silent:
+                    self._tell(f"error: replica {member.id} of {entry.host} is gone: no heartbeat came for too long")
+                else:
+                    self._tell(f"replica {member.id} of {entry.host} has left")
 
     # -- the socket's thread -------------------------------------------------------------------------------------
 
@@ -156,15 +181,12 @@ class JoinServer:
                     sender, *frames = self._socket.recv_multipart()
                     self._take(sender, frames)
                 if self._wake in ready:
-                    os.read(self._wake, 1)
-                    answer = self._answers.get()
-                    if answer is None:
-                        return
-                    self._socket.send_multipart([answer[0], encode(answer[1])], zmq.NOBLOCK)
+                    return
         finally:
             self._context.destroy(linger=0)
 
     def _take(self, sender: bytes, frames: list[bytes]) -> None:
+        answer: Message | None
         try:
             if len(frames) != 1:
                 raise Malformed(f"{len(frames)} frames")
@@ -173,93 +195,89 @@ class JoinServer:
             self.dropped += 1
             if self.dropped & (self.dropped - 1) == 0:  # at powers of two: a flood must not fill the disk
                 log.warning("dropped %d malformed registrations; the last: %.200s", self.dropped, error)
-            if error.protocol is not None:
-                refusal = encode(Refusal(ticket="", reason=str(error)))
-                self._socket.send_multipart([sender, refusal], zmq.NOBLOCK)
-            return
-        if isinstance(message, Ping):
-            self._socket.send_multipart([sender, encode(Pong(deployment=self._deployment))], zmq.NOBLOCK)
+            answer = None if error.protocol is None else Refusal(ticket="", reason=str(error))
         else:
-            self._ask(sender, message)
+            answer = self._decided(message)
+        if answer is not None:
+            self._socket.send_multipart([sender, encode(answer)], zmq.NOBLOCK)
 
-    def _ask(self, sender: bytes, message: ToHead) -> None:
-        if self._undecided.qsize() < UNDECIDED:
-            self._undecided.put((sender, message))
-            self._replica_supervisor.do(self._decide_next)
+    def _decided(self, message: ToHead) -> Message | None:
+        """The answer to a message. Further messages wait in their connections until the supervisor has decided."""
+        decision: Future[Message | None] = Future()
 
-    def _answer(self, sender: bytes, message: Message) -> None:
-        self._put((sender, message))
+        def decide() -> None:
+            try:
+                decision.set_result(self._decide(message))
+            except Exception as error:  # a bug here must not end this thread
+                decision.set_exception(error)
 
-    def _put(self, answer: tuple[bytes, Message] | None) -> None:
-        with self._waking:
-            if not self._closed:
-                self._answers.put(answer)
-                os.write(self._waker, b".")
+        self._replica_supervisor.do(decide)
+        if (error := decision.exception()) is not None:
+            log.error("no decision about a %s message", type(message).__name__, exc_info=error)
+            return None
+        return decision.result()
 
     # -- the replica supervisor's thread -------------------------------------------------------------------------
 
-    def _decide_next(self) -> None:
-        sender, message = self._undecided.get()
+    def _decide(self, message: ToHead) -> Message | None:
         match message:
             case Join():
-                self._answer(sender, self._join(message))
-            case Started(ticket=ticket):
-                entry = self._entries.get(ticket)
-                if entry is None:
-                    self._answer(sender, Refusal(ticket=ticket, reason="this replica has not joined, or was given up"))
-                elif not entry.ready:
-                    entry.ready = True
-                    about = ReplicaInfo(host=entry.host, pid=message.pid, restarts=message.restarts)
-                    self._users.ready(entry.replica, about)
-                    how = "is up again" if message.restarts else "has joined"
-                    self._tell(f"replica {entry.replica} of {entry.host} {how} (process {message.pid})")
+                return self._join(message)
+            case Present(ticket=ticket) if ticket not in self._entries:
+                return Refusal(ticket=ticket, reason="this replica has not joined, or was given up")
+            case Present(ticket=ticket) if message.pid and not self._entries[ticket].ready:
+                self._ready(self._entries[ticket], message)
             case Gone(ticket=ticket) if ticket in self._entries:
                 self._end(ticket, message.reason, again=message.again, log_file=message.log)
+        return None
+
+    def _ready(self, entry: _Entry, message: Present) -> None:
+        entry.ready = True
+        about = ReplicaInfo(host=entry.host, pid=message.pid, restarts=message.restarts)
+        self._servers.ready(entry.member.id, about)
+        verb = "is up again" if message.restarts else "has joined"
+        self._tell(f"replica {entry.member.id} of {entry.host} {verb} (process {message.pid})")
 
     def _end(self, ticket: str, reason: str, *, again: bool, log_file: str = "") -> None:
         entry = self._entries.pop(ticket)
-        self._users.ended(entry.replica, reason, again=again)
+        replica = entry.member.id
+        self._servers.ended(replica, reason, again=again)
         then = f"it is {'' if again else 'not '}started again there" + (
             f"; its log there: {log_file}" if log_file else ""
         )
-        self._tell(f"error: replica {entry.replica} of {entry.host} is gone: {reason}; {then}")
-        self._coordination.leave(entry.replica)
+        self._tell(f"error: replica {replica} of {entry.host} is gone: {reason}; {then}")
+        self._coordination.leave(replica)
 
     def _join(self, message: Join) -> Joined | Refusal:
         if message.ticket in self._entries:
             return self._entries[message.ticket].answer
-        objection = self._coordination.expected.objection(message)
+        objection = self._expected.objection(message)
         if objection:
             words = self._refusals.words(f"a replica of '{message.stage}' on {message.host}", objection)
             return Refusal(ticket=message.ticket, reason=words)
-        replica = self._name(message)
-        if replica is None:
+        names = self._coordination.names
+        member = names.give_free(message.stage, message.index)
+        if member is None:
             return Refusal(ticket=message.ticket, reason=f"stage '{message.stage}' is full")
-        self._coordination.leave(replica)  # a replica without entry here that still has the name is being ended
         try:
-            addresses = self._users.listen(replica, self._host)
+            addresses = self._servers.listen(member.id, self._host)
         except OSError as error:
-            self._users.ended(replica, str(error), again=False)
+            names.free(member)
+            self._servers.ended(member.id, str(error), again=False)
             return Refusal(ticket=message.ticket, reason=f"the head cannot listen at {self._host}: {error}")
         answer = Joined(
             ticket=message.ticket,
-            deployment=self._deployment,
-            index=replica.index,
+            member=member,
+            proof=names.proof(member),
             servers=tuple(Endpoints(*pair) for pair in addresses),
             events=self._coordination.events,
             views=self._coordination.views,
-            drain_s=self._plan.config.drain_timeout_s,
+            interval_s=self._coordination.timing.interval_s,
+            drain_s=self._coordination.timing.drain_s,
         )
-        self._entries[message.ticket] = _Entry(replica, message.host, answer)
+        self._entries[message.ticket] = _Entry(member, message.host, answer)
         self._replica_supervisor.after(self._plan.config.startup_timeout_s, lambda: self._expire(message.ticket))
         return answer
-
-    def _name(self, message: Join) -> ReplicaId | None:
-        taken = {entry.replica for entry in self._entries.values()}
-        taken |= {replica.id for replica in self._plan.stage(message.stage).replicas}
-        wishes = () if message.index is None else (message.index,)
-        names = (ReplicaId(message.stage, index) for index in (*wishes, *range(MAX_REPLICAS)))
-        return next((name for name in names if name not in taken and name.index < MAX_REPLICAS), None)
 
     def _expire(self, ticket: str) -> None:
         entry = self._entries.get(ticket)

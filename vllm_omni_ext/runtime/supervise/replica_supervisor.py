@@ -14,8 +14,7 @@ from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
 from vllm_omni_ext.runtime.launch.launcher import Deployment
-from vllm_omni_ext.runtime.supervise.process_watcher import Child, ChildSupervisor, Final
-from vllm_omni_ext.runtime.supervise.restarts import restarts_of
+from vllm_omni_ext.runtime.supervise.process_watcher import Child, ChildSupervisor, Final, restarts_of
 from vllm_omni_ext.topology.placement import Turns
 
 log = logging.getLogger(__name__)

@@ -15,30 +15,38 @@ from msgspec.structs import replace
 
 from tests.support.examples import examples
 from vllm_omni_ext.coordinator import members as msg
-from vllm_omni_ext.coordinator.members import TO_COORDINATOR, TO_REPLICA, VIEWS, Entry, Member, State, View
+from vllm_omni_ext.coordinator.members import TO_COORDINATOR, VIEWS, Entry, Member, State, View
+from vllm_omni_ext.encoding import PROTOCOL, Channel, Malformed, Message, encode
+from vllm_omni_ext.engine.replica_identity import VARIABLE, ReplicaIdentity
 from vllm_omni_ext.pool.load import Load
-from vllm_omni_ext.wire.coordination import PROTOCOL, Channel, Malformed, Message, encode
-from vllm_omni_ext.wire.joining import FROM_HEAD, TO_HEAD, Endpoints, Gone, Join, Joined, Ping, Pong, Refusal, Started
-from vllm_omni_ext.wire.replica_identity import VARIABLE, ReplicaIdentity
+from vllm_omni_ext.runtime.supervise.joining import (
+    FROM_HEAD,
+    TO_HEAD,
+    Endpoints,
+    Gone,
+    Join,
+    Joined,
+    Present,
+    Refusal,
+)
 
 MEMBER = Member("talker", 1, 7)
 LOAD = Load(1, 2, 0.5)
-REGISTER = msg.Register(instance="i", stage="talker", model="m", config_hash="h", version="1", index=1, epoch=7)
 HEARTBEAT = msg.Heartbeat(member=MEMBER, load=LOAD)
 JOIN = Join(ticket="t", stage="talker", model="m", config_hash="c", version="1", host="h", index=3)
 SERVERS = tuple(Endpoints(f"tcp://host:{i}", f"tcp://host:{i}") for i in range(500))
 JOINED = Joined(
-    ticket="t", deployment="d", index=3, servers=SERVERS, events="tcp://h:5", views="tcp://h:6", drain_s=30.0
+    ticket="t",
+    member=MEMBER,
+    proof="p",
+    servers=SERVERS,
+    events="tcp://h:5",
+    views="tcp://h:6",
+    interval_s=1.0,
+    drain_s=30.0,
 )
 CHANNELS: dict[Channel[Any], list[Message]] = {
-    TO_COORDINATOR: [REGISTER, replace(REGISTER, index=None, epoch=None), HEARTBEAT, msg.Leave(MEMBER, drain=True)],
-    TO_REPLICA: [
-        msg.Admitted(member=MEMBER, interval_s=0.2),
-        msg.Refused(reason="no"),
-        msg.NotYet(),
-        msg.RegisterAgain(member=MEMBER),
-        msg.Released(member=MEMBER),
-    ],
+    TO_COORDINATOR: [HEARTBEAT, replace(HEARTBEAT, proof=MEMBER.proof("key")), msg.Leave(MEMBER, drain=True)],
     VIEWS: [
         View(
             generation=1,
@@ -50,16 +58,15 @@ CHANNELS: dict[Channel[Any], list[Message]] = {
     TO_HEAD: [
         JOIN,
         replace(JOIN, index=None),
-        Started(ticket="t", pid=1, restarts=2),
+        Present(ticket="t", pid=1, restarts=2),
         Gone(ticket="t", reason="its process ended", again=True),
-        Ping(),
     ],
-    FROM_HEAD: [JOINED, Refusal(ticket="", reason="no"), Pong(deployment="d")],
+    FROM_HEAD: [JOINED, Refusal(ticket="", reason="no")],
 }
-LIMITS = {TO_COORDINATOR: 2**12, TO_REPLICA: 2**14, VIEWS: 2**24, TO_HEAD: 2**12, FROM_HEAD: 2**18}
+LIMITS = {TO_COORDINATOR: 2**12, VIEWS: 2**24, TO_HEAD: 2**12, FROM_HEAD: 2**18}
 
 
-@pytest.mark.parametrize("plane", [(TO_COORDINATOR, TO_REPLICA, VIEWS), (TO_HEAD, FROM_HEAD)])
+@pytest.mark.parametrize("plane", [(TO_COORDINATOR, VIEWS), (TO_HEAD, FROM_HEAD)])
 def test_messages_are_read_back_in_their_direction_only(plane: tuple[Channel[Any], ...]) -> None:
     for channel, direction in product(plane, plane):
         for message in CHANNELS[direction]:
@@ -79,6 +86,12 @@ def test_too_long_messages_and_other_protocols_are_refused(channel: Channel[Any]
         with pytest.raises(Malformed, match=f"protocol {protocol} there and {PROTOCOL} here") as caught:
             channel.decode(encode(replace(CHANNELS[channel][0], protocol=protocol)))
         assert caught.value.protocol == protocol
+
+
+def test_a_proof_is_of_one_name_one_epoch_and_one_key() -> None:
+    others = (Member("talker", 1, 8), Member("talker", 11, 7), Member("talke", 1, 7), Member("talker/1", 1, 7))
+    assert len({MEMBER.proof("key"), MEMBER.proof("other"), *(other.proof("key") for other in others)}) == 6
+    assert MEMBER.proof("key") == Member("talker", 1, 7).proof("key")
 
 
 def changed(message: Message, **values: object) -> bytes:
@@ -141,25 +154,24 @@ def test_random_bytes_raise_no_other_error(noise: bytes, message: Message, at: i
 IDENTITY = ReplicaIdentity(
     stage="talker",
     index=1,
-    instance="i",
+    epoch=7,
+    proof="p",
     parent=42,
     events="ipc:///tmp/events",
-    model="m",
-    config_hash="c",
-    version="1",
+    interval_s=0.5,
     host="h",
     secret_file="/run/secret",
 )
 
 
-@pytest.mark.parametrize("identity", [IDENTITY, ReplicaIdentity(stage="talker", index=0, instance="i")])
+@pytest.mark.parametrize("identity", [IDENTITY, ReplicaIdentity(stage="talker", index=0)])
 def test_a_process_reads_its_identity_from_the_environment(
     identity: ReplicaIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in identity.variable().items():
         monkeypatch.setenv(name, value)
     assert ReplicaIdentity.read() == identity
-    monkeypatch.setenv(VARIABLE, '{"stage": "talker", "index": -1, "instance": "i"}')
+    monkeypatch.setenv(VARIABLE, '{"stage": "talker", "index": -1}')
     with pytest.raises(msgspec.ValidationError):
         ReplicaIdentity.read()
     monkeypatch.delenv(VARIABLE)

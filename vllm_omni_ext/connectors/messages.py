@@ -11,8 +11,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from vllm_omni_ext.wire.coordination import Channel, encode
-from vllm_omni_ext.wire.coordination import Message as _Message
+from vllm_omni_ext.encoding import Channel, encode
+from vllm_omni_ext.encoding import Message as _Message
 
 __all__ = ["TO_CONSUMER", "TO_PRODUCER", "encode"]
 

@@ -20,8 +20,10 @@ class ReplicaIdentity(Struct, frozen=True, kw_only=True):
             ends when the parent ends. None: see `program`.
         program: process id of a user's program, any thread of which may have started the replica; the replica ends when
             the program ends. None: there is none.
+        epoch: distinguishes this process from earlier ones of the same name.
+        proof: the head's proof of name and epoch for the coordinator.
         events: the coordinator's address for replicas; None: there is no coordinator.
-        instance: unique text of this process.
+        interval_s: time between two heartbeats.
         host: address under which other hosts reach this host; "" if they cannot.
         secret_file: file with the cluster's secret.
         ports: first and last port on which it may listen for other hosts; None: any.
@@ -29,13 +31,12 @@ class ReplicaIdentity(Struct, frozen=True, kw_only=True):
 
     stage: str
     index: Annotated[int, Meta(ge=0)]
-    instance: str
     parent: int | None = None
     program: int | None = None
+    epoch: int = 0
+    proof: str = ""
     events: str | None = None
-    model: str = ""
-    config_hash: str = ""
-    version: str = ""
+    interval_s: float = 1.0
     host: str = ""
     secret_file: str | None = None
     ports: tuple[int, int] | None = None

@@ -1,7 +1,8 @@
 """Encoding of the control plane's messages: msgpack, tagged, versioned; never pickle.
 
-Compatibility: a field with a default may be added, since readers ignore unknown fields. Every other change needs
-another `PROTOCOL`; a message of another protocol is refused with a text that names both.
+Compatibility: packages of different versions exchange only `Join` and its `Refusal`, which names the versions. There a
+field with a default may be added, since readers ignore unknown fields. Every other change of these two needs another
+`PROTOCOL`; a message of another protocol is refused with a text that names both.
 """
 
 from __future__ import annotations
@@ -16,10 +17,7 @@ from vllm_omni_ext.errors import OmniError
 PROTOCOL = 1
 
 MAX_MESSAGE_BYTES = 4096
-"""Longest message from a replica."""
-
-MAX_REPLY_BYTES = 16 * 1024
-"""Longest reply to a replica, which may quote the replica's message and the coordinator's configuration."""
+"""Longest message from a replica or a headless node."""
 
 MAX_VIEW_BYTES = 16 * 1024 * 1024
 """Longest view: a few hundred bytes for each replica."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_ext.coordinator import secret_file
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.secret_file import default_file, find, find_or_make, read_by_others
 from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.runtime.launch import secret as secret_file
+from vllm_omni_ext.runtime.launch.secret import default_file, find, find_or_make, read_by_others
 
 AT_ONCE = 8
 ROUNDS = 5
