@@ -9,10 +9,13 @@ GPU_PYTHON ?= python3
 # Processes that share the tests: one for each core, as long as each has 8 GiB of memory.
 JOBS ?= 2
 
+# The environment of the documentation's site.
+SITE := .venv/site
+
 # Requests of each kind.
 CASES ?= 60
 
-.PHONY: help setup test test-all quick faults accuracy gpu null-gpu lint types format demo release docs clean
+.PHONY: help setup test test-all quick faults accuracy gpu null-gpu lint types format demo release docs site clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 16
@@ -65,6 +68,14 @@ release: setup ## build what is published, install it into a new environment and
 docs: setup ## write the generated pages
 	$(PYTHON) -m vllm_omni_ext doctor --write-docs
 	$(PYTHON) benchmarks/memory_page.py
+
+$(SITE)/.done: requirements/site.txt
+	python3 -m venv --clear $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/site.txt
+	touch $@
+
+site: $(SITE)/.done ## build the documentation as a site in build/site; a wrong link fails
+	$(SITE)/bin/python -m mkdocs build --strict
 
 clean: ## remove .venv and everything that was built
 	rm -rf .venv .venv-* build dist demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

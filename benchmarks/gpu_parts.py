@@ -114,7 +114,7 @@ def _released_parts() -> tuple[Part, ...]:
             )
             for count in (2, 4)
         ),
-        Part("text", "text only, beside stock vLLM", text, devices=2),
+        Part("text", "text only, compared with stock vLLM", text, devices=2),
         Part("text-fp8", "the same with a thinker in FP8, on both sides", (*text, "--fp8")),
         Part(
             "prefill-decode", "prompts computed apart (Mooncake), tiny checkpoint", disaggregated, one_of=("mooncake",)
@@ -174,7 +174,7 @@ def _tiny_parts() -> tuple[Part, ...]:
         Part("levels-few", "spoken answers, 1 and 2 at once, tiny checkpoint", (*levels, "1", "2")),
         Part("levels-talkers", "two talkers, 2 at once, tiny checkpoint", (*levels, "2", "--talkers", "2")),
         Part("video", "a video of 8 frames, tiny checkpoint", videos),
-        Part("text", "text only, beside stock vLLM, tiny checkpoint", text),
+        Part("text", "text only, compared with stock vLLM, tiny checkpoint", text),
         Part("picture-steps-512", "denoise steps packed and one by one, tiny checkpoint", (*steps, "--steps", "3")),
         Part("pictures-512", "images and edits over HTTP, tiny checkpoint", (*steps, "--http", "--steps", "3")),
     )

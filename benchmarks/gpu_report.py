@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_parts import FAILED, LATE, OK, Part, Result, Results
+from gpu_parts import FAILED, LATE, OK, Part, Results
 
 END = "<!-- The report ends here; what follows is written by hand. -->"
 NOT_YET = "# On a GPU: nothing has run on a GPU yet"
@@ -170,9 +170,11 @@ def _goals(results: Results, devices: int) -> Iterator[str]:
 def _parts(results: Results, known: Sequence[Part]) -> Iterator[str]:
     yield from ("| part | what | result | seconds | commit |", "|---|---|---|---|---|")
     for part in known:
-        result = results.parts.get(part.name, Result("not run"))
-        why = f": {_last(result.said)}" if result.state not in (OK, "not run", FAILED, LATE) else ""
-        yield f"| `{part.name}` | {part.what} | {result.state}{why} | {result.seconds:.0f} | {result.commit} |"
+        if (result := results.parts.get(part.name)) is not None:
+            why = f": {_last(result.said)}" if result.state not in (OK, FAILED, LATE) else ""
+            yield f"| `{part.name}` | {part.what} | {result.state}{why} | {result.seconds:.0f} | {result.commit} |"
+    if missing := [f"`{part.name}`" for part in known if part.name not in results.parts]:
+        yield f"\nNot run: {', '.join(missing)}. `python benchmarks/gpu.py --list` describes them."
 
 
 def _levels(results: Results) -> Iterator[str]:

@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from vllm_omni_ext import environment
+from vllm_omni_ext.cli import models_page
 from vllm_omni_ext.compat import PATCHES, require_vllm, supported
 from vllm_omni_ext.errors import IncompatibleVllm
 from vllm_omni_ext.patching import seams
@@ -34,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     if args.write_docs is not None:
         _write_docs(args.write_docs)
+        models_page.write(args.write_docs.with_name("models.md"))
         return 0
     if args.write_fingerprints is not None:
         for package in args.write_fingerprints or own_packages():

@@ -124,14 +124,14 @@ REPLICA_RUNNING = Metric(
     kind="gauge",
     labels=("stage", "replica"),
     unit="requests",
-    text="Requests a replica works on, as its scheduler last said.",
+    text="Running requests of a replica, in its scheduler's last report.",
 )
 REPLICA_WAITING = Metric(
     name="replica_requests_waiting",
     kind="gauge",
     labels=("stage", "replica"),
     unit="requests",
-    text="Requests that wait in a replica's queue, as its scheduler last said.",
+    text="Waiting requests of a replica, in its scheduler's last report.",
 )
 REPLICA_IN_FLIGHT = Metric(
     name="replica_requests_in_flight",
@@ -160,13 +160,13 @@ REPLICA_HEARTBEAT = Metric(
     kind="gauge",
     labels=("stage", "replica"),
     unit="seconds",
-    text="Unix time at which a replica was last heard of; its age is time() minus this.",
+    text="Unix time of a replica's last heartbeat; its age is time() minus this.",
 )
 COORDINATOR_VIEW = Metric(
     name="coordinator_view_timestamp_seconds",
     kind="gauge",
     unit="seconds",
-    text="Unix time at which the coordinator was last heard of; the age of what it said is time() minus this.",
+    text="Unix time of the coordinator's last view; its age is time() minus this.",
 )
 ROUTING_DECISIONS = Metric(
     name="routing_decisions_total",
@@ -195,7 +195,7 @@ REPLICA_INFO = Metric(
     kind="gauge",
     labels=("engine", "stage", "replica"),
     unit="1",
-    text="Always 1; says which replica the label `engine` of the `vllm:` metrics means.",
+    text="Always 1; maps the label `engine` of the `vllm:` metrics to a replica.",
 )
 STAGE_STEPS = Metric(
     name="stage_steps_total",
@@ -231,7 +231,7 @@ KV_WAIT = Metric(
     kind="histogram",
     labels=("source", "target"),
     unit="seconds",
-    text="Time from telling a decode stage where a prompt's KV cache is to its first token: waiting, transfer, a step.",
+    text="Time from the sending of a request with its KV cache's location to a decode stage to the first token.",
     buckets=LATENCY_S,
 )
 KV_BYTES = Metric(
@@ -254,14 +254,14 @@ KV_FAILURES = Metric(
     kind="counter",
     labels=("stage", "replica", "kind"),
     unit="transfers",
-    text="KV caches that were not sent, not received (the decode replica computes these prompts), or never asked for.",
+    text="KV caches that were not sent, not received (the decode replica computes these prompts), or not fetched.",
 )
 KV_LOCAL_PREFILLS = Metric(
     name="kv_local_prefills_total",
     kind="counter",
     labels=("stage",),
     unit="requests",
-    text="Requests whose prompt the decode stage was told to compute itself: no prefill replica, or not possible.",
+    text="Requests whose prompt a decode replica computes without a prefill replica: none is up, or not possible.",
 )
 REQUESTS = Metric(
     name="requests_total",

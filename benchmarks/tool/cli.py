@@ -79,7 +79,7 @@ def measure(names: Sequence[str], options: Options, keep: Callable[[Report], Non
 def listed() -> str:
     """Return a line for every benchmark: its name, its subject and its baseline."""
     each = (module.DESCRIPTION for module in BENCHMARKS.values())
-    return "\n".join(f"{d.name:<16}{d.compares}; beside {d.baseline}" for d in each)
+    return "\n".join(f"{d.name:<16}{d.compares}; compared with {d.baseline}" for d in each)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,11 +12,11 @@ from benchmarks.tool.suite import BENCHMARKS
 
 HEAD = """# Benchmarks
 
-Written by `python -m benchmarks --markdown`; do not edit. Every figure is beside a baseline that was measured in the
-same run: medians, smallest and largest in parentheses. A ratio is the figure divided by its baseline.
+Written by `python -m benchmarks --markdown`; do not edit. Every figure is compared with a baseline of the same run:
+medians, smallest and largest in parentheses. A ratio is the figure divided by its baseline.
 """
-NOTHING = """No run of the whole program on a quiet machine is stored yet. Figures that were measured before, with what
-they hold for, are in [benchmarks/README.md](../benchmarks/README.md)."""
+NOTHING = """No run of the whole program on a quiet machine is stored yet. Earlier figures are in
+[benchmarks/README.md](../benchmarks/README.md)."""
 
 
 def cells(*words: str) -> str:

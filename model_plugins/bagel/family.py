@@ -73,9 +73,12 @@ FAMILY = ModelFamily(
             stages=(AR, DIT),
             frontend="ar",
             modalities=("text", "image"),
+            inputs=("text", "image"),
             edges=(EdgeSpec("ar", "dit", "tokens"),),
         ),
-        PipelineSpec(name="bagel_single", stages=(ALL,), frontend="dit", modalities=("text", "image")),
+        PipelineSpec(
+            name="bagel_single", stages=(ALL,), frontend="dit", modalities=("text", "image"), inputs=("text", "image")
+        ),
     ),
     runtime=f"{_HERE}.requests.runtime:BagelRuntime",
     http=f"{_HERE}.requests.http:BagelHttp",

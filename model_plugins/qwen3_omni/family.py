@@ -75,6 +75,7 @@ QWEN3_OMNI = PipelineSpec(
     stages=(THINKER, TALKER, CODE2WAV),
     frontend="thinker",
     modalities=("text", "audio"),
+    inputs=("text", "image", "video", "audio"),
     edges=(
         EdgeSpec("thinker", "talker", "tokens", name="text", chunks=(1,)),
         EdgeSpec("thinker", "talker", "tensors", name="hidden_states"),

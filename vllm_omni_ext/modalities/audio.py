@@ -52,7 +52,7 @@ AUDIO_UNDERRUN = Metric(
     name="audio_underrun_seconds_total",
     kind="counter",
     unit="seconds",
-    text="Time for which somebody who plays sound as it comes had none left while more was to come.",
+    text="Time in which a real-time player of a streamed answer has no sound left before the end.",
 )
 REAL_TIME_FACTOR = Metric(
     name="real_time_factor",

@@ -12,7 +12,12 @@ from vllm_omni_ext.plugins.runtime import Capabilities, Rendered, RequestOptions
 
 SPEECH = "vllm_omni_ext.serving.apis.speech:install"
 IMAGES = "vllm_omni_ext.serving.apis.images:install"
-"""Ready-made APIs: `/v1/audio/speech` with `/v1/audio/voices`, and `/v1/images/generations` with `/v1/images/edits`."""
+"""Ready-made APIs; `ROUTES` has the routes of each."""
+
+ROUTES: Mapping[str, tuple[str, ...]] = {
+    SPEECH: ("/v1/audio/speech", "/v1/audio/voices"),
+    IMAGES: ("/v1/images/generations", "/v1/images/edits"),
+}
 
 
 class OmniServer(Protocol):

@@ -108,6 +108,7 @@ class PipelineSpec:
         frontend: the stage whose config, tokenizer and renderer vLLM's server gets; stock `vllm serve` flags apply to
             it. A request need not use it.
         modalities: modalities of this pipeline's answers, e.g. ("text", "audio").
+        inputs: modalities of its prompts, for the documentation.
         edges: connections, by stage name.
     """
 
@@ -115,6 +116,7 @@ class PipelineSpec:
     stages: tuple[StageSpec, ...]
     frontend: str
     modalities: tuple[str, ...]
+    inputs: tuple[str, ...] = ("text",)
     edges: tuple[EdgeSpec, ...] = ()
 
     def chunks(self) -> dict[str, tuple[int, ...]]:

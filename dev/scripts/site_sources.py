@@ -1,0 +1,69 @@
+"""MkDocs hook: a link to a file or folder outside docs/ leads to a page with its content, below `source/` of the site.
+
+In the repository these links are relative paths, which work there as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+DOCS = "docs"
+SOURCE = "source"
+LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)]*)?(\))")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Rewrite the links of all pages and add the pages that they lead to, and those to which these lead."""
+    todo = [DOCS + "/" + file.src_uri for file in files if file.is_documentation_page()]
+    texts: dict[str, str] = {}
+    while todo:
+        path = todo.pop()
+        if path not in texts:
+            texts[path] = _linked(path, _content(path), todo.append)
+    for path, text in texts.items():
+        uri = _uri(path)
+        if (old := files.get_file_from_path(uri)) is not None:
+            files.remove(old)
+        files.append(File.generated(config, uri, content=text))
+    return files
+
+
+def _linked(path: str, text: str, add: Callable[[str], None]) -> str:
+    """Return the text of a page with links that lead to pages of the site."""
+
+    def target(match: re.Match[str]) -> str:
+        to = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[2]))
+        if not (ROOT / to).exists():
+            return match[0]
+        if not to.startswith(DOCS + "/"):
+            add(to)
+        relative = os.path.relpath(_uri(to), posixpath.dirname(_uri(path)) or ".")
+        return f"{match[1]}{relative}{match[3] or ''}{match[4]}"
+
+    return LINK.sub(target, text) if path.endswith(".md") else text
+
+
+def _uri(path: str) -> str:
+    """Return the place of a file of the repository below docs/ of the site."""
+    if path.startswith(DOCS + "/"):
+        return path.removeprefix(DOCS + "/")
+    return f"{SOURCE}/{path}" if path.endswith(".md") else f"{SOURCE}/{path}.md"
+
+
+def _content(path: str) -> str:
+    """Return a file as Markdown: a folder as the list of its files, other files as code."""
+    file = ROOT / path
+    if file.is_dir():
+        listed = subprocess.run(["git", "ls-files", path], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return f"# {path}\n\n" + "".join(f"- `{name}`\n" for name in listed.splitlines())
+    text = file.read_text(encoding="utf-8")
+    return text if path.endswith(".md") else f"# {path}\n\n````{file.suffix.removeprefix('.')}\n{text}````\n"
