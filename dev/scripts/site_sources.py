@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ def _content(path: str) -> str:
     """Return a file as Markdown: a folder as the list of its files, other files as code."""
     file = ROOT / path
     if file.is_dir():
-        listed = subprocess.run(["git", "ls-files", path], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        return f"# {path}\n\n" + "".join(f"- `{name}`\n" for name in listed.splitlines())
+        inside = sorted(each.relative_to(ROOT) for each in file.rglob("*") if each.is_file() and each.suffix != ".pyc")
+        return f"# {path}\n\n" + "".join(f"- `{name}`\n" for name in inside)
     text = file.read_text(encoding="utf-8")
     return text if path.endswith(".md") else f"# {path}\n\n````{file.suffix.removeprefix('.')}\n{text}````\n"
