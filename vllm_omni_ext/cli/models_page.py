@@ -11,7 +11,7 @@ from vllm_omni_ext.config.load import pipeline_of, stage_config_names
 from vllm_omni_ext.plugins.http import ROUTES
 from vllm_omni_ext.plugins.registry import plugins
 from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec, StageSpec, resolve
-from vllm_omni_ext.topology.layers import SHARED_FIELDS
+from vllm_omni_ext.topology.engine_args import SHARED_FIELDS
 
 HERE = "vllm-omni-ext"
 
