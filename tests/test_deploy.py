@@ -13,7 +13,7 @@ import yaml
 
 from vllm_omni_ext import __version__, metrics
 from vllm_omni_ext.cli.args import parse_serve
-from vllm_omni_ext.serving.probes import LIVE, READY, STARTED
+from vllm_omni_ext.serving.health import LIVE, READY, STARTED
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

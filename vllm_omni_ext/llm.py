@@ -38,9 +38,8 @@ from vllm_omni_ext.modalities.registry import CORE, modalities_of
 from vllm_omni_ext.plugins.registry import family_chat_template, family_of
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
-from vllm_omni_ext.serving.options import RequestFields, from_keywords
-from vllm_omni_ext.serving.stage_params import stage_params
-from vllm_omni_ext.serving.text_outputs import TextOutputs
+from vllm_omni_ext.serving.answers import TextOutputs
+from vllm_omni_ext.serving.options import RequestFields, from_keywords, stage_params
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
-from vllm_omni_ext.serving.stage_params import SEED, FrontendSampling, stage_param_names
-from vllm_omni_ext.topology.plan import Plan, StagePlan
+from vllm_omni_ext.serving.options import FRONTEND_SAMPLING, SEED, stage_param_names
+from vllm_omni_ext.topology.plan import Plan
 
 MAX_TOKENS = ("max_tokens", "max_completion_tokens")
 """vLLM's name and OpenAI's."""
@@ -53,7 +53,7 @@ class Keywords:
         self._frontend = plan.frontend().model_stage
         stages = {stage.model_stage: stage for stage in plan.model_stages()}
         sampled = plan.frontend().params_type == SAMPLING_PARAMS
-        sampling = (*FrontendSampling.model_fields, MAX_TOKENS[1]) if sampled else (SEED,)
+        sampling = (*FRONTEND_SAMPLING, MAX_TOKENS[1]) if sampled else (SEED,)
         rendered = [name for name in list(inspect.signature(render).parameters)[1:] if name not in stages]
         own: dict[str, Any] = {}
         for name, value in more.items():
@@ -75,9 +75,9 @@ class Keywords:
             if self._frontend in self.params:
                 raise TypeError(f"{call}() got {', '.join(own)} both as keywords and in {self._frontend}={{...}}")
             self.params[self._frontend] = own
-        if self._seed is not None:  # for each stage that draws, unless it has its own
+        if self._seed is not None:  # for each stage that has one, unless it has its own
             for name, stage in stages.items():
-                if not draws(stage, name == self._frontend):
+                if SEED not in stage_param_names(stage):
                     continue
                 if isinstance(self.params.setdefault(name, {}), dict):
                     self.params[name].setdefault(SEED, self._seed)
@@ -98,12 +98,6 @@ class Keywords:
         if both := sorted(self.params.keys() & {name for name, each in given.items() if each is not None}):
             raise TypeError(f"{self._call}() got parameters of {', '.join(both)} in sampling_params and as keywords")
         return {**given, **self.params}
-
-
-def draws(stage: StagePlan, frontend: bool) -> bool:
-    """Return whether a stage has a seed."""
-    has_params = frontend or bool(stage.params) or stage.params_type != SAMPLING_PARAMS
-    return has_params and SEED in stage_param_names(stage)
 
 
 def _unknown(call: str, name: str, known: Sequence[str]) -> str:

@@ -376,7 +376,7 @@ class AsyncOmni(TargetedLLM):
         try:
             assert request.sampling_params is not None
             frontend = super().generate(request, request.sampling_params, request.request_id, **stock)
-            answer = frontend if admitted.sink is None else merged(frontend, admitted.sink)
+            answer = frontend if admitted.sink is None else merged(frontend, chunks(admitted.sink))
             async with contextlib.aclosing(answer):
                 async for item in answer:
                     yield item

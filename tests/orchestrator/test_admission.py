@@ -222,7 +222,7 @@ async def test_a_merged_answer_ends_when_both_sources_have_ended() -> None:
     sink: asyncio.Queue[Any] = asyncio.Queue()
     for item in ("sound", END):
         sink.put_nowait(item)
-    assert [item async for item in merged(frontend("a", "b"), sink)] == ["sound", "a", "b"]
+    assert [item async for item in merged(frontend("a", "b"), chunks(sink))] == ["sound", "a", "b"]
 
 
 async def test_an_error_ends_an_answer() -> None:
@@ -234,7 +234,7 @@ async def test_an_error_ends_an_answer() -> None:
     wrapped = ValueError("vLLM's")
     wrapped.__cause__ = error
     with pytest.raises(RequestFailed, match="no"):
-        _ = [item async for item in merged(frontend(wrapped), asyncio.Queue())]
+        _ = [item async for item in merged(frontend(wrapped), chunks(asyncio.Queue()))]
 
 
 async def test_an_answer_has_a_deadline() -> None:

@@ -49,7 +49,7 @@ from tests.support.cluster import (
 )
 from tests.support.oracle import Golden, Oracle
 from vllm_omni_ext.metrics import PREFIX
-from vllm_omni_ext.serving.gate import SERVER_HEADER
+from vllm_omni_ext.serving.limits.bodies import SERVER_HEADER
 
 pytestmark = pytest.mark.engine
 

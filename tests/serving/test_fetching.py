@@ -9,7 +9,7 @@ import ipaddress
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -21,17 +21,16 @@ from tests.serving.conftest import asking
 from tests.support import media
 from tests.support.scripted import ScriptedOmni
 from vllm_omni_ext.config.parse import Names, parse_config
-from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.serving.fetching import (
+from vllm_omni_ext.errors import ConfigError, RequestError
+from vllm_omni_ext.serving.limits.fetching import (
     MOST_REDIRECTS,
-    Budget,
     Fetcher,
     FetchRefused,
     Rules,
     destinations,
     for_everybody,
 )
-from vllm_omni_ext.serving.media import EARLIEST_FAILURE_S, FAILED, install
+from vllm_omni_ext.serving.limits.media import EARLIEST_FAILURE_S, FAILED, Budget, install
 
 REFUSED, ALLOWED = "127.0.0.1", "127.0.0.2"
 MIB = 1 << 20
@@ -112,7 +111,11 @@ async def site() -> AsyncIterator[Site]:
 
 @pytest.fixture
 def fetch() -> Callable[..., Any]:
-    return Fetcher(Rules.of(ALLOWED)).async_get_bytes
+    return fetcher(ALLOWED)
+
+
+def fetcher(allowed: str, domains: Sequence[str] = (), take: Callable[[int], None] = lambda _: None) -> Any:
+    return Fetcher(Rules.of(allowed, domains), take).async_get_bytes
 
 
 def names(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> None:
@@ -162,17 +165,17 @@ async def test_the_address_of_each_connection_is_checked(
 
 async def test_a_named_host_may_have_any_address(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     names(monkeypatch, [REFUSED])
-    fetch = Fetcher(Rules.of("Media.Test")).async_get_bytes
+    fetch = fetcher("Media.Test")
     assert await fetch(site.url("image_url", "media.test")) == site.files["image_url"]
     for other in ("other.test", REFUSED, "x.media.test"):
         with pytest.raises(OSError):
             await fetch(site.url("image_url", other))
-    assert await Fetcher(Rules.of("all")).async_get_bytes(site.url("image_url", "other.test"))
+    assert await fetcher("all")(site.url("image_url", "other.test"))
 
 
 async def test_allowed_media_domains_also_hold_after_a_redirect(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     names(monkeypatch, [ALLOWED])
-    fetch = Fetcher(Rules.of(ALLOWED, ["good.test"])).async_get_bytes
+    fetch = fetcher(ALLOWED, ["good.test"])
     assert await fetch(site.url("image_url", "good.test"))
     for url in (
         site.url("image_url", "bad.test"),
@@ -212,15 +215,15 @@ async def test_an_answer_without_a_file_is_refused(
     assert site.asked[ALLOWED] == requests
 
 
-async def test_all_fetches_together_have_a_limit_of_bytes(site: Site, fetch: Callable[..., Any]) -> None:
-    budget = Budget(5 * MIB)
+async def test_all_fetches_together_have_a_limit_of_bytes(site: Site) -> None:
+    budget = Budget(5 * MIB, "too many bytes together", parameter="url")
 
     async def one() -> int:
-        with budget.lease():
-            return len(await fetch(site.url("long")))
+        with budget.lease() as take:
+            return len(await fetcher(ALLOWED, take=take)(site.url("long")))
 
     found = await asyncio.gather(*(one() for _ in range(3)), return_exceptions=True)
-    refused = [each for each in found if isinstance(each, FetchRefused)]
+    refused = [each for each in found if isinstance(each, RequestError)]
     assert refused and "together" in str(refused[0])
     assert budget.held == 0
     assert await one() == 3 * MIB

@@ -15,8 +15,8 @@ from PIL import Image
 from tests.serving.conftest import asking
 from tests.support.scripted import ScriptedOmni
 from vllm_omni_ext.config.schema import OmniConfig
-from vllm_omni_ext.serving import gate, media
-from vllm_omni_ext.serving.pixels import PixelBudget
+from vllm_omni_ext.serving.app import MAX_IMAGE_PIXELS
+from vllm_omni_ext.serving.limits import bodies, media
 
 
 def sound(rate: int) -> str:
@@ -42,7 +42,7 @@ async def ask(app: Any, kind: str, *urls: str) -> httpx.Response:
 
 @pytest.mark.parametrize(("side", "kind"), [(13_000, "png"), (8_001, "png"), (13_000, "gif")])
 async def test_an_image_of_too_many_pixels_is_not_decoded(app: Any, engine: ScriptedOmni, side: int, kind: str) -> None:
-    assert OmniConfig().max_image_pixels == 8_000**2
+    assert MAX_IMAGE_PIXELS == 8_000**2
     url = picture(side, kind)
     tracemalloc.start()
     answer = await ask(app, "image_url", url)
@@ -58,8 +58,9 @@ async def test_images_of_a_request_share_a_budget_of_pixels(
     app: Any, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of the images is small enough by itself, and each request has a budget of its own."""
-    assert OmniConfig().max_request_pixels == 4 * OmniConfig().max_image_pixels
-    monkeypatch.setattr(gate, "PixelBudget", lambda most: PixelBudget(most // 1000))
+    assert OmniConfig().max_request_pixels == 4 * MAX_IMAGE_PIXELS
+    small = OmniConfig(max_request_pixels=256_000)
+    monkeypatch.setattr(bodies, "pixel_budget", lambda _: media.pixel_budget(small))
     engine.script = ["fine"]
     with media.install(None):
         answers = [await ask(app, "image_url", *[picture(252, "png")] * count) for count in (4, 5, 4)]

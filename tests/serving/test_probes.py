@@ -16,7 +16,7 @@ from tests.serving.conftest import asking
 from tests.support.scripted import ScriptedOmni
 from vllm_omni_ext.config.schema import StageConfig
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.serving.probes import COORDINATOR_LOST_S, LIVE, READY, STARTED, Progress
+from vllm_omni_ext.serving.health import COORDINATOR_LOST_S, LIVE, READY, STARTED, Progress
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

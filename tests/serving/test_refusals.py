@@ -43,6 +43,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "beam search": ({"use_beam_search": True}, "use_beam_search", "modalities"),
     "talker type": ({"talker": 3}, "talker", "temperature"),
     "talker key": ({"talker": {"heat": 1}}, "talker.heat", "temperature"),
+    "parameters of a stage without any": ({"code2wav": {"temperature": 1.0}}, "code2wav", "takes no parameters"),
     "talker flag": ({"talker": {"temperature": True}}, "talker.temperature", "number"),
     "talker max_tokens": ({"talker": {"max_tokens": 0}}, "talker.max_tokens", "max_tokens"),
     "audio id alone": (

@@ -9,7 +9,7 @@ import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.serving.turns import SOUND_FORMATS, sound_of_any_format
+from vllm_omni_ext.serving.chat import SOUND_FORMATS, sound_of_any_format
 
 TEXT = {"type": "text", "text": "what is it"}
 

@@ -18,8 +18,8 @@ from vllm.entrypoints.serve.profile.api_router import router as profile
 from tests.runtime.test_calls import Bench, targeted
 from tests.serving.conftest import asking
 from vllm_omni_ext.runtime.operator_state import NOTHING_CHANGED, Change, OperatorState
-from vllm_omni_ext.serving.adapters import Adapters
-from vllm_omni_ext.serving.stage_calls import add_routes
+from vllm_omni_ext.serving.adapters import Adapters, router
+from vllm_omni_ext.serving.operator_calls import add_routes
 
 JSON = {"content-type": "application/json"}
 ADAPTER = {"lora_name": "tune", "lora_path": "/adapters/tune"}
@@ -51,7 +51,7 @@ class Rig:
         self.app.include_router(profile)
         for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
             self.app.add_api_route(path, lambda: "stock", methods=["POST"])
-        add_routes(self.app)
+        add_routes(self.app, router)
         self.app.state.args = SimpleNamespace(log_error_stack=False)
         init_exception_handler(self.app)
 
@@ -247,7 +247,7 @@ def test_endpoints_that_vllm_does_not_offer_are_not_added() -> None:
     app = FastAPI()
     attach_sleep(app)
     before = [route.path for route in app.routes]
-    add_routes(app)
+    add_routes(app, router)
     assert sorted(route.path for route in app.routes) == sorted(before)
     assert len(app.openapi()["paths"]) == len({"/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory"})
 

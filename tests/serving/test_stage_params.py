@@ -11,12 +11,13 @@ from vllm import SamplingParams
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.model_plugins.bagel.requests.payloads import DitParams
 from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
-from vllm_omni_ext.serving.stage_params import stage_params
+from vllm_omni_ext.serving.options import stage_params
 
 OWN: Any = SimpleNamespace(
     model_stage="draw", params_type="vllm_omni_ext.model_plugins.bagel.requests.payloads:DitParams"
 )
-SAMPLED: Any = SimpleNamespace(model_stage="write", params_type=SAMPLING_PARAMS)
+SAMPLED: Any = SimpleNamespace(model_stage="write", params_type=SAMPLING_PARAMS, engine_args={})
+POOLING: Any = SimpleNamespace(model_stage="decode", params_type=SAMPLING_PARAMS, engine_args={"runner": "pooling"})
 
 
 def test_given_parameters_replace_configured_ones() -> None:
@@ -38,6 +39,8 @@ def test_given_parameters_replace_configured_ones() -> None:
         (SAMPLED, {"temperature": "hot"}, "write.temperature"),
         (SAMPLED, {"seeds": 1}, "write.seeds"),
         (SAMPLED, DitParams(), "write"),
+        (POOLING, {"temperature": 1.0}, "decode"),
+        (POOLING, SamplingParams(), "decode"),
     ],
 )
 def test_a_wrong_parameter_is_named(stage: Any, given: Any, name: str) -> None:

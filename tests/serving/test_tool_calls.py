@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_ext.serving.tool_calls import ToolCallWatch
+from vllm_omni_ext.serving.chat import ToolCallWatch
 
 REQUEST: Any = object()
 

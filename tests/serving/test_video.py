@@ -24,8 +24,8 @@ from vllm.multimodal.video import VIDEO_LOADER_REGISTRY
 from tests.serving.scripted_video import MEMORY_BYTES, Scripted
 from tests.support import media
 from tests.support.descriptors import open_files
-from vllm_omni_ext.serving import crash_isolation, video
-from vllm_omni_ext.serving.crash_isolation import CallFailed
+from vllm_omni_ext.serving.limits import video
+from vllm_omni_ext.serving.limits.video import ReadFailed
 
 TIMEOUT_S = 1.0
 
@@ -95,8 +95,8 @@ def test_a_failure_is_an_error_of_one_call(helper: psutil.Process, script: bytes
     with ThreadPoolExecutor(4) as threads:
         bad = threads.submit(load, script)
         good = [threads.submit(load, b"frames") for _ in range(8)]
-        with pytest.raises(CallFailed, match=message):
-            bad.result(timeout=TIMEOUT_S + crash_isolation.GRACE_S)
+        with pytest.raises(ReadFailed, match=message):
+            bad.result(timeout=TIMEOUT_S + video.GRACE_S)
         assert [each.result()[0].shape for each in good] == [(2, 3, 4, 3)] * 8
     assert fork_server().pid == before
     assert not psutil.wait_procs(helper.children(), timeout=0.5)[1]
@@ -127,7 +127,7 @@ SERVER = """
 import sys, threading, time
 from tests.serving.scripted_video import Scripted
 from vllm.multimodal.video import VIDEO_LOADER_REGISTRY
-from vllm_omni_ext.serving import video
+from vllm_omni_ext.serving.limits import video
 VIDEO_LOADER_REGISTRY.name2class["scripted"] = Scripted
 if __name__ == "__main__":
     with video.install():

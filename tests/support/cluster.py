@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from examples.server import HOST, Program, Server, command
 from vllm_omni_ext.metrics import PREFIX
-from vllm_omni_ext.serving.gate import SERVER_HEADER
+from vllm_omni_ext.serving.limits.bodies import SERVER_HEADER
 
 T = TypeVar("T")
 MODEL = "tiny"

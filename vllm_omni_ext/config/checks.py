@@ -133,7 +133,6 @@ Environment = Annotated[
     Mapping[str, Annotated[str, Field(coerce_numbers_to_str=True)]],
     _expected("a mapping of variable names to strings or numbers"),
 ]
-Counts = Annotated[Mapping[str, Positive], _expected("a mapping of fields to integers >= 1")]
 Connectors = Annotated[Mapping[str, Settings], _expected("a mapping of hand-overs to mappings such as {name: tcp}")]
 ChunkSizes = Literal["all"] | Annotated[tuple[Positive, ...], Field(min_length=1)]
 

@@ -16,7 +16,6 @@ from vllm_omni_ext.config.checks import (
     Chunks,
     Connectors,
     Count,
-    Counts,
     Devices,
     Environment,
     HeartbeatSeconds,
@@ -63,8 +62,8 @@ def _key(default: Any, text: str, unit: str = "") -> Any:
     return field(default=default, metadata={"key": Key(unit, text)})
 
 
-def _map(text: str, unit: str = "", default: Mapping[str, Any] | None = None) -> Any:
-    return field(default_factory=lambda: dict(default or {}), metadata={"key": Key(unit, text)})
+def _map(text: str) -> Any:
+    return field(default_factory=dict, metadata={"key": Key("", text)})
 
 
 _FORBID = ConfigDict(extra="forbid")
@@ -244,47 +243,10 @@ class OmniConfig:
         "fetched from, comma-separated, or `all`. Null: none.",
     )
     max_body_values: Positive = _key(
-        100_000, "A JSON body with more objects, arrays, texts, numbers and keys is refused with status 413.", "values"
-    )
-    max_body_ids: Positive = _key(
-        2_000_000,
-        "A JSON body with more numbers in fields that may be token ids (`prompt`, `input`, `tokens`, ...) is refused "
-        "with status 413.",
-        "numbers",
-    )
-    max_body_depth: Positive = _key(
-        100, "A JSON body with more objects and arrays inside of one another is refused with status 413.", "levels"
-    )
-    max_field_elements: Counts = _map(
-        "A body with more objects, arrays and texts directly in one of these fields is refused with status 413. "
-        "`messages.*`: content parts, tool calls and what is in them, of all messages together; `messages[]`: arrays "
-        "in `messages`, which are conversations. What a file says replaces all of it.",
-        "elements",
-        {"messages": 5_000, "messages.*": 5_000, "messages[]": 1_024, "input": 3_000, "tools": 1_000, "items": 1_024},
-    )
-    max_field_values: Counts = _map(
-        "A body with more values and keys anywhere in one of these fields is refused with status 413.",
+        200_000,
+        "A JSON body with more opening brackets, texts and commas is refused with status 413. Those in `messages` and "
+        "`tools`, and those of grammars, count several times; a comma in a list of token ids counts a fifth.",
         "values",
-        {"structured_outputs": 10_000, "response_format": 10_000},
-    )
-    max_field_bytes: Counts = _map(
-        "A body in which one of these fields is longer is refused with status 413. `*`: every other field but "
-        "those that hold prompts and media.",
-        "bytes",
-        {
-            "*": 1 << 20,
-            "tools": 8 << 20,
-            "response_format": 256 << 10,
-            "structured_outputs": 64 << 10,
-            "model": 4096,
-            "request_id": 4096,
-        },
-    )
-    max_image_pixels: Positive = _key(
-        64_000_000,
-        "An image with more pixels is refused before it is decoded. The environment variable VLLM_MAX_IMAGE_PIXELS "
-        "comes before it.",
-        "pixels",
     )
     max_request_pixels: Positive = _key(
         256_000_000,

@@ -13,7 +13,7 @@ from vllm_omni_ext.orchestrator.messages import END
 Answer = AsyncGenerator[Any, None]
 Item = TypeVar("Item")
 
-_FRONTEND_END = object()
+_ENDED = object()
 
 
 async def chunks(sink: asyncio.Queue[Any]) -> Answer:
@@ -24,34 +24,36 @@ async def chunks(sink: asyncio.Queue[Any]) -> Answer:
         yield item
 
 
-async def merged(frontend: Answer, sink: asyncio.Queue[Any]) -> Answer:
-    """Yield the frontend's outputs and the flow's chunks in order of arrival, until both have ended."""
-    text = asyncio.create_task(_pump(frontend, sink))
+async def merged(*sources: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+    """Yield the items of several sources in order of arrival; the first error ends all. Closes `sources`."""
+    out = asyncio.Queue[Any]()
+    tasks = [asyncio.create_task(_pump(source, out)) for source in sources]
+    left = len(tasks)
     try:
-        missing = {_FRONTEND_END, END}
-        while missing:
-            item = await sink.get()
+        while left:
+            item = await out.get()
             if isinstance(item, BaseException):
                 raise item
-            if item is _FRONTEND_END or item is END:
-                missing.discard(item)
+            if item is _ENDED:
+                left -= 1
             else:
                 yield item
     finally:
-        text.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await text
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
-async def _pump(source: Answer, sink: asyncio.Queue[Any]) -> None:
+async def _pump(source: AsyncGenerator[Any, None], out: asyncio.Queue[Any]) -> None:
     try:
         async with contextlib.aclosing(source):
-            async for output in source:
-                sink.put_nowait(output)
-        sink.put_nowait(_FRONTEND_END)
-    except Exception as error:  # passed to the caller through the sink
+            async for item in source:
+                out.put_nowait(item)
+        out.put_nowait(_ENDED)
+    except Exception as error:  # raised again in the consumer; vLLM may have wrapped ours
         cause = error.__cause__
-        sink.put_nowait(cause if isinstance(cause, OmniError) else error)
+        wrapped = isinstance(cause, OmniError) and not isinstance(error, OmniError)
+        out.put_nowait(cause if wrapped else error)
 
 
 async def with_first(first: Item, rest: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:

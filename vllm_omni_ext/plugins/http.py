@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from vllm_omni_ext.plugins.runtime import Capabilities, Rendered, RequestOptions
 
-SPEECH = "vllm_omni_ext.serving.apis.speech:install"
-IMAGES = "vllm_omni_ext.serving.apis.images:install"
+SPEECH = "vllm_omni_ext.serving.speech:install"
+IMAGES = "vllm_omni_ext.serving.images:install"
 """Ready-made APIs; `ROUTES` has the routes of each."""
 
 ROUTES: Mapping[str, tuple[str, ...]] = {
@@ -26,6 +26,8 @@ class OmniServer(Protocol):
     capabilities: Capabilities
     runtime: Any
     """The plugin's `ModelRuntime` of this API server."""
+    max_media_tokens: int | None
+    """The stage config's limit of an image's, a video's or a sound's tokens; None: no limit."""
 
     def generate(self, request: Rendered, options: RequestOptions, request_id: str) -> AsyncGenerator[Any, None]:
         """Start a request that does not use the frontend; yields `modalities.base.OutputChunk`s.

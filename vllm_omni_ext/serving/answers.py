@@ -11,23 +11,57 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo, PromptTokenUsageInfo
+from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_omni_ext.modalities.base import TEXT, Modality, ModalityStream, OutputChunk, ProgressChunk
 from vllm_omni_ext.modalities.chunks import TextChunk
 from vllm_omni_ext.plugins.runtime import RequestOptions
-from vllm_omni_ext.serving import sse
-from vllm_omni_ext.serving.failures import with_vllm_errors
-from vllm_omni_ext.serving.text_outputs import TextOutputs
-from vllm_omni_ext.serving.tool_calls import ToolCallWatch
+from vllm_omni_ext.serving.responses import DONE, read_event, with_vllm_errors, write_event
 
 AUDIO_TOKENS = "audio_tokens"
+
+
+class TextOutputs:
+    """Converts the text of one request's chunks to `RequestOutput`s.
+
+    Args:
+        delta: each output has only the new text; otherwise all text so far.
+    """
+
+    def __init__(self, request_id: str, *, delta: bool) -> None:
+        self._request_id = request_id
+        self._delta = delta
+        self._text = ""
+        self._tokens = 0
+
+    def of(self, chunk: TextChunk, prompt: Sequence[int]) -> RequestOutput:
+        """Return the output for a chunk. Its token ids are unknown, only their number is known."""
+        self._text = chunk.text if self._delta else self._text + chunk.text
+        self._tokens = chunk.tokens if self._delta else self._tokens + chunk.tokens
+        return self._output(prompt, finished=chunk.last)
+
+    def empty(self, prompt: Sequence[int]) -> RequestOutput:
+        """Return the output of a request that has no text."""
+        return self._output(prompt, finished=True)
+
+    def _output(self, prompt: Sequence[int], *, finished: bool) -> RequestOutput:
+        reason = "stop" if finished else None
+        completion = CompletionOutput(0, self._text, [0] * self._tokens, None, None, finish_reason=reason)
+        return RequestOutput(
+            request_id=self._request_id,
+            prompt=None,
+            prompt_token_ids=list(prompt),
+            prompt_logprobs=None,
+            outputs=[completion],
+            finished=finished,
+        )
 
 
 @dataclass(kw_only=True)
@@ -65,12 +99,12 @@ class ChatAnswer:
         source: AsyncGenerator[Any, None],
         request_id: str,
         stream: ChatStream | None = None,
-        watch: ToolCallWatch | None = None,
+        watch: Callable[[RequestOutput], Awaitable[None]] | None = None,
     ) -> AsyncGenerator[Any, None]:
         """Yield the text outputs of `source`, at least one; other chunks are stored or streamed. Closes `source`.
 
         Args:
-            watch: gets each output of text.
+            watch: called with each output of text.
 
         Raises:
             VLLMError: the error of `source`, as vLLM's error.
@@ -83,7 +117,7 @@ class ChatAnswer:
                 if not isinstance(item, OutputChunk):
                     has_output = True
                     if watch is not None:
-                        await watch.take(item)
+                        await watch(item)
                     yield item
                 elif stream is not None:
                     await stream.take(item)
@@ -178,7 +212,7 @@ class ChatStream:
             stock: returns vLLM's events for the text outputs.
         """
         text = self._answer.text_of(source, self._request_id, self)
-        if not self._streams:  # text only: vLLM's events pass unchanged
+        if not self._streams:  # text only: nothing but vLLM's events, each rewritten
             async with aclosing(text), aclosing(stock(text)) as events:
                 async for stock_event in events:
                     yield self._rewritten(stock_event)
@@ -241,17 +275,17 @@ class ChatStream:
             self._put({**self._head, "choices": [choice], "modality": modality})
 
     def _put(self, chunk: dict[str, Any]) -> None:
-        self._out.put_nowait(sse.write(chunk))
+        self._out.put_nowait(write_event(chunk))
 
     # -- vLLM's events ------------------------------------------------------------------------------------------
 
     def _rewritten(self, event: str) -> str:
         """Return an event of vLLM as the client gets it."""
-        if event == sse.DONE:
+        if event == DONE:
             if self._metrics is None:
                 return event
-            return sse.write({**self._head, "choices": [], "metrics": self._metrics()}) + event
-        chunk = sse.read(event)
+            return write_event({**self._head, "choices": [], "metrics": self._metrics()}) + event
+        chunk = read_event(event)
         if "error" in chunk:
             return event
         if self._streams:
@@ -262,7 +296,7 @@ class ChatStream:
                 self._rewrite_choice(chunk, chunk["choices"][0])
         else:
             self._count(chunk)
-        return sse.write(chunk)
+        return write_event(chunk)
 
     def _count(self, chunk: dict[str, Any]) -> None:
         """Complete the usage chunk with the usage of the whole answer."""

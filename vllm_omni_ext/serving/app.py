@@ -17,6 +17,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import serve_http
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.serve.engine.protocol import ModelList
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.logger import init_logger
 from vllm.renderers.chat_utils import load_chat_template
@@ -26,23 +27,22 @@ from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.registry import family_chat_template, family_of
 from vllm_omni_ext.plugins.spec import ModelFamily, resolve
-from vllm_omni_ext.serving import bodies, media, openapi, probes, stage_calls, text_responses, tokenization, video
-from vllm_omni_ext.serving.adapters import Adapters
-from vllm_omni_ext.serving.body_gate import BodyGate, RefusedBody, limits_of, refused_handler
-from vllm_omni_ext.serving.chat import OmniServingChat
-from vllm_omni_ext.serving.first_error import stop_at_first_error
-from vllm_omni_ext.serving.gate import RequestLimitMiddleware
+from vllm_omni_ext.serving import adapters, health, operator_calls, text_responses
+from vllm_omni_ext.serving.chat import METRICS, OmniServingChat
 from vllm_omni_ext.serving.keys import guard_all_routes
-from vllm_omni_ext.serving.models import OmniServingModels
+from vllm_omni_ext.serving.limits import media, texts, validation, video
+from vllm_omni_ext.serving.limits.bodies import RefusedBody, RequestLimits, refused_handler
+from vllm_omni_ext.serving.options import CHUNKS, LIST, MODALITIES, named_stages, stage_param_names
 from vllm_omni_ext.serving.served import ServedModel
-from vllm_omni_ext.serving.short_errors import ShortErrors
-from vllm_omni_ext.serving.status import add_routes
 from vllm_omni_ext.vllm_hooks import resolve_default_chat_template_kwargs
 
 logger = init_logger(__name__)
 
 IMAGE_PIXELS = "VLLM_MAX_IMAGE_PIXELS"
-"""Environment variable that vLLM reads for every image."""
+"""Environment variable that vLLM reads for every image, before it decodes the image."""
+
+MAX_IMAGE_PIXELS = 64_000_000
+"""Its value if the user sets none."""
 
 GRACE_S = 1
 """Seconds that open connections may last after the engines have ended, when no request can be answered any more."""
@@ -75,6 +75,9 @@ CHAT_ARGS = (
     "enable_per_request_metrics",
 )
 """Arguments that the chat handler takes under the same name."""
+
+CHAT = "ChatCompletionRequest"
+COMPONENTS = "#/components/schemas/{model}"
 
 
 async def run_app(
@@ -112,33 +115,28 @@ async def _forget_dummies(omni: AsyncOmni) -> None:
 
 async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     """Return vLLM's application with our chat and status routes and the model's APIs."""
-    os.environ.setdefault(IMAGE_PIXELS, str(omni.plan.config.max_image_pixels))
+    os.environ.setdefault(IMAGE_PIXELS, str(MAX_IMAGE_PIXELS))
     args = with_chat_template(args, family_of(omni.plan.family))
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
     await init_app_state(omni, app.state, args, tasks)
     model, options = ServedModel.of(omni), _chat_options(omni, app.state, args)
     app.state.openai_serving_chat = OmniServingChat(model=model, **options)
-    app.state.omni_adapters = Adapters(omni, options["models"])
-    app.state.openai_serving_models = OmniServingModels(app.state.openai_serving_models, model)
+    app.state.omni_adapters = adapters.Adapters(omni, options["models"])
+    _add_facts(app.state.openai_serving_models, model)
     text_responses.install(app, model)
     _add_apis(app, model, {name: options[name] for name in ("models", "request_logger")})
-    app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]
-    tokenization.install(app, omni.renderer)
-    bodies.install(app, omni.observer)
-    openapi.install(app, model)
-    add_routes(app)
-    probes.add_routes(app)
-    stage_calls.add_routes(app)
+    add_chat_fields(app, model)
+    health.add_routes(app)
+    operator_calls.add_routes(app, adapters.router)
     if omni.plan.config.api_key_routes == ALL_ROUTES:
         guard_all_routes(app)
-    stop_at_first_error(app)
+    app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]
     app.add_exception_handler(RefusedBody, refused_handler)  # type: ignore[arg-type]
-    app.user_middleware.insert(0, Middleware(ShortErrors))
-    app.user_middleware.insert(0, Middleware(BodyGate, limits=limits_of(omni.plan.config)))
-    which = omni.connections.client_index if omni.connections.client_count > 1 else None
-    limits = {"max_body_mib": omni.plan.config.max_body_mib, "max_request_pixels": omni.plan.config.max_request_pixels}
-    app.user_middleware.insert(0, Middleware(RequestLimitMiddleware, server=which, **limits))
+    texts.install(app, omni.renderer)
+    validation.install(app, omni.observer)
+    number = omni.connections.client_index if omni.connections.client_count > 1 else None
+    app.user_middleware.insert(0, Middleware(RequestLimits, config=omni.plan.config, server=number))
     app.middleware_stack = app.build_middleware_stack()  # vLLM has built the middleware stack already
     return app
 
@@ -187,3 +185,53 @@ def _server_options(args: Namespace) -> dict[str, Any]:
     }
     log_config = get_uvicorn_log_config(args)
     return options if log_config is None else options | {"log_config": log_config}
+
+
+def _add_facts(models: Any, model: ServedModel) -> None:
+    """Add the output modalities, and the plugin's entries (e.g. voices), to the cards of vLLM's `/v1/models`."""
+    stock, capabilities = models.show_available_models, model.capabilities
+    facts = {"modalities": list(capabilities.modalities), **capabilities.card, **model.surface.card()}
+
+    async def show_available_models() -> ModelList:
+        found: ModelList = await stock()
+        for card in found.data:
+            for name, fact in facts.items():
+                setattr(card, name, fact)  # cards allow extra fields
+        return found
+
+    models.show_available_models = show_available_models
+
+
+def add_chat_fields(app: FastAPI, model: ServedModel) -> None:
+    """Add the fields of chat beyond vLLM's to `/openapi.json`, which the first request for it generates."""
+    stock = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            page = stock()
+            fields, definitions = chat_fields(model)
+            page["components"]["schemas"] |= definitions
+            page["components"]["schemas"][CHAT]["properties"] |= fields
+        return stock()
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def chat_fields(model: ServedModel) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return JSON schemas of the fields by name, and the definitions that they refer to."""
+    names = list(model.capabilities.modalities)
+    fields: dict[str, Any] = {
+        MODALITIES: {"type": "array", "items": {"type": "string", "enum": names}},
+        CHUNKS: {"type": "object"},
+        METRICS: {"type": "boolean"},
+        LIST: {"type": "array", "items": {"type": "object"}},
+    }
+    for stage in named_stages(model.omni.plan):
+        parameters: dict[str, Any] = {name: {} for name in sorted(stage_param_names(stage))}
+        if parameters:
+            fields[stage.model_stage] = {"type": "object", "properties": parameters, "additionalProperties": False}
+    for name in names:
+        for field in model.modalities[name].body_fields:
+            fields[field] = {"description": f"of the modality {name}"}
+    declared = model.runtime.fields.model_json_schema(by_alias=False, ref_template=COMPONENTS)
+    return fields | declared.get("properties", {}), declared.get("$defs", {})

@@ -5,7 +5,7 @@ A request's options travel under one key of `vllm_xargs`, which vLLM copies into
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -20,20 +20,20 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMClientError, VLLMError, VLLMUnprocessableEntityError
 from vllm.logger import init_logger
+from vllm.outputs import RequestOutput
+from vllm.parser.abstract_parser import Parser
 
 from vllm_omni_ext.errors import OmniError, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
-from vllm_omni_ext.modalities.fields import flag
+from vllm_omni_ext.modalities.fields import choice, flag
 from vllm_omni_ext.observability.request_trace import as_metrics
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.serving.answers import ChatAnswer, ChatStream
-from vllm_omni_ext.serving.failures import BadRequest, as_vllm_error, printable
-from vllm_omni_ext.serving.media import MediaNotFetched
+from vllm_omni_ext.serving.limits.media import MediaNotFetched
+from vllm_omni_ext.serving.limits.validation import validate_json_values
+from vllm_omni_ext.serving.options import apply_to_frontend
+from vllm_omni_ext.serving.responses import BadRequest, as_vllm_error, printable
 from vllm_omni_ext.serving.served import ServedModel
-from vllm_omni_ext.serving.stage_params import apply_to_frontend
-from vllm_omni_ext.serving.tool_calls import ToolCallWatch
-from vllm_omni_ext.serving.turns import sound_of_any_format, transcripts_for_assistant_audio
-from vllm_omni_ext.serving.values import validate_json_values
 from vllm_omni_ext.wire.stage_input import TICKET
 
 logger = init_logger(__name__)
@@ -43,6 +43,12 @@ Answer: TypeAlias = AsyncGenerator[str, None] | ChatCompletionResponse | ErrorRe
 MESSAGES = "messages"
 METRICS = "return_stage_metrics"
 """Field that requests the times that a request spent in each stage."""
+
+SOUND_FORMATS = ("wav", "mp3", "mpeg", "mpga", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm")
+"""Values of `input_audio.format`: the files that `/v1/audio/transcriptions` takes, and those that a reply may be."""
+
+CHECKED_BY_VLLM = ("wav", "mp3")
+"""The two that the type of vLLM's request has, which is OpenAI's."""
 
 NO_RESAMPLER = "the sound's sample rate is not the model's; to change it the server needs soxr, scipy, av or torchaudio"
 """Message for a PackageNotFoundError: to name a missing extra, vLLM looks up its own package under a fixed name."""
@@ -125,7 +131,7 @@ class OmniServingChat(OpenAIServingChat):
         if self._watches(answer):
             _, _, tokenizer, *_ = args
             parser = self._make_parser(request, tokenizer, self._effective_chat_template_kwargs(request))
-            watch = ToolCallWatch(parser, request, partial(self.engine_client.text_only, request_id))
+            watch = ToolCallWatch(parser, request, partial(self.engine_client.text_only, request_id)).take
         async with aclosing(answer.text_of(result_generator, request_id, watch=watch)) as text:
             response = await super().chat_completion_full_generator(request, text, request_id, *args, **kwargs)
         if isinstance(response, ChatCompletionResponse):
@@ -206,3 +212,99 @@ def _refuse_several(request: ChatCompletionRequest, others: dict[str, Any]) -> N
         raise RequestError(f"use_beam_search: is not available with {names}; {advice}", parameter="use_beam_search")
     if request.n not in (None, 1):
         raise RequestError(f"n: must be 1 when {names} is requested, got {request.n}; {advice}", parameter="n")
+
+
+def sound_of_any_format(messages: list[Any], sent: Any) -> None:
+    """Replace the content of messages that have `input_audio` in another format than WAV and MP3, in place.
+
+    The part becomes an `audio_url` with the same data, which vLLM reads the same way.
+
+    Args:
+        messages: of the request; pydantic checks their content when it is read, and refuses other formats then.
+        sent: the body's `messages`.
+
+    Raises:
+        RequestError: a format is unknown.
+    """
+    if not isinstance(sent, list) or len(sent) != len(messages):
+        return
+    for index, (message, raw) in enumerate(zip(messages, sent, strict=True)):
+        parts = raw.get("content") if isinstance(raw, dict) else None
+        if not isinstance(parts, list) or not isinstance(message, dict):
+            continue
+        changed = [_as_url(part, f"messages[{index}].content[{at}]") for at, part in enumerate(parts)]
+        if any(new is not old for new, old in zip(changed, parts, strict=True)):
+            message["content"] = changed
+
+
+def _as_url(part: Any, name: str) -> Any:
+    sound = part.get("input_audio") if isinstance(part, dict) else None
+    if not isinstance(sound, dict) or not isinstance(sound.get("data"), str):
+        return part
+    given = sound.get("format")
+    if given in CHECKED_BY_VLLM:
+        return part
+    field = f"{name}.input_audio.format"
+    choice(field, given, SOUND_FORMATS)
+    uuid = {"uuid": part["uuid"]} if "uuid" in part else {}
+    return {"type": "audio_url", "audio_url": {"url": f"data:audio/{given};base64,{sound['data']}"}, **uuid}
+
+
+def transcripts_for_assistant_audio(messages: list[Any]) -> None:
+    """Replace `audio` of assistant messages by its text, in place.
+
+    OpenAI's API lets a client name an earlier sound by its id. This server keeps nothing of finished requests, so the
+    message must contain its text: as `content`, or as `audio.transcript` (an unchanged answer message has it).
+
+    Raises:
+        RequestError: a message has neither.
+    """
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or message.get("role") != "assistant":
+            continue
+        audio = message.pop("audio", None)
+        if audio is None or message.get("content"):
+            continue
+        transcript = audio.get("transcript") if isinstance(audio, dict) else None
+        if isinstance(transcript, str) and transcript:
+            message["content"] = transcript
+        elif not message.get("tool_calls"):
+            name = f"messages[{index}].audio"
+            raise RequestError(
+                f"{name}: earlier sound is not kept by the server; send the message with its text, as 'content' or as "
+                "'audio.transcript'",
+                parameter=name,
+            )
+
+
+class ToolCallWatch:
+    """Calls a function at the first tool call of one answer.
+
+    Args:
+        parser: of its own, because it keeps state.
+        found: called once, at most.
+    """
+
+    def __init__(self, parser: Parser, request: ChatCompletionRequest, found: Callable[[], Awaitable[None]]) -> None:
+        self._parser: Parser | None = parser
+        self._request = request
+        self._found = found
+        self._text = self._tokens = 0
+
+    async def take(self, output: RequestOutput) -> None:
+        """Parse the new part of an output with all text so far."""
+        if self._parser is None:
+            return
+        (answer,) = output.outputs
+        text, tokens = answer.text[self._text :], list(answer.token_ids[self._tokens :])
+        self._text, self._tokens = len(answer.text), len(answer.token_ids)
+        finished, prompt = answer.finish_reason is not None, output.prompt_token_ids
+        try:
+            delta = self._parser.parse_delta(text, tokens, self._request, prompt, finished=finished)
+        except Exception:  # parsers of streams raise errors of any type; the whole text is parsed again at its end
+            logger.exception("The tool parser has failed at a partial answer")
+            self._parser = None
+            return
+        if delta is not None and delta.tool_calls:
+            self._parser = None
+            await self._found()

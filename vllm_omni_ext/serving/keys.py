@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from vllm_omni_ext.serving.probes import LIVE, READY, STARTED
+from vllm_omni_ext.serving.health import LIVE, READY, STARTED
 
 OPEN = frozenset({"/health", "/ping", "/metrics", LIVE, READY, STARTED})
 """Paths that load balancers, Kubernetes and Prometheus read without a key."""

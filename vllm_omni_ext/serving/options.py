@@ -1,16 +1,61 @@
-"""`RequestOptions` from the fields of a body, or from keywords."""
+"""The options of a request, from the fields of a body or from keywords.
+
+They are modalities, the model's own fields, chunk sizes, and parameters by stage: `"talker": {"temperature": 0.5}`, or
+a list with one entry per stage.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, ValidationError
+import msgspec
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.exceptions import VLLMValidationError
 
 from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.plugins.params import param_names
 from vllm_omni_ext.plugins.runtime import Capabilities, ModelRuntime, RequestOptions
+from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS, resolve
+from vllm_omni_ext.topology.plan import Plan, StagePlan
 
 MODALITIES, CHUNKS = "modalities", "chunks"
+LIST = "sampling_params_list"
+LARGEST_INTEGER = 2**63 - 1
+"""Largest integer in a message to an engine."""
+
+SEED = "seed"
+_INTEGER = Annotated[int, Field(ge=-LARGEST_INTEGER, le=LARGEST_INTEGER)]
+
+
+def _type(kind: Any, expected: str) -> tuple[TypeAdapter[Any], str]:
+    return TypeAdapter(kind, config=ConfigDict(strict=True)), expected
+
+
+_NUMBER = _type(Annotated[float, Field(allow_inf_nan=False)], "a number")
+_INT64 = _type(_INTEGER, "an integer of 64 bits")
+_FLAG = _type(bool, "true or false")
+
+STAGE_SAMPLING = {
+    **dict.fromkeys(("temperature", "top_p", "min_p"), _NUMBER),
+    **dict.fromkeys(("top_k", SEED, "max_tokens", "min_tokens"), _INT64),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _NUMBER),
+}
+"""The fields of vLLM's `SamplingParams` that a request may set for a stage: their type, and its name in errors."""
+
+FRONTEND_SAMPLING = STAGE_SAMPLING | {
+    "stop": _type(str | list[str], "a text or a list of texts"),
+    "stop_token_ids": _type(list[_INTEGER], "a list of token ids"),
+    "ignore_eos": _FLAG,
+}
+"""The fields that a list entry may set for the frontend; each is also a field of the request."""
+
+IGNORED = {"detokenize": _FLAG}
+"""Accepted in the list because clients of other servers send these fields; the stages set them themselves."""
+
+Values = dict[str, tuple[str, Any]]
+"""Values of a request by key, each with its full name in the request."""
 
 
 def read_modalities(requested: Any, capabilities: Capabilities) -> tuple[str, ...]:
@@ -130,3 +175,152 @@ def _refusal(error: ValidationError, paths: Mapping[str, str]) -> RequestError:
     name = ".".join([paths.get(field, field), *inside])
     message = first["msg"].removeprefix("Value error, ")
     return RequestError(f"{name}: {message}, got {first['input']!r:.100}", parameter=name)
+
+
+def named_stages(plan: Plan) -> list[StagePlan]:
+    """Return the stages whose parameters are a field of a request, with the stage's name.
+
+    The frontend is left out if it takes vLLM's sampling parameters: vLLM reads those from the request itself.
+    """
+    frontend = plan.frontend().model_stage
+    stages = plan.model_stages()
+    return [stage for stage in stages if stage.model_stage != frontend or stage.params_type != SAMPLING_PARAMS]
+
+
+def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None) -> dict[str, Any]:
+    """Read parameters by stage, for stages where the request changes the configured ones.
+
+    `talker.x` overrides the stage's list entry, which overrides the request's own seed.
+
+    Args:
+        body: the request's fields that are not vLLM's, such as the names of stages.
+        seed: the request's own seed; stages without another seed use it too.
+
+    Returns:
+        `SamplingParams`, or the stage's own type, by stage.
+
+    Raises:
+        RequestError: names `stage.key`, or the key of the list.
+    """
+    listed = _read_list(plan, body.get(LIST))
+    found: dict[str, Any] = {}
+    for stage in named_stages(plan):
+        name, names = stage.model_stage, stage_param_names(stage)
+        if not names:
+            _refuse_params(name, body.get(name))
+            continue
+        requested: Values = {SEED: (SEED, seed)} if seed is not None and SEED in names else {}
+        requested |= listed.get(name, {}) | _check_types(name, body.get(name), stage, STAGE_SAMPLING)
+        if requested:
+            found[name] = _build(name, stage, stage.params, requested)
+    return found
+
+
+def _refuse_params(name: str, params: Any) -> None:
+    if params:
+        raise RequestError(f"{name}: this stage takes no parameters", parameter=name)
+
+
+def stage_params(stage: StagePlan, params: Any, configured: Mapping[str, Any]) -> Any:
+    """Return a stage's parameters from an object of their type, or from a mapping that overrides the configured ones.
+
+    Raises:
+        RequestError: names `stage.key`, or the stage.
+    """
+    kind, name = resolve(stage.params_type), stage.model_stage
+    if not stage_param_names(stage):
+        _refuse_params(name, params)
+    if isinstance(params, kind):
+        return params
+    if not isinstance(params, Mapping):
+        raise RequestError(f"{name}: must be {kind.__name__} or a dict, got {params!r:.100}", parameter=name)
+    return _build(name, stage, configured, _check_types(name, dict(params), stage, FRONTEND_SAMPLING))
+
+
+def apply_to_frontend(plan: Plan, request: ChatCompletionRequest) -> None:
+    """Copy the frontend's parameters into the request, in place: the list's entry, else those of the stage config.
+
+    Fields that the request has keep their values.
+
+    Raises:
+        RequestError: names the key of the list.
+    """
+    frontend = plan.frontend()
+    requested = _read_list(plan, (request.model_extra or {}).get(LIST)).get(frontend.model_stage, {})
+    _build(frontend.model_stage, frontend, {}, requested)
+    explicit = request.model_fields_set | ({"max_tokens"} if request.max_completion_tokens is not None else set())
+    values = {**frontend.sampling, **{key: value for key, (_, value) in requested.items()}}
+    for key in values.keys() & type(request).model_fields.keys() - explicit:
+        setattr(request, key, values[key])
+
+
+def _read_list(plan: Plan, entries: Any) -> dict[str, Values]:
+    """Return the list's settings by stage; other servers' clients send an entry for a stage without parameters too."""
+    if entries is None:
+        return {}
+    stages = plan.model_stages()
+    if not isinstance(entries, list) or len(entries) > len(stages):
+        names = ", ".join(stage.model_stage for stage in stages)
+        raise RequestError(
+            f"{LIST}: must be a list with one object for each of {names}; the last ones may be missing", parameter=LIST
+        )
+    found: dict[str, Values] = {}
+    for index, (stage, entry) in enumerate(zip(stages, entries, strict=False)):
+        types = FRONTEND_SAMPLING if stage.model_stage == plan.frontend().model_stage else STAGE_SAMPLING
+        requested = _check_types(f"{LIST}[{index}]", entry, stage, types | IGNORED)
+        found[stage.model_stage] = {key: each for key, each in requested.items() if key not in IGNORED}
+    return found
+
+
+def stage_param_names(stage: StagePlan) -> tuple[str, ...]:
+    """Return the names that a request may set for a stage; a pooling engine has no parameters of vLLM's type."""
+    if stage.params_type != SAMPLING_PARAMS:
+        return param_names(stage.params_type)
+    return () if stage.engine_args.get("runner") == "pooling" else tuple(STAGE_SAMPLING)
+
+
+def _check_types(path: str, params: Any, stage: StagePlan, types: Mapping[str, tuple[TypeAdapter[Any], str]]) -> Values:
+    """Return the values of a request's object by name, with their types checked.
+
+    Args:
+        types: of vLLM's parameters.
+    """
+    if params is None:
+        return {}
+    sampled = stage.params_type == SAMPLING_PARAMS
+    names = tuple(types) if sampled else stage_param_names(stage)
+    if not isinstance(params, dict):
+        raise RequestError(f"{path}: must be an object with any of {', '.join(names)}", parameter=path)
+    values: Values = {}
+    for key, value in params.items():
+        name = f"{path}.{key}"
+        if key not in names and (sampled or key not in IGNORED):
+            raise RequestError(f"{name}: is unknown; use one of {', '.join(names)}", parameter=name)
+        if sampled:
+            adapter, expected = types[key]
+            try:
+                adapter.validate_python(value)
+            except ValidationError as err:
+                raise RequestError(f"{name}: must be {expected}, got {value!r:.100}", parameter=name) from err
+        values[key] = name, value
+    return values
+
+
+def _build(name: str, stage: StagePlan, configured: Mapping[str, Any], requested: Values) -> Any:
+    """Return the parameters of a stage; errors of their type are reported under the field's name in the request."""
+    values = {**configured, **{key: value for key, (_, value) in requested.items()}}
+    kind = resolve(stage.params_type)
+    try:
+        return kind(**values) if stage.params_type == SAMPLING_PARAMS else msgspec.convert(values, kind)
+    except VLLMValidationError as err:
+        key = err.parameter if err.parameter in requested else _field_named_in(str(err), requested)
+        message, cause = str(err.args[0]), err
+    except ValueError as other:  # msgspec's errors are ValueErrors too
+        key, message, cause = _field_named_in(str(other), requested), str(other), other
+    path = requested[key][0] if key else name
+    raise RequestError(f"{path}: {message}", parameter=path) from cause
+
+
+def _field_named_in(message: str, requested: Values) -> str | None:
+    """Return the field that a message is about: vLLM and msgspec name the field in the text."""
+    return next((key for key in requested if key in message), None)

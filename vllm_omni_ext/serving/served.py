@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,18 +9,23 @@ from typing import Any
 from vllm import envs
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
-from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.modalities.base import TEXT, Modality
 from vllm_omni_ext.modalities.registry import modalities_of
 from vllm_omni_ext.omni import AsyncOmni
-from vllm_omni_ext.orchestrator.lengths import needed
 from vllm_omni_ext.plugins.http import HttpSurface
 from vllm_omni_ext.plugins.registry import family_of
 from vllm_omni_ext.plugins.runtime import Capabilities, ModelRuntime, Rendered, RequestOptions
 from vllm_omni_ext.plugins.spec import resolve
-from vllm_omni_ext.serving.options import CHUNKS, MODALITIES, RequestFields, check, read_chunks, read_modalities
-from vllm_omni_ext.serving.pixels import BUDGET, PixelBudget
-from vllm_omni_ext.serving.stage_params import read_params
+from vllm_omni_ext.serving.limits.media import PIXELS, pixel_budget
+from vllm_omni_ext.serving.options import (
+    CHUNKS,
+    MODALITIES,
+    RequestFields,
+    check,
+    read_chunks,
+    read_modalities,
+    read_params,
+)
 
 IMAGE_PARTS = ("image_url", "input_image")
 """Types of message parts that are pictures."""
@@ -34,6 +38,7 @@ class Server:
         self._omni = omni
         self.capabilities: Capabilities = omni.capabilities
         self.runtime: Any = omni.runtime
+        self.max_media_tokens = omni.plan.config.max_media_tokens
 
     def generate(self, request: Rendered, options: RequestOptions, request_id: str) -> AsyncGenerator[Any, None]:
         """Start a request that does not use the frontend; yields its chunks."""
@@ -53,12 +58,11 @@ class Server:
             allowed_local_media_path=self._omni.model_config.allowed_local_media_path,
             allowed_media_domains=self._omni.model_config.allowed_media_domains,
         )
-        most = self._omni.plan.config.max_request_pixels
-        before = BUDGET.set(None if most is None else PixelBudget(most))
+        before = PIXELS.set(pixel_budget(self._omni.plan.config))
         try:
             return [await connector.fetch_image_async(url) for url in image_urls(messages)]
         finally:
-            BUDGET.reset(before)
+            PIXELS.reset(before)
 
 
 def image_urls(messages: Sequence[Any]) -> list[str]:
@@ -143,16 +147,3 @@ class ServedModel:
     def others(self, options: RequestOptions) -> tuple[str, ...]:
         """Return the modalities of an answer that vLLM's server does not handle."""
         return tuple(name for name in options.modalities if name != TEXT)
-
-    async def refuse_long(self, name: str, text: str) -> None:
-        """Refuse a text that is too long for every stage, before all of it is tokenized.
-
-        Raises:
-            RequestError: the text has more characters, or more tokens, than the frontend's context.
-        """
-        most, tokenizer = self.omni.model_config.max_model_len, self.omni.renderer.get_tokenizer()
-        if len(text) > (longest := most * tokenizer.max_chars_per_token):
-            raise RequestError(f"{name}: at most {longest} characters fit, got {len(text)}", parameter=name)
-        loop, executor = asyncio.get_running_loop(), self.omni.renderer._executor  # the tokenizer's only thread
-        if await loop.run_in_executor(executor, needed, tokenizer, text, most) < len(text):
-            raise RequestError(f"{name}: at most {most} tokens fit", parameter=name)

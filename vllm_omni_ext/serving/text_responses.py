@@ -5,49 +5,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.modalities.base import TEXT
-from vllm_omni_ext.serving.failures import as_vllm_error
 from vllm_omni_ext.serving.options import MODALITIES, read_modalities
+from vllm_omni_ext.serving.responses import as_vllm_error
 from vllm_omni_ext.serving.served import ServedModel
 
-TEXT_HANDLERS = ("openai_serving_completion", "openai_serving_responses", "anthropic_serving_messages")
-"""Attributes of the application's state with the handlers of `/v1/completions`, `/v1/responses` and `/v1/messages`."""
+TEXT_HANDLERS = {
+    "openai_serving_completion": "create_completion",
+    "openai_serving_responses": "create_responses",
+    "anthropic_serving_messages": "create_messages",
+}
+"""Attributes of the application's state with the handlers of `/v1/completions`, `/v1/responses` and `/v1/messages`, and
+their methods."""
 
 INSTEAD = "/v1/responses answers text only; /v1/chat/completions answers with"
 
 
-class Wrapped:
-    """One of vLLM's handlers, some of whose requests are refused."""
-
-    def __init__(self, stock: Any, model: ServedModel) -> None:
-        self._stock = stock
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
-
-    def _refused(self, error: RequestError) -> Any:
-        """Count a refusal; return the answer."""
-        self._model.omni.observer.refused(error)
-        return self._stock.create_error_response(as_vllm_error(error))
+def install(app: FastAPI, model: ServedModel) -> None:
+    """Put a check before the methods of vLLM's handlers, where there are any."""
+    text = TEXT in model.capabilities.modalities
+    for name, method in TEXT_HANDLERS.items():
+        handler: Any = getattr(app.state, name)
+        if handler is not None and not text:
+            setattr(handler, method, _checked(handler, method, model, _refuse_all))
+        elif handler is not None and method == "create_responses":
+            setattr(handler, method, _checked(handler, method, model, refuse_others))
 
 
-class TextResponses(Wrapped):
-    """vLLM's handler of `/v1/responses`, behind a check of the requested modalities."""
+def _checked(
+    handler: Any, method: str, model: ServedModel, check: Callable[[dict[str, Any], ServedModel], None]
+) -> Any:
+    """Return a method that calls `check` with the fields that are not vLLM's, and then the stock method."""
+    stock = getattr(handler, method)
 
-    async def create_responses(self, request: ResponsesRequest, raw_request: Any = None) -> Any:
-        """Answer a request, or return the error of `refuse_others`."""
+    async def checked(request: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            refuse_others(request.model_extra or {}, self._model)
-        except RequestError as err:
-            return self._refused(err)
-        return await self._stock.create_responses(request, raw_request)
+            check(request.model_extra or {}, model)
+        except RequestError as error:
+            model.omni.observer.refused(error)
+            return handler.create_error_response(as_vllm_error(error))
+        return await stock(request, *args, **kwargs)
+
+    return checked
 
 
 def refuse_others(body: dict[str, Any], model: ServedModel) -> None:
@@ -70,24 +75,6 @@ def refuse_others(body: dict[str, Any], model: ServedModel) -> None:
                 raise RequestError(f"{field}: {INSTEAD} {name}", parameter=field)
 
 
-class NoText(Wrapped):
-    """Refuses all requests of a handler, because the model has no text."""
-
-    async def refuse(self, *_: Any) -> Any:
-        """Return the error."""
-        others = ", ".join(self._model.capabilities.modalities)
-        text = f"model: it has no text; /v1/chat/completions answers with {others}"
-        return self._refused(RequestError(text, parameter="model"))
-
-    create_completion = create_responses = create_messages = refuse
-
-
-def install(app: FastAPI, model: ServedModel) -> None:
-    """Put the checks before vLLM's handlers, where there are any."""
-    if TEXT not in model.capabilities.modalities:
-        for name in TEXT_HANDLERS:
-            if (stock := getattr(app.state, name)) is not None:
-                setattr(app.state, name, NoText(stock, model))
-        return
-    if app.state.openai_serving_responses is not None:
-        app.state.openai_serving_responses = TextResponses(app.state.openai_serving_responses, model)
+def _refuse_all(body: dict[str, Any], model: ServedModel) -> None:
+    others = ", ".join(model.capabilities.modalities)
+    raise RequestError(f"model: it has no text; /v1/chat/completions answers with {others}", parameter="model")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.modalities.base import IMAGE, TEXT
+from vllm_omni_ext.model_plugins.bagel.memory import picture_tokens
 from vllm_omni_ext.model_plugins.bagel.requests.fields import LATENTS, PREVIEWS, SEED, SIZE, THINK
 from vllm_omni_ext.model_plugins.bagel.requests.payloads import DIT
 from vllm_omni_ext.model_plugins.bagel.requests.thought import NAME as THOUGHT
@@ -51,10 +52,12 @@ class BagelHttp(HttpSurface):
         """Turn a prompt, after its pictures, into a request for one picture.
 
         Raises:
-            RequestError: the prompt is empty, or the body contains a value that the model cannot follow.
+            RequestError: the prompt is empty, a picture has too many tokens, or the body contains a value that the
+                model cannot follow.
         """
         _refuse_latents(options)
         refuse_others(body)
+        _refuse_large(body.images, server)
         if not body.prompt.strip():
             raise RequestError("prompt: must not be empty", parameter="prompt")
         given = {SIZE: body.size, SEED: body.seed, PREVIEWS: body.partial_images}
@@ -73,6 +76,18 @@ def refuse_others(body: Any) -> None:
             raise RequestError(f"{name}: '{value:.100}' is not available; {listed}{INSTEAD[name]}", parameter=name)
     if body.mask is not None:
         raise RequestError("mask: is not available; say in the prompt which part to change", parameter="mask")
+
+
+def _refuse_large(pictures: Sequence[Any], server: OmniServer) -> None:
+    """Refuse pictures of more tokens than `max_media_tokens`; the ViT's tokens count, as in a chat."""
+    if (most := server.max_media_tokens) is None:
+        return
+    for picture in pictures:
+        tokens = picture_tokens(server.runtime.sizes, picture.height, picture.width, latents=False)
+        if tokens > most:
+            raise RequestError(
+                f"image: a picture has {tokens:,} tokens, but max_media_tokens is {most:,}", parameter="image"
+            )
 
 
 def _refuse_latents(options: RequestOptions) -> None:

@@ -10,28 +10,34 @@ import pytest
 
 from tests.support.bagel_runs import picture
 from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.model_plugins.bagel.memory import picture_tokens
 from vllm_omni_ext.model_plugins.bagel.requests.http import BagelHttp
 from vllm_omni_ext.model_plugins.bagel.requests.payloads import DitParams
 from vllm_omni_ext.model_plugins.bagel.requests.thought import THOUGHT, ThoughtChunk
+from vllm_omni_ext.model_plugins.bagel.sizes import RELEASED
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
-from vllm_omni_ext.serving.apis.images import ImageRequest
+from vllm_omni_ext.serving.images import ImageRequest
 
 
 class Server:
     """Makes a token of each character, and returns the parts unchanged."""
 
     capabilities: Any = None
-    runtime: Any = SimpleNamespace(parts=lambda pictures, ids: [*pictures, ids])
+    runtime: Any = SimpleNamespace(parts=lambda pictures, ids: [*pictures, ids], sizes=RELEASED)
+    max_media_tokens: int | None = None
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
         assert not special
         return list(text.encode())
 
 
-def read(prompt: str = "blue", pictures: Any = (), mask: Any = None, **fields: Any) -> tuple[Rendered, RequestOptions]:
+def read(
+    prompt: str = "blue", pictures: Any = (), mask: Any = None, max_media_tokens: int | None = None, **fields: Any
+) -> tuple[Rendered, RequestOptions]:
     body = ImageRequest(prompt=prompt, **fields)
     body.images, body.mask = list(pictures), mask
     server: Any = Server()
+    server.max_media_tokens = max_media_tokens
     return asyncio.run(BagelHttp().image(body, RequestOptions(modalities=("image",)), server))
 
 
@@ -47,6 +53,17 @@ def test_pictures_come_before_the_prompt_and_tokens_are_counted() -> None:
     assert rendered.data == [shown, list(b"blue")]
     assert rendered.input_tokens == 4
     assert options.fields == {"size": "64x64", "seed": 3, "previews": 2}
+
+
+def test_a_picture_of_too_many_tokens_is_refused() -> None:
+    large, small = picture(1024, 1024, 0), picture(512, 512, 0)
+    tokens = picture_tokens(RELEASED, 1024, 1024, latents=False)
+    read(pictures=[large], max_media_tokens=tokens)
+    with pytest.raises(
+        RequestError, match=f"image: a picture has {tokens:,} tokens, but max_media_tokens is"
+    ) as caught:
+        read(pictures=[small, large], max_media_tokens=tokens - 1)
+    assert caught.value.parameter == "image"
 
 
 def test_default_fields_of_clients_are_accepted() -> None:

@@ -195,7 +195,7 @@ def spinner(text: str) -> Iterator[Show | None]:
 
 
 def print_status(line: str) -> None:
-    """Print a line for the operator."""
+    """Print a line for the operator: errors to stderr, others to stdout."""
     with contextlib.suppress(OSError):  # nothing reads the output any more
         # One write: the processes share the terminal, and another one could write before the end of the line.
         print(f"{line}\n", end="", file=sys.stderr if line.startswith("error") else sys.stdout, flush=True)

@@ -32,11 +32,19 @@ from vllm_omni_ext.modalities.sound import (
 )
 from vllm_omni_ext.orchestrator.answers import with_first
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
-from vllm_omni_ext.serving import sse
-from vllm_omni_ext.serving.failures import ERROR_RESPONSES, as_vllm_error, refusal, refusals_counted
+from vllm_omni_ext.serving.limits.texts import refuse_long
+from vllm_omni_ext.serving.limits.validation import validate_json_values
+from vllm_omni_ext.serving.options import LARGEST_INTEGER
+from vllm_omni_ext.serving.responses import (
+    DONE,
+    ERROR_RESPONSES,
+    EVENT_STREAM,
+    as_vllm_error,
+    named_event,
+    refusal,
+    refusals_counted,
+)
 from vllm_omni_ext.serving.served import ServedModel
-from vllm_omni_ext.serving.stage_params import LARGEST_INTEGER
-from vllm_omni_ext.serving.values import validate_json_values
 
 INPUT = "input"
 SSE, BYTES = "sse", "audio"
@@ -79,7 +87,7 @@ class SpeechRequest(OpenAIBaseModel):
     dependencies=[Depends(validate_json_request)],
     response_class=Response,
     responses={
-        HTTPStatus.OK.value: {"content": {**_SOUND, sse.EVENT_STREAM: {}}},
+        HTTPStatus.OK.value: {"content": {**_SOUND, EVENT_STREAM: {}}},
         **ERROR_RESPONSES,
     },
 )
@@ -154,7 +162,7 @@ class OmniServingSpeech(GenerateBaseServing):
         sound = _Sound(job, with_first(first, chunks))
         if job.delivery is Delivery.BYTES:
             return StreamingResponse(sound.bytes(), media_type=job.encoding.media_type)
-        return StreamingResponse(sound.events(self), media_type=sse.EVENT_STREAM)
+        return StreamingResponse(sound.events(self), media_type=EVENT_STREAM)
 
 
 def install(app: FastAPI, model: ServedModel, **stock: Any) -> None:
@@ -169,7 +177,7 @@ async def read_speech(request: SpeechRequest, model: ServedModel) -> SpeechJob:
     Raises:
         RequestError: a field is unknown or contradicts another one; names the field and the allowed values.
     """
-    await model.refuse_long(INPUT, request.input)
+    await refuse_long(model.omni, INPUT, request.input)
     validate_json_values(request)
     sound_format = choice("response_format", request.response_format, SPEECH_FORMATS)
     for name in VOICES:
@@ -238,13 +246,13 @@ class _Sound:
                 async for chunk in self._chunks:
                     frames = frames_of(chunk)
                     if due := text.write(await self._data(chunk), last=chunk.last):
-                        yield sse.named("speech.audio.delta", audio=due, response_format=self._job.format)
+                        yield named_event("speech.audio.delta", audio=due, response_format=self._job.format)
         except OmniError as err:
             error = serving.create_error_response(as_vllm_error(err)).error
-            yield sse.named("speech.audio.error", error=error.model_dump())
-            yield sse.DONE
+            yield named_event("speech.audio.error", error=error.model_dump())
+            yield DONE
             return
-        yield sse.named("speech.audio.done", usage=usage(self._job.tokens, frames))
+        yield named_event("speech.audio.done", usage=usage(self._job.tokens, frames))
 
 
 async def _sound_of(source: AsyncGenerator[Any, None]) -> Chunks:

@@ -1,11 +1,17 @@
-"""`/health`, `/v1/omni/status` and `/v1/omni/trace/{request_id}`."""
+"""`/health`, the probes of Kubernetes, `/v1/omni/status` and `/v1/omni/trace/{request_id}`.
+
+A missing replica fails readiness only, so Kubernetes does not restart the server: its supervisor starts the replica
+again. Liveness fails if only a restart of the server helps: a stage that requests need was given up (`restart_limit`),
+or the coordinator has been silent for too long. The head does not end by itself then: other stages still answer, and
+the operator can read `/v1/omni/status`.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from http import HTTPStatus
 from typing import Any
 
@@ -17,23 +23,54 @@ from vllm_omni_ext.observability.request_trace import as_trace
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.spec import KV
 from vllm_omni_ext.runtime.control import Server
-from vllm_omni_ext.serving.failures import BadRequest, printable
-from vllm_omni_ext.serving.parameters import KnownParameters
+from vllm_omni_ext.serving.operator_calls import KnownParameters
+from vllm_omni_ext.serving.responses import BadRequest, printable
 from vllm_omni_ext.topology.plan import StagePlan
 
 UP, DOWN = "UP", "DOWN"
+LIVE, READY, STARTED = "/health/live", "/health/ready", "/health/startup"
+
+COORDINATOR_LOST_S = 300.0
+"""Silence of the coordinator after which only a restart of the server helps; the head replaces one within seconds."""
+
+METHODS = ["GET", "HEAD"]
 
 router = APIRouter()
 
 
+class Progress:
+    """The state between probes: this server's start time, and the stages that have been up.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._seen: set[str] = set()
+
+    def silence(self, omni: AsyncOmni) -> float:
+        """Return the seconds since the coordinator's last view, at most those since the start."""
+        watcher, running = omni.replica_connections.watcher, self._clock() - self._since
+        return 0.0 if watcher is None else min(watcher.age(), running)
+
+    def never_up(self, omni: AsyncOmni) -> list[str]:
+        """Return the needed stages that had their `min_replicas` neither at an earlier probe nor now."""
+        needed = needed_stages(omni)
+        self._seen.update(name for name in needed if has_enough(omni, name))
+        return [name for name in needed if name not in self._seen]
+
+
 def add_routes(app: FastAPI) -> None:
-    """Add our routes before vLLM's, so that ours answers `/health`."""
+    """Add our routes before vLLM's, so that ours answers `/health`, and the state of the probes."""
+    app.state.progress = Progress()
     before = list(app.router.routes)
     app.include_router(router)
     app.router.routes[:] = [route for route in app.router.routes if route not in before] + before
 
 
-@router.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
+@router.api_route("/health", methods=METHODS, include_in_schema=False)
 async def health(request: Request, kind: str | None = None) -> JSONResponse:
     """Status 200 while every stage that requests need has its `min_replicas`, else 503 with the stages that do not.
 
@@ -54,6 +91,48 @@ async def health(request: Request, kind: str | None = None) -> JSONResponse:
         return JSONResponse({"status": "healthy", **facts})
     body = {"status": "unhealthy", "reason": "; ".join(reasons), **facts}
     return JSONResponse(body, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+@router.api_route(LIVE, methods=METHODS, include_in_schema=False)
+async def live(request: Request) -> JSONResponse:
+    """Status 200 unless only a restart of the server helps; a replica that is started again is no reason."""
+    omni: AsyncOmni = request.app.state.engine_client
+    if omni.draining:
+        return _probed([])
+    silence = request.app.state.progress.silence(omni)
+    reasons = ["the engine client has failed"] if omni.errored else []
+    if silence > COORDINATOR_LOST_S:
+        reasons.append(f"the coordinator has been silent for {silence:.0f} s")
+    if (stage := omni.orchestrator.unavailable(needed_stages(omni))) is not None:
+        reasons.append(f"stage '{stage}' has no replica, and none is started again (restart_limit)")
+    return _probed(reasons)
+
+
+@router.api_route(READY, methods=METHODS, include_in_schema=False)
+async def ready(request: Request, kind: str | None = None) -> JSONResponse:
+    """Status 200 while every stage that requests need has its `min_replicas`; with `kind`, those of that kind."""
+    omni: AsyncOmni = request.app.state.engine_client
+    kinds_of(omni, kind)
+    request.app.state.progress.never_up(omni)
+    if omni.draining:
+        return _probed(["the server is shutting down"])
+    if omni.errored:
+        return _probed(["the engine client has failed"])
+    return _probed(lacking(omni, kind))
+
+
+@router.api_route(STARTED, methods=METHODS, include_in_schema=False)
+async def started(request: Request) -> JSONResponse:
+    """Status 200 once every stage that requests need has had its `min_replicas`, even if it has fewer now."""
+    omni: AsyncOmni = request.app.state.engine_client
+    missing = request.app.state.progress.never_up(omni)
+    return _probed([f"stage '{name}' has not been up yet" for name in missing])
+
+
+def _probed(reasons: list[str]) -> JSONResponse:
+    if not reasons:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "failed", "reason": "; ".join(reasons)}, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 @router.get("/v1/omni/status", dependencies=[Depends(KnownParameters())])

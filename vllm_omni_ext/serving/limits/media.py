@@ -1,13 +1,18 @@
-"""vLLM's media connector for URLs of clients, with our rules for fetching and one error for all failures."""
+"""Limits of media: pixels of images, bytes of files from URLs, and one error for all failures to get a file."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import io
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+from PIL import Image
 from urllib3.util import parse_url
 from vllm.logger import init_logger
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
@@ -15,10 +20,10 @@ from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 
+from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.serving.failures import BadRequest, as_vllm_error
-from vllm_omni_ext.serving.fetching import Budget, Fetcher, Rules
-from vllm_omni_ext.serving.pixels import BUDGET
+from vllm_omni_ext.serving.limits.fetching import Fetcher, Rules
+from vllm_omni_ext.serving.responses import BadRequest, as_vllm_error
 
 logger = init_logger(__name__)
 
@@ -34,24 +39,93 @@ MOST_BYTES = 1 << 30
 FAILED = "could not be fetched, or is not what it should be"
 
 
+class Budget:
+    """Limits what is held at once. Used by several threads.
+
+    Args:
+        most: limit of all amounts together.
+        problem: text of the error.
+        parameter: field that the error names.
+    """
+
+    def __init__(self, most: int, problem: str, *, parameter: str) -> None:
+        self._most = most
+        self._problem = problem
+        self._parameter = parameter
+        self._lock = threading.Lock()
+        self.held = 0
+
+    def take(self, amount: int) -> None:
+        """Add to what is held; RequestError if that is more than the limit."""
+        with self._lock:
+            self.held += amount
+            if self.held > self._most:
+                raise RequestError(self._problem, parameter=self._parameter)
+
+    @contextmanager
+    def lease(self) -> Iterator[Callable[[int], None]]:
+        """Return a function like `take`; the end of the block returns the amounts of its calls."""
+        taken = 0
+
+        def take(amount: int) -> None:
+            nonlocal taken
+            taken += amount
+            self.take(amount)
+
+        try:
+            yield take
+        finally:
+            with self._lock:
+                self.held -= taken
+
+
+PIXELS: ContextVar[Budget | None] = ContextVar("pixels", default=None)
+"""Budget of the request that is being handled.
+
+Each image is decoded on arrival and held until the model's processor takes all of them, at three bytes per pixel. The
+file of a single-coloured image is small at any size.
+"""
+
+
+def pixel_budget(config: OmniConfig) -> Budget:
+    """Return the budget of one request."""
+    most = config.max_request_pixels
+    problem = f"the images of a request may have {most} pixels together (max_request_pixels)"
+    return Budget(most, problem, parameter="image_url")
+
+
+def count_pixels(budget: Budget, data: bytes) -> None:
+    """Count an image before it is decoded; data that is no image is ignored, and its reader refuses it.
+
+    Raises:
+        RequestError: the images have too many pixels together.
+    """
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            width, height = image.size
+    except (OSError, ValueError, Image.DecompressionBombError):
+        return
+    budget.take(width * height)
+
+
 class MediaNotFetched(BadRequest):
     """Status 400, the same for every failure; the log has the reason."""
 
 
-class CarefulConnector(MediaConnector):
+class RestrictedMediaConnector(MediaConnector):
     """`MediaConnector` that fetches with `Fetcher`.
 
     Attributes:
         allow_private_media: the stage config's value; set by `install`.
-        budget: the process's budget; set by `install`.
+        budget: bytes of the process; set by `install`.
     """
 
     allow_private_media: str | None = None
-    budget = Budget(MOST_BYTES)
+    budget: Budget
 
     def __init__(self, *args: Any, allowed_media_domains: list[str] | None = None, **kwargs: Any) -> None:
-        fetcher = Fetcher(Rules.of(self.allow_private_media, allowed_media_domains or ()))
-        super().__init__(*args, connection=fetcher, allowed_media_domains=allowed_media_domains, **kwargs)
+        super().__init__(*args, allowed_media_domains=allowed_media_domains, **kwargs)
+        self._rules = Rules.of(self.allow_private_media, allowed_media_domains or ())
 
     def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
         """Load a medium, in a thread without an event loop."""
@@ -67,14 +141,18 @@ class CarefulConnector(MediaConnector):
             ValueError: the host is not one of `--allowed-media-domains`.
             BadRequest: the images of the request have too many pixels together.
         """
-        _count_pixels(media_io)
+        _limit_pixels(media_io)
         if not _is_http(url):
             return await super().load_from_url_async(url, media_io, fetch_timeout=fetch_timeout)
         self._assert_url_in_allowed_media_domains(parse_url(url))
         since = time.monotonic()
         try:
-            with self.budget.lease():
-                return await super().load_from_url_async(url, media_io, fetch_timeout=fetch_timeout)
+            with self.budget.lease() as take:
+                once = copy.copy(self)
+                once.connection = Fetcher(self._rules, take)  # type: ignore[assignment]
+                return await super(RestrictedMediaConnector, once).load_from_url_async(
+                    url, media_io, fetch_timeout=fetch_timeout
+                )
         except BadRequest:
             raise
         except Exception as error:
@@ -84,16 +162,16 @@ class CarefulConnector(MediaConnector):
             raise MediaNotFetched(f"{field} {FAILED}", parameter=field) from None
 
 
-def _count_pixels(media_io: Any) -> None:
-    """Count the pixels of an image before it is decoded; decoding runs in a thread without the request's context."""
-    budget = BUDGET.get()
+def _limit_pixels(media_io: Any) -> None:
+    """Count an image before it is decoded. Decoding runs in a thread without the request's context."""
+    budget = PIXELS.get()
     if budget is None or not isinstance(media_io, ImageMediaIO):
         return
     decode = media_io.load_bytes
 
     def load_bytes(data: bytes) -> Any:
         try:
-            budget.take(data)
+            count_pixels(budget, data)
         except RequestError as error:
             raise as_vllm_error(error) from error
         return decode(data)
@@ -109,8 +187,9 @@ def install(allow_private_media: str | None) -> Iterator[None]:
         allow_private_media: the stage config's value.
     """
     stock = MEDIA_CONNECTOR_REGISTRY.name2class[STOCK]
-    settings = {"allow_private_media": allow_private_media, "budget": Budget(MOST_BYTES)}
-    configured = type(CarefulConnector.__name__, (CarefulConnector,), settings)
+    budget = Budget(MOST_BYTES, f"all media being fetched have more than {MOST_BYTES} bytes", parameter="url")
+    settings = {"allow_private_media": allow_private_media, "budget": budget}
+    configured = type(RestrictedMediaConnector.__name__, (RestrictedMediaConnector,), settings)
     MEDIA_CONNECTOR_REGISTRY.register(STOCK)(configured)
     try:
         yield

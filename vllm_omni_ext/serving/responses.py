@@ -1,7 +1,8 @@
-"""Converts our errors to vLLM's, so that vLLM's HTTP layer answers with the right status and error JSON."""
+"""Errors and server-sent events as OpenAI's API has them: ours become vLLM's errors, which have a status and JSON."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from http import HTTPStatus
@@ -15,6 +16,10 @@ from vllm_omni_ext.errors import OmniError, RequestError, StageUnavailable
 
 LONGEST_MESSAGE = 1000
 """Length limit of an error message or a parameter's name, in characters."""
+
+EVENT_STREAM = "text/event-stream"
+PREFIX, END = "data: ", "\n\n"
+DONE = f"{PREFIX}[DONE]{END}"
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status.value: {"model": ErrorResponse}
@@ -82,3 +87,19 @@ async def with_vllm_errors(source: AsyncGenerator[Any, None]) -> AsyncGenerator[
             if isinstance(err.__cause__, OmniError):
                 raise as_vllm_error(err.__cause__) from err
             raise
+
+
+def read_event(event: str) -> dict[str, Any]:
+    """Return the object of an event other than `DONE`."""
+    found: dict[str, Any] = json.loads(event[len(PREFIX) :])
+    return found
+
+
+def write_event(data: dict[str, Any]) -> str:
+    """Return an event without a name."""
+    return f"{PREFIX}{json.dumps(data, ensure_ascii=False, separators=(',', ':'))}{END}"
+
+
+def named_event(kind: str, **fields: Any) -> str:
+    """Return an event with its kind both as name and as `type`, as OpenAI's do."""
+    return f"event: {kind}\n{write_event({'type': kind, **fields})}"

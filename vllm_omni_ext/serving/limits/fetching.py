@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -111,59 +109,17 @@ def destinations(address: Address) -> Iterator[Address]:
         yield from address.teredo or ()
 
 
-class Budget:
-    """Limits the bytes of media that a process holds at once, from arrival to decoding.
-
-    Args:
-        most: limit in bytes; a fetch that would exceed it fails.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.held = 0
-
-    @contextmanager
-    def lease(self) -> Iterator[None]:
-        """Charge fetches of this task inside the block; the end of the block returns their bytes."""
-        lease = _Lease(self)
-        token = _LEASE.set(lease)
-        try:
-            yield
-        finally:
-            _LEASE.reset(token)
-            self.held -= lease.taken
-
-    def take(self, count: int) -> None:
-        """Charge `count` more bytes; FetchRefused if they exceed the limit."""
-        self.held += count
-        if self.held > self._most:
-            raise FetchRefused(f"all media being fetched have more than {self._most} bytes together")
-
-
-class _Lease:
-    """Bytes charged to one task."""
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self.taken = 0
-
-    def take(self, count: int) -> None:
-        self.taken += count
-        self._budget.take(count)
-
-
-_LEASE: ContextVar[_Lease | None] = ContextVar("omni_media_lease", default=None)
-
-
 class Fetcher:
     """A replacement for the HTTP connection of vLLM's `MediaConnector`.
 
     Args:
         rules: allowed sources.
+        take: called with the length of each piece that has arrived; an error ends the fetch.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, take: Callable[[int], None]) -> None:
         self._rules = rules
+        self._take = take
 
     async def async_get_bytes(
         self, url: str, *, timeout: float | None = None, allow_redirects: bool = True, max_bytes: int | None = None
@@ -188,10 +144,6 @@ class Fetcher:
                 here = found
         raise FetchRefused("too many redirects")
 
-    def get_bytes(self, url: str, **options: Any) -> bytes:
-        """Like `async_get_bytes`, for a thread without an event loop."""
-        return asyncio.run(self.async_get_bytes(url, **options))
-
     async def _get(self, url: URL, longest: int | None) -> bytes | URL:
         """Make one HTTP request; return the body, or the URL of a redirect."""
         self._rules.check_url(url)
@@ -206,7 +158,19 @@ class Fetcher:
                 raise FetchRefused(f"the answer has status {answer.status}")
             if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
                 raise FetchRefused("the answer is compressed although that was not requested")
-            return await _read(answer, longest)
+            return await self._read(answer, longest)
+
+    async def _read(self, answer: aiohttp.ClientResponse, longest: int | None) -> bytes:
+        """Return the body; FetchRefused as soon as it exceeds `longest` bytes."""
+        body = bytearray()
+        if longest is not None and (answer.content_length or 0) > longest:
+            raise FetchRefused(f"the body has {answer.content_length} bytes, more than {longest}")
+        async for piece in answer.content.iter_chunked(READ_BYTES):
+            body += piece
+            self._take(len(piece))
+            if longest is not None and len(body) > longest:
+                raise FetchRefused(f"the body has more than {longest} bytes")
+        return bytes(body)
 
     def _session(self, url: URL, *, direct: bool) -> aiohttp.ClientSession:
         host = url.raw_host or ""
@@ -246,17 +210,3 @@ class Fetcher:
 def _longest(max_bytes: int | None) -> int | None:
     limits = [each for each in (max_bytes, envs.VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB * MIB) if each is not None and each > 0]
     return min(limits, default=None)
-
-
-async def _read(answer: aiohttp.ClientResponse, longest: int | None) -> bytes:
-    """Return the body; FetchRefused as soon as it exceeds `longest` bytes."""
-    body, lease = bytearray(), _LEASE.get()
-    if longest is not None and (answer.content_length or 0) > longest:
-        raise FetchRefused(f"the body has {answer.content_length} bytes, more than {longest}")
-    async for piece in answer.content.iter_chunked(READ_BYTES):
-        body += piece
-        if lease is not None:
-            lease.take(len(piece))
-        if longest is not None and len(body) > longest:
-            raise FetchRefused(f"the body has more than {longest} bytes")
-    return bytes(body)

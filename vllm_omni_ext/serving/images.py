@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -27,14 +27,23 @@ from vllm_omni_ext.modalities.base import IMAGE
 from vllm_omni_ext.modalities.chunks import ImageChunk
 from vllm_omni_ext.modalities.fields import choice
 from vllm_omni_ext.modalities.image import FORMATS, PNG, ImageEncoding, base64_of
-from vllm_omni_ext.orchestrator.answers import with_first
+from vllm_omni_ext.orchestrator.answers import merged, with_first
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
-from vllm_omni_ext.serving import sse
-from vllm_omni_ext.serving.failures import ERROR_RESPONSES, as_vllm_error, refusal, refusals_counted
-from vllm_omni_ext.serving.pixels import BUDGET
+from vllm_omni_ext.serving.limits.bodies import BodyScan
+from vllm_omni_ext.serving.limits.media import PIXELS, count_pixels
+from vllm_omni_ext.serving.limits.texts import refuse_long
+from vllm_omni_ext.serving.limits.validation import validate_json_values
+from vllm_omni_ext.serving.options import LARGEST_INTEGER
+from vllm_omni_ext.serving.responses import (
+    DONE,
+    ERROR_RESPONSES,
+    EVENT_STREAM,
+    as_vllm_error,
+    named_event,
+    refusal,
+    refusals_counted,
+)
 from vllm_omni_ext.serving.served import ServedModel
-from vllm_omni_ext.serving.stage_params import LARGEST_INTEGER
-from vllm_omni_ext.serving.values import validate_json_values
 
 AUTO, B64_JSON = "auto", "b64_json"
 MOST_IMAGES = 10
@@ -46,13 +55,12 @@ UPLOADS = re.compile(r"(image|mask)(\[\d*\])?")
 """Names of the form parts that are files."""
 
 _SIZE = re.compile(r"\d{1,5}x\d{1,5}")
-Item = TypeVar("Item")
 Job = tuple[Rendered, RequestOptions]
 
 router = APIRouter()
 
 _RESPONSES: dict[int | str, dict[str, Any]] = {
-    HTTPStatus.OK.value: {"content": {"application/json": {}, sse.EVENT_STREAM: {}}},
+    HTTPStatus.OK.value: {"content": {"application/json": {}, EVENT_STREAM: {}}},
     **ERROR_RESPONSES,
 }
 
@@ -136,7 +144,7 @@ class OmniServingImages(GenerateBaseServing):
         except OmniError as err:
             return refusal(self.create_error_response(as_vllm_error(err)))
         events = self._events(request, jobs, with_first(first, pictures), kind)
-        return StreamingResponse(events, media_type=sse.EVENT_STREAM)
+        return StreamingResponse(events, media_type=EVENT_STREAM)
 
     async def _pictures(self, jobs: Sequence[Job], request_id: str) -> AsyncGenerator[tuple[int, ImageChunk], None]:
         """Yield the pictures of all jobs as they arrive, each with the number of its job."""
@@ -149,7 +157,7 @@ class OmniServingImages(GenerateBaseServing):
             for source in started:
                 await source.aclose()
             raise
-        return merged([_numbered(index, source) for index, source in enumerate(started)])
+        return merged(*(_numbered(index, source) for index, source in enumerate(started)))
 
     async def _events(
         self, request: ImageRequest, jobs: Sequence[Job], pictures: AsyncGenerator[Any, None], kind: str
@@ -159,13 +167,15 @@ class OmniServingImages(GenerateBaseServing):
                 async for index, chunk in pictures:
                     facts = {"b64_json": await base64_of(chunk.pixels, request.encoding), **described(request, chunk)}
                     if chunk.partial:
-                        yield sse.named(f"{kind}.partial_image", **facts, partial_image_index=chunk.index)
+                        yield named_event(f"{kind}.partial_image", **facts, partial_image_index=chunk.index)
                     else:
-                        yield sse.named(f"{kind}.completed", **facts, index=index, usage=usage(jobs[index : index + 1]))
+                        yield named_event(
+                            f"{kind}.completed", **facts, index=index, usage=usage(jobs[index : index + 1])
+                        )
         except OmniError as err:
             error = self.create_error_response(as_vllm_error(err)).error
-            yield sse.named("error", error=error.model_dump())
-            yield sse.DONE
+            yield named_event("error", error=error.model_dump())
+            yield DONE
 
 
 def install(app: FastAPI, model: ServedModel, **stock: Any) -> None:
@@ -180,7 +190,7 @@ async def read_images(request: ImageRequest, model: ServedModel) -> list[Job]:
     Raises:
         RequestError: a field is unknown or contradicts another one; names the field and the allowed values.
     """
-    await model.refuse_long("prompt", request.prompt)
+    await refuse_long(model.omni, "prompt", request.prompt)
     validate_json_values(request.model_copy(update={"images": [], "mask": None}))
     request.size = None if request.size == AUTO else request.size
     if request.size is not None and not _SIZE.fullmatch(request.size):
@@ -225,6 +235,7 @@ async def read_form(raw_request: Request) -> ImageRequest:
             elif upload is not None:
                 raise RequestError(f"{name}: must be a file", parameter=name)
             else:
+                BodyScan(raw_request.app.state.engine_client.plan.config.max_body_values).feed(part.encode())
                 fields[name] = _value(name, part)
     if not files["image"]:
         raise RequestError("image: is missing; send a picture", parameter="image")
@@ -257,8 +268,8 @@ def opened(name: str, data: bytes) -> Any:
     """
     from PIL import Image
 
-    if (budget := BUDGET.get()) is not None:
-        budget.take(data)
+    if (budget := PIXELS.get()) is not None:
+        count_pixels(budget, data)
     try:
         with Image.open(io.BytesIO(data)) as picture:
             pixels, most = picture.width * picture.height, envs.VLLM_MAX_IMAGE_PIXELS
@@ -322,34 +333,3 @@ async def _numbered(index: int, source: AsyncGenerator[Any, None]) -> AsyncGener
         async for chunk in source:
             if isinstance(chunk, ImageChunk):
                 yield index, chunk
-
-
-async def merged(sources: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
-    """Yield the items of several generators as they arrive; the first error ends all. Closes `sources`."""
-    out: asyncio.Queue[Any] = asyncio.Queue()
-    ended = object()
-
-    async def run(source: AsyncGenerator[Item, None]) -> None:
-        try:
-            async with aclosing(source):
-                async for item in source:
-                    out.put_nowait(item)
-            out.put_nowait(ended)
-        except Exception as error:  # raised again in the consumer
-            out.put_nowait(error)
-
-    tasks = [asyncio.create_task(run(source)) for source in sources]
-    left = len(tasks)
-    try:
-        while left:
-            item = await out.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is ended:
-                left -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

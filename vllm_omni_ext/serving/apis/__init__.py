@@ -1,1 +1,0 @@
-"""Ready-made APIs that a model's `HttpSurface` switches on."""

@@ -1,0 +1,1 @@
+"""Limits of what a client may make the HTTP server read, hold, fetch, decode and tokenize."""

@@ -1,0 +1,327 @@
+"""Limits of request bodies: their bytes, and their JSON values, which are counted while the bytes arrive.
+
+Parsing and validation cost memory and time for each value of a body, and a value may be two bytes long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from http import HTTPStatus
+
+from fastapi import HTTPException, Request
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
+
+from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.serving.limits.media import PIXELS, pixel_budget
+from vllm_omni_ext.serving.responses import printable
+
+MIB = 1 << 20
+WHOLE = "body"
+"""Parameter name of errors that concern no single field."""
+
+MAX_DEPTH = 100
+"""Nesting of objects and arrays."""
+
+WEIGHTS = {"messages": 5, "tools": 3, "input": 9, "structured_outputs": 16, "response_format": 16}
+"""How often a value of these fields counts: vLLM validates, renders or compiles each of them."""
+
+TOKEN_IDS = frozenset({"prompt", "input", "tokens", "token_ids", "prompt_token_ids"})
+"""Fields that may be long lists of token ids."""
+
+ID_WEIGHT = 0.2
+"""How often a number in such a list counts."""
+
+UNLIMITED = TOKEN_IDS | frozenset(
+    {WHOLE, "messages", "system", "instructions", "query", "queries", "documents", "items", "text", "text_1", "text_2"}
+    | {"data", "data_1", "data_2", "prompt_embeds", "features"}
+    | {"image", "images", "mask", "audio", "ref_audio", "video", "file"}
+    | {"args", "kwargs", "init_info", "update_info"}
+)
+"""Fields as long as a body may be: prompts, media, and operators' messages to workers."""
+
+FIELD_BYTES = {
+    "tools": 8 * MIB,
+    "response_format": MIB // 4,
+    "structured_outputs": MIB // 16,
+    "model": 4096,
+    "request_id": 4096,
+}
+"""Largest length of a field; other fields outside of `UNLIMITED` may have `MIB` bytes."""
+
+LONGEST_KEY = 1 << 16
+"""Bytes of a key of the outermost object, because errors may repeat the key."""
+
+LONGEST_WIDE_TEXT = 8 * MIB
+"""Bytes of a text with characters beyond ASCII, for which Python needs up to four times as much."""
+
+BLOCK = 1 << 16
+"""Bytes that are scanned at once."""
+
+DRAIN_S = 1.0
+"""Seconds to read from a refused client that is still sending, so that it can read the error response."""
+
+FORMS = ("multipart/", "application/x-www-form-urlencoded")
+"""Content types of bodies other than JSON; a route may still parse such a body as JSON if it starts like JSON."""
+
+RETRY_AFTER_S = 1
+BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+SERVER_HEADER = "X-Api-Server"
+
+LONGEST_ERROR = 16 << 10
+"""Largest error response in bytes; longer texts in it are cut. Some errors of vLLM name every wrong token id."""
+
+_COMMA, _OPEN_ARRAY, _OPEN_OBJECT = b",[{"
+_OTHERS = bytes(set(range(256)).difference(b",[]{}"))
+
+
+class RefusedBody(HTTPException):
+    """Status 413, as an exception type that FastAPI's body parsing does not catch.
+
+    Args:
+        problem: the exceeded limit, as the rest of a sentence about the field.
+        parameter: the outermost field.
+    """
+
+    def __init__(self, problem: str, *, parameter: str = WHOLE) -> None:
+        self.parameter = printable(parameter)
+        super().__init__(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"{self.parameter}: {problem}")
+
+
+async def refused_handler(request: Request, error: RefusedBody) -> JSONResponse:
+    """Return the error response, with the field's name."""
+    status = HTTPStatus(error.status_code)
+    info = ErrorInfo(message=error.detail, type=status.phrase, param=error.parameter, code=status.value)
+    return JSONResponse(ErrorResponse(error=info).model_dump(), status)
+
+
+class BodyScan:
+    """Counts the opening brackets, texts and commas of a JSON body, which arrives in pieces of any size.
+
+    Of a body that is not JSON it counts at least what a parser reads before the first mistake.
+
+    Args:
+        most: largest sum of the counts, each times the weight of its field.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._total = 0.0
+        self._depth = 0
+        self._ended = False  # the outermost object or array has ended; a parser reads no further
+        self._field = WHOLE
+        self._bytes = 0  # of the field so far
+        self._weight = self._comma_weight = 1.0
+        self._in_text = False
+        self._escaped = False  # the last byte was a backslash that escapes the next byte
+        self._at_key = False  # the next text is, or the current text is, a key of the outermost object
+        self._key = b""
+        self._text_bytes = 0
+        self._wide = False  # the current text has characters beyond ASCII
+
+    def feed(self, data: bytes) -> None:
+        """Scan the next piece.
+
+        Raises:
+            RefusedBody: a limit is exceeded; names the field.
+        """
+        for start in range(0, len(data), BLOCK):
+            if self._ended:
+                break
+            block = data[start : start + BLOCK]
+            if b"\0" in block:  # NUL occurs in JSON encoded as UTF-16 or UTF-32, and never in UTF-8
+                raise RefusedBody("must be JSON in UTF-8")
+            for index, part in enumerate(self._without_escapes(block).split(b'"')):
+                if index:
+                    self._read_quote()
+                if self._in_text:
+                    self._read_text(part)
+                else:
+                    self._read_structure(part)
+                self._bytes += len(part) + 1
+                self._check()
+
+    def _without_escapes(self, block: bytes) -> bytes:
+        r"""Return the block with every `\\` and `\"` replaced by letters, in the same length."""
+        if self._escaped and block[:1] in (b'"', b"\\"):
+            block = b"_" + block[1:]
+        block = block.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+        self._escaped = block.endswith(b"\\")
+        return block
+
+    def _read_quote(self) -> None:
+        self._in_text = not self._in_text
+        if self._in_text:
+            self._key, self._text_bytes, self._wide = b"", 0, False
+        elif self._at_key:
+            self._field, self._bytes, self._at_key = _name(self._key), 0, False
+            self._weight = WEIGHTS.get(self._field, 1)
+            self._comma_weight = ID_WEIGHT if self._field in TOKEN_IDS else self._weight
+        if not self._in_text:
+            self._total += self._weight
+
+    def _read_text(self, part: bytes) -> None:
+        self._text_bytes += len(part)
+        self._wide = self._wide or not part.isascii() or b"\\u" in part
+        if self._at_key:
+            self._key += part
+            if len(self._key) > LONGEST_KEY:
+                raise RefusedBody(f"has a key of more than {LONGEST_KEY} bytes")
+        if self._wide and self._text_bytes > LONGEST_WIDE_TEXT:
+            problem = f"has a text of more than {LONGEST_WIDE_TEXT} bytes with characters beyond ASCII"
+            raise RefusedBody(problem, parameter=self._field)
+
+    def _read_structure(self, part: bytes) -> None:
+        for kind in part.translate(None, _OTHERS):
+            if kind == _COMMA:
+                self._total += self._comma_weight
+                self._at_key = self._depth == 1
+            elif kind in (_OPEN_ARRAY, _OPEN_OBJECT):
+                self._total += self._weight
+                self._depth += 1
+                self._at_key = self._depth == 1 and kind == _OPEN_OBJECT
+                if self._depth > MAX_DEPTH:
+                    problem = f"has more than {MAX_DEPTH} objects and arrays inside of one another"
+                    raise RefusedBody(problem, parameter=self._field)
+            else:
+                self._depth -= 1
+                if self._depth <= 0:
+                    self._ended = True
+                    break
+
+    def _check(self) -> None:
+        if self._total > self._most:
+            problem = f"with it the body has more than {self._most} values (max_body_values)"
+            raise RefusedBody(problem, parameter=self._field)
+        if self._field not in UNLIMITED and self._bytes > (most := FIELD_BYTES.get(self._field, MIB)):
+            raise RefusedBody(f"has more than {most} bytes", parameter=self._field)
+
+
+def _name(key: bytes) -> str:
+    """Return the name of a field from its key without quotes."""
+    try:
+        return str(json.loads(b'"' + key + b'"')) or WHOLE
+    except ValueError:
+        return WHOLE
+
+
+class RequestLimits:
+    """ASGI middleware in front of every route: limits of bodies and of error responses, and headers of answers.
+
+    Args:
+        config: the stage config's limits.
+        server: number of this API server, which becomes a response header; None: there is only one API server.
+    """
+
+    def __init__(self, app: ASGIApp, *, config: OmniConfig, server: int | None = None) -> None:
+        self._app = app
+        self._config = config
+        self._server = server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        PIXELS.set(pixel_budget(self._config))
+        body = _Body(Headers(scope=scope), receive, self._config)
+        await self._app(scope, body.receive, _Answer(send, self._server).send)
+
+
+class _Body:
+    """Receives one body, and refuses it as soon as it exceeds a limit. The contents of forms are not counted."""
+
+    def __init__(self, headers: Headers, receive: Receive, config: OmniConfig) -> None:
+        declared = headers.get("content-length", "")
+        self._declared = int(declared) if declared.isdecimal() else 0
+        self._received = 0
+        self._most = config.max_body_mib * MIB
+        self._may_be_form = headers.get("content-type", "").lower().startswith(FORMS)
+        self._scan: BodyScan | None = BodyScan(config.max_body_values)
+        self._receive = receive
+
+    async def receive(self) -> Message:
+        if self._declared > self._most:
+            raise self._too_large()
+        message = await self._receive()
+        body = message.get("body", b"")
+        self._received += len(body)
+        if self._received > self._most:
+            raise self._too_large()
+        if self._may_be_form and (begin := body.lstrip()[:1]):
+            self._may_be_form = False
+            if begin not in b"{[":
+                self._scan = None
+        if self._scan is not None:
+            try:
+                self._scan.feed(body)
+            except RefusedBody:
+                self._scan = None
+                await self._drain(message)
+                raise
+        return message
+
+    def _too_large(self) -> HTTPException:
+        problem = f"the body of a request may have {self._most // MIB} MiB (max_body_mib of the stage config)"
+        return HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, problem)
+
+    async def _drain(self, message: Message) -> None:
+        """Receive and drop the rest of the body."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while message.get("more_body", False):
+                    message = await self._receive()
+
+
+class _Answer:
+    """Sends one answer with additional headers; a long error is cut."""
+
+    def __init__(self, send: Send, server: int | None) -> None:
+        self._send = send
+        self._server = server
+        self._start: Message | None = None  # of a long error
+        self._error = b""
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            if message["status"] in BUSY:
+                headers.setdefault("Retry-After", str(RETRY_AFTER_S))
+            if self._server is not None:
+                headers[SERVER_HEADER] = str(self._server)
+            if _is_long_error(message["status"], headers):
+                self._start = message
+                return
+        elif self._start is not None:
+            self._error += message.get("body", b"")
+            if message.get("more_body", False):
+                return
+            message = {"type": "http.response.body", "body": shortened(self._error)}
+            MutableHeaders(scope=self._start)["content-length"] = str(len(message["body"]))
+            await self._send(self._start)
+        await self._send(message)
+
+
+def _is_long_error(status: int, headers: MutableHeaders) -> bool:
+    return (
+        status >= HTTPStatus.BAD_REQUEST
+        and headers.get("content-type", "").startswith("application/json")
+        and int(headers.get("content-length", "0")) > LONGEST_ERROR
+    )
+
+
+def shortened(body: bytes) -> bytes:
+    """Return a response with the texts of its error cut to a limit, if it is an error of vLLM's format."""
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return body
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(error, dict):
+        return body
+    answer["error"] = {name: printable(each) if isinstance(each, str) else each for name, each in error.items()}
+    return json.dumps(answer).encode()

@@ -1,0 +1,161 @@
+"""Validation of bodies: it ends at the first error, never with status 500, and refuses values that crash engines."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.dependencies.utils import get_flat_dependant
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, PydanticUserError, TypeAdapter
+from pydantic_core import SchemaError, SchemaValidator
+from starlette.responses import Response
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
+from vllm.exceptions import VLLMError, VLLMValidationError
+from vllm.logger import init_logger
+
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.observability.observer import Observer
+from vllm_omni_ext.serving.options import LARGEST_INTEGER
+from vllm_omni_ext.serving.responses import BadRequest, printable, refusal
+from vllm_omni_ext.wire.stage_input import RESERVED
+
+logger = init_logger(__name__)
+
+VLLM_CHECK_CRASHES = (AttributeError, KeyError, IndexError)
+"""Errors of vLLM's checks that expect an object where a client may send any JSON; vLLM answers them with status 500."""
+
+CLIENT_ERRORS = (RequestValidationError, TypeError, ValueError, OverflowError, VLLMError, VLLMValidationError)
+"""Errors of such checks that vLLM answers with status 400."""
+
+READING = "request_body_to_args"
+"""FastAPI's function that turns a body into a request; all functions that it calls work on client input."""
+
+CONVERSATION = frozenset({"messages", "tools"})
+"""Fields that do not reach an engine unchanged."""
+
+EXTRA_ARGS = "vllm_xargs"
+
+CONTAINERS = frozenset({"list", "tuple", "set", "frozenset", "dict"})
+"""Schema types that support `fail_fast`."""
+
+OPAQUE = frozenset({"metadata", "serialization", "default", "expected", "config", "cls"})
+"""Keys of a schema whose values are not schemas."""
+
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+
+
+def install(app: FastAPI, observer: Observer) -> None:
+    """Make all routes of `app` validate bodies so, and count invalid bodies."""
+    stock: dict[type[Exception], Any] = {kind: app.exception_handlers[kind] for kind in CLIENT_ERRORS}
+    for kind, handler in (stock | dict.fromkeys(VLLM_CHECK_CRASHES, _malformed_body)).items():
+        app.add_exception_handler(kind, _counting(handler, observer))
+    for route in app.routes:
+        if isinstance(route, APIRoute):
+            _stop_at_first_error(route)
+
+
+def _counting(
+    handler: Callable[[Request, Any], Awaitable[Response]], observer: Observer
+) -> Callable[[Request, Any], Awaitable[Response]]:
+    async def counted(request: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError) or _while_reading(error):
+            observer.refused(RequestError("the request's body is not valid", parameter="body"))
+        return await handler(request, error)
+
+    return counted
+
+
+def _while_reading(error: Exception) -> bool:
+    return any(frame.name == READING for frame in traceback.extract_tb(error.__traceback__))
+
+
+async def _malformed_body(request: Request, error: Exception) -> Response:
+    """Return status 400 if `error` was raised while a body was read; otherwise answer as vLLM does."""
+    if not _while_reading(error):
+        answer: Response = await exception_handler(request, error)
+        return answer
+    message = f"the request's body has a value of the wrong type: {printable(str(error))}"
+    return refusal(create_error_response(BadRequest(message, parameter="body")))
+
+
+def _stop_at_first_error(route: APIRoute) -> None:
+    """Rebuild the route's validators with pydantic's `fail_fast`; valid bodies give the same results as before.
+
+    Pydantic checks all elements, and creates an error for each element and each of its possible types: 10,000 empty
+    objects as messages give 150,000 errors, 10,000 as `input` of `/v1/responses` two million.
+    """
+    fields = [field._type_adapter for field in get_flat_dependant(route.dependant).body_params]
+    for adapter in [*fields, *_adapters_in(route.endpoint, set())]:
+        try:
+            adapter.rebuild()
+            adapter.validator = SchemaValidator(_failing_fast(adapter.core_schema), _use_prebuilt=False)
+        except (PydanticUserError, SchemaError):  # a type of another package, which its route may never validate
+            logger.warning("Bodies of %s are validated to the end: their type is not complete", route.path)
+
+
+def _adapters_in(value: Any, seen: set[int]) -> Iterator[TypeAdapter[Any]]:
+    """Yield the adapters in the closure of a function (`/invocations`), also inside lists and wrapped functions."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, TypeAdapter):
+        yield value
+    inside = value if isinstance(value, list | tuple) else ()
+    if inspect.isfunction(value):
+        inside = tuple(inspect.getclosurevars(value).nonlocals.values())
+    for each in inside:
+        yield from _adapters_in(each, seen)
+
+
+def _failing_fast(schema: Any) -> Any:
+    """Return a copy of a core schema in which all lists and objects fail fast."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(_failing_fast(each) for each in schema)
+    if not isinstance(schema, dict):
+        return schema
+    kind = schema.get("type")
+    if not isinstance(kind, str):  # a mapping of names to fields or choices
+        return {name: _failing_fast(each) for name, each in schema.items()}
+    copy = {key: each if key in OPAQUE else _failing_fast(each) for key, each in schema.items()}
+    return copy | {"fail_fast": True} if kind in CONTAINERS else copy
+
+
+def validate_json_values(request: BaseModel) -> None:
+    """Refuse values that are valid JSON but crash engines: NaN, integers beyond 64 bits, halves of surrogate pairs.
+
+    Raises:
+        RequestError: names the field; the conversation is not checked.
+    """
+    fields = {name: getattr(request, name) for name in request.model_fields_set if name not in CONVERSATION}
+    for name, value in fields.items():
+        _validate(name, value)
+    for key in fields.get(EXTRA_ARGS) or ():
+        if key in RESERVED:
+            raise RequestError(f"{EXTRA_ARGS}.{key}: is reserved", parameter=f"{EXTRA_ARGS}.{key}")
+
+
+def _validate(name: str, value: Any) -> None:
+    """Check a value and all values in it; a body has `bodies.MAX_DEPTH` levels at most."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RequestError(f"{name}: must be a finite number, got {value}", parameter=name)
+    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        raise RequestError(f"{name}: must be an integer of at most 64 bits", parameter=name)
+    if isinstance(value, str) and _HALF_CHARACTER.search(value):
+        raise RequestError(f"{name}: must be text; it has half of a surrogate pair in it", parameter=name)
+    if isinstance(value, BaseModel):
+        value = dict(value)
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _validate(name, key)
+            _validate(f"{name}.{key}", each)
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            _validate(f"{name}[{index}]", each)

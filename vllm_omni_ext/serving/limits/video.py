@@ -1,0 +1,192 @@
+"""Reads each video in its own process, because some damaged files crash the process that decodes them.
+
+Every loader in vLLM's registry is replaced by one of the same name that runs the original in another process, so that
+`--media-io-kwargs` and VLLM_VIDEO_LOADER_BACKEND keep their effect.
+
+A fork server forks the processes. The first video starts the fork server, which has one thread, none of this process's
+open files, and has imported this module. A process answers with a msgpack header and raw bytes; no part of an answer is
+unpickled.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from vllm.multimodal.video import VIDEO_LOADER_REGISTRY
+
+from vllm_omni_ext.titles import name_process
+
+Video = tuple[npt.NDArray[Any], dict[str, Any]]
+"""Frames, [frames, height, width, 3] uint8, and their metadata, as vLLM's loaders return them."""
+
+TIMEOUT_S = 120.0
+"""Wall time of one video. OpenCV decodes every frame up to the last sampled one, 400 to 1200 frames/s of 720p on two
+cores: that is enough for half an hour of video. An endless file blocks one of vLLM's eight media threads this long."""
+
+GRACE_S = 5.0
+"""A process has its own timer; this many seconds later the caller kills it in any case."""
+
+MEMORY_BYTES = 8 << 30
+"""Address space of one video, all its sampled frames included: vLLM samples up to 768 of some models, of 6 MB at
+1080p."""
+
+FIRST_TO_GO = 1000
+"""A process's /proc/self/oom_score_adj: when memory runs out, the kernel kills these processes first."""
+
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
+"""Signals with the default action in a process. Handlers of libraries would spend a second on finding symbols."""
+
+MAX_HEADER_BYTES = 16 << 20
+
+PIECE_BYTES = 64 << 20
+"""The array of an answer is sent in pieces of this size, so that it is never in memory twice."""
+
+
+class ReadFailed(ValueError):
+    """Reading raised an error, crashed, or took too long or too much memory."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Header of an answer; the array follows, unless there is an error."""
+
+    error: str = ""
+    about: dict[str, Any] = {}
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+_read_answer = msgspec.msgpack.Decoder(Answer)
+
+
+@contextmanager
+def install() -> Iterator[None]:
+    """Inside the block, all video of this process is read in separate processes."""
+    stock = dict(VIDEO_LOADER_REGISTRY.name2class)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", __name__])
+    for name, loader in stock.items():
+        load = staticmethod(functools.partial(_load, context, name, loader))
+        _register(name, type(loader.__name__, (loader,), {"load_bytes": load}))
+    try:
+        yield
+    finally:
+        for name, loader in stock.items():
+            _register(name, loader)
+
+
+def _register(name: str, loader: type) -> None:
+    VIDEO_LOADER_REGISTRY.register(name, requires_gpu=VIDEO_LOADER_REGISTRY.backend_requires_gpu(name))(loader)
+
+
+def _load(context: Any, name: str, stock: Any, data: bytes, **options: Any) -> Video:
+    """Read a video as `stock` does.
+
+    Raises:
+        ReadFailed: the video cannot be read.
+    """
+    names = (name, options.get("backend", name))
+    if str(options.get("device", "cpu")) != "cpu" or any(map(VIDEO_LOADER_REGISTRY.backend_requires_gpu, names)):
+        return _read(stock, data, options)  # GPU memory must belong to this process
+    ours, theirs = context.Pipe()
+    with ours:
+        arguments = (theirs, stock, options, TIMEOUT_S, MEMORY_BYTES)
+        process = context.Process(target=_answer, args=arguments, daemon=True)
+        with theirs:
+            process.start()
+        since = time.monotonic()
+        try:
+            ours.send_bytes(data)
+            if not ours.poll(TIMEOUT_S + GRACE_S):
+                raise TimeoutError
+            return _receive(ours)
+        except (OSError, EOFError, multiprocessing.ProcessError, msgspec.DecodeError) as error:
+            if time.monotonic() - since < TIMEOUT_S:
+                raise ReadFailed("its decoder has crashed") from error
+            raise ReadFailed(f"reading it took longer than {TIMEOUT_S:g} s") from error
+        finally:
+            process.kill()  # the answer has arrived, or will never arrive
+            process.join()
+
+
+def _read(stock: Any, data: bytes, options: dict[str, Any]) -> Video:
+    frames, about = stock().load_bytes(data, **options)
+    return frames, about
+
+
+def _receive(end: Connection) -> Video:
+    answer = _read_answer.decode(end.recv_bytes(MAX_HEADER_BYTES))
+    if answer.error:
+        raise ReadFailed(answer.error)
+    dtype = np.dtype(answer.dtype)
+    if dtype.hasobject:
+        raise EOFError("an array of objects")
+    array = np.empty(answer.shape, dtype)
+    for piece in _pieces(array):
+        end.recv_bytes_into(piece)
+    return array, answer.about
+
+
+def _pieces(array: npt.NDArray[Any]) -> list[npt.NDArray[np.uint8]]:
+    flat = array.reshape(-1).view(np.uint8)
+    return [flat[start : start + PIECE_BYTES] for start in range(0, flat.size, PIECE_BYTES)]
+
+
+def _answer(end: Connection, stock: Any, options: dict[str, Any], timeout_s: float, memory_bytes: int) -> None:
+    """Body of a process: one video."""
+    faulthandler.disable()
+    for number in (signal.SIGALRM, *CRASHES):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the caller ends this process
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)  # ends this process even if it is stuck in native code
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    name_process("video")
+    _limit(memory_bytes)
+    try:
+        array, about = _read(stock, end.recv_bytes(), options)
+        header = Answer(about=about, dtype=array.dtype.str, shape=array.shape)
+    except Exception as error:
+        array, header = np.empty(0), Answer(error=str(error) or type(error).__name__)
+    end.send_bytes(msgspec.msgpack.encode(header, enc_hook=_plain))
+    if not header.error:
+        for piece in _pieces(np.ascontiguousarray(array)):
+            end.send_bytes(piece.data)
+
+
+def _end_with_caller() -> None:
+    caller = multiprocessing.parent_process()
+    if caller is not None:
+        caller.join()
+    os._exit(0)
+
+
+def _limit(memory_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # core dumps of crashing files could fill the disk
+    if sys.platform != "linux":
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = [pages * resource.getpagesize() + memory_bytes, *resource.getrlimit(resource.RLIMIT_AS)]
+    limit = min(limit for limit in limits if limit != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    Path("/proc/self/oom_score_adj").write_text(str(FIRST_TO_GO))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(type(value).__name__)

@@ -1,0 +1,228 @@
+"""vLLM's operator endpoints (`/sleep`, `/collective_rpc`, ...) with `targets`: stages and replicas by name.
+
+Each endpoint exists when vLLM's server has it. Without `targets`, vLLM's own handler answers. An unknown parameter is
+refused: a misspelt `targets` would otherwise address every replica.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import wraps
+from http import HTTPStatus
+from typing import Annotated, Any, TypeAlias
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi.responses import JSONResponse, Response
+from vllm.entrypoints.serve.dev.cache import api_router as cache
+from vllm.entrypoints.serve.dev.rpc import api_router as rpc
+from vllm.entrypoints.serve.dev.sleep import api_router as sleeping
+from vllm.entrypoints.serve.profile import api_router as profile
+
+from vllm_omni_ext.errors import RequestError, StageUnavailable, UnknownMember
+from vllm_omni_ext.omni import AsyncOmni
+from vllm_omni_ext.runtime.client.calls import Replies, Reply, failed
+from vllm_omni_ext.serving.responses import BadRequest, printable
+
+BODY = "body"
+TARGETS = "targets"
+"""Query parameter, or key of a JSON body, with stage names and replica ids."""
+
+Targets: TypeAlias = Annotated[list[str] | None, Query()]
+Handler: TypeAlias = Callable[..., Awaitable[Response]]
+
+
+class KnownParameters:
+    """A FastAPI dependency that checks parameters.
+
+    Args:
+        bodies: fields of a route's body, by path; a route without an entry takes no body.
+    """
+
+    def __init__(self, bodies: Mapping[str, Collection[str]] | None = None) -> None:
+        self._bodies = bodies or {}
+
+    async def __call__(self, request: Request) -> None:
+        """Check one request.
+
+        Raises:
+            BadRequest: names the unknown parameter and the known ones.
+        """
+        route = request.scope["route"]
+        allowed = [field.alias for field in route.dependant.query_params]
+        _check("query parameters", request.query_params, allowed)
+        fields = self._bodies.get(route.path, ())
+        body = _parsed(await request.body())
+        if isinstance(body, dict):
+            _check("fields of the body", body, fields)
+        elif body is not None and not fields:
+            raise BadRequest(f"{BODY}: is not read here; {_names_text('query parameters', allowed)}", parameter=BODY)
+
+
+def _check(kind: str, names: Collection[str], allowed: Collection[str]) -> None:
+    for name in names:
+        if name not in allowed:
+            close = difflib.get_close_matches(name, allowed, n=1)
+            advice = f"did you mean '{close[0]}'? " if close else ""
+            shown = printable(name)
+            raise BadRequest(f"{shown}: is unknown; {advice}{_names_text(kind, allowed)}", parameter=shown)
+
+
+def _names_text(kind: str, allowed: Collection[str]) -> str:
+    return f"{kind}: {', '.join(sorted(set(allowed))) or 'none'}"
+
+
+def _parsed(body: bytes) -> Any:
+    """Return the parsed body; None if it is empty, and the text itself if it is not JSON."""
+    if not body.strip():
+        return None
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body
+
+
+def omni_of(request: Request) -> AsyncOmni:
+    """The deployment behind the server."""
+    omni: AsyncOmni = request.app.state.engine_client
+    return omni
+
+
+def named_in(query: list[str] | None, body: Any) -> list[str] | None:
+    """Return the targets of a query or a body; None if neither has any.
+
+    Raises:
+        RequestError: the body's targets are not a list of texts, or both have targets.
+    """
+    if body is None:
+        return query
+    if query is not None:
+        raise RequestError("targets: give them in the query or in the body", parameter=TARGETS)
+    if isinstance(body, str):
+        return [body]
+    if not isinstance(body, list) or not all(isinstance(each, str) for each in body):
+        raise RequestError("targets: must be a list of stage names and replica ids", parameter=TARGETS)
+    return body
+
+
+def refusing(handler: Handler) -> Handler:
+    """Answer a refused call with an error that names the parameter; no replica was called then."""
+
+    @wraps(handler)
+    async def answer(*args: Any, **kwargs: Any) -> Response:
+        try:
+            return await handler(*args, **kwargs)
+        except UnknownMember as error:
+            return _refusal(error, "NotFoundError", HTTPStatus.NOT_FOUND, TARGETS)
+        except RequestError as error:
+            return _refusal(error, "BadRequestError", HTTPStatus.BAD_REQUEST, error.parameter)
+        except StageUnavailable as error:
+            return _refusal(error, "ServiceUnavailableError", HTTPStatus.SERVICE_UNAVAILABLE, TARGETS)
+
+    return answer
+
+
+def _refusal(error: Exception, kind: str, status: HTTPStatus, parameter: str) -> JSONResponse:
+    body = {"message": printable(str(error)), "type": kind, "param": parameter, "code": status.value}
+    return JSONResponse({"error": body}, status)
+
+
+def report(replies: Replies) -> Response:
+    """Return the answer of each replica; status 500 if any failed."""
+    body = {"replicas": {str(replica): _shown(reply) for replica, reply in replies.items()}}
+    status = HTTPStatus.INTERNAL_SERVER_ERROR if failed(replies) else HTTPStatus.OK
+    return Response(json.dumps(body, default=_plain), status, media_type="application/json")
+
+
+def _shown(reply: Reply) -> dict[str, Any]:
+    return {"value": reply.value} if reply.error is None else {"error": str(reply.error) or type(reply.error).__name__}
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value for JSON: sets become lists, other unknown types text, as in vLLM's `/collective_rpc`."""
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)
+
+
+BODIES = {
+    "/collective_rpc": ("method", "args", "kwargs", "timeout", TARGETS),
+    "/start_profile": tuple(profile.StartProfileRequest.model_fields),
+}
+
+router = APIRouter(dependencies=[Depends(KnownParameters(BODIES))])
+
+
+def add_routes(app: FastAPI, adapters: APIRouter) -> None:
+    """Replace vLLM's routes of the same paths with ours; endpoints that vLLM does not offer are left out."""
+    stock = {_path(route) for route in app.router.routes}
+    own = {_path(route): route for each in (router, adapters) for route in each.routes if _path(route) in stock}
+    app.router.routes[:] = [*own.values(), *(route for route in app.router.routes if _path(route) not in own)]
+
+
+def _path(route: Any) -> str | None:
+    return getattr(route, "path", None)
+
+
+def _add_route(stock: Any) -> None:
+    """Serve a route of vLLM with `targets` in addition to its own parameters."""
+    handler, name = stock.endpoint, stock.name
+    own = [_parameter(TARGETS), *([_parameter("tags")] if name == "wake_up" else [])]  # vLLM reads `tags` itself
+    stock_parameters = list(inspect.signature(handler, eval_str=True).parameters.values())[1:]
+
+    @wraps(handler)
+    async def answer(raw_request: Request, targets: list[str] | None, **arguments: Any) -> Any:
+        if targets is None:
+            return await handler(raw_request, **{each.name: arguments[each.name] for each in stock_parameters})
+        body = arguments.pop("profile_request", None)
+        keywords = body.model_dump(exclude_none=True) if body else {}
+        return report(await getattr(omni_of(raw_request), name)(*arguments.values(), **keywords, targets=targets))
+
+    request = inspect.Parameter("raw_request", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Request)
+    answer.__signature__ = inspect.Signature([request, *stock_parameters, *own], return_annotation=Response)  # type: ignore[attr-defined]
+    router.add_api_route(stock.path, refusing(answer), methods=list(stock.methods))
+
+
+def _parameter(name: str) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Targets)
+
+
+for _route in (*sleeping.router.routes, *cache.router.routes, *profile.router.routes):
+    _add_route(_route)
+
+
+@router.post("/collective_rpc")
+@refusing
+async def collective_rpc(raw_request: Request, targets: Targets = None) -> Response:
+    """Call a method of workers; `targets` may also be a key of the body."""
+    body = _object(await raw_request.body())
+    named = named_in(targets, body.get(TARGETS))
+    if named is None or body.get("method") is None:  # vLLM's handler reports the missing key
+        return await rpc.collective_rpc(raw_request)
+    args, kwargs, timeout = body.get("args", []), body.get("kwargs", {}), body.get("timeout")
+    for key, fits, expected in (
+        ("method", isinstance(body["method"], str), "a text"),
+        ("args", isinstance(args, list), "a list"),
+        ("kwargs", isinstance(kwargs, dict), "an object"),
+        ("timeout", timeout is None or (isinstance(timeout, int | float) and 0 < timeout < math.inf), "seconds, > 0"),
+    ):
+        if not fits:
+            raise RequestError(f"{key}: must be {expected}", parameter=key)
+    omni = omni_of(raw_request)
+    return report(await omni.collective_rpc(body["method"], timeout, tuple(args), kwargs, targets=named))
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """Return a body as an object; any other JSON becomes an empty object, which vLLM refuses.
+
+    Raises:
+        RequestError: vLLM's handler would crash on the body.
+    """
+    try:
+        found = json.loads(body)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}", parameter="body") from error
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
