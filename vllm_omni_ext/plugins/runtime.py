@@ -45,6 +45,11 @@ class Rendered:
     data: Any = None
     input_tokens: int | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the client's input."""
+        return len(self.prompt) if self.input_tokens is None else self.input_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:

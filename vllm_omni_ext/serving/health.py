@@ -58,7 +58,7 @@ class Progress:
     def never_up(self, omni: AsyncOmni) -> list[str]:
         """Return the needed stages that had their `min_replicas` neither at an earlier probe nor now."""
         needed = needed_stages(omni)
-        self._seen.update(name for name in needed if has_enough(omni, name))
+        self._seen.update(name for name in needed if _lack(omni, name) is None)
         return [name for name in needed if name not in self._seen]
 
 
@@ -175,7 +175,10 @@ def kinds_of(omni: AsyncOmni, asked: str | None = None) -> dict[str, list[str]]:
     Args:
         asked: kind that a caller names; BadRequest if there is no such kind.
     """
-    kinds = {kind: down_stages(omni, needed) for kind, needed in omni.capabilities.routes.items()}
+    kinds = {
+        kind: [name for name in needed_stages(omni, needed) if not _live(omni, name)]
+        for kind, needed in omni.capabilities.routes.items()
+    }
     if asked is not None and asked not in kinds:
         allowed = ", ".join(kinds) or "none"
         raise BadRequest(f"kind: '{printable(asked)}' is unknown; use one of {allowed}", parameter="kind")
@@ -193,11 +196,6 @@ def needed_stages(omni: AsyncOmni, needed: Collection[str] | None = None) -> lis
     return [stage.name for stage in omni.plan.model_stages() if not needed or stage.model_stage in needed]
 
 
-def down_stages(omni: AsyncOmni, needed: Collection[str] | None = None) -> list[str]:
-    """Return the needed stages without a live replica; `needed` as for `needed_stages`."""
-    return [name for name in needed_stages(omni, needed) if not _live(omni, name)]
-
-
 def lacking(omni: AsyncOmni, kind: str | None = None) -> list[str]:
     """Return one sentence for each stage with fewer live replicas than its `min_replicas`.
 
@@ -208,12 +206,8 @@ def lacking(omni: AsyncOmni, kind: str | None = None) -> list[str]:
     return [lack for name in names if (lack := _lack(omni, name)) is not None]
 
 
-def has_enough(omni: AsyncOmni, stage: str) -> bool:
-    """Whether a stage has at least its `min_replicas`."""
-    return _lack(omni, stage) is None
-
-
 def _lack(omni: AsyncOmni, stage: str) -> str | None:
+    """Return a sentence about a stage with fewer live replicas than its `min_replicas`; None if it has enough."""
     wanted, live = omni.plan.config.stage(stage).min_replicas, len(_live(omni, stage))
     if wanted == 1:
         return None if live else f"stage '{stage}' has no live replica"

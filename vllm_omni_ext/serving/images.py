@@ -318,8 +318,7 @@ def size_of(chunk: ImageChunk) -> str:
 
 def usage(jobs: Sequence[Job]) -> dict[str, Any]:
     """Return the usage of the requests. A picture has no tokens."""
-    counted = [each.input_tokens for each, _ in jobs]
-    tokens = sum(len(jobs[i][0].prompt) if count is None else count for i, count in enumerate(counted))
+    tokens = sum(rendered.tokens for rendered, _ in jobs)
     return {
         "input_tokens": tokens,
         "output_tokens": 0,

@@ -196,7 +196,8 @@ for _route in (*sleeping.router.routes, *cache.router.routes, *profile.router.ro
 @refusing
 async def collective_rpc(raw_request: Request, targets: Targets = None) -> Response:
     """Call a method of workers; `targets` may also be a key of the body."""
-    body = _object(await raw_request.body())
+    parsed = _parsed(await raw_request.body())
+    body = parsed if isinstance(parsed, dict) else {}  # which vLLM refuses
     named = named_in(targets, body.get(TARGETS))
     if named is None or body.get("method") is None:  # vLLM's handler reports the missing key
         return await rpc.collective_rpc(raw_request)
@@ -211,18 +212,3 @@ async def collective_rpc(raw_request: Request, targets: Targets = None) -> Respo
             raise RequestError(f"{key}: must be {expected}", parameter=key)
     omni = omni_of(raw_request)
     return report(await omni.collective_rpc(body["method"], timeout, tuple(args), kwargs, targets=named))
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    """Return a body as an object; any other JSON becomes an empty object, which vLLM refuses.
-
-    Raises:
-        RequestError: vLLM's handler would crash on the body.
-    """
-    try:
-        found = json.loads(body)
-    except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not JSON: {error}", parameter="body") from error
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

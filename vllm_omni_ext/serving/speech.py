@@ -128,12 +128,6 @@ class SpeechJob:
         """The encoding of the sound."""
         return SPEECH_FORMATS[self.format]
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of the text."""
-        counted = self.rendered.input_tokens
-        return len(self.rendered.prompt) if counted is None else counted
-
 
 class OmniServingSpeech(GenerateBaseServing):
     """Speech without a conversation."""
@@ -217,7 +211,7 @@ async def _whole(job: SpeechJob, source: Chunks) -> Response:
         chunks = [chunk async for chunk in source]
     samples, last = np.concatenate([chunk.samples for chunk in chunks]), chunks[-1]
     data = await encode_aside(samples, last.sample_rate, job.encoding)
-    return Response(data, media_type=job.encoding.media_type, headers=_headers(job.tokens, frames_of(last)))
+    return Response(data, media_type=job.encoding.media_type, headers=_headers(job.rendered.tokens, frames_of(last)))
 
 
 class _Sound:
@@ -252,7 +246,7 @@ class _Sound:
             yield named_event("speech.audio.error", error=error.model_dump())
             yield DONE
             return
-        yield named_event("speech.audio.done", usage=usage(self._job.tokens, frames))
+        yield named_event("speech.audio.done", usage=usage(self._job.rendered.tokens, frames))
 
 
 async def _sound_of(source: AsyncGenerator[Any, None]) -> Chunks:

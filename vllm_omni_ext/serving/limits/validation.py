@@ -136,26 +136,32 @@ def validate_json_values(request: BaseModel) -> None:
     """
     fields = {name: getattr(request, name) for name in request.model_fields_set if name not in CONVERSATION}
     for name, value in fields.items():
-        _validate(name, value)
+        if (found := _problem(value)) is not None:
+            path = name + found[0]
+            raise RequestError(f"{path}: {found[1]}", parameter=path)
     for key in fields.get(EXTRA_ARGS) or ():
         if key in RESERVED:
             raise RequestError(f"{EXTRA_ARGS}.{key}: is reserved", parameter=f"{EXTRA_ARGS}.{key}")
 
 
-def _validate(name: str, value: Any) -> None:
-    """Check a value and all values in it; a body has `bodies.MAX_DEPTH` levels at most."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise RequestError(f"{name}: must be a finite number, got {value}", parameter=name)
-    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-        raise RequestError(f"{name}: must be an integer of at most 64 bits", parameter=name)
-    if isinstance(value, str) and _HALF_CHARACTER.search(value):
-        raise RequestError(f"{name}: must be text; it has half of a surrogate pair in it", parameter=name)
+def _problem(value: Any) -> tuple[str, str] | None:
+    """Return the path to the first wrong value in a value, and its problem; a body has 100 levels at most."""
+    if isinstance(value, int):
+        return ("", "must be an integer of at most 64 bits") if abs(value) > LARGEST_INTEGER else None
+    if isinstance(value, float):
+        return None if math.isfinite(value) else ("", f"must be a finite number, got {value}")
+    if isinstance(value, str):
+        return ("", "must be text; it has half of a surrogate pair in it") if _HALF_CHARACTER.search(value) else None
+    if isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            if (found := _problem(each)) is not None:
+                return f"[{index}]{found[0]}", found[1]
     if isinstance(value, BaseModel):
         value = dict(value)
     if isinstance(value, dict):
         for key, each in value.items():
-            _validate(name, key)
-            _validate(f"{name}.{key}", each)
-    elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            _validate(f"{name}[{index}]", each)
+            if (found := _problem(key)) is not None:
+                return found
+            if (found := _problem(each)) is not None:
+                return f".{key}{found[0]}", found[1]
+    return None
