@@ -149,6 +149,9 @@ class BodyScan:
         r"""Return the block with every `\\` and `\"` replaced by letters, in the same length."""
         if self._escaped and block[:1] in (b'"', b"\\"):
             block = b"_" + block[1:]
+        if b"\\" not in block:
+            self._escaped = False
+            return block
         block = block.replace(b"\\\\", b"__").replace(b'\\"', b"__")
         self._escaped = block.endswith(b"\\")
         return block
@@ -166,7 +169,7 @@ class BodyScan:
 
     def _read_text(self, part: bytes) -> None:
         self._text_bytes += len(part)
-        self._wide = self._wide or not part.isascii() or b"\\u" in part
+        self._wide = self._wide or not part.isascii() or (b"\\" in part and b"\\u" in part)
         if self._at_key:
             self._key += part
             if len(self._key) > LONGEST_KEY:
