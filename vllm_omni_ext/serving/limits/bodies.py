@@ -30,7 +30,7 @@ MAX_DEPTH = 100
 WEIGHTS = {"messages": 5, "tools": 3, "input": 9, "structured_outputs": 16, "response_format": 16}
 """How often a value of these fields counts: vLLM validates, renders or compiles each of them."""
 
-TOKEN_IDS = frozenset({"prompt", "input", "tokens", "token_ids", "prompt_token_ids"})
+TOKEN_IDS = frozenset({"prompt", "input", "tokens", "token_ids", "prompt_token_ids", "allowed_token_ids"})
 """Fields that may be long lists of token ids."""
 
 ID_WEIGHT = 0.2
