@@ -37,8 +37,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import ReadAloudFlow, SpeechPlan
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import SpecialIds, find_parts
-from vllm_omni_ext.observability.engine_numbers import EngineNumbers
-from vllm_omni_ext.observability.engine_stats import ReplicaStats, tokens_of
+from vllm_omni_ext.observability.engine_stats import EngineNumbers, ReplicaStats, tokens_of
 from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.orchestrator.engine_requests import EngineRequests
 from vllm_omni_ext.orchestrator.messages import Opened

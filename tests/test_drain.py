@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +11,8 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
+from tests.support.fakes import Bench
 from vllm_omni_ext.errors import StageUnavailable
-from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.modalities.base import AUDIO, TEXT
-from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
 from vllm_omni_ext.runtime.client.text_client import TextClient
@@ -38,14 +35,17 @@ def outputs() -> EngineCoreOutputs:
 def omni() -> Any:
     """The part of an `AsyncOmni` that shuts down."""
     made: Any = AsyncOmni.__new__(AsyncOmni)
-    made.observer = Observer.unseen("thinker", [ReplicaId("thinker", 0)])
+    made.bench = Bench(lambda event: [])
+    made.orchestrator = made.bench.orchestrator
     made.engine_core = client()
     yield made
     made._fleet_open = None
 
 
-def opened(omni: Any, request_id: str, *parts: str) -> None:
-    omni.observer.opened(request_id, request_id, ("text",), parts=parts, arrival=time.time())
+async def opened(omni: Any, *request_ids: str) -> None:
+    """Begin requests for text and sound."""
+    for request_id in request_ids:
+        await omni.bench.start(request_id)
 
 
 async def drained(omni: Any, timeout: float = LONG_S) -> asyncio.Task[None]:
@@ -54,26 +54,25 @@ async def drained(omni: Any, timeout: float = LONG_S) -> asyncio.Task[None]:
     return task
 
 
-async def test_drain_waits_for_every_part_of_every_request_until_its_limit(omni: Any) -> None:
+async def test_drain_waits_for_every_request_until_its_limit(omni: Any) -> None:
     assert (await drained(omni)).done(), "no request"
-    opened(omni, "a", TEXT, AUDIO)
-    opened(omni, "b", AUDIO)
+    await opened(omni, "a", "b")
     await asyncio.wait_for(omni._drain(0.1), 2)
     draining = await drained(omni)
-    for request_id, part in (("a", TEXT), ("b", AUDIO)):
-        omni.observer.finished(request_id, part)
-        await asyncio.sleep(0.05)
-        assert not draining.done()
-    omni.observer.aborted("a")
+    await omni.bench.produce("text", "a", 1, end="stop")
+    await omni.orchestrator.abort(["b"])
+    await asyncio.sleep(0.05)
+    assert not draining.done(), "the text of a has ended, its sound has not"
+    await omni.orchestrator.text_only(["a"])
     await asyncio.wait_for(draining, 5)
     await asyncio.wait_for(omni._drain(LONG_S), 2)
 
 
 async def test_drain_waits_until_outputs_are_handled(omni: Any) -> None:
-    opened(omni, "r", TEXT)
+    await opened(omni, "r")
     omni.engine_core.deliver(outputs())
     draining = await drained(omni)
-    omni.observer.finished("r", TEXT)
+    await omni.orchestrator.abort(["r"])
     await asyncio.sleep(0.05)
     assert not draining.done()
     await omni.engine_core.get_output_async()
@@ -85,13 +84,13 @@ async def test_drain_waits_until_outputs_are_handled(omni: Any) -> None:
 
 
 async def test_new_requests_are_refused_during_drain(omni: Any) -> None:
-    opened(omni, "r", TEXT)
+    await opened(omni, "r")
     draining = await drained(omni)
     with pytest.raises(StageUnavailable, match="shutting down"):
         omni.generate("hello", SamplingParams(), "new")
     with pytest.raises(StageUnavailable, match="shutting down"):
         omni.start(Rendered(), SPEAK, "new")
-    omni.observer.finished("r", TEXT)
+    await omni.orchestrator.abort(["r"])
     await asyncio.wait_for(draining, 5)
 
 
@@ -104,14 +103,14 @@ async def test_shutdown_from_another_thread_waits_for_requests_and_then_closes(
     monkeypatch.setattr(TargetedLLM, "shutdown", lambda self, timeout: happened.append("closed"))
     omni._fleet_open = SimpleNamespace(loop=asyncio.get_running_loop(), replicas={})
     monkeypatch.setattr(omni, "_stop", lambda: happened.append("stopped"), raising=False)
-    opened(omni, "r", TEXT)
+    await opened(omni, "r")
     thread = threading.Thread(target=omni.shutdown, args=(LONG_S,))
     thread.start()
     async with asyncio.timeout(LONG_S):
         while not omni._draining:
             await asyncio.sleep(0.01)
     assert happened == []
-    omni.observer.finished("r", TEXT)
+    await omni.orchestrator.abort(["r"])
     await asyncio.to_thread(thread.join)
     await asyncio.sleep(0)
     assert sorted(happened) == ["closed", "stopped"]

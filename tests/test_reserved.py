@@ -31,9 +31,9 @@ async def test_parameters_of_a_refused_kv_transfer_reach_no_engine() -> None:
 def test_other_extra_arguments_are_accepted_and_keys_of_the_package_removed(extra: dict[str, Any] | None) -> None:
     params = SamplingParams(extra_args=extra)
     _check_kv_transfer(params)
-    Desk().admission.options_of(params, None)
+    Desk().admission.ticket(params, None)
     assert params.extra_args == extra
     for key in RESERVED:
         params.extra_args = {key: 1, "other": 2}
-        Desk().admission.options_of(params, None)
+        Desk().admission.ticket(params, None)
         assert params.extra_args == {"other": 2}, key

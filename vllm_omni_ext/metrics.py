@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -56,6 +56,41 @@ class StepGauge(Gauge):
             yield
         finally:
             cls._at = None
+
+
+AGAIN_S = 0.25
+"""How long a busy replica's state is not written again, in seconds."""
+
+
+class ShownStates:
+    """The last state of each replica that this process has written to gauges.
+
+    An unchanged state is written again only if other processes set the same gauges: each receives the states after some
+    of the steps. An idle replica's state is written at once, because no later step might correct another process's
+    value. A busy replica's state is written at most every `AGAIN_S`.
+
+    Args:
+        alone: no other process sets the gauges.
+        clock: monotonic clock, seconds.
+    """
+
+    def __init__(self, *, alone: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._alone = alone
+        self._clock = clock
+        self._written: dict[Hashable, tuple[object, float]] = {}
+
+    def due(self, replica: Hashable, state: object, *, busy: bool) -> bool:
+        """Return whether a replica's state is to be written now; if so, record it as written."""
+        known, since = self._written.get(replica, (None, 0.0))
+        now = 0.0 if self._alone else self._clock()
+        if known == state and (self._alone or (busy and now - since < AGAIN_S)):
+            return False
+        self._written[replica] = state, now
+        return True
+
+    def reset(self, replica: Hashable) -> None:
+        """The gauges of a replica were, or will be, set to something else."""
+        self._written.pop(replica, None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,6 +152,21 @@ STAGE_REQUEST_DURATION = Metric(
     labels=("stage",),
     unit="seconds",
     text="Time from sending a request to a stage to that stage's last output for it.",
+    buckets=LATENCY_S,
+)
+STAGE_STEPS = Metric(
+    name="stage_steps_total",
+    kind="counter",
+    labels=("stage",),
+    unit="steps",
+    text="Steps of requests that a stage reported as done (e.g. of denoising).",
+)
+STAGE_PARTS = Metric(
+    name="stage_part_seconds",
+    kind="histogram",
+    labels=("stage", "part"),
+    unit="seconds",
+    text="Time that a stage spent on one output, by part of the work; the model names the parts.",
     buckets=LATENCY_S,
 )
 REPLICA_RUNNING = Metric(
@@ -197,21 +247,6 @@ REPLICA_INFO = Metric(
     unit="1",
     text="Always 1; maps the label `engine` of the `vllm:` metrics to a replica.",
 )
-STAGE_STEPS = Metric(
-    name="stage_steps_total",
-    kind="counter",
-    labels=("stage",),
-    unit="steps",
-    text="Steps of requests that a stage reported as done (e.g. of denoising).",
-)
-STAGE_PARTS = Metric(
-    name="stage_part_seconds",
-    kind="histogram",
-    labels=("stage", "part"),
-    unit="seconds",
-    text="Time that a stage spent on one output, by part of the work; the model names the parts.",
-    buckets=LATENCY_S,
-)
 STAGE_TRANSFER_BYTES = Metric(
     name="stage_transfer_bytes_total",
     kind="counter",
@@ -278,33 +313,8 @@ ERRORS = Metric(
     text="Requests that ended with an error, by the kind of error and the stage it happened in.",
 )
 
-ALL = (
-    TIME_TO_FIRST_TEXT,
-    STAGE_QUEUE,
-    STAGE_REQUEST_DURATION,
-    STAGE_STEPS,
-    STAGE_PARTS,
-    REPLICA_RUNNING,
-    REPLICA_WAITING,
-    REPLICA_IN_FLIGHT,
-    REPLICA_UP,
-    REPLICA_RESTARTS,
-    REPLICA_HEARTBEAT,
-    COORDINATOR_VIEW,
-    ROUTING_DECISIONS,
-    REQUESTS_WAITING,
-    REQUEST_FAILOVERS,
-    REPLICA_INFO,
-    STAGE_TRANSFER_BYTES,
-    STAGE_TRANSFER_CHUNKS,
-    KV_WAIT,
-    KV_BYTES,
-    KV_TRANSFER,
-    KV_FAILURES,
-    KV_LOCAL_PREFILLS,
-    REQUESTS,
-    ERRORS,
-)
+ALL = tuple(value for value in tuple(vars().values()) if isinstance(value, Metric))
+"""All metrics above, in the order of the documentation."""
 
 
 class Metrics:

@@ -27,14 +27,9 @@ from vllm_omni_ext.grammars import refuse_empty_grammar
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.modalities.registry import modalities_of
-from vllm_omni_ext.observability.engine_numbers import EngineNumbers
-from vllm_omni_ext.observability.engine_series import NoSeries
-from vllm_omni_ext.observability.engine_stats import ReplicaStats, name_engine, tokens_of
+from vllm_omni_ext.observability.engine_stats import EngineNumbers, NoSeries, ReplicaStats, tokens_of
 from vllm_omni_ext.observability.observer import Observer
-from vllm_omni_ext.observability.request_trace import RequestTrace
-from vllm_omni_ext.observability.spans import emit_spans
-from vllm_omni_ext.observability.trace_files import TraceFiles
-from vllm_omni_ext.orchestrator.admission import Admission, Admitted
+from vllm_omni_ext.orchestrator.admission import Admission, Ticket
 from vllm_omni_ext.orchestrator.answers import chunks, merged, until
 from vllm_omni_ext.orchestrator.engine_requests import EngineRequests
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
@@ -86,10 +81,10 @@ class AsyncOmni(TargetedLLM):
         config.shutdown_timeout = connections.drain_s
         # vLLM's handlers take the defaults of a request from there, except `max_tokens`.
         config.model_config.override_generation_config |= plan.frontend().sampling
-        said = next(
+        ready = next(
             (each.client.ready_response for replica, each in replicas.items() if replica.stage == frontend), b""
         )
-        with bootstrap_client_addresses(connections.folder, said) as addresses:
+        with bootstrap_client_addresses(connections.folder, ready) as addresses:
             if connections.board is not None and connections.client_count > 1:
                 addresses["mp_admission_counters"] = connections.board.admitted
             super().__init__(
@@ -200,24 +195,18 @@ class AsyncOmni(TargetedLLM):
         """Set up the observer of requests and replicas, and vLLM's statistics for all replicas."""
         text = self.plan.frontend().name
         metrics = Metrics(str(config.model_config.served_model_name))
-        self._tracing = config.observability_config.otlp_traces_endpoint is not None
-        which, keep = self.connections.client_index, self.plan.config.max_traces
-        several = self.connections.client_count > 1
-        self.trace_files = TraceFiles(self.connections.folder, which, keep) if several else None
         self.observer = Observer(
             metrics,
             frontend=text,
             modalities=modalities_of(family_of(self.plan.family)),
             replicas=replicas,
-            keep=keep,
             alone=self.connections.client_count == 1,
-            ended=self._ended,
+            spans=config.observability_config.otlp_traces_endpoint is not None,
         )
         planned = [each.id for each in self.plan.replicas()]
         self._numbers = EngineNumbers(text, [stage.name for stage in self.plan.stages], planned)
-        self._name_engine = partial(name_engine, metrics)
         for replica in {*planned, *replicas}:
-            self._name_engine(self._numbers.of(replica), replica)
+            self.observer.name_engine(self._numbers.of(replica), replica)
         if self.log_stats:  # vLLM's constructor received only the first replica
             configs = {replica: each.client.vllm_config for replica, each in replicas.items()}
             self.replica_stats = self.logger_manager = ReplicaStats(
@@ -228,12 +217,6 @@ class AsyncOmni(TargetedLLM):
                 client_count=self._client_count,
                 replaces=self.connections.ready_responses is not None,
             )
-
-    def _ended(self, record: RequestTrace) -> None:
-        if self._tracing:
-            emit_spans(record, self.plan.frontend().name)
-        if self.trace_files is not None and self.observer.trace(record.request_id) is record:
-            self.trace_files.write(record)
 
     def _loaded(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
         if outputs.scheduler_stats is not None:  # otherwise another API server got them
@@ -255,7 +238,7 @@ class AsyncOmni(TargetedLLM):
             self.engine_core.deliver(outputs)
 
     def _joined(self, replica: StockReplica) -> None:
-        self._name_engine(self._numbers.of(replica.id), replica.id)
+        self.observer.name_engine(self._numbers.of(replica.id), replica.id)
         if self.replica_stats is not None:
             self.replica_stats.joined(replica.id, replica.client.vllm_config)
 
@@ -271,11 +254,9 @@ class AsyncOmni(TargetedLLM):
     async def _drain(self, timeout: float) -> None:
         """Refuse new requests, and give those in flight `timeout` seconds."""
         self._draining = True
-        quiet = asyncio.Event()
-        self.observer.watch_quiet(quiet.set)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await quiet.wait()
+                await self.orchestrator.idle()
                 await self.engine_core.delivered()
 
     def _stop(self) -> None:
@@ -285,17 +266,17 @@ class AsyncOmni(TargetedLLM):
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def expect(self, options: RequestOptions, *, all_text: bool = False) -> str:
-        """Announce a request of a stock handler; the ticket goes into its `extra_args` under `TICKET`.
+    def expect(self, ticket: Ticket) -> str:
+        """Announce a request of a stock handler; the key that is returned goes into its `extra_args` under `TICKET`.
 
         Raises:
             RequestError: the options cannot be met.
         """
-        return self._admission.expect(options, all_text=all_text)
+        return self._admission.expect(ticket)
 
-    def withdraw(self, ticket: str) -> None:
-        """Withdraw an announced request, or its ticket after use; unknown tickets are ignored."""
-        self._admission.withdraw(ticket)
+    def withdraw(self, key: str) -> None:
+        """Withdraw an announced request, or its ticket after use; unknown keys are ignored."""
+        self._admission.withdraw(key)
 
     def generate(  # type: ignore[override]
         self,
@@ -319,7 +300,7 @@ class AsyncOmni(TargetedLLM):
             RequestFailed: a stage could not finish the request.
         """
         self._refuse_if_draining()
-        chosen = self._admission.options_of(sampling_params, options)
+        ticket = self._admission.ticket(sampling_params, options)
         _check_kv_transfer(sampling_params)
         _check_bad_words(sampling_params)
         refuse_empty_grammar(sampling_params)
@@ -329,11 +310,11 @@ class AsyncOmni(TargetedLLM):
             request = self.input_processor.process_inputs(
                 request_id, prompt, sampling_params, _TASKS, **self._for_renderer(stock)
             )
-            return self._in_time(self._answer(request, self._admit(request, chosen), self._prompt_text(prompt, stock)))
-        return self._in_time(self._render_and_answer(prompt, sampling_params, request_id, chosen, stock))
+            return self._in_time(self._answer(request, self._admit(request, ticket), self._prompt_text(prompt, stock)))
+        return self._in_time(self._render_and_answer(prompt, sampling_params, request_id, ticket, stock))
 
     async def _render_and_answer(
-        self, prompt: Any, params: SamplingParams, request_id: str, options: RequestOptions, stock: dict[str, Any]
+        self, prompt: Any, params: SamplingParams, request_id: str, ticket: Ticket, stock: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         if isinstance(prompt, EngineCoreRequest):
             request = prompt
@@ -342,7 +323,7 @@ class AsyncOmni(TargetedLLM):
                 request_id, prompt, params, _TASKS, **self._for_renderer(stock)
             )
             stock = self._prompt_text(prompt, stock)
-        async with contextlib.aclosing(self._answer(request, self._admit(request, options), stock)) as answer:
+        async with contextlib.aclosing(self._answer(request, self._admit(request, ticket), stock)) as answer:
             async for item in answer:
                 yield item
 
@@ -358,33 +339,34 @@ class AsyncOmni(TargetedLLM):
         rest = {name: value for name, value in stock.items() if name not in _TO_RENDER}
         return rest | {"prompt_text": extract_prompt_components(self.model_config, prompt)[0]}
 
-    def _admit(self, request: EngineCoreRequest, options: RequestOptions) -> Admitted:
+    def _admit(self, request: EngineCoreRequest, ticket: Ticket) -> Ticket:
         rendered = Rendered(prompt=request.prompt_token_ids or (), features=request.mm_features or ())
         params = request.sampling_params
-        return self._admission.admit(rendered, options, answers=1 if params is None else params.n)
+        self._admission.admit(ticket, rendered, answers=1 if params is None else params.n)
+        return ticket
 
     async def _answer(
-        self, request: EngineCoreRequest, admitted: Admitted, stock: dict[str, Any]
+        self, request: EngineCoreRequest, ticket: Ticket, stock: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         """Yield the outputs of an admitted request."""
-        if not admitted.forwarded:
-            async with contextlib.aclosing(self._chunks(admitted, request.request_id)) as answer:
+        if not ticket.forwarded:
+            async with contextlib.aclosing(self._chunks(ticket, request.request_id)) as answer:
                 async for chunk in answer:
                     yield chunk
             return
-        ticket = self._admission.attach(admitted, request)
+        key = self._admission.attach(ticket, request)
         try:
             assert request.sampling_params is not None
             frontend = super().generate(request, request.sampling_params, request.request_id, **stock)
-            answer = frontend if admitted.sink is None else merged(frontend, chunks(admitted.sink))
+            answer = frontend if ticket.sink is None else merged(frontend, chunks(ticket.sink))
             async with contextlib.aclosing(answer):
                 async for item in answer:
                     yield item
         finally:
-            self._admission.detach(ticket)
+            self._admission.withdraw(key)
             # vLLM has given it an id of its own, and still has a request that was cancelled while it was sent.
             left = self.output_processor.abort_requests([request.request_id], internal=True)
-            if left or admitted.sink is not None:
+            if left or ticket.sink is not None:
                 await self.orchestrator.abort({*left, request.request_id})
 
     def start(self, rendered: Rendered, options: RequestOptions, request_id: str) -> AsyncGenerator[Any, None]:
@@ -396,15 +378,16 @@ class AsyncOmni(TargetedLLM):
             RequestFailed: a stage could not finish the request.
         """
         self._refuse_if_draining()
-        options = self._admission.options_of(None, options)
-        return self._in_time(self._chunks(self._admission.admit(rendered, options), request_id))
+        ticket = self._admission.ticket(None, options)
+        self._admission.admit(ticket, rendered)
+        return self._in_time(self._chunks(ticket, request_id))
 
-    async def _chunks(self, admitted: Admitted, external_id: str) -> AsyncGenerator[Any, None]:
-        request_id, sink = f"{external_id}-{uuid.uuid4().hex[:8]}", admitted.sink
-        if sink is None or admitted.forwarded:
+    async def _chunks(self, ticket: Ticket, external_id: str) -> AsyncGenerator[Any, None]:
+        request_id, sink = f"{external_id}-{uuid.uuid4().hex[:8]}", ticket.sink
+        if sink is None or ticket.forwarded:
             raise RequestFailed("the request needs the frontend, which has been given no prompt")
         try:
-            await self._admission.start(admitted, request_id, external_id)
+            await self._admission.start(ticket, request_id, external_id)
             async for item in chunks(sink):
                 yield item
         finally:

@@ -301,7 +301,6 @@ class World:
         self._stores: Stores = {}
         self._starts = itertools.count()
         self.steps = 0
-        self._timers: set[m.Timer] = set()
         self._texts: dict[str, list[int]] = {name: [] for name in self._flows}
         self._chunks: dict[str, list[OutputChunk]] = {name: [] for name in self._flows}
         self._ends: Counter[str] = Counter()
@@ -331,7 +330,7 @@ class World:
                 sink=name,
                 client=m.ClientRequest(request=None),
             )
-            self._tell(opened)
+            self._handle(opened)
         after: Callable[[], None] | None = None
         while True:
             if self.steps == at and disturbance != "none":
@@ -349,7 +348,7 @@ class World:
     def _disturb(self, disturbance: Disturbance, stage: str) -> Callable[[], None]:
         """Apply a disturbance. Returns its second half, which runs once no request makes progress."""
         if disturbance == "abort":
-            self._tell(m.Aborted("request 0"))
+            self._handle(m.Aborted("request 0"))
         elif disturbance == "refuse":
             self._refuse = stage
         else:
@@ -362,20 +361,20 @@ class World:
         old = self.replicas.pop(replica)
         coming = disturbance in ("restart", "freeze")
         if coming:
-            self._tell(m.ReplicaAnnounced(replica))
-        self._tell(m.ReplicaLost(replica, "it is gone"))
+            self._handle(m.ReplicaAnnounced(replica))
+        self._handle(m.ReplicaLost(replica, "it is gone"))
         if disturbance == "freeze":  # its outputs still arrive
             old.read()
             for key in list(old.running):
-                if (said := old.step(key)) is not None:
-                    self._said(replica, *said)
+                if (returned := old.step(key)) is not None:
+                    self._returned(replica, *returned)
         del self._stores[old.address]
         return (lambda: self._up(replica)) if coming else (lambda: None)
 
     def _up(self, replica: ReplicaId) -> None:
         address = f"{replica}, start {next(self._starts)}"
         self.replicas[replica] = Replica(self._stages[replica.stage], address, self._stores)
-        self._tell(m.ReplicaUp(replica))
+        self._handle(m.ReplicaUp(replica))
 
     # -- progress ------------------------------------------------------------------------------------------------
 
@@ -387,16 +386,16 @@ class World:
         self._order.shuffle(choices)
         for name, key in choices:
             refuse = name.stage == self._refuse
-            if (said := self.replicas[name].step(key, refuse=refuse)) is not None:
+            if (returned := self.replicas[name].step(key, refuse=refuse)) is not None:
                 self.steps += 1
                 assert self.steps < MOST_STEPS, f"the flow has not ended after {MOST_STEPS} steps"
                 if refuse:
                     self._refuse = ""
-                self._said(name, *said)
+                self._returned(name, *returned)
                 return True
         return False
 
-    def _said(self, replica: ReplicaId, engine_id: str, reply: Reply) -> None:
+    def _returned(self, replica: ReplicaId, engine_id: str, reply: Reply) -> None:
         ready = reply.payload
         output = m.Output(
             replica=replica,
@@ -406,9 +405,9 @@ class World:
             finish=reply.finish,
             hidden_states=(ready.source, ready.name) if isinstance(ready, HiddenStatesChunkReady) else None,
         )
-        self._tell(output, reply.tokens)
+        self._handle(output, reply.tokens)
 
-    def _tell(self, event: m.Event, tokens: tuple[int, ...] = ()) -> None:
+    def _handle(self, event: m.Event, tokens: tuple[int, ...] = ()) -> None:
         """Pass an event to the machine, and execute the effects."""
         for effect in self.machine.handle(event):
             if isinstance(effect, m.SendPrompt):
@@ -417,11 +416,6 @@ class World:
                 case m.Send() | m.AbortEngineRequests() | m.FreeHiddenStates():
                     if effect.replica in self.replicas:
                         self.replicas[effect.replica].inbox.append(effect)
-                case m.ArmTimer(timer=timer):
-                    assert timer not in self._timers, f"{timer} is armed twice"
-                    self._timers.add(timer)
-                case m.CancelTimer(timer=timer):
-                    self._timers.remove(timer)
                 case m.Accept(name=name, to_client=True):
                     self._texts[name] += tokens
                 case m.ToCaller(sink=sink, item=m.END):
@@ -436,10 +430,9 @@ class World:
     # -- checks at the end ---------------------------------------------------------------------------------------
 
     def _check_the_end(self, disturbance: Disturbance) -> None:
-        waiting = ", ".join(f"{state.story()}" for state in self.machine.requests.values())
+        waiting = ", ".join(f"{state.history_text()}" for state in self.machine.requests.values())
         assert not self.machine.requests, f"nothing goes on, and has not ended: {waiting}"
         assert not self.machine.held(), f"{self.machine.held()} things are held after the end"
-        assert not self._timers, f"timers are left: {self._timers}"
         for replica_id, replica in self.replicas.items():
             assert not replica.running, f"{replica_id} still works on {list(replica.running)}"
             assert not (left := self._stores[replica.address]), f"{replica_id} still stores hidden states of {left}"

@@ -63,8 +63,8 @@ def test_an_outdated_view_keeps_the_replicas_without_loads() -> None:
 def test_a_pool_follows_states_and_loads_of_a_view() -> None:
     pool = StagePool("talker", [A.id, B.id])
     apply_view(pool, view(Entry(A, State.SUSPECT), up(B), up(C)))
-    assert {pool.admit(str(i)) for i in range(4)} == {B.id}
+    assert {pool.admit() for i in range(4)} == {B.id}
     apply_view(pool, view(up(A, Load()), Entry(B, State.DRAINING, Load()), up(Member("thinker", 0, 1))))
-    assert {pool.admit(str(i)) for i in range(4, 8)} == {A.id}
+    assert {pool.admit() for i in range(4, 8)} == {A.id}
     apply_view(pool, view(Entry(A, State.DOWN), up(B)))
-    assert pool.admit("last") == B.id
+    assert pool.admit() == B.id

@@ -25,7 +25,7 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.orchestrator.admission import Admission
 from vllm_omni_ext.plugins.runtime import Capabilities
 from vllm_omni_ext.pool.load import Load
-from vllm_omni_ext.runtime.client.replica import forget_request
+from vllm_omni_ext.runtime.client.replica import abort_client
 
 DIED_AT = 100.0
 
@@ -43,7 +43,7 @@ def request(name: str, client: int, arrival: float) -> Request:
 
 def forget(client: int, before: float = DIED_AT) -> Request:
     """The command after it has passed through vLLM's encoder."""
-    sent = MsgpackEncoder().encode(forget_request(client, before))
+    sent = MsgpackEncoder().encode(abort_client(client, before))
     return Request.from_engine_core_request(MsgpackDecoder(EngineCoreRequest).decode(sent), None)
 
 
@@ -64,12 +64,12 @@ def test_only_requests_that_the_dead_api_server_had_sent_end() -> None:
 
 
 def test_a_client_cannot_end_the_requests_of_others() -> None:
-    params = forget_request(0, 1.0).sampling_params
+    params = abort_client(0, 1.0).sampling_params
     assert params is not None and params.extra_args
     capabilities = Capabilities(modalities=("text",), default_modalities=("text",))
     runtime: Any = SimpleNamespace(capabilities=lambda: capabilities)
     orchestrator: Any = None
-    Admission(runtime, orchestrator, "frontend").options_of(params, None)
+    Admission(runtime, orchestrator, "frontend").ticket(params, None)
     assert params.extra_args is None
 
 

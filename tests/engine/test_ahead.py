@@ -19,7 +19,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.engine.schedulers import runner_output, stage_config
 from vllm_omni_ext.engine.agent import ReplicaAgent
 from vllm_omni_ext.engine.scheduler import streaming_input_scheduler
-from vllm_omni_ext.runtime.client.replica import forget_request
+from vllm_omni_ext.runtime.client.replica import abort_client
 from vllm_omni_ext.wire.envelope import StageError, pack, unpack
 from vllm_omni_ext.wire.stage_input import CHUNK, INPUT, HiddenStatesRef, StageInput
 
@@ -203,7 +203,7 @@ def test_requests_of_a_dead_api_server_end_also_while_they_wait_for_input(schedu
     scheduler.schedule()
     load = watched.load()
     assert load is not None and (load.running, load.waiting) == (2, 2)
-    assert watched.intercept(Request.from_engine_core_request(forget_request(1, 100.0), None))
+    assert watched.intercept(Request.from_engine_core_request(abort_client(1, 100.0), None))
     load = watched.load()
     assert load is not None and (load.running, load.waiting) == (1, 1)
     assert set(scheduler._parked) == {"of another"} == set(scheduler._chunks)

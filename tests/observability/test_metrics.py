@@ -19,7 +19,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import MODEL, PREFIX, REPLICA_INFO, Metric, Metrics, make_all
 from vllm_omni_ext.modalities.registry import METRICS
-from vllm_omni_ext.observability.engine_series import EngineSeries
+from vllm_omni_ext.observability.engine_stats import EngineNumbers, ReplicaLabels, ReplicaStats
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -83,8 +83,12 @@ def known(tiny: Path) -> Iterator[dict[str, set[str]]]:
         parts = {"_bucket": {"le"}, "_sum": set(), "_count": set()} if metric.kind == "histogram" else {"": set()}
         found |= {metric.full_name + part: labels | more for part, more in parts.items()}
     config = AsyncEngineArgs(model=str(tiny), dtype="float32", max_model_len=512).create_engine_config()
-    EngineSeries(lambda number: ReplicaId("talker", number)).logger_class()(config, [0])
-    samples = [sample for family in REGISTRY.collect() for sample in family.samples if sample.name.startswith("vllm:")]
+    talker = ReplicaId("talker", 0)
+    numbers = EngineNumbers("talker", ["talker"], [talker])
+    ReplicaStats(config, {talker: config}, numbers, planned=[talker], client_count=1)
+    Metrics("m").of(REPLICA_INFO, "0", "talker", "talker/0").set(1)
+    families = ReplicaLabels(REGISTRY).collect()
+    samples = [sample for family in families for sample in family.samples if sample.name.startswith("vllm:")]
     found |= {sample.name: set(sample.labels) for sample in samples}
     yield found
     unregister_vllm_metrics()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
-from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_omni_ext import metrics as m
@@ -18,10 +16,13 @@ from vllm_omni_ext.errors import RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metric, Metrics
 from vllm_omni_ext.modalities import audio
-from vllm_omni_ext.modalities.base import AUDIO, TEXT
+from vllm_omni_ext.modalities.base import OutputChunk
 from vllm_omni_ext.modalities.chunks import AudioChunk, ImageChunk
 from vllm_omni_ext.observability.observer import Observer, payload_bytes
-from vllm_omni_ext.observability.request_trace import RequestTrace, as_metrics, as_trace
+from vllm_omni_ext.observability.request_trace import RequestTrace, as_metrics
+from vllm_omni_ext.orchestrator.messages import Opened, Output
+from vllm_omni_ext.plugins.flow import ForwardFlow
+from vllm_omni_ext.plugins.runtime import RequestOptions
 
 RATE = 24_000
 THINKER, TALKER, VOCODER = ReplicaId("thinker", 0), ReplicaId("talker", 1), ReplicaId("code2wav", 0)
@@ -33,32 +34,43 @@ class Bench:
     def __init__(self) -> None:
         self.now = 100.0
         self.registry = CollectorRegistry()
-        self.ended: list[RequestTrace] = []
+        self.traces: dict[str, RequestTrace] = {}
+        self.watched: list[RequestTrace] = []
         self.observer = Observer(
             Metrics("tiny", self.registry),
             frontend="thinker",
             replicas=[THINKER, TALKER, VOCODER],
-            keep=2,
-            ended=self.ended.append,
             clock=lambda: self.now,
         )
 
     def value(self, metric: Metric, suffix: str = "", **labels: str) -> float | None:
         return self.registry.get_sample_value(metric.full_name + suffix, {"model_name": "tiny", **labels})
 
-    def open(self, request_id: str = "r", modalities: tuple[str, ...] = ("text", "audio")) -> None:
-        parts = (TEXT,) if modalities == ("text",) else (TEXT, AUDIO)
-        self.observer.opened(request_id, f"client {request_id}", modalities, parts=parts, arrival=time.time())
+    def open(self, request_id: str = "r", modalities: tuple[str, ...] = ("text", "audio")) -> RequestTrace:
+        opened = Opened(
+            request_id=request_id,
+            external_id=f"client {request_id}",
+            flow=ForwardFlow("thinker"),
+            options=RequestOptions(modalities=modalities),
+            arrival=time.time(),
+            watch=self.watched.append,
+        )
+        trace = self.traces[request_id] = self.observer.opened(opened)
+        return trace
 
-    def produce(self, stage: str, *tokens: int, request_id: str = "r", **fields: Any) -> None:
-        self.observer.produced(stage, EngineCoreOutput(request_id, list(tokens), **fields))
+    def sent(self, source: str | None, replica: ReplicaId, payload: Any = None) -> None:
+        self.observer.sent(self.traces["r"], source, replica, payload)
+
+    def produce(self, replica: ReplicaId, *tokens: int, **fields: Any) -> None:
+        self.observer.produced(self.traces["r"], Output(replica=replica, engine_id="r", tokens=tokens, **fields))
+
+    def emit(self, stage: str, chunk: OutputChunk) -> None:
+        self.observer.emitted(self.traces["r"], stage, chunk)
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    made = Bench()
-    yield made
-    assert made.observer.held() == 0, "a request was not ended"
+def bench() -> Bench:
+    return Bench()
 
 
 def sound(samples: int, frames: int = 0, *, finished: bool = False) -> AudioChunk:
@@ -74,28 +86,24 @@ def sound(samples: int, frames: int = 0, *, finished: bool = False) -> AudioChun
 def spoken(bench: Bench) -> None:
     """A whole request: text at 0.5 s and 0.75 s, sound at 2 s and 3 s."""
     bench.open()
-    bench.observer.sent("r", None, THINKER)
+    bench.sent(None, THINKER)
     bench.now += 0.5
-    events = [
-        EngineCoreEvent(EngineCoreEventType.QUEUED, 7.0),
-        EngineCoreEvent(EngineCoreEventType.SCHEDULED, 7.25),
-    ]
-    bench.produce("thinker", 5, events=events)
-    bench.observer.sent("r", "thinker", TALKER, {"text": [1, 2, 3], "last": False})
+    bench.produce(THINKER, 5, queued_s=0.25)
+    bench.sent("thinker", TALKER, {"text": [1, 2, 3], "last": False})
     bench.now += 0.25
-    bench.produce("thinker", 6, 7, finish_reason=FinishReason.STOP)
-    bench.observer.sent("r", "thinker", TALKER, [{"track": [9], "last": True}, None])
+    bench.produce(THINKER, 6, 7)
+    bench.sent("thinker", TALKER, [{"track": [9], "last": True}, None])
     bench.now += 0.25
-    bench.produce("talker", 1)
-    bench.produce("talker", 2, finish_reason=FinishReason.STOP)
-    bench.observer.sent("r", "talker", VOCODER, [1, 2, 3, 4])
+    bench.produce(TALKER, 1)
+    bench.produce(TALKER, 2)
+    bench.sent("talker", VOCODER, [1, 2, 3, 4])
     bench.now += 1.0
-    bench.produce("code2wav")
-    bench.observer.emitted("r", "code2wav", sound(RATE, 1))
+    bench.produce(VOCODER)
+    bench.emit("code2wav", sound(RATE, 1))
     bench.now += 1.0
-    bench.produce("code2wav", finish_reason=FinishReason.STOP)
-    bench.observer.emitted("r", "code2wav", sound(RATE // 2, 2, finished=True))
-    bench.observer.finished("r", AUDIO)
+    bench.produce(VOCODER)
+    bench.emit("code2wav", sound(RATE // 2, 2, finished=True))
+    bench.observer.ended(bench.traces["r"], "finished")
 
 
 def test_metrics_of_a_spoken_request(bench: Bench) -> None:
@@ -114,11 +122,10 @@ def test_metrics_of_a_spoken_request(bench: Bench) -> None:
     assert bench.value(m.REQUESTS, outcome="finished", modalities="text+audio") == 1
 
 
-def test_metrics_and_trace_of_one_request_have_all_stages(bench: Bench) -> None:
-    bench.observer.keep("client r")
+def test_metrics_of_a_response_have_all_stages(bench: Bench) -> None:
     spoken(bench)
-    record = bench.observer.trace("client r")
-    assert record is not None and bench.ended == [record]
+    (record,) = bench.watched
+    assert record is bench.traces["r"] and record.outcome == "finished"
     course = as_metrics(record)
     assert list(course["stages"]) == ["thinker", "talker", "code2wav"]
     thinker, sound_made = course["stages"]["thinker"], course["audio"]
@@ -129,47 +136,25 @@ def test_metrics_and_trace_of_one_request_have_all_stages(bench: Bench) -> None:
         ("talker", "code2wav", 1, 16),
     ]
     assert [sound_made[name] for name in ("frames", "samples", "seconds", "chunks")] == [2, RATE * 3 // 2, 1.5, 2]
-    events = as_trace(record)["traceEvents"]
-    named = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert {"request client r", "thinker (thinker/0)", "talker (talker/1)", "code2wav (code2wav/0)"} <= named
-    bars = [event for event in events if event["ph"] == "X"]
-    assert all(event["dur"] >= 0 and isinstance(event["ts"], int) for event in bars)
-    whole = next(event for event in bars if event["name"] == "request: finished")
-    assert whole["dur"] == pytest.approx(3_000_000, abs=10_000)
-    assert all(event["ts"] + event["dur"] <= whole["dur"] for event in bars)
 
 
 @pytest.mark.parametrize("error", [StageUnavailable("talker/0 is gone"), RequestFailed("no"), ValueError("odd")])
-def test_a_failure_is_counted_once(bench: Bench, error: Exception) -> None:
-    bench.open()
-    bench.observer.failed("r", "talker", error)
-    bench.observer.failed("r", "talker", error)
-    bench.observer.aborted("r")
+def test_a_failure_is_counted(bench: Bench, error: Exception) -> None:
+    bench.observer.failed(bench.open(), "talker", error)
     assert bench.value(m.ERRORS, kind=type(error).__name__, stage="talker") == 1
     assert bench.value(m.REQUESTS, outcome="failed", modalities="text+audio") == 1
-    assert bench.value(m.REQUESTS, outcome="aborted", modalities="text+audio") is None
 
 
-@pytest.mark.parametrize(
-    ("reason", "outcome"),
-    [(FinishReason.ABORT, "aborted"), (FinishReason.ERROR, "failed"), (FinishReason.LENGTH, "finished")],
-)
-def test_a_text_request_ends_with_the_engines_finish_reason(bench: Bench, reason: FinishReason, outcome: str) -> None:
-    bench.open(modalities=("text",))
-    bench.observer.sent("r", None, THINKER)
-    bench.produce("thinker", finish_reason=reason)
-    assert bench.value(m.REQUESTS, outcome=outcome, modalities="text") == 1
-
-
-def test_a_cancelled_request_counts_as_aborted_and_later_events_are_ignored(bench: Bench) -> None:
-    bench.open()
-    bench.observer.failed("r", "thinker", GeneratorExit())
-    assert bench.value(m.REQUESTS, outcome="aborted", modalities="text+audio") == 1
-    bench.observer.sent("r", None, THINKER)
-    bench.produce("thinker", 1)
-    bench.observer.emitted("r", "code2wav", sound(1))
-    bench.observer.finished("r", TEXT)
-    assert len(bench.ended) == 1
+def test_events_after_the_end_are_ignored(bench: Bench) -> None:
+    bench.observer.ended(bench.open(), "aborted")
+    bench.observer.sent(None, "thinker", TALKER, [1])
+    bench.observer.produced(None, Output(replica=THINKER, engine_id="r"))
+    bench.observer.emitted(None, "code2wav", sound(1))
+    bench.observer.failed(None, "thinker", RequestFailed("no"))
+    bench.observer.ended(None, "finished")
+    shown = [sample for family in bench.registry.collect() for sample in family.samples]
+    assert [sample.value for sample in shown if sample.name == m.REQUESTS.full_name] == [1]
+    assert not any(sample.name in (m.ERRORS.full_name, m.STAGE_TRANSFER_BYTES.full_name) for sample in shown)
 
 
 def test_gauges_and_totals_of_a_replica(bench: Bench) -> None:
@@ -185,7 +170,7 @@ def test_gauges_and_totals_of_a_replica(bench: Bench) -> None:
         bench.observer.waiting("talker", requests)
     bench.observer.taken_over("talker")
     bench.observer.fetched("a", "talker", 0.3)
-    bench.observer.alone("talker")
+    bench.observer.local_prefill("talker")
     gauges = m.REPLICA_RUNNING, m.REPLICA_WAITING, m.REPLICA_IN_FLIGHT, m.REPLICA_UP, m.REPLICA_RESTARTS
     assert [bench.value(metric, **labels) for metric in gauges] == [3, 2, 5, 1, 3]
     assert bench.observer.loads[TALKER] == (3, 2)
@@ -212,16 +197,6 @@ def test_a_gauge_that_another_api_server_wrote_is_written_again() -> None:
     assert observer.loads[TALKER] == (0, 0)
 
 
-def test_only_the_last_traces_are_kept(bench: Bench) -> None:
-    for name in ("a", "b", "c"):
-        bench.observer.keep(f"client {name}")
-        bench.open(name, ("text",))
-        bench.observer.finished(name, TEXT)
-    assert bench.observer.trace("client a") is None
-    kept = bench.observer.trace("client c")
-    assert kept is not None and kept.outcome == "finished"
-
-
 @pytest.mark.parametrize(
     ("payload", "size"),
     [
@@ -240,14 +215,11 @@ def test_sizes_of_payloads(payload: Any, size: int) -> None:
 def test_underruns_are_counted(bench: Bench) -> None:
     """Pieces of half a second: in time, 0.25 s late, in time for the delayed player, 1 s late."""
     bench.open()
-    bench.observer.finished("r", TEXT)
     for pause in (1.0, 0.5, 0.75, 0.5, 1.5):
         bench.now += pause
-        bench.observer.emitted("r", "code2wav", sound(RATE // 2, 1))
+        bench.emit("code2wav", sound(RATE // 2, 1))
     assert bench.value(audio.AUDIO_UNDERRUN) == pytest.approx(1.25)
-    bench.observer.finished("r", AUDIO)
-    (record,) = bench.ended
-    assert as_metrics(record)["audio"]["underrun_s"] == pytest.approx(1.25)
+    assert as_metrics(bench.traces["r"])["audio"]["underrun_s"] == pytest.approx(1.25)
 
 
 # -- replicas that come and go -----------------------------------------------------------------------
@@ -307,7 +279,6 @@ def test_times_of_the_parts_of_an_output_add_up(bench: Bench) -> None:
     bench.open()
     for steps in (1.5, 0.5):
         picture = ImageChunk(pixels=np.zeros((1, 1, 3), np.uint8), seconds={"steps": steps, "vae": 0.25})
-        bench.observer.emitted("r", "talker", picture)
+        bench.emit("talker", picture)
     assert bench.value(m.STAGE_PARTS, "_sum", stage="talker", part="steps") == 2.0
     assert bench.value(m.STAGE_PARTS, "_count", stage="talker", part="vae") == 2
-    bench.observer.aborted("r")

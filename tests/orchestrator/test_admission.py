@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from tests.support.fakes import Bench, ScriptedFlow, drained, text_request
 from vllm_omni_ext.errors import ConfigError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.omni import AsyncOmni
-from vllm_omni_ext.orchestrator.admission import Admission
+from vllm_omni_ext.orchestrator.admission import Admission, Ticket
 from vllm_omni_ext.orchestrator.answers import chunks, merged, until
 from vllm_omni_ext.orchestrator.messages import END
 from vllm_omni_ext.plugins.flow import Finished, ForwardFlow, Open
@@ -75,16 +75,21 @@ class Desk:
         self.bench = Bench(lambda event: [], **counts)
         self.admission = Admission(self.runtime, self.bench.orchestrator, "text")
 
+    def admit(self, request: Rendered, options: RequestOptions, answers: int = 1) -> Ticket:
+        ticket = self.admission.ticket(None, options)
+        self.admission.admit(ticket, request, answers=answers)
+        return ticket
+
 
 def test_a_ticket_leads_to_its_options_once() -> None:
     desk = Desk()
-    tickets = [desk.admission.expect(options) for options in (BOTH, TEXT)]
+    tickets = [desk.admission.expect(Ticket(options=options)) for options in (BOTH, TEXT)]
     assert len(set(tickets)) == 2 and desk.admission.held() == 2
     params = SamplingParams(extra_args={TICKET: tickets[0], "mine": 1})
-    assert desk.admission.options_of(params, None) is BOTH
+    assert desk.admission.ticket(params, None).options is BOTH
     assert params.extra_args == {"mine": 1}
     params = SamplingParams(extra_args={TICKET: tickets[0]})
-    assert desk.admission.options_of(params, None).modalities == ("text",), "text alone is the default"
+    assert desk.admission.ticket(params, None).options.modalities == ("text",), "text alone is the default"
     assert params.extra_args is None
     desk.admission.withdraw(tickets[1])
     desk.admission.withdraw("unknown")
@@ -95,14 +100,17 @@ def test_all_text_so_far_can_be_requested() -> None:
     desk = Desk()
     for all_text, kind in ((True, RequestOutputKind.CUMULATIVE), (False, RequestOutputKind.FINAL_ONLY)):
         params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
-        params.extra_args = {TICKET: desk.admission.expect(BOTH, all_text=all_text)}
-        desk.admission.options_of(params, None)
+        params.extra_args = {TICKET: desk.admission.expect(Ticket(options=BOTH, all_text=all_text))}
+        desk.admission.ticket(params, None)
         assert params.output_kind is kind
 
 
 def test_options_that_cannot_be_met_are_refused_at_once() -> None:
     desk, smell = Desk(), RequestOptions(modalities=("smell",))
-    for refuse in (lambda: desk.admission.expect(smell), lambda: desk.admission.options_of(SamplingParams(), smell)):
+    for refuse in (
+        lambda: desk.admission.expect(Ticket(options=smell)),
+        lambda: desk.admission.ticket(SamplingParams(), smell),
+    ):
         with pytest.raises(RequestError, match="smell"):
             refuse()
     assert desk.admission.held() == 0
@@ -112,22 +120,22 @@ def test_a_request_that_the_plugin_refuses_is_not_started() -> None:
     desk = Desk()
     desk.runtime.error = RequestError("prompt: no", parameter="prompt")
     with pytest.raises(RequestError, match="prompt: no"):
-        desk.admission.admit(RENDERED, BOTH)
+        desk.admit(RENDERED, BOTH)
     assert desk.bench.of("text/0").added == [] and desk.admission.held() == 0
 
 
 def test_only_the_stages_of_the_flow_are_needed() -> None:
     desk = Desk(voice=0)
     with pytest.raises(StageUnavailable, match="stage 'voice' has no live replica"):
-        desk.admission.admit(RENDERED, BOTH)
-    assert desk.admission.admit(RENDERED, TEXT).forwarded
+        desk.admit(RENDERED, BOTH)
+    assert desk.admit(RENDERED, TEXT).forwarded
 
 
 def test_several_answers_are_for_text_alone() -> None:
     desk = Desk()
-    assert desk.admission.admit(RENDERED, TEXT, answers=3).sink is None
+    assert desk.admit(RENDERED, TEXT, answers=3).sink is None
     with pytest.raises(RequestError, match="n: must be 1 when text, audio is requested") as refused:
-        desk.admission.admit(RENDERED, BOTH, answers=2)
+        desk.admit(RENDERED, BOTH, answers=2)
     assert refused.value.parameter == "n"
 
 
@@ -135,19 +143,19 @@ def test_a_medium_of_more_tokens_than_the_limit_is_refused() -> None:
     desk = Desk()
     desk.admission = Admission(desk.runtime, desk.bench.orchestrator, "text", max_media_tokens=8)
     for length, embeds in ((8, None), (9, torch.arange(9) < 8)):
-        desk.admission.admit(with_video(length, embeds), TEXT)
+        desk.admit(with_video(length, embeds), TEXT)
     with pytest.raises(
         RequestError, match=r"^messages: a part of type video has 9 tokens, but max_media_tokens is 8$"
     ) as e:
-        desk.admission.admit(with_video(9, None), TEXT)
+        desk.admit(with_video(9, None), TEXT)
     assert e.value.parameter == "messages" and desk.admission.held() == 0
 
 
 async def test_the_parameters_of_the_plan_are_in_the_requests_of_its_stages() -> None:
     desk = Desk()
     desk.runtime.frontend_args = {"export": [[0, 2]]}
-    admitted, request = desk.admission.admit(RENDERED, BOTH), text_request("r", {"mine": 1})
-    ticket = desk.admission.attach(admitted, request)
+    ticket, request = desk.admit(RENDERED, BOTH), text_request("r", {"mine": 1})
+    key = desk.admission.attach(ticket, request)
     await desk.admission.open(request)
     (sent,) = desk.bench.of("text/0").added
     assert sent.sampling_params is not None
@@ -156,16 +164,16 @@ async def test_the_parameters_of_the_plan_are_in_the_requests_of_its_stages() ->
     (opened,) = desk.bench.of("voice/0").added
     assert opened.sampling_params is not None and opened.sampling_params.max_tokens == 7
     assert desk.runtime.planned == [(RENDERED, BOTH)], "planned once"
-    desk.admission.detach(ticket)
+    desk.admission.withdraw(key)
     await desk.bench.orchestrator.abort(["r"])
     assert desk.admission.held() == desk.bench.orchestrator.held() == 0
 
 
 async def test_several_answers_share_one_plan() -> None:
     desk = Desk()
-    admitted, extra = desk.admission.admit(RENDERED, TEXT, answers=2), {"mine": 1}
+    ticket, extra = desk.admit(RENDERED, TEXT, answers=2), {"mine": 1}
     first, second = text_request("0_r", extra), text_request("1_r", extra)
-    desk.admission.attach(admitted, first)
+    desk.admission.attach(ticket, first)
     assert first.sampling_params is not None and second.sampling_params is not None
     second.sampling_params.extra_args = first.sampling_params.extra_args
     for request in (first, second):
@@ -185,12 +193,12 @@ async def test_a_request_without_a_plan_is_for_the_frontend() -> None:
 async def test_a_request_without_the_frontend() -> None:
     desk = Desk(text=0)
     desk.runtime.plan = lambda request, options: Planned(flow=Alone())  # type: ignore[method-assign]
-    admitted = desk.admission.admit(Rendered(), RequestOptions(modalities=("audio",)))
-    assert not admitted.forwarded and admitted.sink is not None
-    await desk.admission.start(admitted, "r", "external r")
+    ticket = desk.admit(Rendered(), RequestOptions(modalities=("audio",)))
+    assert not ticket.forwarded and ticket.sink is not None
+    await desk.admission.start(ticket, "r", "external r")
     assert desk.bench.orchestrator.count(frontend=False) == 1 and desk.bench.orchestrator.count(frontend=True) == 0
     await desk.bench.produce("voice", "r", 1, end="stop")
-    assert admitted.sink.get_nowait() is END and drained(admitted.sink) == []
+    assert ticket.sink.get_nowait() is END and drained(ticket.sink) == []
     assert desk.bench.orchestrator.held() == 0
 
 
@@ -262,7 +270,7 @@ async def test_a_request_whose_caller_is_cancelled_during_the_send_is_aborted(mo
     omni: Any = AsyncOmni.__new__(AsyncOmni)
     omni._admission = desk.admission
     omni.output_processor, omni.orchestrator = SimpleNamespace(abort_requests=known), SimpleNamespace(abort=abort)
-    answer = omni._answer(request, desk.admission.admit(RENDERED, TEXT), {})
+    answer = omni._answer(request, desk.admit(RENDERED, TEXT), {})
     asking = asyncio.ensure_future(anext(answer))
     await sending.wait()
     asking.cancel()

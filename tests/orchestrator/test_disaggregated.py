@@ -83,9 +83,9 @@ async def test_decode_gets_a_request_when_its_prompt_is_computed() -> None:
     world = World(prefill=1)
     await world.start("a")
     await world.settle()
-    assert world.pools["text"].replica_of("a") is None
+    assert world.replica_of("text", "a") is None
     await world.rounds(2)
-    assert (world.pools[PREFILL].replica_of("a"), world.pools["text"].replica_of("a")) == (None, D0)
+    assert (world.replica_of(PREFILL, "a"), world.replica_of("text", "a")) == (None, D0)
     await world.orchestrator.abort(["a"])
     await world.end()
 
@@ -123,9 +123,9 @@ async def test_another_prefill_replica_computes_a_prompt_that_was_lost_before_it
     world = World(prefill=2)
     await world.start("a")
     await world.settle()
-    busy = world.pools[PREFILL].replica_of("a")
+    busy = world.replica_of(PREFILL, "a")
     await world.rounds(2, busy)  # decode has received the request and made no step
-    assert world.pools["text"].replica_of("a") == D0
+    assert world.replica_of("text", "a") == D0
     world.kill(busy)
     await world.run()
     world.check("a")
@@ -152,7 +152,7 @@ async def test_lost_hidden_states_are_recomputed_by_the_prefill_stage() -> None:
     world = World(prefill=2)
     await world.start("a")
     await world.settle()
-    first = world.pools[PREFILL].replica_of("a")
+    first = world.replica_of(PREFILL, "a")
     await world.rounds(2, first)
     world.engines[D0].step()  # it has fetched the prompt; the hidden states are not taken
     world.kill(first)
@@ -263,13 +263,13 @@ async def test_an_abort_during_a_failover_ends_the_request(turns: int) -> None:
     world = World(prefill=2, text=2)
     await world.start(*"ab")
     await world.rounds(3, P0, P1)
-    lost = world.pools["text"].replica_of("a")
+    lost = world.replica_of("text", "a")
     world.kill(lost)
     for _ in range(turns):
         await asyncio.sleep(0)
     await world.orchestrator.abort(["a"])
     await world.settle()
-    assert all(pool.replica_of("a") is None for pool in world.pools.values())
+    assert all(world.replica_of(stage, "a") is None for stage in world.pools)
     await world.end("b")
 
 

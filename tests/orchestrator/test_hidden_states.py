@@ -53,7 +53,7 @@ async def test_hidden_states_taken_by_a_dead_consumer_are_freed() -> None:
     ticket = await start(made)
     await made.produce("text", "r", 1, tensor=ready())
     await made.produce("text", "r", end="length")
-    gone = made.pools["voice"].replica_of("r")
+    gone = made.replica_of("voice", "r")
     assert gone is not None
     await made.orchestrator.replica_down(gone, "killed")
     await made.produce("voice", "r", 1, end="stop")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ from vllm_omni_ext.errors import OmniError, RequestFailed
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.modalities.base import OutputChunk, ProgressChunk
 from vllm_omni_ext.modalities.chunks import ImageChunk, TextChunk
+from vllm_omni_ext.observability.request_trace import Outcome, RequestTrace
 from vllm_omni_ext.orchestrator import messages as m
 from vllm_omni_ext.orchestrator.machine import RequestMachine
 from vllm_omni_ext.orchestrator.placement import Settings
+from vllm_omni_ext.orchestrator.state import RequestObserver
 from vllm_omni_ext.plugins.flow import (
     Action,
     Emit,
@@ -50,30 +53,51 @@ class Pictures:
         return self.begin()
 
 
+class Seen(RequestObserver):
+    """Records the number of requests that wait, and the ends of requests."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[str, int]] = []
+        self.ends: list[tuple[str, str]] = []
+
+    def opened(self, event: m.Opened) -> RequestTrace:
+        return RequestTrace(event.external_id, event.options.modalities, 0.0, 0.0, None)
+
+    def failed(self, trace: RequestTrace | None, stage: str, error: Exception) -> None:
+        self.ended(trace, "failed")
+
+    def ended(self, trace: RequestTrace | None, outcome: Outcome) -> None:
+        if trace is not None:
+            self.ends.append((trace.request_id, outcome))
+
+    def waiting(self, stage: str, requests: int) -> None:
+        self.waits.append((stage, requests))
+
+
 class Machine:
-    """A machine that is checked after every event; the newest effects are kept."""
+    """A machine that is checked after every event."""
 
     def __init__(self, ar: int = 1, dit: int = 1, **settings: Any) -> None:
         counts = {"ar": ar, "dit": dit}
         self.pools = {s: StagePool(s, [ReplicaId(s, i) for i in range(n)]) for s, n in counts.items()}
-        self.machine = RequestMachine(Settings(frontend="ar", **settings), self.pools)
-        self.time = 0.0
+        self.seen = Seen()
+        self.machine = RequestMachine(Settings(frontend="ar", **settings), self.pools, self.seen)
 
-    def send(self, event: m.Event) -> list[m.Effect]:
-        effects = self.machine.handle(event)
+    def send(self, event: m.Event, now: float = 0.0) -> list[m.Effect]:
+        effects = self.machine.handle(event, now)
         self.machine.check()
         return effects
 
-    def open(self, flow: Any, *, client: bool = True, name: str = "r") -> list[m.Effect]:
+    def open(self, flow: Any, *, client: bool = True, name: str = "r", now: float = 0.0) -> list[m.Effect]:
         request = m.ClientRequest(request="the client's") if client else None
         options = RequestOptions(modalities=tuple(sorted(flow.outputs)))
         opened = m.Opened(
             request_id=name, external_id=f"external {name}", flow=flow, options=options, sink="sink", client=request
         )
-        return self.send(opened)
+        return self.send(opened, now)
 
-    def out(self, replica: ReplicaId, engine_id: str, *tokens: int, at: float = 0.0, **more: Any) -> list[m.Effect]:
-        return self.send(m.Output(replica=replica, engine_id=engine_id, tokens=tokens, at=at, **more))
+    def out(self, replica: ReplicaId, engine_id: str, *tokens: int, **more: Any) -> list[m.Effect]:
+        return self.send(m.Output(replica=replica, engine_id=engine_id, tokens=tokens, **more))
 
 
 def of(effects: list[m.Effect], kind: Any) -> list[Any]:
@@ -82,10 +106,6 @@ def of(effects: list[m.Effect], kind: Any) -> list[Any]:
 
 def items(effects: list[m.Effect]) -> list[OutputChunk | str]:
     return [effect.item for effect in of(effects, m.ToCaller)]
-
-
-def observed(effects: list[m.Effect]) -> list[tuple[Any, ...]]:
-    return [(each.method, *each.arguments) for each in of(effects, m.Observe)]
 
 
 def errors(effects: list[m.Effect]) -> list[OmniError]:
@@ -100,16 +120,54 @@ def test_a_request_that_never_uses_the_frontend() -> None:
     effects = machine.open(Pictures(), client=False)
     (sent,) = of(effects, m.SendPart)
     assert (sent.replica, sent.stream, sent.action.part) == (DIT, "r/0", 0)
-    (opened,) = [each for each in of(effects, m.Observe) if each.method == "opened"]
-    assert opened.keywords["parts"] == ["image"]
     assert items(machine.out(DIT, "r/0/0", payload=1)) == [
         ProgressChunk(request_id="external r", stage="dit", done=1, total=3)
     ]
     effects = machine.out(DIT, "r/0/0", payload="pixels", finish="stop")
     picture, end = items(effects)
     assert isinstance(picture, ImageChunk) and picture.request_id == "external r" and end == m.END
-    assert ("finished", "r", "image") in observed(effects)
     assert machine.machine.held() == 0
+
+
+@pytest.mark.parametrize(
+    ("finish", "outcome"), [("stop", "finished"), ("length", "finished"), ("abort", "aborted"), ("error", "failed")]
+)
+def test_the_outcome_of_a_text_is_the_engines_finish_reason(finish: Any, outcome: str) -> None:
+    machine = Machine(dit=0)
+    machine.open(ForwardFlow("ar"))
+    machine.out(AR, "r", 5)
+    assert machine.seen.ends == []
+    machine.out(AR, "r", finish=finish)
+    machine.send(m.Aborted("r"))
+    assert machine.seen.ends == [("external r", outcome)]
+
+
+def test_a_request_ends_once_with_its_last_output() -> None:
+    class Both(Pictures):
+        stages = frozenset({"ar", "dit"})
+
+        def begin(self) -> list[Action]:
+            return [Forward("ar"), Submit(stage="dit")]
+
+        def handle(self, event: Produced) -> list[Action]:
+            return super().handle(event) if event.stage == "dit" else []
+
+    machine = Machine()
+    for name, last in (("a", "text"), ("b", "image")):
+        machine.open(Both(), name=name)
+        for output in sorted(("text", "image"), key=lambda each: each == last):
+            assert len(machine.seen.ends) == (name == "b")
+            if output == "text":
+                machine.out(AR, name, 5, finish="stop")
+            else:
+                machine.out(DIT, f"{name}/0/0", payload="pixels", finish="stop")
+    machine.open(Both(), name="c")
+    machine.send(m.SendFailed("c", "dit", OSError("broken pipe")))
+    machine.send(m.Aborted("c"))
+    machine.open(Both(), name="d")
+    machine.send(m.Aborted("d"))
+    ends = [("external a", "finished"), ("external b", "finished"), ("external c", "failed"), ("external d", "aborted")]
+    assert machine.seen.ends == ends and machine.machine.held() == 0
 
 
 def test_the_frontend_answers_alone() -> None:
@@ -202,22 +260,36 @@ def test_waiting_requests_are_sent_once_and_in_order() -> None:
 
 def test_a_wait_is_not_prolonged() -> None:
     machine = begin_waiting("a")
-    machine.send(m.ReplicaUp(DIT))
-    machine.send(m.ReplicaAnnounced(DIT))
-    effects = machine.send(m.ReplicaLost(DIT, "killed"))
-    assert [each.timer.name for each in of(effects, m.ArmTimer)] == ["a"], "a wait that begins again has the whole time"
-    assert of(machine.send(m.ReplicaAnnounced(ReplicaId("dit", 1))), m.ArmTimer) == []
-    assert of(machine.send(m.NeverUp(DIT, "no")), m.FailRequest) == []
+    machine.send(m.ReplicaUp(DIT), 1.0)
+    machine.send(m.ReplicaAnnounced(DIT), 2.0)
+    machine.send(m.ReplicaLost(DIT, "killed"), 3.0)
+    machine.send(m.ReplicaAnnounced(ReplicaId("dit", 1)), 4.0)
+    assert of(machine.send(m.NeverUp(DIT, "no"), 5.0), m.FailRequest) == []
+    assert errors(machine.send(m.DeadlinePassed(), 5.0)) == [], "a wait that begins again has the whole time"
+    assert machine.machine.deadline == 8.0
+    (error,) = errors(machine.send(m.DeadlinePassed(), 8.0))
+    assert "replica_wait_timeout_s" in str(error) and machine.machine.deadline == inf
+
+
+def test_each_wait_has_its_own_deadline() -> None:
+    machine = begin_waiting()
+    for name, now in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
+        machine.open(Pictures(), client=False, name=name, now=now)
+    machine.send(m.Aborted("a"), 3.0)
+    assert errors(machine.send(m.DeadlinePassed(), machine.machine.deadline)) == []
+    for name in "bc":
+        (failed,) = of(machine.send(m.DeadlinePassed(), machine.machine.deadline), m.FailRequest)
+        assert failed.request_id == name
+    assert machine.machine.deadline == inf and machine.machine.held() == 0
 
 
 def test_the_number_of_waiting_requests_is_observed_when_it_changes() -> None:
     machine = begin_waiting()
-    seen: list[tuple[Any, ...]] = []
     for name in "ab":
-        seen += observed(machine.open(Pictures(), client=False, name=name))
-    seen += observed(machine.send(m.Aborted("a")))
-    seen += observed(machine.send(m.TimerFired(m.Timer("replica", "dit", "b"), 5.0)))
-    assert [each for each in seen if each[0] == "waiting"] == [("waiting", "dit", count) for count in (1, 2, 1, 0)]
+        machine.open(Pictures(), client=False, name=name)
+    machine.send(m.Aborted("a"))
+    machine.send(m.DeadlinePassed(), 5.0)
+    assert machine.seen.waits == [("dit", count) for count in (1, 2, 1, 0)]
 
 
 def test_a_stage_with_an_announced_replica_is_available() -> None:
@@ -239,7 +311,6 @@ def test_events_of_unknown_requests_change_nothing() -> None:
         m.TextOnly("unknown"),
         m.SendFailed("unknown", "dit", OSError()),
         m.Output(replica=DIT, engine_id="unknown"),
-        m.TimerFired(m.Timer("input", "dit", "unknown")),
-        m.TimerFired(m.Timer("replica", "dit", "unknown")),
+        m.DeadlinePassed(),
     ):
-        assert [each for each in machine.send(event) if not isinstance(each, m.Observe)] == []
+        assert machine.send(event) == []

@@ -201,7 +201,7 @@ async def test_an_abort_at_any_point_ends_the_request_in_all_its_stages(done: in
     bench = Bench(pipeline)
     ticket, sink = await bench.start("r")
     await play(bench, "r", STEPS[:done])
-    bound = [stage for stage, pool in bench.pools.items() if pool.replica_of("r")]
+    bound = [stage for stage in bench.pools if bench.replica_of(stage, "r")]
     await bench.orchestrator.abort([ticket, "unknown"])
     assert bench.orchestrator.held() == 0
     aborted = {name.stage: owners(r.aborted) for name, r in bench.replicas.items() if r.aborted}
@@ -410,7 +410,7 @@ async def test_text_continues_after_a_later_stage_has_ended() -> None:
     await bench.produce("text", "r", 10)
     await bench.produce("voice", "r", 1, end="length")
     assert bench.of("voice/0").aborted == bench.of("text/0").aborted == []
-    assert bench.pools["text"].replica_of("r") is not None
+    assert bench.replica_of("text", "r") is not None
 
 
 async def test_without_a_stage_to_open_the_request_fails_as_a_whole() -> None:

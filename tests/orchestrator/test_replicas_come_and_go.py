@@ -162,7 +162,7 @@ async def test_no_answer_changes_when_a_replica_is_lost_during_a_send(stage: str
             engine.step()
         for _ in range(ticks):
             await asyncio.sleep(0)
-        busy = world.pools[stage].replica_of("a") or ReplicaId(stage, 0)
+        busy = world.replica_of(stage, "a") or ReplicaId(stage, 0)
         world.kill(busy)
         await world.run()
         for name in "ab":
@@ -174,8 +174,8 @@ async def test_a_request_that_cannot_be_placed_again_fails_alone() -> None:
     world = World(voice=2)
     await world.start(*"abcd")
     await world.rounds(2)
-    gone = world.pools["voice"].replica_of("a")
-    mates = [name for name in "abcd" if world.pools["voice"].replica_of(name) == gone]
+    gone = world.replica_of("voice", "a")
+    mates = [name for name in "abcd" if world.replica_of("voice", name) == gone]
     assert len(mates) > 1
 
     def fail(stage: str) -> list[object]:

@@ -70,7 +70,7 @@ async def test_a_request_is_bound_until_its_last_part_is_answered() -> None:
     assert bench.bound("sound", "r") is where
     await speak(bench, PARTS - 2)
     await answer(bench, PARTS - 2)
-    assert bench.pools["sound"].replica_of("r") is None
+    assert bench.replica_of("sound", "r") is None
     sent = marks(bench, str(where.id))
     assert sent == [PartHeader(stream="r/0", part=i, last=i == PARTS - 1, empty=i == PARTS - 1) for i in range(PARTS)]
     assert [request.prompt_token_ids for request in where.added] == [[0], [1], [2], [0]]
@@ -140,7 +140,7 @@ async def test_a_part_that_fails_ends_its_stream(finish: str) -> None:
     await speak(bench, 1)
     await bench.produce("sound", "r", tensor=SOUND, end=finish)
     assert bench.flows[0].events[-1].finish == finish
-    assert bench.pools["sound"].replica_of("r") is None
+    assert bench.replica_of("sound", "r") is None
     await end(bench, ticket)
 
 
@@ -241,7 +241,7 @@ async def test_a_part_may_be_answered_several_times() -> None:
         await bench.orchestrator.produced(ReplicaId("sound", 0), output(sent.request_id, tensor=SOUND, end=finish))
     heard = [event for event in bench.flows[0].events if event.stage == "sound"]
     assert [(event.part, event.finish) for event in heard] == [(0, None), (0, None), (0, "stop")]
-    assert len(drained(sink)) == 3 and bench.pools["sound"].replica_of("r") is not None
+    assert len(drained(sink)) == 3 and bench.replica_of("sound", "r") is not None
     await bench.orchestrator.produced(ReplicaId("sound", 0), output(sent.request_id, tensor=SOUND))
     assert drained(sink) == [], "nothing follows its last answer"
     await end(bench, ticket)

@@ -262,16 +262,6 @@ def test_lines_common_to_all_api_servers_are_logged_once(two: Server) -> None:
     assert "(ApiServer_0" in log and "(ApiServer_1" not in log.partition("ready: ")[0]
 
 
-def test_a_trace_is_found_through_every_api_server(two: Server) -> None:
-    first, second = Caller(two, 0), Caller(two, 1)
-    answer = first.http.post("/chat/completions", json=BODIES[0])
-    assert answer.headers[SERVER_HEADER] == "0"
-    path = f"http://{HOST}:{two.port}/v1/omni/trace/{answer.json()['id']}"
-    traces = [caller.http.get(path) for caller in (first, second)]
-    assert [trace.headers[SERVER_HEADER] for trace in traces] == ["0", "1"]
-    assert traces[0].json() == traces[1].json() and traces[0].status_code == 200
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_one_takes_its_own_requests_only(
     victim: int, two: Server, undisturbed: list[Answer], stories: list[Answer]

@@ -239,15 +239,6 @@ def test_without_the_field_nothing_is_added(client: openai.OpenAI) -> None:
     assert caught.value.param == "return_stage_metrics"
 
 
-def test_a_trace_for_perfetto(server: Server, reply: Any) -> None:
-    code, body = get(server, f"/v1/omni/trace/{reply.id}")
-    assert code == 200
-    bars = [event for event in json.loads(body)["traceEvents"] if event["ph"] == "X"]
-    assert {"request: finished", "thinker to talker", "talker to code2wav"} <= {bar["name"] for bar in bars}
-    assert all(bar["ts"] >= 0 and bar["dur"] >= 0 for bar in bars)
-    assert get(server, "/v1/omni/trace/unknown")[0] == 404
-
-
 def test_spans(receiver: Receiver, reply: Any) -> None:
     def mine() -> dict[str, Any]:
         return {span.name: span for span in receiver.spans if span.trace_id.hex() == TRACE}

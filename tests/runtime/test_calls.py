@@ -103,7 +103,7 @@ async def test_an_unknown_target_is_refused_before_any_replica_is_called(target:
     with pytest.raises(UnknownMember, match=r"thinker, talker, code2wav; live replicas: thinker/0, .*code2wav/0") as it:
         await bench.calls.to(["talker/0", target], "sleep_async", 1, "abort")
     assert f"'{target}'" in str(it.value)
-    assert bench.log == [] and bench.pools["talker"].admit("a") == ReplicaId("talker", 0)
+    assert bench.log == [] and bench.pools["talker"].admit() == ReplicaId("talker", 0)
     with pytest.raises(UnknownMember, match="no targets"):
         await bench.calls.to([], "sleep_async")
 
@@ -202,13 +202,13 @@ async def test_sleep_is_shared_before_the_call_and_wake_after_it() -> None:
 
     bench.calls.share = share
     await bench.calls.to(["talker/0"], "sleep_async", 1, "abort")
-    assert {talker.admit(f"a{i}") for i in range(4)} == {one}, "no request is routed to a sleeping replica"
+    assert {talker.admit() for i in range(4)} == {one}, "no request is routed to a sleeping replica"
     bench.answer("wake_up", False)
     await bench.calls.to(["talker/0"], "wake_up_async", ["weights"])
-    assert talker.admit("b") == one, "partly awake is asleep"
+    assert talker.admit() == one, "partly awake is asleep"
     bench.answer("wake_up", True)
     await bench.calls.to(["talker"], "wake_up_async", None)
-    assert talker.admit("c") == zero
+    assert talker.admit() == zero
     assert shared == [
         (ReplicasSlept(("talker/0",), asleep=True), 0),
         (ReplicasSlept((), asleep=False), 2),

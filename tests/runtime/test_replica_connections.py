@@ -18,7 +18,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.support.examples import seeds
-from tests.support.fakes import FakeRuntime, check_always, opened, output, text_request
+from tests.support.fakes import FakeRuntime, check_always, opened, output, replica_of, text_request
 from vllm_omni_ext import metrics as m
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.coordinator.follower import ViewDiff
@@ -217,7 +217,7 @@ class Bench:
         return self.registry.get_sample_value(metric.full_name, {"model_name": "tiny", **labels})
 
     def where(self, name: str) -> ReplicaId | None:
-        return self.pool.replica_of(name)
+        return replica_of(self.orchestrator, "text", name)
 
 
 @pytest_asyncio.fixture
@@ -249,13 +249,13 @@ async def test_a_replica_that_ends_is_lost_and_connected_again(bench: Bench) -> 
     await bench.settle()
     assert bench.delivered == [(A, name)], "outputs before its end are read"
     assert bench.where("a") == bench.where("b") == B
-    assert bench.orchestrator.machine.placement.hopeful("text")
+    assert bench.orchestrator.machine.placement.may_get_replica("text")
     assert connections.state(A) == "DOWN" and bench.lost == [A] and connections.replica_names("text") == [A, B]
     await bench.up(A, ReplicaInfo(host="here", pid=0, restarts=1))
     connections.started(A, 4711)
     assert connections.about[A] == ReplicaInfo(host="here", pid=4711, restarts=1)
     assert connections.state(A) == "UP" and bench.joined == [A]
-    assert not bench.orchestrator.machine.placement.hopeful("text")
+    assert not bench.orchestrator.machine.placement.may_get_replica("text")
     await bench.open("c")
     assert bench.where("c") == A and bench.of(A).sent == ["c"]
     connections.forget_requests_of(3, 1000.0)
@@ -305,7 +305,7 @@ async def test_waiting_requests_fail_when_no_replica_can_come_back(bench: Bench,
     async with asyncio.timeout(5):
         while bench.orchestrator.held():
             await asyncio.sleep(0.001)
-    assert not bench.orchestrator.machine.placement.hopeful("text")
+    assert not bench.orchestrator.machine.placement.may_get_replica("text")
     bench.broken = False
     await bench.up(A)
 

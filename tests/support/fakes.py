@@ -130,8 +130,11 @@ class Bench:
     def of(self, name: str) -> FakeReplica:
         return self.replicas[ReplicaId.parse(name)]
 
+    def replica_of(self, stage: str, request_id: str) -> ReplicaId | None:
+        return replica_of(self.orchestrator, stage, request_id)
+
     def bound(self, stage: str, request_id: str) -> FakeReplica:
-        replica = self.pools[stage].replica_of(request_id)
+        replica = self.replica_of(stage, request_id)
         assert replica is not None
         return self.replicas[replica]
 
@@ -162,13 +165,13 @@ class Bench:
             await asyncio.sleep(0)
 
     async def produce(self, stage: str, request_id: str, *tokens: int, tensor: Any = None, end: str = "") -> None:
-        replica = self.pools[stage].replica_of(request_id) or ReplicaId(stage, 0)
+        replica = self.replica_of(stage, request_id) or ReplicaId(stage, 0)
         engine_id = self._part(request_id) if stage == "sound" else request_id
         await self.orchestrator.produced(replica, output(engine_id, *tokens, tensor=tensor, end=end))
 
     def _part(self, request_id: str) -> str:
         """Id of the oldest part of a request without an answer; any id if there is none."""
-        replica = self.pools["sound"].replica_of(request_id)
+        replica = self.replica_of("sound", request_id)
         for request in () if replica is None else self.replicas[replica].added:
             if request.request_id.startswith(f"{request_id}/") and request.request_id not in self._answered:
                 self._answered.add(request.request_id)
@@ -194,12 +197,18 @@ def opened(
     )
 
 
+def replica_of(orchestrator: Orchestrator, stage: str, name: str) -> ReplicaId | None:
+    """The replica that a request is bound to in a stage; None if there is none."""
+    bindings = (binding for state in orchestrator.machine.requests.values() for binding in state)
+    return next((each.replica for each in bindings if (each.stage, each.name) == (stage, name)), None)
+
+
 def check_always(orchestrator: Orchestrator) -> None:
     """Have the machine check itself after every event."""
     handle = orchestrator.machine.handle
 
-    def checked(event: Any) -> Any:
-        effects = handle(event)
+    def checked(event: Any, now: float) -> Any:
+        effects = handle(event, now)
         orchestrator.machine.check()
         return effects
 

@@ -17,6 +17,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm_omni_ext.modalities.base import OutputChunk
 from vllm_omni_ext.modalities.chunks import AudioChunk
 from vllm_omni_ext.observability.observer import Observer
+from vllm_omni_ext.orchestrator.admission import Ticket
 from vllm_omni_ext.plugins.registry import family_of
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions, RuntimeContext
 from vllm_omni_ext.plugins.spec import resolve
@@ -68,7 +69,6 @@ class ScriptedOmni:
     errored = draining = log_stats = False
     connections = SimpleNamespace(client_index=0, client_count=1, board=None)
     operator_state = NOTHING_CHANGED
-    trace_files = None
     orchestrator = SimpleNamespace(pools=defaultdict(lambda: SimpleNamespace(replicas=())), pairs=list)
 
     def __post_init__(self) -> None:
@@ -98,13 +98,13 @@ class ScriptedOmni:
     async def is_tracing_enabled(self) -> bool:
         return False
 
-    def expect(self, options: RequestOptions, *, all_text: bool = False) -> str:
-        ticket = f"ticket {len(self.calls)} {len(self._tickets)}"
-        self._tickets[ticket] = options
-        return ticket
+    def expect(self, ticket: Ticket) -> str:
+        key = f"ticket {len(self.calls)} {len(self._tickets)}"
+        self._tickets[key] = ticket.options
+        return key
 
-    def withdraw(self, ticket: str) -> None:
-        del self._tickets[ticket]
+    def withdraw(self, key: str) -> None:
+        del self._tickets[key]
 
     def generate(self, prompt: Any, params: SamplingParams, request_id: str, **_: Any) -> AsyncGenerator[Any, None]:
         call = Call(prompt, params, self._tickets.get((params.extra_args or {}).get(TICKET, "")))

@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from tests.support.fakes import (
     output,
     owners,
     part,
+    replica_of,
     text_request,
 )
 from tests.support.loop_clock import settle
@@ -459,6 +461,9 @@ class World:
             self._tasks.append(asyncio.create_task(self._read(engine)))
             await self.orchestrator.replica_up(engine)
 
+    def replica_of(self, stage: str, name: str) -> ReplicaId | None:
+        return replica_of(self.orchestrator, stage, name)
+
     def closed(self, name: str) -> bool:
         """Whether the sound stage has received the last part of a request."""
         sent = [each for engine in self.all for each in engine.commands if isinstance(each, EngineCoreRequest)]
@@ -481,11 +486,10 @@ class World:
             await self.settle()
 
     async def expire(self) -> None:
-        """Fire all timers of requests that wait for a replica."""
-        for timer, handle in list(self.orchestrator._timers.items()):
-            if timer.kind == "replica" and timer in self.orchestrator._timers:
-                handle.cancel()
-                self.orchestrator._fire(timer)
+        """End the waits of all requests that wait for a replica."""
+        for binding in self.orchestrator.machine.placement.waiting:
+            binding.waiting_since = -inf
+        self.orchestrator._deadline_passed()
         await self.settle()
 
     async def run(self) -> None:

@@ -269,9 +269,6 @@ class OmniConfig:
         "Directory for one log file a replica, which stay there. Null: a temporary one, kept if a replica has ended.",
     )
     verbose: Boolean = _key(False, "Replicas log to the terminal instead of to files.")
-    max_traces: Positive = _key(
-        64, "How many requests with `return_stage_metrics` each API server keeps for `/v1/omni/trace`.", "requests"
-    )
     stages: Annotated[Mapping[str, Annotated[StageConfig, NullIsEmpty]], NullIsEmpty] = field(default_factory=dict)
     """Settings by stage name; a missing stage has the defaults of `StageConfig`."""
 

@@ -1,37 +1,82 @@
-"""vLLM's own statistics, for the replicas of every stage."""
+"""vLLM's own statistics, `vllm:*`, for the replicas of every stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from prometheus_client import Gauge
+from prometheus_client.registry import Collector
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.metrics.loggers import (
-    PerEngineStatLoggerAdapter,
-    PrometheusStatLogger,
-    StatLoggerBase,
-    StatLoggerManager,
-    load_stat_logger_plugin_factories,
-)
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager, load_stat_logger_plugin_factories
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from vllm_omni_ext import metrics as m
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.metrics import Metrics
-from vllm_omni_ext.observability.engine_numbers import EngineNumbers
-from vllm_omni_ext.observability.engine_series import EngineSeries, registered
-from vllm_omni_ext.observability.shown_states import ShownStates
+from vllm_omni_ext.metrics import REPLICA_INFO, ShownStates, StepGauge
 
-CACHE_INFO = "cache_config"
+ENGINE = "engine"
 
 
-class ReplicaStats(StatLoggerManager):
-    """vLLM's loggers for all replicas. Recreates the metrics `vllm:*` of this process.
+class EngineNumbers:
+    """The number of each replica that a deployment has or may get, for the label `engine` of vLLM's metrics.
 
-    A replica that joins later gets loggers of its own, which write to the same metrics. Stat logger plugins that take
-    all engines together have only the planned replicas: vLLM passes the engines to them once.
+    A number follows from the plan and the replica's name alone. So all API servers use the same numbers, also ones that
+    start later, and a name keeps its number. The planned replicas come first, the frontend's before the others' as in
+    vLLM; then those that may join, one of each stage in turn.
+
+    Args:
+        frontend: name of the stage whose tokens are vLLM's text output.
+        stages: all stages of the plan.
+        planned: the replicas of the plan.
+    """
+
+    def __init__(self, frontend: str, stages: Sequence[str], planned: Sequence[ReplicaId]) -> None:
+        self._stages = tuple(stages)
+        in_order = sorted(planned, key=lambda replica: replica.stage != frontend)
+        self._numbers = {replica: number for number, replica in enumerate(in_order)}
+        self._first_to_join = {
+            stage: 1 + max((each.index for each in planned if each.stage == stage), default=-1) for stage in stages
+        }
+
+    def of(self, replica: ReplicaId) -> int:
+        """Return the number of a replica."""
+        if replica in self._numbers:
+            return self._numbers[replica]
+        turn = replica.index - self._first_to_join[replica.stage]
+        return len(self._numbers) + turn * len(self._stages) + self._stages.index(replica.stage)
+
+
+class ReplicaLabels:
+    """The metrics of a collector; those of vLLM with the label `engine` also have `stage` and `replica`.
+
+    `REPLICA_INFO` among the metrics has the replica of each `engine`. A `stage` of vLLM's own stays.
+    """
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics, as prometheus_client's collectors do."""
+        families = list(self._collector.collect())
+        infos = (
+            sample.labels for family in families if family.name == REPLICA_INFO.full_name for sample in family.samples
+        )
+        replicas = {info[ENGINE]: {"stage": info["stage"], "replica": info["replica"]} for info in infos}
+        for family in families:
+            if family.name.startswith("vllm:"):
+                family.samples = [
+                    sample._replace(labels={**replicas.get(sample.labels.get(ENGINE, ""), {}), **sample.labels})
+                    for sample in family.samples
+                ]
+            yield family
+
+
+class ReplicaStats:
+    """vLLM's logger managers for all replicas, in the place of the one that `AsyncLLM` makes.
+
+    One manager has the planned replicas. Each replica that joins later gets a manager of its own; its loggers replace
+    earlier ones in the process's registry, but not in the files that API servers share.
 
     Args:
         config: the frontend's config, which names the model.
@@ -53,46 +98,38 @@ class ReplicaStats(StatLoggerManager):
     ) -> None:
         self._config = config
         self._numbers = numbers
-        self._joined: dict[int, list[StatLoggerBase]] = {}
-        self._cache_info: dict[int, Any] = {}
-        self._series = EngineSeries(numbers.replica)
-        self._knows_sleep = not replaces
-        self._logger_class = _replica_logger(self._series, lambda: self._knows_sleep, alone=client_count == 1)
-        super().__init__(
-            vllm_config=config,
-            engine_idxs=sorted(map(numbers.of, planned)),
-            custom_stat_loggers=[self._logger_class, *load_stat_logger_plugin_factories()],
-            client_count=client_count,
+        self._cache_metric: Gauge | None = None
+        self._cache_info: dict[int, Gauge] = {}
+        self._logs = client_count == 1
+        self._logger: type[ReplicaLogger] = type(
+            "EngineLogger", (ReplicaLogger,), {"stats": self, "alone": client_count == 1}
         )
-        self.log_engine_initialized()
+        self.sets_sleep = not replaces
+        engines = sorted(map(numbers.of, planned))
+        self._managers = dict.fromkeys(engines, self._manager(engines))
         for replica, its_config in replicas.items():
             self.add(replica, its_config)
-        self._knows_sleep = True
+        self.sets_sleep = True
+
+    def _manager(self, engines: list[int]) -> StatLoggerManager:
+        loggers = [self._logger, *load_stat_logger_plugin_factories()]
+        manager = StatLoggerManager(self._config, engines, loggers, enable_default_loggers=self._logs)
+        manager.log_engine_initialized()
+        return manager
 
     def add(self, replica: ReplicaId, config: VllmConfig) -> None:
         """Make the series of a replica that is connected, unless they exist."""
         number = self._numbers.of(replica)
-        if number not in self.engine_indexes and number not in self._joined:
-            self._joined[number] = self._loggers_of_one(number)
-        facts = {**config.cache_config.metrics_info(), "engine": str(number)}
+        if number not in self._managers:
+            self._managers[number] = self._manager([number])
+        facts = {**config.cache_config.metrics_info(), ENGINE: str(number)}
         if (before := self._cache_info.get(number)) is not None:
             before.set(0)  # it may have come back with another cache
-        gauge = self._series.make(
-            Gauge,
-            f"vllm:{CACHE_INFO}_info",
-            "Information of the LLMEngine CacheConfig",
-            facts,
-            multiprocess_mode="mostrecent",
-        )
-        self._cache_info[number] = gauge.labels(**facts)
+        if self._cache_metric is None:  # vLLM makes it for one config; here, each replica has its own
+            name, text = "vllm:cache_config_info", "Information of the LLMEngine CacheConfig"
+            self._cache_metric = Gauge(name, text, list(facts), multiprocess_mode="mostrecent")
+        self._cache_info[number] = self._cache_metric.labels(**facts)
         self._cache_info[number].set(1)
-
-    def _loggers_of_one(self, number: int) -> list[StatLoggerBase]:
-        with registered():
-            own: list[StatLoggerBase] = [self._logger_class(self._config, [number])]
-        adapters = [each for each in self.stat_loggers if isinstance(each, PerEngineStatLoggerAdapter)]
-        kinds = [type(next(iter(each.per_engine_stat_loggers.values()))) for each in adapters]
-        return own + [kind(self._config, number) for kind in kinds]
 
     def joined(self, replica: ReplicaId, config: VllmConfig) -> None:
         """A replica's process is new, and so awake, even if an earlier one of its name was asleep."""
@@ -111,20 +148,24 @@ class ReplicaStats(StatLoggerManager):
         engine_idx: int | None = None,
     ) -> None:
         """Record a step of the engine with this number."""
-        for each in self._loggers(engine_idx or 0):
-            each.record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx or 0)
+        self._managers[engine_idx or 0].record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+
+    def _each(self) -> Iterable[StatLoggerManager]:
+        return dict.fromkeys(self._managers.values())
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
         """Record that all engines sleep, or are awake."""
-        super().record_sleep_state(sleep, level)
-        for each in self._of_joined():
-            each.record_sleep_state(sleep, level)
+        for manager in self._each():
+            manager.record_sleep_state(sleep, level)
+
+    def record_admission_rejection(self, reason: str) -> None:
+        """Record that vLLM's limit of queued requests has refused a request."""
+        self._managers[0].record_admission_rejection(reason)
 
     def log(self) -> None:
         """Write the statistics to the log."""
-        super().log()
-        for each in self._of_joined():
-            each.log()
+        for manager in self._each():
+            manager.log()
 
     def note_sleep(self, replicas: Iterable[ReplicaId], level: int | None) -> None:
         """Set vLLM's sleep gauges for some replicas; vLLM itself only sets them for all engines at once.
@@ -134,76 +175,73 @@ class ReplicaStats(StatLoggerManager):
         """
         states = {"awake": level is None, "weights_offloaded": level == 1, "discard_all": level == 2}
         for number in map(self._numbers.of, replicas):
-            for logger in self._loggers(number):
-                gauges = logger.gauge_engine_sleep_state if isinstance(logger, PrometheusStatLogger) else {}
-                for name in gauges:
-                    gauges[name][number].set(states[name])
-
-    def _loggers(self, number: int) -> Iterable[StatLoggerBase]:
-        joined = self._joined.get(number)
-        return self.stat_loggers if joined is None else joined
-
-    def _of_joined(self) -> list[StatLoggerBase]:
-        return [logger for loggers in self._joined.values() for logger in loggers]
+            for logger in self._managers[number].stat_loggers:
+                for name, gauges in getattr(logger, "gauge_engine_sleep_state", {}).items():
+                    gauges[number].set(states[name])
 
 
-def _replica_logger(
-    series: EngineSeries, knows_sleep: Callable[[], bool], *, alone: bool
-) -> type[PrometheusStatLogger]:
-    """Return the class of vLLM's logger that writes to these metrics.
+class ReplicaLogger(PrometheusStatLogger):
+    """vLLM's logger for replicas whose states several API servers write.
 
-    Args:
-        knows_sleep: whether it writes to the sleep metrics.
-        alone: no other process sets their gauges.
+    For `StepTokens`, only values that a step has changed are written. Unchanged values, or zero added, would show the
+    same, but take time in every step.
     """
-    base: Any = series.logger_class()
 
-    class ReplicaLogger(base):  # type: ignore[misc]
-        """vLLM's logger; for `StepTokens`, only values that a step has changed are written.
+    _gauge_cls = StepGauge
+    stats: ClassVar[ReplicaStats]
+    alone: ClassVar[bool]
+    """Whether no other process sets the same gauges."""
 
-        Unchanged values, or zero added, would show the same, but take time in every step.
-        """
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
+        super().__init__(vllm_config, engine_indexes)
+        self._shown = ShownStates(alone=self.alone)
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._shown = ShownStates(alone=alone)
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Record a step."""
+        if not isinstance(iteration_stats, StepTokens):
+            self._shown.reset(engine_idx)
+            self._record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+            return
+        if scheduler_stats is not None and self._changes(scheduler_stats, engine_idx):
+            self._record(scheduler_stats, None, None, engine_idx)
+        self.counter_generation_tokens[engine_idx].inc(iteration_stats.num_generation_tokens)
+        self.histogram_iteration_tokens[engine_idx].observe(iteration_stats.num_generation_tokens)
 
-        def record(
-            self,
-            scheduler_stats: SchedulerStats | None,
-            iteration_stats: IterationStats | None,
-            mm_cache_stats: Any = None,
-            engine_idx: int = 0,
-        ) -> None:
-            if not isinstance(iteration_stats, StepTokens):
-                self._shown.forget(engine_idx)
-                self._record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
-                return
-            if scheduler_stats is not None and self._changes(scheduler_stats, engine_idx):
-                self._record(scheduler_stats, None, None, engine_idx)
-            self.counter_generation_tokens[engine_idx].inc(iteration_stats.num_generation_tokens)
-            self.histogram_iteration_tokens[engine_idx].observe(iteration_stats.num_generation_tokens)
+    def _record(self, stats: SchedulerStats | None, *others: Any) -> None:
+        with StepGauge.state_after(0 if stats is None else stats.step_counter):
+            super().record(stats, *others)
 
-        def _record(self, stats: SchedulerStats | None, *others: Any) -> None:
-            with m.StepGauge.state_after(0 if stats is None else stats.step_counter):
-                super().record(stats, *others)
+    def _changes(self, stats: SchedulerStats, number: int) -> bool:
+        if adds_to_counters(stats):
+            self._shown.reset(number)
+            return True
+        waiting = stats.num_waiting_reqs, stats.num_skipped_waiting_reqs
+        state = stats.num_running_reqs, waiting, stats.kv_cache_usage, stats.num_kv_fetch_reqs_by_stage
+        return self._shown.due(number, state, busy=stats.num_running_reqs > 0)
 
-        def _changes(self, stats: SchedulerStats, number: int) -> bool:
-            if adds_to_counters(stats):
-                self._shown.forget(number)
-                return True
-            waiting = stats.num_waiting_reqs, stats.num_skipped_waiting_reqs
-            state = stats.num_running_reqs, waiting, stats.kv_cache_usage, stats.num_kv_fetch_reqs_by_stage
-            return self._shown.due(number, state, busy=stats.num_running_reqs > 0)
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        """Record that all engines sleep, or are awake."""
+        if self.stats.sets_sleep:
+            super().record_sleep_state(sleep, level)
 
-        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-            if knows_sleep():
-                super().record_sleep_state(sleep, level)
+    def log_engine_initialized(self) -> None:
+        """Does nothing: each replica has a cache config of its own, see `ReplicaStats.add`."""
 
-        def log_metrics_info(self, type: str, config_obj: Any) -> None:
-            """Does nothing: each replica has a cache config of its own, see `ReplicaStats.add`."""
 
-    return ReplicaLogger
+class NoSeries(PrometheusStatLogger):
+    """Replaces the logger that `AsyncLLM` makes, whose values would stay in the shared files."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
+        pass
+
+    def log_engine_initialized(self) -> None:
+        """Does nothing."""
 
 
 def adds_to_counters(stats: SchedulerStats) -> bool:
@@ -219,7 +257,7 @@ def adds_to_counters(stats: SchedulerStats) -> bool:
 class StepTokens(IterationStats):
     """Statistics of a step that hold only `num_generation_tokens`.
 
-    vLLM's constructor makes eight objects, which nobody reads in most steps. They are made on the first access.
+    vLLM's constructor makes eight objects, which are not read in most steps. They are made on the first access.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -236,8 +274,3 @@ class StepTokens(IterationStats):
 def tokens_of(outputs: EngineCoreOutputs) -> StepTokens:
     """Statistics of one step of a stage without vLLM's output processor: its tokens (for a codec stage, frames)."""
     return StepTokens(sum(len(output.new_token_ids) for output in outputs.outputs))
-
-
-def name_engine(metrics: Metrics, number: int, replica: ReplicaId) -> None:
-    """Publish the replica of a value of the label `engine`."""
-    metrics.of(m.REPLICA_INFO, str(number), replica.stage, str(replica)).set(1)

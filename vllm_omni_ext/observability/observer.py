@@ -1,25 +1,25 @@
-"""Records events of requests and replicas. The orchestrator calls it; it makes no decisions."""
+"""Records events of requests and replicas: Prometheus metrics, OpenTelemetry spans, and `metrics` of responses."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
+from vllm.tracing import SpanAttributes, SpanKind, extract_trace_context, instrument_manual
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_omni_ext import metrics as m
-from vllm_omni_ext.errors import RequestFailed
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.metrics import Metrics
-from vllm_omni_ext.modalities.base import TEXT, Modality, OutputChunk, ProgressChunk
+from vllm_omni_ext.metrics import Metrics, ShownStates
+from vllm_omni_ext.modalities.base import Modality, OutputChunk, ProgressChunk
 from vllm_omni_ext.modalities.registry import CORE
-from vllm_omni_ext.observability.request_trace import HandOver, OutputTrace, RequestTrace, StageTiming
-from vllm_omni_ext.observability.shown_states import ShownStates
+from vllm_omni_ext.observability.request_trace import HandOver, Outcome, OutputTrace, RequestTrace, StageTiming
+from vllm_omni_ext.orchestrator.messages import Opened, Output
+from vllm_omni_ext.orchestrator.state import RequestObserver
 from vllm_omni_ext.pool.stage_pool import Why
 
 GONE_WITH_REPLICA = (
@@ -37,11 +37,13 @@ ID_BYTES = 4
 KV_FAILURE_COLUMNS = {"send": "num_failed_transfers", "receive": "num_failed_recvs", "expired": "num_kv_expired_reqs"}
 """Kinds of failures in `KV_FAILURES`, and the names of vLLM's connector counters for them."""
 
+NS = 1_000_000_000
+
 Load = tuple[int, int]
 """Running and waiting requests of a replica."""
 
 
-class Observer:
+class Observer(RequestObserver):
     """One per API server.
 
     Args:
@@ -49,9 +51,8 @@ class Observer:
         frontend: name of the stage whose tokens are vLLM's text output.
         replicas: all replicas; they must be up.
         modalities: modalities of output chunks, by name.
-        keep: number of request traces kept for `trace`.
         alone: no other API server sets the same gauges.
-        ended: called with every record when its request has ended.
+        spans: emit OpenTelemetry spans.
         clock: monotonic clock, seconds.
     """
 
@@ -62,21 +63,16 @@ class Observer:
         frontend: str,
         replicas: Iterable[ReplicaId],
         modalities: Mapping[str, Modality] = CORE,
-        keep: int = 0,
         alone: bool = True,
-        ended: Callable[[RequestTrace], None] = lambda record: None,
+        spans: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._metrics = metrics
         self._frontend = frontend
         self._modalities = modalities
-        self._keep = keep
         self._shown = ShownStates(alone=alone, clock=clock)
-        self._ended = ended
+        self._spans = spans
         self._clock = clock
-        self._quiet: Callable[[], None] = lambda: None
-        self._records: dict[str, RequestTrace] = {}
-        self._kept: dict[str, RequestTrace | None] = {}
         self.loads: dict[ReplicaId, Load] = {}
         self._load: dict[ReplicaId, tuple[Any, Any]] = {}
         self._in_flight: dict[ReplicaId, Any] = {}
@@ -89,16 +85,6 @@ class Observer:
     def unseen(cls, frontend: str, replicas: Iterable[ReplicaId]) -> Observer:
         """An observer whose metrics are not exported."""
         return cls(Metrics("", CollectorRegistry()), frontend=frontend, replicas=replicas)
-
-    def watch_quiet(self, quiet: Callable[[], None]) -> None:
-        """Call `quiet` when no request is in flight; at once if none is now."""
-        self._quiet = quiet
-        if not self._records:
-            quiet()
-
-    def held(self) -> int:
-        """Number of requests that have not ended."""
-        return len(self._records)
 
     # -- replicas -----------------------------------------------------------------------------------------------
 
@@ -138,17 +124,13 @@ class Observer:
         """Record that the coordinator's latest view is `age_s` seconds old."""
         self._metrics.of(m.COORDINATOR_VIEW).set(time.time() - age_s)
 
+    def name_engine(self, number: int, replica: ReplicaId) -> None:
+        """Record the replica that a value of the label `engine` means."""
+        self._metrics.of(m.REPLICA_INFO, str(number), replica.stage, str(replica)).set(1)
+
     def decided(self, replica: ReplicaId, why: Why) -> None:
         """Count a routing decision."""
         self._metrics.of(m.ROUTING_DECISIONS, replica.stage, str(replica), why).inc()
-
-    def waiting(self, stage: str, requests: int) -> None:
-        """Record how many requests wait for a replica of a stage."""
-        self._metrics.of(m.REQUESTS_WAITING, stage).set(requests)
-
-    def taken_over(self, stage: str) -> None:
-        """Count a failover: a request continues although its replica of a stage is lost."""
-        self._metrics.of(m.REQUEST_FAILOVERS, stage).inc()
 
     def forgotten(self, replica: ReplicaId) -> None:
         """A replica's name is free: its present state is removed, or overwritten where several processes share it."""
@@ -158,7 +140,7 @@ class Observer:
         self._metrics.of(m.REPLICA_HEARTBEAT, *labels).set(math.nan)
         for metric in GONE_WITH_REPLICA:
             self._metrics.remove(metric, *labels)
-        self._shown.forget(replica)
+        self._shown.reset(replica)
         for table in (self.loads, self._load, self._in_flight):
             table.pop(replica, None)  # type: ignore[attr-defined]
 
@@ -190,161 +172,130 @@ class Observer:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def keep(self, request_id: str) -> None:
-        """Keep the trace of this request (the client's id), replacing the oldest one."""
-        while len(self._kept) >= max(1, self._keep):
-            del self._kept[next(iter(self._kept))]
-        self._kept[request_id] = None
-
-    def trace(self, request_id: str) -> RequestTrace | None:
-        """The trace of a request passed to `keep`; with several answers (`n`), that of the one opened last."""
-        return self._kept.get(request_id)
-
-    def opened(
-        self,
-        request_id: str,
-        external_id: str,
-        modalities: tuple[str, ...],
-        *,
-        parts: Iterable[str],
-        arrival: float,
-        trace_headers: Mapping[str, str] | None = None,
-    ) -> None:
-        """Record that a request arrived.
-
-        Args:
-            parts: names of its outputs; the request ends when all have ended.
-            arrival: Unix time, seconds.
-        """
+    def opened(self, event: Opened) -> RequestTrace:
         record = RequestTrace(
-            request_id=external_id,
-            modalities=modalities,
-            started=self._clock() - max(0.0, time.time() - arrival),
-            arrival=arrival,
-            trace_headers=trace_headers,
-            open_parts=set(parts),
+            request_id=event.external_id,
+            modalities=event.options.modalities,
+            started=self._clock() - max(0.0, time.time() - event.arrival),
+            arrival=event.arrival,
+            trace_headers=event.trace_headers,
         )
-        self._records[request_id] = record
-        if external_id in self._kept:
-            self._kept[external_id] = record
+        if event.watch is not None:
+            event.watch(record)
+        return record
 
-    def sent(self, request_id: str, source: str | None, replica: ReplicaId, payload: Any = None) -> None:
-        """Record that a stage was sent the request, or a chunk of it, by stage `source`; None: by the client."""
-        record = self._records.get(request_id)
-        if record is None:
+    def sent(self, trace: RequestTrace | None, source: str | None, replica: ReplicaId, payload: Any = None) -> None:
+        if trace is None:
             return
-        now, target = self._clock() - record.started, replica.stage
-        if target not in record.stages:
-            record.stages[target] = StageTiming(replica, sent=now)
+        now, target = self._clock() - trace.started, replica.stage
+        if target not in trace.stages:
+            trace.stages[target] = StageTiming(replica, sent=now)
         if source is None:
             return
         edge, size = (source, target), payload_bytes(payload)
-        over = record.handovers.get(edge)
+        over = trace.handovers.get(edge)
         if over is None:
-            over = record.handovers[edge] = HandOver(first=now)
+            over = trace.handovers[edge] = HandOver(first=now)
         over.last, over.chunks, over.size = now, over.chunks + 1, over.size + size
         self._metrics.of(m.STAGE_TRANSFER_CHUNKS, source, target).inc()
         self._metrics.of(m.STAGE_TRANSFER_BYTES, source, target).inc(size)
 
-    def produced(self, stage: str, output: EngineCoreOutput) -> None:
-        """Record an output of a stage."""
-        record = self._records.get(output.request_id)
-        timing = None if record is None else record.stages.get(stage)
-        if record is None or timing is None:
+    def produced(self, trace: RequestTrace | None, output: Output) -> None:
+        stage = output.replica.stage
+        timing = None if trace is None else trace.stages.get(stage)
+        if trace is None or timing is None:
             return
-        timing.last = self._clock() - record.started
-        timing.tokens += len(output.new_token_ids)
-        if output.events:
-            self._scheduled(stage, timing, output.events)
+        timing.last = self._clock() - trace.started
+        timing.tokens += len(output.tokens)
+        if output.queued_s is not None and timing.waited is None:
+            timing.waited = output.queued_s
+            self._metrics.of(m.STAGE_QUEUE, stage).observe(timing.waited)
         if timing.first is None:
             timing.first = timing.last
             if stage == self._frontend:
-                self._metrics.of(m.TIME_TO_FIRST_TEXT, record.asked).observe(timing.first)
-        if stage == self._frontend and output.finish_reason is not None:
-            self._text_ended(output.request_id, output.finish_reason)
+                self._metrics.of(m.TIME_TO_FIRST_TEXT, trace.requested).observe(timing.first)
 
-    def _text_ended(self, request_id: str, reason: FinishReason) -> None:
-        match reason:
-            case FinishReason.ABORT:
-                self.aborted(request_id)
-            case FinishReason.ERROR:
-                self.failed(request_id, self._frontend, RequestFailed("the engine ended the request"))
-            case _:
-                self.finished(request_id, TEXT)
-
-    def _scheduled(self, stage: str, timing: StageTiming, events: Iterable[Any]) -> None:
-        times = {event.type: event.timestamp for event in events}
-        queued, scheduled = times.get(EngineCoreEventType.QUEUED), times.get(EngineCoreEventType.SCHEDULED)
-        if queued is not None and scheduled is not None and timing.waited is None:
-            timing.waited = scheduled - queued
-            self._metrics.of(m.STAGE_QUEUE, stage).observe(timing.waited)
-
-    def fetched(self, source: str, target: str, seconds: float) -> None:
-        """Record that a stage has received a KV cache of another one, `seconds` after it was announced."""
-        self._metrics.of(m.KV_WAIT, source, target).observe(seconds)
-
-    def alone(self, stage: str) -> None:
-        """Count a request that the decode stage prefills itself."""
-        self._metrics.of(m.KV_LOCAL_PREFILLS, stage).inc()
-
-    def emitted(self, request_id: str, stage: str, chunk: OutputChunk) -> None:
-        """Record a chunk of an output that goes to the client."""
-        record = self._records.get(request_id)
-        if record is None:
+    def emitted(self, trace: RequestTrace | None, stage: str, chunk: OutputChunk) -> None:
+        if trace is None:
             return
         for part, seconds in chunk.seconds.items():
             self._metrics.of(m.STAGE_PARTS, stage, part).observe(seconds)
         if isinstance(chunk, ProgressChunk):
-            self._stepped(record, chunk)
+            steps = chunk.done - trace.steps.get(chunk.stage, 0)
+            trace.steps[chunk.stage] = chunk.done
+            if steps > 0:  # fewer than before: the stage was lost, and starts over
+                self._metrics.of(m.STAGE_STEPS, chunk.stage).inc(steps)
         elif (modality := self._modalities.get(chunk.modality)) is not None:
-            trace = record.outputs.get(chunk.modality)
-            if trace is None:
-                trace = record.outputs[chunk.modality] = OutputTrace(stage)
-            modality.observe(self._metrics, trace, chunk, self._clock() - record.started)
+            output = trace.outputs.get(chunk.modality)
+            if output is None:
+                output = trace.outputs[chunk.modality] = OutputTrace(stage)
+            modality.observe(self._metrics, output, chunk, self._clock() - trace.started)
 
-    def _stepped(self, record: RequestTrace, chunk: ProgressChunk) -> None:
-        steps = chunk.done - record.steps.get(chunk.stage, 0)
-        record.steps[chunk.stage] = chunk.done
-        if steps > 0:  # fewer than before: the stage was lost, and starts over
-            self._metrics.of(m.STAGE_STEPS, chunk.stage).inc(steps)
-
-    # -- the end ------------------------------------------------------------------------------------------------
-
-    def finished(self, request_id: str, part: str) -> None:
-        """Record that an output is complete; the last one ends the request."""
-        record = self._records.get(request_id)
-        if record is not None:
-            record.open_parts.discard(part)
-            if not record.open_parts:
-                self._end(request_id, "finished")
-
-    def aborted(self, request_id: str) -> None:
-        """Record that the client has disconnected; no-op for a request that has ended."""
-        if request_id in self._records:
-            self._end(request_id, "aborted")
-
-    def failed(self, request_id: str, stage: str, error: BaseException) -> None:
-        """Record that the request ended with an error; a cancellation counts as an abort."""
-        if not isinstance(error, Exception):
-            self.aborted(request_id)
-        elif request_id in self._records:
+    def failed(self, trace: RequestTrace | None, stage: str, error: Exception) -> None:
+        if trace is not None:
             self.refused(error, stage)
-            self._end(request_id, "failed")
+            self.ended(trace, "failed")
 
     def refused(self, error: BaseException, stage: str = "") -> None:
         """Count an error, also one of a request that was never opened."""
         self._metrics.of(m.ERRORS, type(error).__name__, stage).inc()
 
-    def _end(self, request_id: str, outcome: Literal["finished", "aborted", "failed"]) -> None:
-        record = self._records.pop(request_id)
-        record.outcome, record.ended = outcome, self._clock() - record.started
-        self._metrics.of(m.REQUESTS, outcome, record.asked).inc()
-        for stage, timing in record.stages.items():
+    def ended(self, trace: RequestTrace | None, outcome: Outcome) -> None:
+        if trace is None:
+            return
+        trace.outcome = outcome
+        self._metrics.of(m.REQUESTS, outcome, trace.requested).inc()
+        for stage, timing in trace.stages.items():
             if timing.last is not None:
                 self._metrics.of(m.STAGE_REQUEST_DURATION, stage).observe(timing.last - timing.sent)
-        self._ended(record)
-        if not self._records:
-            self._quiet()
+        if self._spans:
+            self._emit_spans(trace)
+
+    def _emit_spans(self, trace: RequestTrace) -> None:
+        """Emit a span for each stage but the frontend, which vLLM's own `llm_request` covers. Their parent is the span
+        in the client's trace headers.
+        """
+        context = extract_trace_context(trace.trace_headers)
+        for stage, timing in trace.stages.items():
+            if stage != self._frontend and timing.last is not None:
+                instrument_manual(
+                    span_name=f"omni_{stage}",
+                    start_time=int((trace.arrival + timing.sent) * NS),
+                    end_time=int((trace.arrival + timing.last) * NS),
+                    attributes=_attributes(trace, stage, timing),
+                    context=context,
+                    kind=SpanKind.INTERNAL,
+                )
+
+    def waiting(self, stage: str, requests: int) -> None:
+        self._metrics.of(m.REQUESTS_WAITING, stage).set(requests)
+
+    def taken_over(self, stage: str) -> None:
+        self._metrics.of(m.REQUEST_FAILOVERS, stage).inc()
+
+    def fetched(self, source: str, target: str, seconds: float) -> None:
+        self._metrics.of(m.KV_WAIT, source, target).observe(seconds)
+
+    def local_prefill(self, stage: str) -> None:
+        self._metrics.of(m.KV_LOCAL_PREFILLS, stage).inc()
+
+
+def _attributes(trace: RequestTrace, stage: str, timing: StageTiming) -> dict[str, str | int | float]:
+    facts: dict[str, str | int | float] = {
+        SpanAttributes.GEN_AI_REQUEST_ID: trace.request_id,
+        SpanAttributes.GEN_AI_USAGE_COMPLETION_TOKENS: timing.tokens,
+        "omni.stage": stage,
+        "omni.replica": str(timing.replica),
+        "omni.outcome": trace.outcome or "",
+    }
+    if timing.waited is not None:
+        facts[SpanAttributes.GEN_AI_LATENCY_TIME_IN_QUEUE] = timing.waited
+    if timing.first is not None:
+        facts[SpanAttributes.GEN_AI_LATENCY_TIME_TO_FIRST_TOKEN] = timing.first - timing.sent
+    for modality, output in trace.outputs.items():
+        if output.stage == stage:
+            facts |= {f"omni.{modality}_{name}": fact for name, fact in output.facts.items()}
+    return facts
 
 
 def payload_bytes(payload: Any) -> int:

@@ -1,14 +1,14 @@
-"""The trace of one request, as data. All times are seconds since its arrival unless stated otherwise. Pure."""
+"""Times and sizes of one request in each stage. Times are seconds since its arrival unless stated otherwise. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from vllm_omni_ext.ids import ReplicaId
 
-_US = 1_000_000
+Outcome = Literal["finished", "failed", "aborted"]
 
 
 @dataclass(slots=True)
@@ -63,10 +63,9 @@ class RequestTrace:
         request_id: the client's id.
         started: monotonic clock at arrival, seconds.
         arrival: Unix time at arrival, seconds.
-        open_parts: outputs that must end before the request does.
         outputs: outputs with at least one chunk, by modality.
         steps: number of steps that each stage has reported as done.
-        outcome: finished, failed or aborted; None while the request runs.
+        outcome: None while the request runs.
     """
 
     request_id: str
@@ -74,16 +73,14 @@ class RequestTrace:
     started: float
     arrival: float
     trace_headers: Mapping[str, str] | None
-    open_parts: set[str]
     stages: dict[str, StageTiming] = field(default_factory=dict)
     handovers: dict[tuple[str, str], HandOver] = field(default_factory=dict)
     outputs: dict[str, OutputTrace] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
-    ended: float | None = None
-    outcome: str | None = None
+    outcome: Outcome | None = None
 
     @property
-    def asked(self) -> str:
+    def requested(self) -> str:
         """The requested modalities as one label."""
         return "+".join(self.modalities)
 
@@ -125,45 +122,3 @@ def _span(first: float, last: float) -> dict[str, Any]:
 
 def _round(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
-
-
-# -- trace file -------------------------------------------------------------------------------------------------
-
-
-def as_trace(record: RequestTrace) -> dict[str, Any]:
-    """The request in the Trace Event Format, which Perfetto and chrome://tracing open: one row for each stage."""
-    events: list[dict[str, Any]] = [_named("process_name", 0, f"request {record.request_id}")]
-    rows = {stage: row for row, stage in enumerate(record.stages, start=1)}
-    for stage, timing in record.stages.items():
-        events += [_named("thread_name", rows[stage], f"{stage} ({timing.replica})"), *_bars(rows[stage], timing)]
-    for (source, target), over in record.handovers.items():
-        facts = {"chunks": over.chunks, "bytes": over.size}
-        events.append(_bar(f"{source} to {target}", rows[target], over.first, over.last, facts))
-    for row, (modality, trace) in enumerate(record.outputs.items(), start=len(rows) + 1):
-        events.append(_named("thread_name", row, f"{modality} to the client"))
-        events += [_point(modality, row, time) for time in trace.times]
-    if record.outcome is not None and record.ended is not None:
-        events.append(_bar(f"request: {record.outcome}", 0, 0.0, record.ended, {"modalities": record.asked}))
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": as_metrics(record)}
-
-
-def _bars(row: int, timing: StageTiming) -> list[dict[str, Any]]:
-    if timing.first is None or timing.last is None:
-        return [_point("sent, no output", row, timing.sent)]
-    return [
-        _bar("to first output", row, timing.sent, timing.first, {"waited_s": timing.waited}),
-        _bar("output", row, timing.first, timing.last, {"tokens": timing.tokens}),
-    ]
-
-
-def _bar(name: str, row: int, first: float, last: float, facts: dict[str, Any]) -> dict[str, Any]:
-    at, end = round(first * _US), round(last * _US)
-    return {"name": name, "ph": "X", "pid": 1, "tid": row, "ts": at, "dur": end - at, "args": facts}
-
-
-def _point(name: str, row: int, time: float) -> dict[str, Any]:
-    return {"name": name, "ph": "i", "s": "t", "pid": 1, "tid": row, "ts": round(time * _US)}
-
-
-def _named(kind: str, row: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": 1, "tid": row, "args": {"name": name}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm_omni_ext.config.checks import modality_names
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.modalities.base import TEXT
+from vllm_omni_ext.observability.request_trace import RequestTrace
 from vllm_omni_ext.orchestrator.engine_requests import client_request
 from vllm_omni_ext.orchestrator.messages import Opened
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
@@ -23,19 +24,24 @@ from vllm_omni_ext.plugins.runtime import Capabilities, ModelRuntime, Planned, R
 from vllm_omni_ext.wire.stage_input import RESERVED, TICKET
 
 
-@dataclass(frozen=True, kw_only=True)
-class Admitted:
-    """A request that has been planned and can begin.
+@dataclass(kw_only=True)
+class Ticket:
+    """A request on its way through vLLM's handlers to the orchestrator.
 
     Attributes:
+        all_text: each output has all text so far, also if the handler needs the last output only.
+        watch: called with the observer's record of the request; of each answer, if there are several.
+        planned: the plan; None before `Admission.admit`.
         actions: the first actions of the flow.
         sink: the queue of its chunks; None if it has no chunks.
     """
 
-    planned: Planned
     options: RequestOptions
-    actions: Sequence[Action]
-    sink: asyncio.Queue[Any] | None
+    all_text: bool = False
+    watch: Callable[[RequestTrace], None] | None = None
+    planned: Planned | None = None
+    actions: tuple[Action, ...] = ()
+    sink: asyncio.Queue[Any] | None = None
 
     @property
     def forwarded(self) -> bool:
@@ -45,6 +51,9 @@ class Admitted:
 
 class Admission:
     """Plans requests; one per API server.
+
+    A ticket is registered under a key in `extra_args[TICKET]`, which vLLM copies: from the handler to `generate`, and
+    from there to the engine request. Each way has a key of its own, which clients cannot guess.
 
     Args:
         model_frontend: the frontend's name in flows.
@@ -71,49 +80,51 @@ class Admission:
         self._frontend = model_frontend
         self._max_media_tokens = max_media_tokens
         self._default = RequestOptions(modalities=(TEXT,) if text_only else self.capabilities.default_modalities)
-        self._expected: dict[str, tuple[RequestOptions, bool]] = {}
-        self._admitted: dict[str, Admitted] = {}
+        self._tickets: dict[str, Ticket] = {}
 
     def held(self) -> int:
-        """Number of unused tickets plus running planned requests (0 when idle)."""
-        return len(self._expected) + len(self._admitted)
+        """Number of registered tickets (0 when idle)."""
+        return len(self._tickets)
 
-    def expect(self, options: RequestOptions, *, all_text: bool = False) -> str:
-        """Announce a request; the ticket goes into its `extra_args[TICKET]`.
+    def _register(self, ticket: Ticket) -> str:
+        key = uuid.uuid4().hex
+        self._tickets[key] = ticket
+        return key
 
-        Args:
-            all_text: each output has all text so far, also if the handler needs the last output only.
+    def expect(self, ticket: Ticket) -> str:
+        """Announce a request; returns the key for its `extra_args[TICKET]`.
 
         Raises:
             RequestError: the options cannot be met.
         """
-        self._runtime.validate(options)
-        ticket = uuid.uuid4().hex  # clients must not be able to guess another client's ticket
-        self._expected[ticket] = options, all_text
-        return ticket
+        self._runtime.validate(ticket.options)
+        return self._register(ticket)
 
-    def withdraw(self, ticket: str) -> None:
-        """Drop a ticket that is used or no longer needed; unknown tickets are ignored."""
-        self._expected.pop(ticket, None)
+    def withdraw(self, key: str) -> None:
+        """Drop a ticket that is used or no longer needed; unknown keys are ignored."""
+        self._tickets.pop(key, None)
 
-    def options_of(self, params: Any, given: RequestOptions | None) -> RequestOptions:
-        """Return a request's options. Removes the keys of `extra_args` that stages read: clients must not set them.
+    def ticket(self, params: Any, options: RequestOptions | None) -> Ticket:
+        """Return a request's ticket: a new one for given options, or the announced one, or one for the default options.
+
+        Removes the keys of `extra_args` that stages read: clients must not set them.
 
         Raises:
             RequestError: the options cannot be met.
         """
         extra = getattr(params, "extra_args", None) or {}
-        ticket = extra.get(TICKET)
-        expected, all_text = self._expected.pop(ticket if isinstance(ticket, str) else "", (None, False))
-        if all_text:
+        key = extra.get(TICKET)
+        announced = self._tickets.pop(key, None) if isinstance(key, str) else None
+        if announced is not None and announced.all_text:
             params.output_kind = RequestOutputKind.CUMULATIVE
         if RESERVED & extra.keys():
             params.extra_args = {key: value for key, value in extra.items() if key not in RESERVED} or None
-        if given is not None:
-            self._runtime.validate(given)
-        return given or expected or self._default
+        if options is not None:
+            self._runtime.validate(options)
+            return Ticket(options=options)
+        return announced or Ticket(options=self._default)
 
-    def admit(self, request: Rendered, options: RequestOptions, *, answers: int = 1) -> Admitted:
+    def admit(self, ticket: Ticket, request: Rendered, *, answers: int = 1) -> None:
         """Plan a request; called once per request.
 
         Raises:
@@ -121,14 +132,14 @@ class Admission:
             StageUnavailable: a stage that the request needs has no live replica.
         """
         self._check_media(request)
-        planned = self._runtime.plan(request, options)
+        planned = self._runtime.plan(request, ticket.options)
         self._orchestrator.require(planned.flow)
         alone = isinstance(planned.flow, ForwardFlow)
         if answers != 1 and not alone:
-            requested = ", ".join(options.modalities)
+            requested = ", ".join(ticket.options.modalities)
             raise RequestError(f"n: must be 1 when {requested} is requested", parameter="n")
-        sink = None if alone else asyncio.Queue[Any]()
-        return Admitted(planned=planned, options=options, actions=tuple(planned.flow.begin()), sink=sink)
+        ticket.planned, ticket.actions = planned, tuple(planned.flow.begin())
+        ticket.sink = None if alone else asyncio.Queue()
 
     def _check_media(self, request: Rendered) -> None:
         if self._max_media_tokens is None:
@@ -141,57 +152,48 @@ class Admission:
                     parameter="messages",
                 )
 
-    def attach(self, admitted: Admitted, request: EngineCoreRequest) -> str:
-        """Write the plan's parameters, and the ticket that leads back to the plan, into the client's engine request."""
-        params, planned, ticket = request.sampling_params, admitted.planned, uuid.uuid4().hex
-        assert params is not None
-        params.extra_args = {**(params.extra_args or {}), **planned.frontend_args, TICKET: ticket}
+    def attach(self, ticket: Ticket, request: EngineCoreRequest) -> str:
+        """Write the plan's parameters into the client's engine request; returns the key that leads back to the ticket.
+
+        `withdraw` must follow when the request has ended.
+        """
+        params, planned, key = request.sampling_params, ticket.planned, self._register(ticket)
+        assert params is not None and planned is not None
+        params.extra_args = {**(params.extra_args or {}), **planned.frontend_args, TICKET: key}
         if planned.skip_prefix_cache:
             params.skip_reading_prefix_cache = True
-        self._admitted[ticket] = admitted
-        return ticket
-
-    def detach(self, ticket: str) -> None:
-        """Drop the plan of a request that has ended."""
-        self._admitted.pop(ticket, None)
+        return key
 
     async def open(self, request: EngineCoreRequest) -> None:
         """Begin a request that vLLM has accepted; with several answers (`n`), vLLM calls this for each answer."""
         params = request.sampling_params
         extra = (params.extra_args if params is not None else None) or {}
-        admitted = self._admitted.get(extra.get(TICKET, ""))
+        ticket = self._tickets.get(extra.get(TICKET, "")) or Ticket(options=self._default)
         if params is not None and TICKET in extra:  # answers may share the dict
             params.extra_args = {key: value for key, value in extra.items() if key != TICKET} or None
-        flow = ForwardFlow(self._frontend) if admitted is None else admitted.planned.flow
-        await self._orchestrator.open(
-            Opened(
-                request_id=request.request_id,
-                external_id=request.external_req_id or request.request_id,
-                flow=flow,
-                options=self._default if admitted is None else admitted.options,
-                sink=None if admitted is None else admitted.sink,
-                client=client_request(request),
-                actions=None if admitted is None else tuple(admitted.actions),
-                budgets={} if admitted is None else admitted.planned.budgets,
-                arrival=request.arrival_time,
-                trace_headers=request.trace_headers,
-                at=asyncio.get_running_loop().time(),
-            )
-        )
+        await self._open(ticket, request.request_id, request.external_req_id or request.request_id, request)
 
-    async def start(self, admitted: Admitted, request_id: str, external_id: str) -> None:
+    async def start(self, ticket: Ticket, request_id: str, external_id: str) -> None:
         """Begin a request that does not use the frontend."""
+        await self._open(ticket, request_id, external_id)
+
+    async def _open(
+        self, ticket: Ticket, request_id: str, external_id: str, request: EngineCoreRequest | None = None
+    ) -> None:
+        planned = ticket.planned or Planned(flow=ForwardFlow(self._frontend))
         await self._orchestrator.open(
             Opened(
                 request_id=request_id,
                 external_id=external_id,
-                flow=admitted.planned.flow,
-                options=admitted.options,
-                sink=admitted.sink,
-                actions=tuple(admitted.actions),
-                budgets=admitted.planned.budgets,
-                arrival=time.time(),
-                at=asyncio.get_running_loop().time(),
+                flow=planned.flow,
+                options=ticket.options,
+                sink=ticket.sink,
+                client=None if request is None else client_request(request),
+                actions=None if ticket.planned is None else ticket.actions,
+                budgets=planned.budgets,
+                arrival=time.time() if request is None else request.arrival_time,
+                trace_headers=None if request is None else request.trace_headers,
+                watch=ticket.watch,
             )
         )
 

@@ -2,8 +2,8 @@
 
 The machine owns the state of every request (`state.RequestState`). It executes the decisions of flows, binds requests
 to replicas, opens them again on another replica after a failure, queues them while a stage has no replica, fails them
-when input is late, and releases all their resources when they end. The router decides how a prompt passes through the
-frontend.
+when input is late, and releases all their resources when they end. The placement decides where a request goes, the
+router how a prompt passes through the frontend.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.modalities.base import TEXT, ProgressChunk
+from vllm_omni_ext.modalities.base import TEXT, OutputChunk, ProgressChunk
+from vllm_omni_ext.observability.request_trace import Outcome
 from vllm_omni_ext.orchestrator import messages as m
 from vllm_omni_ext.orchestrator.placement import Placement, Settings
-from vllm_omni_ext.orchestrator.router import DirectRouter, DisaggregatedRouter, Router
-from vllm_omni_ext.orchestrator.state import Binding, Prompt, RequestState
+from vllm_omni_ext.orchestrator.router import PromptRouter
+from vllm_omni_ext.orchestrator.state import Binding, Prompt, RequestObserver, RequestState
 from vllm_omni_ext.plugins.flow import (
     Action,
     Emit,
@@ -42,19 +43,19 @@ class RequestMachine:
 
     Args:
         pools: one per stage; only the machine binds requests to replicas.
+        observer: gets the reports about requests; it decides nothing.
     """
 
-    def __init__(self, settings: Settings, pools: Mapping[str, StagePool]) -> None:
+    def __init__(
+        self, settings: Settings, pools: Mapping[str, StagePool], observer: RequestObserver | None = None
+    ) -> None:
         self.settings = settings
         self.requests: dict[str, RequestState] = {}
-        self.now = 0.0
-        """Time of the last event that has a time."""
+        self._observer = observer or RequestObserver()
         self._effects: list[m.Effect] = []
-        self.placement = Placement(settings, pools, self.out)
-        self.router: Router = (
-            DirectRouter(self, settings.frontend)
-            if settings.prefill is None
-            else DisaggregatedRouter(self, settings.prefill, settings.frontend)
+        self.placement = Placement(settings, pools, self._observer)
+        self.router = PromptRouter(
+            self.placement, self._observer, self._out, target=settings.frontend, source=settings.prefill
         )
         self._model_frontend = settings.model_frontend or settings.frontend
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -69,18 +70,27 @@ class RequestMachine:
             m.ReplicaLost: self._replica_lost,
             m.ReplicaEnded: self._replica_ended,
             m.NeverUp: self._never_up,
-            m.TimerFired: self._timer_fired,
+            m.DeadlinePassed: self._deadline_passed,
         }
 
-    def handle(self, event: m.Event) -> list[m.Effect]:
-        """Handle an event; return the effects in the order of their execution."""
+    def handle(self, event: m.Event, now: float = 0.0) -> list[m.Effect]:
+        """Handle an event; return the effects in the order of their execution.
+
+        Args:
+            now: time of the event, in seconds of a monotonic clock.
+        """
         effects: list[m.Effect] = []
         self._effects = effects
-        self.now = getattr(event, "at", self.now)
+        self.placement.now = now
         self._handlers[type(event)](event)
         while self.placement.freed and (suspect := self.placement.take_suspect()) is not None:
             self._place_again(suspect, "no other suspect is on the replica now")
         return effects
+
+    @property
+    def deadline(self) -> float:
+        """Time at which the machine must get `DeadlinePassed`; infinite while nothing waits."""
+        return self.placement.deadline
 
     def held(self) -> int:
         """Number of entries that the machine holds for requests (0 when idle)."""
@@ -106,13 +116,8 @@ class RequestMachine:
         owners = {binding.state.request_id for routes in self.placement.routes.values() for binding in routes.values()}
         assert owners <= self.requests.keys(), f"engine requests of {owners - self.requests.keys()} are left"
 
-    def out(self, effect: m.Effect) -> None:
-        """Emit an effect."""
+    def _out(self, effect: m.Effect) -> None:
         self._effects.append(effect)
-
-    def observe(self, method: str, *arguments: Any, **keywords: Any) -> None:
-        """Emit a call of the observer."""
-        self.out(m.Observe(method, arguments, keywords))
 
     def _planned(self, stage: str) -> str:
         """Return the plan's name of a stage of the model: the decode side of a split stage."""
@@ -124,23 +129,15 @@ class RequestMachine:
     # -- the beginning ----------------------------------------------------------------------------------------------
 
     def _opened(self, event: m.Opened) -> None:
-        flow, frontend = event.flow, self.settings.frontend
+        frontend = self.settings.frontend
         state = self.requests[event.request_id] = RequestState.of(event)
-        actions = flow.begin() if event.actions is None else event.actions
+        actions = event.flow.begin() if event.actions is None else event.actions
         state.forwarded = any(isinstance(action, Forward) for action in actions)
-        self.observe(
-            "opened",
-            event.request_id,
-            event.external_id,
-            event.options.modalities,
-            parts=sorted(flow.outputs | ({TEXT} if state.forwarded else set())),
-            arrival=event.arrival,
-            trace_headers=event.trace_headers,
-        )
+        state.trace = self._observer.opened(event)
         try:
-            self._perform(state, frontend if state.forwarded else None, actions, event.at)
+            self._perform(state, frontend if state.forwarded else None, actions)
         except Exception as error:
-            self._failed(state, frontend if state.forwarded else "", error)
+            self._fail(state, frontend if state.forwarded else "", error)
 
     # -- outputs ------------------------------------------------------------------------------------------------
 
@@ -149,15 +146,17 @@ class RequestMachine:
         binding = None if routes is None else routes.get(event.engine_id)
         if binding is None:  # the request has ended there, or moved to another replica
             if event.hidden_states is not None:
-                self.out(m.FreeHiddenStates(event.replica, event.hidden_states[1]))
+                self._out(m.FreeHiddenStates(event.replica, event.hidden_states[1]))
             self.router.unclaimed(event)
-        elif isinstance(binding, Prompt):
-            self.placement.output(binding)
-            self.out(m.Accept(binding.name, self.router.answers(binding)))
-            self.router.output(binding, event)
+            return
+        self.placement.output(binding)
+        if isinstance(binding, Prompt):
+            self._out(m.Accept(binding.name, self.router.answers(binding)))
+            self._observer.produced(binding.trace, event)
+            self._prompt_output(binding, event)
         else:
-            self.placement.output(binding)
-            self.out(m.Accept(binding.state.request_id))
+            self._out(m.Accept(binding.state.request_id))
+            self._observer.produced(binding.state.trace, event)
             self._stage_output(binding, event)
 
     def _stage_output(self, binding: Binding, event: m.Output) -> None:
@@ -172,45 +171,53 @@ class RequestMachine:
                 self.placement.unroute(binding, event.engine_id)
         self._keep(state, event)
         number, load = None if part is None else part.part, self.placement.pools[stage].load(event.replica)
-        self._decide(state, stage, Produced(stage, event.tokens, event.payload, finish, number, event.at, load))
+        self._decide(
+            state, stage, Produced(stage, event.tokens, event.payload, finish, number, self.placement.now, load)
+        )
 
-    def prompt_output(self, prompt: Prompt, event: m.Output) -> None:
-        """Handle the frontend's output for a prompt."""
-        state = prompt.state
+    def _prompt_output(self, prompt: Prompt, event: m.Output) -> None:
+        state, frontend, now = prompt.state, self.settings.frontend, self.placement.now
+        answers = self.router.output(prompt, event)
+        self._keep(state, event)
+        if not answers:  # the stage that computes prompts
+            if event.payload is not None:
+                self._decide(state, frontend, Produced(self._model_frontend, payload=event.payload, at=now))
+            if event.finish is not None and prompt.name in state.prompts:  # the flow has not ended the request
+                try:
+                    self.router.fetch(prompt, event.replica)
+                except StageUnavailable as error:
+                    self._fail(state, frontend, error)
+            return
         prompt.tokens += event.tokens
         if event.finish is not None:
             del state.prompts[prompt.name]
-        self._keep(state, event)
         if not prompt.recompute:
-            self._prompt_event(state, event.tokens, event.payload, event.finish, event.at)
+            self._text_output(state, event.tokens, event.payload, event.finish)
         elif event.payload is not None or event.finish in ("abort", "error"):
             failed = event.finish if event.finish in ("abort", "error") else None
-            self._decide(state, prompt.stage, Produced(self._model_frontend, (), event.payload, failed, None, event.at))
+            self._decide(state, prompt.stage, Produced(self._model_frontend, (), event.payload, failed, None, now))
         self._drop_if_over(state)
 
-    def prompt_payload(self, prompt: Prompt, event: m.Output) -> None:
-        """Handle the payload that came with a prompt's output."""
-        self._keep(prompt.state, event)
-        if event.payload is not None:
-            produced = Produced(self._model_frontend, payload=event.payload, at=event.at)
-            self._decide(prompt.state, self.settings.frontend, produced)
-
-    def _prompt_event(
-        self, state: RequestState, tokens: tuple[int, ...], payload: Any, finish: Finish | None, at: float
-    ) -> None:
+    def _text_output(self, state: RequestState, tokens: tuple[int, ...], payload: Any, finish: Finish | None) -> None:
+        frontend = self.settings.frontend
         if finish is not None:
-            state.done.add(self.settings.frontend)
+            state.done.add(frontend)
             state.open_outputs.discard(TEXT)
             if isinstance(state.flow, ForwardFlow):
                 state.open_outputs.clear()
-        self._decide(state, self.settings.frontend, Produced(self._model_frontend, tokens, payload, finish, None, at))
+        if finish == "abort":
+            self._observe_end(state, "aborted")
+        elif finish == "error":
+            self._observe_failure(state, frontend, RequestFailed("the engine ended the request"))
+        now = self.placement.now
+        self._decide(state, frontend, Produced(self._model_frontend, tokens, payload, finish, None, now))
 
     def _keep(self, state: RequestState, event: m.Output) -> None:
         """Record that a replica stores hidden states for a request; free them if no stage will take them."""
         if event.hidden_states is None:
             return
         if state.finished:
-            self.out(m.FreeHiddenStates(event.replica, event.hidden_states[1]))
+            self._out(m.FreeHiddenStates(event.replica, event.hidden_states[1]))
         else:
             state.hidden_states.add((event.replica, *event.hidden_states))
 
@@ -223,39 +230,37 @@ class RequestMachine:
             return
         state.stages_seen.add(stage)
         try:
-            self._perform(state, stage, state.flow.handle(event), event.at)
+            self._perform(state, stage, state.flow.handle(event))
         except Exception as error:  # one request's failure must not stop the others
-            self._failed(state, stage, error)
+            self._fail(state, stage, error)
 
-    def _perform(self, state: RequestState, source: str | None, actions: Sequence[Action], at: float) -> None:
+    def _perform(self, state: RequestState, source: str | None, actions: Sequence[Action]) -> None:
         for action in actions:
             if state.finished:
                 return  # an earlier action has ended the request
             match action:
-                case Emit():
-                    self._emit(state, source, action)
+                case Emit(chunk):
+                    self._to_caller(state, source, replace(chunk, request_id=state.external_id))
+                    if chunk.last:
+                        state.open_outputs.discard(chunk.modality)
                 case Fail():
-                    self.fail(state, source or "", RequestFailed(action.message))
+                    self._fail(state, source or "", RequestFailed(action.message))
                 case Finished():
                     self._finish_flow(state)
                 case Progress(stage, done, total):
                     chunk = ProgressChunk(request_id=state.external_id, stage=stage, done=done, total=total)
-                    self.observe("emitted", state.request_id, source, chunk)
-                    self.out(m.ToCaller(state.sink, chunk))
+                    self._to_caller(state, source, chunk)
                 case _:
-                    self._stage_action(state, source, action, at)
+                    self._stage_action(state, source, action)
         if not (state.open_outputs or state.finished):
             self._finish_flow(state)
 
-    def _emit(self, state: RequestState, source: str | None, action: Emit) -> None:
-        chunk = replace(action.chunk, request_id=state.external_id)
-        self.observe("emitted", state.request_id, source, chunk)
-        self.out(m.ToCaller(state.sink, chunk))
-        if chunk.last:
-            state.open_outputs.discard(chunk.modality)
+    def _to_caller(self, state: RequestState, source: str | None, chunk: OutputChunk) -> None:
+        self._observer.emitted(state.trace, source or "", chunk)
+        self._out(m.ToCaller(state.sink, chunk))
 
     def _stage_action(
-        self, state: RequestState, source: str | None, action: Forward | Open | Extend | Submit | Recompute, at: float
+        self, state: RequestState, source: str | None, action: Forward | Open | Extend | Submit | Recompute
     ) -> None:
         stage = self._planned(action.stage)
         if action.stage not in state.flow.stages or stage not in self.placement.pools:
@@ -263,15 +268,15 @@ class RequestMachine:
         try:
             match action:
                 case Open():
-                    self._open(state, source, stage, action, at)
+                    self._open(state, source, stage, action)
                 case Extend():
-                    self._extend(state, source, stage, action, at)
+                    self._extend(state, source, stage, action)
                 case Submit():
-                    self._submit(state, source, stage, action, at)
+                    self._submit(state, source, stage, action)
                 case _:
                     self._start_prompt(state, stage, recompute=isinstance(action, Recompute))
         except StageUnavailable as error:
-            self.fail(state, stage, error)
+            self._fail(state, stage, error)
 
     def _start_prompt(self, state: RequestState, stage: str, *, recompute: bool) -> None:
         if state.client is None or stage != self.settings.frontend:
@@ -290,19 +295,19 @@ class RequestMachine:
             state.bindings[stage] = Binding(state, stage, name, source=source)
         return state.bindings[stage]
 
-    def _open(self, state: RequestState, source: str | None, stage: str, action: Open, at: float) -> None:
+    def _open(self, state: RequestState, source: str | None, stage: str, action: Open) -> None:
         self._check_length(stage, len(action.prompt) + 1)
         binding = self._binding(state, source, stage)
         state.done.discard(stage)
         replica = self.placement.bind(binding)
         if source in state.stages_seen:  # before its first output, the source's own input may still be queued
-            self.placement.input_sent(binding, last=action.last, at=at)
+            self.placement.input_sent(binding, last=action.last)
         if replica is None:
             return
         self.placement.route(binding, binding.name)
-        self.observe("sent", state.request_id, source, replica, action.payload or action.prompt)
+        self._observer.sent(state.trace, source, replica, action.payload or action.prompt)
         params, budget = _params(state, action), state.budgets.get(action.stage)
-        self.out(m.SendOpen(replica, state.request_id, binding.name, action=action, params=params, budget=budget))
+        self._out(m.SendOpen(replica, state.request_id, binding.name, action=action, params=params, budget=budget))
 
     def _check_length(self, stage: str, tokens: int) -> None:
         """Refuse input with which the sequence is too long for the stage's engine, which does not check it.
@@ -315,15 +320,15 @@ class RequestMachine:
             message = f"the input of stage '{stage}' and its shortest output have {tokens} tokens"
             raise RequestError(f"{message}; its limit (max_model_len) is {limit}", parameter=stage)
 
-    def _extend(self, state: RequestState, source: str | None, stage: str, action: Extend, at: float) -> None:
+    def _extend(self, state: RequestState, source: str | None, stage: str, action: Extend) -> None:
         binding = state.bindings.get(stage)
         if binding is None or binding.replica is None:
             return  # the stage has ended the request, or a pending open will include the chunk
-        self.placement.input_sent(binding, last=action.last, at=at)
-        self.observe("sent", state.request_id, source, binding.replica, action.payload)
-        self.out(m.SendChunk(binding.replica, state.request_id, binding.name, action=action))
+        self.placement.input_sent(binding, last=action.last)
+        self._observer.sent(state.trace, source, binding.replica, action.payload)
+        self._out(m.SendChunk(binding.replica, state.request_id, binding.name, action=action))
 
-    def _submit(self, state: RequestState, source: str | None, stage: str, action: Submit, at: float) -> None:
+    def _submit(self, state: RequestState, source: str | None, stage: str, action: Submit) -> None:
         self._check_length(stage, len(action.prompt) + (action.pooling_task is None))
         binding = self._binding(state, source, stage)
         if action.part == 0:
@@ -334,25 +339,24 @@ class RequestMachine:
                 binding.streams += 1
         elif binding.replica is None:
             return  # the stage has ended the stream, or will begin it again
-        self.placement.input_sent(binding, last=action.last, at=at)
+        self.placement.input_sent(binding, last=action.last)
         if (replica := binding.replica) is None:
             return
         binding.part, stream = action, binding.stream
         engine_id = f"{stream}/{action.part}"
         self.placement.route(binding, engine_id, action)
-        self.observe("sent", state.request_id, source, replica, action.prompt or action.payload)
+        self._observer.sent(state.trace, source, replica, action.prompt or action.payload)
         params = _params(state, action)
-        self.out(m.SendPart(replica, state.request_id, engine_id, stream=stream, action=action, params=params))
+        self._out(m.SendPart(replica, state.request_id, engine_id, stream=stream, action=action, params=params))
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _text_stopped(self, event: m.TextStopped) -> None:
-        self.observe("finished", event.request_id, TEXT)
         state = self.requests.get(event.request_id)
         prompt = None if state is None else state.prompts.pop(event.request_id, None)
         if state is not None and prompt is not None:
-            self.router.forget(prompt)
-            self._prompt_event(state, (), None, "stop", event.at)
+            self.router.end(prompt)
+            self._text_output(state, (), None, "stop")
             self._drop_if_over(state)
 
     def _text_only(self, event: m.TextOnly) -> None:
@@ -361,26 +365,33 @@ class RequestMachine:
             self._finish_flow(state)
 
     def _aborted(self, event: m.Aborted) -> None:
-        self.observe("aborted", event.request_id)
         if (state := self.requests.get(event.request_id)) is not None:
+            self._observe_end(state, "aborted")
             self._end(state)
 
     def _send_failed(self, event: m.SendFailed) -> None:
         if (state := self.requests.get(event.request_id)) is not None:
-            self._failed(state, event.stage, event.error)
+            self._fail(state, event.stage, event.error)
 
-    def _failed(self, state: RequestState, stage: str, error: Exception) -> None:
+    def _fail(self, state: RequestState, stage: str, error: Exception) -> None:
+        """End a request in all stages, with an error for the caller, unless it has ended."""
+        if self.requests.get(state.request_id) is not state:
+            return
         if not isinstance(error, OmniError):
             cause, error = error, RequestFailed(str(error))
             error.__cause__ = cause
-        if self.requests.get(state.request_id) is state:
-            self.fail(state, stage, error)
-
-    def fail(self, state: RequestState, stage: str, error: OmniError) -> None:
-        """End a request in all stages, with an error for the caller."""
-        error.add_note(state.story())
+        error.add_note(state.history_text())
         self._end(state)
-        self.out(m.FailRequest(state.request_id, stage, error, state.sink))
+        self._observe_failure(state, stage, error)
+        self._out(m.FailRequest(state.request_id, stage, error, state.sink))
+
+    def _observe_failure(self, state: RequestState, stage: str, error: OmniError) -> None:
+        self._observer.failed(state.trace, stage, error)
+        state.trace = None
+
+    def _observe_end(self, state: RequestState, outcome: Outcome) -> None:
+        self._observer.ended(state.trace, outcome)
+        state.trace = None
 
     def _end(self, state: RequestState) -> None:
         """Release all resources of a request."""
@@ -389,7 +400,7 @@ class RequestMachine:
         prompts = list(state.prompts.values())
         state.prompts.clear()
         for prompt in prompts:
-            self.router.forget(prompt)
+            self.router.end(prompt)
         for binding in state.bindings.values():
             self._withdraw(binding)
         self._free_hidden_states(state, taken=False)
@@ -401,20 +412,18 @@ class RequestMachine:
         # nothing.
         replayed = any(binding.replays for binding in state.bindings.values())
         self._free_hidden_states(state, taken=bool(state.stages_seen - {*self.router.stages}) and not replayed)
-        for output in sorted(state.flow.outputs):
-            if output != TEXT or not state.forwarded:
-                self.observe("finished", state.request_id, output)
         for binding in state.bindings.values():
             self._withdraw(binding)
         for prompt in [prompt for prompt in state.prompts.values() if prompt.recompute]:
             del state.prompts[prompt.name]
-            self.router.forget(prompt)
-        self.out(m.ToCaller(state.sink, m.END))
+            self.router.end(prompt)
+        self._out(m.ToCaller(state.sink, m.END))
         self._drop_if_over(state)
 
     def _drop_if_over(self, state: RequestState) -> None:
         if state.finished and not state.prompts:
             self.requests.pop(state.request_id, None)
+            self._observe_end(state, "finished")
 
     def _free_hidden_states(self, state: RequestState, *, taken: bool) -> None:
         """Free the hidden states that replicas store for a request.
@@ -424,7 +433,7 @@ class RequestMachine:
         """
         if len(state.hidden_states) > taken:
             for replica, _, name in sorted(state.hidden_states):
-                self.out(m.FreeHiddenStates(replica, name))
+                self._out(m.FreeHiddenStates(replica, name))
         state.hidden_states.clear()
 
     def _withdraw(self, binding: Binding) -> None:
@@ -434,24 +443,14 @@ class RequestMachine:
             return
         replica, engine_ids = released
         if engine_ids:
-            self.out(m.AbortEngineRequests(replica, engine_ids))
+            self._out(m.AbortEngineRequests(replica, engine_ids))
         if part is not None:  # harmless if the stream has ended meanwhile
             stream = binding.stream
-            self.out(m.SendStreamEnd(replica, binding.state.request_id, f"{stream}/end", stream=stream, action=part))
+            self._out(m.SendStreamEnd(replica, binding.state.request_id, f"{stream}/end", stream=stream, action=part))
 
-    def _timer_fired(self, event: m.TimerFired) -> None:
-        settings = self.settings
-        if event.timer.kind == "replica":
-            if (binding := self.placement.expired(event.timer)) is not None:
-                limit = f"{settings.wait_s:g} s (replica_wait_timeout_s)"
-                suspect = binding.losses.get(binding.stage)
-                why = "no replica for a request that may have ended one" if suspect else "no live replica"
-                error = StageUnavailable(f"stage '{binding.stage}' has had {why} for {limit}")
-                self.fail(binding.state, binding.stage, error)
-        elif (binding := self.placement.late(event.timer, event.at)) is not None:
-            late = f"the {binding.stage} stage got nothing more from the {binding.source} stage for"
-            limit = f"{settings.input_deadline_s:g} s (chunk_timeout_s)"
-            self.fail(binding.state, binding.stage, RequestFailed(f"{late} {limit}"))
+    def _deadline_passed(self, event: m.DeadlinePassed) -> None:
+        for binding, error in self.placement.expired():
+            self._fail(binding.state, binding.stage, error)
 
     # -- replicas -----------------------------------------------------------------------------------------------
 
@@ -467,7 +466,7 @@ class RequestMachine:
         replica = event.replica
         self.placement.announced.discard(replica)
         self.placement.pools[replica.stage].add(replica)
-        self.placement.forget_silence(replica)
+        self.placement.clear_silence(replica)
         self.router.replica_up(replica)
         for binding in self.placement.take_waiting(replica.stage):
             self._place_again(binding, "it could not be opened")
@@ -487,23 +486,22 @@ class RequestMachine:
                 continue
             self._place_again(binding, reason)
             if self.requests.get(binding.state.request_id) is binding.state:
-                self.observe("taken_over", replica.stage)
+                self._observer.taken_over(replica.stage)
         self._give_up(replica.stage, reason)
 
     def _replica_ended(self, event: m.ReplicaEnded) -> None:
         """Count an end that follows a silence, and fail the requests of a third one."""
         for binding in self.placement.ended(event.replica):
-            if self.requests.get(binding.state.request_id) is binding.state:
-                self._fail_fatal(binding, event.replica, f"replica {event.replica} is gone: {event.reason}")
+            self._fail_fatal(binding, event.replica, f"replica {event.replica} is gone: {event.reason}")
 
     def _fail_fatal(self, binding: Binding, replica: ReplicaId, reason: str) -> None:
         """Fail a request that has ended several replicas of a stage."""
         losses = f"stage '{replica.stage}' has lost {binding.losses[replica.stage]} replicas that had this request"
         error = RequestFailed(f"{losses}, so it is not sent to another one; {reason}")
-        self._failed(binding.state, replica.stage, error)
+        self._fail(binding.state, replica.stage, error)
 
     def _never_up(self, event: m.NeverUp) -> None:
-        self.placement.forget_silence(event.replica)
+        self.placement.clear_silence(event.replica)
         self.placement.announced.discard(event.replica)
         self.placement.freed.add(event.replica.stage)
         self._give_up(event.replica.stage, f"replica {event.replica} is gone: {event.reason}")
@@ -512,11 +510,11 @@ class RequestMachine:
         """Fail the requests of a stage that has no replica and expects none."""
         if self.placement.available(stage) or stage in self.router.stages[:-1]:
             return
-        waiting = [binding.state for (waited, _), binding in self.placement.waiting.items() if waited == stage]
+        waiting = [binding.state for binding in self.placement.waiting if binding.stage == stage]
         name = self._model_stage(stage)
         need = [s for s in self.requests.values() if name in s.flow.stages and stage not in s.done and not s.finished]
         for state in dict.fromkeys([*waiting, *need]):
-            self.fail(state, stage, StageUnavailable(reason))
+            self._fail(state, stage, StageUnavailable(reason))
 
     def _place_again(self, binding: Binding, reason: str) -> None:
         """Open a request again in a stage that lost it; the request fails if that is impossible."""
@@ -528,20 +526,18 @@ class RequestMachine:
             if isinstance(binding, Prompt):
                 self._begin_again(binding)
             else:
-                self._perform(state, binding.source, state.flow.replay(self._model_stage(stage)), self.now)
+                self._perform(state, binding.source, state.flow.replay(self._model_stage(stage)))
         except StageUnavailable as error:
-            self.fail(state, stage, StageUnavailable(f"{reason}; {error}"))
+            self._fail(state, stage, StageUnavailable(f"{reason}; {error}"))
         except Exception as error:  # other lost requests must still be placed
             failure = RequestFailed(f"{reason}; {error}")
             failure.__cause__ = error
-            self.fail(state, stage, failure)
+            self._fail(state, stage, failure)
 
     def _begin_again(self, prompt: Prompt) -> None:
         if prompt.tokens and prompt.state.client is not None and not prompt.state.client.can_resume:
             raise StageUnavailable("what it had made of this answer cannot be continued elsewhere")
-        if not self.router.resume(prompt):
-            self.router.forget(prompt)
-            self.router.begin(prompt)
+        self.router.begin(prompt)
 
 
 def _params(state: RequestState, action: Open | Submit) -> Any:

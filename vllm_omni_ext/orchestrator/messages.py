@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ import msgspec
 
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.observability.request_trace import RequestTrace
 from vllm_omni_ext.plugins.flow import Action, Extend, Finish, Flow, Open, Submit
 from vllm_omni_ext.plugins.runtime import RequestOptions
 
@@ -37,22 +38,7 @@ class ClientRequest:
     media: tuple[str, ...] = ()
 
 
-class Timer(Message, frozen=True):
-    """Names a timer.
-
-    Attributes:
-        kind: "replica": a request waits for a replica of a stage. "input": a stage waits for more input.
-        stage: the stage.
-        name: the request's name in the stage's pool.
-    """
-
-    kind: Literal["replica", "input"]
-    stage: str
-    name: str
-
-
 # -- events -----------------------------------------------------------------------------------------------------
-# `at` is the time of an event in seconds of a monotonic clock.
 
 
 class Opened(Message, frozen=True, kw_only=True):
@@ -66,6 +52,7 @@ class Opened(Message, frozen=True, kw_only=True):
         actions: the result of `flow.begin()`, if that was called already.
         budgets: largest number of tokens that a stage may generate, by stage.
         arrival: Unix time, seconds.
+        watch: called with the observer's record of the request.
     """
 
     request_id: str
@@ -78,7 +65,7 @@ class Opened(Message, frozen=True, kw_only=True):
     budgets: Mapping[str, int] = {}
     arrival: float = 0.0
     trace_headers: Mapping[str, str] | None = None
-    at: float = 0.0
+    watch: Callable[[RequestTrace], None] | None = None
 
 
 class Output(Message, frozen=True, kw_only=True):
@@ -90,6 +77,7 @@ class Output(Message, frozen=True, kw_only=True):
         hidden_states: (address of the producer, name) of hidden states that the replica stores, if the output reports
             any.
         kv: transfer parameters of the finished prompt's KV cache, if the engine keeps that cache.
+        queued_s: time in the engine's queue, in seconds, if the output reports it (the first one does).
     """
 
     replica: ReplicaId
@@ -99,14 +87,13 @@ class Output(Message, frozen=True, kw_only=True):
     finish: Finish | None = None
     hidden_states: tuple[str, str] | None = None
     kv: Mapping[str, Any] | None = None
-    at: float = 0.0
+    queued_s: float | None = None
 
 
 class TextStopped(Message, frozen=True):
     """The API server found a stop string in the text: the frontend must stop, the other stages go on."""
 
     request_id: str
-    at: float = 0.0
 
 
 class TextOnly(Message, frozen=True):
@@ -140,7 +127,6 @@ class ReplicaUp(Message, frozen=True):
     """A replica accepts requests, for the first time or again."""
 
     replica: ReplicaId
-    at: float = 0.0
 
 
 class ReplicaLost(Message, frozen=True):
@@ -152,7 +138,6 @@ class ReplicaLost(Message, frozen=True):
 
     replica: ReplicaId
     reason: str
-    at: float = 0.0
     ended: bool = True
 
 
@@ -170,11 +155,8 @@ class NeverUp(Message, frozen=True):
     reason: str
 
 
-class TimerFired(Message, frozen=True):
-    """A timer has expired."""
-
-    timer: Timer
-    at: float = 0.0
+class DeadlinePassed(Message, frozen=True):
+    """`RequestMachine.deadline` has passed."""
 
 
 Event = (
@@ -189,7 +171,7 @@ Event = (
     | ReplicaLost
     | ReplicaEnded
     | NeverUp
-    | TimerFired
+    | DeadlinePassed
 )
 
 
@@ -270,24 +252,11 @@ class FreeHiddenStates(Message, frozen=True):
     name: str
 
 
-class ArmTimer(Message, frozen=True):
-    """Set a timer."""
-
-    timer: Timer
-    after_s: float
-
-
-class CancelTimer(Message, frozen=True):
-    """Cancel a timer."""
-
-    timer: Timer
-
-
 class Accept(Message, frozen=True):
     """The output is valid.
 
     Attributes:
-        name: the request's name for observers.
+        name: the request's name.
         to_client: vLLM's output processor receives the output, under that name.
     """
 
@@ -311,14 +280,6 @@ class FailRequest(Message, frozen=True):
     sink: Any
 
 
-class Observe(Message, frozen=True):
-    """Call a method of the observer."""
-
-    method: str
-    arguments: tuple[Any, ...]
-    keywords: Mapping[str, Any] = {}
-
-
 Effect = (
     SendPrompt
     | SendOpen
@@ -328,12 +289,9 @@ Effect = (
     | SendKVRelease
     | AbortEngineRequests
     | FreeHiddenStates
-    | ArmTimer
-    | CancelTimer
     | Accept
     | ToCaller
     | FailRequest
-    | Observe
 )
 
 END = "end"

@@ -6,9 +6,10 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from math import inf
+from typing import Any, Protocol
 
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_ext.errors import OmniError, StageUnavailable
@@ -22,7 +23,6 @@ from vllm_omni_ext.orchestrator.router import Pair
 from vllm_omni_ext.plugins.flow import Flow
 from vllm_omni_ext.plugins.runtime import ModelRuntime
 from vllm_omni_ext.pool.stage_pool import StagePool
-from vllm_omni_ext.runtime.client.replica import Replica
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, unpack
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,21 @@ NEW_INPUT = m.SendPrompt | m.SendOpen | m.SendChunk | m.SendPart
 """Messages that must not reach a lost replica any more: another replica gets their content."""
 
 
+class Replica(Protocol):
+    """A replica, as the orchestrator uses it."""
+
+    id: ReplicaId
+
+    async def add(self, request: EngineCoreRequest) -> None:
+        """Send a request, or a chunk of one."""
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests; unknown ids are ignored by the engine."""
+
+    async def call(self, utility: str, *args: Any) -> Any:
+        """Call one of the client's utilities, e.g. `sleep_async`; EngineDeadError if the replica is dead."""
+
+
 class Orchestrator:
     """One per API server; runs in its event loop.
 
@@ -42,7 +57,7 @@ class Orchestrator:
         pools: one per stage.
         replicas: all replicas, by id.
         requests: builds engine requests.
-        observer: receives the observer calls of the machine; None: they are dropped.
+        observer: records requests and replicas; None: nothing is recorded.
         failed: called for every request that fails, of any kind.
     """
 
@@ -62,32 +77,36 @@ class Orchestrator:
         self.replicas = dict(replicas)
         self.frontend = settings.frontend
         self.observer = observer or Observer.unseen(settings.frontend, replicas)
-        self.machine = RequestMachine(settings, pools)
+        self.machine = RequestMachine(settings, pools, self.observer)
         self._requests = requests
         self._failed = failed
         self._model_stages = dict.fromkeys(self.machine.router.stages, settings.model_frontend or settings.frontend)
         self._queue: deque[tuple[Replica, m.Effect]] = deque()
         self._sending = False
-        self._timers: dict[m.Timer, asyncio.TimerHandle] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._armed_for = inf
         self._tasks: set[asyncio.Task[None]] = set()
-        self._accepted: m.Accept | None = None
+        self._idle = asyncio.Event()
+        """Set while no request is in flight, once `idle` was called."""
         self._executors: dict[type, Callable[[Any], None]] = {
-            m.Accept: self._accept,
-            m.Observe: self._observe,
             m.ToCaller: self._to_caller,
             m.FailRequest: self._fail_request,
-            m.ArmTimer: self._arm_timer,
-            m.CancelTimer: self._cancel_timer,
             m.FreeHiddenStates: self._free_hidden_states,
         }
 
     def held(self) -> int:
         """Number of entries that this orchestrator holds for requests (0 when idle)."""
-        return self.machine.held() + len(self._timers) + len(self._queue)
+        return self.machine.held() + len(self._queue)
 
     def count(self, *, frontend: bool) -> int:
         """Return the number of requests that use the frontend (`frontend=False`: that do not)."""
         return sum(state.forwarded == frontend for state in self.machine.requests.values())
+
+    async def idle(self) -> None:
+        """Wait until no request is in flight."""
+        self._idle.clear()
+        if self.machine.requests:
+            await self._idle.wait()
 
     def pairs(self) -> list[Pair]:
         """Return the pairs of replicas between which KV caches went."""
@@ -118,7 +137,7 @@ class Orchestrator:
 
     async def text_stopped(self, request_ids: Iterable[str]) -> None:
         """The API server found stop strings in these requests: the frontend must stop, the other stages go on."""
-        await self._shielded(*(m.TextStopped(request_id, self._now()) for request_id in request_ids))
+        await self._shielded(*map(m.TextStopped, request_ids))
 
     async def text_only(self, request_ids: Iterable[str]) -> None:
         """End the outputs of requests other than their text; unknown ids are ignored."""
@@ -140,7 +159,7 @@ class Orchestrator:
         """A replica accepts requests, for the first time or again; requests that wait for its stage go to it."""
         self.replicas[replica.id] = replica
         self.observer.replica_up(replica.id)  # before the machine: pools report every binding to the observer
-        await self._apply(m.ReplicaUp(replica.id, self._now()))
+        await self._apply(m.ReplicaUp(replica.id))
 
     async def replica_down(self, replica: ReplicaId, reason: str, *, ended: bool = True) -> tuple[str, ...]:
         """A replica is lost: other replicas of its stage take over its requests, at once or when one is up.
@@ -156,7 +175,7 @@ class Orchestrator:
         self.observer.replica_down(replica)
         kept = [(to, effect) for to, effect in self._queue if to is not lost or not isinstance(effect, NEW_INPUT)]
         self._queue = deque(kept)
-        await self._apply(m.ReplicaLost(replica, reason, self._now(), ended))
+        await self._apply(m.ReplicaLost(replica, reason, ended))
         return known
 
     async def replica_ended(self, replica: ReplicaId, reason: str) -> None:
@@ -192,24 +211,18 @@ class Orchestrator:
             finish=None if reason is None else str(reason),  # type: ignore[arg-type]
             hidden_states=hidden_states,
             kv=output.kv_transfer_params,
-            at=self._now(),
+            queued_s=_queued_s(output) if output.events else None,
         )
         if self.machine.router.private_kv:
             output.kv_transfer_params = None  # internal addresses must not reach the client
-        self._output, self._accepted = (replica, output), None
-        self._decide(event)
-        accepted = self._accepted
+        accepted = self._decide(event)
         if self._queue:
             await self._send_all()
         if accepted is None:
-            output.new_token_ids = []  # nobody gets them, so statistics do not count them
-        return accepted is not None and accepted.to_client
-
-    def _accept(self, effect: m.Accept) -> None:
-        replica, output = self._output
-        self._accepted = effect
-        output.request_id = effect.name
-        self.observer.produced(replica.stage, output)
+            output.new_token_ids = []  # no caller gets them, so statistics do not count them
+            return False
+        output.request_id = accepted.name
+        return accepted.to_client
 
     # -- effects ------------------------------------------------------------------------------------------------
 
@@ -224,13 +237,22 @@ class Orchestrator:
         if self._queue:
             await self._send_all()
 
-    def _decide(self, event: m.Event) -> None:
-        for effect in self.machine.handle(event):
+    def _decide(self, event: m.Event) -> m.Accept | None:
+        """Pass an event to the machine, and execute or queue the effects; returns its `Accept`, if there is one."""
+        accepted = None
+        for effect in self.machine.handle(event, asyncio.get_running_loop().time()):
             execute = self._executors.get(type(effect))
             if execute is not None:
                 execute(effect)
+            elif isinstance(effect, m.Accept):
+                accepted = effect
             elif (replica := self.replicas.get(effect.replica)) is not None:  # type: ignore[union-attr]
                 self._queue.append((replica, effect))
+        if self.machine.deadline < self._armed_for:
+            self._arm()
+        if not self.machine.requests:
+            self._idle.set()
+        return accepted
 
     async def _send_all(self) -> None:
         if self._sending:
@@ -246,14 +268,11 @@ class Orchestrator:
                         assert isinstance(effect, m.Send)
                         await replica.add(self._requests.make(effect))
                 except Exception as error:  # only this request fails
-                    log.exception("%s cannot be sent what was decided for it", replica.id)
+                    log.exception("sending to %s failed", replica.id)
                     if isinstance(effect, m.Send):
                         self._decide(m.SendFailed(effect.request_id, replica.id.stage, error))
         finally:
             self._sending = False
-
-    def _observe(self, effect: m.Observe) -> None:
-        getattr(self.observer, effect.method)(*effect.arguments, **effect.keywords)
 
     def _to_caller(self, effect: m.ToCaller) -> None:
         if effect.sink is not None:
@@ -262,21 +281,20 @@ class Orchestrator:
     def _fail_request(self, effect: m.FailRequest) -> None:
         if effect.error.__cause__ is not None:
             log.error("request %s failed at stage %s", effect.request_id, effect.stage, exc_info=effect.error)
-        self.observer.failed(effect.request_id, effect.stage, effect.error)
         if effect.sink is not None:
             effect.sink.put_nowait(effect.error)
         self._failed(effect.request_id, effect.error)
 
-    def _arm_timer(self, effect: m.ArmTimer) -> None:
-        loop = asyncio.get_running_loop()
-        self._timers[effect.timer] = loop.call_later(effect.after_s, self._fire, effect.timer)
+    def _arm(self) -> None:
+        """Set the timer to the machine's deadline."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._armed_for = self.machine.deadline
+        self._timer = asyncio.get_running_loop().call_at(self._armed_for, self._deadline_passed)
 
-    def _cancel_timer(self, effect: m.CancelTimer) -> None:
-        self._timers.pop(effect.timer).cancel()
-
-    def _fire(self, timer: m.Timer) -> None:
-        del self._timers[timer]
-        self._decide(m.TimerFired(timer, self._now()))
+    def _deadline_passed(self) -> None:
+        self._timer, self._armed_for = None, inf
+        self._decide(m.DeadlinePassed())
         self._spawn(self._send_all())
 
     def _free_hidden_states(self, effect: m.FreeHiddenStates) -> None:
@@ -295,6 +313,9 @@ class Orchestrator:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
+
+def _queued_s(output: EngineCoreOutput) -> float | None:
+    """Return the time between the engine's receipt of a request and its first scheduling, if the output has both."""
+    times = {event.type: event.timestamp for event in output.events or ()}
+    queued, scheduled = times.get(EngineCoreEventType.QUEUED), times.get(EngineCoreEventType.SCHEDULED)
+    return None if queued is None or scheduled is None else scheduled - queued

@@ -7,13 +7,13 @@ suspects wait. After `TRIAL_OUTPUTS` outputs, or with the second loss at the end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
-from vllm_omni_ext.errors import StageUnavailable
+from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.messages import ArmTimer, CancelTimer, Effect, Observe, Timer
-from vllm_omni_ext.orchestrator.state import Binding, Prompt
+from vllm_omni_ext.orchestrator.state import Binding, Prompt, RequestObserver
 from vllm_omni_ext.plugins.flow import Submit
 from vllm_omni_ext.pool.stage_pool import StagePool
 
@@ -56,37 +56,40 @@ class Placement:
 
     Args:
         pools: one per stage; only this class binds requests to replicas.
-        out: called with each effect.
     """
 
-    def __init__(self, settings: Settings, pools: Mapping[str, StagePool], out: Callable[[Effect], None]) -> None:
+    def __init__(self, settings: Settings, pools: Mapping[str, StagePool], observer: RequestObserver) -> None:
         self.settings = settings
         self.pools = pools
+        self.now = 0.0
+        """Time of the current event, in seconds of a monotonic clock."""
+        self.deadline = inf
+        """Time at which `expired` must be called."""
         self.announced: set[ReplicaId] = set()
-        self.waiting: dict[tuple[str, str], Binding] = {}
-        """Bindings that wait for a replica, by stage and name, in order of arrival."""
+        self.waiting: dict[Binding, None] = {}
+        """Bindings that wait for a replica, in order of arrival."""
         self.routes: dict[ReplicaId, dict[str, Binding]] = {}
         """Owner of each engine request, by replica."""
         self.freed: set[str] = set()
         """Stages in which a suspect that waits may have become placeable."""
         self._trials: dict[ReplicaId, Binding] = {}
-        self._owed: dict[tuple[str, str], Binding] = {}
+        self._input_due: dict[Binding, None] = {}
         self._bound: dict[ReplicaId, dict[Binding, None]] = {}
         self._silent: dict[ReplicaId, list[Binding]] = {}
         """Bindings that a replica had when it stopped answering."""
-        self._out = out
+        self._observer = observer
 
     def __len__(self) -> int:
         """Number of bindings, waits and deadlines."""
-        return sum(map(len, self._bound.values())) + len(self.waiting) + len(self._owed)
+        return sum(map(len, self._bound.values())) + len(self.waiting) + len(self._input_due)
 
-    def hopeful(self, stage: str) -> bool:
+    def may_get_replica(self, stage: str) -> bool:
         """Return whether a replica of the stage may come up."""
         return self.settings.joinable or any(replica.stage == stage for replica in self.announced)
 
     def available(self, stage: str) -> bool:
         """Return whether the stage has a replica or may get one."""
-        return stage in self.pools and bool(self.pools[stage].replicas or self.hopeful(stage))
+        return stage in self.pools and bool(self.pools[stage].replicas or self.may_get_replica(stage))
 
     # -- replicas -----------------------------------------------------------------------------------------------
 
@@ -96,37 +99,33 @@ class Placement:
         Raises:
             StageUnavailable: the stage has no replica and expects none.
         """
-        pool, client = self.pools[binding.stage], binding.state.client
-        if losses := binding.losses.get(binding.stage, 0):
-            return self._bind_suspect(binding, losses)
-        try:
-            if client is not None and isinstance(binding, Prompt):
-                replica = pool.admit(binding.name, session=client.session, media=client.media)
-            else:
-                replica = pool.admit(binding.name)
-        except StageUnavailable:
-            if not self.hopeful(binding.stage):
-                raise
-            self._wait(binding)
-            return None
-        binding.replica = replica
-        self._bound.setdefault(replica, {})[binding] = None
-        return replica
-
-    def _bind_suspect(self, binding: Binding, losses: int) -> ReplicaId | None:
-        """Bind a suspect to a replica that has no other suspect; None: it waits."""
         if binding.replica is not None:
             return binding.replica
-        if not self.available(binding.stage):
-            raise StageUnavailable(f"stage '{binding.stage}' has no live replica")
-        places = self._free_for_suspects(binding.stage)
-        if not places:
-            self._wait(binding)
-            return None
-        binding.replica = replica = self.pools[binding.stage].admit(binding.name, among=places)
+        stage, client = binding.stage, binding.state.client
+        pool, losses = self.pools[stage], binding.losses.get(stage, 0)
+        if losses:
+            if not self.available(stage):
+                raise StageUnavailable(f"stage '{stage}' has no live replica")
+            places = self._free_for_suspects(stage)
+            if not places:
+                self._wait(binding)
+                return None
+            replica = pool.admit(among=places)
+            self._trials[replica] = binding
+            binding.trial = TRIAL_OUTPUTS if losses == 1 else -1
+        else:
+            try:
+                if client is not None and isinstance(binding, Prompt):
+                    replica = pool.admit(session=client.session, media=client.media)
+                else:
+                    replica = pool.admit()
+            except StageUnavailable:
+                if not self.may_get_replica(stage):
+                    raise
+                self._wait(binding)
+                return None
+        binding.replica = replica
         self._bound.setdefault(replica, {})[binding] = None
-        self._trials[replica] = binding
-        binding.trial = TRIAL_OUTPUTS if losses == 1 else -1
         return replica
 
     def _free_for_suspects(self, stage: str) -> set[ReplicaId]:
@@ -159,10 +158,9 @@ class Placement:
         while self.freed:
             stage = min(self.freed)
             free = stage in self.pools and self._free_for_suspects(stage)
-            waiting = (b for (waited, _), b in self.waiting.items() if waited == stage and b.losses.get(stage))
+            waiting = (binding for binding in self.waiting if binding.stage == stage and binding.losses.get(stage))
             if free and (binding := next(waiting, None)) is not None:
                 self._stop_waiting(binding)
-                self._out(CancelTimer(_timer("replica", binding)))
                 return binding
             self.freed.discard(stage)
         return None
@@ -181,17 +179,15 @@ class Placement:
 
     def release(self, binding: Binding) -> tuple[ReplicaId, tuple[str, ...]] | None:
         """Release a request from a stage; return its replica and engine requests, or None if it had no replica."""
-        self.settle(binding)
-        if binding.waiting:
-            self._stop_waiting(binding)
-            self._out(CancelTimer(_timer("replica", binding)))
+        self.input_complete(binding)
+        self._stop_waiting(binding)
         if (replica := binding.replica) is None:
             return None
         engine_ids = tuple(binding.engine_ids)
         for engine_id in engine_ids:
             self.unroute(binding, engine_id)
         self._end_trial(binding)
-        self.pools[binding.stage].release(binding.name)
+        self.pools[binding.stage].release(replica)
         del self._bound[replica][binding]
         binding.replica = None
         return replica, engine_ids
@@ -229,83 +225,89 @@ class Placement:
             binding.losses[stage] = binding.losses.get(stage, 0) + 1
         return [binding for binding in lost if binding.losses[stage] >= MOST_LOSSES]
 
-    def forget_silence(self, replica: ReplicaId) -> None:
+    def clear_silence(self, replica: ReplicaId) -> None:
         """A replica answers again, or no end of it will be detected."""
         self._silent.pop(replica, None)
 
-    # -- waits --------------------------------------------------------------------------------------------------
+    def bound(self, stage: str) -> Iterator[Binding]:
+        """Iterate over the bindings that replicas of a stage have."""
+        for replica in self.pools[stage].replicas:
+            yield from self._bound.get(replica, ())
+
+    # -- waits for a replica, and for input -------------------------------------------------------------------------
 
     def _wait(self, binding: Binding) -> None:
         """Let a request wait for a replica; a running wait continues."""
-        if not binding.waiting:
-            binding.waiting = True
-            self.waiting[binding.stage, binding.name] = binding
-            self._out(ArmTimer(_timer("replica", binding), self.settings.wait_s))
+        if binding.waiting_since is None:
+            binding.waiting_since = self.now
+            self.waiting[binding] = None
+            self.deadline = min(self.deadline, self.now + self.settings.wait_s)
             self._count_waiting(binding.stage)
 
     def _stop_waiting(self, binding: Binding) -> None:
-        binding.waiting = False
-        del self.waiting[binding.stage, binding.name]
-        self._count_waiting(binding.stage)
+        if binding.waiting_since is not None:
+            binding.waiting_since = None
+            del self.waiting[binding]
+            self._count_waiting(binding.stage)
 
     def take_waiting(self, stage: str) -> list[Binding]:
         """Return the requests that wait for a stage, in order of arrival, and end their waits."""
-        found = [binding for (waited, _), binding in self.waiting.items() if waited == stage]
+        found = [binding for binding in self.waiting if binding.stage == stage]
         for binding in found:
             self._stop_waiting(binding)
-            self._out(CancelTimer(_timer("replica", binding)))
         return found
 
-    def expired(self, timer: Timer) -> Binding | None:
-        """Return the binding whose wait has exceeded the limit; None if the wait has ended already."""
-        binding = self.waiting.get((timer.stage, timer.name))
-        if binding is not None:
-            self._stop_waiting(binding)
-        return binding
-
     def _count_waiting(self, stage: str) -> None:
-        self._out(Observe("waiting", (stage, sum(waited == stage for waited, _ in self.waiting))))
+        self._observer.waiting(stage, sum(binding.stage == stage for binding in self.waiting))
 
-    # -- input that is due ------------------------------------------------------------------------------------------
-
-    def input_sent(self, binding: Binding, *, last: bool, at: float) -> None:
+    def input_sent(self, binding: Binding, *, last: bool) -> None:
         """Record that a stage got input; unless that was the last, more input is due from now on."""
         if last:
-            self.settle(binding)
+            self.input_complete(binding)
             return
-        if binding.owed_since is None:  # a running timer checks this when it fires: cheaper than one per chunk
-            self._owed[binding.stage, binding.name] = binding
-            self._out(ArmTimer(_timer("input", binding), self.settings.input_deadline_s))
-        binding.owed_since = at
+        if binding.input_due_since is None:
+            self._input_due[binding] = None
+            self.deadline = min(self.deadline, self.now + self.settings.input_deadline_s)
+        binding.input_due_since = self.now  # read when the deadline has passed: cheaper than a deadline for each chunk
 
-    def settle(self, binding: Binding) -> None:
+    def input_complete(self, binding: Binding) -> None:
         """Record that a stage has all its input, or has ended."""
-        if binding.owed_since is not None:
-            binding.owed_since = None
-            del self._owed[binding.stage, binding.name]
-            self._out(CancelTimer(_timer("input", binding)))
+        if binding.input_due_since is not None:
+            binding.input_due_since = None
+            del self._input_due[binding]
 
-    def late(self, timer: Timer, at: float) -> Binding | None:
-        """Return the binding whose input is late when its timer fires; None if its input is not late."""
-        binding = self._owed.get((timer.stage, timer.name))
-        if binding is None or binding.owed_since is None:
-            return None
-        if binding.state.waits:  # waiting for a replica has its own limit
-            binding.owed_since = at
-        due = binding.owed_since + self.settings.input_deadline_s
-        if at < due:
-            self._out(ArmTimer(timer, due - at))
-            return None
-        binding.owed_since = None
-        del self._owed[timer.stage, timer.name]
-        return binding
+    def expired(self) -> list[tuple[Binding, OmniError]]:
+        """Return the requests that have waited too long, with their errors; set the deadline of the others."""
+        found: list[tuple[Binding, OmniError]] = []
+        self.deadline = inf
+        for binding in self.waiting:
+            assert binding.waiting_since is not None
+            if not self._is_due(binding.waiting_since + self.settings.wait_s):
+                continue
+            suspect = binding.losses.get(binding.stage)
+            why = "no replica for a request that may have ended one" if suspect else "no live replica"
+            limit = f"{self.settings.wait_s:g} s (replica_wait_timeout_s)"
+            found.append((binding, StageUnavailable(f"stage '{binding.stage}' has had {why} for {limit}")))
+        for binding in self._input_due:
+            assert binding.input_due_since is not None
+            if binding.state.waits:  # waiting for a replica has its own limit
+                binding.input_due_since = self.now
+            if self._is_due(binding.input_due_since + self.settings.input_deadline_s):
+                late = f"the {binding.stage} stage got nothing more from the {binding.source} stage for"
+                limit = f"{self.settings.input_deadline_s:g} s (chunk_timeout_s)"
+                found.append((binding, RequestFailed(f"{late} {limit}")))
+        return found
+
+    def _is_due(self, at: float) -> bool:
+        """Return whether a time has come; if not, it is the deadline unless another one is earlier."""
+        if at > self.now:
+            self.deadline = min(self.deadline, at)
+        return at <= self.now
 
     # -- for tests ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise AssertionError if the state is inconsistent."""
-        for key, waits in self.waiting.items():
-            assert key == (waits.stage, waits.name) and waits.waiting, f"{key} does not wait"
         for replica, routes in self.routes.items():
             for engine_id, owner in routes.items():
                 assert owner.replica == replica and engine_id in owner.engine_ids, f"{engine_id} is not at {replica}"
@@ -315,14 +317,19 @@ class Placement:
             assert counted == here, f"the pool of {stage} counts {counted} requests of {here}"
         for replica, suspect in self._trials.items():
             assert suspect.replica == replica and suspect.trial, f"{suspect.name} is not on trial at {replica}"
+        for waits in self.waiting:
+            assert waits.waiting_since is not None, f"{waits.name} does not wait"
+            assert self.deadline <= waits.waiting_since + self.settings.wait_s, f"{waits.name} waits without a limit"
+        for waits in self._input_due:
+            assert waits.input_due_since is not None, f"{waits.name} has all its input"
+            assert self.deadline <= waits.input_due_since + self.settings.input_deadline_s, f"{waits.name} has no limit"
 
     def check_binding(self, binding: Binding) -> None:
         """Check one binding, as `check` does."""
-        where, key = f"{binding.name} in {binding.stage}", (binding.stage, binding.name)
-        assert not (binding.waiting and binding.replica), f"{where} waits and is bound"
-        assert binding.waiting == (key in self.waiting), f"{where}: wrong about waiting"
-        assert (binding.owed_since is not None) == (key in self._owed), f"{where}: wrong about its input"
-        assert self.pools[binding.stage].replica_of(binding.name) == binding.replica, f"{where}: the pool disagrees"
+        where = f"{binding.name} in {binding.stage}"
+        assert binding.waiting_since is None or binding.replica is None, f"{where} waits and is bound"
+        assert (binding.waiting_since is not None) == (binding in self.waiting), f"{where}: wrong about waiting"
+        assert (binding.input_due_since is not None) == (binding in self._input_due), f"{where}: wrong about its input"
         assert binding.replica is not None or not binding.engine_ids, f"{where} has engine requests nowhere"
         tried = binding.replica is not None and self._trials.get(binding.replica) is binding
         assert (binding.trial is not None) == tried, f"{where}: wrong about its trial"
@@ -330,7 +337,3 @@ class Placement:
             assert binding in self._bound[binding.replica], f"{where} would not be missed"
             routes = self.routes.get(binding.replica, {})
             assert all(routes.get(each) is binding for each in binding.engine_ids), f"{where}: lost engine requests"
-
-
-def _timer(kind: str, binding: Binding) -> Timer:
-    return Timer(kind, binding.stage, binding.name)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The state of one request. Pure."""
+"""The state of one request, and the interface of its observer. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.messages import ClientRequest, Opened
+from vllm_omni_ext.modalities.base import OutputChunk
+from vllm_omni_ext.observability.request_trace import Outcome, RequestTrace
+from vllm_omni_ext.orchestrator.messages import ClientRequest, Opened, Output
 from vllm_omni_ext.plugins.flow import Flow, Submit
 from vllm_omni_ext.plugins.runtime import RequestOptions
 
@@ -25,9 +27,9 @@ class Binding:
         name: the request's name in the stage's pool; also its engine id if the stage has one engine request for it.
         replica: the replica that has the request; None while it waits for a replica, and after the stage has ended it.
         engine_ids: its engine requests on the replica, with the part if the stage works on parts, else None.
-        waiting: the request waits for a replica.
+        waiting_since: time since which the request waits for a replica; None: it does not wait.
         source: the stage that its input comes from; None: the client.
-        owed_since: time of its last input while more input is due; None: no input is due.
+        input_due_since: time of its last input while more input is due; None: no input is due.
         replays: number of failovers.
         streams: number of streams that were begun.
         part: the last part that was sent.
@@ -41,9 +43,9 @@ class Binding:
     name: str
     replica: ReplicaId | None = None
     engine_ids: dict[str, Submit | None] = field(default_factory=dict)
-    waiting: bool = False
+    waiting_since: float | None = None
     source: str | None = None
-    owed_since: float | None = None
+    input_due_since: float | None = None
     replays: int = 0
     streams: int = 0
     part: Submit | None = None
@@ -88,6 +90,11 @@ class Prompt(Binding):
     kv: KVCache | None = None
     handed: tuple[int, float, ReplicaId] | None = None
 
+    @property
+    def trace(self) -> RequestTrace | None:
+        """The record of the request; None for a recomputation, which is not observed."""
+        return None if self.recompute else self.state.trace
+
 
 @dataclass(eq=False, slots=True)
 class RequestState:
@@ -102,6 +109,7 @@ class RequestState:
         open_outputs: outputs of the flow whose last chunk is missing.
         hidden_states: (replica, address of the producer, name) of hidden states that replicas store for it.
         finished: the flow has ended; only the frontend may still work.
+        trace: the observer's record of it; None if it is not observed, or its end has been recorded.
     """
 
     request_id: str
@@ -120,6 +128,7 @@ class RequestState:
     recomputations: int = 0
     forwarded: bool = False
     finished: bool = False
+    trace: RequestTrace | None = None
     history: deque[tuple[Any, ...]] = field(default_factory=lambda: deque(maxlen=REMEMBERED_EVENTS))
 
     @classmethod
@@ -144,10 +153,48 @@ class RequestState:
     @property
     def waits(self) -> bool:
         """Whether it waits for a replica of any stage."""
-        return any(binding.waiting for binding in self)
+        return any(binding.waiting_since is not None for binding in self)
 
-    def story(self) -> str:
+    def history_text(self) -> str:
         """Its last events, as text for the log."""
         return f"request {self.external_id}, last events: " + "; ".join(
             " ".join(str(word) for word in entry if word is not None and word != "") for entry in self.history
         )
+
+
+class RequestObserver:
+    """The reports of the machine about requests. This observer drops them.
+
+    A `trace` of None is ignored by all methods.
+    """
+
+    def opened(self, event: Opened) -> RequestTrace | None:
+        """A request has arrived. Returns its record, which is passed to all later calls."""
+        return None
+
+    def sent(self, trace: RequestTrace | None, source: str | None, replica: ReplicaId, payload: Any = None) -> None:
+        """Stage `source` (None: the client) sends the request, or a chunk of it, to a replica."""
+
+    def produced(self, trace: RequestTrace | None, output: Output) -> None:
+        """A stage has returned an output."""
+
+    def emitted(self, trace: RequestTrace | None, stage: str, chunk: OutputChunk) -> None:
+        """A chunk of an output goes to the client; `stage` is "" before any stage has an output."""
+
+    def failed(self, trace: RequestTrace | None, stage: str, error: Exception) -> None:
+        """The request has failed in a stage."""
+
+    def ended(self, trace: RequestTrace | None, outcome: Outcome) -> None:
+        """The request has ended."""
+
+    def waiting(self, stage: str, requests: int) -> None:
+        """So many requests wait for a replica of a stage."""
+
+    def taken_over(self, stage: str) -> None:
+        """A request continues although its replica of a stage is lost."""
+
+    def fetched(self, source: str, target: str, seconds: float) -> None:
+        """A stage has fetched a KV cache of another one, `seconds` after the request was sent."""
+
+    def local_prefill(self, stage: str) -> None:
+        """The decode stage prefills a request itself."""

@@ -1,14 +1,15 @@
-"""Routing within one stage: picks a replica and registers the request in one step. Pure."""
+"""Routing within one stage: picks a replica for a request. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from vllm_omni_ext.errors import StageUnavailable, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.pool.affinity import Affinity, keys
 from vllm_omni_ext.pool.load import Load, estimate
 from vllm_omni_ext.pool.policies import LeastQueueLength, Policy
 
@@ -20,14 +21,21 @@ SLACK = 16.0
 short queue, not a long one."""
 
 
+REMEMBERED = 8192
+"""Sessions and media items that one stage's pool keeps; the least recently used are dropped first."""
+
+_DIGEST_BYTES = 16
+"""Keys are stored as digests: clients choose the text, which may be long."""
+
+
 class StagePool:
-    """The live replicas of one stage and the requests bound to them.
+    """The live replicas of one stage, and the number of requests that each of them has.
 
     A replica is open (takes requests), avoided (takes requests only while no replica is open) or draining (takes
     none). A sleeping replica gets requests only while no other replica takes any; they wait until it is woken.
 
     Args:
-        changed: called with the number of requests bound to a replica, whenever that number changes.
+        changed: called with the number of requests that a replica has, whenever that number changes.
         clients: number of API servers, each with a pool of its own over the same replicas.
         affinity: the replicas of earlier sessions and media items.
         decided: called for every routing decision, with its reason.
@@ -45,8 +53,7 @@ class StagePool:
         decided: Callable[[ReplicaId, Why], None] = lambda replica, why: None,
     ) -> None:
         self.stage = stage
-        self._bound: dict[ReplicaId, set[str]] = {}
-        self._where: dict[str, ReplicaId] = {}
+        self._requests: dict[ReplicaId, int] = {}
         self._open: dict[ReplicaId, float] = {}
         self._avoided: dict[ReplicaId, float] = {}
         self._asleep: set[ReplicaId] = set()
@@ -62,7 +69,7 @@ class StagePool:
     @property
     def replicas(self) -> tuple[ReplicaId, ...]:
         """The live replicas, draining ones included."""
-        return tuple(self._bound)
+        return tuple(self._requests)
 
     @property
     def takes_requests(self) -> bool:
@@ -76,13 +83,12 @@ class StagePool:
 
     def admit(
         self,
-        request_id: str,
         *,
         session: str | None = None,
         media: Sequence[str] = (),
         among: Collection[ReplicaId] | None = None,
     ) -> ReplicaId:
-        """Bind a request to a replica; a request that is bound already keeps its replica.
+        """Choose the replica of a new request; `release` must follow when the request has ended there.
 
         Args:
             session: requests of one session go to one replica, as far as its load allows.
@@ -92,14 +98,10 @@ class StagePool:
         Raises:
             StageUnavailable: no replica takes requests.
         """
-        if request_id in self._where:
-            return self._where[request_id]
         affinity = keys(session, media)
         replica, why = self._choose(affinity, among)
         self._affinity.remember(affinity, replica)
-        self._bound[replica].add(request_id)
-        self._where[request_id] = replica
-        self._recount(replica)
+        self._count(replica, 1)
         self._decided(replica, why)
         return replica
 
@@ -114,7 +116,7 @@ class StagePool:
         if among is not None:
             candidates = {replica: load for replica, load in candidates.items() if replica in among}
         if not candidates:
-            state = "is draining: all its replicas are" if self._bound else "has no live replica"
+            state = "is draining: all its replicas are" if self._requests else "has no live replica"
             raise StageUnavailable(f"stage '{self.stage}' {state}")
         if len(candidates) == 1:
             return next(iter(candidates)), "only"
@@ -126,35 +128,32 @@ class StagePool:
     def _awake(self, candidates: Mapping[ReplicaId, float]) -> dict[ReplicaId, float]:
         return {replica: load for replica, load in candidates.items() if replica not in self._asleep}
 
-    def replica_of(self, request_id: str) -> ReplicaId | None:
-        """The replica of a request; None if the request is not bound."""
-        return self._where.get(request_id)
-
-    def release(self, request_id: str) -> ReplicaId | None:
-        """Unbind a request and return its replica; None if it was not bound."""
-        replica = self._where.pop(request_id, None)
-        if replica is not None:
-            self._bound[replica].discard(request_id)
-            self._recount(replica)
-        return replica
+    def release(self, replica: ReplicaId) -> None:
+        """Record that a request has ended in a replica; UnknownMember if the replica is not in the pool."""
+        self.in_flight(replica)
+        self._count(replica, -1)
 
     def load(self, replica: ReplicaId) -> float:
-        """Estimated requests in a replica, of all API servers; of one that takes no new ones, those bound to it."""
-        return self._open.get(replica, float(len(self._bound.get(replica, ()))))
+        """Estimated requests in a replica, of all API servers; of one that takes no new ones, those of this one."""
+        return self._open.get(replica, float(self._requests.get(replica, 0)))
 
     def in_flight(self, replica: ReplicaId) -> int:
-        """Requests bound to a replica; UnknownMember if it is not in the pool."""
-        return len(self._requests(replica))
+        """Requests of this API server in a replica; UnknownMember if it is not in the pool."""
+        if replica not in self._requests:
+            known = ", ".join(map(str, self._requests)) or "none"
+            raise UnknownMember(f"no replica '{replica}' in the pool of '{self.stage}'; live: {known}")
+        return self._requests[replica]
 
     def publish(self, loads: Mapping[ReplicaId, Load]) -> None:
         """Replace the replicas' last reports; a replica that is not in `loads` has no report any more.
 
-        The first time a report is seen, the requests bound to the replica are recorded with it; see `estimate`.
+        The first time a report is seen, the requests of this API server in the replica are recorded with it; see
+        `estimate`.
 
         Raises:
             UnknownMember: a replica is not in the pool; nothing is changed.
         """
-        before, now = self._published, {r: (load, len(self._requests(r))) for r, load in loads.items()}
+        before, now = self._published, {r: (load, self.in_flight(r)) for r, load in loads.items()}
         for replica in before.keys() & now.keys():
             if before[replica][0] == now[replica][0]:
                 now[replica] = before[replica]
@@ -173,7 +172,7 @@ class StagePool:
             raise UnknownMember(f"'{replica}' is no replica of stage '{self.stage}'")
         if replica in self._open:
             return
-        self._bound.setdefault(replica, set())
+        self._requests.setdefault(replica, 0)
         self._avoided.pop(replica, None)
         self._open[replica] = 0.0
         self._weigh(replica)
@@ -185,17 +184,17 @@ class StagePool:
         self._weigh(replica)
 
     def drain(self, replica: ReplicaId) -> None:
-        """Send a replica no new requests; bound requests stay. UnknownMember if it is not in the pool."""
-        self._requests(replica)
+        """Send a replica no new requests; its requests stay. UnknownMember if it is not in the pool."""
+        self.in_flight(replica)
         self._open.pop(replica, None)
         self._avoided.pop(replica, None)
 
-    def rest(self, replica: ReplicaId) -> None:
+    def mark_asleep(self, replica: ReplicaId) -> None:
         """Mark a replica as sleeping; UnknownMember if it is not in the pool."""
-        self._requests(replica)
+        self.in_flight(replica)
         self._asleep.add(replica)
 
-    def rouse(self, replica: ReplicaId) -> None:
+    def mark_awake(self, replica: ReplicaId) -> None:
         """Mark a replica as awake."""
         self._asleep.discard(replica)
 
@@ -203,31 +202,64 @@ class StagePool:
         """Whether a replica is marked as sleeping."""
         return replica in self._asleep
 
-    def remove(self, replica: ReplicaId) -> tuple[str, ...]:
-        """Remove a replica and return the requests that were bound to it; they are unbound."""
-        lost = tuple(sorted(self._requests(replica)))
+    def remove(self, replica: ReplicaId) -> None:
+        """Remove a replica, with its requests; UnknownMember if it is not in the pool."""
         self.drain(replica)
-        self.rouse(replica)
-        self._affinity.forget(replica)
+        self.mark_awake(replica)
+        self._affinity.remove(replica)
         self._published.pop(replica, None)
-        del self._bound[replica]
-        for request_id in lost:
-            del self._where[request_id]
-        return lost
+        del self._requests[replica]
 
-    def _recount(self, replica: ReplicaId) -> None:
+    def _count(self, replica: ReplicaId, more: int) -> None:
+        self._requests[replica] += more
         self._weigh(replica)
-        self._changed(replica, len(self._bound[replica]))
+        self._changed(replica, self._requests[replica])
 
     def _weigh(self, replica: ReplicaId) -> None:
         """Update the estimated load of a replica."""
         load, then = self._published.get(replica, (None, 0))
         for candidates in (self._open, self._avoided):
             if replica in candidates:
-                candidates[replica] = estimate(load, then, len(self._bound[replica]), self._clients)
+                candidates[replica] = estimate(load, then, self._requests[replica], self._clients)
 
-    def _requests(self, replica: ReplicaId) -> set[str]:
-        if replica not in self._bound:
-            known = ", ".join(map(str, self._bound)) or "none"
-            raise UnknownMember(f"no replica '{replica}' in the pool of '{self.stage}'; live: {known}")
-        return self._bound[replica]
+
+class Affinity:
+    """The replicas of the last requests of sessions, and with media items; of bounded size.
+
+    Args:
+        limit: most keys that are kept.
+    """
+
+    def __init__(self, limit: int = REMEMBERED) -> None:
+        self._limit = limit
+        self._places: OrderedDict[bytes, ReplicaId] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def places(self, keys: Sequence[bytes]) -> Iterator[ReplicaId]:
+        """Replicas to which requests with these keys were sent, in the order of the keys."""
+        return (self._places[key] for key in keys if key in self._places)
+
+    def remember(self, keys: Sequence[bytes], replica: ReplicaId) -> None:
+        """Map these keys to `replica` from now on."""
+        for key in keys:
+            self._places[key] = replica
+            self._places.move_to_end(key)
+        while len(self._places) > self._limit:
+            self._places.popitem(last=False)
+
+    def remove(self, replica: ReplicaId) -> None:
+        """Drop all keys of a replica that is gone: its caches are lost."""
+        for key in [key for key, place in self._places.items() if place == replica]:
+            del self._places[key]
+
+
+def keys(session: str | None, media: Sequence[str]) -> tuple[bytes, ...]:
+    """Return the keys of a request in order of preference: its session, then its media items."""
+    named = [] if session is None else [("session", session)]
+    return tuple(_digest(kind, text) for kind, text in (*named, *(("media", item) for item in media)))
+
+
+def _digest(kind: str, text: str) -> bytes:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, person=kind.encode()).digest()

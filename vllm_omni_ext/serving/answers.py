@@ -22,6 +22,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_omni_ext.modalities.base import TEXT, Modality, ModalityStream, OutputChunk, ProgressChunk
 from vllm_omni_ext.modalities.chunks import TextChunk
+from vllm_omni_ext.observability.request_trace import RequestTrace, as_metrics
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.serving.responses import DONE, read_event, with_vllm_errors, write_event
 
@@ -77,6 +78,7 @@ class ChatAnswer:
         prompt: token ids, once the request has been rendered.
         prompt_audio: number of the prompt's tokens that are sound.
         chunks: the chunks of a whole answer other than text, by modality.
+        trace: the times of the request in each stage; None before it has begun.
     """
 
     options: RequestOptions
@@ -88,6 +90,15 @@ class ChatAnswer:
     prompt: list[int] = field(default_factory=list)
     prompt_audio: int = 0
     chunks: dict[str, list[OutputChunk]] = field(default_factory=dict)
+    trace: RequestTrace | None = None
+
+    def watch(self, trace: RequestTrace) -> None:
+        """Keep the record of the request; with several answers (`n`), that of the one that begins last."""
+        self.trace = trace
+
+    def stage_metrics(self) -> dict[str, Any]:
+        """Return `metrics` of the answer."""
+        return {} if self.trace is None else as_metrics(self.trace)
 
     @property
     def has_text(self) -> bool:

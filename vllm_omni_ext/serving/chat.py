@@ -26,8 +26,8 @@ from vllm.parser.abstract_parser import Parser
 from vllm_omni_ext.errors import OmniError, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.modalities.fields import choice, flag
-from vllm_omni_ext.observability.request_trace import as_metrics
 from vllm_omni_ext.omni import AsyncOmni
+from vllm_omni_ext.orchestrator.admission import Ticket
 from vllm_omni_ext.serving.answers import ChatAnswer, ChatStream
 from vllm_omni_ext.serving.limits.media import MediaNotFetched
 from vllm_omni_ext.serving.limits.validation import validate_json_values
@@ -81,14 +81,15 @@ class OmniServingChat(OpenAIServingChat):
         if raw_request is not None:
             sound_of_any_format(request.messages, (await raw_request.json()).get(MESSAGES))
         transcripts_for_assistant_audio(request.messages)
-        ticket = self.engine_client.expect(answer.options, all_text=self._watches(answer))
-        request.vllm_xargs = {**(request.vllm_xargs or {}), TICKET: ticket}
-        self._answers[ticket] = answer
+        ticket = Ticket(options=answer.options, all_text=self._watches(answer), watch=answer.watch)
+        key = self.engine_client.expect(ticket)
+        request.vllm_xargs = {**(request.vllm_xargs or {}), TICKET: key}
+        self._answers[key] = answer
         try:
             return await super().create_chat_completion(request, raw_request)
         finally:
-            del self._answers[ticket]
-            self.engine_client.withdraw(ticket)
+            del self._answers[key]
+            self.engine_client.withdraw(key)
 
     def _watches(self, answer: ChatAnswer) -> bool:
         """Return whether a tool call must be found before a whole answer ends, because it would be spoken."""
@@ -127,7 +128,7 @@ class OmniServingChat(OpenAIServingChat):
         self, request: ChatCompletionRequest, result_generator: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> ErrorResponse | ChatCompletionResponse:
         """vLLM's hook for the whole answer."""
-        answer, watch = self._begin(request, request_id, kwargs), None
+        answer, watch = self._begin(request, kwargs), None
         if self._watches(answer):
             _, _, tokenizer, *_ = args
             parser = self._make_parser(request, tokenizer, self._effective_chat_template_kwargs(request))
@@ -138,7 +139,7 @@ class OmniServingChat(OpenAIServingChat):
             await answer.complete(response)
             if answer.metrics:
                 stock = {} if response.metrics is None else response.metrics.model_dump(exclude_none=True)
-                response.metrics = PerRequestMetrics(**stock, **self._metrics(request_id))
+                response.metrics = PerRequestMetrics(**stock, **answer.stage_metrics())
         return response
 
     def chat_completion_stream_generator(
@@ -151,25 +152,19 @@ class OmniServingChat(OpenAIServingChat):
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
         """vLLM's hook for the answer as server-sent events."""
-        answer, stock = self._begin(request, request_id, kwargs), super().chat_completion_stream_generator
-        metrics = (lambda: self._metrics(request_id)) if answer.metrics else None
+        answer, stock = self._begin(request, kwargs), super().chat_completion_stream_generator
+        metrics = answer.stage_metrics if answer.metrics else None
         text_only = partial(self.engine_client.text_only, request_id)
         stream = ChatStream(answer, request_id=request_id, model=model_name, metrics=metrics, text_only=text_only)
         return stream.events(
             result_generator, lambda text: stock(request, text, request_id, model_name, *args, **kwargs)
         )
 
-    def _begin(self, request: ChatCompletionRequest, request_id: str, hook_arguments: dict[str, Any]) -> ChatAnswer:
+    def _begin(self, request: ChatCompletionRequest, hook_arguments: dict[str, Any]) -> ChatAnswer:
         """Return the request's answer, with the arguments of vLLM's hooks."""
         answer = self._answer(request)
         answer.prompt_audio = int((hook_arguments.get("mm_token_counts") or {}).get("audio", 0))
-        if answer.metrics:
-            self.engine_client.observer.keep(request_id)
         return answer
-
-    def _metrics(self, request_id: str) -> dict[str, Any]:
-        record = self.engine_client.observer.trace(request_id)
-        return {} if record is None else as_metrics(record)
 
 
 async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatAnswer:

@@ -1,4 +1,4 @@
-"""`/health`, the probes of Kubernetes, `/v1/omni/status` and `/v1/omni/trace/{request_id}`.
+"""`/health`, the probes of Kubernetes, `/metrics` and `/v1/omni/status`.
 
 A missing replica fails readiness only, so Kubernetes does not restart the server: its supervisor starts the replica
 again. Liveness fails if only a restart of the server helps: a stage that requests need was given up (`restart_limit`),
@@ -17,9 +17,11 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.observability.request_trace import as_trace
+from vllm_omni_ext.observability.engine_stats import ReplicaLabels
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.spec import KV
 from vllm_omni_ext.runtime.control import Server
@@ -63,7 +65,7 @@ class Progress:
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add our routes before vLLM's, so that ours answers `/health`, and the state of the probes."""
+    """Add our routes before vLLM's, so that ours answer `/health` and `/metrics`, and the state of the probes."""
     app.state.progress = Progress()
     before = list(app.router.routes)
     app.include_router(router)
@@ -135,6 +137,13 @@ def _probed(reasons: list[str]) -> JSONResponse:
     return JSONResponse({"status": "failed", "reason": "; ".join(reasons)}, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
+@router.get("/metrics", include_in_schema=False)
+def metrics() -> Response:
+    """Return all metrics, as vLLM does."""
+    metrics: Any = ReplicaLabels(get_prometheus_registry())
+    return Response(generate_latest(metrics), media_type=CONTENT_TYPE_LATEST)
+
+
 @router.get("/v1/omni/status", dependencies=[Depends(KnownParameters())])
 async def status(request: Request) -> dict[str, Any]:
     """Return every process with its load."""
@@ -153,20 +162,6 @@ async def status(request: Request) -> dict[str, Any]:
         "api_servers": _api_servers(omni),
         "uptime_s": round(time.time() - omni.connections.started, 3),
     }
-
-
-@router.get("/v1/omni/trace/{request_id}", dependencies=[Depends(KnownParameters())])
-async def trace(request_id: str, request: Request) -> Response:
-    """Return a request's trace for Perfetto or chrome://tracing; if another API server's, only after its end."""
-    omni: AsyncOmni = request.app.state.engine_client
-    record = omni.observer.trace(request_id)
-    if record is not None:
-        return JSONResponse(as_trace(record))
-    if omni.trace_files is not None and (trace := omni.trace_files.read(request_id)) is not None:
-        return Response(trace, media_type="application/json")
-    message = f"nothing is kept about request '{request_id}'; send it with return_stage_metrics: true"
-    error = {"message": message, "type": "NotFoundError", "param": "request_id", "code": 404}
-    return JSONResponse({"error": error}, HTTPStatus.NOT_FOUND)
 
 
 def kinds_of(omni: AsyncOmni, asked: str | None = None) -> dict[str, list[str]]:

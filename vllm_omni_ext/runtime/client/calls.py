@@ -12,8 +12,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_ext.errors import CallFailed, RequestFailed, StageUnavailable, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.orchestrator.orchestrator import Replica
 from vllm_omni_ext.pool.stage_pool import StagePool
-from vllm_omni_ext.runtime.client.replica import Replica
 from vllm_omni_ext.runtime.operator_state import ReplicasSlept
 
 TIMEOUT_S = 600.0
@@ -209,9 +209,9 @@ class Calls:
         for replica in map(ReplicaId.parse, change.replicas):
             pool = self._pools[replica.stage]
             if change.asleep and replica in pool.replicas:
-                pool.rest(replica)
+                pool.mark_asleep(replica)
             elif not change.asleep:
-                pool.rouse(replica)
+                pool.mark_awake(replica)
 
 
 async def _call(replica: Replica, utility: str, args: tuple[Any, ...], timeout_s: float | None) -> Reply:

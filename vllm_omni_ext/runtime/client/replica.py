@@ -1,4 +1,4 @@
-"""The `Replica` protocol that the orchestrator uses, and its implementation with the stock vLLM client."""
+"""A replica, reached through the stock vLLM client."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -14,27 +14,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.wire.stage_input import ABORT_CLIENT
-
-
-class Replica(Protocol):
-    """A replica, as the orchestrator uses it."""
-
-    id: ReplicaId
-
-    async def add(self, request: EngineCoreRequest) -> None:
-        """Send a request, or a chunk of one."""
-
-    async def abort(self, request_ids: list[str]) -> None:
-        """End requests; unknown ids are ignored by the engine."""
-
-    async def call(self, utility: str, *args: Any) -> Any:
-        """Call one of the client's utilities, e.g. `sleep_async`; EngineDeadError if the replica is dead."""
-
-    async def outputs(self) -> EngineCoreOutputs:
-        """The next outputs; EngineDeadError if the replica is dead."""
-
-    def close(self, timeout: float | None = None) -> None:
-        """Close the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +127,14 @@ class StockReplica:
         return bool(self.client.resources.engine_dead)
 
 
-def forget_request(client: int, before: float) -> EngineCoreRequest:
+def abort_client(client: int, before: float) -> EngineCoreRequest:
     """A request that aborts the requests that a dead API server sent until `before` (Unix seconds); see
     `wire.stage_input.ABORT_CLIENT`.
     """
     from vllm.sampling_params import SamplingParams
 
     return EngineCoreRequest(
-        request_id=f"forget-{client}-{before}",
+        request_id=f"abort-client-{client}-{before}",
         prompt_token_ids=[0],
         mm_features=None,
         sampling_params=SamplingParams(extra_args={ABORT_CLIENT: {"client": client, "before": before}}),

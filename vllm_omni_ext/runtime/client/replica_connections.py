@@ -31,7 +31,7 @@ from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.client.client import Client, Listeners, addresses
-from vllm_omni_ext.runtime.client.replica import StockReplica, forget_request
+from vllm_omni_ext.runtime.client.replica import StockReplica, abort_client
 from vllm_omni_ext.runtime.control import Server, SharedCounters
 from vllm_omni_ext.runtime.operator_state import OperatorState
 from vllm_omni_ext.topology.placement import devices_of, longest_sequence
@@ -267,11 +267,11 @@ class ReplicaConnections:
     def _mark_asleep(self, *replicas: ReplicaId) -> None:
         for replica in replicas:
             if replica in self._pools[replica.stage].replicas:
-                self._pools[replica.stage].rest(replica)
+                self._pools[replica.stage].mark_asleep(replica)
 
     def _mark_awake(self, replica: ReplicaId) -> None:
         self._asleep.discard(replica)
-        self._pools[replica.stage].rouse(replica)
+        self._pools[replica.stage].mark_awake(replica)
         if (report := self.reports.get(replica)) is not None:
             self._outdated[replica] = report.entry.load
 
@@ -324,7 +324,7 @@ class ReplicaConnections:
     def forget_requests_of(self, client: int, before: float) -> None:
         """Make all replicas abort the requests that a dead API server had sent until `before` (Unix time, seconds)."""
         for replica in self.replicas.values():
-            self._spawn(replica.add(forget_request(client, before)))
+            self._spawn(replica.add(abort_client(client, before)))
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
         """A replica's process has ended or failed to start; `again` if the process will be restarted."""
