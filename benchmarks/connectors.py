@@ -1,11 +1,12 @@
 """Measures a chunk on each connector between two processes, and a plain copy of as many bytes in the same run.
 
 `put` is the time of the producer's thread. `there` is the time from the beginning of the put until the consumer has the
-tensor (its `get` waits already). CPU time and context switches are of both processes. The copies are by construction
-(see the modules).
+tensor, including a message through a pipe that announces it. CPU time and context switches are of both processes. The
+copies are by construction (see the modules).
 
-The second table has the system calls of both processes, counted by strace, for chunks that arrive one by one while the
-reader waits. `naming` are calls that make, open or remove something in a file system, or make memory that is a file.
+The second table has the system calls of both processes, counted by strace, for chunks that are read one by one, with
+their announcements. `naming` are calls that make, open or remove something in a file system, or make memory that is a
+file.
 
     python benchmarks/connectors.py [--connectors shared_memory tcp mooncake] [--seconds 2]
 
@@ -21,7 +22,6 @@ import multiprocessing
 import os
 import resource
 import statistics
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -31,12 +31,12 @@ import numpy as np
 import syscalls
 import torch
 
-from vllm_omni_ext.connectors.base import MIB, ChunkKey, Connector, ConnectorConfig, Consumer
+from vllm_omni_ext.connectors.base import MIB, ConnectorConfig, Consumer
 from vllm_omni_ext.connectors.registry import connector
 
 SIZES = (4096, MIB, 64 * MIB)
 EDGE = "hidden_states"
-FEWEST = 5
+FEWEST, TIMEOUT_S = 5, 60.0
 COUNTED, APART_S = 200, 0.01
 """Chunks whose system calls are counted, and the seconds between them, so that each wakes its reader."""
 
@@ -55,17 +55,13 @@ def usage() -> tuple[float, int]:
 
 
 def read(consumer: Consumer, pipe: Any) -> None:
-    """Send the arrival time of each chunk, on the clock of all processes, until None is received."""
+    """Send the arrival time of each announced chunk, on the clock of all processes, until None is received."""
     while (told := pipe.recv()) is not None:
         request, source = told
-        if source is None:
-            consumer.forget(request)
-            pipe.send(usage())
-            continue
-        consumer.open(request, source)
-        pipe.send(None)
-        part = consumer.get(ChunkKey(request, EDGE, 0)).parts[0]
-        pipe.send((time.perf_counter(), part.numel()))
+        numel = consumer.get(source, request, 0, TIMEOUT_S).numel()
+        pipe.send((time.perf_counter(), numel))
+        consumer.forget(source, request)
+        pipe.send(usage())
 
 
 def reader(config: ConnectorConfig, pipe: Any, work: Callable[[Consumer, Any], None]) -> None:
@@ -74,14 +70,11 @@ def reader(config: ConnectorConfig, pipe: Any, work: Callable[[Consumer, Any], N
         work(consumer, pipe)
 
 
-def reading(made: Connector, work: Callable[[Consumer, Any], None]) -> tuple[Any, Any]:
-    """Start a consumer in a process (`in_process`: in a thread). Return a pipe to it, and the process or thread."""
+def reading(config: ConnectorConfig, work: Callable[[Consumer, Any], None]) -> tuple[Any, Any]:
+    """Start a consumer in a process. Return a pipe to it, and the process."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    if made.config.name == "in_process":
-        other: Any = threading.Thread(target=work, args=(made.consumer(EDGE), theirs))
-    else:
-        other = spawn.Process(target=reader, args=(made.config, theirs, work))
+    other = spawn.Process(target=reader, args=(config, theirs, work))
     other.start()
     return ours, other
 
@@ -89,23 +82,20 @@ def reading(made: Connector, work: Callable[[Consumer, Any], None]) -> tuple[Any
 def measure(name: str, size: int, seconds: float) -> str:
     """Return one line of the table."""
     config = ConnectorConfig(name=name, capacity_bytes=2 * SIZES[-1])
-    made = connector(config)
-    ours, other = reading(made, read)
+    ours, other = reading(config, read)
     puts, theres = [], []
-    with made.producer(EDGE) as producer:
+    with connector(config).producer(EDGE) as producer:
         tensor = torch.ones(size, dtype=torch.uint8)
         cpu: list[tuple[float, int]] = []
         end, count = 0.0, 0
         while count < FEWEST + 1 or time.perf_counter() < end:
             request = f"r{count}"
-            ours.send((request, producer.address))
-            ours.recv()
             start = time.perf_counter()
-            producer.put(ChunkKey(request, EDGE, 0), [tensor], last=True)
+            producer.put(request, 0, tensor)
             put = time.perf_counter()
+            ours.send((request, producer.address))
             arrived, numel = ours.recv()
             assert numel == size
-            ours.send((request, None))
             total = [sum(both) for both in zip(usage(), ours.recv(), strict=True)]
             cpu.append((total[0], int(total[1])))
             if count:  # the first connects and touches memory for the first time
@@ -127,12 +117,11 @@ def measure(name: str, size: int, seconds: float) -> str:
 
 
 def follow(consumer: Consumer, pipe: Any) -> None:
-    """Read one request's chunks as they arrive."""
-    request, source = pipe.recv()
-    consumer.open(request, source)
-    pipe.send(None)
+    """Read one request's chunks as they are announced."""
+    source = pipe.recv()
     for index in range(COUNTED + 1):
-        consumer.get(ChunkKey(request, EDGE, index))
+        pipe.recv()
+        consumer.get(source, "r", index, TIMEOUT_S)
         if index in (0, COUNTED):
             pipe.send(None)
     pipe.recv()
@@ -141,17 +130,17 @@ def follow(consumer: Consumer, pipe: Any) -> None:
 def calls(name: str, size: int) -> str:
     """Return one line of the second table, without the producer's pauses."""
     config = ConnectorConfig(name=name, capacity_bytes=2 * COUNTED * size)
-    made = connector(config)
-    ours, other = reading(made, follow)
-    with made.producer(EDGE) as producer:
-        ours.send(("r", producer.address))
-        ours.recv()
-        producer.put(ChunkKey("r", EDGE, 0), [torch.ones(size, dtype=torch.uint8)])
+    ours, other = reading(config, follow)
+    with connector(config).producer(EDGE) as producer:
+        ours.send(producer.address)
+        producer.put("r", 0, torch.ones(size, dtype=torch.uint8))
+        ours.send(None)
         ours.recv()
         pids = {"producer": os.getpid()} | {"consumer": other.pid}
         with syscalls.counted(pids) as counts:
             for index in range(1, COUNTED + 1):
-                producer.put(ChunkKey("r", EDGE, index), [torch.ones(size, dtype=torch.uint8)])
+                producer.put("r", index, torch.ones(size, dtype=torch.uint8))
+                ours.send(None)
                 time.sleep(APART_S)
             ours.recv()
         ours.send(None)

@@ -71,11 +71,7 @@ LIGHT_AT_THE_TOP = (
     "connectors.arena",
     "connectors.base",
     "connectors.chunks",
-    "connectors.base_impl",
-    "connectors.producer_state",
-    "connectors.consumer_state",
     "connectors.registry",
-    "connectors.tensors",
     "cli.main",
 )
 """Modules that are imported in plain runs or for --help: nothing heavy at their top."""

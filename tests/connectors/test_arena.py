@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_omni_ext.connectors.arena import ALIGNMENT, Arena, aligned
+from vllm_omni_ext.connectors.arena import ALIGNMENT, Arena, room
 
 LINES = 20
 
@@ -22,7 +22,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(size=st.integers(0, 8 * ALIGNMENT))
     def take(self, size: int) -> None:
-        need = max(1, aligned(size) // ALIGNMENT)
+        need = room(size) // ALIGNMENT
         fits = [at for at in range(LINES - need + 1) if self.lines[at : at + need] == [None] * need]
         place = self.arena.take(size)
         if not fits:

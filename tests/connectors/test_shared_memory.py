@@ -6,19 +6,18 @@ import mmap
 import os
 import socket
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 import torch
 
-from vllm_omni_ext.connectors.base import ConnectorConfig, ProducerLost
-from vllm_omni_ext.connectors.conformance import EDGE, PATIENCE_S, child, consume, empty, eventually, key, produce
-from vllm_omni_ext.connectors.messages import Welcome
-from vllm_omni_ext.connectors.shared_memory import SharedConsumer, SharedMemory, SharedProducer, _map
+from vllm_omni_ext.connectors import shared_memory
+from vllm_omni_ext.connectors.base import ConnectorConfig, Forgotten, ProducerLost
+from vllm_omni_ext.connectors.conformance import EDGE, PATIENCE_S, child, consume, eventually, produce
+from vllm_omni_ext.connectors.shared_memory import SharedConsumer, SharedMemory, SharedProducer, memory_socket
+from vllm_omni_ext.connectors.zmq_transport import parse
 
 CONFIG = ConnectorConfig(name="shared_memory")
 
@@ -62,18 +61,16 @@ def test_no_chunk_makes_a_file_or_a_descriptor(
     ends: tuple[SharedProducer, SharedConsumer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer, consumer = ends
-    producer.put(key("first"), [b"x"])
-    consumer.open("first", producer.address)
-    consumer.get(key("first"))
+    producer.put("first", 0, torch.ones(1))
+    consumer.get(producer.address, "first", 0, PATIENCE_S)
     before, descriptors, made = files(), len(os.listdir("/proc/self/fd")), []
     with monkeypatch.context() as spied:
         for name in ("open", "memfd_create", "mkdir", "dup"):
             spied.setattr(os, name, lambda *args, name=name, **kwargs: made.append((name, args)))
         spied.setattr("mmap.mmap", lambda *args, **kwargs: made.append(("mmap", args)))
-        consumer.open("a", producer.address)
         for index in range(100):
-            producer.put(key("a", index), [torch.full((64,), index)])
-            assert consumer.get(key("a", index)).parts[0][0] == index
+            producer.put("a", index, torch.full((64,), index))
+            assert consumer.get(producer.address, "a", index, PATIENCE_S)[0] == index
     assert made == []
     assert files() == before
     assert len(os.listdir("/proc/self/fd")) <= descriptors
@@ -83,8 +80,9 @@ def test_nothing_is_left_when_both_ends_are_killed() -> None:
     before = files()
     with child(produce, CONFIG) as writer, child(consume, CONFIG) as reader:
         source = writer.receive()
-        reader.pipe.send(("a", source, 5))
         writer.pipe.send(("a", 5, 10_000))
+        writer.receive()
+        reader.pipe.send(("a", source, 5))
         reader.receive()
         in_folders, made = open_in(writer.process.pid)
         assert made and in_folders == open_in(reader.process.pid)[0] == set()
@@ -94,70 +92,35 @@ def test_nothing_is_left_when_both_ends_are_killed() -> None:
     eventually(lambda: not made & set(sockets()), "the name of a killed producer is still taken")
 
 
-def test_chunks_that_have_arrived_can_be_read_after_the_producers_death() -> None:
-    with child(produce, CONFIG) as writer, SharedMemory(CONFIG).consumer(EDGE) as consumer:
-        source = writer.receive()
-        consumer.open("a", source)
-        writer.pipe.send(("a", 2, 10))
-        consumer.get(key("a", 1), PATIENCE_S)
-        writer.kill()
-        eventually(lambda: consumer.stats().links == 0, "the death was not noticed")
-        assert torch.equal(consumer.get(key("a", 0)).parts[0], torch.zeros(10, 64))
-        consumer.open("a", source)
-        with pytest.raises(ProducerLost):
-            consumer.get(key("a", 2), PATIENCE_S)
-
-
-def test_memory_that_is_being_read_is_not_used_again(ends: tuple[SharedProducer, SharedConsumer]) -> None:
+def test_a_chunk_whose_memory_is_used_again_while_it_is_read_is_forgotten(
+    ends: tuple[SharedProducer, SharedConsumer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     producer, consumer = ends
-    producer.put(key("a"), [torch.ones(100)])
-    consumer.open("a", producer.address)
-    reading, go_on, fetch = threading.Event(), threading.Event(), consumer._fetch
+    producer.put("a", 0, torch.ones(100))
+    copy = shared_memory.copy_bytes
 
-    def slowly(*args):
-        reading.set()
-        assert go_on.wait(PATIENCE_S)
-        return fetch(*args)
-
-    consumer._fetch = slowly
-    got = []
-    thread = threading.Thread(target=lambda: got.append(consumer.get(key("a")).parts[0]))
-    thread.start()
-    assert reading.wait(PATIENCE_S)
-    producer.forget("a")
-    producer.put(key("b"), [torch.zeros(100)])
-    time.sleep(0.2)
-    go_on.set()
-    thread.join()
-    assert torch.equal(got[0], torch.ones(100))
-    producer.forget("b")
-    eventually(lambda: producer.stats().held_bytes == 0, "the reader's end was not noticed")
-
-
-def test_a_stopped_reader_holds_memory_and_a_killed_one_does_not() -> None:
-    with SharedMemory(CONFIG).producer(EDGE) as producer, child(consume, CONFIG) as reader:
-        producer.put(key("a"), [torch.ones(100)], last=True)
-        reader.pipe.send(("a", producer.address, 1))
-        reader.receive()
-        process = psutil.Process(reader.process.pid)
-        process.suspend()
-        eventually(lambda: process.status() == psutil.STATUS_STOPPED, "it goes on")
+    def late(target: Any, source: Any) -> None:
+        monkeypatch.setattr(shared_memory, "copy_bytes", copy)
         producer.forget("a")
-        time.sleep(0.3)
-        assert producer.stats().held_bytes > 0, "a reader that is only stopped may go on"
-        reader.kill()
-        eventually(lambda: empty(producer), "a dead reader holds memory")
+        producer.put("b", 0, torch.zeros(100))
+        copy(target, source)
+
+    monkeypatch.setattr(shared_memory, "copy_bytes", late)
+    with pytest.raises(Forgotten):
+        consumer.get(producer.address, "a", 0, PATIENCE_S)
+    assert torch.equal(consumer.get(producer.address, "b", 0, PATIENCE_S), torch.zeros(100))
 
 
 def test_a_consumer_cannot_write(ends: tuple[SharedProducer, SharedConsumer]) -> None:
-    welcome = ends[0]._welcome()
-    assert isinstance(welcome, Welcome)
-    assert _map(welcome.memory, welcome.size).readonly
+    producer, consumer = ends
+    producer.put("a", 0, torch.ones(100))
+    consumer.get(producer.address, "a", 0, PATIENCE_S)
+    assert consumer._links[producer.address].memory.readonly
     with socket.socket(socket.AF_UNIX) as counter:
-        counter.connect(f"\0{welcome.memory}")
+        counter.connect(memory_socket(parse(producer.address)[0]))
         _, (descriptor,), _, _ = socket.recv_fds(counter, 1, 1)
     with pytest.raises(PermissionError):
-        mmap.mmap(descriptor, welcome.size)
+        mmap.mmap(descriptor, CONFIG.capacity_bytes)
     with pytest.raises(PermissionError):
         os.pwrite(descriptor, b"x", 0)
     with pytest.raises(PermissionError):
@@ -169,8 +132,8 @@ def test_another_user_does_not_receive_the_memory(
     ends: tuple[SharedProducer, SharedConsumer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer, consumer = ends
+    producer.put("a", 0, torch.ones(100))
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    consumer.open("a", producer.address)
     with pytest.raises(ProducerLost, match="same user"):
-        consumer.get(key("a"), PATIENCE_S)
+        consumer.get(producer.address, "a", 0, PATIENCE_S)
     eventually(lambda: producer.stats().dropped == 1, "it was not counted")

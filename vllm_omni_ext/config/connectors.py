@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from pydantic import ConfigDict
@@ -12,7 +11,7 @@ from typing_extensions import TypedDict
 from vllm_omni_ext.config.checks import Port, Positive, Seconds, Text
 from vllm_omni_ext.config.parse import checked
 from vllm_omni_ext.connectors.base import MIB
-from vllm_omni_ext.connectors.registry import CONNECTORS
+from vllm_omni_ext.connectors.registry import check_name
 from vllm_omni_ext.errors import ConfigError
 
 HERE, ANYWHERE = "shared_memory", "tcp"
@@ -32,7 +31,6 @@ class ConnectorSettings(TypedDict, total=False):
     name: Text
     capacity_bytes: Positive
     window_bytes: Positive
-    max_requests: Positive
     timeout_s: Seconds
     retention_s: Seconds
     host: Text
@@ -52,14 +50,9 @@ def connector_settings(path: str, said: Mapping[str, Any], *, spread: bool) -> d
         ConfigError: an unknown field or connector, or a value of the wrong type.
     """
     settings = {"name": ANYWHERE if spread else HERE, **DEFAULTS, **checked(ConnectorSettings, said, path=path)}
-    _check_name(f"{path}.name", settings["name"], spread=spread)
+    check_name(f"{path}.name", settings["name"])
+    if settings["name"] == HERE and spread:
+        raise ConfigError(
+            f"{path}.name: replicas may join from other hosts (master_address); use {ANYWHERE}, got '{HERE}'"
+        )
     return settings
-
-
-def _check_name(path: str, name: str, *, spread: bool) -> None:
-    if ":" not in name and name not in CONNECTORS:
-        near = get_close_matches(name, CONNECTORS, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"use {', '.join(CONNECTORS)}, or module:Class"
-        raise ConfigError(f"{path}: no connector '{name}'; {hint}")
-    if name == HERE and spread:
-        raise ConfigError(f"{path}: replicas may join from other hosts (master_address); use {ANYWHERE}, got '{name}'")

@@ -13,9 +13,9 @@ ALIGNMENT = 64
 """Bytes of a cache line, which is enough for every element type."""
 
 
-def aligned(size: int) -> int:
-    """`size` rounded up to whole cache lines."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def room(size: int) -> int:
+    """`size` rounded up to whole cache lines, at least one."""
+    return max(1, -(-size // ALIGNMENT)) * ALIGNMENT
 
 
 class Arena:
@@ -30,7 +30,7 @@ class Arena:
 
     def take(self, size: int) -> int | None:
         """Allocate `size` bytes and return their offset; None without a free span. 0 bytes take one cache line."""
-        size = max(aligned(size), ALIGNMENT)
+        size = room(size)
         spans = enumerate(zip(self._starts, self._stops, strict=True))
         found = next(((at, start, stop) for at, (start, stop) in spans if stop - start >= size), None)
         if found is None:

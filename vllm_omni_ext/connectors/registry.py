@@ -16,14 +16,19 @@ CONNECTORS = {
 """Name to `module:class`. A connector that is not in this table is configured by its `module:class`."""
 
 
+def check_name(path: str, name: str) -> None:
+    """Raise ConfigError, with the path of the setting, unless a name is in the table or a `module:class`."""
+    if ":" not in name and name not in CONNECTORS:
+        near = get_close_matches(name, CONNECTORS, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"use {', '.join(CONNECTORS)}, or module:Class"
+        raise ConfigError(f"{path}: no connector '{name}'; {hint}")
+
+
 def connector(config: ConnectorConfig) -> Connector:
     """Make the configured connector; ConfigError if its name is unknown or it cannot be used on this machine."""
+    check_name("connector.name", config.name)
     place = CONNECTORS.get(config.name, config.name)
-    module, colon, name = place.partition(":")
-    if not colon:
-        near = get_close_matches(config.name, CONNECTORS, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(CONNECTORS)}, and 'module:Class'"
-        raise ConfigError(f"connector.name: no connector '{config.name}'; {hint}")
+    module, _, name = place.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

@@ -1,33 +1,50 @@
-"""Connections between producers and consumers in different processes: ZeroMQ, one thread at each end, no polling.
+"""Producers and consumers in different processes, connected by ZeroMQ.
 
-A producer binds a ROUTER; every consumer connects a DEALER to it and sends `Hello` with the token of the address. Over
-TCP, sockets may have CURVE keys (`ConnectorConfig.listening`, `connecting`). The threads sleep until a message, a
-closed connection, a call from another thread (an eventfd) or a deadline of the `ProducerState`.
+A producer binds a ROUTER, whose thread answers the requests of consumers; it sleeps until a message arrives. A consumer
+has no thread: it connects a DEALER to each producer, sends a request and waits for the reply. Over TCP, sockets may
+have CURVE keys (`ConnectorConfig.listening`, `connecting`).
+
+Where consumers read the producer's memory, a consumer reads a chunk in this order: request, copy, the same request
+again. The second reply shows that the producer still had the chunk when the copy was complete; the memory of a
+forgotten request is used again at once.
 """
 
 from __future__ import annotations
 
 import hmac
+import itertools
 import logging
 import math
-import os
 import re
 import secrets
-import select
+import socket
 import threading
 import time
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from vllm_omni_ext.connectors import messages as wire
-from vllm_omni_ext.connectors.base import Arrived, ConnectorConfig, ConnectorError
-from vllm_omni_ext.connectors.base_impl import Memory, ReceivingConsumer, StoringProducer
-from vllm_omni_ext.connectors.producer_state import Action, Deliver, Say
+from vllm_omni_ext.connectors.arena import room
+from vllm_omni_ext.connectors.base import (
+    MAX_NAME,
+    BackPressure,
+    ConnectorConfig,
+    ConnectorError,
+    Consumer,
+    DeadlinePassed,
+    Forgotten,
+    Producer,
+    ProducerLost,
+    Stats,
+)
 from vllm_omni_ext.encoding import Malformed
 from vllm_omni_ext.ports import bind_within
 
@@ -40,24 +57,15 @@ SLICE_BYTES = 4 * 1024 * 1024
 ENVELOPE_BYTES = 64
 """Bytes that encryption adds to a frame (CURVE: 33); libzmq's limits include them."""
 
-QUEUED_SLICES = 16
-"""High-water mark of a consumer: frames that wait for its thread. Beyond it the sender's TCP connection stalls."""
-
 PING_MS = 1_000
 PEER_GONE_MS = 10_000
 """libzmq's heartbeats, for hosts that are unreachable: a process that ends closes its connections at once."""
 
+RECONNECT_MS = 3_600_000
+"""libzmq's own reconnection is not used: a consumer closes a lost connection, and connects again at the next call."""
+
 HANDSHAKE_MS = 2_000
 """A peer that accepts a connection without a ZMTP handshake is disconnected after this time."""
-
-PROBE_S = 10.0
-"""How often a producer checks that its consumers are still connected, while it has requests."""
-
-ENDING_PROBE_S = 0.5
-"""The same, while the memory of an ended request waits for its consumers."""
-
-READ_AT_ONCE = 256
-"""Most messages that are read in one turn of the loop."""
 
 LOST = {
     zmq.EVENT_DISCONNECTED: "the connection to the producer was lost",
@@ -66,96 +74,54 @@ LOST = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "what listens at the producer's address is no producer",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the producer does not accept this connection",
 }
+"""Events after which a consumer closes a connection."""
 
 _ADDRESS = re.compile(r"((?:tcp|ipc)://[^#\s]+)#([0-9a-f]{32})")
 
 log = logging.getLogger(__name__)
 
 
-class _Thread:
-    """A thread around a poller that other threads can wake."""
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A stored chunk; the type of `kept` depends on the connector."""
 
-    def __init__(self, name: str) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._poller = zmq.Poller()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller.register(self._wake, select.POLLIN)
-        self._waking = threading.Lock()
-        self._ending = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def _rouse(self) -> None:
-        with self._waking:
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
-
-    def _sleep(self, until: float) -> dict[Any, int]:
-        """Events by socket or file descriptor."""
-        left = until - time.monotonic()
-        ready = dict(self._poller.poll(None if left == math.inf else max(0, math.ceil(left * 1000))))
-        if ready.pop(self._wake, None):
-            os.eventfd_read(self._wake)
-        return ready
-
-    def _run(self) -> None:
-        try:
-            while not self._ending:
-                self._turn()
-        except Exception:  # a bug: no thread may keep waiting for this producer or consumer
-            log.exception("%s has failed", self._thread.name)
-            self._broken()
-        finally:
-            self._context.destroy(linger=0)
-
-    def _end(self) -> None:
-        """End the thread. May be called twice."""
-        self._ending = True
-        self._rouse()
-        if self._thread.ident is not None:
-            self._thread.join()
-        with self._waking:
-            if self._wake >= 0:
-                os.close(self._wake)
-            self._wake = -1
-
-    @abstractmethod
-    def _broken(self) -> None:
-        """End all waits after the thread has failed."""
-
-    @abstractmethod
-    def _turn(self) -> None:
-        """Sleep until the next event, then handle all pending work."""
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    kept: Any
 
 
-class LinkedProducer(StoringProducer, _Thread):
+@dataclass(slots=True)
+class _Request:
+    """`reader`: the connection of the consumer that read last."""
+
+    chunks: list[_Held] = field(default_factory=list)
+    used_at: float = 0.0
+    reader: bytes | None = None
+
+
+class LinkedProducer(Producer):
     """A producer behind a ROUTER.
 
     Args:
         bind: ZeroMQ address; port `*` is any port of the configuration's `ports`.
-        also: a further file descriptor to poll; `_ready` handles its events.
+        also: a listening socket to poll; `_connected` handles its connections.
     """
 
-    def __init__(
-        self,
-        edge: str,
-        config: ConnectorConfig,
-        memory: Memory,
-        *,
-        leases: bool,
-        bind: str,
-        also: int | None = None,
-    ) -> None:
-        StoringProducer.__init__(self, edge, config, memory, leases=leases)
-        _Thread.__init__(self, f"omni-producer-{edge}")
+    def __init__(self, edge: str, config: ConnectorConfig, *, bind: str, also: socket.socket | None = None) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._requests: OrderedDict[str, _Request] = OrderedDict()  # the one that was used last is last
+        self._held_bytes = 0
+        self._dropped = 0
+        self._closed = False
         self._token = secrets.token_hex(16)
-        self._outbox: deque[Say | Deliver] = deque()
-        self._peers: set[bytes] = set()
-        self._probe = math.inf
+        self._also = also
+        self._context: zmq.Context[Any] = zmq.Context()
         self._router: zmq.Socket[Any] = self._context.socket(zmq.ROUTER)
         self._router.maxmsgsize = _as_sent(wire.MAX_MESSAGE_BYTES, config.listening)
-        self._router.router_mandatory = True  # sending to an unreachable consumer raises instead of dropping
-        self._router.sndhwm = 0  # no limit of messages: the windows limit the bytes in flight
-        _watch_peer(self._router, bind, config.listening)
+        self._router.sndhwm = 0  # no limit of messages: a consumer requests one chunk at a time
+        _prepare(self._router, bind, config.listening)
         try:
             if bind.endswith(ANY_PORT) and config.ports is not None:
                 bind_within(config.ports, lambda port: self._router.bind(bind.removesuffix(ANY_PORT) + f":{port}"))
@@ -163,256 +129,280 @@ class LinkedProducer(StoringProducer, _Thread):
                 self._router.bind(bind)
         except (zmq.ZMQError, OSError) as error:
             self._context.destroy(linger=0)
-            self._end()
             raise ConnectorError(f"the producer of '{edge}' cannot listen on {bind}: {error.strerror}") from error
-        self._poller.register(self._router, zmq.POLLIN)
-        if also is not None:
-            self._poller.register(also, zmq.POLLIN)
-        self._address = f"{self._router.last_endpoint.decode()}#{self._token}"
+        self._address = f"{self._router.get_string(zmq.LAST_ENDPOINT)}#{self._token}"
+        self._thread = threading.Thread(target=self._run, name=f"omni-producer-{edge}", daemon=True)
         self._thread.start()
 
     @property
     def address(self) -> str:
         return self._address
 
+    def put(self, request: str, index: int, chunk: torch.Tensor) -> None:
+        data = bytes_of(chunk)
+        name, size, capacity = f"{request}/{index}", room(data.nbytes), self._config.capacity_bytes
+        if not 0 < len(request) <= MAX_NAME:
+            raise ValueError(f"'{request}' is no request's name")
+        if size > capacity:
+            raise ValueError(f"{name}: {data.nbytes} bytes can never fit; capacity_bytes is {capacity}")
+        with self._lock:
+            if self._closed:
+                raise ConnectorError("the producer is closed")
+            self._expire()
+            known = self._requests.get(request)
+            if known is None and index:
+                raise Forgotten(f"{request} was forgotten")
+            if index != (0 if known is None else len(known.chunks)):
+                raise ValueError(f"{name} is not the next chunk")
+            kept = self._keep(data) if self._held_bytes + size <= capacity else None
+            if kept is None:
+                held = self._held_bytes
+                raise BackPressure(f"{name}: no room for {data.nbytes} bytes, {held} of {capacity} are held")
+            self._held_bytes += size
+            known = self._requests.setdefault(request, _Request())
+            known.chunks.append(_Held(str(chunk.dtype).removeprefix("torch."), tuple(chunk.shape), data.nbytes, kept))
+            self._use(request, known)
+
+    def forget(self, request: str) -> None:
+        with self._lock:
+            self._drop(request)
+
+    def stats(self) -> Stats:
+        with self._lock:
+            self._expire()
+            return Stats(len(self._requests), self._held_bytes, self._dropped)
+
     def close(self) -> None:
-        self._broken()
-        self._end()
-
-    def _broken(self) -> None:
         with self._lock:
-            self._shut()
-            self._outbox.clear()
+            self._closed = True
+            for request in tuple(self._requests):
+                self._drop(request)
+        self._context.term()  # the thread closes its socket
+        self._thread.join()
 
-    def _links(self) -> int:
-        return len(self._peers)
+    def _use(self, name: str, request: _Request) -> None:
+        request.used_at = time.monotonic()
+        self._requests.move_to_end(name)
 
-    def _queue(self, action: Action) -> None:
-        if isinstance(action, Say | Deliver):
-            self._outbox.append(action)
+    def _expire(self) -> None:
+        """Drop requests that were not used for `retention_s`. Called with the lock."""
+        due = time.monotonic() - self._config.retention_s
+        while self._requests and next(iter(self._requests.values())).used_at <= due:
+            self._drop(next(iter(self._requests)))
 
-    def _performed(self) -> None:
-        if self._outbox and threading.current_thread() is not self._thread:
-            self._rouse()
+    def _drop(self, name: str) -> None:
+        """Free a request. Called with the lock."""
+        request = self._requests.pop(name, None)
+        for held in request.chunks if request is not None else ():
+            self._held_bytes -= room(held.nbytes)
+            self._free(held.kept)
 
-    def _turn(self) -> None:
-        self._flush()
-        ready = self._sleep(self._due())
-        self._flush()
-        if self._router in ready:
-            self._read()
-        self._ready(ready)
-        if time.monotonic() >= self._probe:
-            for peer in tuple(self._peers):
-                self._send(Say(peer, wire.Ping()))
-        with self._lock:
-            self._perform(self._producer_state.expire(time.monotonic()))
-
-    def _due(self) -> float:
-        """When the thread must wake up without a message."""
-        now = time.monotonic()
-        with self._lock:
-            expiry = self._producer_state.next_expiry()
-            ending, held = bool(self._producer_state.ending()), len(self._producer_state)
-        self._probe = now + (ENDING_PROBE_S if ending else PROBE_S) if held and self._peers else math.inf
-        return min(self._probe, math.inf if expiry is None else expiry)
-
-    def _flush(self) -> None:
-        while self._outbox:
-            self._send(self._outbox.popleft())
-
-    def _send(self, action: Say | Deliver) -> None:
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        if self._also is not None:
+            poller.register(self._also, zmq.POLLIN)
         try:
-            if isinstance(action, Deliver):
-                self._send_chunk(action)
-            else:
-                self._send_message(action.link, action.message)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            self._peers.discard(action.link)  # type: ignore[arg-type]
-            self._lost(action.link)
+            while True:
+                if self._router in (ready := dict(poller.poll())):
+                    self._answer(*self._router.recv_multipart())
+                if len(ready) > (self._router in ready):
+                    self._connected()
+        except zmq.ContextTerminated:
+            pass
+        except Exception:  # a bug: consumers must not wait for this producer
+            log.exception("%s has failed", self._thread.name)
+        finally:
+            self._router.close(linger=0)
 
-    def _send_message(self, link: Any, message: wire.ToConsumer, *body: Any) -> None:
-        self._router.send(link, zmq.SNDMORE | zmq.NOBLOCK)
-        self._router.send(wire.encode(message), zmq.SNDMORE if body else 0)
-        for frame in body:
-            self._router.send(frame, copy=False)
-
-    def _send_chunk(self, action: Deliver) -> None:
-        """Send a chunk's header; connectors that send payloads in messages override this."""
-        self._send_message(action.link, action.chunk.head)
-
-    def _read(self) -> None:
-        for _ in range(READ_AT_ONCE):
-            try:
-                peer, *frames = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                if len(frames) != 1:
-                    raise Malformed(f"a message of {len(frames)} frames")
-                self._take(peer, wire.TO_PRODUCER.decode(frames[0]))
-            except Malformed as error:
-                self._drop(error)
-
-    def _take(self, peer: bytes, message: wire.ToProducer) -> None:
-        if isinstance(message, wire.Hello):
+    def _answer(self, peer: bytes, *frames: bytes) -> None:
+        try:
+            if len(frames) != 1:
+                raise Malformed(f"a message of {len(frames)} frames")
+            message = wire.TO_PRODUCER.decode(frames[0])
             if not hmac.compare_digest(message.token.encode(), self._token.encode()):
-                self._drop(Malformed("a wrong token"))
-                self._send(Say(peer, wire.Refused(reason="the address is not that of this producer")))
-            elif message.edge != self._edge:
-                reason = f"this is the producer of edge '{self._edge}', not '{message.edge}'"
-                self._send(Say(peer, wire.Refused(reason=reason)))
-            else:
-                self._peers.add(peer)
-                self._send(Say(peer, self._welcome()))
-        elif peer in self._peers:
-            self._heard(peer, message)
-        else:
-            self._drop(Malformed("a message of a peer that has not sent the token"))
+                if isinstance(message, wire.Read):
+                    refusal = wire.Refused(number=message.number, reason="the address is not that of this producer")
+                    self._router.send_multipart([peer, wire.encode(refusal)])
+                raise Malformed("a wrong token")
+        except Malformed as error:
+            self._count(error)
+            return
+        if isinstance(message, wire.Read):
+            self._router.send_multipart([peer, *self._reply(peer, message)], copy=False)
+            return
+        with self._lock:
+            known = self._requests.get(message.request)
+            if known is not None and known.reader in (None, peer):
+                self._drop(message.request)
 
-    def _drop(self, error: Malformed) -> None:
+    def _reply(self, peer: bytes, message: wire.Read) -> list[Any]:
+        with self._lock:
+            self._expire()
+            known = self._requests.get(message.request)
+            if known is None or message.index >= len(known.chunks):
+                return [wire.encode(wire.Missing(number=message.number))]
+            known.reader = peer
+            self._use(message.request, known)
+            held = known.chunks[message.index]
+        place, memory, body = self._sent(held.kept)
+        head = wire.Chunk(
+            number=message.number, dtype=held.dtype, shape=held.shape, nbytes=held.nbytes, place=place, memory=memory
+        )
+        return [wire.encode(head), *body]
+
+    def _count(self, error: Malformed) -> None:
         self._dropped += 1
         if self._dropped & (self._dropped - 1) == 0:  # at powers of two
-            log.warning("producer of %s: dropped %d messages; the last: %s", self._edge, self._dropped, error)
+            log.warning("%s: dropped %d messages; the last: %s", self._thread.name, self._dropped, error)
 
-    def _welcome(self) -> wire.Welcome:
-        return wire.Welcome()
+    @abstractmethod
+    def _keep(self, data: Any) -> Any:
+        """Store bytes (uint8 array) and return their place, or None if no memory is free. Called with the lock."""
 
-    def _ready(self, ready: dict[Any, int]) -> None:
-        """Handle events of the file descriptor `also`."""
+    def _free(self, kept: Any) -> None:
+        """Free stored bytes. Called with the lock."""
+
+    @abstractmethod
+    def _sent(self, kept: Any) -> tuple[int, str, list[Any]]:
+        """Return `Chunk.place`, `Chunk.memory` and the frames that follow."""
+
+    def _connected(self) -> None:
+        """Handle a connection to the socket `also`."""
 
 
-class _Source:
-    """A consumer's connection to one producer."""
+class Link:
+    """A consumer's connection to one producer.
 
-    def __init__(self, context: zmq.Context[Any], address: str, edge: str, options: Mapping[int, Any]) -> None:
-        endpoint, token = parse(address)
-        self.address = address
+    Attributes:
+        memory: the producer's memory, once a consumer has mapped it.
+    """
+
+    def __init__(self, context: zmq.Context[Any], address: str, options: Mapping[int, Any]) -> None:
+        self.address, (self.endpoint, self.token) = address, parse(address)
+        self.memory: memoryview | None = None
         self.dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
-        self.dealer.linger = 0
         self.dealer.maxmsgsize = _as_sent(SLICE_BYTES, options)
-        self.dealer.rcvhwm = QUEUED_SLICES
         self.dealer.sndhwm = 0
-        _watch_peer(self.dealer, endpoint, options)
-        self.monitor = self.dealer.get_monitor_socket(_bits(LOST))
-        self.dealer.connect(endpoint)
-        self.dealer.send(wire.encode(wire.Hello(token=token, edge=edge)))
+        self.dealer.reconnect_ivl = RECONNECT_MS
+        _prepare(self.dealer, self.endpoint, options)
+        self._monitor = self.dealer.get_monitor_socket(sum(int(event) for event in LOST))
+        self._poller = zmq.Poller()
+        for each in (self.dealer, self._monitor):
+            self._poller.register(each, zmq.POLLIN)
+        try:
+            self.dealer.connect(self.endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ProducerLost(f"'{self.endpoint}' cannot be reached: {error.strerror}") from error
+
+    def lost(self) -> str | None:
+        """Return the reason if the connection is lost."""
+        return LOST[recv_monitor_message(self._monitor)["event"]] if self._monitor.poll(0) else None
+
+    def receive(self, deadline: float) -> list[zmq.Frame]:
+        """Return the next message; raise `DeadlinePassed`, or `ProducerLost` if the connection is lost."""
+        if not self._poller.poll(max(0, math.ceil((deadline - time.monotonic()) * 1000))):
+            raise DeadlinePassed("did not come in time")
+        if self.dealer.poll(0):  # also messages that arrived before the connection was lost
+            return list(self.dealer.recv_multipart(copy=False))
+        raise ProducerLost(self.lost() or LOST[zmq.EVENT_DISCONNECTED])
 
     def close(self) -> None:
+        """Close the connection."""
         self.dealer.disable_monitor()
+        self._monitor.close(linger=0)
         self.dealer.close(linger=0)
 
 
-class LinkedConsumer(ReceivingConsumer, _Thread):
-    """A consumer with a DEALER for each producer. The connections are kept until they are lost."""
+class LinkedConsumer(Consumer):
+    """A consumer with a `Link` for each producer. The connections are kept until they are lost."""
 
-    def __init__(self, edge: str, config: ConnectorConfig, arrived: Arrived, *, window: int) -> None:
-        ReceivingConsumer.__init__(self, edge, config, arrived, window=window)
-        _Thread.__init__(self, f"omni-consumer-{edge}")
-        self._sources: dict[str, _Source] = {}
-        self._outbox: deque[tuple[str, wire.ToProducer]] = deque()
-        self._thread.start()
+    def __init__(self, edge: str, config: ConnectorConfig) -> None:
+        self._edge = edge
+        self._config = config
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._links: dict[str, Link] = {}
+        self._numbers = itertools.count()
+
+    def get(self, source: str, request: str, index: int, timeout_s: float) -> torch.Tensor:
+        deadline = time.monotonic() + timeout_s
+        name = f"{request}/{index}"
+        try:
+            return self._fetch(self._link(source), request, index, deadline)
+        except (ProducerLost, Malformed) as error:
+            self._close(source)
+            raise ProducerLost(f"{name}: {error}") from error
+        except ConnectorError as error:
+            raise type(error)(f"{name}: {error}") from error
+
+    def forget(self, source: str, request: str) -> None:
+        try:
+            link = self._link(source)
+        except ProducerLost:
+            return
+        link.dealer.send(wire.encode(wire.Forget(token=link.token, request=request)))
 
     def close(self) -> None:
-        self._broken()
-        self._end()
-        self._sources.clear()
+        for source in tuple(self._links):
+            self._close(source)
+        self._context.destroy(linger=0)
 
-    def _broken(self) -> None:
-        self._consumer_state.close()
+    def _link(self, source: str) -> Link:
+        """Return the connection to a producer, after connections that were lost meanwhile are closed."""
+        if self._context.closed:
+            raise ConnectorError("the consumer is closed")
+        for lost in [link.address for link in self._links.values() if link.lost()]:
+            self._close(lost)
+        if source not in self._links:
+            self._links[source] = Link(self._context, source, self._config.connecting)
+        return self._links[source]
 
-    def _links(self) -> int:
-        return len(self._sources)
+    def _close(self, source: str) -> None:
+        link = self._links.pop(source, None)
+        if link is not None:
+            link.close()
 
-    def _check_address(self, source: str) -> None:
-        parse(source)
-
-    def _send_to_source(self, source: str, message: wire.ToProducer) -> None:
-        self._outbox.append((source, message))
-        if threading.current_thread() is not self._thread:
-            self._rouse()
-
-    def _turn(self) -> None:
-        ready = self._sleep(math.inf)
-        for source in tuple(self._sources.values()):
-            if source.dealer in ready:
-                self._read(source)
-            if source.monitor in ready and source.address in self._sources:
-                self._watch(source)
-        while self._outbox:
-            self._send(*self._outbox.popleft())
-
-    def _send(self, address: str, message: wire.ToProducer) -> None:
-        source = self._sources.get(address)
-        if source is None:
-            if not isinstance(message, wire.Open):
-                return  # the producer is lost and needs no message
-            try:
-                source = _Source(self._context, address, self._edge, self._config.connecting)
-            except zmq.ZMQError as error:
-                self._consumer_state.lost(address, f"'{parse(address)[0]}' cannot be reached: {error.strerror}")
-                return
-            self._sources[address] = source
-            self._poller.register(source.dealer, zmq.POLLIN)
-            self._poller.register(source.monitor, zmq.POLLIN)
-        source.dealer.send(wire.encode(message))
-
-    def _read(self, source: _Source) -> None:
-        for _ in range(READ_AT_ONCE):
-            try:
-                head, *body = source.dealer.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            try:
-                self._take(source.address, wire.TO_CONSUMER.decode(head.bytes), body)
-            except Malformed as error:
-                self._dropped += 1
-                log.warning("consumer of %s: dropped a message: %s", self._edge, error)
-            if source.address not in self._sources:
-                return
-
-    def _take(self, source: str, message: wire.ToConsumer, body: Sequence[zmq.Frame]) -> None:
-        match message:
-            case wire.ChunkHeader():
-                self._arrive(source, message)
-            case wire.Slice():
-                if len(body) != 1:
-                    raise Malformed(f"{len(body)} frames with a slice")
-                self._piece(source, message, body[0].buffer)
-            case wire.Failed():
-                self._consumer_state.failed(message.request, source, message.reason)
-            case wire.Gone():
-                self._consumer_state.gone(message.request, source)
-            case wire.Welcome():
-                self._welcomed(source, message)
-            case wire.Refused():
-                self._lose(source, message.reason)
-
-    def _watch(self, source: _Source) -> None:
-        event = recv_monitor_message(source.monitor)["event"]
-        if event in LOST and source.address in self._sources:
-            self._read(source)  # messages that arrived before the connection ended
-            self._lose(source.address, LOST[event])
-
-    def _lose(self, address: str, reason: str) -> None:
-        source = self._sources.pop(address, None)
-        if source is not None:
-            self._poller.unregister(source.dealer)
-            self._poller.unregister(source.monitor)
-            source.close()
-            self._consumer_state.lost(address, reason)
+    def _ask(self, link: Link, request: str, index: int, deadline: float) -> tuple[wire.Chunk, list[zmq.Frame]]:
+        """Request a chunk and return the reply: its header and the frames with its bytes."""
+        number = next(self._numbers)
+        link.dealer.send(wire.encode(wire.Read(token=link.token, number=number, request=request, index=index)))
+        while True:
+            head, *body = link.receive(deadline)
+            match reply := wire.TO_CONSUMER.decode(head.bytes):
+                case _ if reply.number != number:
+                    continue  # for a request whose deadline passed
+                case wire.Chunk():
+                    return reply, body
+                case wire.Missing():
+                    raise Forgotten("was forgotten, or never put")
+                case wire.Refused():
+                    raise ProducerLost(reply.reason)
 
     @abstractmethod
-    def _arrive(self, source: str, head: wire.ChunkHeader) -> None:
-        """Handle the header of a chunk."""
+    def _fetch(self, link: Link, request: str, index: int, deadline: float) -> torch.Tensor:
+        """Read a chunk; errors need no name of the chunk."""
 
-    def _piece(self, source: str, part: wire.Slice, data: memoryview) -> None:
-        raise Malformed("a slice, where payloads do not travel in messages")
 
-    def _welcomed(self, source: str, welcome: wire.Welcome) -> None:
-        """Handle the producer's `Welcome`."""
+def bytes_of(tensor: torch.Tensor) -> Any:
+    """Return the bytes of a tensor in host memory (uint8 array), without a copy if it is there and contiguous."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def empty(chunk: wire.Chunk, most: int) -> torch.Tensor:
+    """Return a tensor for a chunk; Malformed unless the header's fields fit together: it comes from another process."""
+    dtype = getattr(torch, chunk.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise Malformed(f"'{chunk.dtype}' is no dtype")
+    if math.prod(chunk.shape) * dtype.itemsize != chunk.nbytes or chunk.nbytes > most:
+        raise Malformed(f"{chunk.dtype} {list(chunk.shape)} in {chunk.nbytes} bytes, of at most {most}")
+    return torch.empty(chunk.shape, dtype=dtype)
+
+
+def copy_bytes(target: Any, source: Any) -> None:
+    """Copy bytes. Not with torch: its threads wait for each other when other processes use the cores."""
+    if len(target):
+        np.copyto(target, np.frombuffer(source, np.uint8, len(target)))
 
 
 def parse(address: str) -> tuple[str, str]:
@@ -428,17 +418,13 @@ def _as_sent(size: int, keys: Mapping[int, Any]) -> int:
     return size + ENVELOPE_BYTES if keys else size
 
 
-def _watch_peer(socket: zmq.Socket[Any], endpoint: str, options: Mapping[int, Any]) -> None:
+def _prepare(sock: zmq.Socket[Any], endpoint: str, options: Mapping[int, Any]) -> None:
     """Set timeouts of a socket before it is bound or connected; `options` are applied to TCP only."""
-    socket.linger = 0
-    socket.handshake_ivl = HANDSHAKE_MS
+    sock.linger = 0
+    sock.handshake_ivl = HANDSHAKE_MS
     # Within a host, heartbeats are unnecessary and would disconnect a process that is only stopped.
     if endpoint.startswith("tcp:"):
-        socket.heartbeat_ivl = PING_MS
-        socket.heartbeat_timeout = PEER_GONE_MS
+        sock.heartbeat_ivl = PING_MS
+        sock.heartbeat_timeout = PEER_GONE_MS
         for option, value in options.items():
-            socket.setsockopt(option, value)
-
-
-def _bits(events: dict[Any, str]) -> int:
-    return sum(int(event) for event in events)
+            sock.setsockopt(option, value)

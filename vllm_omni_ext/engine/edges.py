@@ -12,15 +12,7 @@ import msgspec
 import torch
 
 from vllm_omni_ext.config.schema import INCOMING, OUTGOING
-from vllm_omni_ext.connectors.base import (
-    ChunkKey,
-    Connector,
-    ConnectorConfig,
-    ConnectorError,
-    Consumer,
-    Forgotten,
-    Producer,
-)
+from vllm_omni_ext.connectors.base import Connector, ConnectorConfig, ConnectorError, Consumer, Forgotten, Producer
 from vllm_omni_ext.connectors.registry import connector
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.engine.exporter import ExportedSlice
@@ -73,7 +65,7 @@ class EdgeSender:
         source = ""
         try:
             source = self._open().address
-            self._open().put(ChunkKey(sent.name, self._edge, sent.chunks), [cut.hidden_states], last=cut.last)
+            self._open().put(sent.name, sent.chunks, cut.hidden_states)
         except Forgotten:
             return None
         except (ConnectorError, ValueError) as error:  # no space, or no address to listen on
@@ -149,15 +141,13 @@ class EdgeReceiver:
 
     def announce(self, req_id: str, ref: HiddenStatesRef) -> None:
         """Note how many hidden states of a request can be taken; those taken from another source before still count."""
-        consumer = self._open()
         taken = self._taken.get(req_id)
         if taken is not None and (taken.ref.source, taken.ref.name) == (ref.source, ref.name):
             taken.ref = ref
             return
         if taken is not None:
-            consumer.forget(taken.ref.name)
+            self._open().forget(taken.ref.source, taken.ref.name)
         self._taken[req_id] = _Taken(ref, 0, 0) if taken is None else _Taken(ref, taken.count, taken.tried)
-        consumer.open(ref.name, ref.source)
 
     def take(
         self, req_ids: Iterable[str], *, lost_anywhere: Callable[[dict[str, str]], dict[str, str]] = lambda lost: lost
@@ -186,7 +176,7 @@ class EdgeReceiver:
         """End a request: free its hidden states here and at their source. Unknown ids are ignored."""
         taken = self._taken.pop(req_id, None)
         if taken is not None:
-            self._open().forget(taken.ref.name)
+            self._open().forget(taken.ref.source, taken.ref.name)
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._taken
@@ -197,8 +187,8 @@ class EdgeReceiver:
     def _take(self, taken: _Taken, deadline: float) -> list[torch.Tensor]:
         pieces = []
         while taken.count < taken.ref.count:
-            key = ChunkKey(taken.ref.name, self._edge, taken.chunks)
-            chunk = self._open().get(key, max(0.0, deadline - time.monotonic())).parts[0]
+            left = max(0.0, deadline - time.monotonic())
+            chunk = self._open().get(taken.ref.source, taken.ref.name, taken.chunks, left)
             taken.chunks += 1
             taken.seen += chunk.shape[0]
             if taken.seen > taken.count:
