@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pty
 import queue
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +20,11 @@ import pytest
 from tests.support.descriptors import open_files
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.launch.logs import TAIL_LINES, FileLogs, TerminalLogs
-from vllm_omni_ext.runtime.launch.progress import Listener, Progress, spinner, text_of
-from vllm_omni_ext.wire.loading import Loading, ProgressSender
+from vllm_omni_ext.runtime.launch.progress import SHOWN_EVERY_S, Listener, Progress, spinner
+from vllm_omni_ext.wire.loading import report, variable
 
 THINKER, TALKER = ReplicaId("thinker", 0), ReplicaId("talker", 0)
 PATIENCE_S = 5.0
-GIB = 1 << 30
 
 
 def plan(**counts: int) -> Any:
@@ -50,43 +51,42 @@ def test_each_stage_has_one_line_when_its_last_replica_is_ready() -> None:
     ]
 
 
-def report(replica: ReplicaId, **fields: Any) -> Loading:
-    return Loading(replica=str(replica), phase=fields.pop("phase", "loading"), **fields)
-
-
-def test_a_report_has_phase_and_sizes(tmp_path: Path) -> None:
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "blobs" / "a.incomplete").write_bytes(bytes(3 << 20))
-    assert text_of(report(THINKER, loaded=12 * GIB, total=59 * GIB)) == "thinker/0: loading 12.0 of 59.0 GiB (20 %)"
-    assert text_of(report(THINKER, loaded=1 << 20, total=4 << 20)) == "thinker/0: loading 1.0 of 4.0 MiB (25 %)"
-    assert text_of(report(THINKER, loaded=5)) == "thinker/0: loading"
-    told = report(THINKER, phase="downloading", folder=str(tmp_path))
-    assert text_of(told) == "thinker/0: downloading, 3.0 MiB so far"
-    assert text_of(report(THINKER, phase="warming up")) == "thinker/0: weights loaded, warming up"
-
-
-def test_progress_is_one_line_that_changes_on_a_terminal_or_repeats_elsewhere() -> None:
+def test_progress_has_a_line_a_replica_on_a_terminal_and_one_line_elsewhere() -> None:
     lines: list[str] = []
     shown: list[str] = []
-    rare = Progress(plan(thinker=1), lines.append, lambda: 0.0, every_s=60.0)
-    rare.begun(THINKER)
-    rare.loading(report(THINKER, loaded=GIB, total=2 * GIB))
-    assert lines == []
-    often = Progress(plan(thinker=1, talker=1), lines.append, lambda: 0.0, every_s=0.0)
+    progress = Progress(plan(thinker=1, talker=1), lines.append, lambda: 0.0)
+    progress.show()
     for replica in (THINKER, TALKER):
-        often.begun(replica)
-    often.loading()
-    with often.shown(shown.append):
-        often.loading(report(THINKER, loaded=GIB, total=2 * GIB))
-    assert lines == [] and shown == ["thinker/0: loading 1.0 of 2.0 GiB (50 %)"]
-    often.loading(report(TALKER, phase="warming up"))
-    often.ready(THINKER)
-    often.loading(report(THINKER, phase="warming up"))  # late
+        progress.begun(replica)
+    progress.reported(str(THINKER), "loading weights")
+    progress.show()
+    with progress.shown(shown.append):
+        assert progress.every_s == SHOWN_EVERY_S
+        progress.show()
+    progress.ready(THINKER)
+    progress.reported(str(THINKER), "warming up")  # late
+    progress.show()
+    progress.ready(TALKER)
+    progress.show()
+    assert shown == ["talker/0: starting, 0 s\nthinker/0: loading weights, 0 s"]
     assert lines == [
-        "talker/0: weights loaded, warming up; thinker/0: loading 1.0 of 2.0 GiB (50 %)",
+        "talker/0: starting, 0 s; thinker/0: loading weights, 0 s",
         "thinker ready after 0.0 s",
-        "talker/0: weights loaded, warming up",
+        "talker/0: starting, 0 s",
+        "talker ready after 0.0 s",
     ]
+
+
+def test_the_seconds_are_those_of_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    now = itertools.count(100.0, 7.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    progress = Progress(plan(thinker=1, talker=1), lines.append, lambda: 0.0)
+    progress.begun(THINKER)
+    progress.begun(TALKER)
+    progress.reported(str(THINKER), "warming up")
+    progress.show()
+    assert lines == ["talker/0: starting, 7 s; thinker/0: warming up, 14 s"]
 
 
 @pytest.fixture
@@ -101,19 +101,20 @@ def listening(tmp_path: Path) -> Iterator[tuple[str, queue.Queue[str], Progress]
     listener.close()
 
 
-def test_reports_arrive_and_are_repeated_until_the_next(listening: Any) -> None:
+def test_reports_arrive_and_are_repeated_until_the_next(listening: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path, lines, progress = listening
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
-        other.sendto(b"nonsense", path)
-    sender = ProgressSender(path, str(THINKER))
-    sender.send("loading", loaded=1, total=4)
-    lost = ProgressSender(f"{path}/gone", str(THINKER))
-    lost.send("loading")  # no listener: no error
-    lost.close()
-    expected = "thinker/0: loading 0.0 of 0.0 MiB (25 %)"
+        other.sendto(b"nonsense\xff", path)
+    report("loading weights")  # without the variable
+    for where in (path, f"{path}/gone"):  # no process listens at the second: no error
+        for name, value in variable(where, str(THINKER)).items():
+            monkeypatch.setenv(name, value)
+        report("loading weights")
+    expected = "thinker/0: loading weights, 0 s"
+    while lines.get(timeout=PATIENCE_S) != expected:
+        pass
     assert [lines.get(timeout=PATIENCE_S) for _ in range(3)] == [expected] * 3
     progress.over(THINKER)
-    sender.close()
 
 
 def test_progress_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -123,10 +124,10 @@ def test_progress_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capfd:
     monkeypatch.setenv("TERM", "xterm")
     with spinner("loading") as show:
         assert show is not None
-        show("thinker/0: loading 1.0 of 2.0 GiB (50 %)")
+        show("talker/0: starting, 2 s\nthinker/0: loading weights, 1 s")
     terminal.close()
     seen = b""
-    while b"(50 %)" not in seen:
+    while b"weights, 1 s" not in seen:
         seen += os.read(parent, 4096)
     os.close(parent)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,12 @@ from vllm_omni_ext.engine.edges import Lost, edge_receiver, edge_sender
 from vllm_omni_ext.engine.exported_layer import EXPORTED_LAYER, ExportedLayer
 from vllm_omni_ext.engine.exporter import Exporter
 from vllm_omni_ext.engine.input_provider import Span, StreamingInputModel
-from vllm_omni_ext.engine.loading import progress_reported
 from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.lifeline import SHARED, leave_interrupts_to_parent
 from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.wire.envelope import StageError, pack
+from vllm_omni_ext.wire.loading import report
 from vllm_omni_ext.wire.stage_input import StageInput, export_ranges, generated_before
 
 if current_platform.is_cpu():
@@ -130,8 +130,11 @@ class StageWorker(_Worker):  # type: ignore[misc]
 
     def load_model(self, **arguments: Any) -> None:
         """Load the model: the second step of the start-up. The replica's first worker reports the progress."""
-        with progress_reported(self.vllm_config.load_config) if self.rank == 0 else nullcontext():
-            super().load_model(**arguments)
+        if self.rank == 0:
+            report("loading weights")
+        super().load_model(**arguments)
+        if self.rank == 0:
+            report("warming up")
 
     def compile_or_warm_up_model(self) -> Any:
         """Compile and warm up: the last step of the start-up."""

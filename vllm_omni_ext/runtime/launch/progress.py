@@ -1,4 +1,4 @@
-"""Progress of a deployment's start on the terminal: the progress of replicas, and a line when a stage is ready."""
+"""Progress of a deployment's start on the terminal: states of starting replicas, and a line when a stage is ready."""
 
 from __future__ import annotations
 
@@ -9,35 +9,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.topology.plan import Plan
-from vllm_omni_ext.wire.loading import Loading, decode
 
 EVERY_S = 15.0
-"""Minimum interval between progress lines when there is no terminal."""
+"""Interval between progress lines when there is no terminal."""
 
-LOOK_S = 1.0
-"""Interval at which the size of a download is read on a terminal."""
-
-GIB, MIB = 1 << 30, 1 << 20
+SHOWN_EVERY_S = 1.0
+"""The same on a terminal."""
 
 Show = Callable[[str], None]
 
 
 class Progress:
-    """Reports the ready stages, and the progress of the loading ones.
+    """Reports the ready stages, and the state of the starting replicas.
 
     Methods may be called by any thread; one thread at a time emits a line.
 
     Args:
         tell: receives one line.
         clock: seconds since the command began.
-        every_s: minimum interval between progress lines, in seconds.
+        every_s: interval between progress lines, in seconds.
     """
 
     def __init__(
@@ -47,9 +42,8 @@ class Progress:
         self._clock = clock
         self._every_s = every_s
         self._pending = {stage.name: {replica.id for replica in stage.replicas} for stage in plan.stages}
-        self._loading: dict[str, Loading | None] = {}
-        """The last report of every replica that is starting."""
-        self._told = time.monotonic()
+        self._states: dict[str, tuple[str, float]] = {}
+        """State of every replica that is starting, and when it began to start."""
         self._show: Show | None = None
         self.speaking = threading.RLock()
         """Held while a line is emitted, and while this process's output is redirected."""
@@ -62,9 +56,15 @@ class Progress:
             self._tell(f"starting {stages}; logs {logs}")
 
     def begun(self, replica: ReplicaId) -> None:
-        """A replica's process is being started: its reports count from now on."""
+        """A replica's process is being started."""
         with self.speaking:
-            self._loading[str(replica)] = None
+            self._states[str(replica)] = ("starting", time.monotonic())
+
+    def reported(self, replica: str, state: str) -> None:
+        """A replica has reported its state."""
+        with self.speaking:
+            if replica in self._states:
+                self._states[replica] = (state, self._states[replica][1])
 
     def ready(self, replica: ReplicaId) -> None:
         """A replica is ready; the last one of a stage emits a line."""
@@ -76,30 +76,23 @@ class Progress:
                 self._tell(f"{replica.stage} ready after {self._clock():.1f} s")
 
     def over(self, replica: ReplicaId) -> None:
-        """A replica is ready or has ended: its loading is not reported any more."""
+        """A replica is ready or has ended: its state is not shown any more."""
         with self.speaking:
-            self._loading.pop(str(replica), None)
+            self._states.pop(str(replica), None)
 
-    def loading(self, report: Loading | None = None) -> None:
-        """Handle a replica's report, or (None) that time has passed without a report."""
+    def show(self) -> None:
+        """Show the states of the starting replicas: one line each on a terminal, else one line."""
         with self.speaking:
-            if report is not None and report.replica in self._loading:
-                self._loading[report.replica] = report
-            if not any(self._loading.values()):
-                return
-            if self._show is not None:
-                self._show(self._line())
-            elif time.monotonic() - self._told >= self._every_s:
-                self._told = time.monotonic()
-                self._tell(self._line())
-
-    def _line(self) -> str:
-        reports = (report for _, report in sorted(self._loading.items()))
-        return "; ".join(text_of(report) for report in reports if report is not None)
+            now = time.monotonic()
+            lines = [f"{name}: {state}, {now - since:.0f} s" for name, (state, since) in sorted(self._states.items())]
+            if lines and self._show is not None:
+                self._show("\n".join(lines))
+            elif lines:
+                self._tell("; ".join(lines))
 
     @contextlib.contextmanager
     def shown(self, show: Show | None) -> Iterator[None]:
-        """Inside the block, `show` is called with the progress whenever it changes; None: lines are emitted instead."""
+        """Inside the block, `show` is called with the progress; None: lines are emitted instead."""
         self._show = show
         try:
             yield
@@ -107,37 +100,9 @@ class Progress:
             self._show = None
 
     @property
-    def look_s(self) -> float | None:
-        """Limit of the wait for a report before the progress is shown again, in seconds."""
-        if not any(self._loading.values()):
-            return None
-        return self._every_s if self._show is None else LOOK_S
-
-
-def text_of(report: Loading) -> str:
-    """A report as text."""
-    if report.phase == "downloading":
-        return f"{report.replica}: downloading, {_size(downloaded(report.folder))} so far"
-    if report.phase == "warming up":
-        return f"{report.replica}: weights loaded, warming up"
-    if not report.total:
-        return f"{report.replica}: loading"
-    unit, name = (GIB, "GiB") if report.total >= GIB else (MIB, "MiB")
-    part = f"{report.loaded / unit:.1f} of {report.total / unit:.1f} {name}"
-    return f"{report.replica}: loading {part} ({100 * report.loaded // report.total} %)"
-
-
-def downloaded(folder: str) -> int:
-    """Bytes that the hub's client has written for a model, unfinished files included."""
-    found = 0
-    for file in Path(folder, "blobs").glob("*"):
-        with contextlib.suppress(OSError):  # renamed in the meantime
-            found += file.stat().st_size
-    return found
-
-
-def _size(count: int) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
+    def every_s(self) -> float:
+        """Interval at which the progress is to be shown."""
+        return self._every_s if self._show is None else SHOWN_EVERY_S
 
 
 def _count(replicas: int) -> str:
@@ -145,7 +110,7 @@ def _count(replicas: int) -> str:
 
 
 class Listener:
-    """Receives the start-up reports of replicas in its own thread until it is closed.
+    """Receives the states of replicas and shows the progress, in its own thread until it is closed.
 
     Args:
         folder: private directory, in which the socket is made.
@@ -171,14 +136,17 @@ class Listener:
         self._socket.close()
 
     def _listen(self) -> None:
+        shown = time.monotonic()
         while not self._closing:
-            self._socket.settimeout(self._progress.look_s)
-            try:
-                self._progress.loading(decode(self._socket.recv(4096)))
-            except TimeoutError:
-                self._progress.loading()
-            except msgspec.MsgspecError:
+            left = shown + self._progress.every_s - time.monotonic()
+            if left <= 0:
+                shown = time.monotonic()
+                self._progress.show()
                 continue
+            self._socket.settimeout(left)
+            with contextlib.suppress(TimeoutError):
+                replica, _, state = self._socket.recv(4096).decode(errors="replace").partition(" ")
+                self._progress.reported(replica, state)
 
 
 @contextlib.contextmanager
