@@ -6,6 +6,7 @@ import base64
 import contextlib
 import io
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -79,6 +80,18 @@ def suite(folder: Path, **fields: Any) -> list[str]:
 @pytest.mark.parametrize("name", ["", "new="])
 def test_the_path_of_a_server_may_be_left_out(name: str, end: str) -> None:
     assert _named(f"{name}http://host:1{end}") == (name[:-1] or f"http://host:1{end}", "http://host:1/v1")
+
+
+def test_a_missing_requirement_is_reported_with_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [
+        name for name in sys.modules if name.startswith(("vllm_omni_ext.evaluation", "vllm_omni_ext.cli.eval"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "jiwer", None)
+    assert command(["eval", "--help"]) == 1
+    assert "pip install 'vllm-omni-ext[eval]'" in capsys.readouterr().err
 
 
 def test_a_server_with_right_answers_passes(echo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +192,7 @@ def test_flags_of_a_topology_are_split_like_a_command_line(
         return contextlib.nullcontext(url)
 
     url = echo()
-    monkeypatch.setattr("vllm_omni_ext.cli.eval.Served", served)
+    monkeypatch.setattr("vllm_omni_ext.cli.eval.served", served)
     two = """two talkers=--stage-overrides '{"talker":{"replicas":2}}' --no-async-chunk"""
     assert main([*suite(tmp_path), "--serve", "m", "--topology", "usual=", "--topology", two, "--alike"]) == 0
     assert started[0] == ("m", "usual", [])

@@ -21,7 +21,7 @@ from vllm_omni_ext.evaluation.ask import Answer, ask_all
 from vllm_omni_ext.evaluation.recognisers import Recogniser, recogniser
 from vllm_omni_ext.evaluation.report import Run, Scored, as_json, from_json, judge, junit, table
 from vllm_omni_ext.evaluation.scores import SCORERS
-from vllm_omni_ext.evaluation.served import Served
+from vllm_omni_ext.evaluation.served import served
 from vllm_omni_ext.evaluation.suite import Item, Suite, load
 
 URL = "http://127.0.0.1:8000/v1"
@@ -101,7 +101,7 @@ def _topologies(args: argparse.Namespace) -> dict[str, AbstractContextManager[st
     found: list[tuple[str, AbstractContextManager[str]]]
     if args.serve:
         named = [each.partition("=") for each in args.topology or ["usual="]]
-        found = [(name, Served(args.serve, name, shlex.split(flags))) for name, _, flags in named]
+        found = [(name, served(args.serve, name, shlex.split(flags))) for name, _, flags in named]
     else:
         found = [(name, nullcontext(url)) for name, url in map(_named, args.url or [URL])]
     names = [name for name, _ in found]

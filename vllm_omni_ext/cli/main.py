@@ -25,11 +25,13 @@ class Command:
         module: its `main(argv) -> int` runs the command.
         help: its line in the help text.
         checks_vllm: refuse to run with an untested version of vLLM.
+        extra: extra of the package with further requirements.
     """
 
     module: str
     help: str
     checks_vllm: bool = False
+    extra: str | None = None
 
 
 COMMANDS = {
@@ -40,7 +42,9 @@ COMMANDS = {
     "doctor": Command("vllm_omni_ext.doctor", "check vLLM, patches, entry points and connectors"),
     "tiny": Command("vllm_omni_ext.cli.tiny", "write a tiny random checkpoint to try things with"),
     "bench": Command("vllm_omni_ext.cli.bench", "run vLLM's own benchmarks (`vllm bench`)"),
-    "eval": Command("vllm_omni_ext.cli.eval", "measure how accurate running servers answer a suite of requests"),
+    "eval": Command(
+        "vllm_omni_ext.cli.eval", "measure how accurate running servers answer a suite of requests", extra="eval"
+    ),
     "top": Command("vllm_omni_ext.cli.top", "show the replicas of a running server and how busy they are"),
 }
 
@@ -72,7 +76,13 @@ def _run(command: Command, argv: Sequence[str]) -> int:
         from vllm_omni_ext.compat import activate
 
         activate()
-    status: int = import_module(command.module).main(argv)
+    try:
+        module = import_module(command.module)
+    except ModuleNotFoundError as err:
+        if command.extra is None:
+            raise
+        raise OmniError(f"{err}; run: pip install 'vllm-omni-ext[{command.extra}]'") from None
+    status: int = module.main(argv)
     return status
 
 

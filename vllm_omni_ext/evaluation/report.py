@@ -1,16 +1,77 @@
-"""The results of a suite: a table, JSON and JUnit XML, and the verdicts on servers."""
+"""The results of a suite: statistics, the verdicts on servers, a table, JSON and JUnit XML."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
+import numpy as np
+from scipy import stats
 
-from vllm_omni_ext.evaluation.statistics import Comparison, Estimate, compare, estimate
 from vllm_omni_ext.evaluation.suite import Suite
+
+RESAMPLES = 10_000
+DRAWN_AT_ONCE = 1_000_000
+"""Limits the memory of a bootstrap; the result does not depend on this."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its interval at the confidence level of 95 %, from a bootstrap over items."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Paired comparison of a run with an earlier one of the same items.
+
+    Attributes:
+        items: number of these items.
+        difference: mean of (this run's score - the earlier one's), item by item.
+        better, worse: items that score higher, and lower, than before.
+        p: probability of a split at least as uneven if both were equally good (exact sign test; for scores of 0 and 1
+            that is McNemar's test).
+    """
+
+    items: int
+    difference: Estimate
+    better: int
+    worse: int
+    p: float
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the whole interval of the difference is below zero."""
+        return self.difference.high < 0
+
+
+def estimate(scores: Sequence[float]) -> Estimate:
+    """Return the mean of scores and its interval; the random numbers are always the same."""
+    mean, count = float(np.mean(scores)), len(scores)
+    if count == 1:
+        return Estimate(mean, mean, mean)
+    batch, rng = max(1, DRAWN_AT_ONCE // count), np.random.default_rng(0)
+    drawn = stats.bootstrap((scores,), np.mean, n_resamples=RESAMPLES, batch=batch, method="percentile", rng=rng)
+    return Estimate(mean, float(drawn.confidence_interval.low), float(drawn.confidence_interval.high))
+
+
+def compare(scores: Mapping[str, float], earlier: Mapping[str, float]) -> Comparison:
+    """Return the comparison of two runs of the same items.
+
+    Raises:
+        KeyError: an item is missing in the earlier run.
+    """
+    differences = [scores[name] - earlier[name] for name in scores]
+    better, worse = sum(each > 0 for each in differences), sum(each < 0 for each in differences)
+    p = stats.binomtest(better, better + worse).pvalue if better + worse else 1.0
+    return Comparison(len(differences), estimate(differences), better, worse, float(p))
 
 
 class Scored(msgspec.Struct, frozen=True):

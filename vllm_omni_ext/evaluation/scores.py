@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+
+import jiwer
 
 ONES = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
@@ -42,16 +44,6 @@ def _in_words(value: int) -> str:
     return TENS[value // 10] + (f" {ONES[value % 10]}" if value % 10 else "")
 
 
-def edits(said: Sequence[str], wanted: Sequence[str]) -> int:
-    """Return the number of words to add, leave out or replace (Levenshtein)."""
-    row = list(range(len(wanted) + 1))
-    for count, one in enumerate(said, 1):
-        above, row[0] = row[0], count
-        for place, other in enumerate(wanted, 1):
-            above, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, above + (one != other))
-    return row[-1]
-
-
 def exact(answer: str, expected: str) -> float:
     """Return 1 if the words are the same in the same order."""
     return float(words_of(answer) == words_of(expected))
@@ -59,8 +51,7 @@ def exact(answer: str, expected: str) -> float:
 
 def words(answer: str, expected: str) -> float:
     """Return 1 minus the word error rate, at least 0."""
-    wanted = words_of(expected)
-    return max(0.0, 1 - edits(words_of(answer), wanted) / max(1, len(wanted)))
+    return max(0.0, 1 - jiwer.wer(" ".join(words_of(expected)), " ".join(words_of(answer))))
 
 
 _OPEN, _CLOSE = r"[\s*_(\[\"'`]*", r"[*_)\]\"'`]*"

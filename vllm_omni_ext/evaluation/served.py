@@ -10,10 +10,9 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import IO
 
 from vllm_omni_ext.errors import OmniError
 
@@ -30,8 +29,9 @@ class ServerFailed(OmniError):
     """The server ended, or was not ready in time; the message has the end of its log."""
 
 
-class Served:
-    """Starts the server on entering, which returns its URL, and ends it on leaving.
+@contextmanager
+def served(model: str, name: str, flags: Sequence[str]) -> Iterator[str]:
+    """Start the server, yield its URL, and end the server after the block.
 
     Args:
         model: as for `vllm serve`.
@@ -41,65 +41,41 @@ class Served:
     Raises:
         ServerFailed: it did not start.
     """
-
-    def __init__(self, model: str, name: str, flags: Sequence[str]) -> None:
-        self._name, self._words = name, ["serve", model, "--omni", "--host", HOST, *flags]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
-
-    def __enter__(self) -> str:
-        with socket.socket() as free:
-            free.bind((HOST, 0))
-            port = free.getsockname()[1]
-        script = Path(sys.executable).with_name("vllm")
-        command = [str(script)] if script.exists() else [sys.executable, "-m", "vllm_omni_ext"]
-        self._log = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            [*command, *self._words, "--port", str(port)],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        port = free.getsockname()[1]
+    script = Path(sys.executable).with_name("vllm")
+    command = [str(script)] if script.exists() else [sys.executable, "-m", "vllm_omni_ext"]
+    words = [*command, "serve", model, "--omni", "--host", HOST, *flags, "--port", str(port)]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            self._wait(f"http://{HOST}:{port}/health/ready")
-        except BaseException:
-            self._stop()
-            raise
-        return f"http://{HOST}:{port}/v1"
-
-    def _wait(self, url: str) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
+            if (problem := _problem(process, f"http://{HOST}:{port}/health/ready")) is not None:
+                log.seek(0)
+                raise ServerFailed(f"topology '{name}': {problem}:\n{log.read().decode(errors='replace')[-TAIL:]}")
+            yield f"http://{HOST}:{port}/v1"
+        finally:
+            process.send_signal(signal.SIGINT)
             try:
-                urllib.request.urlopen(url, timeout=10).close()
-                return
-            except OSError:  # not listening yet, or 503
-                pass
-            try:
-                status = self._process.wait(LOOK_EVERY_S)
+                process.wait(STOP_S)
             except subprocess.TimeoutExpired:
-                continue
-            raise ServerFailed(f"topology '{self._name}': the server ended with exit status {status}:\n{self._tail()}")
-        raise ServerFailed(f"topology '{self._name}': not ready after {START_S:g} s:\n{self._tail()}")
+                os.killpg(process.pid, signal.SIGKILL)  # the server's children, too
+                process.wait()
 
-    def _tail(self) -> str:
-        assert self._log is not None
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")[-TAIL:]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        assert self._process is not None and self._log is not None
-        self._process.send_signal(signal.SIGINT)
+def _problem(process: subprocess.Popen[bytes], url: str) -> str | None:
+    """Wait until the server is ready; return the reason if it does not become ready."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
         try:
-            self._process.wait(STOP_S)
+            urllib.request.urlopen(url, timeout=10).close()
+            return None
+        except OSError:  # not listening yet, or 503
+            pass
+        try:
+            return f"the server ended with exit status {process.wait(LOOK_EVERY_S)}"
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)  # the server's children, too
-            self._process.wait()
-        self._log.close()
+            continue
+    return f"not ready after {START_S:g} s"

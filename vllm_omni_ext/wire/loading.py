@@ -23,5 +23,5 @@ def report(state: str) -> None:
     path, _, replica = os.environ.get(VARIABLE, "").rpartition(" ")
     if path:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.settimeout(PATIENCE_S)
+            sender.settimeout(SEND_WITHIN_S)
             sender.sendto(f"{replica} {state}".encode(), path)
