@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.sizes import RELEASED, Sizes
@@ -53,30 +54,18 @@ _WORD_SPLIT = (
 
 def tokenizer_json(vocabulary: Vocabulary) -> Json:
     """`tokenizer.json`: byte-level BPE with the Qwen word split."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": _WORD_SPLIT}, "behavior": "Isolated", "invert": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": id_, **_added(token)} for token, id_ in vocabulary.specials.items()],
-        "normalizer": {"type": "NFC"},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": byte_level,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": dict(vocabulary.ids),
-            "merges": [list(pair) for pair in vocabulary.merges],
-        },
-    }
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    tokenizer = Tokenizer(models.BPE(vocab=dict(vocabulary.ids), merges=list(vocabulary.merges)))
+    tokenizer.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(_WORD_SPLIT), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(**_added(token)) for token in vocabulary.specials])
+    made: Json = json.loads(tokenizer.to_str())
+    return made
 
 
 def _added(token: str) -> Json:

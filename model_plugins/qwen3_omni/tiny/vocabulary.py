@@ -86,9 +86,9 @@ class Vocabulary:
 
 def byte_letters() -> list[str]:
     """Return the 256 letters of byte-level BPE in id order: printable bytes first, then the rest from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = len(set(range(256)) - set(printable))
-    return [chr(byte) for byte in printable] + [chr(0x100 + index) for index in range(others)]
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return sorted(ByteLevel.alphabet())
 
 
 def word_merges(words: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
