@@ -33,10 +33,10 @@ from bagel_http import PROMPT, REFUSED_STATUS, Asked
 from bagel_plain import Plain, Trace
 
 from vllm_omni_ext.model_plugins.bagel.checkpoint import empty_bagel, load_bagel
-from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser, RunningImage, finish
-from vllm_omni_ext.model_plugins.bagel.generate import prepare_image
+from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser, RunningImage, begin, finish
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters
+from vllm_omni_ext.model_plugins.bagel.prompts import Prompts
 from vllm_omni_ext.model_plugins.bagel.stages.cuda_attention import attention_for
 from vllm_omni_ext.model_plugins.bagel.tiny.bagel import write_bagel
 from vllm_omni_ext.model_plugins.bagel.tiny.sizes import BagelSizes
@@ -79,7 +79,8 @@ class Bench:
         return ImageParameters(**size, num_timesteps=self.args.steps + 1, seed=seed, cfg_interval=(0.0, 1.0))
 
     def prepared(self, count: int) -> list[RunningImage]:
-        return [prepare_image(self.model, [PROMPT], self.parameters(seed))[0] for seed in range(count)]
+        plan = Prompts(self.model.tokens, self.model.sizes).image([PROMPT], think=False)
+        return [begin(self.model, plan, self.parameters(seed)) for seed in range(count)]
 
     def packed(self, count: int) -> float:
         """Return the seconds of all steps of `count` images, with one forward pass for each step."""

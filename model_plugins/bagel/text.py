@@ -1,4 +1,4 @@
-"""Greedy text generation: one token of each running reply per forward pass."""
+"""Text generation: one token of each running reply per forward pass."""
 
 from __future__ import annotations
 
@@ -51,20 +51,3 @@ def next_logits(model: Bagel, running: Sequence[RunningText]) -> Tensor:
     for at, context in enumerate(contexts):
         context.append([(key[at : at + 1], value[at : at + 1]) for key, value in out.layers])
     return logits
-
-
-@torch.inference_mode()
-def step_text(model: Bagel, running: Sequence[RunningText]) -> Tensor:
-    """Compute the last id of each reply and choose the next one, greedily; return `next_logits`."""
-    logits = next_logits(model, running)
-    for reply, id_ in zip(running, logits.argmax(-1).tolist(), strict=True):
-        reply.add(id_)
-    return logits
-
-
-def write_text(model: Bagel, context: Context, max_tokens: int) -> str:
-    """Generate one reply after the context."""
-    running = RunningText(model, context, max_tokens)
-    while not running.done:
-        step_text(model, [running])
-    return model.tokens.reply(running.ids)

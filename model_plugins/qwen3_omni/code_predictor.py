@@ -164,21 +164,6 @@ class CodePredictor(nn.Module):
         """Sum the embeddings of each frame's residual codes [frames, num_code_groups - 1]: [frames, hidden]."""
         return self.loop.embedded(codes)
 
-    @torch.inference_mode()
-    def predict(self, hidden: Tensor, first: Tensor, draws: Sequence[Draw]) -> Tensor:
-        """Return the residual codes of one frame per row.
-
-        Args:
-            hidden: talker hidden states from which the first codes were sampled, [batch, hidden].
-            first: codec embeddings of those first codes, [batch, hidden].
-            draws: one per row.
-
-        Returns:
-            int64 [batch, num_code_groups - 1].
-        """
-        chosen = Choice.of(draws, self.groups - 1, hidden.device)
-        return torch.stack(self.loop.run(hidden, first, chosen.choose), dim=1)
-
 
 def draw_noise(draws: Sequence[Draw], noise: Tensor) -> None:
     """Draw the randomness of whole frames, [rows, steps] float32 uniform in [0, 1), into the first rows of `noise`.
@@ -208,17 +193,6 @@ class Choice:
     greedy: Tensor | None
     nucleus: Tensor | None
     recorded: bool = False
-
-    @classmethod
-    def of(cls, draws: Sequence[Draw], steps: int, device: torch.device) -> Choice:
-        """Draw all the randomness of `steps` codes per row into new memory."""
-        greedy = [draw.greedy for draw in draws]
-        if all(greedy):
-            return cls(None, None, None)
-        noise = torch.zeros(len(draws), steps, device=device)
-        draw_noise(draws, noise)
-        nucleus = noise.new_full((len(draws), 1), TOP_P)
-        return cls(noise, torch.tensor(greedy, device=device) if any(greedy) else None, nucleus)
 
     def choose(self, logits: Tensor, step: int) -> Tensor:
         """Choose one code per row of logits [batch, codes]; return int64 [batch]."""

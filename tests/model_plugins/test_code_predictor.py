@@ -16,7 +16,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 )
 
 from tests.support.examples import examples
-from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import Choice, CodePredictor, Draw
+from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import TOP_P, Choice, CodePredictor, Draw, draw_noise
 
 HIDDEN = 32
 GREEDY = Draw(greedy=True)
@@ -78,13 +78,30 @@ def expected(shape: str, hidden: Tensor, first: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_codes_are_those_of_transformers(shape: str, batch: int) -> None:
     hidden, first = inputs(batch, seed=batch)
-    codes = predictor(shape).predict(hidden, first, [GREEDY] * batch)
+    codes = predict(predictor(shape), hidden, first, [GREEDY] * batch)
     assert codes.dtype == torch.int64
     assert codes.tolist() == expected(shape, hidden, first).tolist()
 
 
+def choice(draws: list[Draw], steps: int) -> Choice:
+    greedy = [draw.greedy for draw in draws]
+    if all(greedy):
+        return Choice(None, None, None)
+    noise = torch.zeros(len(draws), steps)
+    draw_noise(draws, noise)
+    nucleus = noise.new_full((len(draws), 1), TOP_P)
+    return Choice(noise, torch.tensor(greedy) if any(greedy) else None, nucleus)
+
+
 def choose(logits: Tensor, draws: list[Draw]) -> Tensor:
-    return Choice.of(draws, 1, logits.device).choose(logits, 0)
+    return choice(draws, 1).choose(logits, 0)
+
+
+@torch.inference_mode()
+def predict(model: CodePredictor, hidden: Tensor, first: Tensor, draws: list[Draw]) -> Tensor:
+    """Residual codes [batch, num_code_groups - 1] of one frame a row."""
+    chosen = choice(draws, model.groups - 1)
+    return torch.stack(model.loop.run(hidden, first, chosen.choose), dim=1)
 
 
 def draw(seed: int) -> Draw:
@@ -94,10 +111,10 @@ def draw(seed: int) -> Draw:
 def test_seeded_frames_do_not_depend_on_their_batch() -> None:
     hidden, first = inputs(4, seed=7)
     model = predictor("grouped heads")
-    alone = [model.predict(hidden[i : i + 1], first[i : i + 1], [draw(i)])[0].tolist() for i in range(4)]
-    assert model.predict(hidden, first, [draw(i) for i in range(4)]).tolist() == alone
+    alone = [predict(model, hidden[i : i + 1], first[i : i + 1], [draw(i)])[0].tolist() for i in range(4)]
+    assert predict(model, hidden, first, [draw(i) for i in range(4)]).tolist() == alone
     order = [2, 0, 3, 1]
-    mixed = model.predict(hidden[order], first[order], [GREEDY if i == 3 else draw(i) for i in order]).tolist()
+    mixed = predict(model, hidden[order], first[order], [GREEDY if i == 3 else draw(i) for i in order]).tolist()
     alone[3] = expected("grouped heads", hidden, first)[3].tolist()
     assert mixed == [alone[i] for i in order]
 
@@ -144,7 +161,7 @@ def test_a_seeded_choice_does_not_depend_on_other_rows(seed: int, greedy: list[b
 
 def test_a_prediction_leaves_the_weights_as_they_were_loaded() -> None:
     model, loaded = predictor("bias"), reference("bias").state_dict()
-    model.predict(*inputs(2, seed=1), [GREEDY] * 2)
+    predict(model, *inputs(2, seed=1), [GREEDY] * 2)
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in loaded.items())
 
 
@@ -152,7 +169,7 @@ def test_batches_of_changing_size_share_their_memory() -> None:
     model, (hidden, first) = predictor("grouped heads"), inputs(40, seed=9)
     wanted = expected("grouped heads", hidden, first).tolist()
     for batch in (3, 40, 17, 3, 40, 1):
-        codes = model.predict(hidden[:batch], first[:batch], [GREEDY] * batch)
+        codes = predict(model, hidden[:batch], first[:batch], [GREEDY] * batch)
         assert codes.tolist() == wanted[:batch]
     loop = model.loop
     assert loop._store.rows == 64

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.model_plugins.test_code_predictor import GREEDY, HIDDEN, draw, predictor
+from tests.model_plugins.test_code_predictor import GREEDY, HIDDEN, draw, predict, predictor
 from tests.support.examples import examples
 from tests.support.tape import TapeRecorder
 from vllm_omni_ext.engine import graphs
@@ -71,7 +71,7 @@ def test_repeated_frames_are_those_of_the_function(steps: list[tuple[list[str], 
 def test_frames_are_those_of_the_predictor(count: int) -> None:
     hidden = torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count))
     first = [(3 * i + count) % CODES for i in range(count)]
-    wanted = predictor("grouped heads").predict(hidden, TABLE[first], [draw(i) for i in range(count)])
+    wanted = predict(predictor("grouped heads"), hidden, TABLE[first], [draw(i) for i in range(count)])
     for maker in makers()[:2]:
         frames = maker.make(hidden, range(count), first, [draw(i) for i in range(count)])
         assert frames[:, 1:].tolist() == wanted.tolist()

@@ -11,10 +11,10 @@ from PIL import Image
 
 from examples.server import Server
 from tests.families.serving import chat, client, pixels
+from tests.support.bagel_generate import generate_image
 from tests.support.bagel_runs import Golden, golden
 from tests.support.cluster import MODEL
 from tests.support.oracle import one_thread
-from vllm_omni_ext.model_plugins.bagel.generate import generate_image
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import image_parameters
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.bagel_generate import generate_image, prepare_image
 from tests.support.bagel_runs import difference, golden, picture, run
-from vllm_omni_ext.model_plugins.bagel.generate import generate_image, prepare_image
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import image_parameters
 from vllm_omni_ext.model_plugins.bagel.prompts import THINK_THEN_ANSWER, THINK_THEN_DRAW, Part, Prompts

@@ -14,10 +14,10 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from tests.model_plugins.bagel.test_packing import REQUESTS, parameters_of
+from tests.support.bagel_generate import generate_image
 from tests.support.bagel_runs import difference, golden
 from tests.support.dit_room import CLOSE, Room, assert_almost_equal, draw_of, latent_of, pixels_of
 from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser
-from vllm_omni_ext.model_plugins.bagel.generate import generate_image
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import image_parameters
 from vllm_omni_ext.model_plugins.bagel.requests.payloads import Draw, Drawn, Picture, Preview, Text

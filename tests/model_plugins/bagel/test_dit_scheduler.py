@@ -14,9 +14,9 @@ from vllm import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from tests.support.bagel_generate import prepare_image
 from tests.support.bagel_runs import picture
 from tests.support.dit_room import config_of, draw_of
-from vllm_omni_ext.model_plugins.bagel.generate import prepare_image
 from vllm_omni_ext.model_plugins.bagel.memory import kv_bytes_per_token
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import image_parameters

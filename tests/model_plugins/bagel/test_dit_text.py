@@ -20,9 +20,9 @@ from vllm.multimodal.inputs import (
 )
 from vllm.v1.engine import FinishReason
 
+from tests.support.bagel_generate import generate_text
 from tests.support.bagel_runs import golden, picture
 from tests.support.dit_room import Room, assert_almost_equal, draw_of, pixels_of
-from vllm_omni_ext.model_plugins.bagel.generate import generate_text
 from vllm_omni_ext.model_plugins.bagel.images import resize, to_rgb
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.prompts import Part

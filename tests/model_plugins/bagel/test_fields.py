@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.support.bagel_generate import generate_image
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.model_plugins.bagel.errors import ParameterError
-from vllm_omni_ext.model_plugins.bagel.generate import generate_image
 from vllm_omni_ext.model_plugins.bagel.guidance import guided_steps, schedule
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters, image_parameters

@@ -8,13 +8,14 @@ import json
 import pytest
 import torch
 
+from tests.support.bagel_generate import step_text, write_text
 from tests.support.bagel_runs import GOLDEN, difference, golden, run, stacked
 from vllm_omni_ext.model_plugins.bagel.denoise import begin, finish, seeded
 from vllm_omni_ext.model_plugins.bagel.images import resize, to_rgb
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.prefill import Prefill
 from vllm_omni_ext.model_plugins.bagel.prompts import Prompts, TextSegment
-from vllm_omni_ext.model_plugins.bagel.text import RunningText, step_text, write_text
+from vllm_omni_ext.model_plugins.bagel.text import RunningText
 
 CLOSE = 1e-4
 """In float32; a wrong variant of any part is off by 5e-3 at least."""

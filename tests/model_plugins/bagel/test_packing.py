@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from tests.support.bagel_generate import prepare_image
 from tests.support.bagel_runs import difference, picture, run
 from vllm_omni_ext.model_plugins.bagel.attention import Rows, sdpa
 from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser, RunningImage
-from vllm_omni_ext.model_plugins.bagel.generate import prepare_image
 from vllm_omni_ext.model_plugins.bagel.llm import ExpertLayer, MotLayer
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters, image_parameters

@@ -13,12 +13,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from tests.support.bagel_generate import step_text
 from tests.support.bagel_runs import picture
 from vllm_omni_ext.model_plugins.bagel.family import FAMILY
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.prefill import Prefill
 from vllm_omni_ext.model_plugins.bagel.prompts import Part, Prompts
-from vllm_omni_ext.model_plugins.bagel.text import RunningText, step_text
+from vllm_omni_ext.model_plugins.bagel.text import RunningText
 
 pytestmark = pytest.mark.engine
 

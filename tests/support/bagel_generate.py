@@ -1,16 +1,20 @@
-"""Runs one request from beginning to end, for programs without a scheduler."""
+"""Runs one request of BAGEL from beginning to end, without a scheduler."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from vllm_omni_ext.model_plugins.bagel.context import Context
 from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser, FinishedImage, RunningImage, begin, finish, seeded
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters
 from vllm_omni_ext.model_plugins.bagel.prefill import Prefill
 from vllm_omni_ext.model_plugins.bagel.prompts import Part, Prompts
-from vllm_omni_ext.model_plugins.bagel.text import write_text
+from vllm_omni_ext.model_plugins.bagel.text import RunningText, next_logits
 
 
 @dataclass(frozen=True)
@@ -65,3 +69,20 @@ def generate_text(model: Bagel, parts: Sequence[Part], *, max_tokens: int = 1000
     segments = Prompts(model.tokens, model.sizes).reply(parts, think=think)
     context = Prefill(model, seeded(ImageParameters())).context(segments)
     return write_text(model, context, max_tokens)
+
+
+@torch.inference_mode()
+def step_text(model: Bagel, running: Sequence[RunningText]) -> Tensor:
+    """Compute the last id of each reply and choose the next one, greedily; return `next_logits`."""
+    logits = next_logits(model, running)
+    for reply, id_ in zip(running, logits.argmax(-1).tolist(), strict=True):
+        reply.add(id_)
+    return logits
+
+
+def write_text(model: Bagel, context: Context, max_tokens: int) -> str:
+    """Generate one reply after the context."""
+    running = RunningText(model, context, max_tokens)
+    while not running.done:
+        step_text(model, [running])
+    return model.tokens.reply(running.ids)
