@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni_ext.model_plugins.bagel.tiny.sizes import RELEASED, BagelSizes
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny import vocabulary
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.texts import tokenizer_json
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import Vocabulary, byte_letters
 from vllm_omni_ext.tiny.directory import MARKER, make_room, write_json
@@ -36,25 +37,8 @@ FILES = (
 )
 """All files of a checkpoint, except the marker."""
 
-SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-)
+SPECIAL_TOKENS = (*vocabulary.SPECIAL_TOKENS[:14], *vocabulary.SPECIAL_TOKENS[16:19])
+"""Those of Qwen3-Omni without the ones for tools, repositories, thinking and sound."""
 
 _MERGES = (
     "Ġ t/h e/i n/Ġ a/r e/o n/Ġt he/e r/Ġ s/a t/Ġ w/e n/o r/i t/i s/Ġ o/Ġ c/a n/Ġ b/e s/in g/o u/Ġ f/e d/Ġ p/a r/"

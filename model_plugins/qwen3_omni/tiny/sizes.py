@@ -7,7 +7,7 @@ the hidden and expert sizes of every mixture-of-experts stage must be multiples 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CODEC_SPECIALS = 1024
 """The last 1024 ids of the talker vocabulary are never codes: begin, end, padding, speakers, ..."""
@@ -131,28 +131,14 @@ _TINY_THINKER = DecoderSizes(
     num_experts_per_tok=2,
     moe_intermediate_size=32,
 )
-_TINY_TALKER = DecoderSizes(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=32,
-    max_position_embeddings=8192,
-    mrope_section=(8, 4, 4),
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
-    shared_expert_intermediate_size=64,
-)
-_TINY_PREDICTOR = DecoderSizes(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=32,
-    max_position_embeddings=8192,
+_TINY_TALKER = replace(_TINY_THINKER, hidden_size=64, num_hidden_layers=2, shared_expert_intermediate_size=64)
+_TINY_PREDICTOR = replace(
+    _TINY_TALKER,
+    mrope_section=None,
+    num_experts=0,
+    num_experts_per_tok=0,
+    moe_intermediate_size=0,
+    shared_expert_intermediate_size=0,
 )
 
 SMALL = Sizes(
@@ -179,40 +165,14 @@ SMALL = Sizes(
     ),
 )
 
-REAL_VOCAB = Sizes(
+REAL_VOCAB = replace(
+    SMALL,
     name="real-vocab",
     text_vocab_size=152064,
     num_code_groups=16,
     codebook_size=2048,
-    accept_hidden_layer=3,
-    audio=_TINY_AUDIO,
-    vision=_TINY_VISION,
-    thinker=DecoderSizes(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=65536,
-        mrope_section=(8, 4, 4),
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-    ),
-    talker=_TINY_TALKER,
-    predictor=_TINY_PREDICTOR,
-    code2wav=VocoderSizes(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        decoder_dim=64,
-        sliding_window=72,
-        upsample_rates=(8, 5, 4, 3),
-        upsampling_ratios=(2, 2),
-        layer_scale_initial_scale=0.3,
-    ),
+    thinker=replace(_TINY_THINKER, hidden_size=64, max_position_embeddings=65536),
+    code2wav=replace(SMALL.code2wav, sliding_window=72, upsample_rates=(8, 5, 4, 3)),
 )
 
 RELEASED = Sizes(
