@@ -72,11 +72,18 @@ def bagel_shape() -> Any:
     return SimpleNamespace(**{**config, **parts})
 
 
+def qwen_shape() -> Any:
+    """Return Qwen3-Omni's config as Transformers reads it."""
+    from transformers import Qwen3OmniMoeConfig
+
+    return Qwen3OmniMoeConfig(**model_config(RELEASED, real_vocabulary()))
+
+
 QWEN = Released(
     name="Qwen3-Omni-30B-A3B",
     family=FAMILY,
     pipeline=QWEN3_OMNI,
-    shape=lambda: Qwen3OmniMoeConfig(**model_config(RELEASED, real_vocabulary())),
+    shape=qwen_shape,
     facts=facts,
 )
 BAGEL, BAGEL_SINGLE = (
