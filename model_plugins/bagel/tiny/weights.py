@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_omni_ext.model_plugins.bagel.sizes import VaeSizes
 from vllm_omni_ext.model_plugins.bagel.tiny.sizes import BagelSizes
+from vllm_omni_ext.model_plugins.bagel.vae import Autoencoder
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import Vocabulary
 
 _FIRST_PRINTABLE, _AFTER_PRINTABLE = 0x20, 0x7F
@@ -40,26 +42,6 @@ class Tensors(dict[str, Tensor]):
         self[f"{name}.weight"] = self.normal(f"{name}.weight", (channels,), 0.1, mean)
         if bias:
             self[f"{name}.bias"] = self.normal(f"{name}.bias", (channels,), 0.1)
-
-    def conv(self, name: str, outputs: int, inputs: int, kernel: int) -> None:
-        shape = (outputs, inputs, kernel, kernel)
-        self[f"{name}.weight"] = self.normal(f"{name}.weight", shape, 1.0 / math.sqrt(inputs * kernel * kernel))
-        self[f"{name}.bias"] = self.normal(f"{name}.bias", (outputs,), 0.05)
-
-    def residual(self, name: str, inputs: int, outputs: int) -> None:
-        self.norm(f"{name}.norm1", inputs, bias=True)
-        self.conv(f"{name}.conv1", outputs, inputs, 3)
-        self.norm(f"{name}.norm2", outputs, bias=True)
-        self.conv(f"{name}.conv2", outputs, outputs, 3)
-        if inputs != outputs:
-            self.conv(f"{name}.nin_shortcut", outputs, inputs, 1)
-
-    def middle(self, name: str, channels: int) -> None:
-        self.residual(f"{name}.block_1", channels, channels)
-        self.residual(f"{name}.block_2", channels, channels)
-        self.norm(f"{name}.attn_1.norm", channels, bias=True)
-        for part in ("q", "k", "v", "proj_out"):
-            self.conv(f"{name}.attn_1.{part}", channels, channels, 1)
 
 
 def model_weights(size: BagelSizes, words: Vocabulary, seed: int | None) -> dict[str, Tensor]:
@@ -148,30 +130,14 @@ def position_table(channels: int, side: int) -> Tensor:
 def autoencoder_weights(size: BagelSizes, seed: int | None) -> dict[str, Tensor]:
     """Return all tensors of `ae.safetensors`, float32; without a seed, they are on the meta device."""
     tensors, vae = Tensors(seed, "ae."), size.autoencoder
-    width, blocks, latent = vae["ch"], vae["num_res_blocks"], vae["z_channels"]
-    widths = [width * factor for factor in vae["ch_mult"]]
-    last = len(widths) - 1
-    tensors.conv("encoder.conv_in", width, 3, 3)
-    channels = width
-    for level, outputs in enumerate(widths):
-        for block in range(blocks):
-            tensors.residual(f"encoder.down.{level}.block.{block}", channels, outputs)
-            channels = outputs
-        if level != last:
-            tensors.conv(f"encoder.down.{level}.downsample.conv", channels, channels, 3)
-    tensors.middle("encoder.mid", channels)
-    tensors.norm("encoder.norm_out", channels, bias=True)
-    tensors.conv("encoder.conv_out", 2 * latent, channels, 3)
-
-    channels = widths[-1]
-    tensors.conv("decoder.conv_in", channels, latent, 3)
-    tensors.middle("decoder.mid", channels)
-    for level in range(last, -1, -1):
-        for block in range(blocks + 1):
-            tensors.residual(f"decoder.up.{level}.block.{block}", channels, widths[level])
-            channels = widths[level]
-        if level:
-            tensors.conv(f"decoder.up.{level}.upsample.conv", channels, channels, 3)
-    tensors.norm("decoder.norm_out", channels, bias=True)
-    tensors.conv("decoder.conv_out", 3, channels, 3)
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    widths = tuple(vae["ch"] * factor for factor in vae["ch_mult"])
+    with torch.device("meta"):
+        model = Autoencoder(VaeSizes(vae["ch"], widths, vae["num_res_blocks"], vae["z_channels"], 1.0, 0.0))
+    for name, tensor in model.state_dict().items():
+        spread, mean = 1.0 / math.sqrt(tensor[0].numel()), 0.0
+        if "norm" in name:
+            spread, mean = 0.1, float(name.endswith("weight"))
+        elif name.endswith("bias"):
+            spread = 0.05
+        tensors[name] = tensors.normal(name, tuple(tensor.shape), spread, mean)
+    return dict(tensors)
