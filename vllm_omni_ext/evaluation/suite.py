@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import mimetypes
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,7 +78,7 @@ class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             OSError: a file that was there when the suite was read cannot be read any more.
         """
-        return [{"role": each.role, "content": _filled(each.content)} for each in self._conversation(item)]
+        return [{"role": each.role, "content": _changed(each.content, _with_data)} for each in self._conversation(item)]
 
     def digest(self) -> str:
         """Return SHA-256 of the suite without its threshold; media files are included."""
@@ -87,8 +89,7 @@ class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             without = msgspec.structs.replace(item, content=None, messages=[])
             found.update(msgspec.json.encode(without, order="sorted"))
             for each in self._conversation(item):
-                content = each.content if isinstance(each.content, str) else list(map(_identity, each.content))
-                found.update(msgspec.json.encode([each.role, content], order="sorted"))
+                found.update(msgspec.json.encode([each.role, _changed(each.content, _identity)], order="sorted"))
         return found.hexdigest()
 
     def _conversation(self, item: Item) -> list[Message]:
@@ -132,19 +133,19 @@ def _check(suite: Suite, path: Path) -> None:
 
 
 def _with_files(item: Item, folder: Path) -> Item:
-    messages = [Message(each.role, _content(each.content, folder, item.id)) for each in item.messages]
-    content = None if item.content is None else _content(item.content, folder, item.id)
+    found = partial(_found, folder=folder, name=item.id)
+    messages = [Message(each.role, _changed(each.content, found)) for each in item.messages]
+    content = None if item.content is None else _changed(item.content, found)
     return msgspec.structs.replace(item, content=content, messages=messages)
 
 
-def _content(content: Content, folder: Path, name: str) -> Content:
-    return content if isinstance(content, str) else [_found(part, folder, name) for part in content]
+def _changed(content: Content, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Content:
+    """Return a content in which the parts with a file are changed."""
+    return content if isinstance(content, str) else [change(part) if "file" in part else part for part in content]
 
 
 def _found(part: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
     """Return a part with the path of its file joined to `folder`; files are read when they are sent."""
-    if "file" not in part:
-        return part
     kind, path = part.get("type"), folder / str(part["file"])
     if kind not in MEDIA:
         raise ConfigError(f"item '{name}': a part with `file` must have the type {', '.join(MEDIA)}, got {kind!r}")
@@ -157,19 +158,12 @@ def _found(part: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
 
 def _identity(part: dict[str, Any]) -> dict[str, Any]:
     """Return a part with the digest of its file instead of the path."""
-    if "file" not in part:
-        return part
     with open(part["file"], "rb") as file:
         return part | {"file": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _filled(content: Content) -> Content:
-    return content if isinstance(content, str) else list(map(_with_data, content))
-
-
 def _with_data(part: dict[str, Any]) -> dict[str, Any]:
-    if "file" not in part:
-        return part
+    """Return a part with the contents of its file."""
     kind, path = part["type"], Path(part["file"])
     data = base64.b64encode(path.read_bytes()).decode()
     if kind == "input_audio":
