@@ -74,7 +74,6 @@ def bagel_shape() -> Any:
 
 def qwen_shape() -> Any:
     """Return Qwen3-Omni's config as Transformers reads it."""
-    from transformers import Qwen3OmniMoeConfig
 
     return Qwen3OmniMoeConfig(**model_config(RELEASED, real_vocabulary()))
 
