@@ -185,6 +185,21 @@ async def test_allowed_media_domains_also_hold_after_a_redirect(site: Site, monk
             await fetch(url)
 
 
+async def test_bodies_of_a_request_are_charged_to_its_budget(site: Site, fetch: Callable[..., Any]) -> None:
+    class RequestBudget:
+        left = 4 * MIB
+
+        def charge(self, size: int) -> None:
+            self.left -= size
+            if self.left < 0:
+                raise ValueError("all bodies of the request are too long")
+
+    budget = RequestBudget()
+    assert len(await fetch(site.url("long"), request_budget=budget)) == 3 * MIB == 4 * MIB - budget.left
+    with pytest.raises(ValueError, match="all bodies"):
+        await fetch(site.url("long"), request_budget=budget)
+
+
 @pytest.mark.parametrize("path", ["long", "endless"])
 async def test_a_body_beyond_the_limit_is_refused(
     site: Site, fetch: Callable[..., Any], path: str, monkeypatch: pytest.MonkeyPatch

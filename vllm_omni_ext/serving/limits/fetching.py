@@ -109,6 +109,10 @@ def destinations(address: Address) -> Iterator[Address]:
         yield from address.teredo or ()
 
 
+def _ignore(size: int) -> None:
+    """Do not limit the bytes."""
+
+
 class Fetcher:
     """A replacement for the HTTP connection of vLLM's `MediaConnector`.
 
@@ -122,29 +126,36 @@ class Fetcher:
         self._take = take
 
     async def async_get_bytes(
-        self, url: str, *, timeout: float | None = None, allow_redirects: bool = True, max_bytes: int | None = None
+        self,
+        url: str,
+        *,
+        timeout: float | None = None,
+        allow_redirects: bool = True,
+        max_bytes: int | None = None,
+        request_budget: Any = None,
     ) -> bytes:
         """Return the body behind a URL.
 
         Args:
             timeout: seconds for the whole fetch: name resolution, connections, redirects and the body.
             max_bytes: longest body; VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB is a limit too.
+            request_budget: vLLM's limit of all bodies of a request, from 0.33 on; `charge` raises an error beyond it.
 
         Raises:
             FetchRefused: the URL, a redirect, an address or the form of the response is not allowed.
             OSError, TimeoutError, aiohttp.ClientError: the fetch failed.
         """
-        longest = _longest(max_bytes)
+        longest, charge = _longest(max_bytes), request_budget.charge if request_budget is not None else _ignore
         async with asyncio.timeout(LIMIT_S if timeout is None else timeout):
             here = URL(url)
             for _ in range(MOST_REDIRECTS + 1 if allow_redirects else 1):
-                found = await self._get(here, longest)
+                found = await self._get(here, longest, charge)
                 if isinstance(found, bytes):
                     return found
                 here = found
         raise FetchRefused("too many redirects")
 
-    async def _get(self, url: URL, longest: int | None) -> bytes | URL:
+    async def _get(self, url: URL, longest: int | None, charge: Callable[[int], None]) -> bytes | URL:
         """Make one HTTP request; return the body, or the URL of a redirect."""
         self._rules.check_url(url)
         proxy = await self._proxy(url)
@@ -158,9 +169,9 @@ class Fetcher:
                 raise FetchRefused(f"the answer has status {answer.status}")
             if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
                 raise FetchRefused("the answer is compressed although that was not requested")
-            return await self._read(answer, longest)
+            return await self._read(answer, longest, charge)
 
-    async def _read(self, answer: aiohttp.ClientResponse, longest: int | None) -> bytes:
+    async def _read(self, answer: aiohttp.ClientResponse, longest: int | None, charge: Callable[[int], None]) -> bytes:
         """Return the body; FetchRefused as soon as it exceeds `longest` bytes."""
         body = bytearray()
         if longest is not None and (answer.content_length or 0) > longest:
@@ -168,6 +179,7 @@ class Fetcher:
         async for piece in answer.content.iter_chunked(READ_BYTES):
             body += piece
             self._take(len(piece))
+            charge(len(piece))
             if longest is not None and len(body) > longest:
                 raise FetchRefused(f"the body has more than {longest} bytes")
         return bytes(body)
