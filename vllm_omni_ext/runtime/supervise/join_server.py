@@ -159,7 +159,7 @@ class JoinServer:
         for ticket, entry in tuple(self._entries.items()):
             if entry.member == member:
                 del self._entries[ticket]
-                self._coordination.names.free(member)
+                self._coordination.leave(member.id)  # a heartbeat of its process, which may still run, counts no more
                 self._servers.forgotten(member.id)
                 if silent:
                     self._tell(f"error: replica {member.id} of {entry.host} is gone: no heartbeat came for too long")
