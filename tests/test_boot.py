@@ -110,7 +110,7 @@ def test_the_keyword_makes_an_omni_llm_or_raises_an_error():
                 self.got = (model, kwargs)
 
         sys.modules["vllm_omni_ext.llm"] = types.SimpleNamespace(OmniLLM=OmniLLM)
-        real, VllmSource.version = VllmSource.version, "0.40.0"
+        real, VllmSource.version = VllmSource.version, "0.20.0"
         try:
             LLM("m", omni=True)
         except Exception as err:
@@ -127,7 +127,7 @@ def test_the_keyword_makes_an_omni_llm_or_raises_an_error():
     """
     version, subclass = python(code).splitlines()
     assert subclass == "Mine: omni=True works on LLM itself; derive from vllm_omni_ext.llm.OmniLLM"
-    assert version.startswith("IncompatibleVllm vLLM 0.40.0 is installed, but this package needs")
+    assert version.startswith("IncompatibleVllm vLLM 0.20.0 is installed, but this package needs")
 
 
 @pytest.mark.engine
