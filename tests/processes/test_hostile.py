@@ -283,7 +283,9 @@ URLS: list[Any] = [
 @pytest.mark.parametrize("url", URLS)
 def test_media_that_cannot_be_had(target: Target, kind: str, url: Any) -> None:
     response = target.send(CHAT, ask_about(kind, url))
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+    # With an empty URL, vLLM 0.33 takes the part for one that names a medium of an earlier request.
+    params = ("messages", "multi_modal_uuids") if url == "" else ("messages",)
+    assert response.status_code == 400 and response.json()["error"]["param"] in params
     assert "root:" not in response.text
 
 

@@ -116,8 +116,7 @@ class Child:
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""
-        if self.process.is_alive() and self.process.pid is not None:
-            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # no error if it has ended
         self.process.join()
         self.pipe.close()
 

@@ -175,8 +175,11 @@ class Calls:
         """
         return await self._send(self.resolve(targets), utility, args, timeout_s)
 
-    async def everywhere(self, utility: str, *args: Any) -> Any:
+    async def everywhere(self, utility: str, *args: Any, **named: Any) -> Any:
         """Call all replicas of a call without targets, and return the one answer that vLLM's callers expect.
+
+        Args:
+            named: arguments that vLLM passes by name, in the order of the utility's parameters; they follow `args`.
 
         Raises:
             CallFailed: a replica has failed; the error has all answers.
@@ -186,7 +189,7 @@ class Calls:
         replicas = self._live(self._pools) if call.every_stage else self._live_frontend()
         if not replicas:
             raise StageUnavailable("no stage has a live replica")
-        replies = await self._send(replicas, utility, args, None)
+        replies = await self._send(replicas, utility, (*args, *named.values()), None)
         values = [reply.value for reply in replies.values()]
         if failed(replies):
             raise CallFailed(replies)
