@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
 
+from tests.support.lora import write_dense
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import FILES, MARKER, write_qwen3_omni
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.trained import trained_checkpoint
@@ -53,6 +55,11 @@ def test_the_released_shape_has_no_weights_not_even_of_an_earlier_checkpoint(tmp
 def test_options_that_exclude_each_other_are_refused(options: dict, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
         write_qwen3_omni(tmp_path, **options)
+
+
+def test_a_thinker_without_experts_has_none_in_transformers(tmp_path: Path) -> None:
+    thinker = json.loads((write_dense(tmp_path / "model") / "config.json").read_text())["thinker_config"]
+    assert Qwen3OmniMoeThinkerConfig(**thinker).text_config.num_experts == 0
 
 
 def test_the_trained_checkpoint_is_copied(tmp_path: Path) -> None:

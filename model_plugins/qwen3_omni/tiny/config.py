@@ -93,7 +93,8 @@ def _thinker(sizes: Sizes, vocabulary: Vocabulary) -> Json:
     audio, vision = asdict(sizes.audio), asdict(sizes.vision)
     vision["num_position_embeddings"] = (sizes.vision.image_size // sizes.vision.patch_size) ** 2
     vision["apply_vit_abs_pos_embed"] = True  # vLLM reads this field of the released file
-    text = _decoder(sizes.thinker, text_rows(sizes, vocabulary))
+    # Without the field, Transformers takes 128 experts.
+    text = _decoder(sizes.thinker, text_rows(sizes, vocabulary)) | {"num_experts": sizes.thinker.num_experts}
     text["rope_scaling"]["mrope_interleaved"] = True
     return _media_ids(vocabulary) | {
         "dtype": sizes.dtype,
