@@ -51,7 +51,7 @@ dependencies = ["vllm-omni-ext"]
 where = ["src"]
 
 [tool.setuptools.package-data]
-"*" = ["*.yaml", "*.jinja"]
+"*" = ["*.yaml", "*.jinja", "*.toml", "fingerprints/*.json"]
 """
 
 
