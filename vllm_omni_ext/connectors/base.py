@@ -2,14 +2,14 @@
 
 The producer of an edge stores the tensors of a request, its chunks, and consumers read them:
 
-- A request's chunks are put in order, and are immutable. A chunk can be read as soon as `put` has returned; a consumer
-  learns of it by another way, and reads no chunk that does not exist yet.
+- A request's chunks are put in order, and are immutable. A chunk can be read as soon as `put` has returned. The
+  producer's process announces it in a message after that, and a consumer reads announced chunks only.
 - A producer has an address, a text that is sent with the request: it names which of several replicas has the chunks.
   One producer serves many consumers, and one consumer reads from many producers.
 - The producer keeps the chunks until the request is forgotten. Any consumer may read them any number of times: after a
   failover, the new replica reads all chunks, also those that were read before.
 - `forget` of the consumer that read the request last frees it, and so does `forget` of the producer. A request that
-  nobody has put or read for `retention_s` is dropped.
+  is neither put nor read for `retention_s` is dropped.
 - Memory is bounded: a chunk that does not fit raises `BackPressure` at once. No `put` waits.
 - Every `get` ends: with the chunk, or an error if the request was forgotten (`Forgotten`), the connection to the
   producer is lost (`ProducerLost`, within a second if its process has died), or the deadline has passed

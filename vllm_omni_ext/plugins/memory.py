@@ -35,7 +35,7 @@ class WeightPart:
 
 
 def measured(parts: Sequence[WeightPart], tensors: StoredTensors) -> tuple[WeightPart, ...]:
-    """The same parts with the sizes of these tensors, each of which counts for the first part that has its name."""
+    """The same parts with the sizes of these tensors. A tensor counts for the first part that matches its name."""
     names = [re.compile(part.names) for part in parts]
     elements, stored = [0] * len(parts), [0] * len(parts)
     for name, (dtype, count, size) in tensors.items():

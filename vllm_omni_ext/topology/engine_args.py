@@ -1,4 +1,4 @@
-"""The engine arguments of a stage: the user's from all layers, of which none is dropped silently, and the pipeline's.
+"""The engine arguments of a stage: those of the user from all layers, and those of the pipeline. None is dropped.
 
 Pure.
 """
