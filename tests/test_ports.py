@@ -30,7 +30,9 @@ def test_all_free_ports_of_a_range_are_found_and_no_other() -> None:
         ports = (port - 2, min(port + 2, 65535))
         made, context = [], zmq.Context()
         try:
-            with pytest.raises(OSError, match=f"all ports of port_range {ports[0]}-{ports[1]} are in use") as caught:
+            with pytest.raises(
+                OSError, match=f"all ports of cluster.port_range {ports[0]}-{ports[1]} are in use"
+            ) as caught:
                 while True:
                     made.append(bind_within(ports, lambda each: socket.create_server(("127.0.0.1", each))))
             assert caught.value.errno == errno.EADDRINUSE

@@ -111,7 +111,7 @@ class OmniLLM(TargetedOfflineLLM):
 
         kwargs.setdefault("disable_log_stats", True)
         plan = from_kwargs(model, **kwargs)
-        identity = partial(_identity, ports=plan.config.ports)
+        identity = partial(_identity, ports=plan.config.cluster.ports)
         self._deployment = Deployment(plan, clients=1, usage=UsageContext.LLM_CLASS, identity_of=identity)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._replica_supervisor: ReplicaSupervisor | None = None

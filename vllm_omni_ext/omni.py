@@ -105,16 +105,16 @@ class AsyncOmni(TargetedLLM):
         use_available(self.renderer)
         self.runtime = self._runtime(config)
         self._observe(config, replicas)
-        limits = self.plan.config
+        settings = self.plan.config
         own_types = {each.name: partial(_make_params, each.params_type) for each in self.plan.stages}
         self.orchestrator = Orchestrator(
             Settings(
                 frontend=frontend.name,
                 model_frontend=frontend.model_stage,
                 prefill=self.plan.source_of(frontend.name),
-                wait_s=limits.replica_wait_timeout_s,
-                joinable=limits.master_address is not None,
-                input_deadline_s=limits.chunk_timeout_s,
+                wait_s=settings.timeouts.replica_wait_timeout_s,
+                joinable=settings.cluster.master_address is not None,
+                input_deadline_s=settings.timeouts.chunk_timeout_s,
                 client=self.connections.client_index,
                 clients=self.connections.client_count,
                 limits=self._lengths(),
@@ -130,8 +130,8 @@ class AsyncOmni(TargetedLLM):
             self.runtime,
             self.orchestrator,
             frontend.model_stage,
-            default_modalities=limits.default_modalities,
-            max_media_tokens=limits.max_media_tokens,
+            default_modalities=settings.default_modalities,
+            max_media_tokens=settings.limits.max_media_tokens,
         )
         logging.getLogger("vllm.v1.engine.async_llm").addFilter(_not_about_engine_requests)
         self.engine_core = TextClient(config, self.orchestrator, self.plan.sides(), admission=self._admission)
@@ -410,7 +410,7 @@ class AsyncOmni(TargetedLLM):
             raise StageUnavailable("the server is shutting down")
 
     def _in_time(self, source: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        limit = self.plan.config.request_limit_s
+        limit = self.plan.config.timeouts.request_limit_s
         return source if limit is None else until(limit, source)
 
     def get_num_unfinished_requests(self) -> int:

@@ -54,4 +54,4 @@ def bind_within(ports: Sequence[int] | None, bind: Callable[[int], T]) -> T:
         except Exception as error:  # OSError, or ZMQError, which is none
             if getattr(error, "errno", None) != errno.EADDRINUSE:
                 raise
-    raise OSError(errno.EADDRINUSE, f"all ports of port_range {first}-{last} are in use")
+    raise OSError(errno.EADDRINUSE, f"all ports of cluster.port_range {first}-{last} are in use")

@@ -27,7 +27,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.tasks import PoolingTask
 from vllm.v1.pool.metadata import PoolingMetadata
 
-from vllm_omni_ext.config.schema import STREAM_IDLE_TIMEOUT_S, OmniConfig
+from vllm_omni_ext.config.schema import STREAM_IDLE_TIMEOUT_S, Timeouts
 from vllm_omni_ext.engine.graphs import recorder_for
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_streams import VocoderStreams
@@ -112,7 +112,7 @@ class Qwen3OmniCode2Wav(nn.Module, IsAttentionFree):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        idle_s = vllm_config.additional_config.get(STREAM_IDLE_TIMEOUT_S, OmniConfig.stream_idle_timeout_s)
+        idle_s = vllm_config.additional_config.get(STREAM_IDLE_TIMEOUT_S, Timeouts().stream_idle_timeout_s)
         self.pooler = WaveformPooler(Vocoder(vllm_config.model_config.hf_config), idle_s=idle_s)
         self._streams: int = vllm_config.scheduler_config.max_num_seqs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 from vllm_omni_ext.cli import plan as plan_command
 from vllm_omni_ext.cli import serve as serve_command
 from vllm_omni_ext.cli import settings
-from vllm_omni_ext.cli.args import EXPLICIT, parse_serve
+from vllm_omni_ext.cli.args import EXPLICIT, FLAGS, parse_serve
 from vllm_omni_ext.cli.refusals import REFUSED
 from vllm_omni_ext.cli.settings import ENGINE_FIELDS, from_cli, from_kwargs
+from vllm_omni_ext.config.schema import setting_path
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.params import param_names
 from vllm_omni_ext.plugins.registry import families
@@ -88,10 +90,10 @@ def test_overrides_precede_flags_and_flags_precede_the_file(model: str, tmp_path
 
 
 def test_a_server_has_a_limit_for_requests(model: str) -> None:
-    assert plan_of(model).config.request_limit_s == 3600
-    assert plan_of(model, "--stage-overrides", "{}", "--omni-request-timeout", "7").config.request_limit_s == 7
-    assert from_kwargs(model).config.request_limit_s is None, "requests of a program may wait for their turn"
-    assert from_kwargs(model, request_timeout_s=7.0).config.request_limit_s == 7
+    assert plan_of(model).config.timeouts.request_limit_s == 3600
+    assert plan_of(model, "--stage-overrides", "{}", "--omni-request-timeout", "7").config.timeouts.request_limit_s == 7
+    assert from_kwargs(model).config.timeouts.request_limit_s is None, "requests of a program may wait for their turn"
+    assert from_kwargs(model, request_timeout_s=7.0).config.timeouts.request_limit_s == 7
 
 
 def test_the_config_file_of_vllm_may_have_the_flags_of_the_package(model: str, tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ def test_the_config_file_of_vllm_may_have_the_flags_of_the_package(model: str, t
             "--stage-overrides: stages.talker.params.temprature: unknown key; did you mean 'temperature'?",
         ),
         (["--stage-config", "nothing"], "nothing: no such stage config; give the path of a .yaml file or one of "),
-        (["--omni-startup-timeout", "0"], "startup_timeout_s: must be a number of seconds > 0, got 0.0"),
+        (["--omni-startup-timeout", "0"], "timeouts.startup_timeout_s: must be a number of seconds > 0, got 0.0"),
     ],
 )
 def test_wrong_flags_are_refused_with_advice(model: str, words: list[str], message: str) -> None:
@@ -155,6 +157,13 @@ def test_tables_have_fields_of_vllm_and_the_documentation_has_the_refused_flags(
         for stage in pipeline.stages:
             assert {*stage.engine, *stage.engine_defaults} <= ENGINE_FIELDS
             assert stage.defaults.keys() <= set(param_names(stage.params))
+
+
+def test_every_flag_of_a_key_is_documented_with_the_path_of_the_key() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    cells = [line.strip("| ").split(" | ") for line in document.splitlines() if line.startswith("| `--")]
+    rows = {flag.split("`")[1].split()[0]: key.strip("`") for flag, key in cells if re.fullmatch(r"`[\w.]+`", key)}
+    assert rows == {flag: setting_path(key) for flag, key in FLAGS.items()}
 
 
 @pytest.mark.parametrize(("word", "cores", "expected"), [("3", 2, 3), ("auto", 2, 1), ("auto", 7, 3), ("auto", 99, 8)])

@@ -16,6 +16,7 @@ from vllm_omni_ext.cli import serve as serve_command
 from vllm_omni_ext.cli.args import OmniServe, parse_serve
 from vllm_omni_ext.cli.members import headless_of
 from vllm_omni_ext.cli.settings import from_cli, from_kwargs
+from vllm_omni_ext.config.schema import Cluster, Limits, Timeouts
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.topology.agreement import config_hash
 from vllm_omni_ext.topology.plan import Headless, Plan
@@ -58,22 +59,38 @@ def test_flags_set_their_keys(model: str) -> None:
     words = ["--omni-lb-policy", "random", "--omni-heartbeat-timeout", "1", "--omni-drain-timeout", "2"]
     words += ["--omni-replica-wait-timeout", "3", "--omni-restart-limit", "0", "--omni-cluster-secret-file", "secret"]
     words += ["--omni-master-address", "::1", "--omni-master-port", "1", "--omni-log-dir", "logs"]
-    words += ["--omni-startup-timeout", "9", "--omni-shutdown-timeout", "2", "--omni-request-timeout", "4"]
+    words += [
+        "--omni-startup-timeout",
+        "9",
+        "--omni-max-body",
+        "2",
+        "--no-omni-cluster-auth",
+        "--omni-request-timeout",
+        "4",
+    ]
     config = planned(model, *words)[0].config
-    assert (config.lb_policy, config.heartbeat_timeout_s, config.drain_timeout_s) == ("random", 1.0, 2.0)
-    assert (config.replica_wait_timeout_s, config.restart_limit, config.cluster_secret_file) == (3.0, 0, "secret")
-    assert (config.master_address, config.master_port, config.log_dir) == ("::1", 1, "logs")
-    assert (config.startup_timeout_s, config.shutdown_timeout_s, config.request_timeout_s) == (9.0, 2.0, 4.0)
+    assert (config.lb_policy, config.restart_limit, config.log_dir) == ("random", 0, "logs")
+    assert config.limits == Limits(max_body_mib=2)
+    assert config.timeouts == Timeouts(
+        drain_timeout_s=2.0, replica_wait_timeout_s=3.0, startup_timeout_s=9.0, request_timeout_s=4.0
+    )
+    assert config.cluster == Cluster(
+        heartbeat_timeout_s=1.0,
+        cluster_secret_file="secret",
+        cluster_auth=False,
+        master_address="::1",
+        master_port=1,
+    )
     for short in (HEAD, ["-oma=10.0.0.1", "-omp=9100"], [*HEAD[2:], *HEAD[:2]]):
         config = planned(model, *short)[0].config
-        assert (config.master_address, config.master_port) == HEAD_AT
+        assert (config.cluster.master_address, config.cluster.master_port) == HEAD_AT
 
 
 @pytest.mark.parametrize(("number", "stage"), [(0, "thinker"), (1, "talker"), (2, "code2wav")])
 def test_a_headless_process_runs_its_stage_alone(model: str, number: int, stage: str, tmp_path: Path) -> None:
     expected = Headless(stage=stage, replicas=3, head=HEAD_AT, replica_address="10.0.0.2")
     file = tmp_path / "cluster.yaml"
-    file.write_text("{master_address: 10.0.0.1, master_port: 9100, stages: {talker: {replicas: 0}}}")
+    file.write_text("{cluster: {master_address: 10.0.0.1, master_port: 9100}, stages: {talker: {replicas: 0}}}")
     words = ["--headless", "--omni-dp-size-local", "3", "-ora", "10.0.0.2"]
     for which in (["--stage", stage], ["--stage-id", str(number)]):
         for more in ([], ["--stage-config", "qwen3_omni_replicas"], ["--api-server-count", "0"]):
@@ -155,17 +172,17 @@ SPLIT = '{"thinker": {"prefill_decode": {"decode": {"replicas": 0}}}}'
         ("--headless --stage talker -oma h -omp 1 --api-server-count 2", "--api-server-count 2: --headless starts no"),
         (
             "--omni-port-range 9000-8000",
-            "port_range: must be a range of ports such as '20000-20099', or null, got '9000-8",
+            "cluster.port_range: must be a range of ports such as '20000-20099', or null, got '9000-8",
         ),
         (
             "-omp 9100 --omni-port-range 9000-9100",
-            "port_range: 9000-9100 has ports of the head's own, 9100 to 9102 (--om",
+            "cluster.port_range: 9000-9100 has ports of the head's own, 9100 to 9102 (--om",
         ),
         (
             "-omp 9100 --omni-port-range 9102-9200",
-            "port_range: 9102-9200 has ports of the head's own, 9100 to 9102 (--om",
+            "cluster.port_range: 9102-9200 has ports of the head's own, 9100 to 9102 (--om",
         ),
-        ("-omp 70000", "master_port: must be an integer from 1 to 65535, or null, got 70000"),
+        ("-omp 70000", "cluster.master_port: must be an integer from 1 to 65535, or null, got 70000"),
     ],
 )
 def test_contradicting_or_missing_flags_are_refused(model: str, words: str, message: str) -> None:
@@ -177,19 +194,19 @@ def test_a_python_program_refuses_settings_for_replicas_that_join(model: str) ->
         with pytest.raises(ConfigError, match=rf"^stages\.{away}\.replicas: must be >= 1: no replica can join"):
             from_kwargs(model, stage_overrides={away: {"replicas": 0}})
     for name, value in (("master_port", 9100), ("master_address", "10.0.0.1")):
-        with pytest.raises(ConfigError, match=rf"^{name}: no replica can join LLM\(omni=True\)"):
+        with pytest.raises(ConfigError, match=rf"^cluster.{name}: no replica can join LLM\(omni=True\)"):
             from_kwargs(model, **{name: value})
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "[::]", "*"])
 def test_a_head_refuses_an_address_that_replicas_cannot_connect_to(model: str, address: str) -> None:
     message = error_of(model, "-oma", address, "-omp", "9100")
-    assert message.startswith("master_address: ") and "--omni-master-address HOST" in message
+    assert message.startswith("cluster.master_address: ") and "--omni-master-address HOST" in message
 
 
 def test_a_head_with_a_port_alone_listens_on_the_loopback(model: str) -> None:
     config = planned(model, "-omp", "9100")[0].config
-    assert (config.master_address, config.master_port) == ("127.0.0.1", 9100)
+    assert (config.cluster.master_address, config.cluster.master_port) == ("127.0.0.1", 9100)
 
 
 def test_plan_shows_a_headless_process(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +231,7 @@ def test_serve_runs_replicas_alone(model: str, monkeypatch: pytest.MonkeyPatch, 
     left: list[int] = []
     monkeypatch.setattr(serve_command, "_leave", left.append)
     words = [model, "--omni", "--headless", "--stage", "code2wav", *HEAD]
-    assert serve_command.main([*words, "--omni-no-cluster-secret"]) == 3
+    assert serve_command.main([*words, "--no-omni-cluster-auth"]) == 3
     assert left == [3]
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert serve_command.main(words) == 2, "the head is on another host, its secret is not here"

@@ -14,7 +14,7 @@ from vllm_omni_ext.topology.plan import Plan
 
 HERE, ELSEWHERE = ["-oma", "127.0.0.1", "-omp", "9100"], ["-oma", "192.0.2.1", "-omp", "9100"]
 HEADLESS = ["--headless", "--stage", "talker"]
-NONE = "--omni-no-cluster-secret"
+NONE = "--no-omni-cluster-auth"
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +38,14 @@ def error_of(*words: str) -> str:
 
 def test_a_head_makes_a_secret_prints_how_to_copy_it_and_uses_it_again(model: str) -> None:
     file = default_file()
-    assert decided(model)[0].config.cluster_secret_file is None and not file.exists(), "all is on this machine"
+    assert decided(model)[0].config.cluster.cluster_secret_file is None and not file.exists(), "all is on this machine"
     plan, told = decided(model, *ELSEWHERE)
-    assert plan.config.cluster_secret_file == str(file) and file.is_file()
+    assert plan.config.cluster.cluster_secret_file == str(file) and file.is_file()
     how = f"scp {file} HOST:cluster.secret, and there --omni-cluster-secret-file cluster.secret"
     assert told == [f"cluster secret: {file} (made now); this user's replicas on this host find it; other hosts: {how}"]
     before = file.read_bytes()
     again, told = decided(model, *ELSEWHERE)
-    assert again.config.cluster_secret_file == str(file) and file.read_bytes() == before
+    assert again.config.cluster.cluster_secret_file == str(file) and file.read_bytes() == before
     assert told == [f"cluster secret: {file}; this user's replicas on this host find it; other hosts: {how}"]
 
 
@@ -53,12 +53,12 @@ def test_a_head_makes_a_secret_prints_how_to_copy_it_and_uses_it_again(model: st
 def test_replicas_of_the_same_host_find_the_secret_in_any_start_order(model: str, head_first: bool) -> None:
     head, replicas = [model, *HERE], [model, *HEADLESS, *HERE]
     first, second = (head, replicas) if head_first else (replicas, head)
-    before = decided(*first)[0].config.cluster_secret_file
+    before = decided(*first)[0].config.cluster.cluster_secret_file
     content = default_file().read_bytes()
-    assert decided(*second)[0].config.cluster_secret_file == before == str(default_file())
+    assert decided(*second)[0].config.cluster.cluster_secret_file == before == str(default_file())
     assert default_file().read_bytes() == content
     assert decided(*replicas)[1] == []
-    elsewhere = decided(model, *HEADLESS, *ELSEWHERE)[0].config.cluster_secret_file
+    elsewhere = decided(model, *HEADLESS, *ELSEWHERE)[0].config.cluster.cluster_secret_file
     assert elsewhere == before, "also with the head on another host"
     default_file().chmod(0o644)
     for words in (head, replicas):
@@ -79,7 +79,7 @@ def test_a_given_file_is_used_and_its_mode_is_checked(model: str, tmp_path: Path
     file.write_text("a secret of thirty bytes, or so")
     file.chmod(0o600)
     plan, told = decided(model, *role, *ELSEWHERE, "--omni-cluster-secret-file", str(file))
-    assert (plan.config.cluster_secret_file, told) == (str(file), [])
+    assert (plan.config.cluster.cluster_secret_file, told) == (str(file), [])
     assert not default_file().exists()
     file.chmod(0o644)
     told = decided(model, *role, *ELSEWHERE, "--omni-cluster-secret-file", str(file))[1]
@@ -92,21 +92,21 @@ def test_wrong_settings_of_the_secret_are_refused_before_any_start(model: str, t
     (tmp_path / "named").write_text("short")
     assert error_of(model, *HERE, *named) == "coordinator secret: must have at least 16 bytes, got 5"
     assert error_of(model, *HERE, NONE, *named).startswith(
-        "no_cluster_secret: there is a cluster_secret_file too; keep"
+        "cluster.cluster_auth: there is a cluster_secret_file too; keep"
     )
     alone = error_of(model, *HERE[:2])
-    assert alone == "master_address: without a port nobody can join; write --omni-master-port PORT too"
+    assert alone == "cluster.master_address: without a port nobody can join; write --omni-master-port PORT too"
 
 
 def test_a_cluster_without_a_secret_is_possible_with_a_warning(model: str, tmp_path: Path) -> None:
     plan, told = decided(model, *ELSEWHERE, NONE)
-    assert plan.config.cluster_secret_file is None and plan.config.no_cluster_secret
+    assert plan.config.cluster.cluster_secret_file is None and not plan.config.cluster.cluster_auth
     assert told == [
-        f"warning: no cluster secret ({NONE}): whoever reaches 192.0.2.1 can join, see requests and outputs, "
+        f"warning: no cluster secret ({NONE}): any process that reaches 192.0.2.1 can join, see requests and outputs, "
         "and send false ones"
     ]
     assert decided(model, *HEADLESS, *ELSEWHERE, NONE)[1] == []
     assert not default_file().exists()
     file = tmp_path / "config.yaml"
-    file.write_text("{master_address: 192.0.2.1, master_port: 9100, no_cluster_secret: true}")
+    file.write_text("cluster: {master_address: 192.0.2.1, master_port: 9100, cluster_auth: false}")
     assert decided(model, "--stage-config", str(file))[1] == told

@@ -31,7 +31,7 @@ def test_keywords_are_settings_of_all_stages_or_of_the_frontend(model: str) -> N
     )
     assert len(plan.stage("talker").replicas) == 3
     assert len(plan.stage("code2wav").replicas) == 2
-    assert (plan.config.async_chunk, plan.config.startup_timeout_s) == (False, 30.0)
+    assert (plan.config.async_chunk, plan.config.timeouts.startup_timeout_s) == (False, 30.0)
     assert plan.stage("thinker").engine_args["max_num_seqs"] == 2
     assert [stage.engine_args["seed"] for stage in plan.stages] == [1, 1, 1]
 

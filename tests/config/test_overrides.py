@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_omni_ext.config.overrides import with_overrides, with_settings
 from vllm_omni_ext.config.parse import Names
-from vllm_omni_ext.config.schema import OmniConfig, StageConfig
+from vllm_omni_ext.config.schema import Cluster, Limits, OmniConfig, StageConfig, Timeouts
 from vllm_omni_ext.errors import ConfigError
 
 NAMES = Names(
@@ -72,12 +72,20 @@ def test_wrong_overrides_are_refused_with_their_place(overrides: Any, message: s
     assert str(caught.value).startswith(f"--stage-overrides: {message}")
 
 
-def test_settings_replace_top_level_keys() -> None:
-    config = with_settings(OmniConfig(async_chunk=True), {"async_chunk": False, "startup_timeout_s": 3})
-    assert (config.async_chunk, config.startup_timeout_s) == (False, 3.0)
-    with pytest.raises(ConfigError, match=r"^startup_timeout_s: must be a number of seconds > 0, got -1$"):
+def test_settings_replace_keys_of_the_top_level_and_of_groups() -> None:
+    file = OmniConfig(async_chunk=True, timeouts=Timeouts(drain_timeout_s=5.0), cluster=Cluster(master_port=1))
+    config = with_settings(file, {"async_chunk": False, "startup_timeout_s": 3, "max_body_mib": 1})
+    assert config == OmniConfig(
+        async_chunk=False,
+        limits=Limits(max_body_mib=1),
+        timeouts=Timeouts(drain_timeout_s=5.0, startup_timeout_s=3.0),
+        cluster=Cluster(master_port=1),
+    )
+    with pytest.raises(ConfigError, match=r"^timeouts.startup_timeout_s: must be a number of seconds > 0, got -1$"):
         with_settings(config, {"startup_timeout_s": -1})
-    with pytest.raises(ConfigError, match=r"^startup_timeout: unknown key; did you mean 'startup_timeout_s'\?$"):
+    with pytest.raises(
+        ConfigError, match=r"^startup_timeout: unknown key; did you mean 'timeouts.startup_timeout_s'\?$"
+    ):
         with_settings(config, {"startup_timeout": 1})
 
 

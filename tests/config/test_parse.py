@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 
 from vllm_omni_ext.config.checks import LB_POLICIES, SHORTEST_HEARTBEAT_TIMEOUT_S
 from vllm_omni_ext.config.parse import Names, parse_config
-from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, Schema, StageConfig, keys
+from vllm_omni_ext.config.schema import (
+    GROUPS,
+    SETTINGS,
+    Cluster,
+    Limits,
+    OmniConfig,
+    PrefillDecode,
+    Schema,
+    StageConfig,
+    Timeouts,
+    keys,
+)
 from vllm_omni_ext.coordinator import membership as timing
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.pool import policies
@@ -28,7 +39,7 @@ NAMES = Names(
 )
 
 
-@pytest.mark.parametrize("data", [None, {}, {"stages": None}, {"stages": {}}])
+@pytest.mark.parametrize("data", [None, {}, {"stages": None}, {"stages": {}}, {"limits": None}])
 def test_an_empty_configuration_has_all_defaults(data: Any) -> None:
     assert parse_config(data, NAMES) == OmniConfig()
 
@@ -38,20 +49,17 @@ def test_every_key_arrives() -> None:
         "pipeline": "qwen3_omni",
         "async_chunk": False,
         "api_servers": 2,
-        "startup_timeout_s": 60,
-        "shutdown_timeout_s": 1.5,
-        "request_timeout_s": 30,
         "lb_policy": "random",
-        "heartbeat_timeout_s": 1,
-        "drain_timeout_s": 2,
-        "replica_wait_timeout_s": 3,
         "restart_limit": 0,
-        "restart_window_s": 4,
-        "restart_backoff_s": 0.5,
+        "log_dir": "logs",
+    }
+    limits = {"max_body_mib": 1, "max_media_tokens": 2}
+    timeouts = {"startup_timeout_s": 60, "request_timeout_s": 30, "drain_timeout_s": 2, "replica_wait_timeout_s": 3}
+    cluster = {
         "master_address": "10.0.0.1",
         "master_port": 65535,
         "cluster_secret_file": "secret",
-        "log_dir": "logs",
+        "heartbeat_timeout_s": 1,
     }
     talker = {
         "replicas": 2,
@@ -63,9 +71,16 @@ def test_every_key_arrives() -> None:
     }
     text = {"devices": "0, 1", "env": {"A": 1, "B": "x"}}
     converted: dict[str, Any] = {"devices": "0,1", "env": {"A": "1", "B": "x"}}
-    config = parse_config({**top, "stages": {"talker": talker | text}}, NAMES)
+    groups = {"limits": limits, "timeouts": timeouts, "cluster": cluster}
+    config = parse_config({**top, **groups, "stages": {"talker": talker | text}}, NAMES)
     stage = StageConfig(**talker, **converted)  # type: ignore[arg-type]
-    assert config == OmniConfig(**top, stages={"talker": stage})  # type: ignore[arg-type]
+    assert config == OmniConfig(
+        limits=Limits(**limits),
+        timeouts=Timeouts(**timeouts),
+        cluster=Cluster(**cluster),  # type: ignore[arg-type]
+        stages={"talker": stage},
+        **top,  # type: ignore[arg-type]
+    )
     assert config.stage("thinker") == StageConfig()
     assert [config.policy(name) for name in ("thinker", "talker")] == ["random", "round-robin"]
 
@@ -104,24 +119,23 @@ def below(path: str, value: Any) -> Any:
         ("async_chunk", "true or false", ["yes", 1]),
         ("chunks.frames", CHUNKS, [[], [0], [1, -1], [1.5], [True], ["all"], "any", 4, None]),
         ("chunks.adaptive", CHUNKS, ["yes"]),
-        ("chunk_timeout_s", SECONDS, [0]),
+        ("timeouts.chunk_timeout_s", SECONDS, [0, float("nan"), False]),
         ("api_servers", "an integer >= 1, or auto", [0, True]),
-        ("startup_timeout_s", SECONDS, [0, None]),
-        ("request_timeout_s", "a number of seconds > 0, auto or null", ["x"]),
-        ("shutdown_timeout_s", SECONDS, [float("nan")]),
+        ("timeouts.startup_timeout_s", SECONDS, [0, None]),
+        ("timeouts.request_timeout_s", "a number of seconds > 0, auto or null", ["x"]),
         ("default_modalities", "a comma-separated list of names such as 'text,audio', or null", ["text,"]),
         ("log_dir", TEXT, [""]),
         ("lb_policy", POLICY, ["fastest", None]),
         ("stages.talker.lb_policy", f"{POLICY}, or null", [1]),
-        ("heartbeat_timeout_s", "a number of seconds >= 1", [0.9, "x"]),
-        ("drain_timeout_s", SECONDS, [0]),
-        ("replica_wait_timeout_s", SECONDS, [None]),
+        ("cluster.heartbeat_timeout_s", "a number of seconds >= 1", [0.9, "x"]),
+        ("timeouts.drain_timeout_s", SECONDS, [0]),
+        ("timeouts.replica_wait_timeout_s", SECONDS, [None]),
         ("restart_limit", COUNT, [-1]),
-        ("restart_window_s", SECONDS, [0]),
-        ("restart_backoff_s", SECONDS, [False]),
-        ("master_address", TEXT, [""]),
-        ("master_port", "an integer from 1 to 65535, or null", [0, 65536]),
-        ("cluster_secret_file", TEXT, [1]),
+        ("cluster.master_address", TEXT, [""]),
+        ("cluster.master_port", "an integer from 1 to 65535, or null", [0, 65536]),
+        ("cluster.cluster_secret_file", TEXT, [1]),
+        ("limits", MAPPING, [[], 1]),
+        ("limits.max_body_mib", "an integer >= 1", [0, None]),
         ("stages", MAPPING, [[]]),
         ("stages.talker", MAPPING, [2]),
         ("stages.talker.replicas", COUNT, [-1, "two", 1.5]),
@@ -144,6 +158,12 @@ def test_a_wrong_value_is_refused_with_its_place(path: str, expected: str, value
     [
         ("async_chunks", "unknown key; did you mean 'async_chunk'?"),
         ("async-chunk", "unknown key; did you mean 'async_chunk'?"),
+        ("limits.max_body_mb", "unknown key; did you mean 'max_body_mib'?"),
+        ("max_body_mb", "unknown key; did you mean 'limits.max_body_mib'?"),
+        ("max_body_mib", "goes below 'limits'"),
+        ("timeouts.max_body_mib", "goes below 'limits'"),
+        ("limits.verbose", "goes to the top level"),
+        ("stages.talker.verbose", f"unknown key; use one of {STAGE_KEYS}"),
         ("stages.taler", "no such stage; use one of thinker, talker, code2wav"),
         ("stages.talker.replica", "unknown key; did you mean 'replicas'?"),
         ("stages.talker.zzz", f"unknown key; use one of {STAGE_KEYS}"),
@@ -175,7 +195,7 @@ def test_data_that_is_no_mapping_of_keys_is_refused(data: Any, message: str) -> 
         lambda inner: (
             st.lists(inner, max_size=3)
             | st.dictionaries(
-                st.sampled_from([*keys(OmniConfig), *keys(StageConfig), "stages", "talker", "thinker", "other"]), inner
+                st.sampled_from([*SETTINGS, *GROUPS, *keys(StageConfig), "stages", "talker", "thinker", "other"]), inner
             )
         ),
         max_leaves=12,
@@ -188,6 +208,12 @@ def test_any_data_is_a_config_or_a_config_error(data: Any) -> None:
         assert str(err)
     else:
         assert isinstance(config, OmniConfig)
+
+
+def test_a_name_is_in_one_group_alone() -> None:
+    """Flags and keywords have no group."""
+    assert len(SETTINGS) == sum(len(keys(schema)) for schema in (OmniConfig, *GROUPS.values()))
+    assert SETTINGS["lb_policy"][0] == "" and SETTINGS["master_port"][0] == "cluster"
 
 
 def rows(schema: Schema) -> list[str]:
@@ -205,7 +231,7 @@ def text(default: object) -> str:
 
 def test_the_documentation_has_the_keys_of_the_schema() -> None:
     assert ", ".join(f"`{name}`" for name in sorted(SHARED_FIELDS)) in DOCUMENT
-    schemas = (OmniConfig, StageConfig, PrefillDecode)
+    schemas = (OmniConfig, *GROUPS.values(), StageConfig, PrefillDecode)
     assert all("\n".join(rows(schema)) + "\n" in DOCUMENT for schema in schemas)
     documented = [line for line in DOCUMENT.splitlines() if line.startswith("| `") and line.count("|") == 5]
     assert documented == [row for schema in schemas for row in rows(schema)]

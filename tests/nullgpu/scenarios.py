@@ -130,7 +130,7 @@ LIMIT = ("--omni-max-media-tokens", "49152")
 TOO_LARGE = Ask(
     name="video of 160 frames",
     content=(video(160), say("What is this?")),
-    refused="a part of type video has 57,600 tokens, but max_media_tokens is 49,152",
+    refused="a part of type video has 57,600 tokens, but limits.max_media_tokens is 49,152",
 )
 IMAGE_KERNEL = ("kernel_unified_attention",)
 """vLLM compiles it for each number of images in a prompt of BAGEL."""

@@ -145,7 +145,7 @@ def test_a_medium_of_more_tokens_than_the_limit_is_refused() -> None:
     for length, embeds in ((8, None), (9, torch.arange(9) < 8)):
         desk.admit(with_video(length, embeds), TEXT)
     with pytest.raises(
-        RequestError, match=r"^messages: a part of type video has 9 tokens, but max_media_tokens is 8$"
+        RequestError, match=r"^messages: a part of type video has 9 tokens, but limits.max_media_tokens is 8$"
     ) as e:
         desk.admit(with_video(9, None), TEXT)
     assert e.value.parameter == "messages" and desk.admission.held() == 0

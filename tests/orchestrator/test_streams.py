@@ -164,7 +164,7 @@ async def test_late_input_of_a_stage_ends_its_request() -> None:
         await advance(LIMIT_S)
     (error,) = drained(sink)
     assert isinstance(error, RequestFailed)
-    assert str(error) == "the voice stage got nothing more from the text stage for 5 s (chunk_timeout_s)"
+    assert str(error) == "the voice stage got nothing more from the text stage for 5 s (timeouts.chunk_timeout_s)"
     assert bench.of("voice/0").aborted == bench.of("text/0").aborted == ["r"]
     await end(bench, ticket)
 

@@ -24,6 +24,7 @@ from tests.support.cluster import until
 from tests.support.oracle import Golden, Oracle
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.qwen3_omni.family import THINKER
+from vllm_omni_ext.runtime.supervise import process_watcher
 
 PREFILL, DECODE = "thinker.prefill", "thinker.decode"
 SETTLED_S = 120.0
@@ -53,9 +54,10 @@ def started(model: Path, transfers: Mapping[str, Any] = PATIENT) -> Any:
     split = {"engine": {"block_size": BLOCK}, "prefill_decode": dict(transfers)}
     size = {"max_model_len": MAX_LEN, "max_num_batched_tokens": STEP_TOKENS}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_watcher, "RESTART_BACKOFF_S", 0.1)
         patch.setitem(THINKER.engine, "worker_cls", "tests.support.kv_probe.ProbeWorker")
         patch.setitem(THINKER.engine, "scheduler_cls", "tests.support.kv_probe.probe_scheduler")
-        return LLM(str(model), omni=True, stage_overrides={"thinker": split}, restart_backoff_s=0.1, **size)
+        return LLM(str(model), omni=True, stage_overrides={"thinker": split}, **size)
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,10 @@ ENDLESS = SamplingParams(max_tokens=1900, min_tokens=1900)
 
 
 @pytest.fixture(scope="module")
-def omni(tiny: Path) -> Iterator[Any]:
-    with LLM(str(tiny), omni=True, max_model_len=2048, request_timeout_s=1.0) as started:
+def omni(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    config = tmp_path_factory.mktemp("config") / "stages.yaml"
+    config.write_text("timeouts: {request_timeout_s: 1.0}")
+    with LLM(str(tiny), omni=True, max_model_len=2048, stage_config=str(config)) as started:
         yield started
 
 

@@ -235,7 +235,7 @@ def test_join_with_another_configuration_is_refused_with_the_reason(
             2,
             "secret",
         ),
-        "none": (cluster.join("no_secret", "talker", "--omni-no-cluster-secret"), 2, "secret"),
+        "none": (cluster.join("no_secret", "talker", "--no-omni-cluster-auth"), 2, "secret"),
     }
     before = states(cluster.head)
     with contextlib.ExitStack() as stack:

@@ -40,7 +40,10 @@ def says_ready(log: Path) -> bool:
 @pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_the_terminal_has_one_line_a_stage(tiny: Path, tmp_path: Path, kept: bool) -> None:
     terminal, logs = tmp_path / "terminal", tmp_path / "logs"
-    flags = ["--max-model-len", "2048", *(["--omni-log-dir", str(logs)] if kept else ["--omni-verbose"])]
+    config = tmp_path / "stages.yaml"
+    config.write_text(f"log_dir: {logs}\ntimeouts: {{startup_timeout_s: 600}}\nlimits: {{max_body_mib: 1}}\n")
+    own = ["--stage-config", str(config)] if kept else ["--omni-verbose"]
+    flags = ["--max-model-len", "2048", *own]
     with Server(tiny, terminal, flags) as server:
         port = server.port
         assert says_ready(terminal)

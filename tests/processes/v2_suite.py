@@ -67,7 +67,7 @@ def cramped(tiny: Path) -> Iterator[Any]:
     }
     overrides = {stage: {"engine": engine} for stage, engine in few.items()}
     # Interpreted kernels are so slow that a preempted request waits for longer than the default.
-    waits = {"chunk_timeout_s": 600.0, "stream_idle_timeout_s": 1200.0}
+    waits = {"chunk_timeout_s": 600.0}
     with LLM(str(tiny), omni=True, stage_overrides=overrides, max_num_batched_tokens=STEP_TOKENS, **waits) as omni:
         yield omni
 

@@ -44,7 +44,7 @@ def test_an_address_without_a_route_is_skipped(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(addresses, "_resolve", lambda host, port: [dead, (socket.AF_INET, ("127.0.0.1", 9100))])
     assert reach("head", 9100) == "127.0.0.1"
     monkeypatch.setattr(addresses, "_resolve", lambda host, port: [dead])
-    with pytest.raises(ConfigError, match=r"^master_address: no route to 'head' from this host: \w"):
+    with pytest.raises(ConfigError, match=r"^cluster.master_address: no route to 'head' from this host: \w"):
         reach("head", 9100)
     monkeypatch.setattr(addresses, "_resolve", lambda host, port: [])
     with pytest.raises(ConfigError, match=r"no route to 'head' from this host: it has neither an IPv4"):
@@ -58,7 +58,7 @@ def test_a_text_that_is_no_address_or_the_wildcard_is_refused(text: str) -> None
     with pytest.raises(ConfigError) as caught:
         reach(text, 9100)
     reason = "stands for all addresses" if text in ("0.0.0.0", "::") else "is not an address or a known name: "
-    assert str(caught.value).startswith(f"master_address: '{text}' {reason}")
+    assert str(caught.value).startswith(f"cluster.master_address: '{text}' {reason}")
     assert not is_loopback(text)
 
 

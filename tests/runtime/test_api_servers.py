@@ -26,7 +26,7 @@ from vllm_omni_ext.runtime import control as msg
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
 from vllm_omni_ext.runtime.control import NOT_ACCEPTING, Servers, decode, encode, receive_descriptors, send_descriptors
 from vllm_omni_ext.runtime.operator_state import ReplicasSlept
-from vllm_omni_ext.runtime.supervise import api_servers
+from vllm_omni_ext.runtime.supervise import api_servers, process_watcher
 from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
 
 pytestmark = pytest.mark.engine
@@ -38,6 +38,11 @@ WITHIN_S, QUIET_S, LIFETIME_S = 10.0, 0.2, 60
 BACKOFF_S = 0.5
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_watcher, "RESTART_BACKOFF_S", BACKOFF_S)
+
+
 class Deployment:
     """Its replicas are names. Each listener is one end of a pipe that holds the name of its replica and client."""
 
@@ -45,7 +50,7 @@ class Deployment:
 
     def __init__(self, clients: int, **config: Any) -> None:
         self.clients = clients
-        self.plan = SimpleNamespace(config=OmniConfig(restart_backoff_s=BACKOFF_S, **config))
+        self.plan = SimpleNamespace(config=OmniConfig(**config))
         self.listening: dict[ReplicaId, list[tuple[ZmqListener, ZmqListener]]] = {}
         for replica in (THINKER, TALKER):
             self.listen(replica, None)

@@ -160,7 +160,7 @@ def test_the_start_limit_of_the_package_replaces_that_of_vllm(
 
 
 def test_an_engine_that_is_not_ready_in_time_fails(listeners: Any) -> None:
-    with pytest.raises(TimeoutError, match=r"not ready within 0\.3 s \(startup_timeout_s\)"):
+    with pytest.raises(TimeoutError, match=r"not ready within 0\.3 s \(timeouts.startup_timeout_s\)"):
         Client(config(), object, False, client_addresses=copies(listeners), ready_within_s=LATE_S)
 
 

@@ -21,7 +21,7 @@ import pytest
 import zmq
 
 from tests.support import noise
-from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.config.schema import Cluster, OmniConfig, Timeouts
 from vllm_omni_ext.coordinator.keys import Keys, as_client
 from vllm_omni_ext.coordinator.members import Member
 from vllm_omni_ext.coordinator.membership import Names, Timing
@@ -128,7 +128,8 @@ class Bench:
         with socket.create_server((HOST, 0)) as free:
             self.port = free.getsockname()[1]
         config = OmniConfig(
-            master_address=HOST, master_port=self.port, startup_timeout_s=60.0, cluster_secret_file=secret_file
+            timeouts=Timeouts(startup_timeout_s=60.0),
+            cluster=Cluster(master_address=HOST, master_port=self.port, cluster_secret_file=secret_file),
         )
         plan: Any = SimpleNamespace(config=config)
         self.replica_supervisor: Any = ReplicaSupervisor()
@@ -359,7 +360,7 @@ def test_no_replica_joins_without_the_secret(secret: str, tmp_path: Path) -> Non
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., headless.HeadClient]]:
     """Makes headless sides of a head at a port, without a secret."""
-    plan: Any = SimpleNamespace(config=OmniConfig(startup_timeout_s=PATIENCE_S), model="m")
+    plan: Any = SimpleNamespace(config=OmniConfig(timeouts=Timeouts(startup_timeout_s=PATIENCE_S)), model="m")
     monkeypatch.setattr(headless, "config_hash", lambda plan, stage: "t")
     monkeypatch.setattr(headless, "model_identity", lambda model: model)
     monkeypatch.setattr(headless, "__version__", "1")

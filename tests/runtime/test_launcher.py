@@ -19,6 +19,7 @@ from vllm.triton_utils import HAS_TRITON, dispatcher
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 
+from vllm_omni_ext.config.schema import Cluster
 from vllm_omni_ext.environment import SAMPLER
 from vllm_omni_ext.runtime.launch.launcher import (
     Deployment,
@@ -60,7 +61,7 @@ def test_stages_sample_without_flashinfer_where_it_cannot_be_compiled(
     if set_to is not None:
         monkeypatch.setenv(SAMPLER, set_to)
     stage = SimpleNamespace(env={})
-    config = SimpleNamespace(ports=(23000, 23009), stage=lambda name: stage)
+    config = SimpleNamespace(cluster=Cluster(port_range="23000-23009"), stage=lambda name: stage)
     plan = SimpleNamespace(config=config, stage=lambda name: stage)
     deployment: Any = SimpleNamespace(plan=plan, _no_flashinfer=bool(missing))
     with Deployment._replica_environment(deployment, "talker", str(tmp_path)):

@@ -16,6 +16,7 @@ from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
+from vllm_omni_ext.runtime.supervise import process_watcher
 from vllm_omni_ext.runtime.supervise.process_watcher import Exited, Final
 from vllm_omni_ext.runtime.supervise.replica_supervisor import ReplicaSupervisor
 
@@ -26,12 +27,17 @@ BACKOFF_S = 0.01
 ADDRESSES = [("in", "out")]
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_watcher, "RESTART_BACKOFF_S", BACKOFF_S)
+
+
 class Deployment:
     """Starts no process: `started` has every start, and `settle` ends it."""
 
     def __init__(self, devices: Mapping[ReplicaId, tuple[int, ...]] | None = None, **config: Any) -> None:
         self.plan = SimpleNamespace(
-            config=OmniConfig(**{"restart_backoff_s": BACKOFF_S, **config}),
+            config=OmniConfig(**config),
             replicas=lambda: [SimpleNamespace(id=replica, devices=(devices or {}).get(replica, ())) for replica in ALL],
         )
         self.names: dict[ReplicaId, ReplicaId] = {}
@@ -268,8 +274,9 @@ def test_due_work_is_done_in_order_while_new_work_keeps_coming_and_some_fails(be
 # -- the end at any moment -------------------------------------------------------------------------
 
 
-def test_no_replica_is_started_after_the_end() -> None:
-    before, bench = set(threading.enumerate()), Bench(restart_backoff_s=60.0)
+def test_no_replica_is_started_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_watcher, "RESTART_BACKOFF_S", 60.0)
+    before, bench = set(threading.enumerate()), Bench()
     bench.ended(C, -9)
     bench.told()  # its restart waits for the pause
     bench.replica_supervisor.close()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from vllm.usage.usage_lib import UsageContext
 
-from vllm_omni_ext.config.schema import OmniConfig, StageConfig
+from vllm_omni_ext.config.schema import OmniConfig, StageConfig, Timeouts
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.qwen3_omni.family import QWEN3_OMNI
 from vllm_omni_ext.runtime.client.replica_connections import AFTER_THE_LAUNCHER_S, connect_limit_s
@@ -179,7 +179,7 @@ def test_each_replica_has_its_own_startup_timeout_and_a_failure_ends_the_start(
     """Two starts, each of which takes most of the limit, are in time; one that takes more than it is late."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(launcher.time, "monotonic", lambda: clock.now)
-    host = Host(plan_on(1, {}, startup_timeout_s=60.0))
+    host = Host(plan_on(1, {}, timeouts=Timeouts(startup_timeout_s=60.0)))
 
     def at_start(replica: ReplicaId) -> None:
         clock.now += 100 if replica == CODE2WAV else 50

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.serving.conftest import asking
 from tests.support.scripted import ScriptedOmni
-from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.config.schema import Limits, OmniConfig
 from vllm_omni_ext.serving.limits.bodies import (
     LONGEST_ERROR,
     MAX_DEPTH,
@@ -35,7 +35,7 @@ CHAT = "/v1/chat/completions"
 MIB = 1 << 20
 
 
-def refused_field(body: bytes, most: int = OmniConfig().max_body_values, piece: int = 1 << 20) -> str | None:
+def refused_field(body: bytes, most: int = Limits().max_body_values, piece: int = 1 << 20) -> str | None:
     """Return the parameter of the error for a body in pieces of that many bytes; None if the body is not refused."""
     scan = BodyScan(most)
     try:
@@ -218,7 +218,7 @@ async def test_no_content_type_hides_json(app: FastAPI, kind: str) -> None:
         seen.append(await request.body())
         return 1
 
-    inner.add_middleware(RequestLimits, config=OmniConfig(max_body_values=500))
+    inner.add_middleware(RequestLimits, config=OmniConfig(limits=Limits(max_body_values=500)))
     inner.add_exception_handler(RefusedBody, refused_handler)  # type: ignore[arg-type]
     answer = await send(inner, "/", b" \n" + many('{"messages": ', "{}", 1000, "}"), {"content-type": kind})
     assert answer.status_code == 413 and seen == []
@@ -260,7 +260,7 @@ def limited(server: int | None) -> httpx.AsyncClient:
             raise HTTPException(status)
         return {"size": len(await request.body())}
 
-    inner.add_middleware(RequestLimits, config=OmniConfig(max_body_mib=1), server=server)
+    inner.add_middleware(RequestLimits, config=OmniConfig(limits=Limits(max_body_mib=1)), server=server)
     return asking(inner)
 
 

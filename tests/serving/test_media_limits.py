@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.serving.conftest import asking
 from tests.support.scripted import ScriptedOmni
-from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.config.schema import Limits, OmniConfig
 from vllm_omni_ext.serving.app import MAX_IMAGE_PIXELS
 from vllm_omni_ext.serving.limits import bodies, media
 
@@ -58,8 +58,8 @@ async def test_images_of_a_request_share_a_budget_of_pixels(
     app: Any, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of the images is small enough by itself, and each request has a budget of its own."""
-    assert OmniConfig().max_request_pixels == 4 * MAX_IMAGE_PIXELS
-    small = OmniConfig(max_request_pixels=256_000)
+    assert Limits().max_request_pixels == 4 * MAX_IMAGE_PIXELS
+    small = OmniConfig(limits=Limits(max_request_pixels=256_000))
     monkeypatch.setattr(bodies, "pixel_budget", lambda _: media.pixel_budget(small))
     engine.script = ["fine"]
     with media.install(None):

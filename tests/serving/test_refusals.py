@@ -98,7 +98,7 @@ async def test_errors_of_unknown_paths_and_methods_are_json(app: Any) -> None:
 
 
 async def test_a_body_beyond_the_limit_is_refused_with_and_without_a_length(app: Any, engine: ScriptedOmni) -> None:
-    most = engine.plan.config.max_body_mib << 20
+    most = engine.plan.config.limits.max_body_mib << 20
     async with asking(app) as http:
         for headers in ({"content-length": str(most + 1)}, {}):
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from vllm_omni_ext.config.schema import OmniConfig, StageConfig
+from vllm_omni_ext.config.schema import OmniConfig, StageConfig, Timeouts
 from vllm_omni_ext.plugins.spec import PipelineSpec
 from vllm_omni_ext.topology.explain import as_json, explain, unshared_caches
 from vllm_omni_ext.topology.machine import Machine
@@ -59,7 +59,7 @@ def test_a_headless_plan_shows_the_head_and_the_replicas_here(pipeline: Pipeline
 
 def test_the_plan_as_text_and_as_data_without_secrets(pipeline: PipelineSpec, four_gpus: Machine) -> None:
     config = OmniConfig(
-        request_timeout_s=30,
+        timeouts=Timeouts(request_timeout_s=30),
         stages={
             "thinker": StageConfig(engine={"tensor_parallel_size": 2}, env={"NAME": "value", "MY_SECRET": "x"}),
             "talker": StageConfig(replicas=2, kv_cache_bytes=1 << 20),
@@ -76,7 +76,7 @@ def test_the_plan_as_text_and_as_data_without_secrets(pipeline: PipelineSpec, fo
     edge = {"source": "thinker", "target": "talker", "kind": "tokens", "name": "words", "chunks": [1, 5]}
     assert data["edges"][0] == edge
     assert data["chunks"] == {"words": [1, 5], "adaptive": True}
-    assert data["config"]["request_timeout_s"] == 30
+    assert data["config"]["timeouts"]["request_timeout_s"] == 30
 
 
 @pytest.mark.parametrize("count", [1, 2])

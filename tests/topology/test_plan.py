@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_omni_ext.config.connectors import DEFAULTS
-from vllm_omni_ext.config.schema import OmniConfig, StageConfig
+from vllm_omni_ext.config.schema import Cluster, OmniConfig, StageConfig, Timeouts
 from vllm_omni_ext.errors import ConfigError, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.plugins.memory import ModelFacts, StageFacts
@@ -233,41 +233,36 @@ def test_chunk_sizes_of_the_edges(
     assert plan.chunks == chunks
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"chunks": {"word": (3,)}}, "chunks.word: unknown key; did you mean 'words'?"),
-        ({"stream_idle_timeout_s": 30.0}, "stream_idle_timeout_s: must be more than chunk_timeout_s (30), got 30"),
-    ],
-    ids=str,
-)
-def test_wrong_chunks_and_timeouts_are_refused(
-    pipeline: PipelineSpec, cpu: Machine, config: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_plan(model="m", pipeline=pipeline, config=OmniConfig(**config), text_args={}, machine=cpu)
-    assert str(caught.value) == message
+def test_chunks_of_an_unknown_edge_are_refused(pipeline: PipelineSpec, cpu: Machine) -> None:
+    with pytest.raises(ConfigError, match=r"^chunks.word: unknown key; did you mean 'words'\?$"):
+        plan_for(pipeline, cpu, chunks={"word": (3,)})
 
 
 def test_a_stage_of_parts_gets_the_idle_timeout_of_streams(pipeline: PipelineSpec, cpu: Machine) -> None:
     config = OmniConfig(
-        stream_idle_timeout_s=77.0, stages={"code2wav": StageConfig(engine={"additional_config": {"x": 1}})}
+        timeouts=Timeouts(chunk_timeout_s=20.0),
+        stages={"code2wav": StageConfig(engine={"additional_config": {"x": 1}})},
     )
     plan = make_plan(model="m", pipeline=pipeline, config=config, text_args={}, machine=cpu)
-    assert plan.stage("code2wav").engine_args["additional_config"] == {"stream_idle_timeout_s": 77.0, "x": 1}
+    assert plan.stage("code2wav").engine_args["additional_config"] == {"stream_idle_timeout_s": 80.0, "x": 1}
     assert "additional_config" not in plan.stage("thinker").engine_args
 
 
 def test_more_required_replicas_than_can_be_up_are_refused(pipeline: PipelineSpec, cpu: Machine) -> None:
-    message = "min_replicas: 3 can never be up, because 2 are started here and none can join; set a master_address"
+    message = (
+        "min_replicas: 3 can never be up, because 2 are started here and none can join; set cluster.master_address"
+    )
     two = {"talker": StageConfig(replicas=2, min_replicas=3)}
     with pytest.raises(ConfigError, match=rf"^stages\.talker\.{message}"):
         plan_for(pipeline, cpu, two)
-    assert plan_for(pipeline, cpu, two, master_address="10.0.0.1").config.stage("talker").min_replicas == 3
+    assert (
+        plan_for(pipeline, cpu, two, cluster=Cluster(master_address="10.0.0.1")).config.stage("talker").min_replicas
+        == 3
+    )
     assert plan_for(pipeline, cpu, {"talker": StageConfig(replicas=3, min_replicas=3)})
 
 
-HEAD = {"master_address": "10.0.0.1", "master_port": 9100}
+HEAD = {"cluster": Cluster(master_address="10.0.0.1", master_port=9100)}
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni_ext.config.checks import AUTO
-from vllm_omni_ext.config.schema import OmniConfig, keys
+from vllm_omni_ext.config.schema import SETTINGS
 from vllm_omni_ext.vllm_hooks import VLLM_SUBCMD_PARSER_EPILOG
 
 GROUP = "OmniConfig"
@@ -20,38 +21,20 @@ GROUP = "OmniConfig"
 EXPLICIT = "omni_explicit"
 """Attribute of the parsed arguments: the set of arguments that the user gave on the command line or in `--config`."""
 
-_SECONDS = {"type": float, "metavar": "SECONDS"}
-_SWITCH = {"action": "store_true"}
-
-FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "--async-chunk": ("async_chunk", {"action": argparse.BooleanOptionalAction}),
-    "--omni-startup-timeout": ("startup_timeout_s", _SECONDS),
-    "--omni-shutdown-timeout": ("shutdown_timeout_s", _SECONDS),
-    "--omni-request-timeout": ("request_timeout_s", _SECONDS),
-    "--omni-max-body": ("max_body_mib", {"type": int, "metavar": "MIB"}),
-    "--omni-api-key-routes": ("api_key_routes", {"metavar": "all|vllm"}),
-    "--omni-allow-private-media": ("allow_private_media", {"metavar": "HOST,NETWORK"}),
-    "--omni-max-media-tokens": ("max_media_tokens", {"type": int, "metavar": "N"}),
-    "--omni-default-modalities": ("default_modalities", {"metavar": "NAME,NAME"}),
-    "--omni-log-dir": ("log_dir", {"metavar": "DIR"}),
-    "--omni-verbose": ("verbose", _SWITCH),
-    "--omni-lb-policy": ("lb_policy", {"metavar": "NAME"}),
-    "--omni-heartbeat-timeout": ("heartbeat_timeout_s", _SECONDS),
-    "--omni-drain-timeout": ("drain_timeout_s", _SECONDS),
-    "--omni-replica-wait-timeout": ("replica_wait_timeout_s", _SECONDS),
-    "--omni-restart-limit": ("restart_limit", {"type": int, "metavar": "N"}),
-    "--omni-master-address": ("master_address", {"metavar": "HOST"}),
-    "--omni-master-port": ("master_port", {"type": int, "metavar": "PORT"}),
-    "--omni-port-range": ("port_range", {"metavar": "FIRST-LAST"}),
-    "--omni-cluster-secret-file": ("cluster_secret_file", {"metavar": "FILE"}),
-    "--omni-no-cluster-secret": ("no_cluster_secret", _SWITCH),
+FLAGS: Mapping[str, str] = {
+    "--async-chunk" if key == "async_chunk" else "--omni-" + re.sub("_(s|mib)$", "", key).replace("_", "-"): key
+    for key, (_, about) in SETTINGS.items()
+    if about.metavar is not None
 }
-"""Flags that set a key of `OmniConfig`: the key, and the options of argparse for the flag."""
+"""Flags that set a key of the configuration: named as the key, without its group and its unit."""
+
+_TYPES: Mapping[str | None, Any] = {"SECONDS": float, "MIB": int, "N": int, "PORT": int}
+"""Types of flags by their metavar; the others are texts."""
 
 _SHORT = {"--omni-master-address": ["-oma"], "--omni-master-port": ["-omp"]}
 
-SETTINGS = {flag[2:].replace("-", "_"): key for flag, (key, _) in FLAGS.items()} | {"api_servers": "api_servers"}
-"""Argument -> the key of `OmniConfig` that it sets."""
+KEYS = {flag[2:].replace("-", "_"): key for flag, key in FLAGS.items()} | {"api_servers": "api_servers"}
+"""Argument -> the key of the configuration that it sets."""
 
 
 class _Parser(FlexibleArgumentParser):
@@ -131,9 +114,12 @@ def _add_group(parser: FlexibleArgumentParser) -> None:
         metavar="JSON",
         help='Settings by stage over those of the stage config: {"STAGE": {"replicas": 2, "max_num_seqs": 4}}.',
     )
-    about = keys(OmniConfig)
-    for flag, (key, options) in FLAGS.items():
-        group.add_argument(flag, *_SHORT.get(flag, ()), help=about[key].text, **options)
+    for flag, key in FLAGS.items():
+        _, about = SETTINGS[key]
+        options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if about.metavar:
+            options = {"type": _TYPES.get(about.metavar, str), "metavar": about.metavar}
+        group.add_argument(flag, *_SHORT.get(flag, ()), help=about.text, **options)
     _add_members(group)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from vllm_omni_ext.config.checks import as_network
 from vllm_omni_ext.config.disaggregation import stage_path
+from vllm_omni_ext.config.overrides import with_settings
 from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.disaggregation.parameters import LOOPBACK
 from vllm_omni_ext.errors import ConfigError
@@ -53,20 +54,21 @@ def listening(config: OmniConfig) -> OmniConfig:
         ConfigError: the address stands for all addresses of a host, so replicas could not connect to it, or
             `port_range` has a port of the head's own.
     """
-    if config.master_port is not None and config.ports is not None:
-        (first, last), own = config.ports, config.master_port
+    cluster = config.cluster
+    if cluster.master_port is not None and cluster.ports is not None:
+        (first, last), own = cluster.ports, cluster.master_port
         if first <= own + VIEWS_PORT and own <= last:
             raise ConfigError(
-                f"port_range: {config.port_range} has ports of the head's own, {own} to {own + VIEWS_PORT} "
+                f"cluster.port_range: {cluster.port_range} has ports of the head's own, {own} to {own + VIEWS_PORT} "
                 f"({_PORT} {own}); name others"
             )
-    if config.master_address is None:
-        return config if config.master_port is None else replace(config, master_address=LOOPBACK)
-    word = config.master_address.strip("[]")
+    if cluster.master_address is None:
+        return config if cluster.master_port is None else with_settings(config, {"master_address": LOOPBACK})
+    word = cluster.master_address.strip("[]")
     if word == "*" or ((network := as_network(word)) and network.network_address.is_unspecified):
         raise ConfigError(
-            f"master_address: '{word}' stands for all addresses of this host, and replicas are told this address; "
-            f"write the one that they can reach: {_ADDRESS} HOST"
+            f"cluster.master_address: '{word}' stands for all addresses of this host, and replicas need one that they "
+            f"can reach: {_ADDRESS} HOST"
         )
     return config
 
@@ -78,9 +80,9 @@ def refuse_joining(pipeline: PipelineSpec, config: OmniConfig) -> None:
         ConfigError: names the setting.
     """
     for name in ("master_address", "master_port"):
-        if (value := getattr(config, name)) is not None:
+        if (value := getattr(config.cluster, name)) is not None:
             raise ConfigError(
-                f"{name}: no replica can join LLM(omni=True); remove it, or use vllm serve, got {value!r}"
+                f"cluster.{name}: no replica can join LLM(omni=True); remove it, or use vllm serve, got {value!r}"
             )
     for spec in pipeline.stages:
         if not config.stage(spec.name).replicas:
@@ -92,7 +94,7 @@ def refuse_joining(pipeline: PipelineSpec, config: OmniConfig) -> None:
 def check_reachable(pipeline: PipelineSpec, config: OmniConfig) -> None:
     """Refuse a head with a stage that has no local replica and that no replica can join."""
     for spec in pipeline.stages:
-        if not (config.stage(spec.name).replicas or config.master_port):
+        if not (config.stage(spec.name).replicas or config.cluster.master_port):
             raise ConfigError(
                 f"{stage_path(spec.name)}.replicas: 0 here, so all of them join from elsewhere; "
                 f"write {_PORT} PORT too, and {_ADDRESS} HOST for other hosts"
@@ -105,7 +107,7 @@ def headless_of(args: argparse.Namespace, plan: Plan) -> Headless | None:
     Args:
         plan: made from these arguments, so that only the named stage has replicas.
     """
-    address, port = plan.config.master_address, plan.config.master_port
+    address, port = plan.config.cluster.master_address, plan.config.cluster.master_port
     if not args.headless or address is None or port is None:
         return None
     (stage,) = (stage for stage in plan.stages if stage.replicas)
@@ -151,9 +153,9 @@ def _check_complete(stage: str | None, pipeline: PipelineSpec, config: OmniConfi
     missing = []
     if stage is None:
         missing.append(f"{_STAGE} {'|'.join(spec.name for spec in pipeline.stages)}")
-    if config.master_address is None:
+    if config.cluster.master_address is None:
         missing.append(f"{_ADDRESS} HOST")
-    if config.master_port is None:
+    if config.cluster.master_port is None:
         missing.append(f"{_PORT} PORT")
     if missing:
         raise ConfigError(f"--headless: the stage it runs and its head must be named; write {' '.join(missing)} too")

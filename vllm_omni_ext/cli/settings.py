@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from vllm_omni_ext.cli.args import EXPLICIT, SETTINGS
+from vllm_omni_ext.cli.args import EXPLICIT, KEYS
 from vllm_omni_ext.cli.members import check_reachable, for_this_process, listening, refuse_joining
 from vllm_omni_ext.cli.model import architecture, detect_host, detect_machine, load_hf_config, model_facts
 from vllm_omni_ext.cli.refusals import check_flags
@@ -20,7 +20,7 @@ from vllm_omni_ext.config.checks import AUTO, modality_names, unknown_key
 from vllm_omni_ext.config.load import load_config, pipeline_of, stage_config_names
 from vllm_omni_ext.config.overrides import with_overrides, with_settings
 from vllm_omni_ext.config.parse import Names
-from vllm_omni_ext.config.schema import OmniConfig, keys
+from vllm_omni_ext.config.schema import SETTINGS, OmniConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.params import make_params, param_names
 from vllm_omni_ext.plugins.registry import family_for
@@ -53,13 +53,13 @@ def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[P
     hf_config = load_hf_config(args.model, text_args)
     family = _family(args.model, hf_config)
     ignored = {"api_servers"} if args.headless else set()
-    settings = {key: getattr(args, name) for name, key in SETTINGS.items() if name in given - ignored}
+    settings = {key: getattr(args, name) for name, key in KEYS.items() if name in given - ignored}
     pipeline, config = _read(family, args.stage_config, args.stage_overrides, settings)
     check_flags(args, given, frontend=pipeline.frontend)
     pipeline, config = expand(pipeline, config)
     config = for_this_process(args, pipeline, config)
-    if config.request_timeout_s == AUTO:
-        config = replace(config, request_timeout_s=SERVER_REQUEST_TIMEOUT_S)
+    if config.timeouts.request_timeout_s == AUTO:
+        config = with_settings(config, {"request_timeout_s": SERVER_REQUEST_TIMEOUT_S})
     if not args.headless:
         config = listening(config)
         check_reachable(pipeline, config)
@@ -80,19 +80,18 @@ def from_kwargs(
     Args:
         stage_config: as `--stage-config`.
         stage_overrides: as `--stage-overrides`, as a mapping or as JSON.
-        engine_kwargs: `EngineArgs` fields, which apply to the frontend like stock flags, and top-level keys of the
-            stage config (e.g. `startup_timeout_s`).
+        engine_kwargs: `EngineArgs` fields, which apply to the frontend like stock flags, and keys of the stage
+            config without their group (e.g. `startup_timeout_s`).
 
     Raises:
         ConfigError: also for an unknown keyword.
     """
-    top = keys(OmniConfig)
     for name in engine_kwargs:
-        if name not in ENGINE_FIELDS and name not in top:
-            raise unknown_key("", name, [*ENGINE_FIELDS, *top, "stage_config", "stage_overrides"])
+        if name not in ENGINE_FIELDS and name not in SETTINGS:
+            raise unknown_key("", name, [*ENGINE_FIELDS, *SETTINGS, "stage_config", "stage_overrides"])
     text_args = {name: value for name, value in engine_kwargs.items() if name in ENGINE_FIELDS}
     hf_config = load_hf_config(model, text_args)
-    settings = {"async_chunk": async_chunk} | {k: v for k, v in engine_kwargs.items() if k in top}
+    settings = {"async_chunk": async_chunk} | {k: v for k, v in engine_kwargs.items() if k in SETTINGS}
     family = _family(model, hf_config)
     pipeline, config = expand(*_read(family, stage_config, stage_overrides, settings))
     if config.api_servers != 1:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_omni_ext.config.disaggregation import PREFILL_DECODE, check_said_below, split_name
 from vllm_omni_ext.config.parse import Names, checked, parse_config
-from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, StageConfig
+from vllm_omni_ext.config.schema import GROUPS, SETTINGS, OmniConfig, PrefillDecode, StageConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import SIDES
 
@@ -46,10 +46,25 @@ def with_overrides(config: OmniConfig, overrides: Any, names: Names) -> OmniConf
 
 
 def with_settings(config: OmniConfig, settings: Mapping[str, Any]) -> OmniConfig:
-    """Merge top-level settings into a config; None stands for a setting that was not given."""
-    given = {key: value for key, value in settings.items() if value is not None}
+    """Merge settings into a config.
+
+    Args:
+        settings: values of keys of `SETTINGS`, by their names without the group; None: not given.
+
+    Raises:
+        ConfigError: no such key, or a wrong value; the message starts with the path of the key.
+    """
+    given: dict[str, Any] = {}
+    for name, value in settings.items():
+        if value is not None:
+            group, _ = SETTINGS.get(name, ("", None))
+            (given.setdefault(group, {}) if group else given)[name] = value
     over = checked(OmniConfig, given)
-    return replace(config, **{key: getattr(over, key) for key in given})
+    changes = {name: getattr(over, name) for name in given}
+    for group in changes.keys() & GROUPS.keys():
+        of_group = {name: getattr(changes[group], name) for name in given[group]}
+        changes[group] = replace(getattr(config, group), **of_group)
+    return replace(config, **changes)
 
 
 def _as_stage(config: OmniConfig, name: str, values: Any) -> tuple[str, Any]:

@@ -11,7 +11,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from vllm_omni_ext.config.checks import UNKNOWN_KEY, unknown_key
 from vllm_omni_ext.config.disaggregation import PREFILL_DECODE, check_said_below
-from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, ReplicasConfig, Schema, StageConfig
+from vllm_omni_ext.config.schema import (
+    GROUPS,
+    SETTINGS,
+    OmniConfig,
+    PrefillDecode,
+    ReplicasConfig,
+    Schema,
+    StageConfig,
+    setting_path,
+)
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import SIDES
 
@@ -86,7 +95,13 @@ def checked(
 def _unknown(schema: Any, path: str, key: str, engine: Collection[str], *, flat: bool) -> ConfigError:
     if key in engine and issubclass(schema, ReplicasConfig):
         return ConfigError(f"{path}.{key}: is an engine setting; write it as {path}.engine.{key}")
+    if key in SETTINGS and schema in (OmniConfig, *GROUPS.values()):
+        group, _ = SETTINGS[key]
+        place = f"goes below '{group}'" if group else "goes to the top level"
+        return ConfigError(f"{path}.{key}: {place}" if path else f"{key}: {place}")
     known = [name for name in get_type_hints(schema) if name != "engine_overrides"]
+    if schema is OmniConfig:
+        known += [setting_path(name) for name in SETTINGS if name not in known]
     return unknown_key(path, key, [*known, *engine] if flat else known)
 
 
@@ -99,6 +114,8 @@ def _schema_at(keys: list[str]) -> Schema:
     """The schema of the mapping at a path."""
     if not keys:
         return OmniConfig
+    if len(keys) == 1 and keys[0] in GROUPS:
+        return GROUPS[keys[0]]
     return ReplicasConfig if keys[-1] in SIDES else PrefillDecode if keys[-1] == PREFILL_DECODE else StageConfig
 
 

@@ -39,6 +39,9 @@ from vllm_omni_ext.ports import port_range
 STREAM_IDLE_TIMEOUT_S = "stream_idle_timeout_s"
 """Key of vLLM's `additional_config` that passes the timeout to the engines of streaming stages."""
 
+STREAM_IDLE_TIMEOUTS = 4
+"""A stream is idle after this many times `chunk_timeout_s`, when its request has failed already."""
+
 MAX_MEDIA_TOKENS = "max_media_tokens"
 """Key of vLLM's `additional_config` that passes the limit to the engines of the frontend."""
 
@@ -52,14 +55,19 @@ ALL_ROUTES, VLLM_ROUTES = "all", "vllm"
 
 @dataclass(frozen=True)
 class Key:
-    """The unit and the meaning of one configuration key."""
+    """The unit and the meaning of one configuration key.
+
+    Attributes:
+        metavar: of the key's flag, "" for a flag without a value; None: the key has no flag.
+    """
 
     unit: str
     text: str
+    metavar: str | None = None
 
 
-def _key(default: Any, text: str, unit: str = "") -> Any:
-    return field(default=default, metadata={"key": Key(unit, text)})
+def _key(default: Any, text: str, unit: str = "", flag: str | None = None) -> Any:
+    return field(default=default, metadata={"key": Key(unit, text, flag)})
 
 
 def _map(text: str) -> Any:
@@ -150,98 +158,11 @@ class StageConfig(ReplicasConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OmniConfig:
-    """The whole configuration."""
+class Limits:
+    """Limits of one request."""
 
     __pydantic_config__ = _FORBID
-    pipeline: Text | None = _key(None, "Which pipeline of the model's family is run. Null: the first one.")
-    async_chunk: Boolean = _key(
-        True, "Hand results to the next stage while they are made; false: once, when a stage has finished."
-    )
-    chunks: Chunks = _map(
-        "Sizes of successive chunks by hand-over, the last one repeats; `all`: everything once it is complete. "
-        "`adaptive: false`: only the sizes count, not what the client still has to play."
-    )
-    chunk_timeout_s: Seconds = _key(
-        30.0,
-        "A request fails if a stage that has begun it gets nothing more from the stage before for so long.",
-        "seconds",
-    )
-    connectors: Connectors = _map(
-        "How tensors travel from stage to stage, by hand-over. What is not said: `shared_memory`, or `tcp` with a "
-        "`master_address`."
-    )
-    stream_idle_timeout_s: Seconds = _key(
-        120.0,
-        "A streaming stage forgets a stream for which nothing has come for so long; more than `chunk_timeout_s`.",
-        "seconds",
-    )
-    api_servers: PositiveOrAuto = _key(
-        1, "How many API server processes are started. `auto`: one for every two cores, at most 8.", "processes"
-    )
-    startup_timeout_s: Seconds = _key(
-        1800.0,
-        "A replica must be ready within this time of its own start: download, loading, compilation. Replicas that "
-        "share a CUDA device start one after the other, each with its own time.",
-        "seconds",
-    )
-    shutdown_timeout_s: Seconds = _key(5.0, "A process that has not ended by then is killed.", "seconds")
-    request_timeout_s: SecondsOrAuto | None = _key(
-        AUTO,
-        "A request that takes longer fails. `auto`: 3600 in a server, no limit with `LLM(...)`, where requests may "
-        "wait for hours for their turn. Null: no limit.",
-        "seconds",
-    )
-    lb_policy: LbPolicy = _key(
-        LB_POLICIES[0], "Which replica a new request goes to: `least-queue-length`, `round-robin` or `random`."
-    )
-    heartbeat_timeout_s: HeartbeatSeconds = _key(
-        30.0, "A replica that is silent for so long is down; at least 1.", "seconds"
-    )
-    drain_timeout_s: Seconds = _key(30.0, "A replica that leaves is given so long to finish its requests.", "seconds")
-    replica_wait_timeout_s: Seconds = _key(
-        60.0,
-        "Requests wait so long for a replica of a stage that has none, while one may come back; "
-        "then they fail with 503.",
-        "seconds",
-    )
-    restart_limit: Count = _key(
-        5, "How often a replica that ended is started again within `restart_window_s`; 0: never.", "times"
-    )
-    restart_window_s: Seconds = _key(600.0, "The time in which `restart_limit` counts.", "seconds")
-    restart_backoff_s: Seconds = _key(
-        1.0, "Pause before a replica is started again; doubles with every failure in the window, up to 30 s.", "seconds"
-    )
-    master_address: Text | None = _key(
-        None, "Address of the head, where replicas from other hosts register. Null: the head's loopback only."
-    )
-    master_port: Port | None = _key(
-        None, "TCP port of the head, where replicas from other hosts register. Null: none can."
-    )
-    port_range: PortRange | None = _key(
-        None,
-        "TCP ports on which this host's processes listen for other hosts, such as `20000-20099`; `master_port` and the "
-        "two after it are further ones. Null: ports that the system chooses.",
-    )
-    cluster_secret_file: Text | None = _key(
-        None,
-        "File with a secret of at least 16 bytes, without which nobody can join, report, read or send anything. Null: "
-        "with a `master_address` one is made for this user and used again, see operations.md.",
-    )
-    no_cluster_secret: Boolean = _key(
-        False, "Do without a secret: whoever reaches the ports can join, read and send. Said on all hosts."
-    )
-    max_body_mib: Positive = _key(256, "A request whose body is longer is refused with status 413.", "MiB")
-    api_key_routes: Literal["all", "vllm"] = _key(
-        ALL_ROUTES,
-        "Which routes need the API key, if there is one. `all`: all but `/health`, its probes, `/ping` and `/metrics`. "
-        "`vllm`: those below `/v1`, `/v2`, `/inference` and `/cohere`, which is vLLM's own rule.",
-    )
-    allow_private_media: Hosts | None = _key(
-        None,
-        "Hosts and networks that are not public and that `image_url`, `audio_url` and `video_url` may nevertheless be "
-        "fetched from, comma-separated, or `all`. Null: none.",
-    )
+    max_body_mib: Positive = _key(256, "A request with a longer body is refused with status 413.", "MiB", "MIB")
     max_body_values: Positive = _key(
         200_000,
         "A JSON body with more opening brackets, texts and commas is refused with status 413. Those in `messages` and "
@@ -259,16 +180,156 @@ class OmniConfig:
         "reserves the encoder's memory for so many, and an engine encodes no more of them in one step. Null: as many "
         "as a sequence may have.",
         "tokens",
+        "N",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """Times after which a request fails, or a replica is given up."""
+
+    __pydantic_config__ = _FORBID
+    request_timeout_s: SecondsOrAuto | None = _key(
+        AUTO,
+        "A request that takes longer fails. `auto`: 3600 in a server, no limit with `LLM(...)`, where requests may "
+        "wait for hours for their turn. Null: no limit.",
+        "seconds",
+        "SECONDS",
+    )
+    chunk_timeout_s: Seconds = _key(
+        30.0,
+        "A request fails if a stage that has begun it gets no input from the stage before within this time. A "
+        "streaming stage drops a stream without input after four times this time.",
+        "seconds",
+    )
+    startup_timeout_s: Seconds = _key(
+        1800.0,
+        "A replica must be ready within this time of its own start: download, loading, compilation. Replicas that "
+        "share a CUDA device start one after the other, each with its own time.",
+        "seconds",
+        "SECONDS",
+    )
+    drain_timeout_s: Seconds = _key(
+        30.0, "Time that a replica that leaves has to finish its requests.", "seconds", "SECONDS"
+    )
+    replica_wait_timeout_s: Seconds = _key(
+        60.0,
+        "Requests of a stage without a replica wait this long while one may come back; then they fail with status 503.",
+        "seconds",
+        "SECONDS",
+    )
+
+    @property
+    def request_limit_s(self) -> float | None:
+        """Seconds that a request may take; a server's plan has no `auto`."""
+        limit = self.request_timeout_s
+        return None if isinstance(limit, str) else limit
+
+    @property
+    def stream_idle_timeout_s(self) -> float:
+        """Seconds without input after which a streaming stage drops a stream."""
+        return STREAM_IDLE_TIMEOUTS * self.chunk_timeout_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Replicas of other hosts and processes."""
+
+    __pydantic_config__ = _FORBID
+    master_address: Text | None = _key(
+        None,
+        "Address of the head, where replicas from other hosts register. Null: the head's loopback only.",
+        flag="HOST",
+    )
+    master_port: Port | None = _key(
+        None, "TCP port of the head, where replicas from other hosts register. Null: none can.", flag="PORT"
+    )
+    port_range: PortRange | None = _key(
+        None,
+        "TCP ports on which this host's processes listen for other hosts, such as `20000-20099`; `master_port` and the "
+        "two after it are further ones. Null: ports that the system chooses.",
+        flag="FIRST-LAST",
+    )
+    cluster_auth: Boolean = _key(
+        True,
+        "Whether joining, requests and outputs need the cluster secret; the same on all hosts. False: any process that "
+        "reaches the ports can join, read and send.",
+        flag="",
+    )
+    cluster_secret_file: Text | None = _key(
+        None,
+        "File with the cluster secret, at least 16 bytes. Null: with a `master_address` the file of this user, which "
+        "the first start creates, see operations.md.",
+        flag="FILE",
+    )
+    heartbeat_timeout_s: HeartbeatSeconds = _key(
+        30.0, "A replica without a heartbeat for this time is down; at least 1.", "seconds", "SECONDS"
+    )
+
+    @property
+    def ports(self) -> tuple[int, int] | None:
+        """First and last port of `port_range`."""
+        return None if self.port_range is None else port_range(self.port_range)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OmniConfig:
+    """The whole configuration."""
+
+    __pydantic_config__ = _FORBID
+    pipeline: Text | None = _key(None, "Which pipeline of the model's family is run. Null: the first one.")
+    async_chunk: Boolean = _key(
+        True, "Hand results to the next stage while they are made; false: once, when a stage has finished.", flag=""
+    )
+    chunks: Chunks = _map(
+        "Sizes of successive chunks by hand-over, the last one repeats; `all`: everything once it is complete. "
+        "`adaptive: false`: only the sizes count, not what the client still has to play."
+    )
+    connectors: Connectors = _map(
+        "How tensors travel from stage to stage, by hand-over. Default: `shared_memory`, or `tcp` with a "
+        "`master_address`."
+    )
+    api_servers: PositiveOrAuto = _key(
+        1, "How many API server processes are started. `auto`: one for every two cores, at most 8.", "processes"
+    )
+    lb_policy: LbPolicy = _key(
+        LB_POLICIES[0],
+        "Which replica a new request goes to: `least-queue-length`, `round-robin` or `random`.",
+        flag="NAME",
+    )
+    restart_limit: Count = _key(
+        5,
+        "How often a replica that ended is started again within ten minutes; 0: never. The pause before a restart is "
+        "1 s and doubles with every further one, up to 30 s.",
+        "times",
+        "N",
+    )
+    api_key_routes: Literal["all", "vllm"] = _key(
+        ALL_ROUTES,
+        "Which routes need the API key, if there is one. `all`: all but `/health`, its probes, `/ping` and `/metrics`. "
+        "`vllm`: those below `/v1`, `/v2`, `/inference` and `/cohere`, which is vLLM's own rule.",
+        flag="all|vllm",
+    )
+    allow_private_media: Hosts | None = _key(
+        None,
+        "Hosts and networks that are not public and that `image_url`, `audio_url` and `video_url` may nevertheless be "
+        "fetched from, comma-separated, or `all`. Null: none.",
+        flag="HOST,NETWORK",
     )
     default_modalities: Names | None = _key(
         None,
         "Modalities of a chat request that names none, comma-separated, such as `text`. Null: the model's own default.",
+        flag="NAME,NAME",
     )
     log_dir: Text | None = _key(
         None,
         "Directory for one log file a replica, which stay there. Null: a temporary one, kept if a replica has ended.",
+        flag="DIR",
     )
-    verbose: Boolean = _key(False, "Replicas log to the terminal instead of to files.")
+    verbose: Boolean = _key(False, "Replicas log to the terminal instead of to files.", flag="")
+    limits: Annotated[Limits, NullIsEmpty] = Limits()
+    timeouts: Annotated[Timeouts, NullIsEmpty] = Timeouts()
+    cluster: Annotated[Cluster, NullIsEmpty] = Cluster()
     stages: Annotated[Mapping[str, Annotated[StageConfig, NullIsEmpty]], NullIsEmpty] = field(default_factory=dict)
     """Settings by stage name; a missing stage has the defaults of `StageConfig`."""
 
@@ -276,25 +337,31 @@ class OmniConfig:
         """The settings of a stage, or the defaults if it has none."""
         return self.stages.get(name, StageConfig())
 
-    @property
-    def request_limit_s(self) -> float | None:
-        """Seconds that a request may take; a server's plan has no `auto` any more."""
-        limit = self.request_timeout_s
-        return None if isinstance(limit, str) else limit
-
-    @property
-    def ports(self) -> tuple[int, int] | None:
-        """First and last port of `port_range`."""
-        return None if self.port_range is None else port_range(self.port_range)
-
     def policy(self, name: str) -> str:
         """The load balancing policy of a stage: its own, or the top level's."""
         return self.stage(name).lb_policy or self.lb_policy
 
 
-Schema: TypeAlias = type[OmniConfig] | type[ReplicasConfig] | type[PrefillDecode]
+Schema: TypeAlias = (
+    type[OmniConfig] | type[Limits] | type[Timeouts] | type[Cluster] | type[ReplicasConfig] | type[PrefillDecode]
+)
+
+GROUPS: Mapping[str, Schema] = {"limits": Limits, "timeouts": Timeouts, "cluster": Cluster}
+"""The groups of keys below the top level."""
 
 
 def keys(schema: Schema) -> dict[str, Key]:
     """The keys with plain values that a file may hold at that level, without nested levels."""
     return {f.name: f.metadata["key"] for f in fields(schema) if "key" in f.metadata}
+
+
+SETTINGS: Mapping[str, tuple[str, Key]] = {
+    name: (group, key) for group, schema in {"": OmniConfig, **GROUPS}.items() for name, key in keys(schema).items()
+}
+"""The keys outside of `stages`, with the name of their group ("": the top level). Names are unique over all groups."""
+
+
+def setting_path(name: str) -> str:
+    """Path of a key of `SETTINGS` in the configuration: `limits.max_body_mib`."""
+    group, _ = SETTINGS[name]
+    return f"{group}.{name}" if group else name

@@ -148,7 +148,7 @@ class Admission:
             if (tokens := feature.mm_position.get_num_embeds()) > self._max_media_tokens:
                 raise RequestError(
                     f"messages: a part of type {feature.modality} has {tokens:,} tokens, "
-                    f"but max_media_tokens is {self._max_media_tokens:,}",
+                    f"but limits.max_media_tokens is {self._max_media_tokens:,}",
                     parameter="messages",
                 )
 

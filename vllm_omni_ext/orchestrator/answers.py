@@ -75,5 +75,7 @@ async def until(limit_s: float, source: Answer) -> Answer:
             except StopAsyncIteration:
                 return
             except TimeoutError as error:
-                raise RequestFailed(f"the request took longer than {limit_s:g} s (request_timeout_s)") from error
+                raise RequestFailed(
+                    f"the request took longer than {limit_s:g} s (timeouts.request_timeout_s)"
+                ) from error
             yield item

@@ -286,7 +286,7 @@ class Placement:
                 continue
             suspect = binding.losses.get(binding.stage)
             why = "no replica for a request that may have ended one" if suspect else "no live replica"
-            limit = f"{self.settings.wait_s:g} s (replica_wait_timeout_s)"
+            limit = f"{self.settings.wait_s:g} s (timeouts.replica_wait_timeout_s)"
             found.append((binding, StageUnavailable(f"stage '{binding.stage}' has had {why} for {limit}")))
         for binding in self._input_due:
             assert binding.input_due_since is not None
@@ -294,7 +294,7 @@ class Placement:
                 binding.input_due_since = self.now
             if self._is_due(binding.input_due_since + self.settings.input_deadline_s):
                 late = f"the {binding.stage} stage got nothing more from the {binding.source} stage for"
-                limit = f"{self.settings.input_deadline_s:g} s (chunk_timeout_s)"
+                limit = f"{self.settings.input_deadline_s:g} s (timeouts.chunk_timeout_s)"
                 found.append((binding, RequestFailed(f"{late} {limit}")))
         return found
 

@@ -235,7 +235,7 @@ async def read_form(raw_request: Request) -> ImageRequest:
             elif upload is not None:
                 raise RequestError(f"{name}: must be a file", parameter=name)
             else:
-                BodyScan(raw_request.app.state.engine_client.plan.config.max_body_values).feed(part.encode())
+                BodyScan(raw_request.app.state.engine_client.plan.config.limits.max_body_values).feed(part.encode())
                 fields[name] = _value(name, part)
     if not files["image"]:
         raise RequestError("image: is missing; send a picture", parameter="image")

@@ -38,7 +38,7 @@ class Server:
         self._omni = omni
         self.capabilities: Capabilities = omni.capabilities
         self.runtime: Any = omni.runtime
-        self.max_media_tokens = omni.plan.config.max_media_tokens
+        self.max_media_tokens = omni.plan.config.limits.max_media_tokens
 
     def generate(self, request: Rendered, options: RequestOptions, request_id: str) -> AsyncGenerator[Any, None]:
         """Start a request that does not use the frontend; yields its chunks."""

@@ -127,7 +127,7 @@ class Head:
         self._done = threading.Event()
         self._status = 0
         self._answering = False
-        self._expected = None if plan.config.master_address is None else Expected.of(plan)
+        self._expected = None if plan.config.cluster.master_address is None else Expected.of(plan)
         self._coordination = Coordination(plan, folder.path, forgotten=self._forgotten)
         self._deployment = Deployment(
             plan,
@@ -214,7 +214,7 @@ class Head:
             )
         missing = [stage.name for stage in self._plan.stages if not stage.replicas]
         if missing:
-            where = f"{self._plan.config.master_address}:{self._plan.config.master_port}"
+            where = f"{self._plan.config.cluster.master_address}:{self._plan.config.cluster.master_port}"
             print_status(f"waiting at {where} for replicas of {', '.join(missing)}")
 
     def _identity(self, replica: ReplicaId) -> ReplicaIdentity:
@@ -228,9 +228,9 @@ class Head:
             parent=os.getpid(),
             events=self._coordination.events,
             interval_s=self._coordination.timing.interval_s,
-            host=config.master_address or "",
-            secret_file=config.cluster_secret_file,
-            ports=config.ports,
+            host=config.cluster.master_address or "",
+            secret_file=config.cluster.cluster_secret_file,
+            ports=config.cluster.ports,
         )
 
     def _forgotten(self, member: Member, silent: bool) -> None:

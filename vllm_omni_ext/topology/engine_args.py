@@ -165,7 +165,7 @@ def connections(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[st
     for name in config.connectors:
         if name not in names:
             raise unknown_key("connectors", name, names)
-    spread = config.master_address is not None
+    spread = config.cluster.master_address is not None
     return {n: connector_settings(f"connectors.{n}", config.connectors.get(n, {}), spread=spread) for n in names}
 
 

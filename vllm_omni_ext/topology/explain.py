@@ -129,13 +129,13 @@ def _replica(replica: ReplicaPlan, name: str) -> str:
 
 def _settings(plan: Plan) -> list[str]:
     config = plan.config
+    limit = config.timeouts.request_limit_s
     logs = f"in {config.log_dir}" if config.log_dir else "in a temporary folder, kept if a replica has ended"
     return _table(
         {
             "async_chunk": str(config.async_chunk).lower(),
-            "startup timeout": f"{config.startup_timeout_s:g} s",
-            "request deadline": "none" if config.request_limit_s is None else f"{config.request_limit_s:g} s",
-            "shutdown timeout": f"{config.shutdown_timeout_s:g} s",
+            "startup timeout": f"{config.timeouts.startup_timeout_s:g} s",
+            "request deadline": "none" if limit is None else f"{limit:g} s",
             "logs": "on this terminal" if config.verbose else logs,
         }
     )

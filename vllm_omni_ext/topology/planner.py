@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from vllm_omni_ext.config.checks import ADAPTIVE, ALL_AT_ONCE, unknown_key
 from vllm_omni_ext.config.disaggregation import stage_path
+from vllm_omni_ext.config.overrides import with_settings
 from vllm_omni_ext.config.schema import MAX_MEDIA_TOKENS, STREAM_IDLE_TIMEOUT_S, OmniConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
@@ -60,7 +60,7 @@ def make_plan(
     def attempt(flags: Mapping[str, Any], where: Machine) -> Plan:
         args, changed = {**text_args, **flags}, config
         if MEDIA_FLAG in args:
-            changed = replace(config, max_media_tokens=args.pop(MEDIA_FLAG))
+            changed = with_settings(config, {"max_media_tokens": args.pop(MEDIA_FLAG)})
         return _Planner(*expand(pipeline, changed), args, where, facts).plan(model, family)
 
     try:
@@ -135,13 +135,13 @@ class _Planner:
                 defaults["distributed_executor_backend"] = "uni"
         args = with_custom_ops({**defaults, **spec.engine_defaults, **user, **spec.engine}, spec.custom_ops)
         more = connector_config(self.pipeline, spec, self.connectors)
-        if self.config.max_media_tokens is not None and is_frontend:
-            more[MAX_MEDIA_TOKENS] = self.config.max_media_tokens
+        if self.config.limits.max_media_tokens is not None and is_frontend:
+            more[MAX_MEDIA_TOKENS] = self.config.limits.max_media_tokens
         given = args.get("additional_config", {})
         if not isinstance(given, Mapping):
             raise ConfigError(f"{stage_path(spec.name)}.engine.additional_config: must be a mapping, got {given!r}")
         if spec.accepts == "parts":
-            given = {STREAM_IDLE_TIMEOUT_S: self.config.stream_idle_timeout_s, **given}
+            given = {STREAM_IDLE_TIMEOUT_S: self.config.timeouts.stream_idle_timeout_s, **given}
             # Each part is computed in one step, so a step must hold the longest.
             if facts.max_model_len:
                 args.setdefault("max_model_len", facts.max_model_len)
@@ -171,7 +171,7 @@ class _Planner:
     def _demand(self, spec: StageSpec, *, known: bool) -> Demand:
         """The demand of a stage; of its share if the sizes of stages or devices are not known."""
         stage, args = self.config.stage(spec.name), self.args[spec.name]
-        media = self.config.max_media_tokens if self.pipeline.takes_stock_flags(spec) else None
+        media = self.config.limits.max_media_tokens if self.pipeline.takes_stock_flags(spec) else None
         path = stage_path(spec.name)
         return Demand(
             stage=spec.name,
@@ -223,16 +223,11 @@ def _check(pipeline: PipelineSpec, config: OmniConfig) -> None:
     for name in config.chunks:
         if name not in known:
             raise unknown_key("chunks", name, known)
-    if config.stream_idle_timeout_s <= config.chunk_timeout_s:
-        raise ConfigError(
-            f"{STREAM_IDLE_TIMEOUT_S}: must be more than chunk_timeout_s ({config.chunk_timeout_s:g}), "
-            f"got {config.stream_idle_timeout_s:g}"
-        )
-    if config.master_address is not None or config.master_port is not None:
+    if config.cluster.master_address is not None or config.cluster.master_port is not None:
         return  # others may join
     for name, stage in config.stages.items():
         if stage.min_replicas > max(stage.replicas, 1):
             raise ConfigError(
                 f"{stage_path(name)}.min_replicas: {stage.min_replicas} can never be up, because {stage.replicas} are "
-                "started here and none can join; set a master_address, or start as many here"
+                "started here and none can join; set cluster.master_address, or start as many here"
             )

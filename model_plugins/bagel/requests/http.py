@@ -86,7 +86,7 @@ def _refuse_large(pictures: Sequence[Any], server: OmniServer) -> None:
         tokens = picture_tokens(server.runtime.sizes, picture.height, picture.width, latents=False)
         if tokens > most:
             raise RequestError(
-                f"image: a picture has {tokens:,} tokens, but max_media_tokens is {most:,}", parameter="image"
+                f"image: a picture has {tokens:,} tokens, but limits.max_media_tokens is {most:,}", parameter="image"
             )
 
 

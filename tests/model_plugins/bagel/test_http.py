@@ -60,7 +60,7 @@ def test_a_picture_of_too_many_tokens_is_refused() -> None:
     tokens = picture_tokens(RELEASED, 1024, 1024, latents=False)
     read(pictures=[large], max_media_tokens=tokens)
     with pytest.raises(
-        RequestError, match=f"image: a picture has {tokens:,} tokens, but max_media_tokens is"
+        RequestError, match=f"image: a picture has {tokens:,} tokens, but limits.max_media_tokens is"
     ) as caught:
         read(pictures=[small, large], max_media_tokens=tokens - 1)
     assert caught.value.parameter == "image"

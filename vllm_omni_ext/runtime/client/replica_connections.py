@@ -46,7 +46,7 @@ AFTER_THE_LAUNCHER_S = 30.0
 
 def connect_limit_s(plan: Plan) -> float:
     """Limit of an API server's wait for a replica, in seconds: enough for all starts that may precede its own."""
-    return plan.config.startup_timeout_s * longest_sequence(devices_of(plan)) + AFTER_THE_LAUNCHER_S
+    return plan.config.timeouts.startup_timeout_s * longest_sequence(devices_of(plan)) + AFTER_THE_LAUNCHER_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,9 @@ class Connections:
 
     def _keys(self, listeners: Listeners) -> Keys | None:
         """CURVE keys for a replica that connects over TCP; None for unix sockets, which lie in a private folder."""
-        return Keys.read(self.plan.config.cluster_secret_file) if listeners[0].address.startswith("tcp:") else None
+        return (
+            Keys.read(self.plan.config.cluster.cluster_secret_file) if listeners[0].address.startswith("tcp:") else None
+        )
 
     def connect_all(self) -> dict[ReplicaId, StockReplica]:
         """Connect to the replicas that run at the start."""
@@ -209,7 +211,7 @@ class ReplicaConnections:
         if self._connections.ready_responses is not None:
             self.forget_requests_of(self._connections.client_index, time.time())
         if self._connections.views is not None:
-            keys = Keys.read(self._connections.plan.config.cluster_secret_file)
+            keys = Keys.read(self._connections.plan.config.cluster.cluster_secret_file)
             self.watcher = Watcher(self._connections.views, keys=keys)
             self._spawn(self._follow(self.watcher))
 

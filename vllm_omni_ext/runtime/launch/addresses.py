@@ -27,14 +27,16 @@ def reach(head: str, port: int) -> str:
     reason = "it has neither an IPv4 nor an IPv6 address"
     for family, address in _resolve(head, port):
         if _ip(address[0]).is_unspecified:
-            raise ConfigError(f"master_address: '{head}' stands for all addresses of a host; write one of the head's")
+            raise ConfigError(
+                f"cluster.master_address: '{head}' stands for all addresses of a host; write one of the head's"
+            )
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)
                 return str(_ip(probe.getsockname()[0]))
         except OSError as err:
             reason = str(err.strerror or err)
-    raise ConfigError(f"master_address: no route to '{head}' from this host: {reason}")
+    raise ConfigError(f"cluster.master_address: no route to '{head}' from this host: {reason}")
 
 
 def endpoint(host: str, port: int) -> str:
@@ -74,7 +76,7 @@ def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, _Address]
         found = socket.getaddrinfo(_unbracketed(host), port, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as err:  # UnicodeError: a label that is empty or too long
         reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
-        raise ConfigError(f"master_address: '{host}' is not an address or a known name: {reason}") from err
+        raise ConfigError(f"cluster.master_address: '{host}' is not an address or a known name: {reason}") from err
     return [(family, cast(_Address, address)) for family, _, _, _, address in found if family in _FAMILIES]
 
 

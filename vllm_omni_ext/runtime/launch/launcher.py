@@ -63,6 +63,9 @@ from vllm_omni_ext.topology.placement import Turns, devices_of
 from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.wire import loading
 
+SHUTDOWN_TIMEOUT_S = 5.0
+"""A process that has not ended within this time after SIGTERM is killed."""
+
 LOGS = "logs"
 """Name of the folder with the logs in the private folder."""
 
@@ -118,7 +121,7 @@ class Deployment:
         self.name_of = name_of
         self.clients = clients
         self._identity_of = identity_of
-        self._host = host or plan.config.master_address or LOOPBACK
+        self._host = host or plan.config.cluster.master_address or LOOPBACK
         self.configs: dict[str, VllmConfig] = {}
         self.drain_s = 0
         self._listeners: dict[ReplicaId, EngineZmqListeners] = {}
@@ -191,7 +194,7 @@ class Deployment:
         listeners = EngineZmqListeners(inputs=[], outputs=[])
         for client in range(self.clients):
             if host is not None:
-                ports = self.plan.config.ports
+                ports = self.plan.config.cluster.ports
                 listeners.inputs.append(bind_within(ports, lambda p: make_zmq_listener(endpoint(host, p), zmq.ROUTER)))
                 listeners.outputs.append(bind_within(ports, lambda p: make_zmq_listener(endpoint(host, p), zmq.PULL)))
                 continue
@@ -228,7 +231,7 @@ class Deployment:
             folder: for sockets and temporary files.
         """
         variables = {"VLLM_RPC_BASE_PATH": folder}
-        if (ports := self.plan.config.ports) is not None:  # Mooncake's library reads them when it is imported
+        if (ports := self.plan.config.cluster.ports) is not None:  # Mooncake's library reads them when it is imported
             variables |= zip(MOONCAKE_VARIABLES, map(str, ports), strict=True)
         variables |= self.plan.config.stage(stage).env
         defaults = dict(self.plan.stage(stage).env)
@@ -277,7 +280,7 @@ class Deployment:
         log = self.logs.of(self.name_of(replica))
         with self.forking(threads), kernels, log, environment(variables, defaults={}):
             barrier = contextlib.ExitStack()
-            self._deadlines[replica] = time.monotonic() + self.plan.config.startup_timeout_s
+            self._deadlines[replica] = time.monotonic() + self.plan.config.timeouts.startup_timeout_s
             self._launches[replica] = barrier.enter_context(launch)
             self._barriers[replica] = barrier
 
@@ -296,7 +299,7 @@ class Deployment:
         Raises:
             StartFailed: the replica ended while starting, or took too long and was ended.
         """
-        limit = self.plan.config.startup_timeout_s
+        limit = self.plan.config.timeouts.startup_timeout_s
         late = threading.Event()
         process = self.processes()[replica]
 
@@ -312,9 +315,9 @@ class Deployment:
         except RuntimeError as error:
             if late.is_set():
                 raise StartFailed(
-                    f"{self.name_of(replica)} was not ready after {limit:g} s (startup_timeout_s)"
+                    f"{self.name_of(replica)} was not ready after {limit:g} s (timeouts.startup_timeout_s)"
                 ) from error
-            process.join(self.plan.config.shutdown_timeout_s)
+            process.join(SHUTDOWN_TIMEOUT_S)
             raise StartFailed(f"{how_it_ended(process.exitcode)} while starting") from error
         finally:
             timer.cancel()
@@ -384,16 +387,16 @@ class Deployment:
 
     def _failed(self, replica: ReplicaId) -> StartFailed:
         process = self.processes()[replica]
-        process.join(self.plan.config.shutdown_timeout_s)
+        process.join(SHUTDOWN_TIMEOUT_S)
         return StartFailed(
             f"{replica} did not start: {how_it_ended(process.exitcode)}; {self.logs.tail(self.name_of(replica))}"
         )
 
     def _late(self, waits: Mapping[Future[None], ReplicaId]) -> StartFailed:
         late = min(waits.values(), key=self._deadlines.__getitem__)
-        limit = self.plan.config.startup_timeout_s
+        limit = self.plan.config.timeouts.startup_timeout_s
         return StartFailed(
-            f"{late} was not ready after {limit:g} s (startup_timeout_s); {self.logs.tail(self.name_of(late))}"
+            f"{late} was not ready after {limit:g} s (timeouts.startup_timeout_s); {self.logs.tail(self.name_of(late))}"
         )
 
     def processes(self) -> dict[ReplicaId, Any]:
@@ -450,13 +453,13 @@ class Deployment:
         )
 
     def end(self, others: Sequence[Any] = ()) -> None:
-        """End all replicas and `others`; processes that have not ended within `shutdown_timeout_s` are killed.
+        """End all replicas and `others`; processes that have not ended within 5 s are killed.
 
         A forked replica is killed at once: it is a single process without cleanup work, and a regular exit of the
         inherited interpreter takes seconds.
         """
         replicas = list(self.processes().values())
-        end_processes([*others, *(() if self.fork else replicas)], self.plan.config.shutdown_timeout_s)
+        end_processes([*others, *(() if self.fork else replicas)], SHUTDOWN_TIMEOUT_S)
         for process in replicas:
             process.kill()
             process.join()

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from vllm_omni_ext.config.overrides import with_settings
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.runtime.launch.addresses import is_here, is_loopback
 from vllm_omni_ext.topology.plan import Plan
 
-FLAG, WITHOUT = "--omni-cluster-secret-file", "--omni-no-cluster-secret"
+FLAG, WITHOUT = "--omni-cluster-secret-file", "--no-omni-cluster-auth"
 PORT = "--omni-master-port PORT"
 
 NAME = "cluster.secret"
@@ -47,30 +48,30 @@ def with_secret(plan: Plan, *, headless: bool, tell: Tell) -> Plan:
     Raises:
         ConfigError: there is no secret, its file cannot be trusted, or the settings contradict each other.
     """
-    config = plan.config
-    if config.no_cluster_secret and config.cluster_secret_file is not None:
-        raise ConfigError(f"no_cluster_secret: there is a cluster_secret_file too; keep {WITHOUT} or {FLAG}")
-    if config.master_address is None:
+    cluster = plan.config.cluster
+    if not cluster.cluster_auth and cluster.cluster_secret_file is not None:
+        raise ConfigError(f"cluster.cluster_auth: there is a cluster_secret_file too; keep {WITHOUT} or {FLAG}")
+    if cluster.master_address is None:
         return plan
-    if config.master_port is None:
-        raise ConfigError(f"master_address: without a port nobody can join; write {PORT} too")
-    if config.no_cluster_secret:
+    if cluster.master_port is None:
+        raise ConfigError(f"cluster.master_address: without a port nobody can join; write {PORT} too")
+    if not cluster.cluster_auth:
         if not headless:
             tell(
-                f"warning: no cluster secret ({WITHOUT}): whoever reaches {config.master_address} can join, see "
-                "requests and outputs, and send false ones"
+                f"warning: no cluster secret ({WITHOUT}): any process that reaches {cluster.master_address} can join, "
+                "see requests and outputs, and send false ones"
             )
         return plan
-    if config.cluster_secret_file is not None:
-        file = Path(config.cluster_secret_file).expanduser()
+    if cluster.cluster_secret_file is not None:
+        file = Path(cluster.cluster_secret_file).expanduser()
         if read_by_others(file):
             tell(f"warning: the cluster secret can be read by other users: chmod 600 {file}")
-    elif headless and not is_here(config.master_address):
-        file = _brought(config.master_address)
+    elif headless and not is_here(cluster.master_address):
+        file = _brought(cluster.master_address)
     else:
-        file = _own(config.master_address, tell=None if headless else tell)
+        file = _own(cluster.master_address, tell=None if headless else tell)
     Keys.read(str(file))
-    return replace(plan, config=replace(config, cluster_secret_file=str(file)))
+    return replace(plan, config=with_settings(plan.config, {"cluster_secret_file": str(file)}))
 
 
 def _brought(head: str) -> Path:

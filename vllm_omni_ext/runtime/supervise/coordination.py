@@ -45,13 +45,13 @@ class Coordination:
     """
 
     def __init__(self, plan: Plan, folder: str, *, forgotten: Callable[[Member, bool], None]) -> None:
-        config = plan.config
-        if config.master_address is not None and config.master_port is not None:
-            host, port = config.master_address, config.master_port
+        cluster, timeouts = plan.config.cluster, plan.config.timeouts
+        host, port = cluster.master_address, cluster.master_port
+        if host is not None and port is not None:
             self.events, self.views = endpoint(host, port + EVENTS_PORT), endpoint(host, port + VIEWS_PORT)
         else:
             self.events, self.views = f"ipc://{folder}/events", f"ipc://{folder}/views"
-        self.timing = Timing(timeout_s=config.heartbeat_timeout_s, drain_s=config.drain_timeout_s)
+        self.timing = Timing(timeout_s=cluster.heartbeat_timeout_s, drain_s=timeouts.drain_timeout_s)
         key = secrets.token_hex(16)
         self.names = Names(key, (replica.id for replica in plan.replicas()))
         self._config = CoordinatorConfig(
@@ -59,10 +59,10 @@ class Coordination:
             key=key,
             events=self.events,
             views=self.views,
-            secret_file=config.cluster_secret_file,
+            secret_file=cluster.cluster_secret_file,
         )
-        self._startup_s = plan.config.startup_timeout_s
-        self._keys = Keys.read(config.cluster_secret_file)
+        self._startup_s = timeouts.startup_timeout_s
+        self._keys = Keys.read(cluster.cluster_secret_file)
         self._forgotten = forgotten
         self._control: Connection | None = None
         self._context: zmq.Context[Any] | None = None

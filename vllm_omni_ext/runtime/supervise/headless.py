@@ -112,7 +112,7 @@ class HeadClient:
         self.host = headless.replica_address or reach(host, port)
         self._hash = config_hash(plan, headless.stage)
         self._model = model_identity(plan.model)
-        self.keys = Keys.read(plan.config.cluster_secret_file)
+        self.keys = Keys.read(plan.config.cluster.cluster_secret_file)
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: Socket = connect(
             self._context, zmq.DEALER, endpoint(host, port), self.keys, limit=MAX_ANSWER_BYTES, watched=_HANDSHAKES
@@ -150,7 +150,7 @@ class HeadClient:
             host=self.host,
             index=self._names[slot].index if slot in self._names else None,
         )
-        limit = self._plan.config.startup_timeout_s
+        limit = self._plan.config.timeouts.startup_timeout_s
         began = told = time.monotonic()
         deadline = began + limit
         while time.monotonic() < deadline and not self._closing.is_set():
@@ -169,7 +169,7 @@ class HeadClient:
             if (now := time.monotonic()) - told >= WAITING_S:
                 told = now
                 self._tell(f"waiting for the head at {self._where}: no answer for {now - began:.0f} s (of {limit:g} s)")
-        raise OmniError(f"no head answers at {self._where} (waited {limit:g} s, startup_timeout_s)")
+        raise OmniError(f"no head answers at {self._where} (waited {limit:g} s, timeouts.startup_timeout_s)")
 
     def ready(self, slot: ReplicaId, about: ReplicaInfo) -> None:
         """Report to the head that a replica is ready."""
@@ -213,7 +213,9 @@ class HeadClient:
             self._broken_handshakes = self._broken_handshakes + 1 if event == _BROKEN else 0
         if rejected or self._broken_handshakes >= MOST_BROKEN_HANDSHAKES:
             self.refused = True
-            raise Refused(f"what listens at {self._where} is no head, or one with another secret (cluster_secret_file)")
+            raise Refused(
+                f"what listens at {self._where} is no head, or one with another secret (cluster.cluster_secret_file)"
+            )
 
     def _receive(self, wait_s: float) -> Iterator[FromHead]:
         """Yield messages of the head: all that are queued once one arrives within `wait_s` seconds."""
@@ -234,8 +236,8 @@ class HeadClient:
             events=joined.events,
             interval_s=joined.interval_s,
             host=self.host,
-            secret_file=self._plan.config.cluster_secret_file,
-            ports=self._plan.config.ports,
+            secret_file=self._plan.config.cluster.cluster_secret_file,
+            ports=self._plan.config.cluster.ports,
         )
 
 

@@ -30,7 +30,8 @@ from vllm_omni_ext.topology.placement import Turns
 
 log = logging.getLogger(__name__)
 
-LONGEST_PAUSE_S = 30.0
+RESTART_WINDOW_S, RESTART_BACKOFF_S, LONGEST_PAUSE_S = 600.0, 1.0, 30.0
+"""The time in which `restart_limit` counts, and the first and the longest pause before a restart."""
 
 DOUBLINGS = 64
 """More doublings than any pause needs to reach the longest one; bounds the exponent."""
@@ -244,10 +245,8 @@ class RestartPolicy:
 
 
 def restarts_of(config: OmniConfig) -> RestartPolicy:
-    """The restart policy of one process, with the limits of the configuration."""
-    return RestartPolicy(
-        limit=config.restart_limit, window_s=config.restart_window_s, backoff_s=config.restart_backoff_s
-    )
+    """The restart policy of one process, with the limit of the configuration."""
+    return RestartPolicy(limit=config.restart_limit, window_s=RESTART_WINDOW_S, backoff_s=RESTART_BACKOFF_S)
 
 
 class RestartTotals:

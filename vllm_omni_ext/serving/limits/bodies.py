@@ -198,7 +198,7 @@ class BodyScan:
 
     def _check(self) -> None:
         if self._total > self._most:
-            problem = f"with it the body has more than {self._most} values (max_body_values)"
+            problem = f"with it the body has more than {self._most} values (limits.max_body_values)"
             raise RefusedBody(problem, parameter=self._field)
         if self._field not in UNLIMITED and self._bytes > (most := FIELD_BYTES.get(self._field, MIB)):
             raise RefusedBody(f"has more than {most} bytes", parameter=self._field)
@@ -242,9 +242,9 @@ class _Body:
         declared = headers.get("content-length", "")
         self._declared = int(declared) if declared.isdecimal() else 0
         self._received = 0
-        self._most = config.max_body_mib * MIB
+        self._most = config.limits.max_body_mib * MIB
         self._may_be_form = headers.get("content-type", "").lower().startswith(FORMS)
-        self._scan: BodyScan | None = BodyScan(config.max_body_values)
+        self._scan: BodyScan | None = BodyScan(config.limits.max_body_values)
         self._receive = receive
 
     async def receive(self) -> Message:
@@ -269,7 +269,7 @@ class _Body:
         return message
 
     def _too_large(self) -> HTTPException:
-        problem = f"the body of a request may have {self._most // MIB} MiB (max_body_mib of the stage config)"
+        problem = f"the body of a request may have {self._most // MIB} MiB (limits.max_body_mib)"
         return HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, problem)
 
     async def _drain(self, message: Message) -> None:

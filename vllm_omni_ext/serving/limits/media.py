@@ -89,8 +89,8 @@ file of a single-coloured image is small at any size.
 
 def pixel_budget(config: OmniConfig) -> Budget:
     """Return the budget of one request."""
-    most = config.max_request_pixels
-    problem = f"the images of a request may have {most} pixels together (max_request_pixels)"
+    most = config.limits.max_request_pixels
+    problem = f"the images of a request may have {most} pixels together (limits.max_request_pixels)"
     return Budget(most, problem, parameter="image_url")
 
 
