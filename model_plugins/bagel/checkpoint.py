@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
-from vllm_omni_ext.model_plugins.bagel.errors import CheckpointError
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
-from vllm_omni_ext.model_plugins.bagel.sizes import LLM, VIT, BagelSizes, Shapes, read_sizes
+from vllm_omni_ext.model_plugins.bagel.sizes import LLM, VIT, BagelSizes, CheckpointError, Shapes, read_sizes
 from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
 
 MODEL, AUTOENCODER = "ema.safetensors", "ae.safetensors"
@@ -153,28 +152,27 @@ def _fill(model: nn.Module, sources: Sources, file: Any, path: Path, dtype: torc
     """Fill the model's parameters, which are on the meta device; every tensor of the file must be used."""
     wanted, present = {name for names in sources.values() for name in names}, set(file.keys())
     if wanted != present:
-        raise CheckpointError(f"{path}: {'; '.join(_differences(wanted - present, present - wanted))}")
+        raise CheckpointError(f"{path}: {differences(wanted - present, present - wanted)}")
     for ours, names in sources.items():
         owner, _, attribute = ours.rpartition(".")
         module = model.get_submodule(owner)
         shape = getattr(module, attribute).shape
         parts = [file.get_tensor(name).to(dtype) for name in names]
-        tensor = _joined(parts)
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         if tensor.shape != shape:
             found = " and ".join(f"{name} {list(part.shape)}" for name, part in zip(names, parts, strict=True))
             raise CheckpointError(f"{path}: {found} does not make {list(shape)}")
         setattr(module, attribute, nn.Parameter(tensor.contiguous(), requires_grad=False))
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def differences(missing: set[str], unknown: set[str]) -> str:
+    """Return the numbers and some names of the missing and the unknown tensors of a file."""
+    kinds = {"missing": sorted(missing), "unknown": sorted(unknown)}
+    return "; ".join(f"{len(names)} {kind} tensors: {_some(names)}" for kind, names in kinds.items() if names)
 
 
-def _differences(missing: set[str], unknown: set[str]) -> Iterator[str]:
-    for what, names in (("missing", missing), ("unknown", unknown)):
-        if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            yield f"{what} tensors: {', '.join(sorted(names)[:_SHOWN])}{more}"
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _open(path: Path, device: torch.device | str) -> Any:

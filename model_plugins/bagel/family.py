@@ -33,7 +33,7 @@ AR = StageSpec(
     engine={
         "hf_overrides": f"{_HERE}.stages.hf_configs:ar",
         # All tokens of a picture attend to each other, so they are in one step.
-        "scheduler_cls": f"{_HERE}.stages.picture_scheduler.picture_scheduler",
+        "scheduler_cls": f"{_HERE}.stages.scheduler.picture_scheduler",
         "disable_chunked_mm_input": True,
         "long_prefill_token_threshold": 0,
     },

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from vllm_omni_ext.model_plugins.bagel import images
-from vllm_omni_ext.model_plugins.bagel.guidance import branch_names
-from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters
-from vllm_omni_ext.model_plugins.bagel.prompts import MARKERS, ImagePlan, Segments
+from vllm_omni_ext.model_plugins.bagel.prompts import MARKERS, Segments
 from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes, LlmSizes
 
 FLOAT32_BYTES = 4
@@ -48,27 +46,7 @@ def latent_tokens(sizes: BagelSizes, height: int, width: int) -> int:
     return rows * columns + MARKERS
 
 
-def branches_of(plan: ImagePlan, parameters: ImageParameters) -> list[Segments]:
-    """Return the prompts that are prefilled for a request."""
-    return [plan.branch(name) for name in branch_names(parameters)]
-
-
 def context_tokens(branches: Iterable[Segments]) -> int:
     """Return the tokens whose keys and values these branches keep; common prefixes are kept once."""
     prefixes = {branch[:end] for branch in branches for end in range(1, len(branch) + 1)}
     return sum(prefix[-1].length for prefix in prefixes)
-
-
-def context_bytes(sizes: LlmSizes, branches: Iterable[Segments], element_bytes: int) -> int:
-    """Return the bytes of keys and values that these branches keep while the image is made."""
-    return context_tokens(branches) * kv_bytes_per_token(sizes, element_bytes)
-
-
-def row_tokens(sizes: BagelSizes, parameters: ImageParameters, size: tuple[int, int]) -> int:
-    """Return the tokens that a request adds to a step with guidance; `size`: height and width in pixels."""
-    return len(branch_names(parameters)) * image_tokens(sizes, *size)
-
-
-def latent_bytes(sizes: BagelSizes, size: tuple[int, int]) -> int:
-    """Return the bytes of the latent of an image of that height and width in pixels."""
-    return (image_tokens(sizes, *size) - MARKERS) * sizes.token_channels * FLOAT32_BYTES

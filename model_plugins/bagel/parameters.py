@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from vllm_omni_ext.model_plugins.bagel.errors import ParameterError
 from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes
 
 RenormType = Literal["global", "channel", "text_channel"]
@@ -19,6 +18,19 @@ _EDIT_DEFAULTS: Mapping[str, Any] = {
     "cfg_interval": (0.0, 1.0),
     "cfg_renorm_type": "text_channel",
 }
+
+
+class ParameterError(ValueError):
+    """A request that cannot succeed in this form.
+
+    Args:
+        message: the problem, and the allowed values.
+        parameter: name of the parameter, as in `ImageParameters`, or "prompt".
+    """
+
+    def __init__(self, message: str, *, parameter: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

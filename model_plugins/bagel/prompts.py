@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from vllm_omni_ext.model_plugins.bagel import images
-from vllm_omni_ext.model_plugins.bagel.errors import ParameterError
+from vllm_omni_ext.model_plugins.bagel.parameters import ParameterError
 from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes
 from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
 

@@ -11,14 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_omni_ext.model_plugins.bagel.errors import CheckpointError
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 LLM = "language_model.model"
 VIT = "vit_model.vision_model"
 RELEASED_SCALE, RELEASED_SHIFT = 0.3611, 0.1159
 """Scale and shift of the released autoencoder, whose files do not contain them."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint is not a BAGEL checkpoint that this package can compute; the message contains the reason."""
 
 
 @dataclass(frozen=True, slots=True)

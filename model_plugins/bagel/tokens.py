@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from vllm_omni_ext.model_plugins.bagel.errors import CheckpointError, ParameterError
+from vllm_omni_ext.model_plugins.bagel.parameters import ParameterError
+from vllm_omni_ext.model_plugins.bagel.sizes import CheckpointError
 
 _START, _END = "<|im_start|>", "<|im_end|>"
 

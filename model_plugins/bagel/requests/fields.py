@@ -11,8 +11,7 @@ import msgspec
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
 
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.model_plugins.bagel.errors import ParameterError
-from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters, RenormType, image_parameters
+from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters, ParameterError, RenormType, image_parameters
 from vllm_omni_ext.model_plugins.bagel.requests.payloads import DIT, DitParams
 
 SIZE, WIDTH, HEIGHT, STEPS, TIMESTEPS, SEED, THINK = (

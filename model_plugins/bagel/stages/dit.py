@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,44 +14,24 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from vllm_omni_ext.engine.plain_stage import Answer, PlainModel, PlainRequest
 from vllm_omni_ext.model_plugins.bagel.checkpoint import empty_bagel, load_bagel
-from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser
+from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser, RunningImage, begin, finish
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
+from vllm_omni_ext.model_plugins.bagel.parameters import image_parameters
+from vllm_omni_ext.model_plugins.bagel.prompts import Prompts
 from vllm_omni_ext.model_plugins.bagel.requests.payloads import Draw
 from vllm_omni_ext.model_plugins.bagel.stages.cuda_attention import attention_for
 from vllm_omni_ext.model_plugins.bagel.stages.drawing import Drawing
 from vllm_omni_ext.model_plugins.bagel.stages.files import checkpoint_directory
 from vllm_omni_ext.model_plugins.bagel.stages.processor import PAD, PictureDummies, PictureInfo, PictureProcessor
 from vllm_omni_ext.model_plugins.bagel.stages.reply import Reply
-from vllm_omni_ext.model_plugins.bagel.stages.warm_up import warm_up
-from vllm_omni_ext.model_plugins.bagel.text import RunningText, next_logits
+from vllm_omni_ext.model_plugins.bagel.text import next_logits
 from vllm_omni_ext.wire.envelope import StageError
 
 log = logging.getLogger(__name__)
 
 
-class Job(Protocol):
-    """A request of the stage.
-
-    Attributes:
-        text: the text that the request writes; None while it writes none.
-        needs_turn, denoises, writes: kind of the request's next work; at most one of them is true.
-    """
-
-    text: RunningText | None
-
-    @property
-    def needs_turn(self) -> bool: ...
-    @property
-    def denoises(self) -> bool: ...
-    @property
-    def writes(self) -> bool: ...
-
-    def turn(self) -> Answer | None:
-        """Do a prefill, or use the autoencoder."""
-
-    def wrote(self, logits: Tensor) -> Answer | None:
-        """Choose the next token from its logits, `[vocabulary]` float32."""
-
+Job = Drawing | Reply
+"""A request of the stage. Its next work is a turn (`needs_turn`), a denoise step (`denoises`) or a token (`writes`)."""
 
 _FATAL = (torch.AcceleratorError,)
 """After these the device cannot be used any more: the engine ends, and its supervisor starts it again."""
@@ -189,3 +169,36 @@ def _failed(req_id: str, error: Exception) -> Answer:
         return Answer(StageError(str(error)))
     log.error("request %s failed", req_id, exc_info=error)
     return Answer(StageError(f"{type(error).__name__}: {error}"))
+
+
+def warm_up(model: Bagel, *, compiled: bool) -> None:
+    """Make pictures of the smallest size, one alone and then two together.
+
+    Args:
+        model: the model with its weights.
+        compiled: compile the layers first. If that fails, the reason is logged, and the layers stay as they are.
+    """
+    if compiled:
+        model.llm.compile_layers()
+        try:
+            _make(model)
+            return
+        except Exception as error:  # a compiler may fail in many ways, and the model works without one
+            log.warning("the layers cannot be compiled, so their operators run one by one: %s", error)
+            model.llm.do_not_compile_layers()
+    _make(model)
+
+
+def _make(model: Bagel) -> None:
+    denoiser = Denoiser(model)
+    denoiser.step([_smallest(model)])
+    pictures = [_smallest(model), _smallest(model)]
+    denoiser.step(pictures)
+    finish(model, pictures[0])
+
+
+def _smallest(model: Bagel) -> RunningImage:
+    """Begin a picture of one latent token and one denoise step."""
+    side = model.sizes.token_pixels
+    parameters = image_parameters({"height": side, "width": side, "num_timesteps": 2}, edit=False)
+    return begin(model, Prompts(model.tokens, model.sizes).image(["."]), parameters)

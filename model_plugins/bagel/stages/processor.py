@@ -32,11 +32,10 @@ from vllm.multimodal.processing import (
     TimingContext,
 )
 
-from vllm_omni_ext.model_plugins.bagel.errors import CheckpointError
 from vllm_omni_ext.model_plugins.bagel.images import resize, to_rgb
 from vllm_omni_ext.model_plugins.bagel.memory import picture_tokens
 from vllm_omni_ext.model_plugins.bagel.requests.parts import PICTURE
-from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes
+from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes, CheckpointError
 from vllm_omni_ext.model_plugins.bagel.stages.files import model_sizes
 
 IMAGE = "image"

@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor
+from vllm.model_executor.layers.utils import apply_penalties
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_omni_ext.engine.plain_stage import Answer, PlainRequest
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
@@ -14,8 +18,20 @@ from vllm_omni_ext.model_plugins.bagel.prefill import Prefill
 from vllm_omni_ext.model_plugins.bagel.prompts import Prompts, Segments, TextSegment
 from vllm_omni_ext.model_plugins.bagel.requests.parts import cut_at_pictures
 from vllm_omni_ext.model_plugins.bagel.stages.processor import VIT
-from vllm_omni_ext.model_plugins.bagel.stages.sampling import Sampling
 from vllm_omni_ext.model_plugins.bagel.text import RunningText
+
+_NOT_POSSIBLE = (
+    "logprobs",
+    "prompt_logprobs",
+    "min_p",
+    "min_tokens",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_outputs",
+)
+_GREEDY_BELOW = 1e-5
+"""As in vLLM."""
 
 
 class Reply:
@@ -56,7 +72,7 @@ class Reply:
         context = Prefill(model, torch.Generator()).context(segments)
         self.text = RunningText(model, context, len(self._prompt), first=self._prompt[-1])
 
-    def wrote(self, logits: torch.Tensor) -> Answer:
+    def wrote(self, logits: Tensor) -> Answer:
         """Choose the next token; `logits`: `[vocabulary]` float32."""
         assert self.text is not None
         token = self._sampling.choose(logits, self.text.ids[1:])
@@ -90,5 +106,46 @@ def _text(ids: Sequence[int]) -> Segments:
     return (TextSegment(tuple(ids)),) if ids else ()
 
 
-def _picture(pixels: torch.Tensor) -> Image.Image:
+def _picture(pixels: Tensor) -> Image.Image:
     return Image.fromarray(pixels.cpu().numpy())
+
+
+class Sampling:
+    """Chooses the tokens of one reply.
+
+    Args:
+        prompt: ids of the prompt.
+        params: parameters of the request.
+
+    Raises:
+        ValueError: a parameter is set that is not possible here; the message contains its name.
+    """
+
+    def __init__(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        for name in _NOT_POSSIBLE:
+            if getattr(params, name, None) not in (None, False, 0, [], {}):
+                raise ValueError(f"{name}: is not possible in a stage that also makes pictures")
+        self._prompt, self._params = prompt, params
+        self._generator = torch.Generator("cpu")
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+
+    def choose(self, logits: Tensor, generated: Sequence[int]) -> int:
+        """Return the next id; `logits`: `[vocabulary]` float32, `generated`: ids so far without the prompt."""
+        params, row = self._params, self._penalized(logits[None], generated)
+        if params.temperature < _GREEDY_BELOW:
+            return int(row.argmax())
+        top_k = None if params.top_k < 1 else torch.tensor([min(params.top_k, row.shape[1])], device=row.device)
+        top_p = None if params.top_p >= 1 else torch.tensor([params.top_p], device=row.device)
+        row = apply_top_k_top_p(row / params.temperature, top_k, top_p)
+        return int(torch.multinomial(row[0].softmax(-1).cpu(), 1, generator=self._generator))
+
+    def _penalized(self, row: Tensor, generated: Sequence[int]) -> Tensor:
+        params = self._params
+        values = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+        if values == (0, 0, 1):
+            return row
+        ids = [torch.tensor([list(each)], dtype=torch.int64, device=row.device) for each in (self._prompt, generated)]
+        return apply_penalties(row.clone(), *ids, *(torch.tensor([value], device=row.device) for value in values))

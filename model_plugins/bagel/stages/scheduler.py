@@ -1,16 +1,18 @@
-"""Admits requests of the stage `dit` by the memory of their contexts and the tokens of their denoise steps."""
+"""Schedulers of the stages: `dit` admits requests by their memory and tokens, `ar` does not divide pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 import torch
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_omni_ext.engine.plain_stage import PlainScheduler
+from vllm_omni_ext.engine.scheduler import scheduler_factory
 from vllm_omni_ext.model_plugins.bagel.memory import FLOAT32_BYTES, kv_bytes_per_token
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.requests.payloads import Draw
@@ -86,3 +88,36 @@ def _message(request: Request) -> tuple[Any, bool]:
         return StageInput.of(extra)[0].payload, False
     part = PartHeader.of(extra[PART])
     return part.payload, part.part == END
+
+
+class WholePictures(Scheduler):
+    """Ends a chunk of a prompt before a picture that does not fit: all tokens of a picture attend to each other.
+
+    vLLM's `disable_chunked_mm_input` alone divides a picture whose first token is the first of a step, for example at
+    the beginning of a prompt, if other requests leave too few tokens of the step.
+    """
+
+    def _try_schedule_encoder_inputs(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int, *given: Any, **named: Any
+    ) -> Any:
+        places = ((each.mm_position.offset, each.mm_position.length) for each in request.mm_features)
+        fitting = tokens_before_a_part(places, num_computed_tokens, num_new_tokens)
+        return super()._try_schedule_encoder_inputs(request, num_computed_tokens, fitting, *given, **named)
+
+
+def tokens_before_a_part(places: Iterable[tuple[int, int]], computed: int, new: int) -> int:
+    """Return how many of the next tokens can be computed without dividing a picture.
+
+    Args:
+        places: first position and number of tokens of each picture.
+        computed: number of tokens that have been computed.
+        new: number of next tokens for which the step has room.
+    """
+    for start, length in places:
+        if computed < start + length and start < computed + new < start + length:
+            return max(0, start - computed)
+    return new
+
+
+picture_scheduler = scheduler_factory(WholePictures)
+"""The `scheduler_cls` of the stage `ar`."""

@@ -8,9 +8,10 @@ import msgspec
 from PIL import Image
 
 from vllm_omni_ext.model_plugins.bagel import memory
-from vllm_omni_ext.model_plugins.bagel.errors import ParameterError
-from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters, image_parameters
+from vllm_omni_ext.model_plugins.bagel.guidance import branch_names
+from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters, ParameterError, image_parameters
 from vllm_omni_ext.model_plugins.bagel.prompts import (
+    MARKERS,
     THINK_THEN_DRAW,
     ImagePlan,
     Piece,
@@ -25,20 +26,16 @@ from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
 _CHANNELS = 3
 
 
-def parameters_of(draw: Draw) -> ImageParameters:
-    """Return a request's parameters; missing ones have the default of the task. ParameterError if one is wrong."""
-    given = {name: value for name, value in msgspec.structs.asdict(draw.parameters).items() if value is not None}
-    return image_parameters(given, edit=last_size(draw.parts) is not None)
-
-
 def check(draw: Draw, sizes: BagelSizes) -> ImageParameters:
     """Check everything about a request that can be checked without computing; return its parameters.
 
     Raises:
         ValueError: the request cannot succeed; the message contains the field's name.
     """
-    parameters = parameters_of(draw)
-    parameters.image_size(sizes, last_size(draw.parts))
+    given = {name: value for name, value in msgspec.structs.asdict(draw.parameters).items() if value is not None}
+    size = last_size(draw.parts)
+    parameters = image_parameters(given, edit=size is not None)
+    parameters.image_size(sizes, size)
     if not draw.parts:
         raise ParameterError("prompt: must be at least one text or picture", parameter="prompt")
     if draw.previews < 0:
@@ -80,9 +77,11 @@ def costs(draw: Draw, sizes: BagelSizes, tokens: Tokens, element_bytes: int) -> 
     if parameters.think:
         length = parameters.max_think_token_n if draw.thought is None else len(draw.thought)
         drawn = drawn.with_thought(_text_of(length + 2))
-    size = parameters.image_size(sizes, drawn.size)
-    kept = memory.context_bytes(sizes.llm, memory.branches_of(drawn, parameters), element_bytes)
-    return kept + memory.latent_bytes(sizes, size), memory.row_tokens(sizes, parameters, size)
+    names = branch_names(parameters)
+    block = memory.image_tokens(sizes, *parameters.image_size(sizes, drawn.size))
+    kept = memory.context_tokens(drawn.branch(name) for name in names)
+    latent_bytes = (block - MARKERS) * sizes.token_channels * memory.FLOAT32_BYTES
+    return kept * memory.kv_bytes_per_token(sizes.llm, element_bytes) + latent_bytes, len(names) * block
 
 
 def _check_picture(part: Picture, sizes: BagelSizes) -> None:

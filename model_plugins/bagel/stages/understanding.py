@@ -26,10 +26,9 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from vllm_omni_ext.model_plugins.bagel.checkpoint import model_sources
-from vllm_omni_ext.model_plugins.bagel.errors import CheckpointError
+from vllm_omni_ext.model_plugins.bagel.checkpoint import differences, model_sources
 from vllm_omni_ext.model_plugins.bagel.images import bytes_to_pixels, places
-from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes
+from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes, CheckpointError
 from vllm_omni_ext.model_plugins.bagel.stages.files import checkpoint_directory, model_sizes
 from vllm_omni_ext.model_plugins.bagel.stages.picture_attention import PictureAttention
 from vllm_omni_ext.model_plugins.bagel.stages.processor import VIT, PictureDummies, PictureInfo, PictureProcessor
@@ -37,8 +36,6 @@ from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
 
 _AUTOENCODER = ("encoder.", "decoder.")
 """Beginnings of the names in `ae.safetensors`."""
-
-_SHOWN = 5
 
 
 class PlaceTable(nn.Module):
@@ -113,42 +110,28 @@ class BagelUnderstanding(BagelForConditionalGeneration, SupportsMRoPE):
         Raises:
             CheckpointError: a tensor is missing or unknown.
         """
-        check = CheckedNames(self.sizes)
-        loaded: set[str] = super().load_weights(check.passed(weights))
-        check.finish()
-        return loaded
+        return super().load_weights(checked(weights, self.sizes))
 
 
-class CheckedNames:
-    """Compares the names of the loaded tensors with those of the model."""
-
-    def __init__(self, sizes: BagelSizes) -> None:
-        sources = model_sources(sizes)
-        self._known = {name for names in sources.values() for name in names}
-        self._read = {name for ours, names in sources.items() if _is_read(ours) for name in names}
-        self._missing = set(self._read)
-        self._unknown: set[str] = set()
-
-    def passed(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors for reading; record those that no part of the model has."""
-        for name, tensor in weights:
-            if name in self._read:
-                self._missing.discard(name)
-                yield name, tensor
-            elif name not in self._known and not name.startswith(_AUTOENCODER):
-                self._unknown.add(name)
-
-    def finish(self) -> None:
-        """Check that no tensor of the model is missing and no tensor is unknown."""
-        for what, names in (("missing", self._missing), ("unknown", self._unknown)):
-            if names:
-                some = ", ".join(sorted(names)[:_SHOWN])
-                raise CheckpointError(f"the checkpoint's files: {len(names)} {what} tensors: {some}")
-
-
-def _is_read(ours: str) -> bool:
-    """Return whether a parameter (its name in `Bagel`) is needed to read pictures and texts."""
-    return not ours.startswith("latents.") and ".gen." not in ours
+def checked(weights: Iterable[tuple[str, Tensor]], sizes: BagelSizes) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors for reading pictures and texts; at the end, CheckpointError if one is missing or unknown."""
+    sources = model_sources(sizes)
+    known = {name for names in sources.values() for name in names}
+    missing = {
+        name
+        for ours, names in sources.items()
+        if not ours.startswith("latents.") and ".gen." not in ours
+        for name in names
+    }
+    read, unknown = set(missing), set[str]()
+    for name, tensor in weights:
+        if name in read:
+            missing.discard(name)
+            yield name, tensor
+        elif name not in known and not name.startswith(_AUTOENCODER):
+            unknown.add(name)
+    if missing or unknown:
+        raise CheckpointError(f"the checkpoint's files: {differences(missing, unknown)}")
 
 
 def _correct(config: Any, sizes: BagelSizes) -> None:

@@ -27,7 +27,7 @@ from vllm_omni_ext.model_plugins.bagel.images import resize, to_rgb
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.prompts import Part
 from vllm_omni_ext.model_plugins.bagel.stages.dit import BagelSingle
-from vllm_omni_ext.model_plugins.bagel.stages.sampling import Sampling
+from vllm_omni_ext.model_plugins.bagel.stages.reply import Sampling
 from vllm_omni_ext.wire.envelope import StageError, unpack
 
 PAD = 372

@@ -10,10 +10,9 @@ from PIL import Image
 
 from tests.support.bagel_generate import generate_image
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.model_plugins.bagel.errors import ParameterError
 from vllm_omni_ext.model_plugins.bagel.guidance import guided_steps, schedule
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
-from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters, image_parameters
+from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters, ParameterError, image_parameters
 from vllm_omni_ext.model_plugins.bagel.prompts import Prompts
 from vllm_omni_ext.model_plugins.bagel.requests.fields import REFUSED, Fields, Wanted, read_wanted
 from vllm_omni_ext.model_plugins.bagel.requests.payloads import DitParams

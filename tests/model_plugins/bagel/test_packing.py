@@ -23,7 +23,7 @@ from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters, image_parameters
 from vllm_omni_ext.model_plugins.bagel.prompts import Part
 from vllm_omni_ext.model_plugins.bagel.stages.cuda_attention import attention_for, flash_attention
-from vllm_omni_ext.model_plugins.bagel.stages.warm_up import warm_up
+from vllm_omni_ext.model_plugins.bagel.stages.dit import warm_up
 
 CLOSE = 2e-5
 """Sums are taken in another order when there are more rows."""

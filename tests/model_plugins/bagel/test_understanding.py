@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from vllm_omni_ext.model_plugins.bagel.checkpoint import checkpoint_sizes, model_sources
-from vllm_omni_ext.model_plugins.bagel.errors import CheckpointError
 from vllm_omni_ext.model_plugins.bagel.family import FAMILY
+from vllm_omni_ext.model_plugins.bagel.sizes import CheckpointError
 from vllm_omni_ext.model_plugins.bagel.stages import hf_configs
 from vllm_omni_ext.model_plugins.bagel.stages.picture_attention import Piece, divided
-from vllm_omni_ext.model_plugins.bagel.stages.picture_scheduler import tokens_before_a_part
-from vllm_omni_ext.model_plugins.bagel.stages.understanding import BagelUnderstanding, CheckedNames
+from vllm_omni_ext.model_plugins.bagel.stages.scheduler import tokens_before_a_part
+from vllm_omni_ext.model_plugins.bagel.stages.understanding import BagelUnderstanding, checked
 from vllm_omni_ext.plugins.registry import family_chat_template
 
 PICTURE = {"type": "image"}
@@ -72,10 +72,7 @@ def names(checkpoint: Path) -> set[str]:
 
 
 def loaded(checkpoint: Path, names: set[str]) -> set[str]:
-    check = CheckedNames(checkpoint_sizes(checkpoint))
-    found = {name for name, _ in check.passed((name, torch.empty(0)) for name in names)}
-    check.finish()
-    return found
+    return {name for name, _ in checked(((name, torch.empty(0)) for name in names), checkpoint_sizes(checkpoint))}
 
 
 def test_only_the_weights_for_reading_are_loaded(checkpoint: Path, names: set[str]) -> None:
