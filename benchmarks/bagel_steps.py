@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,11 @@ from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters
 from vllm_omni_ext.model_plugins.bagel.prompts import Prompts
 from vllm_omni_ext.model_plugins.bagel.stages.cuda_attention import attention_for
-from vllm_omni_ext.model_plugins.bagel.tiny.bagel import write_bagel
-from vllm_omni_ext.model_plugins.bagel.tiny.sizes import BagelSizes
+from vllm_omni_ext.model_plugins.bagel.tiny.bagel import SMALL, write_bagel
 
 TOGETHER = (1, 2, 4)
 MS = 1e3
-WIDE = BagelSizes(hidden=256, feed_forward=768, layers=6, heads=8, kv_heads=2)
+WIDE = replace(SMALL, llm=replace(SMALL.llm, hidden=256, feed_forward=768, layers=6, heads=8, kv_heads=2))
 
 Times = dict[str, list[float]]
 

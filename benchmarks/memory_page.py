@@ -18,7 +18,6 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.bagel import family as bagel_family
 from vllm_omni_ext.model_plugins.bagel.stages import facts as bagel_facts
 from vllm_omni_ext.model_plugins.bagel.tiny import bagel as bagel_files
-from vllm_omni_ext.model_plugins.bagel.tiny import sizes as bagel_sizes
 from vllm_omni_ext.model_plugins.qwen3_omni.facts import facts
 from vllm_omni_ext.model_plugins.qwen3_omni.family import FAMILY, QWEN3_OMNI
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import model_config
@@ -67,7 +66,7 @@ class Released:
 
 def bagel_shape() -> Any:
     """Return BAGEL's config; the autoencoder's stays a mapping, as Transformers reads it."""
-    config = bagel_files.model_config(bagel_sizes.RELEASED, bagel_files.bagel_vocabulary())
+    config = bagel_files.model_config(bagel_files.RELEASED, bagel_files.bagel_vocabulary())
     parts = {name: SimpleNamespace(**config[name]) for name in ("llm_config", "vit_config")}
     return SimpleNamespace(**{**config, **parts})
 

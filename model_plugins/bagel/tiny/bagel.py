@@ -7,10 +7,13 @@ The release's pitfalls are kept: `vit_config.json` counts one layer more than th
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_ext.model_plugins.bagel.tiny.sizes import RELEASED, BagelSizes
+from vllm_omni_ext.model_plugins.bagel.sizes import RELEASED, BagelSizes, LlmSizes, ResizeRule, VaeSizes, VitSizes
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny import vocabulary
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.texts import tokenizer_json
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import Vocabulary, byte_letters
@@ -36,6 +39,31 @@ FILES = (
     "model.safetensors.index.json",
 )
 """All files of a checkpoint, except the marker."""
+
+SMALL = BagelSizes(
+    llm=LlmSizes(
+        hidden=64,
+        feed_forward=128,
+        layers=3,
+        heads=2,
+        kv_heads=1,
+        head_dim=32,
+        vocabulary=384,
+        rope_theta=1e6,
+        epsilon=1e-6,
+    ),
+    vit=VitSizes(hidden=64, feed_forward=96, layers=2, heads=2, patch=14, side=8, epsilon=1e-6),
+    vae=VaeSizes(
+        width=32, widths=(32, 32, 32, 32), blocks=1, channels=16, scale=RELEASED.vae.scale, shift=RELEASED.vae.shift
+    ),
+    latent_side=16,
+    latent_patch=2,
+    vae_resize=ResizeRule(96, 48, 16),
+    vit_resize=ResizeRule(112, 42, 14),
+)
+
+LONGEST, RELEASED_LONGEST = 2048, 32768
+"""`max_position_embeddings` of the tiny checkpoints and of the release."""
 
 SPECIAL_TOKENS = (*vocabulary.SPECIAL_TOKENS[:14], *vocabulary.SPECIAL_TOKENS[16:19])
 """Those of Qwen3-Omni without the ones for tools, repositories, thinking and sound."""
@@ -65,12 +93,12 @@ def write_bagel(
     """
     path, words = Path(directory), bagel_vocabulary()
     name = "released" if released_shape else "other" if size else "small"
-    size = RELEASED if released_shape else size or BagelSizes()
+    size = RELEASED if released_shape else size or SMALL
     make_room(path, FILES)
     write_json(path / MARKER, {"model": "bagel", "sizes": name, "seed": seed})
     write_json(path / "config.json", model_config(size, words))
     write_json(path / "llm_config.json", _llm_config(size, words))
-    write_json(path / "vit_config.json", _vit_config(size, size.vit_layers + 1))
+    write_json(path / "vit_config.json", _vit_config(size, size.vit.layers + 1))
     write_json(path / "generation_config.json", _generation_config(words))
     write_json(path / "preprocessor_config.json", _preprocessor_config(size))
     _write_tokenizer(path, words)
@@ -100,24 +128,24 @@ def _llm_config(size: BagelSizes, words: Vocabulary) -> Json:
         "bos_token_id": words.id_of("<|endoftext|>"),
         "eos_token_id": words.id_of("<|im_end|>"),
         "hidden_act": "silu",
-        "hidden_size": size.hidden,
+        "hidden_size": size.llm.hidden,
         "initializer_range": 0.02,
-        "intermediate_size": size.feed_forward,
-        "max_position_embeddings": size.longest,
-        "max_window_layers": size.layers,
+        "intermediate_size": size.llm.feed_forward,
+        "max_position_embeddings": RELEASED_LONGEST if size is RELEASED else LONGEST,
+        "max_window_layers": size.llm.layers,
         "model_type": "qwen2",
-        "num_attention_heads": size.heads,
-        "num_hidden_layers": size.layers,
-        "num_key_value_heads": size.kv_heads,
+        "num_attention_heads": size.llm.heads,
+        "num_hidden_layers": size.llm.layers,
+        "num_key_value_heads": size.llm.kv_heads,
         "qk_norm": True,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
+        "rms_norm_eps": size.llm.epsilon,
+        "rope_theta": size.llm.rope_theta,
         "sliding_window": 131072,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "use_cache": True,
         "use_sliding_window": False,
-        "vocab_size": size.vocabulary,
+        "vocab_size": size.llm.vocabulary,
     }
 
 
@@ -125,15 +153,15 @@ def _vit_config(size: BagelSizes, layers: int) -> Json:
     return {
         "attention_dropout": 0.0,
         "hidden_act": "gelu_pytorch_tanh",
-        "hidden_size": size.vit_hidden,
-        "image_size": size.vit_side * size.vit_patch,
-        "intermediate_size": size.vit_feed_forward,
-        "layer_norm_eps": 1e-6,
+        "hidden_size": size.vit.hidden,
+        "image_size": size.vit.side * size.vit.patch,
+        "intermediate_size": size.vit.feed_forward,
+        "layer_norm_eps": size.vit.epsilon,
         "model_type": "siglip_vision_model",
-        "num_attention_heads": size.vit_heads,
+        "num_attention_heads": size.vit.heads,
         "num_channels": 3,
         "num_hidden_layers": layers,
-        "patch_size": size.vit_patch,
+        "patch_size": size.vit.patch,
         "torch_dtype": "bfloat16",
     }
 
@@ -146,13 +174,24 @@ def model_config(size: BagelSizes, words: Vocabulary) -> Json:
         "visual_gen": True,
         "visual_und": True,
         "llm_config": _llm_config(size, words),
-        "vit_config": _vit_config(size, size.vit_layers),
-        "vae_config": dict(size.autoencoder),
-        "vae_transform": list(size.vae_transform),
-        "vit_transform": list(size.vit_transform),
+        "vit_config": _vit_config(size, size.vit.layers),
+        "vae_config": {
+            "resolution": 256,
+            "in_channels": 3,
+            "downsample": size.vae.downsample,
+            "ch": size.vae.width,
+            "out_ch": 3,
+            "ch_mult": [width // size.vae.width for width in size.vae.widths],
+            "num_res_blocks": size.vae.blocks,
+            "z_channels": size.vae.channels,
+            "scale_factor": size.vae.scale,
+            "shift_factor": size.vae.shift,
+        },
+        "vae_transform": list(astuple(size.vae_resize)),
+        "vit_transform": list(astuple(size.vit_resize)),
         "latent_patch_size": size.latent_patch,
         "max_latent_size": size.latent_side // 2,
-        "vit_max_num_patch_per_side": size.vit_side,
+        "vit_max_num_patch_per_side": size.vit.side,
         "connector_act": "gelu_pytorch_tanh",
         "interpolate_pos": False,
         "timestep_shift": 1.0,
@@ -168,7 +207,7 @@ def _generation_config(words: Vocabulary) -> Json:
 
 def _preprocessor_config(size: BagelSizes) -> Json:
     """Return the release's config: a square resize, which the model does not use."""
-    side = size.vit_side * size.vit_patch
+    side = size.vit.side * size.vit.patch
     return {
         "do_convert_rgb": True,
         "do_normalize": True,
@@ -211,7 +250,6 @@ def _write_tokenizer(path: Path, words: Vocabulary) -> None:
 def _write_weights(path: Path, size: BagelSizes, words: Vocabulary, seed: int | None) -> None:
     from safetensors.torch import save_file
 
-    from vllm_omni_ext.model_plugins.bagel.tiny.sparse import write_zeros
     from vllm_omni_ext.model_plugins.bagel.tiny.weights import autoencoder_weights, model_weights
 
     files: dict[str, dict[str, Tensor]] = {
@@ -220,10 +258,29 @@ def _write_weights(path: Path, size: BagelSizes, words: Vocabulary, seed: int | 
     }
     for name, tensors in files.items():
         if seed is None:
-            write_zeros(path / name, tensors)
+            _write_zeros(path / name, tensors)
         else:
             save_file(tensors, path / name, metadata={"format": "pt"})
     total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
     where = {key: name for name, tensors in files.items() for key in tensors}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     write_json(path / "model.safetensors.index.json", index)
+
+
+def _write_zeros(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a sparse file: a header, and a hole of the size of these tensors, whose values are not read."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": "BF16" if tensor.itemsize == 2 else "F32",
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        file.truncate(file.tell() + end)

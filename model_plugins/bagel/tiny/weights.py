@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_omni_ext.model_plugins.bagel.sizes import VaeSizes
-from vllm_omni_ext.model_plugins.bagel.tiny.sizes import BagelSizes
+from vllm_omni_ext.model_plugins.bagel.model import TIME_CHANNELS
+from vllm_omni_ext.model_plugins.bagel.sizes import LLM, VIT, BagelSizes
 from vllm_omni_ext.model_plugins.bagel.vae import Autoencoder
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import Vocabulary
 
 _FIRST_PRINTABLE, _AFTER_PRINTABLE = 0x20, 0x7F
-_TIME_CHANNELS = 256
 
 
 class Tensors(dict[str, Tensor]):
@@ -46,49 +45,46 @@ class Tensors(dict[str, Tensor]):
 
 def model_weights(size: BagelSizes, words: Vocabulary, seed: int | None) -> dict[str, Tensor]:
     """Return all tensors of `ema.safetensors`, bfloat16; without a seed, most of them are on the meta device."""
-    tensors = Tensors(seed)
+    tensors, hidden = Tensors(seed), size.llm.hidden
     _language_model(tensors, size, words)
     _vision_model(tensors, size)
-    latent = size.latent_patch**2 * size.autoencoder["z_channels"]
-    tensors.linear("vae2llm", size.hidden, latent)
-    tensors.linear("llm2vae", latent, size.hidden)
-    tensors.linear("time_embedder.mlp.0", size.hidden, _TIME_CHANNELS, gain=1.4)
-    tensors.linear("time_embedder.mlp.2", size.hidden, size.hidden, gain=1.4)
-    tensors["latent_pos_embed.pos_embed"] = position_table(size.hidden, size.latent_side)
-    tensors["vit_pos_embed.pos_embed"] = position_table(size.hidden, size.vit_side)
-    tensors.linear("connector.fc1", size.hidden, size.vit_hidden)
-    tensors.linear("connector.fc2", size.hidden, size.hidden)
+    tensors.linear("vae2llm", hidden, size.token_channels)
+    tensors.linear("llm2vae", size.token_channels, hidden)
+    tensors.linear("time_embedder.mlp.0", hidden, TIME_CHANNELS, gain=1.4)
+    tensors.linear("time_embedder.mlp.2", hidden, hidden, gain=1.4)
+    tensors["latent_pos_embed.pos_embed"] = position_table(hidden, size.latent_side)
+    tensors["vit_pos_embed.pos_embed"] = position_table(hidden, size.vit.side)
+    tensors.linear("connector.fc1", hidden, size.vit.hidden)
+    tensors.linear("connector.fc2", hidden, hidden)
     return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
 
 
 def _language_model(tensors: Tensors, size: BagelSizes, words: Vocabulary) -> None:
-    model, head_dim = "language_model.model", size.head_dim
-    tensors[f"{model}.embed_tokens.weight"] = tensors.normal("embed", (size.vocabulary, size.hidden), 0.7)
-    for layer in range(size.layers):
+    llm = size.llm
+    hidden, width = llm.hidden, llm.heads * llm.head_dim
+    tensors[f"{LLM}.embed_tokens.weight"] = tensors.normal("embed", (llm.vocabulary, hidden), 0.7)
+    for layer in range(llm.layers):
         for expert in ("", "_moe_gen"):
-            at = f"{model}.layers.{layer}"
-            tensors.linear(f"{at}.self_attn.q_proj{expert}", size.heads * head_dim, size.hidden)
-            tensors.linear(f"{at}.self_attn.k_proj{expert}", size.kv_heads * head_dim, size.hidden)
-            tensors.linear(f"{at}.self_attn.v_proj{expert}", size.kv_heads * head_dim, size.hidden)
-            output = f"{at}.self_attn.o_proj{expert}"
-            tensors.linear(output, size.hidden, size.heads * head_dim, bias=False, gain=0.8)
-            tensors.norm(f"{at}.self_attn.q_norm{expert}", head_dim, mean=1.4)
-            tensors.norm(f"{at}.self_attn.k_norm{expert}", head_dim, mean=1.4)
-            tensors.linear(f"{at}.mlp{expert}.gate_proj", size.feed_forward, size.hidden, bias=False)
-            tensors.linear(f"{at}.mlp{expert}.up_proj", size.feed_forward, size.hidden, bias=False)
-            tensors.linear(f"{at}.mlp{expert}.down_proj", size.hidden, size.feed_forward, bias=False)
-            tensors.norm(f"{at}.input_layernorm{expert}", size.hidden)
-            tensors.norm(f"{at}.post_attention_layernorm{expert}", size.hidden)
-    tensors.norm(f"{model}.norm", size.hidden)
-    tensors.norm(f"{model}.norm_moe_gen", size.hidden)
-    head = tensors.normal("lm_head", (size.vocabulary, size.hidden), 3.0 / math.sqrt(size.hidden))
-    quiet = sorted(set(range(size.vocabulary)) - printable_ids(words))
-    head[quiet] *= 0.02
+            at = f"{LLM}.layers.{layer}"
+            for part, heads in (("q", llm.heads), ("k", llm.kv_heads), ("v", llm.kv_heads)):
+                tensors.linear(f"{at}.self_attn.{part}_proj{expert}", heads * llm.head_dim, hidden)
+            tensors.linear(f"{at}.self_attn.o_proj{expert}", hidden, width, bias=False, gain=0.8)
+            for part in "qk":
+                tensors.norm(f"{at}.self_attn.{part}_norm{expert}", llm.head_dim, mean=1.4)
+            for part in ("gate", "up"):
+                tensors.linear(f"{at}.mlp{expert}.{part}_proj", llm.feed_forward, hidden, bias=False)
+            tensors.linear(f"{at}.mlp{expert}.down_proj", hidden, llm.feed_forward, bias=False)
+            tensors.norm(f"{at}.input_layernorm{expert}", hidden)
+            tensors.norm(f"{at}.post_attention_layernorm{expert}", hidden)
+    tensors.norm(f"{LLM}.norm", hidden)
+    tensors.norm(f"{LLM}.norm_moe_gen", hidden)
+    head = tensors.normal("lm_head", (llm.vocabulary, hidden), 3.0 / math.sqrt(hidden))
+    head[sorted(set(range(llm.vocabulary)) - printable_ids(words))] *= 0.02
     tensors["language_model.lm_head.weight"] = head
 
 
 def printable_ids(words: Vocabulary) -> set[int]:
-    """Return the text ids that decode to printable ASCII. Greedy replies consist of these ids."""
+    """Return the text ids that decode to printable ASCII: greedy replies consist of them."""
     byte_of = {letter: id_ for letter, id_ in words.ids.items() if id_ < 256}
     return {
         id_
@@ -98,19 +94,18 @@ def printable_ids(words: Vocabulary) -> set[int]:
 
 
 def _vision_model(tensors: Tensors, size: BagelSizes) -> None:
-    model, hidden = "vit_model.vision_model", size.vit_hidden
-    tensors.linear(f"{model}.embeddings.patch_embedding", hidden, 3 * size.vit_patch**2)
-    positions = tensors.normal("vitpos", (size.vit_side**2, hidden), 0.5)
-    tensors[f"{model}.embeddings.position_embedding.weight"] = positions
-    for layer in range(size.vit_layers):
-        at = f"{model}.encoder.layers.{layer}"
+    vit, hidden = size.vit, size.vit.hidden
+    tensors.linear(f"{VIT}.embeddings.patch_embedding", hidden, 3 * vit.patch**2)
+    tensors[f"{VIT}.embeddings.position_embedding.weight"] = tensors.normal("vitpos", (vit.side**2, hidden), 0.5)
+    for layer in range(vit.layers):
+        at = f"{VIT}.encoder.layers.{layer}"
         for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
             tensors.linear(f"{at}.self_attn.{part}", hidden, hidden)
-        tensors.linear(f"{at}.mlp.fc1", size.vit_feed_forward, hidden)
-        tensors.linear(f"{at}.mlp.fc2", hidden, size.vit_feed_forward)
+        tensors.linear(f"{at}.mlp.fc1", vit.feed_forward, hidden)
+        tensors.linear(f"{at}.mlp.fc2", hidden, vit.feed_forward)
         tensors.norm(f"{at}.layer_norm1", hidden, bias=True)
         tensors.norm(f"{at}.layer_norm2", hidden, bias=True)
-    tensors.norm(f"{model}.post_layernorm", hidden, bias=True)
+    tensors.norm(f"{VIT}.post_layernorm", hidden, bias=True)
 
 
 def position_table(channels: int, side: int) -> Tensor:
@@ -129,10 +124,9 @@ def position_table(channels: int, side: int) -> Tensor:
 
 def autoencoder_weights(size: BagelSizes, seed: int | None) -> dict[str, Tensor]:
     """Return all tensors of `ae.safetensors`, float32; without a seed, they are on the meta device."""
-    tensors, vae = Tensors(seed, "ae."), size.autoencoder
-    widths = tuple(vae["ch"] * factor for factor in vae["ch_mult"])
+    tensors = Tensors(seed, "ae.")
     with torch.device("meta"):
-        model = Autoencoder(VaeSizes(vae["ch"], widths, vae["num_res_blocks"], vae["z_channels"], 1.0, 0.0))
+        model = Autoencoder(size.vae)
     for name, tensor in model.state_dict().items():
         spread, mean = 1.0 / math.sqrt(tensor[0].numel()), 0.0
         if "norm" in name:

@@ -111,7 +111,9 @@ def test_of_many_missing_and_unknown_tensors_a_few_are_named(copy: Path) -> None
     with pytest.raises(CheckpointError, match=f"'{sizes_need}'; is this a BAGEL checkpoint"):
         load_bagel(copy)
     edit(copy / "ae.safetensors", lambda t: t.update({sizes_need: t[f"first_stage.{sizes_need}"].clone()}))
-    with pytest.raises(CheckpointError, match=r"missing tensors: .* and \d+ more; \d+ unknown tensors: .* and \d+ more"):
+    with pytest.raises(
+        CheckpointError, match=r"missing tensors: .* and \d+ more; \d+ unknown tensors: .* and \d+ more"
+    ):
         load_bagel(copy)
 
 
