@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -43,20 +42,9 @@ class Rows:
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
 
 
-class Attention(Protocol):
-    """An implementation of attention."""
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
-        """Attend within rows.
-
-        Args:
-            query: `[sum(rows.queries), heads, head_dim]`.
-            key, value: `[sum(rows.keys), kv_heads, head_dim]`; a key head serves `heads // kv_heads` query heads.
-
-        Returns:
-            `[sum(rows.queries), heads, head_dim]`, the dtype of `query`.
-        """
-        ...
+Attention = Callable[[Tensor, Tensor, Tensor, Rows], Tensor]
+"""Attention within rows: query `[sum(rows.queries), heads, head_dim]`, key and value `[sum(rows.keys), kv_heads,
+head_dim]`, result in the shape and dtype of the query. A key head serves `heads // kv_heads` query heads."""
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:

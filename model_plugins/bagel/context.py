@@ -8,29 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
 from torch import Tensor
-
-
-class Seen(Protocol):
-    """A context that a row can attend to.
-
-    Attributes:
-        length: tokens.
-        position: RoPE position of the next token.
-    """
-
-    @property
-    def length(self) -> int: ...
-
-    @property
-    def position(self) -> int: ...
-
-    def pieces(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield keys and values of a layer in order, each `[tokens, kv_heads, head_dim]`, after RoPE."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,21 +34,10 @@ class Context:
         return Context(self.length + added, self.position + positions, self, tuple(layers))
 
     def pieces(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield keys and values of a layer, in order."""
+        """Yield keys and values of a layer in order, each `[tokens, kv_heads, head_dim]`, after RoPE."""
         if self.before is not None:
             yield from self.before.pieces(layer)
             yield self.layers[layer]
-
-    def joined(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values as one tensor each, `[length, kv_heads, head_dim]`; not if empty."""
-        keys, values = zip(*self.pieces(layer), strict=True)
-        return torch.cat(keys), torch.cat(values)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all keys and values, including shared ones."""
-        own = sum(key.nbytes + value.nbytes for key, value in self.layers)
-        return own + (self.before.nbytes if self.before is not None else 0)
 
 
 EMPTY = Context()
@@ -94,7 +62,6 @@ class GrowingContext:
         return self._before.position + self._added
 
     def pieces(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield keys and values of a layer, in order."""
         yield from self._before.pieces(layer)
         if self._added:
             keys, values = self._layers[layer]
@@ -119,3 +86,7 @@ class GrowingContext:
         new = self._room(old)
         new[: self._added] = old[: self._added]
         return new
+
+
+Seen = Context | GrowingContext
+"""A context to which a row can attend."""

@@ -40,11 +40,8 @@ def resized_size(width: int, height: int, rule: ResizeRule) -> tuple[int, int]:
 
 
 def _scaled(width: int, height: int, scale: float, stride: int) -> tuple[int, int]:
-    return _rounded(round(width * scale), stride), _rounded(round(height * scale), stride)
-
-
-def _rounded(value: int, stride: int) -> int:
-    return max(stride, round(value / stride) * stride)
+    width, height = (max(stride, round(round(side * scale) / stride) * stride) for side in (width, height))
+    return width, height
 
 
 def resize(picture: Image.Image, rule: ResizeRule) -> Image.Image:
@@ -64,7 +61,8 @@ def bytes_to_pixels(numbers: Tensor) -> Tensor:
 
 
 def to_patches(pixels: Tensor, patch: int) -> Tensor:
-    """`[3, height, width]` -> `[patches, patch * patch * 3]`; patches by row, each in (row, column, channel) order."""
+    """`[channels, height, width]` -> `[patches, patch * patch * channels]`; patches by row, each in (row, column,
+    channel) order: the patches of a picture, or the tokens of latents."""
     rows = pixels.unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
     return rows.permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1)
 
@@ -74,13 +72,8 @@ def places(rows: int, columns: int, side: int) -> Tensor:
     return (torch.arange(rows)[:, None] * side + torch.arange(columns)).flatten()
 
 
-def to_tokens(latents: Tensor, patch: int) -> Tensor:
-    """`[channels, rows * patch, columns * patch]` -> `[rows * columns, patch * patch * channels]`."""
-    return to_patches(latents, patch)
-
-
 def to_latents(tokens: Tensor, rows: int, patch: int) -> Tensor:
-    """The inverse of `to_tokens`, for a grid with `rows` rows."""
+    """The inverse of `to_patches`, for a grid with `rows` rows."""
     grid = tokens.unflatten(1, (patch, patch, -1)).unflatten(0, (rows, -1))
     return grid.permute(4, 0, 2, 1, 3).flatten(3).flatten(1, 2)
 

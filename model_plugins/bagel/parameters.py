@@ -12,7 +12,15 @@ from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes
 RenormType = Literal["global", "channel", "text_channel"]
 
 DEFAULT_SIDE = 1024
-MOST_TIMESTEPS = 1000
+_INTEGERS = {
+    "height": (1, 1 << 20),
+    "width": (1, 1 << 20),
+    "num_timesteps": (2, 1000),
+    "seed": (0, (1 << 63) - 1),
+    "max_think_token_n": (1, 1 << 20),
+}
+"""Smallest and largest value of each integer."""
+
 _EDIT_DEFAULTS: Mapping[str, Any] = {
     "cfg_img_scale": 2.0,
     "cfg_interval": (0.0, 1.0),
@@ -68,16 +76,16 @@ class ImageParameters:
     max_think_token_n: int = 1000
 
     def __post_init__(self) -> None:
-        for name in ("height", "width"):
-            if (side := getattr(self, name)) is not None:
-                _integer(name, side, 1, 1 << 20)
-        _integer("num_timesteps", self.num_timesteps, 2, MOST_TIMESTEPS)
-        _integer("seed", self.seed, 0, (1 << 63) - 1)
-        _integer("max_think_token_n", self.max_think_token_n, 1, 1 << 20)
-        _number("timestep_shift", self.timestep_shift, above=0.0)
-        _number("cfg_text_scale", self.cfg_text_scale)
-        _number("cfg_img_scale", self.cfg_img_scale)
-        _number("cfg_renorm_min", self.cfg_renorm_min)
+        for name, (least, most) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is None and name in ("height", "width"):
+                continue
+            if type(value) is not int or not least <= value <= most:
+                raise _wrong(name, value, f"must be an integer from {least} to {most}")
+        for name in ("timestep_shift", "cfg_text_scale", "cfg_img_scale", "cfg_renorm_min"):
+            _number(name, getattr(self, name))
+        if self.timestep_shift <= 0:
+            raise _wrong("timestep_shift", self.timestep_shift, "must be a number above 0")
         if not 0.0 <= self.cfg_renorm_min <= 1.0:
             raise _wrong("cfg_renorm_min", self.cfg_renorm_min, "must be between 0 and 1")
         if self.cfg_renorm_type not in get_args(RenormType):
@@ -85,7 +93,12 @@ class ImageParameters:
             raise _wrong("cfg_renorm_type", self.cfg_renorm_type, f"must be one of {allowed}")
         if not isinstance(self.think, bool):
             raise _wrong("think", self.think, "must be true or false")
-        _interval(self.cfg_interval)
+        if not isinstance(self.cfg_interval, tuple) or len(self.cfg_interval) != 2:
+            raise _wrong("cfg_interval", self.cfg_interval, "must be two numbers")
+        for bound in self.cfg_interval:
+            _number("cfg_interval", bound)
+        if self.cfg_interval[0] > self.cfg_interval[1]:
+            raise _wrong("cfg_interval", self.cfg_interval, "must not end before it begins")
 
     @property
     def evaluations(self) -> int:
@@ -129,23 +142,9 @@ def image_parameters(given: Mapping[str, Any], *, edit: bool) -> ImageParameters
     return ImageParameters(**values)
 
 
-def _integer(name: str, value: Any, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise _wrong(name, value, f"must be an integer from {least} to {most}")
-
-
-def _number(name: str, value: Any, above: float = -math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= above:
-        raise _wrong(name, value, "must be a number" + (f" above {above:g}" if math.isfinite(above) else ""))
-
-
-def _interval(value: Any) -> None:
-    if not isinstance(value, tuple) or len(value) != 2:
-        raise _wrong("cfg_interval", value, "must be two numbers")
-    for bound in value:
-        _number("cfg_interval", bound)
-    if value[0] > value[1]:
-        raise _wrong("cfg_interval", value, "must not end before it begins")
+def _number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _wrong(name, value, "must be a number")
 
 
 def _wrong(name: str, value: Any, what: str) -> ParameterError:

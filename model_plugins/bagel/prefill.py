@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm_omni_ext.model_plugins.bagel import images
 from vllm_omni_ext.model_plugins.bagel.context import EMPTY, Context
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
-from vllm_omni_ext.model_plugins.bagel.prompts import Segment, Segments, TextSegment, VitSegment
+from vllm_omni_ext.model_plugins.bagel.prompts import Segment, Segments, TextSegment, VaeSegment, VitSegment
 
 
 class Prefill:
@@ -34,36 +34,28 @@ class Prefill:
 
     @torch.inference_mode()
     def _extended(self, context: Context, segment: Segment) -> Context:
+        model, gen, positions = self._model, None, 1
         if isinstance(segment, TextSegment):
-            return self._with_text(context, segment)
-        if isinstance(segment, VitSegment):
-            return self._with_patches(context, segment)
-        return self._with_latents(context, self.draw_latents(segment.pixels), segment.rows, segment.columns)
+            und, positions = model.text_embeddings(segment.ids), segment.length
+            layout = model.llm.text_layout([context], [segment.length])
+        elif isinstance(segment, VitSegment):
+            start, end = model.markers().split(1)
+            seen = model.vision(segment.patches.to(model.device), segment.places.to(model.device))
+            und = torch.cat((start, seen, end))
+            layout = model.llm.block_layout([context], [segment.length], latents=False)
+        else:
+            und, gen = model.markers(), self._latent_embeddings(segment)
+            layout = model.llm.block_layout([context], [segment.length], latents=True)
+        out = model.llm(und, gen, layout, [context], hidden=None, keep=True)
+        return context.extended(out.layers, positions)
 
-    def _with_text(self, context: Context, segment: TextSegment) -> Context:
-        model = self._model
-        layout = model.llm.text_layout([context], [segment.length])
-        out = model.llm(model.text_embeddings(segment.ids), None, layout, [context], hidden=None, keep=True)
-        return context.extended(out.layers, segment.length)
-
-    def _with_patches(self, context: Context, segment: VitSegment) -> Context:
-        model = self._model
-        start, end = model.markers().split(1)
-        seen = model.vision(segment.patches.to(model.device), segment.places.to(model.device))
-        layout = model.llm.block_layout([context], [segment.length], latents=False)
-        out = model.llm(torch.cat((start, seen, end)), None, layout, [context], hidden=None, keep=True)
-        return context.extended(out.layers, 1)
-
-    def _with_latents(self, context: Context, latents: Tensor, rows: int, columns: int) -> Context:
-        model = self._model
+    def _latent_embeddings(self, segment: VaeSegment) -> Tensor:
+        model, rows, columns = self._model, segment.rows, segment.columns
         patch = model.sizes.latent_patch
-        cut = latents[:, : rows * patch, : columns * patch]
+        cut = self.draw_latents(segment.pixels)[:, : rows * patch, : columns * patch]
         places = images.places(rows, columns, model.sizes.latent_side).to(model.device)
         time = model.latents.times(torch.zeros(1, device=model.device))
-        gen = model.latents.embed(images.to_tokens(cut, patch), time, places)
-        layout = model.llm.block_layout([context], [gen.shape[0] + 2], latents=True)
-        out = model.llm(model.markers(), gen, layout, [context], hidden=None, keep=True)
-        return context.extended(out.layers, 1)
+        return model.latents.embed(images.to_patches(cut, patch), time, places)
 
     @torch.inference_mode()
     def draw_latents(self, pixels: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class Fields(BaseModel):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedParameters:
     """The parameters of a picture that a request or the configuration sets.
 
     Attributes:
@@ -118,23 +118,22 @@ class Wanted:
         try:
             return compute()
         except ParameterError as error:
-            name = self.names.get(error.parameter, error.parameter)
-            message = str(error).removeprefix(f"{error.parameter}: ")
-            raise RequestError(f"{name}: {message}", parameter=name) from error
+            raise self.error(error.parameter, str(error).removeprefix(f"{error.parameter}: ")) from error
+
+    def error(self, parameter: str, message: str) -> RequestError:
+        """Return the error of a parameter, with its name in the request."""
+        request_name = self.names.get(parameter, parameter)
+        return RequestError(f"{request_name}: {message}", parameter=request_name)
 
     def refuse_other_size(self, picture: tuple[int, int]) -> None:
         """Refuse a size that is not that of the edited picture, height and width in pixels."""
-        for name, wanted, side in zip((HEIGHT, WIDTH), self.sized, picture, strict=True):
-            if wanted is not None and wanted != side:
-                said = self.names[name]
-                raise RequestError(
-                    f"{said}: an edit has the size of its picture after resizing, {picture[1]}x{picture[0]}; "
-                    "leave it out",
-                    parameter=said,
-                )
+        for name, requested, side in zip((HEIGHT, WIDTH), self.sized, picture, strict=True):
+            if requested is not None and requested != side:
+                size = f"{picture[1]}x{picture[0]}"
+                raise self.error(name, f"an edit has the size of its picture after resizing, {size}; leave it out")
 
 
-def read_wanted(given: Mapping[str, Any], stage: Any, configured: Mapping[str, Any]) -> Wanted:
+def requested_parameters(given: Mapping[str, Any], stage: Any, configured: Mapping[str, Any]) -> RequestedParameters:
     """Collect the parameters of a request; its own fields override the stage's parameters.
 
     Args:
@@ -151,12 +150,12 @@ def read_wanted(given: Mapping[str, Any], stage: Any, configured: Mapping[str, A
     names = {name: f"{DIT}.{name}" for name in values}
     own = _own(given)
     values |= {name: value for name, (value, _) in own.items()}
-    names |= {name: said for name, (_, said) in own.items()}
+    names |= {name: request_name for name, (_, request_name) in own.items()}
     unchanged = msgspec.structs.asdict(defaults)
     height, width = (
         values.get(name) if name in own or values.get(name) != unchanged[name] else None for name in (HEIGHT, WIDTH)
     )
-    return Wanted(values, names, (height, width))
+    return RequestedParameters(values, names, (height, width))
 
 
 def _own(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
@@ -172,7 +171,9 @@ def _own(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     return found
 
 
-def _add(found: dict[str, tuple[Any, str]], name: str, value: Any, said: str) -> None:
+def _add(found: dict[str, tuple[Any, str]], name: str, value: Any, request_name: str) -> None:
     if name in found and found[name][0] != value:
-        raise RequestError(f"{said}: contradicts {name}={found[name][0]}; give one of them", parameter=said)
-    found[name] = value, said
+        raise RequestError(
+            f"{request_name}: contradicts {name}={found[name][0]}; give one of them", parameter=request_name
+        )
+    found[name] = value, request_name

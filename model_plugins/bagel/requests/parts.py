@@ -68,8 +68,7 @@ def text_part(ids: Sequence[int], tokens: Tokens) -> Text:
 def _picture(feature: Any) -> Picture:
     if feature.data is None:
         raise RequestFailed("a picture of the request is not in this process: vLLM's cache of pictures has taken it")
-    pixels = feature.data[PICTURE].data
-    return _as_part(pixels.numpy())
+    return _as_part(feature.data[PICTURE].data.numpy())
 
 
 def picture_part(picture: Image.Image, rule: ResizeRule) -> Picture:

@@ -24,8 +24,8 @@ from vllm_omni_ext.model_plugins.bagel.requests.fields import (
     THINK,
     THOUGHT_TOKENS,
     Fields,
-    Wanted,
-    read_wanted,
+    RequestedParameters,
+    requested_parameters,
 )
 from vllm_omni_ext.model_plugins.bagel.requests.flow import DrawFlow, ThinkFlow
 from vllm_omni_ext.model_plugins.bagel.requests.parts import (
@@ -79,18 +79,15 @@ class BagelRuntime:
                 raise RequestError(
                     f"modalities: '{modality}' is not available; use {TEXT}, {IMAGE}", parameter="modalities"
                 )
-        wanted = self._wanted(options)
+        requested = self._requested(options)
         if IMAGE not in options.modalities:
             _refuse_fields_of_pictures(options)
             return
-        parameters = wanted.parameters(edit=False)
-        wanted.checked(lambda: parameters.image_size(self.sizes, None))
-        if TEXT in options.modalities and wanted.values.get(THINK) is False:
-            said = wanted.names[THINK]
-            raise RequestError(
-                f"{said}: with text and image, the text is what the model thinks; leave it out, or ask for one of them",
-                parameter=said,
-            )
+        parameters = requested.parameters(edit=False)
+        requested.checked(lambda: parameters.image_size(self.sizes, None))
+        if TEXT in options.modalities and requested.values.get(THINK) is False:
+            message = "with text and image, the text is what the model thinks; leave it out, or ask for one of them"
+            raise requested.error(THINK, message)
 
     def plan(self, request: Rendered, options: RequestOptions) -> Planned:
         """Choose the stages of a request.
@@ -104,7 +101,7 @@ class BagelRuntime:
         if parts is None:
             parts = split_prompt(request.prompt, request.features, self.tokens)
         self._check_prompt(parts)
-        return self._draw(parts, self._wanted(options), options)
+        return self._draw(parts, self._requested(options), options)
 
     def parts(self, pictures: Sequence[Any], ids: Sequence[int]) -> list[Part]:
         """Return the parts of a prompt of pictures and a text after them; resizes, so it belongs in a thread."""
@@ -115,9 +112,9 @@ class BagelRuntime:
         """Return the answer of `dit`."""
         return payloads.decode(tensor.numpy().tobytes())
 
-    def _wanted(self, options: RequestOptions) -> Wanted:
+    def _requested(self, options: RequestOptions) -> RequestedParameters:
         configured = self._context.defaults.get(DIT, {})
-        return read_wanted(options.fields, options.params.get(DIT), configured)
+        return requested_parameters(options.fields, options.params.get(DIT), configured)
 
     def _check_prompt(self, parts: Sequence[Part]) -> None:
         ids = text_ids(parts)
@@ -127,38 +124,38 @@ class BagelRuntime:
         if most is not None and len(ids) > most:
             raise RequestError(f"prompt: at most {most} tokens fit, got {len(ids)}", parameter="prompt")
 
-    def _draw(self, parts: list[Part], wanted: Wanted, options: RequestOptions) -> Planned:
+    def _draw(self, parts: list[Part], requested: RequestedParameters, options: RequestOptions) -> Planned:
         size = last_size(parts)
-        parameters = wanted.parameters(edit=size is not None)
+        parameters = requested.parameters(edit=size is not None)
         if size is not None:
-            wanted.refuse_other_size(size)
+            requested.refuse_other_size(size)
         text = TEXT in options.modalities
         thinks = parameters.think or text
         if thinks and size is not None and self._separate:
-            raise RequestError(
-                f"{THINK}: the model cannot think about pictures in this pipeline, because only 'dit' sees all of "
-                "a picture; serve with --stage-config bagel_single",
-                parameter=wanted.names.get(THINK, THINK),
+            raise requested.error(
+                THINK,
+                "the model cannot think about pictures in this pipeline, because only 'dit' sees all of a picture; "
+                "serve with --stage-config bagel_single",
             )
         draw = Draw(
             parts=parts,
-            parameters=self._parameters(parameters, wanted, size, thinks),
+            parameters=self._parameters(parameters, requested, size, thinks),
             previews=options.fields.get(PREVIEWS, 0),
             latent=bool(options.fields.get(LATENTS)),
         )
         if not (thinks and self._separate):
             return Planned(flow=DrawFlow(draw, pixels=self.sizes.token_pixels, text=text))
-        return self._think(draw, wanted, text=text)
+        return self._think(draw, requested, text=text)
 
     def _parameters(
-        self, found: ImageParameters, wanted: Wanted, picture: tuple[int, int] | None, thinks: bool
+        self, found: ImageParameters, requested: RequestedParameters, picture: tuple[int, int] | None, thinks: bool
     ) -> payloads.DitParams:
-        height, width = wanted.checked(lambda: found.image_size(self.sizes, picture))
-        seed = found.seed if SEED in wanted.values else secrets.randbits(SEED_BITS)
+        height, width = requested.checked(lambda: found.image_size(self.sizes, picture))
+        seed = found.seed if SEED in requested.values else secrets.randbits(SEED_BITS)
         values = {**asdict(found), "think": thinks, "seed": seed, "height": height, "width": width}
         return payloads.DitParams(**values)
 
-    def _think(self, draw: Draw, wanted: Wanted, *, text: bool) -> Planned:
+    def _think(self, draw: Draw, requested: RequestedParameters, *, text: bool) -> Planned:
         """Plan a picture that `ar` thinks about."""
         tokens, pixels = self.tokens, self.sizes.token_pixels
         prompt = [*tokens.text(THINK_THEN_DRAW), *text_ids(draw.parts), tokens.start]
@@ -166,15 +163,13 @@ class BagelRuntime:
         room = self._context.limits.get(AR, len(prompt) + most) - len(prompt)
         if room < 1:
             raise RequestError(f"prompt: {len(prompt)} tokens leave no room to think", parameter="prompt")
-        if most > room and THOUGHT_TOKENS in wanted.values:
-            said = wanted.names[THOUGHT_TOKENS]
-            raise RequestError(f"{said}: after this prompt there is room for {room + 1}", parameter=said)
+        if most > room and THOUGHT_TOKENS in requested.values:
+            raise requested.error(THOUGHT_TOKENS, f"after this prompt there is room for {room + 1}")
         if not most:
             return Planned(flow=DrawFlow(msgspec.structs.replace(draw, thought=[]), pixels=pixels, text=text))
         params = SamplingParams(temperature=0.0, max_tokens=min(most, room))
-        return Planned(
-            flow=ThinkFlow(draw, prompt=prompt, end=tokens.end, params=params, pixels=pixels, text=text),
-        )
+        flow = ThinkFlow(draw, prompt=prompt, end=tokens.end, params=params, pixels=pixels, text=text)
+        return Planned(flow=flow)
 
 
 def _refuse_fields_of_pictures(options: RequestOptions) -> None:

@@ -39,11 +39,9 @@ class ThoughtStream:
         """Leave the delta as it is."""
 
     def end(self) -> list[dict[str, Any]]:
-        """Return nothing: the thought is one chunk."""
         return []
 
     def usage(self) -> Mapping[str, int]:
-        """Count the thought's tokens."""
         return {"reasoning_tokens": self._tokens}
 
 
@@ -55,7 +53,6 @@ class Thought:
     body_fields: tuple[str, ...] = ()
 
     def read(self, body: Mapping[str, Any], *, stream: bool) -> tuple[Any, Mapping[str, Any]]:
-        """Read nothing."""
         return None, {}
 
     async def assemble(self, chunks: Sequence[OutputChunk], encoding: Any, text: str) -> Assembled:
@@ -67,7 +64,6 @@ class Thought:
         return Assembled(message={"reasoning": _joined(found)}, usage={"reasoning_tokens": tokens})
 
     def stream(self, encoding: Any) -> ThoughtStream:
-        """Begin one streamed answer."""
         return ThoughtStream()
 
     def offline(self, chunks: Sequence[OutputChunk]) -> Mapping[str, Any]:

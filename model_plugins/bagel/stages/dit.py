@@ -81,7 +81,6 @@ class BagelDit(PlainModel):
         self._jobs[request.req_id] = Drawing(self.bagel, request.payload, request.waited)
 
     def close(self, req_id: str) -> None:
-        """Free a request."""
         self._jobs.pop(req_id, None)
 
     def step(self, req_ids: Sequence[str]) -> Mapping[str, Answer]:

@@ -7,7 +7,7 @@ GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 from vllm_omni_ext.model_plugins.bagel.memory import kv_bytes_per_token, picture_tokens
@@ -122,13 +122,9 @@ def config_sizes(hf_config: Any) -> BagelSizes:
             channels=vae["z_channels"],
         ),
         latent_patch=hf_config.latent_patch_size,
-        vae_resize=_rule(getattr(hf_config, "vae_transform", None), RELEASED.vae_resize),
-        vit_resize=_rule(getattr(hf_config, "vit_transform", None), RELEASED.vit_resize),
+        vae_resize=ResizeRule(*(getattr(hf_config, "vae_transform", None) or astuple(RELEASED.vae_resize))),
+        vit_resize=ResizeRule(*(getattr(hf_config, "vit_transform", None) or astuple(RELEASED.vit_resize))),
     )
-
-
-def _rule(written: Any, released: ResizeRule) -> ResizeRule:
-    return ResizeRule(*written) if written else released
 
 
 def model_tensors(sizes: BagelSizes) -> StoredTensors:

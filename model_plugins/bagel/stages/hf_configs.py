@@ -8,40 +8,30 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-UNDERSTANDING_ARCHITECTURE = "BagelUnderstanding"
-DIT_ARCHITECTURE = "BagelDit"
-SINGLE_ARCHITECTURE = "BagelSingle"
-
 
 def ar(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config with M-RoPE, which lets all tokens of a picture have one position.
 
     All three rows of positions are equal, so the sections do not matter: everything is in the first one.
     """
-    if not _is_bagel(config):
-        return config
-    llm = config.llm_config
-    rotated = llm.hidden_size // llm.num_attention_heads
-    llm.rope_parameters = {**llm.rope_parameters, "mrope_section": [rotated // 2, 0, 0]}
-    config.architectures = [UNDERSTANDING_ARCHITECTURE]
-    return config
+    if hasattr(config, "llm_config"):
+        llm = config.llm_config
+        rotated = llm.hidden_size // llm.num_attention_heads
+        llm.rope_parameters = {**llm.rope_parameters, "mrope_section": [rotated // 2, 0, 0]}
+    return _named(config, "BagelUnderstanding")
 
 
 def dit(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config of the stage that makes pictures."""
-    return _named(config, DIT_ARCHITECTURE)
+    return _named(config, "BagelDit")
 
 
 def single(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config of the stage that does everything."""
-    return _named(config, SINGLE_ARCHITECTURE)
+    return _named(config, "BagelSingle")
 
 
 def _named(config: PretrainedConfig, architecture: str) -> PretrainedConfig:
-    if _is_bagel(config):
+    if hasattr(config, "llm_config"):
         config.architectures = [architecture]
     return config
-
-
-def _is_bagel(config: PretrainedConfig) -> bool:
-    return hasattr(config, "llm_config")

@@ -67,7 +67,6 @@ class PictureAttentionBuilder(CPUAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CPUAttentionMetadata:
-        """Return the metadata of a step."""
         step = common_attn_metadata
         if step.mm_req_doc_ranges and any(step.mm_req_doc_ranges.values()):
             starts = step.query_start_loc_cpu[: step.num_reqs + 1]
@@ -98,10 +97,8 @@ class PictureAttention(CPUAttentionBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Return True: pictures have full attention."""
         return True
 
     @staticmethod
     def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
-        """Return the class that makes a step's metadata."""
         return PictureAttentionBuilder

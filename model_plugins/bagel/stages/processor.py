@@ -84,11 +84,9 @@ class PictureInfo(BaseProcessingInfo):
         return PictureParser()
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Return that there is no limit of pictures."""
         return {IMAGE: None}
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
-        """Return the tokens of the largest picture, including its markers."""
         side = self.largest_side
         return {IMAGE: picture_tokens(self.sizes, side, side, latents=False)}
 
@@ -102,13 +100,11 @@ class PictureDummies(BaseDummyInputsBuilder[PictureInfo]):
     """Makes the largest input, with which vLLM measures memory."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        """Return a prompt of pictures only."""
         return PAD * mm_counts.get(IMAGE, 0)
 
     def get_dummy_mm_data(
         self, seq_len: int, mm_counts: Mapping[str, int], mm_options: Mapping[str, MultiModalDummyOptions]
     ) -> MultiModalDataDict:
-        """Return square pictures of the largest size."""
         side, count = self.info.largest_side, mm_counts.get(IMAGE, 0)
         options: Any = mm_options.get(IMAGE)
         return {IMAGE: self._get_dummy_images(width=side, height=side, num_images=count, overrides=options)}
@@ -121,13 +117,14 @@ class PictureProcessor(BaseMultiModalProcessor[PictureInfo]):
     """
 
     def apply(self, inputs: ProcessorInputs, timing_ctx: TimingContext) -> MultiModalInput:
-        """Process a prompt and its pictures."""
         count = inputs.mm_data_items.get_all_counts().get(IMAGE, 0)
         prompt = with_pads(inputs.prompt, count, self.info.markers)
         return super().apply(replace(inputs, prompt=prompt), timing_ctx)
 
     def _call_hf_processor(self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object]) -> BatchFeature:
-        pairs = [picture_tensors(picture_of(item), self.info.sizes) for item in _list(hf_data["images"])]
+        items: Any = hf_data["images"]
+        items = items if isinstance(items, Sequence) else [items]
+        pairs = [picture_tensors(picture_of(item), self.info.sizes) for item in items]
         pictures, smaller = zip(*pairs, strict=True)
         return BatchFeature({PICTURE: list(pictures), VIT: list(smaller)})
 
@@ -205,7 +202,3 @@ def _numbers(picture: Image.Image) -> Tensor:
 
 def _everything(tokens: list[int]) -> Tensor:
     return torch.ones(len(tokens), dtype=torch.bool)
-
-
-def _list(items: Any) -> list[Any]:
-    return list(items) if isinstance(items, Sequence) else [items]

@@ -93,21 +93,14 @@ def reply_segments(ids: Sequence[int], features: Sequence[Any], prompts: Prompts
     """
     found: Segments = ()
     for before, feature in cut_at_pictures(ids, features):
-        found = (*found, *_text(before))
+        if before:
+            found = (*found, TextSegment(tuple(before)))
         if feature is None:
             continue
         if feature.data is None:
             raise ValueError("prompt: the data of a picture is missing")
-        found = (*found, prompts.seen(_picture(feature.data[VIT].data)))
+        found = (*found, prompts.seen(Image.fromarray(feature.data[VIT].data.cpu().numpy())))
     return found
-
-
-def _text(ids: Sequence[int]) -> Segments:
-    return (TextSegment(tuple(ids)),) if ids else ()
-
-
-def _picture(pixels: Tensor) -> Image.Image:
-    return Image.fromarray(pixels.cpu().numpy())
 
 
 class Sampling:

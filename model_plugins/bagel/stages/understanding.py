@@ -38,14 +38,6 @@ _AUTOENCODER = ("encoder.", "decoder.")
 """Beginnings of the names in `ae.safetensors`."""
 
 
-class PlaceTable(nn.Module):
-    """The connector's position embeddings; `pos_embed` is `[side * side, hidden]`."""
-
-    def __init__(self, side: int, hidden: int) -> None:
-        super().__init__()
-        self.pos_embed = nn.Parameter(torch.empty(side**2, hidden), requires_grad=False)
-
-
 @MULTIMODAL_REGISTRY.register_processor(PictureProcessor, info=PictureInfo, dummy_inputs=PictureDummies)
 class BagelUnderstanding(BagelForConditionalGeneration, SupportsMRoPE):
     """Reads texts and pictures, writes text."""
@@ -58,7 +50,9 @@ class BagelUnderstanding(BagelForConditionalGeneration, SupportsMRoPE):
         _correct(model_config.hf_config, sizes)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.sizes = sizes
-        self.vit_pos_embed = PlaceTable(sizes.vit.side, sizes.llm.hidden)
+        self.vit_pos_embed = nn.Module()  # the connector's position embeddings
+        table = torch.empty(sizes.vit.side**2, sizes.llm.hidden)
+        self.vit_pos_embed.pos_embed = nn.Parameter(table, requires_grad=False)
         tokens = Tokens.from_directory(checkpoint_directory(model_config))
         self._markers = [tokens.image_start, tokens.image_end]
         _attend_inside_pictures(self.language_model.model.layers)
@@ -66,15 +60,8 @@ class BagelUnderstanding(BagelForConditionalGeneration, SupportsMRoPE):
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
-        """Return positions in which each picture counts as one token.
-
-        Args:
-            input_tokens: the prompt, with the tokens of its pictures.
-            mm_features: the pictures.
-
-        Returns:
-            `[3, tokens]` int64 with equal rows; the next position less the number of tokens.
-        """
+        """Return positions in which each picture counts as one token: `[3, tokens]` int64 with equal rows, and the next
+        position less the number of tokens."""
         lengths = {feature.mm_position.offset: feature.mm_position.length for feature in mm_features}
         positions: list[int] = []
         position = 0

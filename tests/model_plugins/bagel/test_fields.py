@@ -14,13 +14,13 @@ from vllm_omni_ext.model_plugins.bagel.guidance import guided_steps, schedule
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import ImageParameters, ParameterError, image_parameters
 from vllm_omni_ext.model_plugins.bagel.prompts import Prompts
-from vllm_omni_ext.model_plugins.bagel.requests.fields import REFUSED, Fields, Wanted, read_wanted
+from vllm_omni_ext.model_plugins.bagel.requests.fields import REFUSED, Fields, RequestedParameters, requested_parameters
 from vllm_omni_ext.model_plugins.bagel.requests.payloads import DitParams
 from vllm_omni_ext.serving.options import RequestFields
 
 
-def wanted(given: dict[str, Any], stage: DitParams | None = None, **configured: Any) -> Wanted:
-    return read_wanted(RequestFields(Fields).read(given)[0], stage, configured)
+def wanted(given: dict[str, Any], stage: DitParams | None = None, **configured: Any) -> RequestedParameters:
+    return requested_parameters(RequestFields(Fields).read(given)[0], stage, configured)
 
 
 def refusal(given: dict[str, Any], stage: DitParams | None = None, *, edit: bool = False) -> RequestError:

@@ -10,6 +10,7 @@ import torch
 
 from tests.support.bagel_generate import step_text, write_text
 from tests.support.bagel_runs import GOLDEN, difference, golden, run, stacked
+from vllm_omni_ext.model_plugins.bagel.context import Context
 from vllm_omni_ext.model_plugins.bagel.denoise import begin, finish, seeded
 from vllm_omni_ext.model_plugins.bagel.images import resize, to_rgb
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
@@ -28,6 +29,11 @@ GUIDED = {"t2i": 6, "t2i_nocfg": 0, "edit": 7}
 BF16_LATENT = 4e-2
 """Relative L2."""
 BF16_LOGITS = 0.3
+
+
+def joined(context: Context, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = zip(*context.pieces(layer), strict=True)
+    return torch.cat(keys), torch.cat(values)
 
 
 def text_ids(segments: tuple[object, ...]) -> list[list[int]]:
@@ -52,7 +58,7 @@ def test_prompt_contexts_steps_and_image_equal_the_reference(case: str, model: B
         context = running.branches[name] if name in running.branches else prefill.context(segments)
         assert [context.length, context.position] == [tensors[f"{part}_{name}"].item() for part in ("kvlen", "rope")]
         if f"kv_k_{name}" in tensors and context.length:
-            layers = [context.joined(layer) for layer in range(model.sizes.llm.layers)]
+            layers = [joined(context, layer) for layer in range(model.sizes.llm.layers)]
             assert difference(torch.stack([k for k, _ in layers]), tensors[f"kv_k_{name}"]) < CLOSE
             assert difference(torch.stack([v for _, v in layers]), tensors[f"kv_v_{name}"]) < CLOSE
     assert torch.equal(running.latent, tensors["init_noise"])

@@ -76,7 +76,7 @@ def test_patches_are_in_row_column_channel_order() -> None:
 
 def test_latents_come_back_from_tokens_in_rows_of_the_table() -> None:
     latents = torch.rand(16, 4, 6)
-    assert torch.equal(images.to_latents(images.to_tokens(latents, 2), 2, 2), latents)
+    assert torch.equal(images.to_latents(images.to_patches(latents, 2), 2, 2), latents)
     assert images.places(2, 3, 16).tolist() == [0, 1, 2, 16, 17, 18]
 
 
