@@ -20,8 +20,7 @@ from vllm_omni_ext.model_plugins.bagel.stages import facts as bagel_facts
 from vllm_omni_ext.model_plugins.bagel.tiny import bagel as bagel_files
 from vllm_omni_ext.model_plugins.qwen3_omni.facts import facts
 from vllm_omni_ext.model_plugins.qwen3_omni.family import FAMILY, QWEN3_OMNI
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import model_config
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.sizes import RELEASED
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import RELEASED, model_config
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import real_vocabulary
 from vllm_omni_ext.plugins.memory import ModelFacts
 from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec

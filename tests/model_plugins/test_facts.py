@@ -20,8 +20,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.facts import (
     RECORDED_FRAMES,
     facts,
 )
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import model_config
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.sizes import REAL_VOCAB, RELEASED, SMALL, Sizes
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import REAL_VOCAB, RELEASED, SMALL, Sizes, model_config
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import real_vocabulary, small_vocabulary
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import DEFAULT_MAX_FRAMES_PER_PASS, Vocoder
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_graphs import MOST_FRAMES

@@ -20,8 +20,7 @@ from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3Omni_VisionTransformer
 
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import model_config
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.sizes import RELEASED
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import RELEASED, model_config
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import real_vocabulary
 
 GRIDS = ((16, 16), (16, 32))

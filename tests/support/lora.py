@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny import sizes
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny import config
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
 RANK = 8
@@ -20,9 +20,8 @@ LOUD = 0.5
 
 def write_dense(folder: Path) -> Path:
     """Write a tiny checkpoint whose thinker has no experts: vLLM's adapters of experts need a GPU."""
-    small = sizes.SMALL
-    without = replace(small, thinker=replace(small.thinker, num_experts=0, num_experts_per_tok=0))
-    with mock.patch.object(sizes, "SMALL", without):
+    small = config.SMALL
+    with mock.patch.object(config, "SMALL", replace(small, thinker={**small.thinker, "num_experts": 0})):
         return write_qwen3_omni(folder, seed=0)
 
 
@@ -38,6 +37,6 @@ def write_adapter(model: Path, folder: Path, seed: int) -> Path:
         tensors[f"{name}.lora_B.weight"] = torch.randn(hidden, RANK, generator=chance) * LOUD
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["o_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    peft = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["o_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(peft))
     return folder

@@ -12,8 +12,7 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen
 
 from tests.support.lora import write_dense
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import FILES, MARKER, write_qwen3_omni
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.trained import trained_checkpoint
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import FILES, MARKER, trained_checkpoint, write_qwen3_omni
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import (
     ROLE_IDS,
     SPECIAL_TOKENS,

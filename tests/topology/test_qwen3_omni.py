@@ -15,8 +15,7 @@ from vllm_omni_ext.config.schema import OmniConfig, PrefillDecode, StageConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen3_omni.facts import facts
 from vllm_omni_ext.model_plugins.qwen3_omni.family import FAMILY, QWEN3_OMNI
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import model_config
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.sizes import SMALL
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import SMALL, model_config
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import small_vocabulary
 from vllm_omni_ext.topology.machine import Machine
 from vllm_omni_ext.topology.plan import Plan

@@ -49,7 +49,7 @@ def world() -> Lexicon:
 
 
 def lines_of(model: Any, ids: SpecialIds, world: Lexicon) -> tuple[list[Asked], list[Line]]:
-    width = whole.TRAINED.thinker.hidden_size
+    width = whole.TRAINED.thinker["hidden_size"]
     generator = torch.Generator().manual_seed(0)
     asked = [
         Asked("say seven blue left", ["seven", "blue", "left"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,10 @@ def write_checkpoint(model: Any, path: Path) -> None:
     vocabulary = world_vocabulary()
     write_json(path / "config.json", whole.whole_config())
     write_json(path / "generation_config.json", texts.generation_config(whole.TRAINED, vocabulary))
-    write_json(path / "preprocessor_config.json", texts.preprocessor_config(whole.TRAINED))
+    write_json(path / "preprocessor_config.json", texts.PREPROCESSOR_CONFIG)
     write_json(path / "tokenizer.json", texts.tokenizer_json(vocabulary))
     write_json(path / "tokenizer_config.json", texts.tokenizer_config(vocabulary))
-    (path / "chat_template.jinja").write_text(texts.CHAT_TEMPLATE)
+    shutil.copyfile(texts.CHAT_TEMPLATE, path / "chat_template.jinja")
 
 
 def main() -> None:

@@ -7,45 +7,53 @@ from functools import cache
 from typing import Any
 
 from dev.training.tiny_omni.words import world_vocabulary
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny import config, sizes
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny import config
 
 TRAINED = replace(
-    sizes.SMALL,
+    config.SMALL,
     name="trained",
     accept_hidden_layer=3,
-    thinker=replace(
-        sizes.SMALL.thinker,
-        hidden_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        moe_intermediate_size=128,
-    ),
-    talker=replace(
-        sizes.SMALL.talker,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        moe_intermediate_size=96,
-        shared_expert_intermediate_size=128,
-    ),
-    predictor=replace(
-        sizes.SMALL.predictor, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2
-    ),
-    audio=replace(
-        sizes.SMALL.audio, d_model=128, encoder_attention_heads=4, encoder_ffn_dim=256, downsample_hidden_size=16
-    ),
-    vision=replace(sizes.SMALL.vision, hidden_size=64, intermediate_size=128, num_heads=2),
-    code2wav=replace(
-        sizes.SMALL.code2wav,
-        hidden_size=64,
-        intermediate_size=192,
-        decoder_dim=128,
-        sliding_window=8,
-        upsample_rates=(2, 3, 4, 4, 5),
-        layer_scale_initial_scale=0.1,
-    ),
+    thinker={
+        **config.SMALL.thinker,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 128,
+    },
+    talker={
+        **config.SMALL.talker,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 128,
+    },
+    predictor={
+        **config.SMALL.predictor,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    audio={
+        **config.SMALL.audio,
+        "d_model": 128,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 256,
+        "downsample_hidden_size": 16,
+    },
+    vision={**config.SMALL.vision, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2},
+    code2wav={
+        **config.SMALL.code2wav,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "decoder_dim": 128,
+        "sliding_window": 8,
+        "upsample_rates": (2, 3, 4, 4, 5),
+        "layer_scale_initial_scale": 0.1,
+    },
 )
 """Sizes of the trained checkpoint; the code predictor is as wide as the talker, as in the released checkpoint."""
 

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from dev.training.tiny_omni import tasks
 from dev.training.tiny_omni.listening import HOP, RATE, Voices, audio_tokens
-from dev.training.tiny_omni.model import TRAINED
 from dev.training.tiny_omni.pictures import picture
 from dev.training.tiny_omni.words import chat, ids_of, world_vocabulary
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.texts import preprocessor_config
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.texts import MERGED_PATCHES, PATCH, PREPROCESSOR_CONFIG
 
 IGNORE = -100
-MERGED = TRAINED.vision.patch_size * TRAINED.vision.spatial_merge_size
+MERGED = PATCH * MERGED_PATCHES
 """Side in pixels of the part of a picture that becomes one embedding."""
 
 
@@ -83,7 +82,7 @@ class Preprocessors:
         """Return the preprocessors of the checkpoint's `preprocessor_config.json`."""
         from transformers import Qwen2VLImageProcessor, WhisperFeatureExtractor
 
-        settings = preprocessor_config(TRAINED)
+        settings = PREPROCESSOR_CONFIG
         return cls(WhisperFeatureExtractor(**settings), Qwen2VLImageProcessor(**settings))
 
     def media(self, turns: list[Turn]) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ def build(world: Lexicon, seed: int) -> torch.nn.Module:
         for name, parameter in model.named_parameters():
             if name.endswith("gamma"):
                 parameter.fill_(GAMMA)
-        vectors = quantiser.starting_vectors(world.books, TRAINED.code2wav.hidden_size, world.points)
+        vectors = quantiser.starting_vectors(world.books, TRAINED.code2wav["hidden_size"], world.points)
         model.code_embedding.weight.copy_(torch.from_numpy(vectors).flatten(0, 1))
     return model
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+from importlib import import_module
 from pathlib import Path
 
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny import config, sizes, texts, vocabulary, weights
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.trained import copy_trained, trained_checkpoint
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny import config, texts, vocabulary, weights
 from vllm_omni_ext.tiny.directory import MARKER, make_room, write_json
 
 FILES = (
@@ -19,6 +20,9 @@ FILES = (
     "model.safetensors",
 )
 """All files of a checkpoint, except the marker."""
+
+PACKAGE = "vllm_omni_ext_tiny"
+"""The trained checkpoint is a package of its own: most installations need no 8 MB of weights."""
 
 
 def write_qwen3_omni(
@@ -53,8 +57,8 @@ def write_qwen3_omni(
     path = Path(directory)
     if trained:
         return _write_trained(path, seed)
-    size = sizes.RELEASED if released_shape else sizes.REAL_VOCAB if real_vocab else sizes.SMALL
-    words = vocabulary.small_vocabulary() if size is sizes.SMALL else vocabulary.real_vocabulary()
+    size = config.RELEASED if released_shape else config.REAL_VOCAB if real_vocab else config.SMALL
+    words = vocabulary.small_vocabulary() if size is config.SMALL else vocabulary.real_vocabulary()
     make_room(path, FILES)
     write_json(path / MARKER, {"model": "qwen3-omni", "sizes": size.name, "seed": seed})
     _write_texts(path, size, words)
@@ -66,22 +70,41 @@ def write_qwen3_omni(
 def _write_trained(path: Path, seed: int) -> Path:
     if seed:
         raise ConfigError("the trained checkpoint has no seed; leave out `seed`")
-    trained_checkpoint()
+    source = trained_checkpoint()
     make_room(path, FILES)
-    copy_trained(path)
+    for file in sorted(source.iterdir()):
+        shutil.copyfile(file, path / file.name)
     return path
 
 
-def _write_texts(path: Path, size: sizes.Sizes, words: vocabulary.Vocabulary) -> None:
+def trained_checkpoint() -> Path:
+    """Return the directory of the installed trained checkpoint.
+
+    Raises:
+        ConfigError: the package with the checkpoint is not installed.
+    """
+    try:
+        found = import_module(PACKAGE)
+    except ModuleNotFoundError as err:
+        if err.name != PACKAGE:
+            raise
+        raise ConfigError(
+            "the trained checkpoint is a package of its own that is not installed; run: pip install vllm-omni-ext-tiny "
+            "(in a clone of the repository: pip install dev/training/package)"
+        ) from None
+    return Path(found.qwen3_omni())
+
+
+def _write_texts(path: Path, size: config.Sizes, words: vocabulary.Vocabulary) -> None:
     write_json(path / "config.json", config.model_config(size, words))
     write_json(path / "generation_config.json", texts.generation_config(size, words))
-    write_json(path / "preprocessor_config.json", texts.preprocessor_config(size))
+    write_json(path / "preprocessor_config.json", texts.PREPROCESSOR_CONFIG)
     write_json(path / "tokenizer.json", texts.tokenizer_json(words))
     write_json(path / "tokenizer_config.json", texts.tokenizer_config(words))
-    (path / "chat_template.jinja").write_text(texts.CHAT_TEMPLATE)
+    shutil.copyfile(texts.CHAT_TEMPLATE, path / "chat_template.jinja")
 
 
-def _write_weights(path: Path, size: sizes.Sizes, words: vocabulary.Vocabulary, seed: int) -> None:
+def _write_weights(path: Path, size: config.Sizes, words: vocabulary.Vocabulary, seed: int) -> None:
     """Create the Transformers model with random weights; Transformers writes it in its own checkpoint format."""
     import torch
     from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration

@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.sizes import RELEASED, Sizes
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import MERGED_PATCHES, PATCH, RELEASED, Sizes
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import NOT_SPECIAL, Vocabulary
 
 Json = dict[str, Any]
 
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' }}
-    {%- if message['content'] is string %}
-        {{- message['content'] }}
-    {%- else %}
-        {%- for content in message['content'] %}
-            {%- if content['type'] in ('audio', 'audio_url', 'input_audio') or 'audio' in content %}
-                {{- '<|audio_start|><|audio_pad|><|audio_end|>' }}
-            {%- elif content['type'] in ('image', 'image_url') or 'image' in content %}
-                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-            {%- elif content['type'] in ('video', 'video_url') or 'video' in content %}
-                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
-            {%- elif 'text' in content %}
-                {{- content['text'] }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 """ChatML as Qwen3-Omni uses it: no default system turn; each media part becomes one placeholder."""
 
 NAMED_TOKENS = {
@@ -53,7 +31,7 @@ _WORD_SPLIT = (
 
 
 def tokenizer_json(vocabulary: Vocabulary) -> Json:
-    """`tokenizer.json`: byte-level BPE with the Qwen word split."""
+    """Return `tokenizer.json`: byte-level BPE with the Qwen word split."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     tokenizer = Tokenizer(models.BPE(vocab=dict(vocabulary.ids), merges=list(vocabulary.merges)))
@@ -63,22 +41,17 @@ def tokenizer_json(vocabulary: Vocabulary) -> Json:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([AddedToken(**_added(token)) for token in vocabulary.specials])
+    added = [AddedToken(token, normalized=False, special=token not in NOT_SPECIAL) for token in vocabulary.specials]
+    tokenizer.add_tokens(added)
     made: Json = json.loads(tokenizer.to_str())
     return made
 
 
-def _added(token: str) -> Json:
-    """Return one entry of the added tokens."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"content": token, **flags, "special": token not in NOT_SPECIAL}
-
-
 def tokenizer_config(vocabulary: Vocabulary) -> Json:
-    """`tokenizer_config.json`."""
+    """Return `tokenizer_config.json`."""
     return {
         "tokenizer_class": "Qwen2Tokenizer",
-        "added_tokens_decoder": {str(id_): _added(token) for token, id_ in vocabulary.specials.items()},
+        "added_tokens_decoder": {str(token.pop("id")): token for token in tokenizer_json(vocabulary)["added_tokens"]},
         "add_prefix_space": False,
         "bos_token": None,
         "eos_token": "<|im_end|>",
@@ -93,40 +66,30 @@ def tokenizer_config(vocabulary: Vocabulary) -> Json:
     }
 
 
-def preprocessor_config(sizes: Sizes) -> Json:
-    """`preprocessor_config.json`: Whisper mel features, and image/video patches of the vision tower's size.
+PREPROCESSOR_CONFIG: Json = {
+    "processor_class": "Qwen3OmniMoeProcessor",
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "chunk_length": 300,
+    "feature_size": 128,
+    "return_attention_mask": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "min_pixels": 3136,
+    "max_pixels": 12845056,
+    "patch_size": PATCH,
+    "merge_size": MERGED_PATCHES,
+    "temporal_patch_size": 2,
+}
+"""`preprocessor_config.json`: Whisper mel features, and image/video patches of the vision tower's size.
 
-    `min_pixels` allows an image of two by two merged patches (64 x 64 pixels, 4 tokens). Qwen3-Omni's processor
-    requires at least 128 x 32 x 32 pixels per pair of video frames, independent of this file.
-    """
-    vision = sizes.vision
-    return {
-        "processor_class": "Qwen3OmniMoeProcessor",
-        "feature_extractor_type": "WhisperFeatureExtractor",
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "chunk_length": 300,
-        "dither": 0.0,
-        "feature_size": 128,
-        "hop_length": 160,
-        "n_fft": 400,
-        "n_samples": 4800000,
-        "nb_max_frames": 30000,
-        "sampling_rate": 16000,
-        "padding_side": "right",
-        "padding_value": 0.0,
-        "return_attention_mask": True,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "min_pixels": 3136,
-        "max_pixels": 12845056,
-        "patch_size": vision.patch_size,
-        "merge_size": vision.spatial_merge_size,
-        "temporal_patch_size": vision.temporal_patch_size,
-    }
+`min_pixels` allows an image of two by two merged patches (64 x 64 pixels, 4 tokens). Qwen3-Omni's processor requires at
+least 128 x 32 x 32 pixels per pair of video frames, independent of this file.
+"""
 
 
 def generation_config(sizes: Sizes, vocabulary: Vocabulary) -> Json:
-    """`generation_config.json`: the talker's released sampling defaults and, where there are weights, the end token.
+    """Return `generation_config.json`: the talker's released sampling, and the end token where there are weights.
 
     The released file names no end token: readers fall back to `<|im_end|>`, the tokenizer's `eos_token`.
     """

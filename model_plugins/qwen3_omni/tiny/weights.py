@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.sizes import Sizes
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import Sizes
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
