@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor, Draw
 from vllm_omni_ext.model_plugins.qwen3_omni.frames import FrameMaker
-from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerPrompt
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import TalkerPrompt
 from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerInputProvider
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import Vocoder
 

@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreOutputs
 
-from vllm_omni_ext.model_plugins.qwen3_omni.read_aloud import rendered
+from vllm_omni_ext.model_plugins.qwen3_omni.http import rendered
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.runtime.client.replica import StockReplica

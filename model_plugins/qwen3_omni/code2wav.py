@@ -23,7 +23,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.pooler import PoolingParamsUpdate
 from vllm.model_executor.layers.pooler.abstract import Pooler
 from vllm.model_executor.models.interfaces import IsAttentionFree
-from vllm.pooling_params import PoolingParams
 from vllm.tasks import PoolingTask
 from vllm.v1.pool.metadata import PoolingMetadata
 
@@ -70,7 +69,7 @@ class WaveformPooler(Pooler):
         `hidden_states` is not used.
         """
         params = pooling_metadata.pooling_params
-        if all(_is_warm_up(each) for each in params):
+        if all(each.extra_kwargs is None for each in params):  # vLLM measures memory, or compiles
             return self._warm_up(len(params))
         answers: list[Tensor | str] = []
         headers, chunks, places = [], [], []
@@ -85,7 +84,7 @@ class WaveformPooler(Pooler):
             answers.append("")
         for place, answer in zip(places, self.streams.decode(headers, chunks), strict=True):
             answers[place] = answer
-        return [_said(answer) for answer in answers]
+        return [_packed(answer) for answer in answers]
 
     def _frames(self, token_ids: Tensor) -> Tensor | str:
         """Return a prompt as `[frames, groups]` int64, or the reason why it cannot be decoded."""
@@ -180,12 +179,7 @@ class Qwen3OmniCode2Wav(nn.Module, IsAttentionFree):
         return torch.zeros(tokens, 1, dtype=self.pooler.vocoder.code_embedding.weight.dtype, device=device)
 
 
-def _is_warm_up(params: PoolingParams) -> bool:
-    """Return whether vLLM itself made this request, to measure memory or to compile: all others have a header."""
-    return params.extra_kwargs is None
-
-
-def _said(answer: Tensor | str) -> Tensor:
+def _packed(answer: Tensor | str) -> Tensor:
     if isinstance(answer, Tensor):
         return answer
     logger.error("code2wav: a request is answered without sound: %s", answer)

@@ -10,8 +10,14 @@ import numpy as np
 from vllm_omni_ext.connectors.chunks import ALL, Chunk, ChunkSchedule, ChunkWriter
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.modalities.chunks import AudioChunk
-from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerChunk, TalkerPrompt
-from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, PromptSegments, SpecialIds, talker_prompt
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import (
+    HEADER,
+    PromptSegments,
+    SpecialIds,
+    TalkerChunk,
+    TalkerPrompt,
+    talker_prompt,
+)
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV, VocoderStream, VoiceError
 from vllm_omni_ext.plugins.flow import Action, Emit, Extend, Fail, Finished, Forward, Open, Produced, Recompute
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError

@@ -10,9 +10,6 @@ from transformers import PretrainedConfig
 
 from vllm_omni_ext.errors import ConfigError
 
-TALKER_ARCHITECTURE = "Qwen3OmniTalker"
-CODE2WAV_ARCHITECTURE = "Qwen3OmniCode2Wav"
-
 CODE2WAV_POSITION_LIMIT = 1 << 24
 """Upper bound for `max_model_len` of the vocoder stage, in codes. The network itself has no limit (its attention window
 slides); the bound only keeps vLLM from refusing the launcher's `max_model_len`."""
@@ -28,7 +25,7 @@ def talker(config: PretrainedConfig) -> PretrainedConfig:
     part = _part(config, "talker_config")
     if part is None:
         return config
-    part.architectures = [TALKER_ARCHITECTURE]
+    part.architectures = ["Qwen3OmniTalker"]
     part.model_type = "qwen3_omni_talker"
     part.thinker_vocab_size = config.thinker_config.text_config.vocab_size
     # Transformers always interleaves the talker's M-RoPE sections; the released config has no field for this.
@@ -44,7 +41,7 @@ def code2wav(config: PretrainedConfig) -> PretrainedConfig:
     part = _part(config, "code2wav_config")
     if part is None:
         return config
-    part.architectures = [CODE2WAV_ARCHITECTURE]
+    part.architectures = ["Qwen3OmniCode2Wav"]
     part.model_type = "qwen3_omni_code2wav"
     part.vocab_size = part.codebook_size
     part.max_position_embeddings = CODE2WAV_POSITION_LIMIT

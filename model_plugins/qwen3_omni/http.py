@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER
-from vllm_omni_ext.model_plugins.qwen3_omni.read_aloud import rendered
-from vllm_omni_ext.model_plugins.qwen3_omni.runtime import SAMPLE_RATE_HZ
+from vllm_omni_ext.model_plugins.qwen3_omni.runtime import MOST_SPEECH_TOKENS, SAMPLE_RATE_HZ, ReadAloud, too_long
 from vllm_omni_ext.plugins.http import SPEECH, HttpSurface, OmniServer
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
+
+OPENING = "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
+"""The talker was trained on conversations: an empty user turn keeps their form without adding words."""
+
+CHARACTERS = 4096
+"""A longer text is tokenized in pieces of this many characters, until it is certainly too long."""
+
+CERTAIN = 2
+"""Tokenization stops when the pieces together have more than this many times the limit in tokens. Tokens that would
+cross the borders between pieces cannot make up for that."""
 
 ONLY_SPEED = 1.0
 ANY_LANGUAGE = "auto"
@@ -36,8 +44,7 @@ class Qwen3OmniHttp(HttpSurface):
             RequestError: the text is empty, or the body contains a value that the talker cannot follow.
         """
         refuse_others(body)
-        found = await rendered(body.input, server)
-        return replace(found, input_tokens=len(found.data.reply))
+        return await rendered(body.input, server)
 
 
 def refuse_others(body: Any) -> None:
@@ -57,3 +64,30 @@ def refuse_others(body: Any) -> None:
         raise RequestError(
             f"language: is read from the text; leave it out or say '{ANY_LANGUAGE}'", parameter="language"
         )
+
+
+async def rendered(text: str, server: OmniServer) -> Rendered:
+    """Return a request to read a text out word for word. Marks of the chat format in it are plain characters.
+
+    Raises:
+        RequestError: the text is empty or too long.
+    """
+    if not text.strip():
+        raise RequestError("input: there is nothing to read out", parameter="input")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError("input: must be text; it has half of a surrogate pair in it", parameter="input") from error
+    await _refuse_long(text, server)
+    prompt = await server.tokenize(OPENING)
+    reply = await server.tokenize(text, special=False)
+    return Rendered(data=ReadAloud(prompt=prompt, reply=reply), input_tokens=len(reply))
+
+
+async def _refuse_long(text: str, server: OmniServer) -> None:
+    """Refuse a text that is certainly too long before all of it is tokenized; the plan refuses the others."""
+    tokens, most = 0, server.capabilities.card[MOST_SPEECH_TOKENS]
+    for start in range(0, max(0, len(text) - CHARACTERS), CHARACTERS):
+        tokens += len(await server.tokenize(text[start : start + CHARACTERS], special=False))
+        if tokens > CERTAIN * most:
+            raise too_long(f"{len(text)} characters", most)

@@ -1,4 +1,4 @@
-"""The talker's prompt and text track, from token ids alone. Pure.
+"""The talker's prompt and text track, from token ids alone, and the messages that carry them. Pure.
 
 Source: Transformers' `Qwen3OmniMoeForConditionalGeneration.generate` (`_get_talker_user_parts`,
 `_get_talker_assistant_parts`). All user segments are kept, system and earlier assistant segments dropped; the last
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 MULTIMODAL = -1  # text id of a position whose input is a hidden state
 NO_CODEC = -1  # codec id of a position without one
@@ -132,3 +134,33 @@ def talker_prompt(
     codec += [ids.codec_nothink, ids.codec_think_bos, ids.codec_think_eos, ids.speakers[voice]]
     codec += [ids.codec_pad, ids.codec_bos]
     return text, codec
+
+
+class TalkerPrompt(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prompt"):
+    """The message that opens a request in the talker.
+
+    Attributes:
+        text: text ids of the known prompt positions (MULTIMODAL where the input is a hidden state).
+        codec: codec ids of all prompt positions (NO_CODEC where there is none).
+        fill: text id that is the input after the end of the track.
+        track: text ids that are added to the frames, one per step.
+        positions: int32 M-RoPE positions [3, prompt length], row-major, of a multimodal prompt.
+        frames: frames that were made on another replica, each of `code groups` codes.
+    """
+
+    text: list[int]
+    codec: list[int]
+    fill: int
+    track: list[int] = []
+    positions: bytes | None = None
+    frames: list[list[int]] = []
+
+
+class TalkerChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="chunk"):
+    """More input for an open request: `text` ids of the missing part of its prompt, then `track` ids."""
+
+    text: tuple[int, ...] = ()
+    track: tuple[int, ...] = ()
+
+
+TalkerPayload = TalkerPrompt | TalkerChunk

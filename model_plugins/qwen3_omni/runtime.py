@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER, THINKER, ReadAloudFlow, SpeechFlow, SpeechPlan
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, PADS, PromptSegments, SpecialIds, find_parts
-from vllm_omni_ext.model_plugins.qwen3_omni.read_aloud import MOST_SPEECH_TOKENS, ReadAloud, too_long
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV
 from vllm_omni_ext.plugins.flow import ForwardFlow
 from vllm_omni_ext.plugins.runtime import Capabilities, Planned, Rendered, RequestOptions, RuntimeContext
@@ -24,6 +24,9 @@ from vllm_omni_ext.wire.stage_input import EXPORT
 SAMPLE_RATE_HZ = 24_000  # the vocoder's output rate; the public config has no field for it
 PREFERRED_VOICE = "ethan"  # Transformers' default speaker
 TALKER_TAIL = HEADER + PADS + 2  # talker prompt positions after the user segments
+
+MOST_SPEECH_TOKENS = "max_speech_tokens"
+"""Entry of the model's card: length in tokens of the longest text that can be read out."""
 
 
 VOICE = "voice"
@@ -34,6 +37,19 @@ OPENAI_VOICES = {
     **dict.fromkeys(("ballad", "fable", "verse"), "aiden"),
 }
 """OpenAI's names of voices, for clients that send only these: each stands for a speaker of the released checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadAloud:
+    """A text to read out, in `Rendered.data`.
+
+    Attributes:
+        prompt: ids of a conversation that ends before the reply.
+        reply: ids of the text.
+    """
+
+    prompt: list[int]
+    reply: list[int]
 
 
 class Fields(BaseModel):
@@ -213,6 +229,15 @@ class Qwen3OmniRuntime:
             self._positions = _position_model(self._config)
         thinker, _ = self._positions.get_mrope_input_positions(list(request.prompt), list(request.features))
         return join_segments(thinker.numpy(), parts.user, TALKER_TAIL)
+
+
+def too_long(length: str, frames: int) -> RequestError:
+    """Return the error for a text that is too long."""
+    return RequestError(
+        f"input: {length} are too many: every token takes a frame at least, and there is room for {frames}; "
+        "send the text in several requests",
+        parameter="input",
+    )
 
 
 def join_segments(positions: np.ndarray, segments: Sequence[tuple[int, int]], tail: int) -> bytes:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,47 +23,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_omni_ext.engine.input_provider import Span
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import Draw
-from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerChunk, TalkerPayload, TalkerPrompt
-from vllm_omni_ext.model_plugins.qwen3_omni.prompt import NO_CODEC
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import NO_CODEC, TalkerChunk, TalkerPayload, TalkerPrompt
+
+if TYPE_CHECKING:
+    from vllm_omni_ext.model_plugins.qwen3_omni.talker import Qwen3OmniTalker
 
 FIRST_FRAMES = 64  # initial capacity of a request in frames; the capacity doubles when it is full
-
-
-class Predictor(Protocol):
-    """The code predictor as the input provider uses it."""
-
-    groups: int
-
-    def frame_rows(self, codes: Tensor) -> Tensor:
-        """Return the sum of the embeddings of residual codes [n, groups - 1]: [n, hidden]."""
-
-
-class Frames(Protocol):
-    """Completes frames: see `frames.FrameMaker.make`."""
-
-    def make(self, hidden: Tensor, live: Sequence[int], first: Sequence[int], draws: Sequence[Draw]) -> Tensor:
-        """Return frames int32 [n, groups] on the host."""
-
-
-class TalkerWeights(Protocol):
-    """The model as the input provider uses it."""
-
-    text_table: Tensor  # [thinker vocabulary, hidden]
-    codec_eos: int
-
-    @property
-    def code_predictor(self) -> Predictor:
-        """The code predictor, with the tables of residual codes."""
-
-    @property
-    def frames(self) -> Frames:
-        """Completes the frames of a step."""
-
-    def codec_rows(self, ids: Tensor) -> Tensor:
-        """Return codec embeddings of first-group codes."""
-
-    def project_hidden(self, rows: Tensor) -> Tensor:
-        """Return the hidden_projection of thinker hidden states [n, thinker hidden]."""
 
 
 @dataclass
@@ -102,7 +67,7 @@ class TalkerInputProvider:
 
     payloads = TalkerPayload
 
-    def __init__(self, model: TalkerWeights, *, device: torch.device) -> None:
+    def __init__(self, model: Qwen3OmniTalker, *, device: torch.device) -> None:
         self._model = model
         self._groups = model.code_predictor.groups
         self._device = device
@@ -232,5 +197,4 @@ class TalkerInputProvider:
 
 
 def _positions_from(data: bytes) -> Tensor:
-    flat = torch.frombuffer(bytearray(data), dtype=torch.int32).long()
-    return flat.view(3, -1)
+    return torch.frombuffer(bytearray(data), dtype=torch.int32).long().view(3, -1)

@@ -233,11 +233,8 @@ class Vocoder(nn.Module):
         return list(waves.unbind(0))
 
     def _pass(self, codes: Tensor, flat: Tensor, positions: Tensor, filled: Filled) -> Tensor:
-        """One pass in the sense of `vocoder_graphs.Pass`."""
-        return self._run(codes, Carry(flat, positions, dict(zip(self._upsamplers, filled, strict=True))))
-
-    def _run(self, codes: Tensor, carry: Carry) -> Tensor:
-        """`[B, T, groups]` codes -> `[B, samples]` float32."""
+        """One pass in the sense of `vocoder_graphs.Pass`: `[B, T, groups]` codes -> `[B, samples]` float32."""
+        carry = Carry(flat, positions, dict(zip(self._upsamplers, filled, strict=True)))
         offsets = torch.arange(self.groups, device=codes.device) * self.codebook_size
         x = self.code_embedding(codes + offsets).mean(2)
         x = self.pre_transformer(x, carry).transpose(1, 2)

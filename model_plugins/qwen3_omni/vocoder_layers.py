@@ -190,19 +190,6 @@ class DecoderBlock(nn.Module):
         return x
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 for every dtype of the input."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., dim]` -> the same shape and dtype."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 class LayerScale(nn.Module):
     """A learnt weight per channel."""
 
@@ -310,8 +297,8 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.self_attn = WindowAttention(config)
         self.mlp = GatedMlp(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn_layer_scale = LayerScale(config.hidden_size)
         self.mlp_layer_scale = LayerScale(config.hidden_size)
 
@@ -327,7 +314,7 @@ class WindowTransformer(nn.Module):
     def __init__(self, config: PretrainedConfig):
         super().__init__()
         self.layers = nn.ModuleList([TransformerLayer(config) for _ in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.window = config.sliding_window
         self.head_dim = attention_head_dim(config)
         self.theta = rope_theta(config)

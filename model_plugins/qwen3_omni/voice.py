@@ -19,7 +19,7 @@ POOLING_TASK: Literal["token_embed"] = "token_embed"
 this task reads no prefix cache and leaves the output as the pooler returns it, on both runners."""
 
 MOST_NEW = 64
-"""Frames that are kept as they came; storing that many takes a fraction of a millisecond."""
+"""Steps whose frames are kept as they came; storing that many takes a fraction of a millisecond."""
 
 FIRST_BESIDE_OTHERS = 2
 """Frames of the first part while the talker has other requests. One is played in 57 ms, and on a busy machine the next
@@ -29,54 +29,30 @@ Frames = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class FrameLog:
-    """The frames of a reply, in a growing array."""
+    """The frames of a reply."""
 
     def __init__(self) -> None:
         self.count = 0
         self._rows: Frames = np.zeros((0, 0), np.int64)
-        self._stored = 0
-        # Frames after those in `_rows`: first those that were read, then tensors. Each is read once, for a part.
-        self._read: list[list[int]] = []
         self._new: list[Any] = []
 
     def add(self, frames: Any) -> None:
         """Append frames, integers [n, groups]."""
         self._new.append(frames)
         self.count += int(frames.shape[0])  # `len` of a tensor takes several calls of Python functions
-        if self.count - self._stored >= MOST_NEW:
+        if len(self._new) >= MOST_NEW:
             self._store()
-
-    def ids(self, start: int, stop: int) -> list[int]:
-        """Return the ids of frames `start` to `stop`, frame by frame."""
-        before = self._stored
-        if start < before:
-            return self.between(start, stop).ravel().tolist()
-        self._read_new()
-        return [each for frame in self._read[start - before : stop - before] for each in frame]
 
     def between(self, start: int, stop: int) -> Frames:
         """Return frames `start` to `stop`, [stop - start, groups]: a view of rows that never change again."""
-        if stop > self._stored:
+        if self._new:
             self._store()
         return self._rows[start:stop]
 
-    def _read_new(self) -> None:
-        for frames in self._new:
-            self._read += frames.tolist()
-        self._new.clear()
-
     def _store(self) -> None:
-        self._read_new()
-        if not self._read:
-            return
-        if self.count > len(self._rows):
-            grown = np.zeros((2 * self.count, len(self._read[0])), np.int64)
-            if self._stored:
-                grown[: self._stored] = self._rows[: self._stored]
-            self._rows = grown
-        self._rows[self._stored : self.count] = self._read
-        self._stored = self.count
-        self._read.clear()
+        new = [np.asarray(frames, np.int64) for frames in self._new]
+        self._rows = np.concatenate([self._rows, *new] if len(self._rows) else new)
+        self._new.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +125,7 @@ class VocoderStream:
     def _submit(self, start: int, due: float | None) -> Submit:
         part, self._next = self._next, self._next + 1
         self._pending.append(_Pending(part, start, self._submitted, self._closed))
-        prompt = self.frames.ids(start, self._submitted)
+        prompt = self.frames.between(start, self._submitted).ravel().tolist()
         return Submit(stage=CODE2WAV, part=part, prompt=prompt, pooling_task=POOLING_TASK, last=self._closed, due=due)
 
     def receive(self, event: Produced) -> Piece | None:

@@ -138,8 +138,8 @@ def test_one_bad_request_does_not_disturb_the_others(
 def test_a_dummy_batch_runs_one_short_pass(model: Qwen3OmniCode2Wav, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[tuple[int, ...]] = []
     vocoder = model.pooler.vocoder
-    run = vocoder._run
-    monkeypatch.setattr(vocoder, "_run", lambda c, carry: passes.append(tuple(c.shape)) or run(c, carry))
+    run = vocoder._pass
+    monkeypatch.setattr(vocoder, "_pass", lambda codes, *rest: passes.append(tuple(codes.shape)) or run(codes, *rest))
     dummy = PoolingParams(task=POOLING_TASK)
     assert [len(wave) for wave in pool(model, [[0] * 65537, [7] * 3], [dummy, dummy])] == [0, 0]
     assert passes == [(1, code2wav.WARM_UP_FRAMES, 4)]
@@ -159,8 +159,8 @@ def test_warming_up_leaves_no_stream_open() -> None:
     model = empty_model()
     model.load_weights(CHECKPOINT.items())
     vocoder, shapes = model.pooler.vocoder, list[tuple[int, ...]]()
-    run = vocoder._run
-    vocoder._run = lambda codes, carry: shapes.append(tuple(codes.shape)) or run(codes, carry)
+    run = vocoder._pass
+    vocoder._pass = lambda codes, *rest: shapes.append(tuple(codes.shape)) or run(codes, *rest)
     model.warm_up()
     assert shapes == [(1, 1, 4), (1, 2, 4)]
     assert (len(model.pooler.streams), model.pooler.streams.frames) == (0, 0)

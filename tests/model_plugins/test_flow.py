@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.flow import (
     SpeechFlow,
     SpeechPlan,
 )
-from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerChunk, TalkerPrompt
-from vllm_omni_ext.model_plugins.qwen3_omni.prompt import find_parts, talker_prompt
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import TalkerChunk, TalkerPrompt, find_parts, talker_prompt
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV, MOST_NEW, FrameLog
 from vllm_omni_ext.plugins.flow import (
     Action,
@@ -485,9 +484,7 @@ def test_without_a_rate_parts_have_no_time() -> None:
 # -- frames of a reply ---------------------------------------------------------------------------------
 
 GROUPS = 3
-CALLS = st.lists(
-    st.tuples(st.sampled_from(["add", "ids", "between"]), st.integers(0, 40), st.floats(0, 1)), max_size=60
-)
+CALLS = st.lists(st.tuples(st.sampled_from(["add", "between"]), st.integers(0, 40), st.floats(0, 1)), max_size=60)
 
 
 @pytest.mark.parametrize("tensor", [True, False])
@@ -504,10 +501,7 @@ def test_frames_are_those_that_were_added(calls: list[tuple[str, int, float]], t
         else:
             start = int(where * len(added))
             stop = min(len(added), start + count)
-            if call == "ids":
-                assert log.ids(start, stop) == list(chain.from_iterable(added[start:stop]))
-            else:
-                views.append((start, stop, log.between(start, stop)))
+            views.append((start, stop, log.between(start, stop)))
         assert log.count == len(added)
     for start, stop, view in views:  # later frames have not changed earlier views
         assert view.tolist() == added[start:stop]
@@ -519,6 +513,6 @@ def test_frames_are_stored_from_time_to_time(read: bool) -> None:
     for number in range(3 * MOST_NEW + 1):
         log.add(torch.full((1, GROUPS), number))
         if read:
-            assert log.ids(number, number + 1) == [number] * GROUPS
-        assert len(log._new) < MOST_NEW and len(log._read) <= MOST_NEW
-    assert log.ids(0, log.count) == [number for number in range(log.count) for _ in range(GROUPS)]
+            assert log.between(number, number + 1).tolist() == [[number] * GROUPS]
+        assert len(log._new) < MOST_NEW
+    assert log.between(0, log.count).tolist() == [[number] * GROUPS for number in range(log.count)]

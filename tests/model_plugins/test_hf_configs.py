@@ -35,12 +35,12 @@ def test_a_checkpoint_without_sound_is_refused(tiny: Path, override) -> None:
 def test_each_stage_gets_its_part_of_the_config(tiny: Path) -> None:
     whole = AutoConfig.from_pretrained(tiny)
     part = hf_configs.talker(whole)
-    assert part.architectures == [hf_configs.TALKER_ARCHITECTURE]
+    assert part.architectures == ["Qwen3OmniTalker"]
     assert part.thinker_vocab_size == whole.thinker_config.text_config.vocab_size
     assert part.tts_pad_token_id == whole.tts_pad_token_id
     assert part.get_text_config() is part.text_config
     part = hf_configs.code2wav(whole)
-    assert pickle.loads(pickle.dumps(part)).architectures == part.architectures == [hf_configs.CODE2WAV_ARCHITECTURE]
+    assert pickle.loads(pickle.dumps(part)).architectures == part.architectures == ["Qwen3OmniCode2Wav"]
     assert part.vocab_size == part.codebook_size
 
 
@@ -49,5 +49,5 @@ def test_both_architectures_are_registered_once_and_lazily() -> None:
 
     register()
     register()
-    assert set(model_classes(FAMILY)) == {hf_configs.TALKER_ARCHITECTURE, hf_configs.CODE2WAV_ARCHITECTURE}
+    assert set(model_classes(FAMILY)) == {"Qwen3OmniTalker", "Qwen3OmniCode2Wav"}
     assert set(model_classes(FAMILY)) <= set(ModelRegistry.get_supported_archs())

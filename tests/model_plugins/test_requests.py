@@ -18,10 +18,15 @@ from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.model_plugins.qwen3_omni.family import QWEN3_OMNI
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import ReadAloudFlow, SpeechFlow
-from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerPrompt
-from vllm_omni_ext.model_plugins.qwen3_omni.prompt import SpecialIds
-from vllm_omni_ext.model_plugins.qwen3_omni.read_aloud import MOST_SPEECH_TOKENS, OPENING, ReadAloud, rendered
-from vllm_omni_ext.model_plugins.qwen3_omni.runtime import OPENAI_VOICES, Qwen3OmniRuntime, join_segments
+from vllm_omni_ext.model_plugins.qwen3_omni.http import OPENING, rendered
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import SpecialIds, TalkerPrompt
+from vllm_omni_ext.model_plugins.qwen3_omni.runtime import (
+    MOST_SPEECH_TOKENS,
+    OPENAI_VOICES,
+    Qwen3OmniRuntime,
+    ReadAloud,
+    join_segments,
+)
 from vllm_omni_ext.plugins.flow import ForwardFlow, Open, Produced
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions, RuntimeContext
 

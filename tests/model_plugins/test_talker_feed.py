@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_omni_ext.engine.input_provider import Span
-from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerChunk, TalkerPrompt
-from vllm_omni_ext.model_plugins.qwen3_omni.prompt import MULTIMODAL, NO_CODEC
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import MULTIMODAL, NO_CODEC, TalkerChunk, TalkerPrompt
 from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import FIRST_FRAMES, TalkerInputProvider
 
 HIDDEN, VOCAB, CODES, GROUPS, EOS, FILL = 3, 20, 10, 4, 9, 19

@@ -95,8 +95,8 @@ def test_streams_of_any_lengths_in_one_call_equal_unchunked(data: st.DataObject)
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Streams, frames and groups of each pass."""
-    found, run = list[tuple[int, ...]](), Vocoder._run
-    monkeypatch.setattr(Vocoder, "_run", lambda self, c, carry: found.append(tuple(c.shape)) or run(self, c, carry))
+    found, run = list[tuple[int, ...]](), Vocoder._pass
+    monkeypatch.setattr(Vocoder, "_pass", lambda self, c, *rest: found.append(tuple(c.shape)) or run(self, c, *rest))
     return found
 
 

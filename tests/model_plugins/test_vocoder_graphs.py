@@ -64,7 +64,7 @@ def test_streams_in_any_parts_and_any_batch_equal_unchunked(recorded, cuts: list
 
 def test_nothing_is_computed_outside_of_the_graphs(recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     vocoder, tape = recorded
-    monkeypatch.setattr(vocoder, "_run", None)
+    monkeypatch.setattr(vocoder, "_pass", None)
     before = tape.repeated
     codes = [random_codes(SMALL.config, frames, seed=frames) for frames in (1 + 25 + 8 + 2, 1 + 25 + 8 + 2)]
     states = [vocoder.new_state() for _ in codes]

@@ -10,7 +10,7 @@ import pytest
 from vllm import LLM, SamplingParams
 
 from vllm_omni_ext.errors import RequestFailed
-from vllm_omni_ext.model_plugins.qwen3_omni.read_aloud import rendered
+from vllm_omni_ext.model_plugins.qwen3_omni.http import rendered
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.serving.served import Server
 

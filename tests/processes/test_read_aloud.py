@@ -14,7 +14,7 @@ from vllm import SamplingParams
 
 from tests.support.oracle import Oracle
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.model_plugins.qwen3_omni.read_aloud import rendered
+from vllm_omni_ext.model_plugins.qwen3_omni.http import rendered
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.serving.served import Server
 

@@ -17,8 +17,7 @@ from dev.training.tiny_omni.vocoder import Lexicon
 from dev.training.tiny_omni.words import ids_of, world_vocabulary
 from dev.training.tiny_omni.world import FRAME, VOICES, WORDS
 from vllm_omni_ext.engine.input_provider import Span
-from vllm_omni_ext.model_plugins.qwen3_omni.payloads import TalkerPrompt
-from vllm_omni_ext.model_plugins.qwen3_omni.prompt import MULTIMODAL, SpecialIds
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import MULTIMODAL, SpecialIds, TalkerPrompt
 from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerInputProvider
 
 GROUPS = whole.TRAINED.num_code_groups
