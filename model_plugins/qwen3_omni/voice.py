@@ -152,5 +152,5 @@ class VocoderStream:
         if self._playing_since is None:
             self._playing_since = event.at
         if self._playback is not None:
-            self._playback.hear((count - known) / self._sample_rate, pending.stop, event.at)
+            self._playback.delivered((count - known) / self._sample_rate, pending.stop, event.at)
         return Piece(new, pending.stop, pending.last)

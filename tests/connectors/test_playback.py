@@ -15,7 +15,7 @@ def test_a_part_is_due_when_the_parts_before_it_have_been_played() -> None:
     playback = Playback(RATE)
     assert playback.due(0, 7.0) == 7.0
     assert playback.due(1, 7.1) == pytest.approx(7.08), "as if the first part had been played at once"
-    playback.hear(0.057, 1, 7.2)
+    playback.delivered(0.057, 1, 7.2)
     assert playback.due(1, 7.2) == pytest.approx(7.257)
     assert playback.due(3, 7.2) == pytest.approx(7.257 + 2 / RATE), "parts that are on their way count too"
 
@@ -23,7 +23,7 @@ def test_a_part_is_due_when_the_parts_before_it_have_been_played() -> None:
 def test_a_stream_that_begins_again_is_due_at_the_end_of_its_sound() -> None:
     playback = Playback(RATE)
     playback.due(0, 0.0)
-    playback.hear(0.08, 1, 0.1)
+    playback.delivered(0.08, 1, 0.1)
     assert playback.due(26, 0.1) == pytest.approx(0.18 + 2.0)
     assert playback.again() == pytest.approx(0.18)
     assert playback.due(1, 0.2) == pytest.approx(0.18)
@@ -39,7 +39,7 @@ def test_parts_of_a_stream_are_due_in_their_order(steps: list[tuple[float, int, 
         assert due >= last
         last, sent = due, sent + items
         if answered:
-            playback.hear((sent - heard) / RATE, sent, now)
+            playback.delivered((sent - heard) / RATE, sent, now)
             heard = sent
     again = playback.again()
     assert playback.due(sent, now) >= again
@@ -52,6 +52,6 @@ def test_the_next_part_is_due_when_a_listener_in_real_time_has_played_all(pieces
     for gap, count in pieces:
         now += gap
         items += count
-        playback.hear(count / RATE, items, now)
+        playback.delivered(count / RATE, items, now)
         played_to = max(now, now if played_to is None else played_to) + count / RATE
         assert playback.due(items, now) == pytest.approx(played_to)

@@ -17,7 +17,7 @@ def pulls() -> PendingTransfers:
 
 
 def test_a_successful_transfer_is_settled_by_the_answer(pulls: PendingTransfers) -> None:
-    pulls.ask([A], 1)
+    pulls.queried([A], 1)
     assert pulls.waits(A)
     assert pulls.arrived(A, 12.5) == 2.5
     assert not pulls.waits(A)
@@ -26,7 +26,7 @@ def test_a_successful_transfer_is_settled_by_the_answer(pulls: PendingTransfers)
 
 
 def test_a_failed_transfer_is_not_settled_before_every_worker_has_answered(pulls: PendingTransfers) -> None:
-    pulls.ask([A], 2)
+    pulls.queried([A], 2)
     pulls.failed(A)
     assert pulls.settle([A]) == ([], [])
     assert pulls.answer([A]) == ([], [])
@@ -36,7 +36,7 @@ def test_a_failed_transfer_is_not_settled_before_every_worker_has_answered(pulls
 
 
 def test_an_answer_does_not_settle_a_transfer_whose_request_waits(pulls: PendingTransfers) -> None:
-    pulls.ask([A], 1)
+    pulls.queried([A], 1)
     assert pulls.answer([A]) == ([], [])
     assert pulls.waits(A)
 
@@ -48,7 +48,7 @@ def test_transfer_that_was_never_requested_is_settled_at_once(pulls: PendingTran
 
 def test_answer_settles_no_other_transfer(pulls: PendingTransfers) -> None:
     pulls.begin(B, 11.0)
-    pulls.ask([A, B, ("unknown", "3")], 1)
+    pulls.queried([A, B, ("unknown", "3")], 1)
     pulls.arrived(B, 12.0)
     assert pulls.answer([B, ("unknown", "3")]) == ([B], [])
     assert pulls.waits(A)

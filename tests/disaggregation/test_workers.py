@@ -27,9 +27,8 @@ from tests.support.loop_clock import stopped_clock
 from vllm_omni_ext.disaggregation import bootstrap, decode_worker
 from vllm_omni_ext.disaggregation.bootstrap import Bootstrap, TransferEndpoint
 from vllm_omni_ext.disaggregation.decode_worker import ReceiveMixin
-from vllm_omni_ext.disaggregation.mooncake_connector import OmniMooncakeWorker
+from vllm_omni_ext.disaggregation.mooncake_connector import WAITED, OmniMooncakeWorker, TransferStats
 from vllm_omni_ext.disaggregation.prefill_worker import SendMixin
-from vllm_omni_ext.disaggregation.transfer_stats import WAITED, TransferStats
 
 Status = MooncakeXferResponseStatus
 
@@ -163,7 +162,7 @@ async def begin(receiver: Receiver, wanted: dict[str, PullReqMeta], monkeypatch:
 
     monkeypatch.setattr(MooncakeConnectorWorker, "_start_load_kv", nothing)
     await receiver._start_load_kv({"e": wanted})
-    receiver._pulls.ask([decode_worker._transfer(meta) for meta in wanted.values()], 1)
+    receiver._pulls.queried([decode_worker._transfer(meta) for meta in wanted.values()], 1)
 
 
 async def test_a_request_that_has_its_blocks_does_not_fail_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +223,7 @@ async def test_a_transfer_between_sizes_that_do_not_match_fails(monkeypatch: pyt
 
     receiver, wanted = Receiver(), metas("a")
     await begin(receiver, wanted, monkeypatch)
-    receiver._pulls.ask([("a", "ta")], 0)
+    receiver._pulls.queried([("a", "ta")], 0)
     monkeypatch.setattr(MooncakeConnectorWorker, "receive_kv", refuse)
     with stopped_clock() as advance:
         receiver.receive_kv("e", wanted)

@@ -1,4 +1,4 @@
-"""Times at which a listener that plays a stream while it arrives has no items left. Pure: no clock."""
+"""Estimates when the buffer of a player in real time runs empty. Pure: no clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Playback:
     def __init__(self, rate: float) -> None:
         self._rate = rate
         self._dry_at: float | None = None
-        self._heard = 0
+        self._delivered = 0
         self._due = 0.0
 
     def due(self, start: int, at: float) -> float:
@@ -25,7 +25,7 @@ class Playback:
         left, and before all others. A later part is never due before an earlier one, since they must stay in order.
         """
         self._dry_at = at if self._dry_at is None else self._dry_at
-        self._due = max(self._due, self._dry_at + (start - self._heard) / self._rate)
+        self._due = max(self._due, self._dry_at + (start - self._delivered) / self._rate)
         return self._due
 
     def again(self) -> float:
@@ -33,7 +33,7 @@ class Playback:
         self._due = self._dry_at or 0.0
         return self._due
 
-    def hear(self, seconds: float, items: int, at: float) -> None:
+    def delivered(self, seconds: float, items: int, at: float) -> None:
         """Record that the listener received `seconds` more at time `at`, and has received `items` items in all."""
         self._dry_at = max(at, self._dry_at or at) + seconds
-        self._heard = items
+        self._delivered = items

@@ -8,23 +8,13 @@ worker reports that no write can follow.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from vllm_omni_ext.disaggregation.pending_transfers import Transfer
-
-
-class Pool(Protocol):
-    """The part of vLLM's `BlockPool` that is used."""
-
-    def touch(self, blocks: Sequence[Any]) -> None:
-        """Add one reference to each block."""
-
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """Drop one reference to each block."""
 
 
 @dataclass
@@ -44,33 +34,26 @@ class BlockHold:
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._pool: Pool | None = None
+        self._pool: Any = None
         self._held: dict[Transfer, list[Any]] = {}
-        self._said: Counter[Transfer] = Counter()
+        self._reports: Counter[Transfer] = Counter()
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    @property
-    def blocks(self) -> int:
-        """Number of held blocks."""
-        return sum(map(len, self._held.values()))
-
-    def bind(self, pool: Pool) -> None:
-        """Set the pool to which the blocks belong."""
+    def bind(self, pool: Any) -> None:
+        """Set vLLM's `BlockPool` to which the blocks belong."""
         self._pool = pool
 
     def hold(self, transfer: Transfer, blocks: Sequence[Any]) -> None:
         """Hold the target blocks of a transfer."""
-        assert self._pool is not None
         self._pool.touch(blocks)
         self._held.setdefault(transfer, []).extend(blocks)
 
     def settle(self, counts: Mapping[Transfer, int]) -> None:
         """Count the workers' reports; free the blocks of transfers that all workers have reported."""
-        assert self._pool is not None
-        self._said.update(counts)
+        self._reports.update(counts)
         for transfer in counts:
-            if self._said[transfer] >= self._workers:
-                del self._said[transfer]
+            if self._reports[transfer] >= self._workers:
+                del self._reports[transfer]
                 self._pool.free_blocks(reversed(self._held.pop(transfer, [])))

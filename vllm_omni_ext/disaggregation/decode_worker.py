@@ -37,7 +37,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
         self._timeout_s = timeout_s
         self._pulls = PendingTransfers()
         self._settled: SimpleQueue[Transfer] = SimpleQueue()
-        self._lines: PeerLiveness | None = None
+        self._liveness: PeerLiveness | None = None
         # Makes vLLM report failures by request instead of by block: it must not recompute into abandoned blocks.
         self._is_hma_required = True
 
@@ -46,10 +46,10 @@ class ReceiveMixin(MooncakeConnectorWorker):
         counts = Counter(self._settled.get() for _ in range(self._settled.qsize()))
         return Settled(counts) if counts else None
 
-    def hang_up(self) -> None:
+    def close_connections(self) -> None:
         """Close all connections of `PeerLiveness`; its tasks must have ended."""
-        if self._lines is not None:
-            self._lines.close()
+        if self._liveness is not None:
+            self._liveness.close()
 
     async def _start_load_kv(self, reqs_to_recv: dict[str, Metas]) -> None:
         loop = asyncio.get_running_loop()
@@ -57,7 +57,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
             for meta in metas.values():
                 if any(meta.local_block_ids):
                     self._pulls.begin(_transfer(meta), time.monotonic())
-            loop.call_later(self._timeout_s, self._give_up, metas)
+            loop.call_later(self._timeout_s, self._time_out, metas)
         await super()._start_load_kv(reqs_to_recv)
 
     async def handle_new_engine_id(self, remote_engine_id: str, pull_metas: Metas) -> None:
@@ -74,19 +74,19 @@ class ReceiveMixin(MooncakeConnectorWorker):
             super().receive_kv(remote_engine_id, wanted)
         except (AssertionError, KeyError) as error:  # sizes that do not match, or a worker that is not registered yet
             self._remote_agents.pop(remote_engine_id, None)
-            self._handle_failed_recv(wanted, list(wanted), f"{remote_engine_id} cannot be asked: {error!r}")
+            self._handle_failed_recv(wanted, list(wanted), f"{remote_engine_id} cannot be queried: {error!r}")
         else:
             for meta in wanted.values():
-                self._pulls.ask([_transfer(meta)], meta.pull_tasks_count)
+                self._pulls.queried([_transfer(meta)], meta.pull_tasks_count)
         self._report(self._pulls.settle(transfers))
 
     async def receive_kv_from_single_worker(self, worker_addr: str, pull_metas: Metas) -> None:
         """Pull from one worker. Wait without a limit until it has answered for all requests or has ended."""
         transfers = _transfers(pull_metas)
-        if self._lines is None:
-            self._lines = PeerLiveness()
+        if self._liveness is None:
+            self._liveness = PeerLiveness()
         transfer = asyncio.create_task(super().receive_kv_from_single_worker(worker_addr, pull_metas))
-        gone = self._lines.gone(worker_addr)
+        gone = self._liveness.gone(worker_addr)
         await asyncio.wait((transfer, gone), return_when=asyncio.FIRST_COMPLETED)
         if not transfer.done():
             transfer.cancel()
@@ -98,7 +98,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
     def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: Metas) -> None:
         """Handle one of the answers of a prefill worker."""
         # A request that has failed was reported then; blocks that arrive later change nothing.
-        response.ok_reqs = [name for name in response.ok_reqs or () if self._concerns(pull_metas.get(name))]
+        response.ok_reqs = [name for name in response.ok_reqs or () if self._waits_for(pull_metas.get(name))]
         arrived = [pull_metas[name] for name in response.ok_reqs]
         super().process_pulling_result(response, pull_metas)
         for meta in arrived:
@@ -108,7 +108,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
 
     def _handle_failed_recv(self, pull_metas: Metas, req_ids: Collection[str], reason: str) -> None:
         # Only requests that still wait for blocks: reporting one whose blocks have arrived would crash the engine.
-        waiting = {name: pull_metas[name] for name in req_ids if self._concerns(pull_metas.get(name))}
+        waiting = {name: pull_metas[name] for name in req_ids if self._waits_for(pull_metas.get(name))}
         for meta in waiting.values():
             meta.pull_tasks_count = min(meta.pull_tasks_count, 1)  # the first failure is the request's failure
         super()._handle_failed_recv(dict(waiting), list(waiting), reason)
@@ -117,12 +117,12 @@ class ReceiveMixin(MooncakeConnectorWorker):
                 self._pulls.failed(transfer)
         self.news.set()
 
-    def _concerns(self, meta: PullReqMeta | None) -> bool:
+    def _waits_for(self, meta: PullReqMeta | None) -> bool:
         if meta is None:
             return False
         return not any(meta.local_block_ids) or self._pulls.waits(_transfer(meta))
 
-    def _give_up(self, metas: Metas) -> None:
+    def _time_out(self, metas: Metas) -> None:
         late = [name for name, meta in metas.items() if self._pulls.waits(_transfer(meta))]
         if late:
             self._handle_failed_recv(metas, late, f"no blocks within {self._timeout_s:g} s")

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,16 +29,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+    MooncakeConnector,
+    MooncakeConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.stats import MooncakeKVConnectorStats
 
-from vllm_omni_ext.disaggregation.block_hold import Settled
+from vllm_omni_ext.disaggregation.block_hold import BlockHold, Settled
 from vllm_omni_ext.disaggregation.bootstrap import Bootstrap, TransferEndpoint
 from vllm_omni_ext.disaggregation.decode_worker import ReceiveMixin
-from vllm_omni_ext.disaggregation.mooncake_scheduler import OmniMooncakeScheduler
-from vllm_omni_ext.disaggregation.parameters import CONNECTORS, HOST, LOOPBACK, TransferSettings
+from vllm_omni_ext.disaggregation.parameters import CONNECTORS, HOST, LOOPBACK, TransferSettings, answer, understood
 from vllm_omni_ext.disaggregation.prefill_worker import SendMixin
-from vllm_omni_ext.disaggregation.transfer_stats import TransferStats
 from vllm_omni_ext.engine.replica_identity import own_ports
+from vllm_omni_ext.ids import DECODE, PREFILL
 from vllm_omni_ext.ports import bind_within
 
 log = logging.getLogger(__name__)
@@ -54,6 +58,10 @@ NO_LIMIT_S = 1_000_000
 
 BOOTSTRAP_ADDRESS = "bootstrap_server_address"
 """vLLM's key for the server at which a prefill worker registers; if it is set, vLLM starts no server of its own."""
+
+
+WAITED = "wait_duration"
+"""Column: seconds from the start of a transfer until its blocks arrived, on the decode side."""
 
 
 def _context_within(ports: tuple[int, int]) -> zmq.asyncio.Context:
@@ -73,6 +81,97 @@ def _context_within(ports: tuple[int, int]) -> zmq.asyncio.Context:
     return Context()
 
 
+class TransferStats(MooncakeKVConnectorStats):
+    """Adds one column to vLLM's statistics, and `totals`, which are not reset by reading."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.totals: Counter[str] = Counter()
+
+    def reset(self) -> None:
+        super().reset()
+        self.data[WAITED] = []
+
+    def is_empty(self) -> bool:
+        return super().is_empty() and not self.data[WAITED]
+
+    def record_transfer(self, duration_s: float, total_bytes: int, num_descs: int) -> None:
+        super().record_transfer(duration_s, total_bytes, num_descs)
+        self.totals.update(transfers=1, bytes=total_bytes)
+        self.totals["seconds"] += duration_s  # type: ignore[assignment]
+
+    def record_failed_transfer(self) -> None:
+        super().record_failed_transfer()
+        self.totals["failed_transfers"] += 1
+
+    def record_failed_recv(self) -> None:
+        super().record_failed_recv()
+        self.totals["failed_receives"] += 1
+
+    def record_kv_expired_req(self) -> None:
+        super().record_kv_expired_req()
+        self.totals["expired"] += 1
+
+    def record_received(self, seconds: float) -> None:
+        """Count a request whose blocks have all arrived."""
+        with self._lock:
+            self.data[WAITED].append(seconds)
+        self.totals["received"] += 1
+        self.totals["waited_seconds"] += seconds  # type: ignore[assignment]
+
+    def clone_and_reset(self) -> TransferStats:
+        """Return the interval's statistics in a form that can be sent, and start a new interval."""
+        with self._lock:
+            data: dict[str, Any] = {name: list(column) for name, column in self.data.items()}
+            self.reset()
+        return TransferStats(data=data)
+
+
+class OmniMooncakeScheduler(MooncakeConnectorScheduler):
+    """vLLM's scheduler half, with the block hold of one replica.
+
+    Attributes:
+        place: the endpoint from which blocks can be fetched; None in a decode replica.
+        guard: holds the blocks into which a transfer may write.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.place: TransferEndpoint | None = None
+        self.guard = BlockHold(vllm_config.parallel_config.world_size)
+        self._role = PREFILL if self.is_kv_producer else DECODE
+
+    def on_new_request(self, request: Any) -> None:
+        """Drop transfer parameters that this replica cannot use; the request is then computed locally."""
+        params = request.kv_transfer_params
+        if params is not None and not understood(self._role, params):
+            log.error("%s: kv_transfer_params that a %s replica cannot use: %r", request.request_id, self._role, params)
+            request.kv_transfer_params = None
+        super().on_new_request(request)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Handle allocated blocks; hold those that a transfer will write to."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        expected = self._reqs_need_recv.get(request.request_id)
+        if expected is not None and any(expected[1]):
+            transfer = request.request_id, request.kv_transfer_params["transfer_id"]
+            self.guard.hold(transfer, [block for group in blocks.blocks for block in group if not block.is_null])
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Return this step's work for the workers; `idle_step`: the step computes nothing."""
+        metadata = super().build_connector_meta(scheduler_output)
+        metadata.idle_step = not scheduler_output.total_num_scheduled_tokens
+        return metadata
+
+    def request_finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """Handle the end of a request. Returns (True, answer for the client) if its blocks are kept."""
+        kept, params = super().request_finished(request, block_ids)
+        if kept:
+            assert self.place is not None
+            params = answer(request.kv_transfer_params["transfer_id"], self.place.engine_id, self.place.url)
+        return kept, params
+
+
 class OmniMooncakeWorker(ReceiveMixin, SendMixin):
     """The worker's half of the connector, for either role."""
 
@@ -82,7 +181,7 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
         extra = config.kv_connector_extra_config
         timeout_s = float(extra.get("transfer_timeout_s", TransferSettings.transfer_timeout_s))
         host = extra.get(HOST, LOOPBACK)
-        _tell_vllm(host, timeout_s, sends=config.is_kv_producer)
+        _set_environment(host, timeout_s, sends=config.is_kv_producer)
         self.news = threading.Event()
         ports = own_ports()
         self.bootstrap = Bootstrap(host, ports) if config.is_kv_producer else None
@@ -118,7 +217,7 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
             loop = getattr(self, name, None)
             if loop is not None and loop.is_running():
                 asyncio.run_coroutine_threadsafe(_end_tasks(), loop).result(SHUTDOWN_S)
-        self.hang_up()
+        self.close_connections()
         super().shutdown()
         if self.bootstrap is not None:
             self.bootstrap.close()
@@ -139,7 +238,6 @@ class OmniMooncakeConnector(MooncakeConnector):
             self.connector_worker = OmniMooncakeWorker(vllm_config, kv_cache_config)
 
     def get_handshake_metadata(self) -> TransferEndpoint | None:
-        """The transfer endpoint, which the scheduler's half needs; None in a decode replica."""
         bootstrap = self.connector_worker.bootstrap
         return None if bootstrap is None else bootstrap.place
 
@@ -148,11 +246,9 @@ class OmniMooncakeConnector(MooncakeConnector):
         self.connector_scheduler.place = next(iter(metadata.values()), None)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Set the block pool whose blocks are held during transfers."""
         self.connector_scheduler.guard.bind(gpu_block_pool)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Pass this step's transfers to the worker's threads."""
         self.connector_worker.step_begins(idle=self._connector_metadata.idle_step)
         super().start_load_kv(forward_context, **kwargs)
 
@@ -161,7 +257,6 @@ class OmniMooncakeConnector(MooncakeConnector):
         return self.connector_worker.settled()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Apply the workers' reports of this step."""
         settled = connector_output.kv_connector_worker_meta
         if isinstance(settled, Settled):
             self.connector_scheduler.guard.settle(settled.counts)
@@ -175,13 +270,11 @@ class OmniMooncakeConnector(MooncakeConnector):
         return dict(self.connector_worker.xfer_stats.totals)
 
     def shutdown(self) -> None:
-        """Shut the worker's half down."""
         if self.connector_worker is not None:
             self.connector_worker.shutdown()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
-        """Return the statistics received from another process."""
         return TransferStats(data=data or {})
 
 
@@ -200,8 +293,8 @@ def _check_library() -> None:
         raise RuntimeError(f"mooncake cannot be imported ({error}); {CONNECTORS['mooncake'].install}") from error
 
 
-def _tell_vllm(host: str, timeout_s: float, *, sends: bool) -> None:
-    """Set environment variables that vLLM's connector reads later in this process, in place of settings."""
+def _set_environment(host: str, timeout_s: float, *, sends: bool) -> None:
+    """Set the variables that vLLM's connector reads later in this process, in place of settings."""
     os.environ.setdefault("VLLM_HOST_IP", host)
     # Sender: how long a decode worker's query waits for the request. Receiver: our own limit ends the wait earlier.
     os.environ["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"] = str(max(1, math.floor(timeout_s)) if sends else NO_LIMIT_S)

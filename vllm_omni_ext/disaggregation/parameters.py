@@ -60,8 +60,6 @@ class Facts:
     Attributes:
         module: the library's module, which must be importable in a replica.
         install: how to install the library.
-        equal: `EngineArgs` fields that must be equal in both roles.
-        tensor_parallel: `multiple`: one size must be a multiple of the other; `equal`: they must be equal.
         settings: names of the `TransferSettings` that the connector uses, besides `connector`.
         answer: required keys of an answer and their types, which vLLM does not check.
         cls, path: the connector's class and module, for vLLM.
@@ -69,8 +67,6 @@ class Facts:
 
     module: str
     install: str
-    equal: tuple[str, ...]
-    tensor_parallel: Literal["multiple", "equal"]
     settings: frozenset[str]
     answer: Mapping[str, Any]
     cls: str
@@ -78,7 +74,7 @@ class Facts:
 
 
 _LAYOUT = ("dtype", "kv_cache_dtype", "block_size", "max_model_len")
-"""Fields that decide the memory layout of a block, or whether a prompt fits."""
+"""`EngineArgs` fields that must be equal in both roles: the memory layout of a block, and whether a prompt fits."""
 
 CONNECTORS: Mapping[str, Facts] = MappingProxyType(
     {
@@ -88,8 +84,6 @@ CONNECTORS: Mapping[str, Facts] = MappingProxyType(
                 "pip install 'vllm-omni-ext[mooncake]' (CUDA 13: [mooncake-cuda13], without CUDA: [mooncake-cpu]), and "
                 "libibverbs1 and ibverbs-providers (libmlx5) from the system's packages"
             ),
-            equal=_LAYOUT,
-            tensor_parallel="multiple",
             settings=frozenset(
                 {"protocol", "device", "transfer_timeout_s", "kv_retention_s", "on_failure", "transfer_workers"}
             ),
@@ -100,8 +94,6 @@ CONNECTORS: Mapping[str, Facts] = MappingProxyType(
         "nixl": Facts(
             module="nixl._api",
             install="pip install 'vllm-omni-ext[nixl]'",
-            equal=_LAYOUT,
-            tensor_parallel="multiple",
             settings=frozenset({"kv_retention_s", "on_failure"}),
             answer={
                 "remote_block_ids": list | tuple,
@@ -143,7 +135,7 @@ def check(settings: TransferSettings) -> None:
         raise ValueError(f"kv_retention_s: must not be below {NIXL_SHORTEST_LEASE_S} for the connector nixl")
 
 
-def check_pair(settings: TransferSettings, prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> None:
+def check_pair(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> None:
     """Check that blocks can be transferred between two roles.
 
     Args:
@@ -152,16 +144,14 @@ def check_pair(settings: TransferSettings, prefill: Mapping[str, Any], decode: M
     Raises:
         ValueError: "NAME: why", NAME being an `EngineArgs` field.
     """
-    facts = CONNECTORS[settings.connector]
-    for name in facts.equal:
+    for name in _LAYOUT:
         if prefill.get(name) != decode.get(name):
             raise ValueError(
                 f"{name}: is {prefill.get(name)} in {PREFILL} and {decode.get(name)} in {DECODE}; must be equal"
             )
     sizes = sorted(int(args.get("tensor_parallel_size") or 1) for args in (prefill, decode))
-    if sizes[1] % sizes[0] if facts.tensor_parallel == "multiple" else sizes[0] != sizes[1]:
-        rule = "one must be a multiple of the other" if facts.tensor_parallel == "multiple" else "must be equal"
-        raise ValueError(f"tensor_parallel_size: is {sizes[0]} and {sizes[1]}; {rule}")
+    if sizes[1] % sizes[0]:
+        raise ValueError(f"tensor_parallel_size: is {sizes[0]} and {sizes[1]}; one must be a multiple of the other")
 
 
 def engine_fields(role: str, settings: TransferSettings, *, host: str = LOOPBACK) -> dict[str, Any]:
@@ -240,10 +230,10 @@ def understood(role: str, params: Any, *, connector: str = "mooncake") -> bool:
     prefills, decodes = (bool(params.get(name)) for name in ("do_remote_decode", "do_remote_prefill"))
     if (prefills, decodes) != (role == PREFILL, role == DECODE):
         return False
-    answer = CONNECTORS[connector].answer
-    needed = answer if role == DECODE else {name: kind for name, kind in answer.items() if name == "transfer_id"}
-    if not all(isinstance(params.get(name), kind) and params[name] for name, kind in needed.items()):
-        return False
+    for name, kind in CONNECTORS[connector].answer.items():
+        needed = role == DECODE or name == "transfer_id"
+        if needed and not (isinstance(params.get(name), kind) and params[name]):
+            return False
     return str(params.get("remote_bootstrap_addr", "http://")).startswith("http://")
 
 

@@ -12,7 +12,7 @@ Transfer = tuple[str, str]
 @dataclass
 class _Pull:
     since: float
-    workers_asked: int = 0
+    workers_queried: int = 0
     answered: int = 0
     over: bool = False
     failed: bool = False
@@ -47,11 +47,11 @@ class PendingTransfers:
         pull = self._open[transfer]
         pull.over = pull.failed = True
 
-    def ask(self, transfers: Iterable[Transfer], workers: int) -> None:
+    def queried(self, transfers: Iterable[Transfer], workers: int) -> None:
         """Record how many prefill workers will be queried; from now on they may write."""
         for transfer in transfers:
             if transfer in self._open:
-                self._open[transfer].workers_asked = workers
+                self._open[transfer].workers_queried = workers
 
     def answer(self, transfers: Iterable[Transfer]) -> tuple[list[Transfer], list[Transfer]]:
         """One prefill worker will not write for these transfers any more.
@@ -69,7 +69,7 @@ class PendingTransfers:
         done: tuple[list[Transfer], list[Transfer]] = ([], [])
         for transfer in transfers:
             pull = self._open.get(transfer)
-            if pull is not None and pull.over and pull.answered >= pull.workers_asked:
+            if pull is not None and pull.over and pull.answered >= pull.workers_queried:
                 del self._open[transfer]
                 done[pull.failed].append(transfer)
         return done

@@ -60,7 +60,7 @@ def check_pairs(edges: tuple[EdgeSpec, ...], engine_args: Mapping[str, Mapping[s
         split = config.stage(edge.target).prefill_decode
         if edge.kind == KV and split is not None:
             try:
-                parameters.check_pair(transfer_settings(split), engine_args[edge.source], engine_args[edge.target])
+                parameters.check_pair(engine_args[edge.source], engine_args[edge.target])
             except ValueError as err:
                 raise ConfigError(f"{stage_path(edge.target)}.engine.{err}") from err
 
