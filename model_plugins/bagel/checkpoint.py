@@ -115,7 +115,6 @@ def empty_bagel(
 
 
 def _without_memory(sizes: BagelSizes) -> Bagel:
-    """Return a model on the meta device."""
     with torch.device("meta"):
         return Bagel(sizes).eval().requires_grad_(False)
 

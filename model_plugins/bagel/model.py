@@ -67,7 +67,6 @@ class Bagel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self.llm.embed.weight.device
 
     @property

@@ -92,7 +92,6 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
 
     @staticmethod
     def get_model_state_cls() -> type:
-        """Return the model state with which Model Runner V2 gets a step's input embeddings."""
         from vllm_omni_ext.engine.model_state import StreamingInputModelState
 
         return StreamingInputModelState
@@ -124,21 +123,17 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
 
     @torch.inference_mode()
     def after_load(self) -> None:
-        """Allocate all lasting buffers, so that vLLM counts them when it measures memory for the KV cache."""
         frames = self.frames
         if self.text_table.device.type != "cpu":
             frames.try_out()
 
     def warm_up(self) -> None:
-        """Last step of the start-up: build kernels and graphs that the first request would otherwise wait for."""
         self.frames.warm_up()
 
     def begin_step(self, *, rows: RowSource, opened: list[str]) -> None:
-        """Set the source of this step's input embeddings and the requests that the runner is about to add, in order."""
         self._rows, self._opened = rows, list(opened)
 
     def end_step(self) -> None:
-        """Drop the references to the step."""
         self._rows, self._opened = None, []
 
     @property

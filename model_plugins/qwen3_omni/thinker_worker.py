@@ -24,11 +24,9 @@ class ThinkerWorker(HiddenStatesExportWorker):
     """Exports the output of `talker_config.accept_hidden_layer` at multimodal positions."""
 
     def layer_to_export(self) -> int:
-        """Return the layer that the checkpoint names."""
         return int(self.vllm_config.model_config.hf_config.talker_config.accept_hidden_layer)
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load the model; its audio encoder is called once for each request with sound."""
         super().load_model(**kwargs)
         encode_apart(self.model_runner)
 

@@ -250,7 +250,6 @@ class WindowAttention(StatefulLayer, PreparedLayer):
         self.state_shape = (2, self.kv_heads, self.kept, self.head_dim)
 
     def prepare(self) -> None:
-        """Merge the projections of queries, keys and values."""
         parts = (self.q_proj, self.k_proj, self.v_proj)
         self._qkv = merge([part.weight for part in parts])
         self._qkv_bias = None if self.q_proj.bias is None else merge([part.bias for part in parts])
@@ -281,7 +280,6 @@ class GatedMlp(PreparedLayer):
         self.act = ACT2FN[config.hidden_act]
 
     def prepare(self) -> None:
-        """Merge both projections."""
         self._gate_up = merge([self.gate_proj.weight, self.up_proj.weight])
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_omni_ext.engine.exporter import Exporter
 from vllm_omni_ext.engine.input_provider import Span
-from vllm_omni_ext.engine.orphaned_exports import OrphanedExports
+from vllm_omni_ext.engine.scheduler import OrphanedExports
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageProgress, pack
 
 LENGTH = 24

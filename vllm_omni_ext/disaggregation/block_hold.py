@@ -24,7 +24,6 @@ class Settled(KVConnectorWorkerMetadata):
     counts: Counter[Transfer]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Settled:
-        """Add up the reports of several workers."""
         assert isinstance(other, Settled)
         return Settled(self.counts + other.counts)
 

@@ -113,7 +113,6 @@ class TransferStats(MooncakeKVConnectorStats):
         self.totals["expired"] += 1
 
     def record_received(self, seconds: float) -> None:
-        """Count a request whose blocks have all arrived."""
         with self._lock:
             self.data[WAITED].append(seconds)
         self.totals["received"] += 1

@@ -34,11 +34,13 @@ class ExportedLayer:
     def __init__(self, runner: Any, vllm_config: Any, layer: int) -> None:
         self._runner = runner
         self._layer = layer
-        self._ordered: tuple[int, ...] = _decoder(runner.get_model()).aux_hidden_state_layers
+        language_model = runner.get_model().get_language_model()
+        decoder = getattr(language_model, "model", language_model)  # as `set_aux_hidden_state_layers` finds it
+        self._ordered: tuple[int, ...] = decoder.aux_hidden_state_layers
         self._all = tuple(sorted({*self._ordered, layer}))
         self._built_in = is_compiled(vllm_config) and vllm_config.speculative_config is None
         if self._built_in:
-            self._ask(self._all, outputs=True)
+            self._set_layers(self._all, outputs=True)
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
@@ -48,12 +50,12 @@ class ExportedLayer:
             return
         hook = self._runner.get_model().register_forward_pre_hook(_skip_compiled)
         drafting = self._runner.use_aux_hidden_state_outputs
-        self._ask(self._all, outputs=True)
+        self._set_layers(self._all, outputs=True)
         try:
             with without_cuda_graphs(self._runner):
                 yield
         finally:
-            self._ask(self._ordered, outputs=drafting)
+            self._set_layers(self._ordered, outputs=drafting)
             hook.remove()
 
     def take(self) -> torch.Tensor:
@@ -63,10 +65,10 @@ class ExportedLayer:
         if not self._built_in:
             left = [found[layer] for layer in self._ordered]
             self._runner.execute_model_state = state._replace(aux_hidden_states=left or None)
-        _forget_picture(self._runner.get_model(), len(found[self._layer]))
+        _clear_image_features(self._runner.get_model(), len(found[self._layer]))
         return found[self._layer]
 
-    def _ask(self, layers: tuple[int, ...], *, outputs: bool) -> None:
+    def _set_layers(self, layers: tuple[int, ...], *, outputs: bool) -> None:
         self._runner.get_model().set_aux_hidden_state_layers(layers)
         self._runner.use_aux_hidden_state_outputs = outputs
 
@@ -95,17 +97,11 @@ def without_cuda_graphs(runner: Any) -> Iterator[None]:
         setattr(dispatcher, flag, before)
 
 
-def _decoder(model: Any) -> Any:
-    """Return the module that collects layer outputs; the lookup is the one of `set_aux_hidden_state_layers`."""
-    inner = model.get_language_model()
-    return getattr(inner, "model", inner)
-
-
 def _skip_compiled(module: torch.nn.Module, args: Any) -> None:
     get_forward_context().skip_compiled = True
 
 
-def _forget_picture(model: Any, tokens: int) -> None:
+def _clear_image_features(model: Any, tokens: int) -> None:
     """Empty the buffers through which image features enter deeper layers (deepstack).
 
     The model empties the buffers after each step, but not when a full CUDA graph is replayed: after a prompt chunk of

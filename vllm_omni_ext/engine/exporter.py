@@ -26,11 +26,13 @@ class _Export:
 
     def before(self, position: int) -> int:
         """Return how many exported positions lie before `position`."""
-        return sum(max(0, min(stop, position) - start) for start, stop in self.ranges if start < position)
+        return sum(max(0, min(stop, position) - start) for start, stop in self.ranges)
 
-    @property
-    def end(self) -> int:
-        return self.ranges[-1][1]
+    def due(self, span: Span) -> list[tuple[int, int]]:
+        """Return the ranges of the span that are exported and not cut yet."""
+        begin, end = max(span.start, self.done), span.start + span.count
+        clipped = [(max(start, begin), min(stop, end)) for start, stop in self.ranges]
+        return [(start, stop) for start, stop in clipped if start < stop]
 
 
 class Exporter:
@@ -56,9 +58,7 @@ class Exporter:
 
     def due(self, spans: Sequence[Span]) -> bool:
         """Return whether any of the spans holds a position to export."""
-        if not self._open:
-            return False
-        return any((export := self._open.get(span.req_id)) is not None and _owed(export, span) for span in spans)
+        return any(span.req_id in self._open and self._open[span.req_id].due(span) for span in spans)
 
     def cut(self, spans: Sequence[Span], hidden: torch.Tensor) -> dict[str, ExportedSlice]:
         """Return the exports of a step by request, from its `hidden` [tokens, width] (spans in batch order)."""
@@ -67,19 +67,11 @@ class Exporter:
         base = 0
         for span in spans:
             export = self._open.get(span.req_id)
-            if export is not None and _owed(export, span):
-                begin, end = max(span.start, export.done), span.start + span.count
-                picks = [
-                    hidden[base + max(start, begin) - span.start : base + min(stop, end) - span.start]
-                    for start, stop in export.ranges
-                    if start < end and stop > begin
-                ]
-                found[span.req_id] = ExportedSlice(export.before(begin), torch.cat(picks), last=end >= export.end)
-                export.done = end
+            if export is not None and (ranges := export.due(span)):
+                offset = base - span.start
+                picks = [hidden[offset + start : offset + stop] for start, stop in ranges]
+                export.done = span.start + span.count
+                last = export.done >= export.ranges[-1][1]
+                found[span.req_id] = ExportedSlice(export.before(ranges[0][0]), torch.cat(picks), last)
             base += span.count
         return found
-
-
-def _owed(export: _Export, span: Span) -> bool:
-    end = span.start + span.count
-    return end > export.done and export.before(end) > export.before(max(span.start, export.done))

@@ -112,7 +112,6 @@ class PlainModel(nn.Module, IsAttentionFree):
         return DefaultModelState
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Part of vLLM's model interface; never called."""
         raise NotImplementedError
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -120,7 +119,6 @@ class PlainModel(nn.Module, IsAttentionFree):
         raise NotImplementedError
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Part of vLLM's model interface; never called."""
         raise NotImplementedError
 
 
@@ -128,18 +126,15 @@ class PlainWorker(StageWorker):
     """Runs a `PlainModel` in place of vLLM's model runner."""
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Warm the model up."""
         self.model_runner.get_model().warm_up()
         malloc_trim()
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def get_supported_tasks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Return vLLM's task for requests with sampling parameters."""
         return ("generate",)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Do one step of the model."""
         model: PlainModel = self.model_runner.get_model()
         for req_id in scheduler_output.finished_req_ids:
             model.close(req_id)
@@ -285,7 +280,6 @@ class PlainScheduler(SchedulerInterface):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Return the step's answers by client."""
         clients: dict[int, EngineCoreOutputs] = {}
 
         def add(request: Request, tokens: list[int], tensor: torch.Tensor | None) -> None:
@@ -345,7 +339,6 @@ class PlainScheduler(SchedulerInterface):
         return len(self._running) + len(self._refused) + waiting
 
     def has_request(self, request_id: str) -> bool:
-        """Return whether the request runs, waits, or is refused and not answered yet."""
         return request_id in self._running or request_id in self._waiting or request_id in self._refused
 
     def has_finished_requests(self) -> bool:
@@ -353,24 +346,19 @@ class PlainScheduler(SchedulerInterface):
         return bool(self._ended)
 
     def get_request_counts(self) -> tuple[int, int]:
-        """Return the numbers of running and of waiting requests."""
         return len(self._running), len(self._waiting) + len(self._refused)
 
     @property
     def pause_state(self) -> PauseState:
-        """Which requests are paused."""
         return self._pause
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Pause or resume requests."""
         self._pause = pause_state
 
     def make_stats(self) -> SchedulerStats | None:
-        """Return the numbers of requests, if statistics are enabled."""
         return SchedulerStats(*self.get_request_counts()) if self._log_stats else None
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Return True: there is no prefix cache."""
         return True
 
     def reset_encoder_cache(self) -> None:

@@ -26,9 +26,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.engine.input_progress import InputProgress
-from vllm_omni_ext.engine.orphaned_exports import OrphanedExports
 from vllm_omni_ext.engine.step_budget import StepBudget
-from vllm_omni_ext.wire.envelope import StageError, unpack
+from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError, unpack
 from vllm_omni_ext.wire.stage_input import StageInput
 
 
@@ -42,7 +41,6 @@ class StreamingInput(Scheduler):
         super().__init__(*args, **kwargs)
 
     def get_request_counts(self) -> tuple[int, int]:
-        """Return the numbers of running and of waiting requests; held requests count as waiting."""
         running, waiting = super().get_request_counts()
         return running, waiting + len(self._parked)
 
@@ -104,7 +102,6 @@ class StreamingInput(Scheduler):
         return output
 
     def has_requests(self) -> bool:
-        """Return False while every request waits for a chunk, so that the engine sleeps."""
         if not super().has_requests():
             return False
         if self.pause_state is PauseState.PAUSED_NEW:  # the next step preempts them
@@ -171,12 +168,41 @@ class DueFirst(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Update as vLLM does, and record the tokens and the duration of the step."""
         now = time.monotonic()
         if scheduler_output.total_num_scheduled_tokens:
             self._budget.note(scheduler_output.total_num_scheduled_tokens, now - max(self._began, self._ended))
         self._ended = now
         return super().update_from_output(scheduler_output, model_runner_output)
+
+
+class OrphanedExports(Scheduler):
+    """Sends the names of hidden states that no stage will take to the worker, with the next step.
+
+    They belong to requests that were aborted during the step that exported them: vLLM drops the output of such a step,
+    and with it the only reference to them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._orphaned: list[str] = []
+        super().__init__(*args, **kwargs)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        tensors = model_runner_output.pooler_output or ()
+        for req_id, tensor in zip(model_runner_output.req_ids, tensors, strict=False):
+            request = self.requests.get(req_id)
+            if tensor is not None and (request is None or request.is_finished()):
+                message = unpack(tensor)
+                if isinstance(message, HiddenStatesChunkReady):
+                    self._orphaned.append(message.name)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        output = super().schedule(throttle_prefills)
+        output.orphaned, self._orphaned = self._orphaned, []  # type: ignore[attr-defined]
+        return output
+
+    def has_requests(self) -> bool:
+        return super().has_requests() or bool(self._orphaned)
 
 
 def scheduler_factory(*features: type[Scheduler]) -> Callable[..., Scheduler]:

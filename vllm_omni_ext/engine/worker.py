@@ -2,7 +2,7 @@
 
 The logic is in `Exporter` and in the model's `InputProvider`; this module connects them to vLLM's runner. The V1 runner
 (CPU, or `VLLM_USE_V2_MODEL_RUNNER=0`) and Model Runner V2 (GPU default) differ only in the batch order
-(`_executed_order`) and in the call that needs the input embeddings (V1: `embed_input_ids`; V2: `get_model_state_cls`).
+(`_v1_order`) and in the call that needs the input embeddings (V1: `embed_input_ids`; V2: `get_model_state_cls`).
 """
 
 from __future__ import annotations
@@ -47,17 +47,11 @@ else:
 logger = init_logger(__name__)
 
 
-def scheduled_starts(step: SchedulerOutput) -> dict[str, int]:
-    """Return the first position that each scheduled request computes in this step."""
+def spans_of(order: list[str], step: SchedulerOutput) -> list[Span]:
+    """Return the step's spans in the batch order of the runner."""
     cached = step.scheduled_cached_reqs
     starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     starts.update((new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs)
-    return starts
-
-
-def spans_of(order: list[str], step: SchedulerOutput) -> list[Span]:
-    """Return the step's spans in the batch order of the runner."""
-    starts = scheduled_starts(step)
     return [Span(req_id, starts[req_id], step.num_scheduled_tokens[req_id]) for req_id in order]
 
 
@@ -85,11 +79,6 @@ def with_outputs(out: Any, outputs: dict[str, torch.Tensor]) -> Any:
 def _v1_order(runner: Any) -> list[str]:
     """Return the batch order of the running step in the V1 runner (V2 passes its batch to the model state)."""
     return list(runner.input_batch.req_ids)
-
-
-def _executed_order(runner: Any, state: Any) -> list[str]:
-    """Return the batch order of the last executed step, for either runner."""
-    return list(state.input_batch.req_ids) if hasattr(state, "input_batch") else _v1_order(runner)
 
 
 def _unlink_queues(name: str, rank: int) -> None:
@@ -307,9 +296,9 @@ class HiddenStatesExportWorker(StageWorker):
         runner = self.model_runner
         with self._layer.exposed():
             out = super().execute_model(step)
-        hidden = self._layer.take()
-        spans = spans_of(_executed_order(runner, runner.execute_model_state), step)
-        slices = self._exporter.cut(spans, hidden)
+        hidden, state = self._layer.take(), runner.execute_model_state
+        order = list(state.input_batch.req_ids) if hasattr(state, "input_batch") else _v1_order(runner)
+        slices = self._exporter.cut(spans_of(order, step), hidden)
         if _answers():
             sent = ((req_id, self._sender.send(req_id, each)) for req_id, each in slices.items())
             self._exported = {req_id: pack(message) for req_id, message in sent if message is not None}

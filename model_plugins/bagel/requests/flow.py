@@ -33,11 +33,9 @@ class DrawFlow:
         self._previews = 0
 
     def begin(self) -> list[Action]:
-        """Send the whole request to `dit`."""
         return [self._submit()]
 
     def handle(self, event: Produced) -> list[Action]:
-        """Return the actions that follow an answer of `dit`."""
         match event.payload:
             case StageError(reason=reason):
                 return [Fail(reason)]
@@ -50,7 +48,6 @@ class DrawFlow:
         return [] if event.finish is None else [Fail(f"stage '{event.stage}' has ended without a picture")]
 
     def replay(self, stage: str) -> list[Action]:
-        """Send the same request again: it makes the same picture."""
         return [self._submit()]
 
     def _submit(self) -> Submit:
@@ -108,7 +105,6 @@ class ThinkFlow(DrawFlow):
         self._tokens: list[int] = []
 
     def begin(self) -> list[Action]:
-        """Send the prompt of the thought to `ar`."""
         return [self._open()]
 
     def handle(self, event: Produced) -> list[Action]:
@@ -127,7 +123,6 @@ class ThinkFlow(DrawFlow):
         return [self._submit()]
 
     def replay(self, stage: str) -> list[Action]:
-        """Continue the thought in `ar` after the tokens so far, or send the picture to `dit` again."""
         return [self._open() if stage == AR else self._submit()]
 
     def _open(self) -> Open:

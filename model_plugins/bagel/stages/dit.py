@@ -75,7 +75,6 @@ class BagelDit(PlainModel):
             warm_up(self.bagel, compiled=True)
 
     def open(self, request: PlainRequest) -> None:
-        """Check a request and queue it for its first turn."""
         if request.payload is None:
             raise ValueError("the stage makes pictures: a request needs the message Draw")
         self._jobs[request.req_id] = Drawing(self.bagel, request.payload, request.waited)
@@ -84,7 +83,6 @@ class BagelDit(PlainModel):
         self._jobs.pop(req_id, None)
 
     def step(self, req_ids: Sequence[str]) -> Mapping[str, Answer]:
-        """Do one engine step."""
         answers = self._turn(req_ids)
         answers |= self._together(self._denoise, [r for r in req_ids if r not in answers and self._jobs[r].denoises])
         answers |= self._together(self._write, [r for r in req_ids if r not in answers and self._jobs[r].writes])
@@ -145,7 +143,6 @@ class BagelSingle(BagelDit, SupportsMultiModal):
         raise ValueError(f"{modality}: only pictures can be read")
 
     def open(self, request: PlainRequest) -> None:
-        """Check a request and queue it for its first turn."""
         if request.payload is not None:
             return super().open(request)
         self._jobs[request.req_id] = Reply(self.bagel, request)

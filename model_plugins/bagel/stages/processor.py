@@ -67,7 +67,6 @@ class PictureInfo(BaseProcessingInfo):
 
     @cached_property
     def sizes(self) -> BagelSizes:
-        """The sizes in the checkpoint's weights."""
         return model_sizes(self.ctx.model_config)
 
     @cached_property
@@ -80,7 +79,6 @@ class PictureInfo(BaseProcessingInfo):
         return ids[_START], ids[PAD], ids[_END]
 
     def get_data_parser(self) -> MultiModalDataParser:
-        """Return the parser of pictures. Embeddings in place of pictures are not possible."""
         return PictureParser()
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
