@@ -98,6 +98,7 @@ SMALL = Sizes(
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_heads": 1,
+        "image_size": 128,
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": (0, 1),
     },
@@ -134,7 +135,7 @@ RELEASED = Sizes(
     codebook_size=2048,
     accept_hidden_layer=24,
     dtype="bfloat16",
-    vision={"deepstack_visual_indexes": (8, 16, 24)},
+    vision={"image_size": 768, "deepstack_visual_indexes": (8, 16, 24)},
     thinker={
         **_RELEASED_EXPERTS,
         "hidden_size": 2048,
@@ -192,7 +193,7 @@ def model_config(sizes: Sizes, vocabulary: Vocabulary) -> Json:
         "user_token_id": id_of("user"),
         "vision_end_token_id": id_of("<|vision_end|>"),
         "audio_config": {**sizes.audio, "output_dim": hidden},
-        # vLLM reads the second field of the released file.
+        # vLLM also reads `image_size` and `apply_vit_abs_pos_embed`, which Transformers does not know.
         "vision_config": {**sizes.vision, "apply_vit_abs_pos_embed": True, "out_hidden_size": hidden},
         "text_config": text,
     }
