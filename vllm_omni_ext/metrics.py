@@ -9,10 +9,9 @@ from __future__ import annotations
 import glob
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, Literal
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, multiprocess, values
@@ -130,191 +129,148 @@ class Metric:
                 return Histogram(self.full_name, self.text, labels, registry=registry, buckets=self.buckets)
 
 
-TIME_TO_FIRST_TEXT = Metric(
-    name="time_to_first_text_seconds",
-    kind="histogram",
-    labels=("modalities",),
-    unit="seconds",
-    text="Time from a request's arrival to its first text token.",
-    buckets=LATENCY_S,
+def counter(name: str, unit: str, text: str, labels: tuple[str, ...] = ()) -> Metric:
+    """Return a counter."""
+    return Metric(name=name, kind="counter", unit=unit, text=text, labels=labels)
+
+
+def gauge(
+    name: str, unit: str, text: str, labels: tuple[str, ...] = (), mode: Literal["mostrecent", "livesum"] = "mostrecent"
+) -> Metric:
+    """Return a gauge."""
+    return Metric(name=name, kind="gauge", unit=unit, text=text, labels=labels, mode=mode)
+
+
+def histogram(
+    name: str, text: str, labels: tuple[str, ...] = (), buckets: Sequence[float] = LATENCY_S, unit: str = "seconds"
+) -> Metric:
+    """Return a histogram."""
+    return Metric(name=name, kind="histogram", unit=unit, text=text, labels=labels, buckets=buckets)
+
+
+STAGE, REPLICA, EDGE = ("stage",), ("stage", "replica"), ("source", "target")
+
+TIME_TO_FIRST_TEXT = histogram(
+    "time_to_first_text_seconds", "Time from a request's arrival to its first text token.", ("modalities",)
 )
-STAGE_QUEUE = Metric(
-    name="stage_queue_seconds",
-    kind="histogram",
-    labels=("stage",),
-    unit="seconds",
-    text="Time a request waited in a stage's engine before it was first scheduled.",
-    buckets=LATENCY_S,
+STAGE_QUEUE = histogram(
+    "stage_queue_seconds", "Time a request waited in a stage's engine before it was first scheduled.", STAGE
 )
-STAGE_REQUEST_DURATION = Metric(
-    name="stage_request_duration_seconds",
-    kind="histogram",
-    labels=("stage",),
-    unit="seconds",
-    text="Time from sending a request to a stage to that stage's last output for it.",
-    buckets=LATENCY_S,
+STAGE_REQUEST_DURATION = histogram(
+    "stage_request_duration_seconds",
+    "Time from sending a request to a stage to that stage's last output for it.",
+    STAGE,
 )
-STAGE_STEPS = Metric(
-    name="stage_steps_total",
-    kind="counter",
-    labels=("stage",),
-    unit="steps",
-    text="Steps of requests that a stage reported as done (e.g. of denoising).",
+STAGE_STEPS = counter(
+    "stage_steps_total", "steps", "Steps of requests that a stage reported as done (e.g. of denoising).", STAGE
 )
-STAGE_PARTS = Metric(
-    name="stage_part_seconds",
-    kind="histogram",
-    labels=("stage", "part"),
-    unit="seconds",
-    text="Time that a stage spent on one output, by part of the work; the model names the parts.",
-    buckets=LATENCY_S,
+STAGE_PARTS = histogram(
+    "stage_part_seconds",
+    "Time that a stage spent on one output, by part of the work; the model names the parts.",
+    ("stage", "part"),
 )
-REPLICA_RUNNING = Metric(
-    name="replica_requests_running",
-    kind="gauge",
-    labels=("stage", "replica"),
-    unit="requests",
-    text="Running requests of a replica, in its scheduler's last report.",
+REPLICA_RUNNING = gauge(
+    "replica_requests_running", "requests", "Running requests of a replica, in its scheduler's last report.", REPLICA
 )
-REPLICA_WAITING = Metric(
-    name="replica_requests_waiting",
-    kind="gauge",
-    labels=("stage", "replica"),
-    unit="requests",
-    text="Waiting requests of a replica, in its scheduler's last report.",
+REPLICA_WAITING = gauge(
+    "replica_requests_waiting", "requests", "Waiting requests of a replica, in its scheduler's last report.", REPLICA
 )
-REPLICA_IN_FLIGHT = Metric(
-    name="replica_requests_in_flight",
-    kind="gauge",
-    labels=("stage", "replica"),
-    unit="requests",
-    text="Requests that API servers have open in a replica.",
+REPLICA_IN_FLIGHT = gauge(
+    "replica_requests_in_flight",
+    "requests",
+    "Requests that API servers have open in a replica.",
+    REPLICA,
     mode="livesum",
 )
-REPLICA_UP = Metric(
-    name="replica_up",
-    kind="gauge",
-    labels=("stage", "replica"),
-    unit="0 or 1",
-    text="1 while a replica takes requests, 0 when it is gone.",
+REPLICA_UP = gauge("replica_up", "0 or 1", "1 while a replica takes requests, 0 when it is gone.", REPLICA)
+REPLICA_RESTARTS = counter("replica_restarts_total", "restarts", "How often a replica was started again.", REPLICA)
+REPLICA_HEARTBEAT = gauge(
+    "replica_heartbeat_timestamp_seconds",
+    "seconds",
+    "Unix time of a replica's last heartbeat; its age is time() minus this.",
+    REPLICA,
 )
-REPLICA_RESTARTS = Metric(
-    name="replica_restarts_total",
-    kind="counter",
-    labels=("stage", "replica"),
-    unit="restarts",
-    text="How often a replica was started again.",
+COORDINATOR_VIEW = gauge(
+    "coordinator_view_timestamp_seconds",
+    "seconds",
+    "Unix time of the coordinator's last view; its age is time() minus this.",
 )
-REPLICA_HEARTBEAT = Metric(
-    name="replica_heartbeat_timestamp_seconds",
-    kind="gauge",
-    labels=("stage", "replica"),
-    unit="seconds",
-    text="Unix time of a replica's last heartbeat; its age is time() minus this.",
+ROUTING_DECISIONS = counter(
+    "routing_decisions_total",
+    "requests",
+    "Requests given to a replica; `reason` is affinity, policy or only (there was no other).",
+    ("stage", "replica", "reason"),
 )
-COORDINATOR_VIEW = Metric(
-    name="coordinator_view_timestamp_seconds",
-    kind="gauge",
-    unit="seconds",
-    text="Unix time of the coordinator's last view; its age is time() minus this.",
-)
-ROUTING_DECISIONS = Metric(
-    name="routing_decisions_total",
-    kind="counter",
-    labels=("stage", "replica", "reason"),
-    unit="requests",
-    text="Requests given to a replica; `reason` is affinity, policy or only (there was no other).",
-)
-REQUESTS_WAITING = Metric(
-    name="requests_waiting_for_replica",
-    kind="gauge",
-    labels=("stage",),
-    unit="requests",
-    text="Requests that wait for a stage none of whose replicas is up.",
+REQUESTS_WAITING = gauge(
+    "requests_waiting_for_replica",
+    "requests",
+    "Requests that wait for a stage none of whose replicas is up.",
+    STAGE,
     mode="livesum",
 )
-REQUEST_FAILOVERS = Metric(
-    name="request_failovers_total",
-    kind="counter",
-    labels=("stage",),
-    unit="requests",
-    text="Requests that lost their replica of a stage and go on with another, now or when one is up.",
+REQUEST_FAILOVERS = counter(
+    "request_failovers_total",
+    "requests",
+    "Requests that lost their replica of a stage and go on with another, now or when one is up.",
+    STAGE,
 )
-REPLICA_INFO = Metric(
-    name="replica_info",
-    kind="gauge",
-    labels=("engine", "stage", "replica"),
-    unit="1",
-    text="Always 1; maps the label `engine` of the `vllm:` metrics to a replica.",
+REPLICA_INFO = gauge(
+    "replica_info",
+    "1",
+    "Always 1; maps the label `engine` of the `vllm:` metrics to a replica.",
+    ("engine", "stage", "replica"),
 )
-STAGE_TRANSFER_BYTES = Metric(
-    name="stage_transfer_bytes_total",
-    kind="counter",
-    labels=("source", "target"),
-    unit="bytes",
-    text="Payload handed from stage to stage; a token or codec id counts 4 bytes.",
+STAGE_TRANSFER_BYTES = counter(
+    "stage_transfer_bytes_total",
+    "bytes",
+    "Payload handed from stage to stage; a token or codec id counts 4 bytes.",
+    EDGE,
 )
-STAGE_TRANSFER_CHUNKS = Metric(
-    name="stage_transfer_chunks_total",
-    kind="counter",
-    labels=("source", "target"),
-    unit="chunks",
-    text="Messages handed from stage to stage.",
+STAGE_TRANSFER_CHUNKS = counter("stage_transfer_chunks_total", "chunks", "Messages handed from stage to stage.", EDGE)
+KV_WAIT = histogram(
+    "kv_wait_seconds",
+    "Time from the sending of a request with its KV cache's location to a decode stage to the first token.",
+    EDGE,
 )
-KV_WAIT = Metric(
-    name="kv_wait_seconds",
-    kind="histogram",
-    labels=("source", "target"),
-    unit="seconds",
-    text="Time from the sending of a request with its KV cache's location to a decode stage to the first token.",
-    buckets=LATENCY_S,
+KV_BYTES = counter(
+    "kv_transfer_bytes_total", "bytes", "KV cache that a replica has sent (some connectors: has fetched).", REPLICA
 )
-KV_BYTES = Metric(
-    name="kv_transfer_bytes_total",
-    kind="counter",
-    labels=("stage", "replica"),
-    unit="bytes",
-    text="KV cache that a replica has sent (some connectors: has fetched).",
-)
-KV_TRANSFER = Metric(
-    name="kv_transfer_seconds",
-    kind="histogram",
-    labels=("stage",),
-    unit="seconds",
-    text="Time of a transfer of KV cache, as the connector measures it.",
+KV_TRANSFER = histogram(
+    "kv_transfer_seconds",
+    "Time of a transfer of KV cache, as the connector measures it.",
+    STAGE,
     buckets=(0.001, 0.0025, 0.005, *LATENCY_S),
 )
-KV_FAILURES = Metric(
-    name="kv_transfer_failures_total",
-    kind="counter",
-    labels=("stage", "replica", "kind"),
-    unit="transfers",
-    text="KV caches that were not sent, not received (the decode replica computes these prompts), or not fetched.",
+KV_FAILURES = counter(
+    "kv_transfer_failures_total",
+    "transfers",
+    "KV caches that were not sent, not received (the decode replica computes these prompts), or not fetched.",
+    ("stage", "replica", "kind"),
 )
-KV_LOCAL_PREFILLS = Metric(
-    name="kv_local_prefills_total",
-    kind="counter",
-    labels=("stage",),
-    unit="requests",
-    text="Requests whose prompt a decode replica computes without a prefill replica: none is up, or not possible.",
+KV_LOCAL_PREFILLS = counter(
+    "kv_local_prefills_total",
+    "requests",
+    "Requests whose prompt a decode replica computes without a prefill replica: none is up, or not possible.",
+    STAGE,
 )
-REQUESTS = Metric(
-    name="requests_total",
-    kind="counter",
-    labels=("outcome", "modalities"),
-    unit="requests",
-    text="Requests that have ended; `outcome` is finished, failed or aborted.",
+REQUESTS = counter(
+    "requests_total",
+    "requests",
+    "Requests that have ended; `outcome` is finished, failed or aborted.",
+    ("outcome", "modalities"),
 )
-ERRORS = Metric(
-    name="errors_total",
-    kind="counter",
-    labels=("kind", "stage"),
-    unit="errors",
-    text="Requests that ended with an error, by the kind of error and the stage it happened in.",
+ERRORS = counter(
+    "errors_total",
+    "errors",
+    "Requests that ended with an error, by the kind of error and the stage it happened in.",
+    ("kind", "stage"),
 )
 
 ALL = tuple(value for value in tuple(vars().values()) if isinstance(value, Metric))
 """All metrics above, in the order of the documentation."""
+
+_IN_DEFAULT: dict[Metric, Any] = {}
+"""The metrics in the process's default registry, which `/metrics` shows."""
 
 
 class Metrics:
@@ -327,16 +283,24 @@ class Metrics:
 
     def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
         self._model = model
-        self._made = in_default_registry() if registry is None else make_all(registry)
+        self._registry = REGISTRY if registry is None else registry
+        self._made = _IN_DEFAULT if registry is None else {}
+        for metric in ALL:
+            self._make(metric)
         self._series: dict[tuple[Metric, tuple[str, ...]], Any] = {}
         self.shared = DIRECTORY in os.environ
         """Whether several processes share their values."""
+
+    def _make(self, metric: Metric) -> Any:
+        if metric not in self._made:
+            self._made[metric] = metric.make(self._registry)
+        return self._made[metric]
 
     def of(self, metric: Metric, *labels: str) -> Any:
         """Return the series of a metric with these labels."""
         series = self._series.get((metric, labels))
         if series is None:
-            series = self._series[metric, labels] = self._made[metric].labels(self._model, *labels)
+            series = self._series[metric, labels] = self._make(metric).labels(self._model, *labels)
         return series
 
     def remove(self, metric: Metric, *labels: str) -> bool:
@@ -358,32 +322,6 @@ class Metrics:
             for sample in family.samples
             if sample.name == counter.full_name and sample.labels[MODEL] == self._model
         }
-
-
-class Registered(dict[Metric, Any]):
-    """The metrics of a registry, each made on first access."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__()
-        self._registry = registry
-
-    def __missing__(self, metric: Metric) -> Any:
-        made = self[metric] = metric.make(self._registry)
-        return made
-
-
-def make_all(registry: CollectorRegistry, metrics: Iterable[Metric] = ALL) -> Registered:
-    """Create metrics in a registry."""
-    made = Registered(registry)
-    for metric in metrics:
-        made[metric]
-    return made
-
-
-@cache
-def in_default_registry() -> Registered:
-    """Return the metrics in the registry that `/metrics` shows."""
-    return make_all(REGISTRY)
 
 
 def share(directory: str) -> None:

@@ -45,7 +45,7 @@ def make_stats(config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Makes statistics in files, as in a server."""
     monkeypatch.setenv(metrics_module.DIRECTORY, str(tmp_path))
     monkeypatch.setattr(values, "ValueClass", values.MultiProcessValue())
-    info = metrics_module.make_all(CollectorRegistry(), [REPLICA_INFO])[REPLICA_INFO]
+    info = REPLICA_INFO.make(CollectorRegistry())
 
     def make(connected: tuple[ReplicaId, ...] = (TEXT, CODES), client_count: int = 1, **more: Any) -> ReplicaStats:
         planned, configs = (TEXT, CODES), dict.fromkeys(connected, config)
@@ -192,7 +192,7 @@ def test_a_label_stage_of_vllm_is_kept() -> None:
     Counter("vllm:x", "x", ("engine", "stage"), registry=registry).labels("1", "in_progress").inc()
     Counter("vllm:y", "y", ("engine",), registry=registry).labels("2").inc()
     Counter("other:z", "z", ("engine",), registry=registry).labels("1").inc()
-    metrics_module.make_all(registry, [REPLICA_INFO])[REPLICA_INFO].labels("m", "1", "codes", "codes/0").set(1)
+    REPLICA_INFO.make(registry).labels("m", "1", "codes", "codes/0").set(1)
     samples = [sample for family in ReplicaLabels(registry).collect() for sample in family.samples]
     assert [sample.labels for sample in samples if sample.name.endswith("_total")] == [
         {"engine": "1", "stage": "in_progress", "replica": "codes/0"},

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.metrics import GAP_S, LATENCY_S, Metric
+from vllm_omni_ext.metrics import GAP_S, counter, histogram
 from vllm_omni_ext.modalities.base import AUDIO, Assembled, OutputChunk
 from vllm_omni_ext.modalities.chunks import AudioChunk
 from vllm_omni_ext.modalities.fields import choice, flag
@@ -31,35 +31,21 @@ KEYS = ("voice", "format")
 AUDIO_IN_CONTENT = "audio_in_content"
 """Field that also requests streamed sound in `delta.content`, where clients of vllm-omni look for it."""
 
-TIME_TO_FIRST_AUDIO = Metric(
-    name="time_to_first_audio_seconds",
-    kind="histogram",
-    unit="seconds",
-    text="Time from a request's arrival to its first piece of sound.",
-    buckets=LATENCY_S,
+TIME_TO_FIRST_AUDIO = histogram(
+    "time_to_first_audio_seconds", "Time from a request's arrival to its first piece of sound."
 )
-AUDIO_CHUNK_GAP = Metric(
-    name="audio_chunk_gap_seconds",
-    kind="histogram",
-    unit="seconds",
-    text="Time between two pieces of sound of a request.",
-    buckets=GAP_S,
+AUDIO_CHUNK_GAP = histogram("audio_chunk_gap_seconds", "Time between two pieces of sound of a request.", buckets=GAP_S)
+AUDIO_SECONDS = counter("audio_seconds_total", "seconds", "Sound made, counted in seconds of playing time.")
+AUDIO_UNDERRUN = counter(
+    "audio_underrun_seconds_total",
+    "seconds",
+    "Time in which a real-time player of a streamed answer has no sound left before the end.",
 )
-AUDIO_SECONDS = Metric(
-    name="audio_seconds_total", kind="counter", unit="seconds", text="Sound made, counted in seconds of playing time."
-)
-AUDIO_UNDERRUN = Metric(
-    name="audio_underrun_seconds_total",
-    kind="counter",
-    unit="seconds",
-    text="Time in which a real-time player of a streamed answer has no sound left before the end.",
-)
-REAL_TIME_FACTOR = Metric(
-    name="real_time_factor",
-    kind="histogram",
-    unit="ratio",
-    text="Time from arrival to the last piece of sound, divided by the sound's playing time; below 1 keeps up.",
+REAL_TIME_FACTOR = histogram(
+    "real_time_factor",
+    "Time from arrival to the last piece of sound, divided by the sound's playing time; below 1 keeps up.",
     buckets=(0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 5, 10, 25),
+    unit="ratio",
 )
 METRICS = (TIME_TO_FIRST_AUDIO, AUDIO_CHUNK_GAP, AUDIO_SECONDS, AUDIO_UNDERRUN, REAL_TIME_FACTOR)
 

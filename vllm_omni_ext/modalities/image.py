@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.metrics import LATENCY_S, Metric
+from vllm_omni_ext.metrics import counter, histogram
 from vllm_omni_ext.modalities.base import IMAGE, Assembled, OutputChunk
 from vllm_omni_ext.modalities.chunks import ImageChunk
 from vllm_omni_ext.modalities.fields import choice, flag, whole_number
@@ -25,14 +25,10 @@ BEST_QUALITY = 100
 IMAGE_IN_CONTENT = "image_in_content"
 """Field that also requests pictures as parts of `message.content`, where clients of vllm-omni look for them."""
 
-TIME_TO_FIRST_IMAGE = Metric(
-    name="time_to_first_image_seconds",
-    kind="histogram",
-    unit="seconds",
-    text="Time from a request's arrival to its first finished picture.",
-    buckets=LATENCY_S,
+TIME_TO_FIRST_IMAGE = histogram(
+    "time_to_first_image_seconds", "Time from a request's arrival to its first finished picture."
 )
-IMAGES = Metric(name="images_total", kind="counter", unit="images", text="Pictures made, without previews.")
+IMAGES = counter("images_total", "images", "Pictures made, without previews.")
 METRICS = (TIME_TO_FIRST_IMAGE, IMAGES)
 
 
