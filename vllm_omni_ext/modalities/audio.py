@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.metrics import GAP_S, counter, histogram
-from vllm_omni_ext.modalities.base import AUDIO, Assembled, OutputChunk
+from vllm_omni_ext.modalities.base import AUDIO, Assembled, Modality, ModalityStream, OutputChunk
 from vllm_omni_ext.modalities.chunks import AudioChunk
 from vllm_omni_ext.modalities.fields import choice, flag
 from vllm_omni_ext.modalities.sound import (
@@ -58,7 +58,7 @@ class AudioEncoding:
     in_content: bool = False
 
 
-class AudioStream:
+class AudioStream(ModalityStream):
     """The sound of one streamed answer."""
 
     def __init__(self, encoding: AudioEncoding) -> None:
@@ -110,12 +110,12 @@ class AudioStream:
         return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "audio_metadata": facts}
 
 
-class Audio:
+class Audio(Modality):
     """The modality."""
 
     name = AUDIO
-    chunk: type[OutputChunk] = AudioChunk
-    body_fields: tuple[str, ...] = (AUDIO, AUDIO_IN_CONTENT)
+    chunk = AudioChunk
+    body_fields = (AUDIO, AUDIO_IN_CONTENT)
 
     def read(self, body: Mapping[str, Any], *, stream: bool) -> tuple[AudioEncoding, Mapping[str, Any]]:
         """Read `audio` and `audio_in_content`; the voice is a request field."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 TEXT, AUDIO, IMAGE = "text", "audio", "image"
 
@@ -54,27 +54,32 @@ class Assembled:
     keep_text: bool = False
 
 
-class ModalityStream(Protocol):
-    """One streamed answer of one modality."""
+class ModalityStream:
+    """One streamed answer of one modality. The default is an answer without chunks, which leaves the text as it is."""
 
     async def chunk(self, chunk: OutputChunk) -> list[dict[str, Any]]:
         """Return the choices (objects with a `delta`) for one chunk; none if the chunk is held back.
 
         Work that takes milliseconds (encoding a picture) belongs in a thread.
         """
+        return []
 
     def text(self, delta: dict[str, Any]) -> None:
         """Change a text delta in place, e.g. add a transcript."""
 
     def end(self) -> list[dict[str, Any]]:
         """Return the choices after the last chunk."""
+        return []
 
     def usage(self) -> Mapping[str, int]:
         """Return entries to merge into `usage.completion_tokens_details`."""
+        return {}
 
 
-class Modality(Protocol):
+class Modality:
     """A kind of output. `modalities.registry` lists those of the core and of families.
+
+    The default has no fields in a body and adds nothing to an answer.
 
     Attributes:
         name: e.g. "audio".
@@ -84,7 +89,7 @@ class Modality(Protocol):
 
     name: str
     chunk: type[OutputChunk]
-    body_fields: tuple[str, ...]
+    body_fields: tuple[str, ...] = ()
 
     def read(self, body: Mapping[str, Any], *, stream: bool) -> tuple[Any, Mapping[str, Any]]:
         """Read the modality's fields of a body.
@@ -96,18 +101,22 @@ class Modality(Protocol):
         Raises:
             RequestError: a field is wrong; named by its path.
         """
+        return None, {}
 
     async def assemble(self, chunks: Sequence[OutputChunk], encoding: Any, text: str) -> Assembled:
         """Return the modality's share of a whole answer. `text` is the answer's text (e.g. the transcript)."""
+        return Assembled()
 
     def stream(self, encoding: Any) -> ModalityStream:
         """Begin one streamed answer."""
+        return ModalityStream()
 
     def offline(self, chunks: Sequence[OutputChunk]) -> Mapping[str, Any]:
         """Return attributes of the `OmniRequestOutput` of `LLM.generate`, e.g. {"audio": ..., "sample_rate": ...}.
 
         For a modality of a family, this is called for every output, also without any chunks.
         """
+        return {}
 
     def observe(self, metrics: Any, trace: Any, chunk: OutputChunk, at: float) -> None:
         """Record a chunk that goes to the client, `at` seconds after the request's arrival."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.metrics import counter, histogram
-from vllm_omni_ext.modalities.base import IMAGE, Assembled, OutputChunk
+from vllm_omni_ext.modalities.base import IMAGE, Assembled, Modality, ModalityStream, OutputChunk
 from vllm_omni_ext.modalities.chunks import ImageChunk
 from vllm_omni_ext.modalities.fields import choice, flag, whole_number
 
@@ -80,7 +80,7 @@ async def _part(chunk: ImageChunk, encoding: ImageEncoding) -> dict[str, Any]:
     return part
 
 
-class ImageStream:
+class ImageStream(ModalityStream):
     """The pictures of one streamed answer."""
 
     def __init__(self, encoding: ImageEncoding) -> None:
@@ -99,24 +99,17 @@ class ImageStream:
             delta = {"role": "assistant", "content": [part], **delta}
         return [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]
 
-    def text(self, delta: dict[str, Any]) -> None:
-        """Leave the delta as it is."""
-
-    def end(self) -> list[dict[str, Any]]:
-        """Return nothing: each picture is complete."""
-        return []
-
     def usage(self) -> Mapping[str, int]:
         """Count pictures."""
         return {"images": self._images}
 
 
-class Image:
+class Image(Modality):
     """The modality."""
 
     name = IMAGE
-    chunk: type[OutputChunk] = ImageChunk
-    body_fields: tuple[str, ...] = (IMAGE, IMAGE_IN_CONTENT)
+    chunk = ImageChunk
+    body_fields = (IMAGE, IMAGE_IN_CONTENT)
 
     def read(self, body: Mapping[str, Any], *, stream: bool) -> tuple[ImageEncoding, Mapping[str, Any]]:
         """Read `image` and `image_in_content`; other keys of `image` are request fields (e.g. a size)."""

@@ -8,10 +8,18 @@ from vllm_omni_ext import metrics
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.modalities import audio, image
 from vllm_omni_ext.modalities.audio import Audio
-from vllm_omni_ext.modalities.base import Modality
+from vllm_omni_ext.modalities.base import TEXT, Modality
+from vllm_omni_ext.modalities.chunks import TextChunk
 from vllm_omni_ext.modalities.image import Image
-from vllm_omni_ext.modalities.text import Text
 from vllm_omni_ext.plugins.spec import ModelFamily, resolve
+
+
+class Text(Modality):
+    """Text, which vLLM's server writes."""
+
+    name = TEXT
+    chunk = TextChunk
+
 
 CORE: Mapping[str, Modality] = {each.name: each for each in (Text(), Audio(), Image())}
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from vllm_omni_ext.modalities.base import Assembled, OutputChunk
+from vllm_omni_ext.modalities.base import Assembled, Modality, ModalityStream, OutputChunk
 
 NAME = "thought"
 
@@ -23,7 +23,7 @@ class ThoughtChunk(OutputChunk):
     tokens: int = 0
 
 
-class ThoughtStream:
+class ThoughtStream(ModalityStream):
     """The thought of one streamed answer."""
 
     def __init__(self) -> None:
@@ -35,25 +35,15 @@ class ThoughtStream:
         self._tokens += chunk.tokens
         return [{"index": 0, "delta": {"reasoning": chunk.text}, "logprobs": None, "finish_reason": None}]
 
-    def text(self, delta: dict[str, Any]) -> None:
-        """Leave the delta as it is."""
-
-    def end(self) -> list[dict[str, Any]]:
-        return []
-
     def usage(self) -> Mapping[str, int]:
         return {"reasoning_tokens": self._tokens}
 
 
-class Thought:
+class Thought(Modality):
     """The modality."""
 
     name = NAME
-    chunk: type[OutputChunk] = ThoughtChunk
-    body_fields: tuple[str, ...] = ()
-
-    def read(self, body: Mapping[str, Any], *, stream: bool) -> tuple[Any, Mapping[str, Any]]:
-        return None, {}
+    chunk = ThoughtChunk
 
     async def assemble(self, chunks: Sequence[OutputChunk], encoding: Any, text: str) -> Assembled:
         """Return the thought as `reasoning` of the message."""
