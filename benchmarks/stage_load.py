@@ -18,7 +18,7 @@ from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.runtime.client.replica import StockReplica
 from vllm_omni_ext.runtime.launch.launcher import Deployment
-from vllm_omni_ext.serving.served import Server
+from vllm_omni_ext.serving.served import ServedModel
 from vllm_omni_ext.topology.plan import Plan
 
 TEXT = "Tell me about the blue cat in the moon"
@@ -112,7 +112,7 @@ class Work:
                 pass
             return
         sound = RequestOptions(modalities=("audio",), params={"talker": exactly})
-        text = await rendered(TEXT, Server(self.omni))
+        text = await rendered(TEXT, ServedModel(self.omni))
         async for _ in self.omni.start(text, sound, number):
             pass
 

@@ -17,9 +17,11 @@ from vllm.entrypoints.serve.profile.api_router import router as profile
 
 from tests.runtime.test_calls import Bench, targeted
 from tests.serving.conftest import asking
+from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.runtime.operator_state import NOTHING_CHANGED, Change, OperatorState
 from vllm_omni_ext.serving.adapters import Adapters, router
 from vllm_omni_ext.serving.operator_calls import add_routes
+from vllm_omni_ext.serving.responses import omni_error_handler
 
 JSON = {"content-type": "application/json"}
 ADAPTER = {"lora_name": "tune", "lora_path": "/adapters/tune"}
@@ -54,6 +56,7 @@ class Rig:
         add_routes(self.app, router)
         self.app.state.args = SimpleNamespace(log_error_stack=False)
         init_exception_handler(self.app)
+        self.app.add_exception_handler(OmniError, omni_error_handler)
 
     def _everywhere(self, name: str) -> Any:
         async def call(*args: Any) -> Any:

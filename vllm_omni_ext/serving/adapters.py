@@ -19,12 +19,13 @@ from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadL
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.lora.request import LoRARequest
 
-from vllm_omni_ext.errors import CallFailed, RequestError
+from vllm_omni_ext.errors import CallFailed
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.runtime.client.calls import Replies, failed
 from vllm_omni_ext.runtime.client.replica_connections import Connections
 from vllm_omni_ext.runtime.operator_state import Adapter, AdapterLoaded, AdapterUnloaded
-from vllm_omni_ext.serving.operator_calls import TARGETS, KnownParameters, Targets, named_in, refusing, report
+from vllm_omni_ext.serving.operator_calls import TARGETS, KnownParameters, Targets, named_in, report
+from vllm_omni_ext.serving.responses import BadRequest
 
 NS_PER_NUMBER = 1_000_000
 """Numbers of adapters begin with the time of the API server's start, in milliseconds."""
@@ -51,7 +52,6 @@ router = APIRouter(dependencies=[Depends(KnownParameters(BODIES))])
 
 
 @router.post("/v1/load_lora_adapter", dependencies=[Depends(validate_json_request)])
-@refusing
 async def load_lora_adapter(request: LoadAdapter, raw_request: Request, targets: Targets = None) -> Response:
     """Load an adapter."""
     adapters: Adapters = raw_request.app.state.omni_adapters
@@ -59,7 +59,6 @@ async def load_lora_adapter(request: LoadAdapter, raw_request: Request, targets:
 
 
 @router.post("/v1/unload_lora_adapter", dependencies=[Depends(validate_json_request)])
-@refusing
 async def unload_lora_adapter(request: UnloadAdapter, raw_request: Request, targets: Targets = None) -> Response:
     """Without targets, drop an adapter's name, as vLLM does; with targets, also remove the adapter from them."""
     adapters: Adapters = raw_request.app.state.omni_adapters
@@ -94,7 +93,7 @@ class Adapters:
     async def load(self, request: LoadAdapter, targets: list[str] | None) -> Response:
         """Load an adapter into the targets, or all of the frontend; all have loaded it when its name becomes valid."""
         if self._omni.vllm_config.lora_config is None:
-            raise RequestError("lora_name: this server has no LoRA; start it with --enable-lora", parameter="lora_name")
+            raise BadRequest("lora_name: this server has no LoRA; start it with --enable-lora", parameter="lora_name")
         if targets is None:
             answer = await self._stock.load_lora_adapter(request)
             if not isinstance(answer, ErrorResponse):
@@ -157,7 +156,7 @@ class Adapters:
         """Refuse stages other than the frontend: no request can name their adapters."""
         for replica in self._omni.calls.resolve(targets):
             if not self._omni.calls.is_text(replica.stage):
-                raise RequestError(
+                raise BadRequest(
                     f"targets: requests cannot use adapters of '{replica.stage}', only of the stage that writes text; "
                     "leave targets out",
                     parameter=TARGETS,

@@ -23,6 +23,7 @@ from vllm.logger import init_logger
 from vllm.renderers.chat_utils import load_chat_template
 
 from vllm_omni_ext.config.schema import ALL_ROUTES
+from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.registry import family_chat_template, family_of
@@ -33,6 +34,7 @@ from vllm_omni_ext.serving.keys import guard_all_routes
 from vllm_omni_ext.serving.limits import media, texts, validation, video
 from vllm_omni_ext.serving.limits.bodies import RefusedBody, RequestLimits, refused_handler
 from vllm_omni_ext.serving.options import CHUNKS, LIST, MODALITIES, named_stages, stage_param_names
+from vllm_omni_ext.serving.responses import omni_error_handler
 from vllm_omni_ext.serving.served import ServedModel
 from vllm_omni_ext.vllm_hooks import resolve_default_chat_template_kwargs
 
@@ -120,7 +122,7 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
     await init_app_state(omni, app.state, args, tasks)
-    model, options = ServedModel.of(omni), _chat_options(omni, app.state, args)
+    model, options = ServedModel(omni), _chat_options(omni, app.state, args)
     app.state.openai_serving_chat = OmniServingChat(model=model, **options)
     app.state.omni_adapters = adapters.Adapters(omni, options["models"])
     _add_facts(app.state.openai_serving_models, model)
@@ -132,6 +134,7 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     if omni.plan.config.api_key_routes == ALL_ROUTES:
         guard_all_routes(app)
     app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]
+    app.add_exception_handler(OmniError, omni_error_handler)  # type: ignore[arg-type]
     app.add_exception_handler(RefusedBody, refused_handler)  # type: ignore[arg-type]
     texts.install(app, omni.renderer)
     validation.install(app, omni.observer)
@@ -151,7 +154,7 @@ def _add_apis(app: FastAPI, model: ServedModel, stock: dict[str, Any]) -> None:
     """Add the ready-made APIs that the model switches on, and the routes of its own."""
     for api in model.surface.apis:
         resolve(api)(app, model, **stock)
-    for router in model.surface.routers(model.server):
+    for router in model.surface.routers(model):
         app.include_router(router)
 
 

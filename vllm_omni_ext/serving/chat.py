@@ -31,7 +31,7 @@ from vllm_omni_ext.orchestrator.admission import Ticket
 from vllm_omni_ext.serving.answers import ChatAnswer, ChatStream
 from vllm_omni_ext.serving.limits.media import MediaNotFetched
 from vllm_omni_ext.serving.limits.validation import validate_json_values
-from vllm_omni_ext.serving.options import apply_to_frontend
+from vllm_omni_ext.serving.options import apply_to_frontend, check
 from vllm_omni_ext.serving.responses import BadRequest, as_vllm_error, printable
 from vllm_omni_ext.serving.served import ServedModel
 from vllm_omni_ext.wire.stage_input import TICKET
@@ -177,12 +177,12 @@ async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatA
     extra = request.model_extra or {}
     fields = {name: getattr(request, name) for name in request.model_fields_set.intersection(model.fields.names)}
     found = model.read({**fields, **extra}, stream=bool(request.stream), seed=request.seed)
-    options = await model.surface.chat_options(found.options, request, model.server)
+    options = await model.surface.chat_options(found.options, request, model)
     if _must_call_a_tool(request):
         options = replace(options, modalities=tuple(name for name in options.modalities if name != AUDIO) or (TEXT,))
-    model.check(found, options)
+    check(model.runtime, options, found.paths)
     apply_to_frontend(model.omni.plan, request)
-    others = {name: model.modalities[name] for name in model.others(options)}
+    others = {name: model.modalities[name] for name in options.modalities if name != TEXT}
     if others:
         _refuse_several(request, others)
     return ChatAnswer(

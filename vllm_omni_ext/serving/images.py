@@ -10,46 +10,37 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
+from operator import itemgetter
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationError
 from starlette.datastructures import UploadFile
 from vllm import envs
-from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.multimodal.image import convert_image_mode
 
-from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed
+from vllm_omni_ext.errors import RequestError, RequestFailed
 from vllm_omni_ext.modalities.base import IMAGE
 from vllm_omni_ext.modalities.chunks import ImageChunk
 from vllm_omni_ext.modalities.fields import choice
 from vllm_omni_ext.modalities.image import FORMATS, PNG, ImageEncoding, base64_of
-from vllm_omni_ext.orchestrator.answers import merged, with_first
+from vllm_omni_ext.orchestrator.answers import merged
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
+from vllm_omni_ext.serving.direct import DirectAnswer, DirectServing, only
 from vllm_omni_ext.serving.limits.bodies import BodyScan
 from vllm_omni_ext.serving.limits.media import PIXELS, count_pixels
 from vllm_omni_ext.serving.limits.texts import refuse_long
 from vllm_omni_ext.serving.limits.validation import validate_json_values
-from vllm_omni_ext.serving.options import LARGEST_INTEGER
-from vllm_omni_ext.serving.responses import (
-    DONE,
-    ERROR_RESPONSES,
-    EVENT_STREAM,
-    as_vllm_error,
-    named_event,
-    refusal,
-    refusals_counted,
-)
+from vllm_omni_ext.serving.options import LARGEST_INTEGER, check
+from vllm_omni_ext.serving.responses import ERROR_RESPONSES, EVENT_STREAM, named_event
 from vllm_omni_ext.serving.served import ServedModel
 
 AUTO, B64_JSON = "auto", "b64_json"
 MOST_IMAGES = 10
 MOST_PREVIEWS = 3
-GENERATION, EDIT = "image_generation", "image_edit"
-"""Names of the events of a stream."""
 
 UPLOADS = re.compile(r"(image|mask)(\[\d*\])?")
 """Names of the form parts that are files."""
@@ -101,9 +92,8 @@ class ImageRequest(OpenAIBaseModel):
 @load_aware_call
 async def create_image(request: ImageRequest, raw_request: Request) -> Response:
     """Generate pictures from a text."""
-    serving: OmniServingImages = raw_request.app.state.omni_serving_images
     request.images, request.mask = [], None  # only forms contain files
-    return await serving.create(request, raw_request, GENERATION)
+    return await _respond(request, raw_request, "image_generation")
 
 
 @router.post("/v1/images/edits", responses=_RESPONSES)
@@ -111,76 +101,74 @@ async def create_image(request: ImageRequest, raw_request: Request) -> Response:
 @load_aware_call
 async def edit_image(raw_request: Request) -> Response:
     """Generate pictures from pictures and a text."""
-    serving: OmniServingImages = raw_request.app.state.omni_serving_images
-    try:
-        with refusals_counted(serving.engine_client):
-            request = await read_form(raw_request)
-    except RequestError as err:
-        return refusal(serving.create_error_response(as_vllm_error(err)))
-    return await serving.create(request, raw_request, EDIT)
+    return await _respond(await read_form(raw_request), raw_request, "image_edit")
 
 
-class OmniServingImages(GenerateBaseServing):
-    """Pictures without a conversation."""
+async def _respond(request: ImageRequest, raw_request: Request, kind: str) -> Response:
+    serving: DirectServing = raw_request.app.state.omni_serving_images
+    if (unknown := await serving.check_model(request)) is not None:
+        return unknown
+    return await serving.respond(
+        ImageAnswer(request, await read_images(request, serving.model), kind), raw_request, "image"
+    )
 
-    def __init__(self, model: ServedModel, **stock: Any) -> None:
-        super().__init__(engine_client=model.omni, **stock)
-        self._model = model
 
-    async def create(self, request: ImageRequest, raw_request: Request, kind: str) -> Response:
-        """Answer a request for pictures."""
-        unknown = await self._check_model(request)  # type: ignore[arg-type]  # it reads the model's name
-        if unknown is not None:
-            return refusal(unknown)
-        request_id = f"image-{self._base_request_id(raw_request)}"
-        try:
-            with refusals_counted(self._model.omni):
-                jobs = await read_images(request, self._model)
-                self._preflight()
-                pictures = await self._pictures(jobs, request_id)
-            if not request.stream:
-                return await _whole(request, jobs, pictures)
-            first = await anext(pictures)  # an error before the first picture still gets its own HTTP status
-        except OmniError as err:
-            return refusal(self.create_error_response(as_vllm_error(err)))
-        events = self._events(request, jobs, with_first(first, pictures), kind)
-        return StreamingResponse(events, media_type=EVENT_STREAM)
+Pictures = AsyncGenerator[tuple[int, ImageChunk], None]
+"""Pictures as they arrive, each with the number of its job."""
 
-    async def _pictures(self, jobs: Sequence[Job], request_id: str) -> AsyncGenerator[tuple[int, ImageChunk], None]:
-        """Yield the pictures of all jobs as they arrive, each with the number of its job."""
-        names = [request_id] if len(jobs) == 1 else [f"{request_id}_{index}" for index in range(len(jobs))]
-        started: list[AsyncGenerator[Any, None]] = []
-        try:
-            for job, name in zip(jobs, names, strict=True):
-                started.append(self._model.server.generate(*job, name))
-        except OmniError:
-            for source in started:
-                await source.aclose()
-            raise
-        return merged(*(_numbered(index, source) for index, source in enumerate(started)))
 
-    async def _events(
-        self, request: ImageRequest, jobs: Sequence[Job], pictures: AsyncGenerator[Any, None], kind: str
-    ) -> AsyncGenerator[str, None]:
-        try:
-            async with aclosing(pictures):
-                async for index, chunk in pictures:
-                    facts = {"b64_json": await base64_of(chunk.pixels, request.encoding), **described(request, chunk)}
-                    if chunk.partial:
-                        yield named_event(f"{kind}.partial_image", **facts, partial_image_index=chunk.index)
-                    else:
-                        yield named_event(
-                            f"{kind}.completed", **facts, index=index, usage=usage(jobs[index : index + 1])
-                        )
-        except OmniError as err:
-            error = self.create_error_response(as_vllm_error(err)).error
-            yield named_event("error", error=error.model_dump())
-            yield DONE
+class ImageAnswer(DirectAnswer):
+    """Pictures without a conversation.
+
+    Args:
+        jobs: one for each picture.
+        kind: begins the names of a stream's events.
+    """
+
+    error_event = "error"
+
+    def __init__(self, request: ImageRequest, jobs: Sequence[Job], kind: str) -> None:
+        self._request = request
+        self._jobs = jobs
+        self._kind = kind
+        self.media_type = EVENT_STREAM if request.stream else None
+
+    def start(self, model: ServedModel, request_id: str) -> Pictures:
+        names = [request_id] if len(self._jobs) == 1 else [f"{request_id}_{at}" for at in range(len(self._jobs))]
+        started = [model.generate(*job, name) for job, name in zip(self._jobs, names, strict=True)]
+        return merged(*(_numbered(index, only(ImageChunk, source)) for index, source in enumerate(started)))
+
+    async def whole(self, chunks: Pictures) -> Response:
+        async with aclosing(chunks):
+            made = [(index, chunk) async for index, chunk in chunks if not chunk.partial]
+        if not made:
+            raise RequestFailed("the model made no picture")
+        ordered = [chunk for _, chunk in sorted(made, key=itemgetter(0))]
+        encoding = self._request.encoding
+        data = []
+        for chunk in ordered:
+            seed = {} if chunk.seed is None else {"seed": chunk.seed}
+            data.append({"b64_json": await base64_of(chunk.pixels, encoding), **seed})
+        facts = {"created": int(time.time()), "data": data, "output_format": encoding.format}
+        return JSONResponse({**facts, "size": size_of(ordered[0]), "usage": usage(self._jobs)})
+
+    async def stream(self, chunks: Pictures) -> AsyncGenerator[str | bytes, None]:
+        async with aclosing(chunks):
+            async for index, chunk in chunks:
+                facts = {
+                    "b64_json": await base64_of(chunk.pixels, self._request.encoding),
+                    **described(self._request, chunk),
+                }
+                if chunk.partial:
+                    yield named_event(f"{self._kind}.partial_image", **facts, partial_image_index=chunk.index)
+                else:
+                    tokens = usage(self._jobs[index : index + 1])
+                    yield named_event(f"{self._kind}.completed", **facts, index=index, usage=tokens)
 
 
 def install(app: FastAPI, model: ServedModel, **stock: Any) -> None:
     """Add the routes."""
-    app.state.omni_serving_images = OmniServingImages(model, **stock)
+    app.state.omni_serving_images = DirectServing(model, **stock)
     app.include_router(router)
 
 
@@ -209,8 +197,8 @@ async def read_images(request: ImageRequest, model: ServedModel) -> list[Job]:
         body = request.model_copy(update={"seed": seed})
         fields = {name: value for name in body.model_fields_set if (value := getattr(body, name)) is not None}
         found = model.read({**fields, **(body.model_extra or {})}, stream=False, seed=seed, modalities=(IMAGE,))
-        rendered, options = await model.surface.image(body, found.options, model.server)
-        model.check(found, options)
+        rendered, options = await model.surface.image(body, found.options, model)
+        check(model.runtime, options, found.paths)
         jobs.append((rendered, options))
     return jobs
 
@@ -281,23 +269,6 @@ def opened(name: str, data: bytes) -> Any:
         raise RequestError(f"{name}: is not a picture that can be read", parameter=name) from err
 
 
-async def _whole(request: ImageRequest, jobs: Sequence[Job], pictures: AsyncGenerator[Any, None]) -> Response:
-    made: dict[int, list[ImageChunk]] = {}
-    async with aclosing(pictures):
-        async for index, chunk in pictures:
-            if not chunk.partial:
-                made.setdefault(index, []).append(chunk)
-    ordered = [chunk for index in sorted(made) for chunk in made[index]]
-    if not ordered:
-        raise RequestFailed("the model made no picture")
-    data = []
-    for chunk in ordered:
-        entry: dict[str, Any] = {"b64_json": await base64_of(chunk.pixels, request.encoding)}
-        data.append(entry if chunk.seed is None else entry | {"seed": chunk.seed})
-    facts = {"created": int(time.time()), "data": data, "output_format": request.encoding.format}
-    return JSONResponse({**facts, "size": size_of(ordered[0]), "usage": usage(jobs)})
-
-
 def described(request: ImageRequest, chunk: ImageChunk) -> dict[str, Any]:
     """Return an event's description of its picture."""
     facts = {
@@ -327,8 +298,7 @@ def usage(jobs: Sequence[Job]) -> dict[str, Any]:
     }
 
 
-async def _numbered(index: int, source: AsyncGenerator[Any, None]) -> AsyncGenerator[tuple[int, ImageChunk], None]:
+async def _numbered(index: int, source: AsyncGenerator[ImageChunk, None]) -> Pictures:
     async with aclosing(source):
         async for chunk in source:
-            if isinstance(chunk, ImageChunk):
-                yield index, chunk
+            yield index, chunk

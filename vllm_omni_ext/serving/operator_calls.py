@@ -10,19 +10,18 @@ import difflib
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import wraps
 from http import HTTPStatus
 from typing import Annotated, Any, TypeAlias
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from vllm.entrypoints.serve.dev.cache import api_router as cache
 from vllm.entrypoints.serve.dev.rpc import api_router as rpc
 from vllm.entrypoints.serve.dev.sleep import api_router as sleeping
 from vllm.entrypoints.serve.profile import api_router as profile
 
-from vllm_omni_ext.errors import RequestError, StageUnavailable, UnknownMember
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.runtime.client.calls import Replies, Reply, failed
 from vllm_omni_ext.serving.responses import BadRequest, printable
@@ -32,7 +31,6 @@ TARGETS = "targets"
 """Query parameter, or key of a JSON body, with stage names and replica ids."""
 
 Targets: TypeAlias = Annotated[list[str] | None, Query()]
-Handler: TypeAlias = Callable[..., Awaitable[Response]]
 
 
 class KnownParameters:
@@ -95,39 +93,17 @@ def named_in(query: list[str] | None, body: Any) -> list[str] | None:
     """Return the targets of a query or a body; None if neither has any.
 
     Raises:
-        RequestError: the body's targets are not a list of texts, or both have targets.
+        BadRequest: the body's targets are not a list of texts, or both have targets.
     """
     if body is None:
         return query
     if query is not None:
-        raise RequestError("targets: give them in the query or in the body", parameter=TARGETS)
+        raise BadRequest("targets: give them in the query or in the body", parameter=TARGETS)
     if isinstance(body, str):
         return [body]
     if not isinstance(body, list) or not all(isinstance(each, str) for each in body):
-        raise RequestError("targets: must be a list of stage names and replica ids", parameter=TARGETS)
+        raise BadRequest("targets: must be a list of stage names and replica ids", parameter=TARGETS)
     return body
-
-
-def refusing(handler: Handler) -> Handler:
-    """Answer a refused call with an error that names the parameter; no replica was called then."""
-
-    @wraps(handler)
-    async def answer(*args: Any, **kwargs: Any) -> Response:
-        try:
-            return await handler(*args, **kwargs)
-        except UnknownMember as error:
-            return _refusal(error, "NotFoundError", HTTPStatus.NOT_FOUND, TARGETS)
-        except RequestError as error:
-            return _refusal(error, "BadRequestError", HTTPStatus.BAD_REQUEST, error.parameter)
-        except StageUnavailable as error:
-            return _refusal(error, "ServiceUnavailableError", HTTPStatus.SERVICE_UNAVAILABLE, TARGETS)
-
-    return answer
-
-
-def _refusal(error: Exception, kind: str, status: HTTPStatus, parameter: str) -> JSONResponse:
-    body = {"message": printable(str(error)), "type": kind, "param": parameter, "code": status.value}
-    return JSONResponse({"error": body}, status)
 
 
 def report(replies: Replies) -> Response:
@@ -181,7 +157,7 @@ def _add_route(stock: Any) -> None:
 
     request = inspect.Parameter("raw_request", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Request)
     answer.__signature__ = inspect.Signature([request, *stock_parameters, *own], return_annotation=Response)  # type: ignore[attr-defined]
-    router.add_api_route(stock.path, refusing(answer), methods=list(stock.methods))
+    router.add_api_route(stock.path, answer, methods=list(stock.methods))
 
 
 def _parameter(name: str) -> inspect.Parameter:
@@ -193,7 +169,6 @@ for _route in (*sleeping.router.routes, *cache.router.routes, *profile.router.ro
 
 
 @router.post("/collective_rpc")
-@refusing
 async def collective_rpc(raw_request: Request, targets: Targets = None) -> Response:
     """Call a method of workers; `targets` may also be a key of the body."""
     parsed = _parsed(await raw_request.body())
@@ -209,6 +184,6 @@ async def collective_rpc(raw_request: Request, targets: Targets = None) -> Respo
         ("timeout", timeout is None or (isinstance(timeout, int | float) and 0 < timeout < math.inf), "seconds, > 0"),
     ):
         if not fits:
-            raise RequestError(f"{key}: must be {expected}", parameter=key)
+            raise BadRequest(f"{key}: must be {expected}", parameter=key)
     omni = omni_of(raw_request)
     return report(await omni.collective_rpc(body["method"], timeout, tuple(args), kwargs, targets=named))

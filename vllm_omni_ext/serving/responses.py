@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
+from fastapi import Request
 from fastapi.responses import JSONResponse
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMError, VLLMValidationError
 
-from vllm_omni_ext.errors import OmniError, RequestError, StageUnavailable
+from vllm_omni_ext.errors import OmniError, RequestError, StageUnavailable, UnknownMember
 
 LONGEST_MESSAGE = 1000
 """Length limit of an error message or a parameter's name, in characters."""
@@ -50,18 +52,13 @@ def as_vllm_error(error: OmniError) -> VLLMError:
     return GenerationError(str(error))
 
 
-@contextmanager
-def refusals_counted(omni: Any) -> Iterator[None]:
-    """Count a RequestError that is raised inside the block, by which the request is refused before it begins.
-
-    Args:
-        omni: the engine client, whose observer counts.
-    """
-    try:
-        yield
-    except RequestError as err:
-        omni.observer.refused(err)
-        raise
+async def omni_error_handler(request: Request, error: OmniError) -> JSONResponse:
+    """Answer an error that a route has raised; a RequestError, which refuses a request, is counted."""
+    if isinstance(error, RequestError):
+        request.app.state.engine_client.observer.refused(error)
+    if isinstance(error, UnknownMember):
+        return refusal(create_error_response(printable(str(error)), "NotFoundError", HTTPStatus.NOT_FOUND, "targets"))
+    return refusal(create_error_response(as_vllm_error(error)))
 
 
 def refusal(error: ErrorResponse) -> JSONResponse:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from enum import Enum
 from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 from pydantic import Field
-from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 
-from vllm_omni_ext.errors import OmniError, RequestError
+from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.modalities.audio import checked_voice, frames_of
 from vllm_omni_ext.modalities.base import AUDIO
 from vllm_omni_ext.modalities.chunks import AudioChunk
@@ -30,20 +28,12 @@ from vllm_omni_ext.modalities.sound import (
     SoundStream,
     encode_aside,
 )
-from vllm_omni_ext.orchestrator.answers import with_first
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
+from vllm_omni_ext.serving.direct import DirectAnswer, DirectServing, only
 from vllm_omni_ext.serving.limits.texts import refuse_long
 from vllm_omni_ext.serving.limits.validation import validate_json_values
-from vllm_omni_ext.serving.options import LARGEST_INTEGER
-from vllm_omni_ext.serving.responses import (
-    DONE,
-    ERROR_RESPONSES,
-    EVENT_STREAM,
-    as_vllm_error,
-    named_event,
-    refusal,
-    refusals_counted,
-)
+from vllm_omni_ext.serving.options import LARGEST_INTEGER, check
+from vllm_omni_ext.serving.responses import ERROR_RESPONSES, EVENT_STREAM, named_event
 from vllm_omni_ext.serving.served import ServedModel
 
 INPUT = "input"
@@ -51,8 +41,6 @@ SSE, BYTES = "sse", "audio"
 VOICES = ("voice", "speaker")
 MAX_NEW_TOKENS = "max_new_tokens"
 VOICES_OF_CARD = ("voices", "default_voice")
-
-Chunks = AsyncGenerator[AudioChunk, None]
 
 router = APIRouter()
 
@@ -95,77 +83,66 @@ class SpeechRequest(OpenAIBaseModel):
 @load_aware_call
 async def create_speech(request: SpeechRequest, raw_request: Request) -> Response:
     """Read a text out."""
-    serving: OmniServingSpeech = raw_request.app.state.omni_serving_speech
-    return await serving.create_speech(request, raw_request)
+    serving: DirectServing = raw_request.app.state.omni_serving_speech
+    if (unknown := await serving.check_model(request)) is not None:
+        return unknown
+    return await serving.respond(await read_speech(request, serving.model), raw_request, "speech")
 
 
 @router.get("/v1/audio/voices")
 async def list_voices(raw_request: Request) -> dict[str, Any]:
     """Return the speakers of the checkpoint."""
-    card = raw_request.app.state.omni_serving_speech.card
+    card = raw_request.app.state.omni_serving_speech.model.capabilities.card
     return {name: card[name] for name in VOICES_OF_CARD if name in card}
 
 
-class Delivery(Enum):
-    """How the sound is sent."""
+@dataclass(kw_only=True)
+class SpeechAnswer(DirectAnswer):
+    """Speech without a conversation. `format` is the name of the sound's encoding."""
 
-    WHOLE = "whole"
-    BYTES = "bytes"
-    EVENTS = "events"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeechJob:
-    """A checked request. `format` is the name of the sound's encoding."""
-
+    error_event = "speech.audio.error"
     rendered: Rendered
     options: RequestOptions
     format: str
-    delivery: Delivery
+    media_type: str | None
+
+    def start(self, model: ServedModel, request_id: str) -> AsyncGenerator[AudioChunk, None]:
+        return only(AudioChunk, model.generate(self.rendered, self.options, request_id))
+
+    async def whole(self, chunks: AsyncGenerator[AudioChunk, None]) -> Response:
+        async with aclosing(chunks):
+            sound = [chunk async for chunk in chunks]
+        samples, last, encoding = np.concatenate([chunk.samples for chunk in sound]), sound[-1], self._encoding
+        data = await encode_aside(samples, last.sample_rate, encoding)
+        return Response(data, media_type=encoding.media_type, headers=_headers(self.rendered.tokens, frames_of(last)))
+
+    async def stream(self, chunks: AsyncGenerator[AudioChunk, None]) -> AsyncGenerator[str | bytes, None]:
+        """Yield the bare sound, or events with the same bytes in base64."""
+        encoder, base64, frames = SoundStream(self._encoding), Base64Pieces(), 0
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                frames = frames_of(chunk)
+                data = await encoder.write_aside(chunk.samples, chunk.sample_rate, last=chunk.last)
+                if self.media_type != EVENT_STREAM:
+                    if data:
+                        yield data
+                elif due := base64.write(data, last=chunk.last):
+                    yield named_event("speech.audio.delta", audio=due, response_format=self.format)
+        if self.media_type == EVENT_STREAM:
+            yield named_event("speech.audio.done", usage=usage(self.rendered.tokens, frames))
 
     @property
-    def encoding(self) -> Encoding:
-        """The encoding of the sound."""
+    def _encoding(self) -> Encoding:
         return SPEECH_FORMATS[self.format]
-
-
-class OmniServingSpeech(GenerateBaseServing):
-    """Speech without a conversation."""
-
-    def __init__(self, model: ServedModel, **stock: Any) -> None:
-        super().__init__(engine_client=model.omni, **stock)
-        self._model = model
-        self.card: Mapping[str, Any] = model.capabilities.card
-
-    async def create_speech(self, request: SpeechRequest, raw_request: Request) -> Response:
-        """Answer a speech request."""
-        unknown = await self._check_model(request)  # type: ignore[arg-type]  # it reads the model's name
-        if unknown is not None:
-            return refusal(unknown)
-        request_id = f"speech-{self._base_request_id(raw_request)}"
-        try:
-            with refusals_counted(self._model.omni):
-                job = await read_speech(request, self._model)
-                self._preflight()
-                chunks = _sound_of(self._model.server.generate(job.rendered, job.options, request_id))
-            if job.delivery is Delivery.WHOLE:
-                return await _whole(job, chunks)
-            first = await anext(chunks)  # an error before the first sound still gets its own HTTP status
-        except OmniError as err:
-            return refusal(self.create_error_response(as_vllm_error(err)))
-        sound = _Sound(job, with_first(first, chunks))
-        if job.delivery is Delivery.BYTES:
-            return StreamingResponse(sound.bytes(), media_type=job.encoding.media_type)
-        return StreamingResponse(sound.events(self), media_type=EVENT_STREAM)
 
 
 def install(app: FastAPI, model: ServedModel, **stock: Any) -> None:
     """Add the routes."""
-    app.state.omni_serving_speech = OmniServingSpeech(model, **stock)
+    app.state.omni_serving_speech = DirectServing(model, **stock)
     app.include_router(router)
 
 
-async def read_speech(request: SpeechRequest, model: ServedModel) -> SpeechJob:
+async def read_speech(request: SpeechRequest, model: ServedModel) -> SpeechAnswer:
     """Read and check a speech request.
 
     Raises:
@@ -178,10 +155,10 @@ async def read_speech(request: SpeechRequest, model: ServedModel) -> SpeechJob:
         checked_voice(name, getattr(request, name))
     body = {name: getattr(request, name) for name in request.model_fields_set} | (request.model_extra or {})
     found = model.read(_limited(body, model.surface.speech_stage), stream=False, seed=request.seed, modalities=(AUDIO,))
-    model.check(found, found.options)
-    delivery = _delivery(request)
-    rendered = await model.surface.speech(request, found.options, model.server)
-    return SpeechJob(rendered=rendered, options=found.options, format=sound_format, delivery=delivery)
+    check(model.runtime, found.options, found.paths)
+    media_type = _media_type(request)
+    rendered = await model.surface.speech(request, found.options, model)
+    return SpeechAnswer(rendered=rendered, options=found.options, format=sound_format, media_type=media_type)
 
 
 def _limited(body: dict[str, Any], stage: str) -> dict[str, Any]:
@@ -196,65 +173,15 @@ def _limited(body: dict[str, Any], stage: str) -> dict[str, Any]:
     return body
 
 
-def _delivery(request: SpeechRequest) -> Delivery:
-    """Return the delivery: events or a stream on request, else one piece."""
+def _media_type(request: SpeechRequest) -> str | None:
+    """Return the media type of a stream, of events or of bare sound; None: the sound is sent in one piece."""
     kind = request.stream_format
     if kind is not None:
         choice("stream_format", kind, (SSE, BYTES))
     if kind == SSE:
-        return Delivery.EVENTS
-    return Delivery.BYTES if request.stream or (kind == BYTES and request.stream is None) else Delivery.WHOLE
-
-
-async def _whole(job: SpeechJob, source: Chunks) -> Response:
-    async with aclosing(source):
-        chunks = [chunk async for chunk in source]
-    samples, last = np.concatenate([chunk.samples for chunk in chunks]), chunks[-1]
-    data = await encode_aside(samples, last.sample_rate, job.encoding)
-    return Response(data, media_type=job.encoding.media_type, headers=_headers(job.rendered.tokens, frames_of(last)))
-
-
-class _Sound:
-    """One streamed answer."""
-
-    def __init__(self, job: SpeechJob, chunks: Chunks) -> None:
-        self._job = job
-        self._chunks = chunks
-        self._encoder = SoundStream(job.encoding)
-
-    async def _data(self, chunk: AudioChunk) -> bytes:
-        return await self._encoder.write_aside(chunk.samples, chunk.sample_rate, last=chunk.last)
-
-    async def bytes(self) -> AsyncGenerator[bytes, None]:
-        """Yield the bare sound. A failure closes the connection, because the status has been sent already."""
-        async with aclosing(self._chunks):
-            async for chunk in self._chunks:
-                if data := await self._data(chunk):
-                    yield data
-
-    async def events(self, serving: OmniServingSpeech) -> AsyncGenerator[str, None]:
-        """Yield the sound as server-sent events; the concatenated pieces form one file."""
-        text, frames = Base64Pieces(), 0
-        try:
-            async with aclosing(self._chunks):
-                async for chunk in self._chunks:
-                    frames = frames_of(chunk)
-                    if due := text.write(await self._data(chunk), last=chunk.last):
-                        yield named_event("speech.audio.delta", audio=due, response_format=self._job.format)
-        except OmniError as err:
-            error = serving.create_error_response(as_vllm_error(err)).error
-            yield named_event("speech.audio.error", error=error.model_dump())
-            yield DONE
-            return
-        yield named_event("speech.audio.done", usage=usage(self._job.rendered.tokens, frames))
-
-
-async def _sound_of(source: AsyncGenerator[Any, None]) -> Chunks:
-    """Yield the chunks with sound."""
-    async with aclosing(source):
-        async for chunk in source:
-            if isinstance(chunk, AudioChunk):
-                yield chunk
+        return EVENT_STREAM
+    streamed = request.stream or (kind == BYTES and request.stream is None)
+    return SPEECH_FORMATS[request.response_format].media_type if streamed else None
 
 
 def usage(tokens: int, frames: int) -> dict[str, Any]:

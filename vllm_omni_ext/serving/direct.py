@@ -1,0 +1,96 @@
+"""The handler of the APIs whose requests do not use the frontend: `/v1/audio/speech` and `/v1/images/*`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, ClassVar, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+
+from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.orchestrator.answers import with_first
+from vllm_omni_ext.serving.responses import DONE, EVENT_STREAM, as_vllm_error, named_event, refusal
+from vllm_omni_ext.serving.served import ServedModel
+
+Chunk = TypeVar("Chunk")
+
+
+class DirectAnswer(ABC):
+    """A checked request, and its answer.
+
+    Attributes:
+        media_type: MIME type of a streamed answer; None: the answer is sent as a whole.
+        error_event: name of the event that reports a failure in a stream of events.
+    """
+
+    media_type: str | None
+    error_event: ClassVar[str]
+
+    @abstractmethod
+    def start(self, model: ServedModel, request_id: str) -> AsyncGenerator[Any, None]:
+        """Start the request; yields the chunks of its answer."""
+
+    @abstractmethod
+    async def whole(self, chunks: AsyncGenerator[Any, None]) -> Response:
+        """Return the whole answer. Closes `chunks`."""
+
+    @abstractmethod
+    def stream(self, chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[str | bytes, None]:
+        """Yield the parts of a streamed answer. Closes `chunks`."""
+
+
+async def only(kind: type[Chunk], source: AsyncGenerator[Any, None]) -> AsyncGenerator[Chunk, None]:
+    """Yield the chunks of a class. Closes `source`."""
+    async with aclosing(source):
+        async for chunk in source:
+            if isinstance(chunk, kind):
+                yield chunk
+
+
+class DirectServing(GenerateBaseServing):
+    """Answers requests that do not use the frontend."""
+
+    def __init__(self, model: ServedModel, **stock: Any) -> None:
+        super().__init__(engine_client=model.omni, **stock)
+        self.model = model
+
+    async def check_model(self, request: Any) -> Response | None:
+        """Return the error response if the request names another model."""
+        unknown = await self._check_model(request)
+        return None if unknown is None else refusal(unknown)
+
+    async def respond(self, answer: DirectAnswer, raw_request: Request, prefix: str) -> Response:
+        """Start a request and answer it.
+
+        Args:
+            prefix: begins the request's id.
+
+        Raises:
+            OmniError: the request is refused.
+            VLLMError: the request failed before the first byte of its answer.
+        """
+        self._preflight()
+        chunks = answer.start(self.model, f"{prefix}-{self._base_request_id(raw_request)}")
+        try:
+            if answer.media_type is None:
+                return await answer.whole(chunks)
+            first = await anext(chunks)  # an error before the first chunk still gets its own HTTP status
+        except OmniError as err:
+            raise as_vllm_error(err) from err
+        parts = answer.stream(with_first(first, chunks))
+        if answer.media_type == EVENT_STREAM:  # in other streams, a failure closes the connection
+            parts = self._with_error_event(parts, answer.error_event)
+        return StreamingResponse(parts, media_type=answer.media_type)
+
+    async def _with_error_event(self, parts: AsyncGenerator[Any, None], name: str) -> AsyncGenerator[Any, None]:
+        async with aclosing(parts):
+            try:
+                async for part in parts:
+                    yield part
+            except OmniError as err:
+                yield named_event(name, error=self.create_error_response(as_vllm_error(err)).error.model_dump())
+                yield DONE
