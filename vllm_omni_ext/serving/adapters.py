@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+from types import SimpleNamespace
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -24,7 +25,7 @@ from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.runtime.client.calls import Replies, failed
 from vllm_omni_ext.runtime.client.replica_connections import Connections
 from vllm_omni_ext.runtime.operator_state import Adapter, AdapterLoaded, AdapterUnloaded
-from vllm_omni_ext.serving.operator_calls import TARGETS, KnownParameters, Targets, named_in, report
+from vllm_omni_ext.serving.operator_calls import TARGETS, Targets, known_parameters, named_in, report
 from vllm_omni_ext.serving.responses import BadRequest
 
 NS_PER_NUMBER = 1_000_000
@@ -43,26 +44,22 @@ class UnloadAdapter(UnloadLoRAAdapterRequest):
     targets: Any = None
 
 
-FIELDS = (*LoadAdapter.model_fields, *UnloadAdapter.model_fields)
-"""Fields of both bodies: some clients send the loading body to unload an adapter too."""
+FIELDS = known_parameters(*LoadAdapter.model_fields, *UnloadAdapter.model_fields)
+"""Both routes allow the fields of both bodies: some clients send the loading body to unload an adapter too."""
 
-BODIES = {"/v1/load_lora_adapter": FIELDS, "/v1/unload_lora_adapter": FIELDS}
-
-router = APIRouter(dependencies=[Depends(KnownParameters(BODIES))])
+router = APIRouter(dependencies=[FIELDS])
 
 
 @router.post("/v1/load_lora_adapter", dependencies=[Depends(validate_json_request)])
 async def load_lora_adapter(request: LoadAdapter, raw_request: Request, targets: Targets = None) -> Response:
     """Load an adapter."""
-    adapters: Adapters = raw_request.app.state.omni_adapters
-    return await adapters.load(request, named_in(targets, request.targets))
+    return await raw_request.app.state.omni_adapters.load(request, named_in(targets, request.targets))
 
 
 @router.post("/v1/unload_lora_adapter", dependencies=[Depends(validate_json_request)])
 async def unload_lora_adapter(request: UnloadAdapter, raw_request: Request, targets: Targets = None) -> Response:
     """Without targets, drop an adapter's name, as vLLM does; with targets, also remove the adapter from them."""
-    adapters: Adapters = raw_request.app.state.omni_adapters
-    return await adapters.unload(request, named_in(targets, request.targets))
+    return await raw_request.app.state.omni_adapters.unload(request, named_in(targets, request.targets))
 
 
 def _as_vllm(answer: ErrorResponse | str) -> Response:
@@ -94,19 +91,30 @@ class Adapters:
         """Load an adapter into the targets, or all of the frontend; all have loaded it when its name becomes valid."""
         if self._omni.vllm_config.lora_config is None:
             raise BadRequest("lora_name: this server has no LoRA; start it with --enable-lora", parameter="lora_name")
-        if targets is None:
-            answer = await self._stock.load_lora_adapter(request)
-            if not isinstance(answer, ErrorResponse):
-                await self._share(request.lora_name)
-            return _as_vllm(answer)
-        self._check(targets)
-        engine = _Aimed(self._omni, targets)
-        models = copy.copy(self._stock)
-        models.engine_client = engine  # type: ignore[assignment]
+        models, replies = self._stock, Replies()
+        if targets is not None:
+            self._check(targets)
+
+            async def add_lora(request: LoRARequest) -> bool:
+                replies.update(await self._omni.add_lora(request, targets=targets))
+                if failed(replies):
+                    raise CallFailed(replies)
+                return True
+
+            models = copy.copy(self._stock)  # it shares the names of adapters
+            models.engine_client = SimpleNamespace(add_lora=add_lora)  # type: ignore[assignment]
         answer = await models.load_lora_adapter(request)
         if not isinstance(answer, ErrorResponse):
-            await self._share(request.lora_name)
-        return report(engine.replies) if engine.replies else _as_vllm(answer)
+            loaded = self._stock.lora_requests[request.lora_name]
+            adapter = Adapter(
+                loaded.lora_name,
+                loaded.lora_int_id,
+                loaded.lora_path,
+                base=loaded.base_model_name,
+                three_d=loaded.is_3d_lora_weight,
+            )
+            await self._omni.share(AdapterLoaded(adapter))
+        return report(replies) if replies else _as_vllm(answer)
 
     async def unload(self, request: UnloadAdapter, targets: list[str] | None) -> Response:
         """Drop an adapter's name. With targets, remove it from them, and drop the name if these are all replicas."""
@@ -126,18 +134,6 @@ class Adapters:
         if not isinstance(answer, ErrorResponse):
             await self._omni.share(AdapterUnloaded(request.lora_name))
         return answer
-
-    async def _share(self, name: str) -> None:
-        """Send a loaded adapter to all API servers."""
-        loaded = self._stock.lora_requests[name]
-        adapter = Adapter(
-            name,
-            loaded.lora_int_id,
-            loaded.lora_path,
-            base=loaded.base_model_name,
-            three_d=loaded.is_3d_lora_weight,
-        )
-        await self._omni.share(AdapterLoaded(adapter))
 
     def _changed(self, change: AdapterLoaded | AdapterUnloaded) -> None:
         if isinstance(change, AdapterUnloaded):
@@ -179,19 +175,3 @@ class Numbers:
         """Return the next number, as vLLM's `AtomicCounter`; vLLM always calls it with `num=1`."""
         self._value += self._step * num
         return self._value
-
-
-class _Aimed:
-    """A stand-in for the engine in vLLM's model list: calls reach only the targets."""
-
-    def __init__(self, omni: AsyncOmni, targets: list[str]) -> None:
-        self._omni = omni
-        self._targets = targets
-        self.replies: Replies = {}
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter; `replies` holds the answer of each replica."""
-        self.replies = await self._omni.add_lora(lora_request, targets=self._targets)
-        if failed(self.replies):
-            raise CallFailed(self.replies)
-        return True

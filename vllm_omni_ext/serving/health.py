@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from vllm.v1.metrics.prometheus import get_prometheus_registry
@@ -25,9 +25,8 @@ from vllm_omni_ext.observability.engine_stats import ReplicaLabels
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.spec import KV
 from vllm_omni_ext.runtime.control import Server
-from vllm_omni_ext.serving.operator_calls import KnownParameters
+from vllm_omni_ext.serving.operator_calls import known_parameters
 from vllm_omni_ext.serving.responses import BadRequest, printable
-from vllm_omni_ext.topology.plan import StagePlan
 
 UP, DOWN = "UP", "DOWN"
 LIVE, READY, STARTED = "/health/live", "/health/ready", "/health/startup"
@@ -52,10 +51,9 @@ class Progress:
         self._since = clock()
         self._seen: set[str] = set()
 
-    def silence(self, omni: AsyncOmni) -> float:
-        """Return the seconds since the coordinator's last view, at most those since the start."""
-        watcher, running = omni.replica_connections.watcher, self._clock() - self._since
-        return 0.0 if watcher is None else min(watcher.age(), running)
+    def running(self) -> float:
+        """Return the seconds since the start."""
+        return self._clock() - self._since
 
     def never_up(self, omni: AsyncOmni) -> list[str]:
         """Return the needed stages that had their `min_replicas` neither at an earlier probe nor now."""
@@ -74,25 +72,15 @@ def add_routes(app: FastAPI) -> None:
 
 @router.api_route("/health", methods=METHODS, include_in_schema=False)
 async def health(request: Request, kind: str | None = None) -> JSONResponse:
-    """Status 200 while every stage that requests need has its `min_replicas`, else 503 with the stages that do not.
-
-    A server that drains refuses requests: 503.
-
-    With `kind`, only the stages that requests of that kind need are checked.
-    """
+    """Status 200 while requests can be served, else 503; see `_obstacles`."""
     omni: AsyncOmni = request.app.state.engine_client
-    stages = {stage.name: _count(omni, stage) for stage in omni.plan.stages}
-    kinds = kinds_of(omni, kind)
-    reasons = lacking(omni, kind)
-    if omni.errored and not reasons:
-        reasons = ["the engine client has failed"]
-    if omni.draining:
-        reasons = ["the server is shutting down"]
-    facts = {"stages": stages, "requests": _requests(kinds)}
-    if not reasons:
-        return JSONResponse({"status": "healthy", **facts})
-    body = {"status": "unhealthy", "reason": "; ".join(reasons), **facts}
-    return JSONResponse(body, HTTPStatus.SERVICE_UNAVAILABLE)
+    live, names = omni.orchestrator.pools, omni.replica_connections.replica_names
+    stages = {
+        stage.name: {"up": len(live[stage.name].replicas), "replicas": len(names(stage.name))}
+        for stage in omni.plan.stages
+    }
+    reasons, facts = _obstacles(omni, kind), {"stages": stages, "requests": _requests(omni)}
+    return _answer(reasons, ("healthy", "unhealthy"), facts)
 
 
 @router.api_route(LIVE, methods=METHODS, include_in_schema=False)
@@ -100,88 +88,68 @@ async def live(request: Request) -> JSONResponse:
     """Status 200 unless only a restart of the server helps; a replica that is started again is no reason."""
     omni: AsyncOmni = request.app.state.engine_client
     if omni.draining:
-        return _probed([])
-    silence = request.app.state.progress.silence(omni)
+        return _answer([])
+    watcher = omni.replica_connections.watcher
+    silence = 0.0 if watcher is None else min(watcher.age(), request.app.state.progress.running())
     reasons = ["the engine client has failed"] if omni.errored else []
     if silence > COORDINATOR_LOST_S:
         reasons.append(f"the coordinator has been silent for {silence:.0f} s")
     if (stage := omni.orchestrator.unavailable(needed_stages(omni))) is not None:
         reasons.append(f"stage '{stage}' has no replica, and none is started again (restart_limit)")
-    return _probed(reasons)
+    return _answer(reasons)
 
 
 @router.api_route(READY, methods=METHODS, include_in_schema=False)
 async def ready(request: Request, kind: str | None = None) -> JSONResponse:
-    """Status 200 while every stage that requests need has its `min_replicas`; with `kind`, those of that kind."""
+    """Status 200 while requests can be served, else 503; see `_obstacles`."""
     omni: AsyncOmni = request.app.state.engine_client
-    kinds_of(omni, kind)
     request.app.state.progress.never_up(omni)
-    if omni.draining:
-        return _probed(["the server is shutting down"])
-    if omni.errored:
-        return _probed(["the engine client has failed"])
-    return _probed(lacking(omni, kind))
+    return _answer(_obstacles(omni, kind))
 
 
 @router.api_route(STARTED, methods=METHODS, include_in_schema=False)
 async def started(request: Request) -> JSONResponse:
     """Status 200 once every stage that requests need has had its `min_replicas`, even if it has fewer now."""
-    omni: AsyncOmni = request.app.state.engine_client
-    missing = request.app.state.progress.never_up(omni)
-    return _probed([f"stage '{name}' has not been up yet" for name in missing])
+    missing = request.app.state.progress.never_up(request.app.state.engine_client)
+    return _answer([f"stage '{name}' has not been up yet" for name in missing])
 
 
-def _probed(reasons: list[str]) -> JSONResponse:
+def _answer(
+    reasons: list[str], words: tuple[str, str] = ("ok", "failed"), facts: Mapping[str, Any] | None = None
+) -> JSONResponse:
     if not reasons:
-        return JSONResponse({"status": "ok"})
-    return JSONResponse({"status": "failed", "reason": "; ".join(reasons)}, HTTPStatus.SERVICE_UNAVAILABLE)
+        return JSONResponse({"status": words[0], **(facts or {})})
+    body = {"status": words[1], "reason": "; ".join(reasons), **(facts or {})}
+    return JSONResponse(body, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-@router.get("/metrics", include_in_schema=False)
-def metrics() -> Response:
-    """Return all metrics, as vLLM does."""
-    metrics: Any = ReplicaLabels(get_prometheus_registry())
-    return Response(generate_latest(metrics), media_type=CONTENT_TYPE_LATEST)
-
-
-@router.get("/v1/omni/status", dependencies=[Depends(KnownParameters())])
-async def status(request: Request) -> dict[str, Any]:
-    """Return every process with its load."""
-    omni: AsyncOmni = request.app.state.engine_client
-    return {
-        "stages": [
-            {
-                "name": stage.name,
-                "replicas": [_replica(omni, replica) for replica in omni.replica_connections.replica_names(stage.name)],
-            }
-            for stage in omni.plan.stages
-        ],
-        "requests": _requests(kinds_of(omni)),
-        "kv_edges": _kv_edges(omni),
-        "coordinator": _coordinator(omni),
-        "api_servers": _api_servers(omni),
-        "uptime_s": round(time.time() - omni.connections.started, 3),
-    }
-
-
-def kinds_of(omni: AsyncOmni, asked: str | None = None) -> dict[str, list[str]]:
-    """Return the kinds of requests, each with the needed stages that have no live replica.
+def _obstacles(omni: AsyncOmni, kind: str | None) -> list[str]:
+    """Return the reasons for which requests cannot be served: shutdown, failure, and stages below `min_replicas`.
 
     Args:
-        asked: kind that a caller names; BadRequest if there is no such kind.
+        kind: only stages that requests of this kind need count; None: those that any kind needs.
+
+    Raises:
+        BadRequest: there is no such kind.
     """
-    kinds = {
-        kind: [name for name in needed_stages(omni, needed) if not _live(omni, name)]
+    routes = omni.capabilities.routes
+    if kind is not None and kind not in routes:
+        allowed = ", ".join(routes) or "none"
+        raise BadRequest(f"kind: '{printable(kind)}' is unknown; use one of {allowed}", parameter="kind")
+    if omni.draining:
+        return ["the server is shutting down"]
+    if omni.errored:
+        return ["the engine client has failed"]
+    names = needed_stages(omni, None if kind is None else routes[kind])
+    return [lack for name in names if (lack := _lack(omni, name)) is not None]
+
+
+def _requests(omni: AsyncOmni) -> dict[str, str]:
+    """Return UP for each kind of requests whose needed stages all have a live replica, else DOWN."""
+    return {
+        kind: UP if all(_live(omni, name) for name in needed_stages(omni, needed)) else DOWN
         for kind, needed in omni.capabilities.routes.items()
     }
-    if asked is not None and asked not in kinds:
-        allowed = ", ".join(kinds) or "none"
-        raise BadRequest(f"kind: '{printable(asked)}' is unknown; use one of {allowed}", parameter="kind")
-    return kinds
-
-
-def _requests(kinds: dict[str, list[str]]) -> dict[str, str]:
-    return {kind: DOWN if without else UP for kind, without in kinds.items()}
 
 
 def needed_stages(omni: AsyncOmni, needed: Collection[str] | None = None) -> list[str]:
@@ -189,16 +157,6 @@ def needed_stages(omni: AsyncOmni, needed: Collection[str] | None = None) -> lis
     if needed is None:
         needed = {name for each in omni.capabilities.routes.values() for name in each}
     return [stage.name for stage in omni.plan.model_stages() if not needed or stage.model_stage in needed]
-
-
-def lacking(omni: AsyncOmni, kind: str | None = None) -> list[str]:
-    """Return one sentence for each stage with fewer live replicas than its `min_replicas`.
-
-    Args:
-        kind: only stages that requests of this kind need count; None: those that any kind needs.
-    """
-    names = needed_stages(omni, None if kind is None else omni.capabilities.routes[kind])
-    return [lack for name in names if (lack := _lack(omni, name)) is not None]
 
 
 def _lack(omni: AsyncOmni, stage: str) -> str | None:
@@ -213,8 +171,47 @@ def _live(omni: AsyncOmni, stage: str) -> tuple[ReplicaId, ...]:
     return omni.orchestrator.pools[stage].replicas
 
 
-def _count(omni: AsyncOmni, stage: StagePlan) -> dict[str, int]:
-    return {"up": len(_live(omni, stage.name)), "replicas": len(omni.replica_connections.replica_names(stage.name))}
+@router.get("/metrics", include_in_schema=False)
+def metrics() -> Response:
+    """Return all metrics, as vLLM does."""
+    metrics: Any = ReplicaLabels(get_prometheus_registry())
+    return Response(generate_latest(metrics), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/omni/status", dependencies=[known_parameters()])
+async def status(request: Request) -> dict[str, Any]:
+    """Return every process with its load.
+
+    In `kv_edges`, `handed` and `fetching` count the requests of this API server.
+    """
+    omni: AsyncOmni = request.app.state.engine_client
+    connections = omni.replica_connections
+    pairs = [
+        {"source": str(p.source), "target": str(p.target), "handed": p.handed, "fetching": p.fetching}
+        for p in omni.orchestrator.pairs()
+    ]
+    servers = connections.servers or (Server(omni.connections.client_index, os.getpid(), True, 0),)
+    return {
+        "stages": [
+            {
+                "name": stage.name,
+                "replicas": [_replica(omni, replica) for replica in connections.replica_names(stage.name)],
+            }
+            for stage in omni.plan.stages
+        ],
+        "requests": _requests(omni),
+        "kv_edges": [
+            {"source": edge.source, "target": edge.target, "connector": split.connector, "pairs": pairs}
+            for edge in omni.plan.edges
+            if edge.kind == KV and (split := omni.plan.config.stage(edge.target).prefill_decode) is not None
+        ],
+        "coordinator": _coordinator(omni),
+        "api_servers": [
+            {"index": each.index, "pid": each.pid, "state": UP if each.up else DOWN, "restarts": each.restarts}
+            for each in servers
+        ],
+        "uptime_s": round(time.time() - omni.connections.started, 3),
+    }
 
 
 def _replica(omni: AsyncOmni, replica: ReplicaId) -> dict[str, Any]:
@@ -232,30 +229,6 @@ def _replica(omni: AsyncOmni, replica: ReplicaId) -> dict[str, Any]:
         "restarts": about.restarts,
         "heartbeat_age_s": None if report is None else round(time.monotonic() - report.last_seen, 3),
     }
-
-
-def _kv_edges(omni: AsyncOmni) -> list[dict[str, Any]]:
-    """Return the pairs of prefill and decode replicas; `handed` and `fetching` count requests of this API server."""
-    return [
-        {"source": edge.source, "target": edge.target, "connector": split.connector, "pairs": _pairs(omni)}
-        for edge in omni.plan.edges
-        if edge.kind == KV and (split := omni.plan.config.stage(edge.target).prefill_decode) is not None
-    ]
-
-
-def _pairs(omni: AsyncOmni) -> list[dict[str, Any]]:
-    return [
-        {"source": str(p.source), "target": str(p.target), "handed": p.handed, "fetching": p.fetching}
-        for p in omni.orchestrator.pairs()
-    ]
-
-
-def _api_servers(omni: AsyncOmni) -> list[dict[str, Any]]:
-    servers = omni.replica_connections.servers or (Server(omni.connections.client_index, os.getpid(), True, 0),)
-    return [
-        {"index": each.index, "pid": each.pid, "state": UP if each.up else DOWN, "restarts": each.restarts}
-        for each in servers
-    ]
 
 
 def _coordinator(omni: AsyncOmni) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import difflib
 import inspect
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import wraps
 from http import HTTPStatus
 from typing import Annotated, Any, TypeAlias
@@ -22,8 +22,7 @@ from vllm.entrypoints.serve.dev.rpc import api_router as rpc
 from vllm.entrypoints.serve.dev.sleep import api_router as sleeping
 from vllm.entrypoints.serve.profile import api_router as profile
 
-from vllm_omni_ext.omni import AsyncOmni
-from vllm_omni_ext.runtime.client.calls import Replies, Reply, failed
+from vllm_omni_ext.runtime.client.calls import Replies, failed
 from vllm_omni_ext.serving.responses import BadRequest, printable
 
 BODY = "body"
@@ -33,31 +32,26 @@ TARGETS = "targets"
 Targets: TypeAlias = Annotated[list[str] | None, Query()]
 
 
-class KnownParameters:
-    """A FastAPI dependency that checks parameters.
+def known_parameters(*fields: str) -> Any:
+    """Return a FastAPI dependency that refuses unknown parameters.
 
     Args:
-        bodies: fields of a route's body, by path; a route without an entry takes no body.
+        fields: fields of the route's body; none: the route takes no body.
+
+    Raises:
+        BadRequest: at a request; names the unknown parameter and the known ones.
     """
 
-    def __init__(self, bodies: Mapping[str, Collection[str]] | None = None) -> None:
-        self._bodies = bodies or {}
-
-    async def __call__(self, request: Request) -> None:
-        """Check one request.
-
-        Raises:
-            BadRequest: names the unknown parameter and the known ones.
-        """
-        route = request.scope["route"]
-        allowed = [field.alias for field in route.dependant.query_params]
+    async def check(request: Request) -> None:
+        allowed = [field.alias for field in request.scope["route"].dependant.query_params]
         _check("query parameters", request.query_params, allowed)
-        fields = self._bodies.get(route.path, ())
         body = _parsed(await request.body())
         if isinstance(body, dict):
             _check("fields of the body", body, fields)
         elif body is not None and not fields:
             raise BadRequest(f"{BODY}: is not read here; {_names_text('query parameters', allowed)}", parameter=BODY)
+
+    return Depends(check)
 
 
 def _check(kind: str, names: Collection[str], allowed: Collection[str]) -> None:
@@ -83,12 +77,6 @@ def _parsed(body: bytes) -> Any:
         return body
 
 
-def omni_of(request: Request) -> AsyncOmni:
-    """The deployment behind the server."""
-    omni: AsyncOmni = request.app.state.engine_client
-    return omni
-
-
 def named_in(query: list[str] | None, body: Any) -> list[str] | None:
     """Return the targets of a query or a body; None if neither has any.
 
@@ -108,13 +96,14 @@ def named_in(query: list[str] | None, body: Any) -> list[str] | None:
 
 def report(replies: Replies) -> Response:
     """Return the answer of each replica; status 500 if any failed."""
-    body = {"replicas": {str(replica): _shown(reply) for replica, reply in replies.items()}}
+    replicas = {
+        str(replica): {"value": reply.value}
+        if reply.error is None
+        else {"error": str(reply.error) or type(reply.error).__name__}
+        for replica, reply in replies.items()
+    }
     status = HTTPStatus.INTERNAL_SERVER_ERROR if failed(replies) else HTTPStatus.OK
-    return Response(json.dumps(body, default=_plain), status, media_type="application/json")
-
-
-def _shown(reply: Reply) -> dict[str, Any]:
-    return {"value": reply.value} if reply.error is None else {"error": str(reply.error) or type(reply.error).__name__}
+    return Response(json.dumps({"replicas": replicas}, default=_plain), status, media_type="application/json")
 
 
 def _plain(value: Any) -> Any:
@@ -122,29 +111,24 @@ def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set | frozenset) else str(value)
 
 
-BODIES = {
-    "/collective_rpc": ("method", "args", "kwargs", "timeout", TARGETS),
-    "/start_profile": tuple(profile.StartProfileRequest.model_fields),
-}
-
-router = APIRouter(dependencies=[Depends(KnownParameters(BODIES))])
+router = APIRouter()
 
 
 def add_routes(app: FastAPI, adapters: APIRouter) -> None:
     """Replace vLLM's routes of the same paths with ours; endpoints that vLLM does not offer are left out."""
-    stock = {_path(route) for route in app.router.routes}
-    own = {_path(route): route for each in (router, adapters) for route in each.routes if _path(route) in stock}
-    app.router.routes[:] = [*own.values(), *(route for route in app.router.routes if _path(route) not in own)]
-
-
-def _path(route: Any) -> str | None:
-    return getattr(route, "path", None)
+    stock = {getattr(route, "path", None) for route in app.router.routes}
+    own: dict[Any, Any] = {route.path: route for route in (*router.routes, *adapters.routes) if route.path in stock}  # type: ignore[attr-defined]
+    app.router.routes[:] = [
+        *own.values(),
+        *(route for route in app.router.routes if getattr(route, "path", None) not in own),
+    ]
 
 
 def _add_route(stock: Any) -> None:
     """Serve a route of vLLM with `targets` in addition to its own parameters."""
     handler, name = stock.endpoint, stock.name
-    own = [_parameter(TARGETS), *([_parameter("tags")] if name == "wake_up" else [])]  # vLLM reads `tags` itself
+    names = (TARGETS, "tags") if name == "wake_up" else (TARGETS,)  # vLLM reads `tags` itself
+    own = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Targets) for each in names]
     stock_parameters = list(inspect.signature(handler, eval_str=True).parameters.values())[1:]
 
     @wraps(handler)
@@ -153,22 +137,20 @@ def _add_route(stock: Any) -> None:
             return await handler(raw_request, **{each.name: arguments[each.name] for each in stock_parameters})
         body = arguments.pop("profile_request", None)
         keywords = body.model_dump(exclude_none=True) if body else {}
-        return report(await getattr(omni_of(raw_request), name)(*arguments.values(), **keywords, targets=targets))
+        call = getattr(raw_request.app.state.engine_client, name)
+        return report(await call(*arguments.values(), **keywords, targets=targets))
 
     request = inspect.Parameter("raw_request", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Request)
     answer.__signature__ = inspect.Signature([request, *stock_parameters, *own], return_annotation=Response)  # type: ignore[attr-defined]
-    router.add_api_route(stock.path, answer, methods=list(stock.methods))
-
-
-def _parameter(name: str) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Targets)
+    fields = profile.StartProfileRequest.model_fields if name == "start_profile" else ()
+    router.add_api_route(stock.path, answer, methods=list(stock.methods), dependencies=[known_parameters(*fields)])
 
 
 for _route in (*sleeping.router.routes, *cache.router.routes, *profile.router.routes):
     _add_route(_route)
 
 
-@router.post("/collective_rpc")
+@router.post("/collective_rpc", dependencies=[known_parameters("method", "args", "kwargs", "timeout", TARGETS)])
 async def collective_rpc(raw_request: Request, targets: Targets = None) -> Response:
     """Call a method of workers; `targets` may also be a key of the body."""
     parsed = _parsed(await raw_request.body())
@@ -185,5 +167,5 @@ async def collective_rpc(raw_request: Request, targets: Targets = None) -> Respo
     ):
         if not fits:
             raise BadRequest(f"{key}: must be {expected}", parameter=key)
-    omni = omni_of(raw_request)
+    omni = raw_request.app.state.engine_client
     return report(await omni.collective_rpc(body["method"], timeout, tuple(args), kwargs, targets=named))

@@ -32,21 +32,14 @@ def install(app: FastAPI, model: ServedModel) -> None:
     text = TEXT in model.capabilities.modalities
     for name, method in TEXT_HANDLERS.items():
         handler: Any = getattr(app.state, name)
-        if handler is not None and not text:
-            setattr(handler, method, _checked(handler, method, model, _refuse_all))
-        elif handler is not None and method == "create_responses":
-            setattr(handler, method, _checked(handler, method, model, refuse_others))
+        if handler is not None and (not text or method == "create_responses"):
+            setattr(handler, method, _checked(handler, getattr(handler, method), model))
 
 
-def _checked(
-    handler: Any, method: str, model: ServedModel, check: Callable[[dict[str, Any], ServedModel], None]
-) -> Any:
-    """Return a method that calls `check` with the fields that are not vLLM's, and then the stock method."""
-    stock = getattr(handler, method)
-
+def _checked(handler: Any, stock: Callable[..., Any], model: ServedModel) -> Callable[..., Any]:
     async def checked(request: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            check(request.model_extra or {}, model)
+            refuse_others(request.model_extra or {}, model)
         except RequestError as error:
             model.omni.observer.refused(error)
             return handler.create_error_response(as_vllm_error(error))
@@ -56,25 +49,24 @@ def _checked(
 
 
 def refuse_others(body: dict[str, Any], model: ServedModel) -> None:
-    """Refuse fields that request an answer that is not text.
+    """Refuse a request for an answer that is not text.
 
     Args:
         body: the fields that are not vLLM's.
 
     Raises:
-        RequestError: `modalities` has more than text, or a field belongs to another modality; named by the field.
+        RequestError: the model has no text, `modalities` has more than text, or a field belongs to another modality.
     """
     others = [name for name in model.capabilities.modalities if name != TEXT]
-    if body.get(MODALITIES) is not None:
-        asked = [name for name in read_modalities(body[MODALITIES], model.capabilities) if name != TEXT]
-        if asked:
-            raise RequestError(f"{MODALITIES}: {INSTEAD} {', '.join(asked)}", parameter=MODALITIES)
+    if TEXT not in model.capabilities.modalities:
+        message = f"model: it has no text; /v1/chat/completions answers with {', '.join(others)}"
+        raise RequestError(message, parameter="model")
+    requested = body.get(MODALITIES)
+    if requested is not None:
+        more = [name for name in read_modalities(requested, model.capabilities) if name != TEXT]
+        if more:
+            raise RequestError(f"{MODALITIES}: {INSTEAD} {', '.join(more)}", parameter=MODALITIES)
     for name in others:
         for field in model.modalities[name].body_fields:
             if body.get(field) is not None:
                 raise RequestError(f"{field}: {INSTEAD} {name}", parameter=field)
-
-
-def _refuse_all(body: dict[str, Any], model: ServedModel) -> None:
-    others = ", ".join(model.capabilities.modalities)
-    raise RequestError(f"model: it has no text; /v1/chat/completions answers with {others}", parameter="model")
