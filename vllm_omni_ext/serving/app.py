@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.datastructures import State
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware import Middleware
 from vllm import envs
@@ -20,7 +19,6 @@ from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.serve.engine.protocol import ModelList
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.logger import init_logger
-from vllm.renderers.chat_utils import load_chat_template
 
 from vllm_omni_ext.config.schema import ALL_ROUTES
 from vllm_omni_ext.errors import OmniError
@@ -36,7 +34,6 @@ from vllm_omni_ext.serving.limits.bodies import RefusedBody, RequestLimits, refu
 from vllm_omni_ext.serving.options import CHUNKS, LIST, MODALITIES, named_stages, stage_param_names
 from vllm_omni_ext.serving.responses import omni_error_handler
 from vllm_omni_ext.serving.served import ServedModel
-from vllm_omni_ext.vllm_hooks import resolve_default_chat_template_kwargs
 
 logger = init_logger(__name__)
 
@@ -62,21 +59,6 @@ SERVER_ARGS = (
     "h11_max_header_count",
 )
 """Arguments that the HTTP server takes under the same name."""
-
-CHAT_ARGS = (
-    "response_role",
-    "chat_template_content_format",
-    "trust_request_chat_template",
-    "return_tokens_as_token_ids",
-    "exclude_tools_when_tool_choice_none",
-    "tool_strict_level",
-    "enable_prompt_tokens_details",
-    "enable_force_include_usage",
-    "enable_log_outputs",
-    "enable_log_deltas",
-    "enable_per_request_metrics",
-)
-"""Arguments that the chat handler takes under the same name."""
 
 CHAT = "ChatCompletionRequest"
 COMPONENTS = "#/components/schemas/{model}"
@@ -122,12 +104,15 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     tasks = await omni.get_supported_tasks()
     app = build_app(args, tasks, omni.model_config)
     await init_app_state(omni, app.state, args, tasks)
-    model, options = ServedModel(omni), _chat_options(omni, app.state, args)
-    app.state.openai_serving_chat = OmniServingChat(model=model, **options)
-    app.state.omni_adapters = adapters.Adapters(omni, options["models"])
-    _add_facts(app.state.openai_serving_models, model)
+    model, models, stock_chat = ServedModel(omni), app.state.openai_serving_models, app.state.openai_serving_chat
+    app.state.openai_serving_chat = OmniServingChat.of(stock_chat, model)
+    app.state.omni_adapters = adapters.Adapters(omni, models)
+    _add_facts(models, model)
     text_responses.install(app, model)
-    _add_apis(app, model, {name: options[name] for name in ("models", "request_logger")})
+    for api in model.surface.apis:
+        resolve(api)(app, model, models=models, request_logger=stock_chat.request_logger)
+    for router in model.surface.routers(model):
+        app.include_router(router)
     add_chat_fields(app, model)
     health.add_routes(app)
     operator_calls.add_routes(app, adapters.router)
@@ -148,29 +133,6 @@ def with_chat_template(args: Namespace, family: ModelFamily) -> Namespace:
     """Return the arguments with the family's chat template, if it has one and the user names none."""
     template = args.chat_template or family_chat_template(family)
     return Namespace(**{**vars(args), "chat_template": template})
-
-
-def _add_apis(app: FastAPI, model: ServedModel, stock: dict[str, Any]) -> None:
-    """Add the ready-made APIs that the model switches on, and the routes of its own."""
-    for api in model.surface.apis:
-        resolve(api)(app, model, **stock)
-    for router in model.surface.routers(model):
-        app.include_router(router)
-
-
-def _chat_options(omni: AsyncOmni, state: State, args: Namespace) -> dict[str, Any]:
-    """Return the arguments that vLLM passes to its own chat handler."""
-    return {name: getattr(args, name) for name in CHAT_ARGS} | {
-        "engine_client": omni,
-        "models": state.openai_serving_models,
-        "online_renderer": state.online_renderer,
-        "request_logger": state.openai_serving_chat.request_logger,
-        "chat_template": load_chat_template(args.chat_template),
-        "default_chat_template_kwargs": resolve_default_chat_template_kwargs(args),
-        "enable_auto_tools": args.enable_auto_tool_choice,
-        "tool_parser": args.tool_call_parser,
-        "reasoning_parser": args.structured_outputs_config.reasoning_parser,
-    }
 
 
 def _loads(omni: AsyncOmni) -> tuple[Any, int] | None:

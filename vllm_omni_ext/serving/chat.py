@@ -58,11 +58,15 @@ class OmniServingChat(OpenAIServingChat):
     """Chat with answers of several modalities."""
 
     engine_client: AsyncOmni
+    _model: ServedModel
+    _answers: dict[Any, ChatAnswer]
 
-    def __init__(self, *, model: ServedModel, **stock: Any) -> None:
-        super().__init__(**stock)
-        self._model = model
-        self._answers: dict[Any, ChatAnswer] = {}
+    @classmethod
+    def of(cls, stock: OpenAIServingChat, model: ServedModel) -> OmniServingChat:
+        """Return a copy of vLLM's handler, which vLLM has made with all arguments of the server, of this class."""
+        handler = cls.__new__(cls)
+        handler.__dict__.update(vars(stock), _model=model, _answers={})
+        return handler
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None

@@ -14,14 +14,12 @@ if TYPE_CHECKING:
     from vllm_omni_ext.vllm_hooks.v0_32 import (
         VLLM_SUBCMD_PARSER_EPILOG,
         cli_env_setup,
-        resolve_default_chat_template_kwargs,
         validate_parsed_serve_args,
     )
 
 __all__ = [
     "VLLM_SUBCMD_PARSER_EPILOG",
     "cli_env_setup",
-    "resolve_default_chat_template_kwargs",
     "validate_parsed_serve_args",
 ]
 

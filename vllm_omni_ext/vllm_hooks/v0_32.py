@@ -1,11 +1,10 @@
 """Names of vLLM 0.32."""
 
-from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs, validate_parsed_serve_args
+from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
 from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG, cli_env_setup
 
 __all__ = [
     "VLLM_SUBCMD_PARSER_EPILOG",
     "cli_env_setup",
-    "resolve_default_chat_template_kwargs",
     "validate_parsed_serve_args",
 ]

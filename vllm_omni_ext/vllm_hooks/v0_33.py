@@ -1,11 +1,10 @@
 """Names of vLLM 0.33."""
 
-from vllm.entrypoints.common.cli_args import resolve_default_chat_template_kwargs, validate_parsed_serve_args
+from vllm.entrypoints.common.cli_args import validate_parsed_serve_args
 from vllm.entrypoints.common.startup import VLLM_SUBCMD_PARSER_EPILOG, cli_env_setup
 
 __all__ = [
     "VLLM_SUBCMD_PARSER_EPILOG",
     "cli_env_setup",
-    "resolve_default_chat_template_kwargs",
     "validate_parsed_serve_args",
 ]
