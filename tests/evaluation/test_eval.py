@@ -21,8 +21,7 @@ from tests.evaluation.answering import JsonHandler, answering
 from vllm_omni_ext.cli.eval import _named, main, scored
 from vllm_omni_ext.cli.main import main as command
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.evaluation.ask import Answer
-from vllm_omni_ext.evaluation.served import ServerFailed
+from vllm_omni_ext.evaluation.servers import Answer, ServerFailed
 from vllm_omni_ext.evaluation.suite import Item, Suite
 
 COLOURS = ("red", "blue", "green", "white", "black", "pink")

@@ -17,11 +17,10 @@ import msgspec
 
 from vllm_omni_ext import __version__
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.evaluation.ask import Answer, ask_all
 from vllm_omni_ext.evaluation.recognisers import Recogniser, recogniser
 from vllm_omni_ext.evaluation.report import Run, Scored, as_json, from_json, judge, junit, table
 from vllm_omni_ext.evaluation.scores import SCORERS
-from vllm_omni_ext.evaluation.served import served
+from vllm_omni_ext.evaluation.servers import Answer, ask_all, served
 from vllm_omni_ext.evaluation.suite import Item, Suite, load
 
 URL = "http://127.0.0.1:8000/v1"

@@ -1,0 +1,140 @@
+"""Servers of an evaluation: starts a `vllm serve MODEL --omni` for a topology, and sends the items of a suite."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_omni_ext.errors import ConfigError, OmniError
+from vllm_omni_ext.evaluation.suite import Item, Suite
+
+HOST = "127.0.0.1"
+START_S = 3600.0
+"""Limit of a start, long enough for a large model on a slow disk; the server's own limits end it earlier."""
+STOP_S = 120.0
+LOOK_EVERY_S = 0.5
+TAIL = 2000
+"""Characters of the log in an error."""
+
+
+class ServerFailed(OmniError):
+    """The server ended, or was not ready in time; the message has the end of its log."""
+
+
+@contextmanager
+def served(model: str, name: str, flags: Sequence[str]) -> Iterator[str]:
+    """Start `vllm serve MODEL --omni FLAGS`, yield its URL, and end it after the block.
+
+    Raises:
+        ServerFailed: it did not start; names the topology.
+    """
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        port = free.getsockname()[1]
+    script = Path(sys.executable).with_name("vllm")
+    command = [str(script)] if script.exists() else [sys.executable, "-m", "vllm_omni_ext"]
+    words = [*command, "serve", model, "--omni", "--host", HOST, *flags, "--port", str(port)]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            if (problem := _problem(process, f"http://{HOST}:{port}/health/ready")) is not None:
+                log.seek(0)
+                raise ServerFailed(f"topology '{name}': {problem}:\n{log.read().decode(errors='replace')[-TAIL:]}")
+            yield f"http://{HOST}:{port}/v1"
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # the server's children, too
+                process.wait()
+
+
+def _problem(process: subprocess.Popen[bytes], url: str) -> str | None:
+    """Wait until the server is ready; return the reason if it does not become ready."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(url, timeout=10).close()
+            return None
+        except OSError:  # not listening yet, or 503
+            pass
+        try:
+            return f"the server ended with exit status {process.wait(LOOK_EVERY_S)}"
+        except subprocess.TimeoutExpired:
+            continue
+    return f"not ready after {START_S:g} s"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer's text (or transcript) and WAV file, or the reason for which there is none."""
+
+    text: str = ""
+    sound: bytes = b""
+    error: str | None = None
+
+
+async def ask_all(
+    url: str, key: str, model: str | None, suite: Suite, at_once: int, done: Callable[[], None]
+) -> tuple[str, dict[str, Answer]]:
+    """Send a request for every item, `at_once` at a time; return the model's name, and the answers by item.
+
+    Args:
+        url: ends with `/v1`.
+        model: None: the only model that the server has.
+        done: called after each answer.
+
+    Raises:
+        ConfigError: the server does not answer, or has several models and none was named.
+    """
+    import openai
+
+    async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        if model is None:
+            try:
+                models = [each.id async for each in client.models.list()]
+            except openai.APIError as err:
+                raise ConfigError(f"{url}: does not answer: {err}") from None
+            if len(models) != 1:
+                raise ConfigError(f"{url}: has the models {', '.join(models)}; choose one with --model")
+            (model,) = models
+        name, turn = model, asyncio.Semaphore(at_once)
+
+        async def one(item: Item) -> tuple[str, Answer]:
+            async with turn:
+                answer = await _ask(client, name, suite, item)
+            done()
+            return item.id, answer
+
+        return name, dict(await asyncio.gather(*map(one, suite.items)))
+
+
+async def _ask(client: Any, model: str, suite: Suite, item: Item) -> Answer:
+    import openai
+
+    # The client refuses unknown arguments, so all fields go into `extra_body`.
+    fields = {"temperature": 0, **suite.options, **item.options}
+    try:
+        reply = await client.chat.completions.create(model=model, messages=suite.messages(item), extra_body=fields)
+    except (openai.OpenAIError, OSError) as err:  # OSError: a file of the suite is gone
+        return Answer(error=str(err))
+    message = reply.choices[0].message
+    if message.audio is None:
+        return Answer(message.content or "")
+    return Answer(message.audio.transcript or message.content or "", base64.b64decode(message.audio.data))
