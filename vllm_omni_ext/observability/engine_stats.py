@@ -21,14 +21,9 @@ ENGINE = "engine"
 class EngineNumbers:
     """The number of each replica that a deployment has or may get, for the label `engine` of vLLM's metrics.
 
-    A number follows from the plan and the replica's name alone. So all API servers use the same numbers, also ones that
-    start later, and a name keeps its number. The planned replicas come first, the frontend's before the others' as in
-    vLLM; then those that may join, one of each stage in turn.
-
-    Args:
-        frontend: name of the stage whose tokens are vLLM's text output.
-        stages: all stages of the plan.
-        planned: the replicas of the plan.
+    A number follows from the plan and the replica's name alone, so all API servers use the same numbers. The planned
+    replicas come first, the frontend's before the others' as in vLLM; then those that may join, one of each stage in
+    turn.
     """
 
     def __init__(self, frontend: str, stages: Sequence[str], planned: Sequence[ReplicaId]) -> None:
@@ -40,7 +35,6 @@ class EngineNumbers:
         }
 
     def of(self, replica: ReplicaId) -> int:
-        """Return the number of a replica."""
         if replica in self._numbers:
             return self._numbers[replica]
         turn = replica.index - self._first_to_join[replica.stage]
@@ -150,12 +144,9 @@ class ReplicaStats:
         """Record a step of the engine with this number."""
         self._managers[engine_idx or 0].record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
 
-    def _each(self) -> Iterable[StatLoggerManager]:
-        return dict.fromkeys(self._managers.values())
-
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
         """Record that all engines sleep, or are awake."""
-        for manager in self._each():
+        for manager in set(self._managers.values()):
             manager.record_sleep_state(sleep, level)
 
     def record_admission_rejection(self, reason: str) -> None:
@@ -164,7 +155,7 @@ class ReplicaStats:
 
     def log(self) -> None:
         """Write the statistics to the log."""
-        for manager in self._each():
+        for manager in set(self._managers.values()):
             manager.log()
 
     def note_sleep(self, replicas: Iterable[ReplicaId], level: int | None) -> None:

@@ -39,18 +39,13 @@ KV_FAILURE_COLUMNS = {"send": "num_failed_transfers", "receive": "num_failed_rec
 
 NS = 1_000_000_000
 
-Load = tuple[int, int]
-"""Running and waiting requests of a replica."""
-
 
 class Observer(RequestObserver):
     """One per API server.
 
     Args:
-        metrics: the metrics to write.
         frontend: name of the stage whose tokens are vLLM's text output.
         replicas: all replicas; they must be up.
-        modalities: modalities of output chunks, by name.
         alone: no other API server sets the same gauges.
         spans: emit OpenTelemetry spans.
         clock: monotonic clock, seconds.
@@ -73,9 +68,8 @@ class Observer(RequestObserver):
         self._shown = ShownStates(alone=alone, clock=clock)
         self._spans = spans
         self._clock = clock
-        self.loads: dict[ReplicaId, Load] = {}
-        self._load: dict[ReplicaId, tuple[Any, Any]] = {}
-        self._in_flight: dict[ReplicaId, Any] = {}
+        self.loads: dict[ReplicaId, tuple[int, int]] = {}
+        """Running and waiting requests of each replica that is known."""
         self._restarts: dict[ReplicaId, int] = {}
         for replica in replicas:
             self.replica_up(replica)
@@ -88,18 +82,18 @@ class Observer(RequestObserver):
 
     # -- replicas -----------------------------------------------------------------------------------------------
 
+    def _of(self, metric: m.Metric, replica: ReplicaId, *more: str) -> Any:
+        return self._metrics.of(metric, replica.stage, str(replica), *more)
+
     def replica_up(self, replica: ReplicaId) -> None:
         """Record that a replica takes requests."""
-        labels = (replica.stage, str(replica))
-        self._metrics.of(m.REPLICA_UP, *labels).set(1)
-        running, waiting = self._metrics.of(m.REPLICA_RUNNING, *labels), self._metrics.of(m.REPLICA_WAITING, *labels)
-        self._load[replica] = (running, waiting)
-        self._in_flight[replica] = self._metrics.of(m.REPLICA_IN_FLIGHT, *labels)
+        self._of(m.REPLICA_UP, replica).set(1)
+        self._of(m.REPLICA_IN_FLIGHT, replica)
         self.loaded(replica, SchedulerStats())
 
     def replica_down(self, replica: ReplicaId) -> None:
         """Record that a replica is lost."""
-        self._metrics.of(m.REPLICA_UP, replica.stage, str(replica)).set(0)
+        self._of(m.REPLICA_UP, replica).set(0)
         self.loaded(replica, SchedulerStats())
         self.bound(replica, 0)
 
@@ -109,16 +103,14 @@ class Observer(RequestObserver):
         self._restarts = {ReplicaId.parse(replica): int(count) for (_, replica), count in counts.items()}
 
     def restarted(self, replica: ReplicaId, total: int) -> None:
-        """Raise the count of a replica's restarts to `total`; it never falls. Exactly one API server counts them,
-        because counters of several are summed.
-        """
+        """Raise the count of a replica's restarts to `total`; one API server counts them, as counters are summed."""
         counted = self._restarts.get(replica, 0)
         self._restarts[replica] = max(counted, total)
-        self._metrics.of(m.REPLICA_RESTARTS, replica.stage, str(replica)).inc(self._restarts[replica] - counted)
+        self._of(m.REPLICA_RESTARTS, replica).inc(self._restarts[replica] - counted)
 
     def heartbeat(self, replica: ReplicaId) -> None:
         """Record a heartbeat of a replica."""
-        self._metrics.of(m.REPLICA_HEARTBEAT, replica.stage, str(replica)).set(time.time())
+        self._of(m.REPLICA_HEARTBEAT, replica).set(time.time())
 
     def viewed(self, age_s: float) -> None:
         """Record that the coordinator's latest view is `age_s` seconds old."""
@@ -130,45 +122,41 @@ class Observer(RequestObserver):
 
     def decided(self, replica: ReplicaId, why: Why) -> None:
         """Count a routing decision."""
-        self._metrics.of(m.ROUTING_DECISIONS, replica.stage, str(replica), why).inc()
+        self._of(m.ROUTING_DECISIONS, replica, why).inc()
 
     def forgotten(self, replica: ReplicaId) -> None:
         """A replica's name is free: its present state is removed, or overwritten where several processes share it."""
-        labels = (replica.stage, str(replica))
-        if replica in self._load:
+        if replica in self.loads:
             self.replica_down(replica)
-        self._metrics.of(m.REPLICA_HEARTBEAT, *labels).set(math.nan)
+        self._of(m.REPLICA_HEARTBEAT, replica).set(math.nan)
         for metric in GONE_WITH_REPLICA:
-            self._metrics.remove(metric, *labels)
+            self._metrics.remove(metric, replica.stage, str(replica))
         self._shown.reset(replica)
-        for table in (self.loads, self._load, self._in_flight):
-            table.pop(replica, None)  # type: ignore[attr-defined]
+        self.loads.pop(replica, None)
 
     def loaded(self, replica: ReplicaId, stats: SchedulerStats) -> None:
         """Record the statistics of a replica's scheduler after a step; `step_counter` is its time (`ReplicaAgent`)."""
         load = stats.num_running_reqs, stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         self.loads[replica] = load
         if self._shown.due(replica, load, busy=load[0] > 0):
-            running, waiting = self._load[replica]
             with m.StepGauge.state_after(stats.step_counter):
-                running.set(load[0])
-                waiting.set(load[1])
+                self._of(m.REPLICA_RUNNING, replica).set(load[0])
+                self._of(m.REPLICA_WAITING, replica).set(load[1])
         if stats.kv_connector_stats:
             self._transferred(replica, stats.kv_connector_stats)
 
     def _transferred(self, replica: ReplicaId, columns: Mapping[str, Any]) -> None:
         """Record a connector's counters since the last call: lists with an entry per transfer or failure."""
-        labels = (replica.stage, str(replica))
-        self._metrics.of(m.KV_BYTES, *labels).inc(sum(columns.get("bytes_transferred", ())))
+        self._of(m.KV_BYTES, replica).inc(sum(columns.get("bytes_transferred", ())))
         for seconds in columns.get("transfer_duration", ()):
             self._metrics.of(m.KV_TRANSFER, replica.stage).observe(seconds)
         for kind, column in KV_FAILURE_COLUMNS.items():
             if failures := len(columns.get(column, ())):
-                self._metrics.of(m.KV_FAILURES, *labels, kind).inc(failures)
+                self._of(m.KV_FAILURES, replica, kind).inc(failures)
 
     def bound(self, replica: ReplicaId, requests: int) -> None:
         """Record how many requests of this API server are open in a replica."""
-        self._in_flight[replica].set(requests)
+        self._of(m.REPLICA_IN_FLIGHT, replica).set(requests)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -252,9 +240,7 @@ class Observer(RequestObserver):
             self._emit_spans(trace)
 
     def _emit_spans(self, trace: RequestTrace) -> None:
-        """Emit a span for each stage but the frontend, which vLLM's own `llm_request` covers. Their parent is the span
-        in the client's trace headers.
-        """
+        """Emit a span for each stage but the frontend, which vLLM's own `llm_request` covers."""
         context = extract_trace_context(trace.trace_headers)
         for stage, timing in trace.stages.items():
             if stage != self._frontend and timing.last is not None:

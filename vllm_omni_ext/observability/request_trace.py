@@ -86,28 +86,25 @@ class RequestTrace:
 
 
 def as_metrics(record: RequestTrace) -> dict[str, Any]:
-    """The `metrics` object of a response."""
-    metrics: dict[str, Any] = {
-        "request_id": record.request_id,
-        "arrival_unix_s": record.arrival,
-        "stages": {stage: _stage(timing) for stage, timing in record.stages.items()},
-        "handovers": [
-            {"from": source, "to": target, "chunks": over.chunks, "bytes": over.size, **_span(over.first, over.last)}
-            for (source, target), over in record.handovers.items()
-        ],
+    """Return the `metrics` object of a response."""
+    stages = {
+        stage: {
+            "replica": str(timing.replica),
+            "queued_s": _round(timing.sent),
+            "waited_s": _round(timing.waited),
+            "first_output_s": _round(timing.first),
+            "last_output_s": _round(timing.last),
+            "tokens": timing.tokens,
+        }
+        for stage, timing in record.stages.items()
     }
-    return metrics | {modality: _output(trace) for modality, trace in record.outputs.items()}
-
-
-def _stage(timing: StageTiming) -> dict[str, Any]:
-    return {
-        "replica": str(timing.replica),
-        "queued_s": _round(timing.sent),
-        "waited_s": _round(timing.waited),
-        "first_output_s": _round(timing.first),
-        "last_output_s": _round(timing.last),
-        "tokens": timing.tokens,
-    }
+    handovers = [
+        {"from": source, "to": target, "chunks": over.chunks, "bytes": over.size, **_span(over.first, over.last)}
+        for (source, target), over in record.handovers.items()
+    ]
+    about = {"request_id": record.request_id, "arrival_unix_s": record.arrival}
+    outputs = {modality: _output(trace) for modality, trace in record.outputs.items()}
+    return {**about, "stages": stages, "handovers": handovers, **outputs}
 
 
 def _output(trace: OutputTrace) -> dict[str, Any]:
