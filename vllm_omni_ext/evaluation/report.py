@@ -63,11 +63,7 @@ def estimate(scores: Sequence[float]) -> Estimate:
 
 
 def compare(scores: Mapping[str, float], earlier: Mapping[str, float]) -> Comparison:
-    """Return the comparison of two runs of the same items.
-
-    Raises:
-        KeyError: an item is missing in the earlier run.
-    """
+    """Return the comparison of two runs of the same items. Raises KeyError: an item is missing in the earlier run."""
     differences = [scores[name] - earlier[name] for name in scores]
     better, worse = sum(each > 0 for each in differences), sum(each < 0 for each in differences)
     p = stats.binomtest(better, better + worse).pvalue if better + worse else 1.0

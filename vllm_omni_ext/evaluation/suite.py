@@ -98,11 +98,7 @@ class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(path: Path) -> Suite:
-    """Read a suite.
-
-    Raises:
-        ConfigError: the file cannot be read, or something in it is wrong or missing.
-    """
+    """Read a suite. Raises ConfigError: the file cannot be read, or something in it is wrong or missing."""
     try:
         suite = msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), Suite)
     except OSError as err:

@@ -155,11 +155,7 @@ def from_keywords(
     chunks: Mapping[str, Any] | None,
     fields: Mapping[str, Any],
 ) -> RequestOptions:
-    """Return checked options.
-
-    Raises:
-        RequestError: a value is unknown or wrong.
-    """
+    """Return checked options. Raises RequestError: a value is unknown or wrong."""
     values, paths = RequestFields(runtime.fields).read(fields)
     options = RequestOptions(
         modalities=read_modalities(modalities, capabilities), chunks=read_chunks(chunks), fields=values

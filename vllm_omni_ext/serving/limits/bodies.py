@@ -84,7 +84,6 @@ class RefusedBody(HTTPException):
 
     Args:
         problem: the exceeded limit, as the rest of a sentence about the field.
-        parameter: the outermost field.
     """
 
     def __init__(self, problem: str, *, parameter: str = WHOLE) -> None:
@@ -124,11 +123,7 @@ class BodyScan:
         self._wide = False  # the current text has characters beyond ASCII
 
     def feed(self, data: bytes) -> None:
-        """Scan the next piece.
-
-        Raises:
-            RefusedBody: a limit is exceeded; names the field.
-        """
+        """Scan the next piece. Raises RefusedBody: a limit is exceeded; names the field."""
         for start in range(0, len(data), BLOCK):
             if self._ended:
                 break
@@ -216,7 +211,6 @@ class RequestLimits:
     """ASGI middleware in front of every route: limits of bodies and of error responses, and headers of answers.
 
     Args:
-        config: the stage config's limits.
         server: number of this API server, which becomes a response header; None: there is only one API server.
     """
 
@@ -248,13 +242,11 @@ class _Body:
         self._receive = receive
 
     async def receive(self) -> Message:
-        if self._declared > self._most:
-            raise self._too_large()
-        message = await self._receive()
+        message = {} if self._declared > self._most else await self._receive()
         body = message.get("body", b"")
         self._received += len(body)
-        if self._received > self._most:
-            raise self._too_large()
+        if max(self._declared, self._received) > self._most:
+            raise RefusedBody(f"may have {self._most // MIB} MiB (max_body_mib of the stage config)")
         if self._may_be_form and (begin := body.lstrip()[:1]):
             self._may_be_form = False
             if begin not in b"{[":
@@ -264,20 +256,12 @@ class _Body:
                 self._scan.feed(body)
             except RefusedBody:
                 self._scan = None
-                await self._drain(message)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(DRAIN_S):
+                        while message.get("more_body", False):
+                            message = await self._receive()
                 raise
         return message
-
-    def _too_large(self) -> HTTPException:
-        problem = f"the body of a request may have {self._most // MIB} MiB (limits.max_body_mib)"
-        return HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, problem)
-
-    async def _drain(self, message: Message) -> None:
-        """Receive and drop the rest of the body."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
-                while message.get("more_body", False):
-                    message = await self._receive()
 
 
 class _Answer:
@@ -291,12 +275,13 @@ class _Answer:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            if message["status"] in BUSY:
+            headers, status = MutableHeaders(scope=message), message["status"]
+            if status in BUSY:
                 headers.setdefault("Retry-After", str(RETRY_AFTER_S))
             if self._server is not None:
                 headers[SERVER_HEADER] = str(self._server)
-            if _is_long_error(message["status"], headers):
+            is_json = headers.get("content-type", "").startswith("application/json")
+            if status >= HTTPStatus.BAD_REQUEST and is_json and int(headers.get("content-length", "0")) > LONGEST_ERROR:
                 self._start = message
                 return
         elif self._start is not None:
@@ -307,14 +292,6 @@ class _Answer:
             MutableHeaders(scope=self._start)["content-length"] = str(len(message["body"]))
             await self._send(self._start)
         await self._send(message)
-
-
-def _is_long_error(status: int, headers: MutableHeaders) -> bool:
-    return (
-        status >= HTTPStatus.BAD_REQUEST
-        and headers.get("content-type", "").startswith("application/json")
-        and int(headers.get("content-length", "0")) > LONGEST_ERROR
-    )
 
 
 def shortened(body: bytes) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import socket
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -47,12 +48,11 @@ class FetchRefused(PermissionError):
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules about the sources of media.
+    """Allowed sources of media.
 
     Attributes:
         private_names: hosts that may have any address.
-        private_networks: networks whose addresses are allowed although they are private.
-        everything: all URLs are allowed.
+        everything: all addresses are allowed.
         domains: vLLM's `--allowed-media-domains`; empty: all.
     """
 
@@ -109,10 +109,6 @@ def destinations(address: Address) -> Iterator[Address]:
         yield from address.teredo or ()
 
 
-def _ignore(size: int) -> None:
-    """Do not limit the bytes."""
-
-
 class Fetcher:
     """A replacement for the HTTP connection of vLLM's `MediaConnector`.
 
@@ -145,17 +141,18 @@ class Fetcher:
             FetchRefused: the URL, a redirect, an address or the form of the response is not allowed.
             OSError, TimeoutError, aiohttp.ClientError: the fetch failed.
         """
-        longest, charge = _longest(max_bytes), request_budget.charge if request_budget is not None else _ignore
+        limits = [each for each in (max_bytes, envs.VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB * MIB) if each and each > 0]
+        charges = [self._take] if request_budget is None else [self._take, request_budget.charge]
         async with asyncio.timeout(LIMIT_S if timeout is None else timeout):
             here = URL(url)
             for _ in range(MOST_REDIRECTS + 1 if allow_redirects else 1):
-                found = await self._get(here, longest, charge)
+                found = await self._get(here, min(limits, default=math.inf), charges)
                 if isinstance(found, bytes):
                     return found
                 here = found
         raise FetchRefused("too many redirects")
 
-    async def _get(self, url: URL, longest: int | None, charge: Callable[[int], None]) -> bytes | URL:
+    async def _get(self, url: URL, longest: float, charges: list[Callable[[int], None]]) -> bytes | URL:
         """Make one HTTP request; return the body, or the URL of a redirect."""
         self._rules.check_url(url)
         proxy = await self._proxy(url)
@@ -169,20 +166,16 @@ class Fetcher:
                 raise FetchRefused(f"the answer has status {answer.status}")
             if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
                 raise FetchRefused("the answer is compressed although that was not requested")
-            return await self._read(answer, longest, charge)
-
-    async def _read(self, answer: aiohttp.ClientResponse, longest: int | None, charge: Callable[[int], None]) -> bytes:
-        """Return the body; FetchRefused as soon as it exceeds `longest` bytes."""
-        body = bytearray()
-        if longest is not None and (answer.content_length or 0) > longest:
-            raise FetchRefused(f"the body has {answer.content_length} bytes, more than {longest}")
-        async for piece in answer.content.iter_chunked(READ_BYTES):
-            body += piece
-            self._take(len(piece))
-            charge(len(piece))
-            if longest is not None and len(body) > longest:
-                raise FetchRefused(f"the body has more than {longest} bytes")
-        return bytes(body)
+            if (answer.content_length or 0) > longest:
+                raise FetchRefused(f"the body has {answer.content_length} bytes, more than {longest}")
+            body = bytearray()
+            async for piece in answer.content.iter_chunked(READ_BYTES):
+                body += piece
+                for charge in charges:
+                    charge(len(piece))
+                if len(body) > longest:
+                    raise FetchRefused(f"the body has more than {longest} bytes")
+            return bytes(body)
 
     def _session(self, url: URL, *, direct: bool) -> aiohttp.ClientSession:
         host = url.raw_host or ""
@@ -217,8 +210,3 @@ class Fetcher:
         for *_, address in found:
             self._rules.check_address(url.raw_host or "", str(address[0]))
         return {"proxy": proxy, "proxy_auth": auth}
-
-
-def _longest(max_bytes: int | None) -> int | None:
-    limits = [each for each in (max_bytes, envs.VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB * MIB) if each is not None and each > 0]
-    return min(limits, default=None)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from PIL import Image
@@ -36,11 +37,12 @@ EARLIEST_FAILURE_S = 0.5
 MOST_BYTES = 1 << 30
 """Bytes of media from URLs that an API server holds at once, before they are decoded."""
 
+FIELDS = {AudioMediaIO: "audio_url", VideoMediaIO: "video_url"}
 FAILED = "could not be fetched, or is not what it should be"
 
 
 class Budget:
-    """Limits what is held at once. Used by several threads.
+    """Limits what is held at once, in several threads.
 
     Args:
         most: limit of all amounts together.
@@ -50,8 +52,7 @@ class Budget:
 
     def __init__(self, most: int, problem: str, *, parameter: str) -> None:
         self._most = most
-        self._problem = problem
-        self._parameter = parameter
+        self._error = partial(RequestError, problem, parameter=parameter)
         self._lock = threading.Lock()
         self.held = 0
 
@@ -60,23 +61,22 @@ class Budget:
         with self._lock:
             self.held += amount
             if self.held > self._most:
-                raise RequestError(self._problem, parameter=self._parameter)
+                raise self._error()
 
     @contextmanager
     def lease(self) -> Iterator[Callable[[int], None]]:
         """Return a function like `take`; the end of the block returns the amounts of its calls."""
-        taken = 0
+        taken: list[int] = []
 
         def take(amount: int) -> None:
-            nonlocal taken
-            taken += amount
+            taken.append(amount)
             self.take(amount)
 
         try:
             yield take
         finally:
             with self._lock:
-                self.held -= taken
+                self.held -= sum(taken)
 
 
 PIXELS: ContextVar[Budget | None] = ContextVar("pixels", default=None)
@@ -95,11 +95,7 @@ def pixel_budget(config: OmniConfig) -> Budget:
 
 
 def count_pixels(budget: Budget, data: bytes) -> None:
-    """Count an image before it is decoded; data that is no image is ignored, and its reader refuses it.
-
-    Raises:
-        RequestError: the images have too many pixels together.
-    """
+    """Take the pixels of an image from a budget before it is decoded; its reader refuses data that is no image."""
     try:
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
@@ -113,15 +109,11 @@ class MediaNotFetched(BadRequest):
 
 
 class RestrictedMediaConnector(MediaConnector):
-    """`MediaConnector` that fetches with `Fetcher`.
-
-    Attributes:
-        allow_private_media: the stage config's value; set by `install`.
-        budget: bytes of the process; set by `install`.
-    """
+    """`MediaConnector` that fetches with `Fetcher`; `install` sets the attributes."""
 
     allow_private_media: str | None = None
     budget: Budget
+    """Bytes of the process."""
 
     def __init__(self, *args: Any, allowed_media_domains: list[str] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, allowed_media_domains=allowed_media_domains, **kwargs)
@@ -158,7 +150,7 @@ class RestrictedMediaConnector(MediaConnector):
         except Exception as error:
             logger.warning("A medium of %r was not fetched: %r", parse_url(url).host, error)
             await asyncio.sleep(EARLIEST_FAILURE_S - (time.monotonic() - since))
-            field = _field(media_io)
+            field = next((name for kind, name in FIELDS.items() if isinstance(media_io, kind)), "image_url")
             raise MediaNotFetched(f"{field} {FAILED}", parameter=field) from None
 
 
@@ -181,11 +173,7 @@ def _limit_pixels(media_io: Any) -> None:
 
 @contextmanager
 def install(allow_private_media: str | None) -> Iterator[None]:
-    """Inside the block, this process fetches the media of requests by our rules.
-
-    Args:
-        allow_private_media: the stage config's value.
-    """
+    """Inside the block, this process fetches the media of requests by our rules."""
     stock = MEDIA_CONNECTOR_REGISTRY.name2class[STOCK]
     budget = Budget(MOST_BYTES, f"all media being fetched have more than {MOST_BYTES} bytes", parameter="url")
     settings = {"allow_private_media": allow_private_media, "budget": budget}
@@ -200,9 +188,3 @@ def install(allow_private_media: str | None) -> Iterator[None]:
 def _is_http(url: str) -> bool:
     """Return whether vLLM would fetch a URL, by vLLM's own test."""
     return url[:5].lower() != "data:" and (parse_url(url).scheme or "").startswith("http")
-
-
-def _field(media_io: Any) -> str:
-    if isinstance(media_io, AudioMediaIO):
-        return "audio_url"
-    return "video_url" if isinstance(media_io, VideoMediaIO) else "image_url"

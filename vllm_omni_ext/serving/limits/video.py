@@ -95,11 +95,7 @@ def _register(name: str, loader: type) -> None:
 
 
 def _load(context: Any, name: str, stock: Any, data: bytes, **options: Any) -> Video:
-    """Read a video as `stock` does.
-
-    Raises:
-        ReadFailed: the video cannot be read.
-    """
+    """Read a video as `stock` does. Raises ReadFailed: the video cannot be read."""
     names = (name, options.get("backend", name))
     if str(options.get("device", "cpu")) != "cpu" or any(map(VIDEO_LOADER_REGISTRY.backend_requires_gpu, names)):
         return _read(stock, data, options)  # GPU memory must belong to this process
