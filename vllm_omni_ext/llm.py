@@ -324,14 +324,14 @@ class OmniLLM(TargetedOfflineLLM):
                 if isinstance(item, OutputChunk):
                     chunks.setdefault(item.modality, []).append(item)
                 if isinstance(item, TextChunk):
-                    text = outputs.of(item, ids)
+                    text = outputs.output(ids, item)
                 elif not isinstance(item, OutputChunk):
                     text = item
         except OmniError as error:
             return self._complete(_failed(number, error), {})
         except Exception as error:  # vLLM's own errors (bad parameters, engine gone) fail this prompt only
             return self._complete(_failed(number, RequestFailed(str(error) or type(error).__name__)), {})
-        return self._complete(text or outputs.empty(ids), chunks)
+        return self._complete(text or outputs.output(ids), chunks)
 
     def _complete(self, text: RequestOutput, chunks: dict[str, list[OutputChunk]]) -> OmniRequestOutput:
         """Turn the frontend's output, in place, into one with all outputs of the request."""

@@ -16,6 +16,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.entrypoints.generate.base.protocol import PerRequestMetrics
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo, PromptTokenUsageInfo
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -42,17 +43,12 @@ class TextOutputs:
         self._text = ""
         self._tokens = 0
 
-    def of(self, chunk: TextChunk, prompt: Sequence[int]) -> RequestOutput:
-        """Return the output for a chunk. Its token ids are unknown, only their number is known."""
-        self._text = chunk.text if self._delta else self._text + chunk.text
-        self._tokens = chunk.tokens if self._delta else self._tokens + chunk.tokens
-        return self._output(prompt, finished=chunk.last)
-
-    def empty(self, prompt: Sequence[int]) -> RequestOutput:
-        """Return the output of a request that has no text."""
-        return self._output(prompt, finished=True)
-
-    def _output(self, prompt: Sequence[int], *, finished: bool) -> RequestOutput:
+    def output(self, prompt: Sequence[int], chunk: TextChunk | None = None) -> RequestOutput:
+        """Return the output for a chunk, or of a request without text. Token ids are unknown, their number is known."""
+        if chunk is not None:
+            self._text = chunk.text if self._delta else self._text + chunk.text
+            self._tokens = chunk.tokens if self._delta else self._tokens + chunk.tokens
+        finished = chunk is None or chunk.last
         reason = "stop" if finished else None
         completion = CompletionOutput(0, self._text, [0] * self._tokens, None, None, finish_reason=reason)
         return RequestOutput(
@@ -72,8 +68,6 @@ class ChatAnswer:
     Attributes:
         modalities: modalities of the answer other than text, by name.
         encodings: encoding of each modality that clients can request.
-        stream: the answer is streamed.
-        may_call_tool: the answer may be a tool call.
         metrics: the answer contains `metrics`.
         prompt: token ids, once the request has been rendered.
         prompt_audio: number of the prompt's tokens that are sound.
@@ -100,11 +94,6 @@ class ChatAnswer:
         """Return `metrics` of the answer."""
         return {} if self.trace is None else as_metrics(self.trace)
 
-    @property
-    def has_text(self) -> bool:
-        """Whether the answer's content includes the text."""
-        return TEXT in self.options.modalities
-
     async def text_of(
         self,
         source: AsyncGenerator[Any, None],
@@ -124,7 +113,7 @@ class ChatAnswer:
         async with aclosing(with_vllm_errors(source)) as items:
             async for item in items:
                 if isinstance(item, TextChunk):
-                    item = outputs.of(item, self.prompt)
+                    item = outputs.output(self.prompt, item)
                 if not isinstance(item, OutputChunk):
                     has_output = True
                     if watch is not None:
@@ -135,12 +124,15 @@ class ChatAnswer:
                 else:
                     self.chunks.setdefault(item.modality, []).append(item)
         if not has_output:
-            yield outputs.empty(self.prompt)
+            yield outputs.output(self.prompt)
         if stream is not None:
             await stream.end()
 
     async def complete(self, response: ChatCompletionResponse) -> None:
-        """Add the other outputs of a whole answer, and their usage, to vLLM's response."""
+        """Add the other outputs of a whole answer, their usage, and `metrics` to vLLM's response."""
+        if self.metrics:
+            stock = {} if response.metrics is None else response.metrics.model_dump(exclude_none=True)
+            response.metrics = PerRequestMetrics(**stock, **self.stage_metrics())
         if self.modalities and not response.choices[0].message.tool_calls:  # a tool call is not spoken
             await self._assemble(response)
         if self.prompt_audio:
@@ -155,19 +147,16 @@ class ChatAnswer:
             await modality.assemble(self.chunks.get(name, ()), self.encodings.get(name), text)
             for name, modality in self.modalities.items()
         ]
-        if not self.has_text and not any(each.keep_text for each in whole):
+        if TEXT not in self.options.modalities and not any(each.keep_text for each in whole):
             choice.message.content = None
         details = response.usage.completion_tokens_details or CompletionTokenUsageInfo()
         for each in whole:
-            parts: list[tuple[Any, Mapping[str, Any]]] = [
-                (choice.message, each.message),
-                (choice, each.choice),
-                (details, each.usage),
-            ]
-            for target, values in parts:  # vLLM's models allow extra fields
+            message = dict(each.message)
+            if choice.message.content and "content" in message:
+                message["content"] = [{"type": "text", "text": choice.message.content}, *message["content"]]
+            for target, values in ((choice.message, message), (choice, each.choice), (details, each.usage)):
                 for name, value in values.items():
-                    both = name == "content" and choice.message.content
-                    setattr(target, name, [{"type": "text", "text": both}, *value] if both else value)
+                    setattr(target, name, value)  # vLLM's models allow extra fields
         if any(each.usage for each in whole):
             response.usage.completion_tokens_details = details
         tokens = sum(tokens_in(each.usage) for each in whole)
@@ -184,18 +173,11 @@ class ChatStream:
     """The events of one streamed answer.
 
     Args:
-        metrics: returns `metrics` for the end of the answer; None: the answer has no `metrics`.
         text_only: ends all outputs of the request but its text.
     """
 
     def __init__(
-        self,
-        answer: ChatAnswer,
-        *,
-        request_id: str,
-        model: str,
-        metrics: Callable[[], dict[str, Any]] | None,
-        text_only: Callable[[], Awaitable[None]],
+        self, answer: ChatAnswer, *, request_id: str, model: str, text_only: Callable[[], Awaitable[None]]
     ) -> None:
         self._answer = answer
         self._text_only = text_only
@@ -203,7 +185,7 @@ class ChatStream:
         self._held: list[OutputChunk] | None = [] if answer.may_call_tool else None
         """Chunks before the first content, which the tool parser may still hold back; None: chunks are sent."""
         self._request_id = request_id
-        self._metrics = metrics
+        self._metrics_due = answer.metrics
         self._head = {"id": request_id, "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
         self._streams: dict[str, ModalityStream] = {
             name: modality.stream(answer.encodings.get(name)) for name, modality in answer.modalities.items()
@@ -293,9 +275,9 @@ class ChatStream:
     def _rewritten(self, event: str) -> str:
         """Return an event of vLLM as the client gets it."""
         if event == DONE:
-            if self._metrics is None:
+            if not self._metrics_due:
                 return event
-            return write_event({**self._head, "choices": [], "metrics": self._metrics()}) + event
+            return write_event({**self._head, "choices": [], "metrics": self._answer.stage_metrics()}) + event
         chunk = read_event(event)
         if "error" in chunk:
             return event
@@ -322,9 +304,9 @@ class ChatStream:
         if self._answer.prompt_audio:
             details = usage.get("prompt_tokens_details") or {}
             usage["prompt_tokens_details"] = {**details, AUDIO_TOKENS: self._answer.prompt_audio}
-        if self._metrics is not None:
-            chunk["metrics"] = {**(chunk.get("metrics") or {}), **self._metrics()}
-            self._metrics = None
+        if self._metrics_due:
+            chunk["metrics"] = {**(chunk.get("metrics") or {}), **self._answer.stage_metrics()}
+            self._metrics_due = False
 
     def _rewrite_choice(self, chunk: dict[str, Any], choice: dict[str, Any]) -> None:
         delta = choice["delta"]
@@ -333,7 +315,7 @@ class ChatStream:
         self._has_content |= bool(delta.get("content"))
         for stream in self._streams.values():
             stream.text(delta)
-        if not self._answer.has_text:
+        if TEXT not in self._answer.options.modalities:
             delta.pop("content", None)
         if choice.get("finish_reason") is not None:
             end = {"index": choice["index"], "delta": {}, "logprobs": None}

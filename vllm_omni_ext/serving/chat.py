@@ -14,7 +14,6 @@ from importlib.metadata import PackageNotFoundError
 from typing import Any, TypeAlias
 
 from fastapi import Request
-from vllm.entrypoints.generate.base.protocol import PerRequestMetrics
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -141,9 +140,6 @@ class OmniServingChat(OpenAIServingChat):
             response = await super().chat_completion_full_generator(request, text, request_id, *args, **kwargs)
         if isinstance(response, ChatCompletionResponse):
             await answer.complete(response)
-            if answer.metrics:
-                stock = {} if response.metrics is None else response.metrics.model_dump(exclude_none=True)
-                response.metrics = PerRequestMetrics(**stock, **answer.stage_metrics())
         return response
 
     def chat_completion_stream_generator(
@@ -157,9 +153,8 @@ class OmniServingChat(OpenAIServingChat):
     ) -> AsyncGenerator[str, None]:
         """vLLM's hook for the answer as server-sent events."""
         answer, stock = self._begin(request, kwargs), super().chat_completion_stream_generator
-        metrics = answer.stage_metrics if answer.metrics else None
         text_only = partial(self.engine_client.text_only, request_id)
-        stream = ChatStream(answer, request_id=request_id, model=model_name, metrics=metrics, text_only=text_only)
+        stream = ChatStream(answer, request_id=request_id, model=model_name, text_only=text_only)
         return stream.events(
             result_generator, lambda text: stock(request, text, request_id, model_name, *args, **kwargs)
         )
@@ -182,13 +177,13 @@ async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatA
     fields = {name: getattr(request, name) for name in request.model_fields_set.intersection(model.fields.names)}
     found = model.read({**fields, **extra}, stream=bool(request.stream), seed=request.seed)
     options = await model.surface.chat_options(found.options, request, model)
-    if _must_call_a_tool(request):
+    if request.tools and request.tool_choice not in (None, "none", "auto"):  # a tool call, which is not spoken
         options = replace(options, modalities=tuple(name for name in options.modalities if name != AUDIO) or (TEXT,))
     check(model.runtime, options, found.paths)
     apply_to_frontend(model.omni.plan, request)
     others = {name: model.modalities[name] for name in options.modalities if name != TEXT}
     if others:
-        _refuse_several(request, others)
+        _refuse_several(request, " and ".join(others))
     return ChatAnswer(
         options=options,
         modalities=others,
@@ -199,14 +194,8 @@ async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatA
     )
 
 
-def _must_call_a_tool(request: ChatCompletionRequest) -> bool:
-    """Return whether the answer can only be a tool call, which is not spoken."""
-    return bool(request.tools) and request.tool_choice not in (None, "none", "auto")
-
-
-def _refuse_several(request: ChatCompletionRequest, others: dict[str, Any]) -> None:
-    """Refuse `n` > 1 for answers with more than text: clients must send several requests."""
-    names, advice = " and ".join(others), 'send one request for each answer, or ask for modalities ["text"]'
+def _refuse_several(request: ChatCompletionRequest, names: str) -> None:
+    advice = 'send one request for each answer, or ask for modalities ["text"]'
     if request.use_beam_search:
         raise RequestError(f"use_beam_search: is not available with {names}; {advice}", parameter="use_beam_search")
     if request.n not in (None, 1):
