@@ -44,7 +44,7 @@ class ServedModel:
         self.omni = omni
         self.runtime = omni.runtime
         self.capabilities = omni.capabilities
-        self.max_media_tokens = omni.plan.config.max_media_tokens
+        self.max_media_tokens = omni.plan.config.limits.max_media_tokens
         self.surface: HttpSurface = resolve(family.http)() if family.http else HttpSurface()
         self.modalities = modalities_of(family)
         self.fields = RequestFields(omni.runtime.fields)
