@@ -97,7 +97,7 @@ async def test_new_requests_are_refused_during_drain(omni: Any) -> None:
 async def test_shutdown_from_another_thread_waits_for_requests_and_then_closes(
     omni: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_omni_ext.runtime.client.targeted import TargetedLLM
+    from vllm_omni_ext.runtime.client.calls import TargetedLLM
 
     happened: list[str] = []
     monkeypatch.setattr(TargetedLLM, "shutdown", lambda self, timeout: happened.append("closed"))

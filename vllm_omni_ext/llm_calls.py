@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.llm import LLM
 
-from vllm_omni_ext.runtime.client.targeted import TargetedLLM, Targets
+from vllm_omni_ext.runtime.client.calls import TargetedLLM, Targets
 
 if TYPE_CHECKING:
     from vllm_omni_ext.omni import AsyncOmni
@@ -25,7 +25,7 @@ def _offline(name: str) -> Any:
 
 
 class TargetedOfflineLLM(LLM):
-    """vLLM's methods, with `targets` and `timeout_s` as in `runtime.client.targeted.TargetedLLM`."""
+    """vLLM's methods, with `targets` and `timeout_s` as in `runtime.client.calls.TargetedLLM`."""
 
     _omni: AsyncOmni
 

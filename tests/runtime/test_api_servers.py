@@ -24,16 +24,23 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import end_processes
 from vllm_omni_ext.runtime import control as msg
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
-from vllm_omni_ext.runtime.control import NOT_ACCEPTING, Servers, decode, encode, receive_descriptors, send_descriptors
-from vllm_omni_ext.runtime.operator_state import ReplicasSlept
-from vllm_omni_ext.runtime.supervise import api_servers, process_watcher
+from vllm_omni_ext.runtime.control import (
+    NOT_ACCEPTING,
+    ReplicasSlept,
+    Servers,
+    decode,
+    encode,
+    receive_descriptors,
+    send_descriptors,
+)
+from vllm_omni_ext.runtime.supervise import api_servers
 from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
 
 pytestmark = pytest.mark.engine
 FORK = multiprocessing.get_context("fork")
 THINKER, TALKER, NEW, OTHER = ReplicaId("thinker", 0), *(ReplicaId("talker", i) for i in range(3))
 ABOUT = ReplicaInfo(host="here", pid=7, restarts=2)
-SLEPT = ReplicasSlept(("talker/0",), asleep=True)
+SLEPT = ReplicasSlept((ReplicaId("talker", 0),), asleep=True)
 WITHIN_S, QUIET_S, LIFETIME_S = 10.0, 0.2, 60
 BACKOFF_S = 0.5
 
@@ -103,10 +110,10 @@ def serve(connections: Connections, control: Connection, report: Connection, beh
     earlier = connections.ready_responses
     for replica in connections.about:
         response = f"response of {replica}".encode() if earlier is None else earlier[replica]
-        control.send_bytes(encode(msg.ReplicaConnected(str(replica), response)))
+        control.send_bytes(encode(msg.ReplicaConnected(replica, response)))
     control.send_bytes(encode(msg.ServerReady()))
     if behaviour == "asks":
-        control.send_bytes(encode(msg.ChangeRequested(7, SLEPT)))
+        control.send_bytes(encode(msg.OperatorChange("id", SLEPT)))
     while True:
         message: Any = decode(control.recv_bytes())
         if isinstance(message, msg.ReplicaReady):
@@ -118,8 +125,8 @@ def serve(connections: Connections, control: Connection, report: Connection, beh
             report.send((message, names))
         else:
             report.send(message)
-        if isinstance(message, msg.ChangeMade) and behaviour != "silent":
-            control.send_bytes(encode(msg.ChangeApplied(message.version)))
+        if isinstance(message, msg.OperatorChange) and behaviour != "silent":
+            control.send_bytes(encode(msg.ChangeApplied(message.id)))
 
 
 class Running:
@@ -205,9 +212,9 @@ def test_start_readiness_and_end_of_a_replica_are_sent_to_every_api_server(stack
     servers.ended(NEW, "killed", again=True)
     for client in (0, 1):
         own = [f"talker/1 {client} in", f"talker/1 {client} out"]
-        assert running.next(client) == msg.ReplicaStarting("talker/1")
-        assert running.next(client) == (msg.ReplicaReady("talker/1", "there", 9, 2, *own), own)
-        assert running.next(client) == msg.ReplicaEnded("talker/1", "killed", True)
+        assert running.next(client) == msg.ReplicaStarting(NEW)
+        assert running.next(client) == (msg.ReplicaReady(NEW, "there", 9, 2, *own), own)
+        assert running.next(client) == msg.ReplicaEnded(NEW, "killed", True)
     assert NEW not in running.deployment.listening
 
 
@@ -226,7 +233,7 @@ def test_only_live_api_servers_are_sent_the_death_of_one(stack: contextlib.ExitS
         lost = running.next(client)
         assert isinstance(lost, msg.ServerLost) and lost.index == 1 and before <= lost.at <= time.time()
         assert running.up(client) == [True, False, True]
-        assert running.next(client) == msg.ReplicaStarting(str(NEW))
+        assert running.next(client) == msg.ReplicaStarting(NEW)
         assert running.next(client)[1] == [f"{NEW} {client} in", f"{NEW} {client} out"]
     assert running.nothing_more(1)
 
@@ -236,10 +243,10 @@ def test_message_to_an_api_server_that_just_died_is_no_error(stack: contextlib.E
     running.servers.processes[0].kill()
     running.servers.processes[0].join()
     running.deployment.launched(TALKER, 77)
-    assert running.next(1) == msg.ReplicaStarted("talker/0", 77)
+    assert running.next(1) == msg.ReplicaStarted(TALKER, 77)
     running.join(NEW)
     running.servers.ended(NEW, "killed", again=False)
-    assert running.until(1, msg.ReplicaEnded).replica == str(NEW)
+    assert running.until(1, msg.ReplicaEnded).replica == NEW
     assert running.restart(0).about[TALKER] == ReplicaInfo(host="here", pid=77)
     assert running.kill(0) is None, "the limit of restarts"
 
@@ -290,15 +297,15 @@ def test_restarts_while_an_api_server_is_down_are_part_of_its_connections(stack:
     assert running.until(0, Connections).restarts == {TALKER: 2}, "that of the plan, though it is down"
 
 
-def test_change_is_settled_when_all_live_api_servers_have_made_it(stack: contextlib.ExitStack) -> None:
+def test_a_change_is_complete_when_all_live_api_servers_have_applied_it(stack: contextlib.ExitStack) -> None:
     running = Running(stack, 3, {0: "silent", 1: "asks"})
-    assert [running.until(client, msg.ChangeMade).change for client in range(3)] == [SLEPT] * 3
+    assert [running.until(client, msg.OperatorChange).change for client in range(3)] == [SLEPT] * 3
     running.servers.listen(NEW)
-    running.until(1, msg.ReplicaStarting)  # skips a settlement that comes too early
+    running.until(1, msg.ReplicaStarting)  # skips a completion that comes too early
     running.kill(0)
-    assert running.until(1, msg.ChangeComplete) == msg.ChangeComplete(7)
+    assert running.until(1, msg.ChangeApplied) == msg.ChangeApplied("id")
     running.servers.start_again(0)
-    assert running.until(0, Connections).operator_state.asleep == {"talker/0"}
+    assert running.until(0, Connections).operator_state.asleep == {TALKER}
     running.servers.ended(TALKER, "killed", again=True)
     assert running.restart(0).operator_state.asleep == frozenset(), "its next process is awake"
 

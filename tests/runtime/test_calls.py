@@ -12,10 +12,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni_ext.errors import CallFailed, RequestFailed, StageUnavailable, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.stage_pool import StagePool
-from vllm_omni_ext.runtime.client.calls import Calls
+from vllm_omni_ext.runtime.client.calls import Calls, TargetedLLM
 from vllm_omni_ext.runtime.client.replica import StockReplica
-from vllm_omni_ext.runtime.client.targeted import TargetedLLM
-from vllm_omni_ext.runtime.operator_state import ReplicasSlept
+from vllm_omni_ext.runtime.control import ReplicasSlept
 
 COUNTS = {"thinker": 2, "talker": 2, "code2wav": 1}
 NAMES = [ReplicaId(stage, i) for stage, count in COUNTS.items() for i in range(count)]
@@ -58,10 +57,16 @@ class Bench:
         self.replicas = {name: StockReplica(name, self.clients[str(name)]) for name in NAMES}
         self.pools = {stage: StagePool(stage, [n for n in NAMES if n.stage == stage]) for stage in COUNTS}
         self.calls = Calls(self.replicas, self.pools, "thinker")
+        self.calls.share = self.apply
 
     def answer(self, utility: str, value: Any, *names: str) -> None:
         for name in names or self.clients:
             self.clients[name].answers[utility] = value
+
+    async def apply(self, change: ReplicasSlept) -> None:
+        for replica in change.replicas:
+            pool = self.pools[replica.stage]
+            (pool.mark_asleep if change.asleep else pool.mark_awake)(replica)
 
     def lose(self, name: str) -> None:
         replica = ReplicaId.parse(name)
@@ -194,11 +199,10 @@ async def test_sleep_is_shared_before_the_call_and_wake_after_it() -> None:
     bench, shared = Bench(), []
     talker = bench.pools["talker"]
     zero, one = talker.replicas
-    apply = bench.calls.share
 
     async def share(change: ReplicasSlept) -> None:
         shared.append((change, len(bench.log)))
-        await apply(change)
+        await bench.apply(change)
 
     bench.calls.share = share
     await bench.calls.to(["talker/0"], "sleep_async", 1, "abort")
@@ -210,9 +214,9 @@ async def test_sleep_is_shared_before_the_call_and_wake_after_it() -> None:
     await bench.calls.to(["talker"], "wake_up_async", None)
     assert talker.admit() == zero
     assert shared == [
-        (ReplicasSlept(("talker/0",), asleep=True), 0),
+        (ReplicasSlept((zero,), asleep=True), 0),
         (ReplicasSlept((), asleep=False), 2),
-        (ReplicasSlept(("talker/0", "talker/1"), asleep=False), 4),
+        (ReplicasSlept((zero, one), asleep=False), 4),
     ]
 
 
@@ -283,6 +287,7 @@ def split() -> Bench:
     """The thinker's replicas are the prefill side of a text stage, the talker's its decode side."""
     bench = Bench()
     bench.calls = Calls(bench.replicas, bench.pools, "talker", {"text": ("thinker", "talker")})
+    bench.calls.share = bench.apply
     return bench
 
 

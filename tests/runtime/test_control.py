@@ -14,17 +14,9 @@ import pytest
 from vllm.entrypoints.launchers import launcher
 from vllm.v1.engine.admission_control import SharedAdmissionStats
 
+from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.control import (
     NOT_ACCEPTING,
-    ReplicaConnected,
-    ReplicaEnded,
-    SharedCounters,
-    decode,
-    encode,
-    receive_descriptors,
-    send_descriptors,
-)
-from vllm_omni_ext.runtime.operator_state import (
     NOTHING_CHANGED,
     Adapter,
     AdapterLoaded,
@@ -32,14 +24,23 @@ from vllm_omni_ext.runtime.operator_state import (
     Change,
     OperatorChanges,
     OperatorState,
+    ReplicaConnected,
+    ReplicaEnded,
     ReplicasSlept,
+    SharedCounters,
+    decode,
+    encode,
+    receive_descriptors,
+    send_descriptors,
 )
 
-DIED = ReplicaEnded(replica="talker/1", reason="killed by signal 9", again=True)
+TALKER, OTHER_TALKER, THINKER = ReplicaId("talker", 0), ReplicaId("talker", 1), ReplicaId("thinker", 0)
+DIED = ReplicaEnded(replica=OTHER_TALKER, reason="killed by signal 9", again=True)
+REPLICA = {"stage": "talker", "index": 1}
 ONE, OTHER = Adapter("tune", 1, "/tune"), Adapter("tune", 2, "/other", base="tiny", three_d=True)
 
 
-@pytest.mark.parametrize("message", [DIED, ReplicaConnected("talker/1", b"\x00\xff")])
+@pytest.mark.parametrize("message", [DIED, ReplicaConnected(OTHER_TALKER, b"\x00\xff")])
 def test_a_message_is_read_back(message: ReplicaEnded | ReplicaConnected) -> None:
     assert decode(encode(message)) == message
 
@@ -50,10 +51,10 @@ def test_a_message_is_read_back(message: ReplicaEnded | ReplicaConnected) -> Non
         *map(
             msgspec.msgpack.encode,
             (
-                {"type": "ReplicaEnded", "replica": "talker/1", "reason": "x"},
-                {"type": "ReplicaEnded", "replica": 1, "reason": "x", "again": True},
-                {"type": "Other", "replica": "talker/1", "reason": "x", "again": True},
-                ["talker/1", "x"],
+                {"type": "ReplicaEnded", "replica": REPLICA, "reason": "x"},
+                {"type": "ReplicaEnded", "replica": "talker/1", "reason": "x", "again": True},
+                {"type": "Other", "replica": REPLICA, "reason": "x", "again": True},
+                [REPLICA, "x"],
             ),
         ),
         b"",
@@ -75,9 +76,9 @@ def after(*changes: Change) -> OperatorState:
 
 
 def test_operator_state_follows_from_the_changes() -> None:
-    slept = ReplicasSlept(("talker/0", "talker/1"), asleep=True)
-    assert after(slept) == after(slept, slept) and after(slept).asleep == {"talker/0", "talker/1"}
-    assert after(slept, ReplicasSlept(("talker/0", "thinker/0"), asleep=False)).asleep == {"talker/1"}
+    slept = ReplicasSlept((TALKER, OTHER_TALKER), asleep=True)
+    assert after(slept) == after(slept, slept) and after(slept).asleep == {TALKER, OTHER_TALKER}
+    assert after(slept, ReplicasSlept((TALKER, THINKER), asleep=False)).asleep == {OTHER_TALKER}
     assert after(AdapterLoaded(ONE)).adapters == {"tune": ONE}
     assert after(AdapterLoaded(ONE), AdapterLoaded(OTHER)).adapters == {"tune": OTHER}
     gone = after(AdapterLoaded(ONE), AdapterUnloaded("tune"))
@@ -87,36 +88,33 @@ def test_operator_state_follows_from_the_changes() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=OperatorState) == state
 
 
-SLEPT = ReplicasSlept(("talker/0",), asleep=True)
+SLEPT = ReplicasSlept((TALKER,), asleep=True)
 
 
-def test_a_change_is_settled_when_all_have_made_it() -> None:
+def test_a_change_is_complete_when_all_api_servers_have_applied_it() -> None:
     changes = OperatorChanges()
-    version = changes.asked(1, 7, SLEPT, (0, 1, 2))
-    assert changes.state.asleep == {"talker/0"}
-    assert changes.made(2, version) == changes.made(0, version) == changes.made(0, version) == []
-    assert changes.made(1, version) == [(1, 7)]
-    assert changes.made(1, version) == []
+    changes.make("id", SLEPT, (0, 1, 2))
+    assert changes.state.asleep == {TALKER}
+    assert changes.applied(2, "id") == changes.applied(0, "id") == changes.applied(0, "id") == []
+    assert changes.applied(1, "id") == ["id"]
+    assert changes.applied(1, "id") == []
 
 
-def test_overlapping_changes_are_settled_apart() -> None:
+def test_overlapping_changes_are_completed_one_by_one() -> None:
     changes = OperatorChanges()
-    first, second = changes.asked(0, 7, SLEPT, (0, 1)), changes.asked(1, 7, SLEPT, (0, 1))
-    assert first != second
-    assert [changes.made(1, version) for version in (first, second)] == [[], []]
-    assert changes.made(0, second) == [(1, 7)]
-    assert changes.made(0, first) == [(0, 7)]
+    changes.make("first", SLEPT, (0, 1))
+    changes.make("second", SLEPT, (0, 1))
+    assert [changes.applied(1, change_id) for change_id in ("first", "second")] == [[], []]
+    assert changes.applied(0, "second") == ["second"]
+    assert changes.applied(0, "first") == ["first"]
 
 
-def test_a_dead_api_server_is_not_waited_for() -> None:
+def test_a_change_does_not_wait_for_a_dead_api_server() -> None:
     changes = OperatorChanges()
-    version = changes.asked(1, 7, SLEPT, (0, 1))
-    assert changes.made(1, version) == []
-    assert changes.server_lost(0) == [(1, 7)]
-    version = changes.asked(0, 7, SLEPT, (0, 1))
-    assert changes.server_lost(0) == [] == changes.made(1, version)
-    assert changes.state.asleep == {"talker/0"}, "the change stays"
-    changes.replica_ended("talker/0")
+    changes.make("id", SLEPT, (0, 1))
+    assert changes.applied(1, "id") == []
+    assert changes.server_lost(0) == ["id"]
+    changes.replica_ended(TALKER)
     assert changes.state.asleep == frozenset(), "its next process is awake"
 
 

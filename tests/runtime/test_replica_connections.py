@@ -33,7 +33,7 @@ from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.client import replica_connections as replica_connections_module
 from vllm_omni_ext.runtime.client.replica_connections import ReplicaConnections, ReplicaInfo
-from vllm_omni_ext.runtime.operator_state import NOTHING_CHANGED
+from vllm_omni_ext.runtime.control import NOTHING_CHANGED
 
 A, B, FAR = (ReplicaId("text", i) for i in range(3))
 """Two that are planned here and one of another host."""

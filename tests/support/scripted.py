@@ -21,7 +21,7 @@ from vllm_omni_ext.orchestrator.admission import Ticket
 from vllm_omni_ext.plugins.registry import family_of
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions, RuntimeContext
 from vllm_omni_ext.plugins.spec import resolve
-from vllm_omni_ext.runtime.operator_state import NOTHING_CHANGED
+from vllm_omni_ext.runtime.control import NOTHING_CHANGED
 from vllm_omni_ext.wire.stage_input import TICKET
 
 RATE = 24_000

@@ -1,23 +1,27 @@
-"""Between the head and its API servers: messages and file descriptors in a pipe, and counters in shared memory.
+"""Between the head and its API servers: messages and file descriptors in a pipe, counters in shared memory, and the
+state that operators change (sleeping replicas, and LoRA adapters that clients may name).
 
-Messages are tagged msgpack; never pickle. Replicas are written `talker/0`.
+The head keeps this state; every API server has a copy. An API server sends an `OperatorChange` to the head, which sends
+it to all API servers; each applies it and returns `ChangeApplied`. When all have, the head sends `ChangeApplied` too,
+and the operator's call returns. Messages are tagged msgpack; never pickle.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import Array, c_int, c_longlong
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from vllm.utils.system_utils import get_mp_context
 from vllm.v1.engine.admission_control import SharedAdmissionStats
 
-from vllm_omni_ext.runtime.operator_state import Change
+from vllm_omni_ext.ids import ReplicaId
 
 COME_WITHIN_S = 5.0
 """Limit of the wait for descriptors after their message: they are sent directly after it."""
@@ -26,23 +30,128 @@ NOT_ACCEPTING = 2**31 - 1
 """Load of an API server that accepts no connections, so that it is never the least loaded one (vLLM's launcher)."""
 
 
-class ReplicaStarting(msgspec.Struct, frozen=True, tag=True):
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter of the frontend that requests may name as their model.
+
+    Attributes:
+        number: vLLM's `lora_int_id`, the adapter's id in engines.
+        base: name of the model it was made for, if given.
+        three_d: vLLM's `is_3d_lora_weight`.
+    """
+
+    name: str
+    number: int
+    path: str
+    base: str | None = None
+    three_d: bool = False
+
+
+class _Tagged(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class ReplicasSlept(_Tagged, frozen=True):
+    """Replicas are being put to sleep (`asleep`), or have been woken."""
+
+    replicas: tuple[ReplicaId, ...]
+    asleep: bool
+
+
+class AdapterLoaded(_Tagged, frozen=True):
+    """Requests may name an adapter."""
+
+    adapter: Adapter
+
+
+class AdapterUnloaded(_Tagged, frozen=True):
+    """Requests may not name an adapter any more; also sent for adapters of the command line (`--lora-modules`)."""
+
+    name: str
+
+
+Change = ReplicasSlept | AdapterLoaded | AdapterUnloaded
+
+
+class OperatorState(msgspec.Struct, frozen=True):
+    """All changes by operators since the start.
+
+    Attributes:
+        asleep: replicas that sleep.
+        adapters: adapters that were loaded, by name.
+        unloaded: names of adapters that were unloaded.
+    """
+
+    asleep: frozenset[ReplicaId] = frozenset()
+    adapters: dict[str, Adapter] = msgspec.field(default_factory=dict)
+    unloaded: frozenset[str] = frozenset()
+
+    def after(self, change: Change) -> OperatorState:
+        """The state after a change."""
+        match change:
+            case ReplicasSlept(replicas, asleep):
+                return replace(self, asleep=self.asleep | {*replicas} if asleep else self.asleep - {*replicas})
+            case AdapterLoaded(adapter):
+                adapters = {**self.adapters, adapter.name: adapter}
+                return replace(self, adapters=adapters, unloaded=self.unloaded - {adapter.name})
+            case AdapterUnloaded(name):
+                adapters = {other: adapter for other, adapter in self.adapters.items() if other != name}
+                return replace(self, adapters=adapters, unloaded=self.unloaded | {name})
+
+
+NOTHING_CHANGED = OperatorState()
+
+
+class OperatorChanges:
+    """The deployment's operator state in the head, and by id the API servers that have not applied a change yet."""
+
+    def __init__(self) -> None:
+        self.state = NOTHING_CHANGED
+        self._missing: dict[str, set[int]] = {}
+
+    def make(self, change_id: str, change: Change, servers: Iterable[int]) -> None:
+        """Make a change, which is to be sent to these API servers."""
+        self.state = self.state.after(change)
+        self._missing[change_id] = set(servers)
+
+    def applied(self, server: int, change_id: str) -> list[str]:
+        """An API server has applied a change. Returns the ids of the changes that all have applied now."""
+        self._missing.get(change_id, set()).discard(server)
+        return self._complete()
+
+    def server_lost(self, server: int) -> list[str]:
+        """An API server has died. Returns the ids of the changes that all others have applied."""
+        for missing in self._missing.values():
+            missing.discard(server)
+        return self._complete()
+
+    def replica_ended(self, replica: ReplicaId) -> None:
+        """A replica's process has ended; the next one is awake."""
+        self.state = self.state.after(ReplicasSlept((replica,), asleep=False))
+
+    def _complete(self) -> list[str]:
+        complete = [change_id for change_id, missing in self._missing.items() if not missing]
+        for change_id in complete:
+            del self._missing[change_id]
+        return complete
+
+
+class ReplicaStarting(_Tagged, frozen=True):
     """Head to API server: a replica will start."""
 
-    replica: str
+    replica: ReplicaId
 
 
-class ReplicaStarted(msgspec.Struct, frozen=True, tag=True):
+class ReplicaStarted(_Tagged, frozen=True):
     """Head to API server: the process id of a replica that was announced before its process existed."""
 
-    replica: str
+    replica: ReplicaId
     pid: int
 
 
-class ReplicaReady(msgspec.Struct, frozen=True, tag=True):
+class ReplicaReady(_Tagged, frozen=True):
     """Head to API server: a replica is ready. Two file descriptors follow, of the listeners it has connected to."""
 
-    replica: str
+    replica: ReplicaId
     host: str
     pid: int
     restarts: int
@@ -50,11 +159,19 @@ class ReplicaReady(msgspec.Struct, frozen=True, tag=True):
     output: str
 
 
-class ReplicaConnected(msgspec.Struct, frozen=True, tag=True):
+class ReplicaConnected(_Tagged, frozen=True):
     """API server to head: the ready response of a connected replica. A restarted API server needs it."""
 
-    replica: str
+    replica: ReplicaId
     ready_response: bytes
+
+
+class ReplicaEnded(_Tagged, frozen=True):
+    """Head to API server: a replica has ended; `again` if it will be restarted."""
+
+    replica: ReplicaId
+    reason: str
+    again: bool
 
 
 class Server(msgspec.Struct, frozen=True):
@@ -66,55 +183,34 @@ class Server(msgspec.Struct, frozen=True):
     restarts: int
 
 
-class Servers(msgspec.Struct, frozen=True, tag=True):
+class Servers(_Tagged, frozen=True):
     """Head to API server: the state of all API servers."""
 
     servers: tuple[Server, ...]
 
 
-class ServerLost(msgspec.Struct, frozen=True, tag=True):
+class ServerLost(_Tagged, frozen=True):
     """Head to API server: another API server died at the Unix time `at`; the replicas must end its requests."""
 
     index: int
     at: float
 
 
-class ReplicaEnded(msgspec.Struct, frozen=True, tag=True):
-    """Head to API server: a replica has ended; `again` if it will be restarted."""
-
-    replica: str
-    reason: str
-    again: bool
-
-
-class ServerReady(msgspec.Struct, frozen=True, tag=True):
+class ServerReady(_Tagged, frozen=True):
     """API server to head: the API server accepts requests."""
 
 
-class ChangeRequested(msgspec.Struct, frozen=True, tag=True):
-    """API server to head: an operator changes something. `number` is the API server's own, for `ChangeComplete`."""
+class OperatorChange(_Tagged, frozen=True):
+    """Both ways: an operator's change. `id` is unique."""
 
-    number: int
+    id: str
     change: Change
 
 
-class ChangeMade(msgspec.Struct, frozen=True, tag=True):
-    """Head to API server: a change; the API server answers with `ChangeApplied` of the same version."""
+class ChangeApplied(_Tagged, frozen=True):
+    """API server to head: it has applied a change. Head to API server: all API servers have applied it."""
 
-    version: int
-    change: Change
-
-
-class ChangeApplied(msgspec.Struct, frozen=True, tag=True):
-    """API server to head: it acts on a change from now on."""
-
-    version: int
-
-
-class ChangeComplete(msgspec.Struct, frozen=True, tag=True):
-    """Head to API server: all API servers act on the change that this one has requested."""
-
-    number: int
+    id: str
 
 
 Message = (
@@ -126,22 +222,15 @@ Message = (
     | ServerReady
     | Servers
     | ServerLost
-    | ChangeRequested
-    | ChangeMade
+    | OperatorChange
     | ChangeApplied
-    | ChangeComplete
 )
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    """Return a message as bytes."""
-    return _encoder.encode(message)
+encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(data: bytes) -> Message:
-    """Read one message; msgspec.ValidationError for anything else."""
+    """Read one message; msgspec.DecodeError for anything else."""
     message: Message = _decoder.decode(data)
     return message
 
@@ -164,8 +253,7 @@ def receive_descriptors(pipe: Connection, count: int) -> list[int]:
 
 
 class SharedCounters:
-    """Counters with one slot per API server. Each server writes its own slot; the head clears the slot of a dead
-    server.
+    """Counters with one slot per API server, which writes its own; the head clears the slot of a dead one.
 
     Attributes:
         loads: open connections per API server. The server with the fewest accepts the next connection.

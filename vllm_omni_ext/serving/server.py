@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,11 +32,10 @@ from vllm_omni_ext.metrics import DIRECTORY, mark_dead, share
 from vllm_omni_ext.runtime.client.replica import StockReplica
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaConnections, ReplicaInfo
 from vllm_omni_ext.runtime.control import (
+    Change,
     ChangeApplied,
-    ChangeComplete,
-    ChangeMade,
-    ChangeRequested,
     Message,
+    OperatorChange,
     ReplicaConnected,
     ReplicaEnded,
     ReplicaReady,
@@ -52,7 +51,6 @@ from vllm_omni_ext.runtime.control import (
 from vllm_omni_ext.runtime.launch.folders import PrivateFolder
 from vllm_omni_ext.runtime.launch.launcher import Deployment
 from vllm_omni_ext.runtime.launch.progress import print_status, spinner
-from vllm_omni_ext.runtime.operator_state import Change
 from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
 from vllm_omni_ext.runtime.supervise.coordination import Coordination
 from vllm_omni_ext.runtime.supervise.join_server import JoinServer
@@ -340,8 +338,7 @@ class HeadConnection:
         self._replica_connections = replica_connections
         self._control = control
         self._apply = apply
-        self._numbers = itertools.count()
-        self._unsettled: dict[int, asyncio.Future[None]] = {}
+        self._incomplete: dict[str, asyncio.Future[None]] = {}
 
     def start(self) -> None:
         """Start to read commands in the event loop of the connections."""
@@ -361,13 +358,13 @@ class HeadConnection:
 
     async def change(self, change: Change) -> None:
         """Make an operator's change in all API servers; returns when all of them act on it."""
-        number, settled = next(self._numbers), self._replica_connections.loop.create_future()
-        self._unsettled[number] = settled
-        self.send(ChangeRequested(number, change))
-        await settled
+        change_id, complete = uuid.uuid4().hex, self._replica_connections.loop.create_future()
+        self._incomplete[change_id] = complete
+        self.send(OperatorChange(change_id, change))
+        await complete
 
     def _connected(self, replica: StockReplica) -> None:
-        self.send(ReplicaConnected(str(replica.id), replica.client.ready_response))
+        self.send(ReplicaConnected(replica.id, replica.client.ready_response))
 
     def _read_message(self) -> None:
         try:
@@ -377,24 +374,23 @@ class HeadConnection:
             return
         match message:
             case ReplicaStarting(replica):
-                self._replica_connections.starting(ReplicaId.parse(replica))
+                self._replica_connections.starting(replica)
             case ReplicaStarted(replica, pid):
-                self._replica_connections.started(ReplicaId.parse(replica), pid)
+                self._replica_connections.started(replica, pid)
             case ReplicaReady(replica, host, pid, restarts, input_address, output_address):
                 sockets = (socket.socket(fileno=number) for number in receive_descriptors(self._control, 2))
                 listeners = ZmqListener(input_address, next(sockets)), ZmqListener(output_address, next(sockets))
-                self._replica_connections.ready(
-                    ReplicaId.parse(replica), ReplicaInfo(host=host, pid=pid, restarts=restarts), listeners
-                )
+                self._replica_connections.ready(replica, ReplicaInfo(host=host, pid=pid, restarts=restarts), listeners)
             case ReplicaEnded(replica, reason, again):
-                self._replica_connections.ended(ReplicaId.parse(replica), reason, again=again)
+                self._replica_connections.ended(replica, reason, again=again)
             case ServerLost(index, at):
                 self._replica_connections.forget_requests_of(index, at)
             case Servers(servers):
                 self._replica_connections.servers = servers
-            case ChangeMade(version, change):
+            case OperatorChange(change_id, change):
                 self._apply(change)
-                self.send(ChangeApplied(version))
-            case ChangeComplete(number):
-                if not (settled := self._unsettled.pop(number)).done():  # the client may have gone
-                    settled.set_result(None)
+                self.send(ChangeApplied(change_id))
+            case ChangeApplied(change_id):
+                complete = self._incomplete.pop(change_id, None)
+                if complete is not None and not complete.done():  # another one's change; the client may have gone
+                    complete.set_result(None)

@@ -32,8 +32,7 @@ from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.client.client import Client, Listeners, addresses
 from vllm_omni_ext.runtime.client.replica import StockReplica, abort_client
-from vllm_omni_ext.runtime.control import Server, SharedCounters
-from vllm_omni_ext.runtime.operator_state import OperatorState
+from vllm_omni_ext.runtime.control import NOTHING_CHANGED, OperatorState, Server, SharedCounters
 from vllm_omni_ext.topology.placement import devices_of, longest_sequence
 from vllm_omni_ext.topology.plan import Plan
 
@@ -98,7 +97,7 @@ class Connections:
     head: int = 0
     drain_s: int = 0
     board: SharedCounters | None = None
-    operator_state: OperatorState = field(default_factory=OperatorState)
+    operator_state: OperatorState = NOTHING_CHANGED
 
     def connect(self, replica: ReplicaId, listeners: Listeners, ready_response: bytes | None = None) -> StockReplica:
         """Connect to a replica that is ready.
@@ -180,7 +179,7 @@ class ReplicaConnections:
         self._take, self._joined, self._lost = take, joined, lost
         self._local = {each.id for each in connections.plan.replicas()}
         self._members: dict[ReplicaId, Member] = {}
-        self._asleep = set(map(ReplicaId.parse, connections.operator_state.asleep))
+        self._asleep = set(connections.operator_state.asleep)
         self._outdated: dict[ReplicaId, Any] = {}
         """By woken replica: its report from before the wake-up, until it sends another."""
         self._lost_requests: dict[ReplicaId, tuple[str, ...]] = {}

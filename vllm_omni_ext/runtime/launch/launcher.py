@@ -42,7 +42,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import end_processes, how_it_ended
 from vllm_omni_ext.ports import MOONCAKE_VARIABLES, bind_within
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
-from vllm_omni_ext.runtime.control import SharedCounters
+from vllm_omni_ext.runtime.control import NOTHING_CHANGED, OperatorState, SharedCounters
 from vllm_omni_ext.runtime.launch.addresses import endpoint
 from vllm_omni_ext.runtime.launch.engine_args import any_replica_args, engine_config, stage_engine_args
 from vllm_omni_ext.runtime.launch.folders import PrivateFolder
@@ -57,7 +57,6 @@ from vllm_omni_ext.runtime.launch.inherit import (
 )
 from vllm_omni_ext.runtime.launch.logs import FileLogs, Logs, TerminalLogs
 from vllm_omni_ext.runtime.launch.progress import Listener, Progress
-from vllm_omni_ext.runtime.operator_state import NOTHING_CHANGED, OperatorState
 from vllm_omni_ext.topology.machine import THREADS
 from vllm_omni_ext.topology.placement import Turns, devices_of
 from vllm_omni_ext.topology.plan import Plan

@@ -17,10 +17,9 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
 from vllm_omni_ext.runtime.control import (
     ChangeApplied,
-    ChangeComplete,
-    ChangeMade,
-    ChangeRequested,
     Message,
+    OperatorChange,
+    OperatorChanges,
     ReplicaConnected,
     ReplicaEnded,
     ReplicaReady,
@@ -37,7 +36,6 @@ from vllm_omni_ext.runtime.control import (
 )
 from vllm_omni_ext.runtime.launch.inherit import environment
 from vllm_omni_ext.runtime.launch.launcher import START_METHOD, Deployment
-from vllm_omni_ext.runtime.operator_state import OperatorChanges, Settled
 from vllm_omni_ext.runtime.supervise.process_watcher import RestartTotals, restarts_of
 
 Start = Callable[[Connections, Connection], tuple[Callable[..., None], tuple[Any, ...]]]
@@ -118,7 +116,7 @@ class ApiServers:
     def _replica_started(self, replica: ReplicaId, pid: int) -> None:
         """Send the API servers the process id of a replica, whose process did not exist when they were started."""
         self._about[replica] = replace(self._about[replica], pid=pid)
-        self._tell(ReplicaStarted(str(replica), pid))
+        self._tell(ReplicaStarted(replica, pid))
 
     def wait(self) -> bool:
         """Wait until all API servers answer requests; False if one has ended instead."""
@@ -143,7 +141,7 @@ class ApiServers:
         """
         addresses = self._deployment.listen(replica, host)
         self._starting.add(replica)
-        self._tell(ReplicaStarting(str(replica)))
+        self._tell(ReplicaStarting(replica))
         return addresses
 
     def ready(self, replica: ReplicaId, about: ReplicaInfo) -> None:
@@ -153,7 +151,7 @@ class ApiServers:
         for client, server in self._servers.items():
             given, taken = self._deployment.listeners(replica, client)
             message = ReplicaReady(
-                str(replica), about.host, about.pid, about.restarts, input=given.address, output=taken.address
+                replica, about.host, about.pid, about.restarts, input=given.address, output=taken.address
             )
             self._send(server, message, given.socket.fileno(), taken.socket.fileno())
 
@@ -164,8 +162,8 @@ class ApiServers:
         self._ready_responses.pop(replica, None)
         self._deployment.unlisten(replica)
         with self._changing:
-            self._changes.replica_ended(str(replica))
-        self._tell(ReplicaEnded(str(replica), reason, again))
+            self._changes.replica_ended(replica)
+        self._tell(ReplicaEnded(replica, reason, again))
 
     def forgotten(self, replica: ReplicaId) -> None:
         """A replica's name is free again."""
@@ -183,7 +181,7 @@ class ApiServers:
         """
         with self._changing:
             self._servers[client].up = False
-            self._settle(self._changes.server_lost(client))
+            self._complete(self._changes.server_lost(client))
         self._board.clear(client)
         self._tell(ServerLost(client, time.time()))
         self._tell_servers()
@@ -250,15 +248,15 @@ class ApiServers:
     def _heard(self, client: int, message: Message) -> None:
         match message:
             case ReplicaConnected(replica, ready_response) if ready_response:  # empty: a replacing API server
-                self._ready_responses[ReplicaId.parse(replica)] = ready_response
-            case ChangeRequested(number, change):
+                self._ready_responses[replica] = ready_response
+            case OperatorChange(change_id, change):
                 with self._changing:
-                    up = [other for other, server in self._servers.items() if server.up]
-                    self._tell(ChangeMade(self._changes.asked(client, number, change, up), change))
-            case ChangeApplied(version):
+                    self._changes.make(change_id, change, (other for other, each in self._servers.items() if each.up))
+                    self._tell(message)
+            case ChangeApplied(change_id):
                 with self._changing:
-                    self._settle(self._changes.made(client, version))
+                    self._complete(self._changes.applied(client, change_id))
 
-    def _settle(self, settled: Iterable[Settled]) -> None:
-        for client, number in settled:
-            self._send(self._servers[client], ChangeComplete(number))
+    def _complete(self, changes: Iterable[str]) -> None:
+        for change_id in changes:
+            self._tell(ChangeApplied(change_id))
