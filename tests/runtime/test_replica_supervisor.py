@@ -94,18 +94,6 @@ class ReplicaListener:
         self.told.put(("ended", replica, reason, again))
 
 
-class Watched(dict[Any, Any]):
-    """Reports which children are watched from now on."""
-
-    def __init__(self, told: queue.Queue[tuple[ReplicaId, Any]]) -> None:
-        super().__init__()
-        self._told = told
-
-    def __setitem__(self, sentinel: Any, watched: tuple[Any, Any]) -> None:
-        child, process = watched
-        self._told.put((child.name, process))
-
-
 class Bench:
     def __init__(self, tell: Callable[[str], None] | None = None, **config: Any) -> None:
         self.deployment: Any = Deployment(**config)
@@ -122,7 +110,8 @@ class Bench:
             leave=self.left.append,
             given_up=self.given_up.append,
         )
-        self.replica_supervisor._watched = Watched(self.watched)
+        supervisor: Any = self.replica_supervisor
+        supervisor._watch = lambda child, process: self.watched.put((child.name, process))
 
     def start(self, replica: ReplicaId) -> None:
         self.replica_supervisor.start(self.replica_supervisor.children[replica])

@@ -1,25 +1,20 @@
 """Keeps child processes running: a child that has ended is restarted after a pause.
 
-All decisions are made in one thread, which sleeps until a process ends, a timer is due, or another thread submits work.
-vLLM's clients do not detect the end of a killed engine. Waiting for a child to be ready takes a thread per child, so
-that several can start at once; children that share a CUDA device take turns.
+All decisions are made in one thread, an event loop. vLLM's clients do not detect the end of a killed engine. Waiting
+for a child to be ready takes a thread per child, so that several can start at once; children that share a CUDA device
+take turns.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import heapq
-import itertools
-import logging
-import queue
-import socket
+import selectors
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import connection
 from typing import Any
 
 from vllm_omni_ext.config.schema import OmniConfig
@@ -28,10 +23,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import how_it_ended
 from vllm_omni_ext.topology.placement import Turns
 
-log = logging.getLogger(__name__)
-
-RESTART_WINDOW_S, RESTART_BACKOFF_S, LONGEST_PAUSE_S = 600.0, 1.0, 30.0
-"""The time in which `restart_limit` counts, and the first and the longest pause before a restart."""
+LONGEST_PAUSE_S = 30.0
 
 DOUBLINGS = 64
 """More doublings than any pause needs to reach the longest one; bounds the exponent."""
@@ -49,10 +41,6 @@ class Exited(OmniError):
         self.exitcode = exitcode
 
 
-def _nothing(*_: Any) -> None:
-    pass
-
-
 @dataclass(frozen=True, eq=False)
 class Child:
     """A process that is kept running. All attributes but `wait_ready` are called in the supervisor's thread.
@@ -68,8 +56,8 @@ class Child:
     name: Any
     start: Callable[[], Any]
     ended: Callable[[Exception], float | None]
-    wait_ready: Callable[[], None] = _nothing
-    ready: Callable[[Any], None] = _nothing
+    wait_ready: Callable[[], None] = lambda: None
+    ready: Callable[[Any], None] = lambda process: None
 
 
 class ChildSupervisor:
@@ -83,31 +71,25 @@ class ChildSupervisor:
     def __init__(self, turns: Turns, *, closing: threading.Event | None = None) -> None:
         self._turns = turns
         self._closing = closing or threading.Event()
-        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._later: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        self._watched: dict[Any, tuple[Child, Any]] = {}
         self._starting: dict[Any, Child] = {}
         self._waits: list[threading.Thread] = []
-        self._wake, self._waker = socket.socketpair()
-        self._wake.setblocking(False)
-        self._waker.setblocking(False)
-        self._thread = threading.Thread(target=self._work, name="omni-supervisor", daemon=True)
+        # poll(2), unlike epoll(7), has no state in the kernel that forked children share.
+        self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
+        self._thread = threading.Thread(target=self._run, name="omni-supervisor", daemon=True)
         self._thread.start()
 
-    def do(self, work: Callable[[], None] | None) -> None:
-        """Run `work` in the supervisor's thread; may be called by any thread. None ends the thread."""
-        self._todo.put(work)
-        with contextlib.suppress(OSError):  # full: the thread wakes up anyway; closed: the thread has ended
-            self._waker.send(b".")
+    def do(self, work: Callable[[], Any]) -> None:
+        """Run `work` in the supervisor's thread, unless that has ended; may be called by any thread."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(work)
 
     def after(self, pause_s: float, work: Callable[[], None]) -> None:
         """Run `work` after a pause; called in the supervisor's thread."""
-        heapq.heappush(self._later, (time.monotonic() + pause_s, next(self._numbers), work))
+        self._loop.call_later(pause_s, work)
 
     def watch(self, child: Child, process: Any) -> None:
         """Supervise a running child; may be called by any thread."""
-        self.do(partial(self._watched.__setitem__, process.sentinel, (child, process)))
+        self.do(partial(self._watch, child, process))
 
     def start(self, child: Child) -> None:
         """Start a child now, or once the children on the same device are ready or have failed; by any thread."""
@@ -123,48 +105,29 @@ class ChildSupervisor:
     def abandon(self) -> None:
         """Watch and start nothing any more, without waiting; any thread may call this, also the supervisor's own."""
         self._closing.set()
-        self.do(None)
+        self.do(self._loop.stop)
 
     def join(self) -> None:
         """End the threads. Children that the supervisor's thread started end with it."""
-        self.do(None)
+        self.do(self._loop.stop)
         self._thread.join()
         for wait in self._waits:
             wait.join()
-        self._wake.close()
-        self._waker.close()
 
-    def _work(self) -> None:
-        while True:
-            self._look(self._due_in() if self._todo.empty() else 0.0)
-            while self._due_in() == 0.0:
-                self._try(heapq.heappop(self._later)[2])
-            with contextlib.suppress(queue.Empty):
-                work = self._todo.get_nowait()
-                if work is None:
-                    return
-                self._try(work)
-
-    def _due_in(self) -> float | None:
-        return max(0.0, self._later[0][0] - time.monotonic()) if self._later else None
-
-    def _look(self, wait_s: float | None) -> None:
-        """Wait for an event, and handle the processes that have ended."""
-        sentinels = () if self._closing.is_set() else tuple(self._watched)  # on closing, the caller ends and joins them
-        ready = connection.wait([self._wake, *sentinels], wait_s)
-        if self._wake in ready:
-            with contextlib.suppress(BlockingIOError):
-                self._wake.recv(4096)
-        for sentinel in () if self._closing.is_set() else set(ready) - {self._wake}:
-            child, process = self._watched.pop(sentinel)
-            process.join()
-            self._try(partial(self._failed, child, Exited(process.exitcode)))
-
-    def _try(self, work: Callable[[], None]) -> None:
+    def _run(self) -> None:
         try:
-            work()
-        except Exception:  # a bug here must not prevent all later restarts
-            log.exception("a callback of the supervisor failed")
+            self._loop.run_forever()  # logs errors of callbacks
+        finally:
+            self._loop.close()
+
+    def _watch(self, child: Child, process: Any) -> None:
+        self._loop.add_reader(process.sentinel, self._ended, child, process)
+
+    def _ended(self, child: Child, process: Any) -> None:
+        self._loop.remove_reader(process.sentinel)
+        if not self._closing.is_set():  # on closing, the caller ends and joins them
+            process.join()
+            self._failed(child, Exited(process.exitcode))
 
     def _start(self, child: Child) -> None:
         self._starting[child.name] = child
@@ -185,8 +148,7 @@ class ChildSupervisor:
             self._failed(child, error)
             return
         wait = threading.Thread(target=self._wait, args=(child, process), name=f"omni-start-{child.name}", daemon=True)
-        self._waits = [thread for thread in self._waits if thread.is_alive()]
-        self._waits.append(wait)
+        self._waits = [*(thread for thread in self._waits if thread.is_alive()), wait]
         wait.start()
 
     def _wait(self, child: Child, process: Any) -> None:
@@ -200,7 +162,7 @@ class ChildSupervisor:
     def _ready(self, child: Child, process: Any) -> None:
         if not self._closing.is_set():
             self._start_others(child)
-            self._watched[process.sentinel] = child, process
+            self._watch(child, process)
             child.ready(process)
 
     def _failed(self, child: Child, error: Exception) -> None:
