@@ -94,7 +94,7 @@ def test_a_replica_that_does_not_start(tiny: Path, tmp_path: Path) -> None:
     flags = ["--omni", "--port", str(free_port()), "--max-model-len", "2048", "--stage-overrides", broken]
     assert run([str(tiny), *flags], output) == 1
     error = next(line for line in said(output) if line.startswith("error"))
-    assert re.match(r"error: talker/0 did not start: its process ended with exit code 1; the end of its log", error)
+    assert re.match(r"error: talker/0 did not start: its process ended with exit code 1 while starting; the end", error)
     tail = output.read_text().partition(error)[2]
     assert "pre-sharded checkpoints" in tail
     mine = [p for p in psutil.process_iter(["cmdline"]) if str(tiny) in " ".join(p.info["cmdline"] or ())]

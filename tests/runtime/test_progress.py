@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.descriptors import open_files
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime.launch.logs import TAIL_LINES, FileLogs, TerminalLogs
+from vllm_omni_ext.runtime.launch.logs import TAIL_LINES, Logs
 from vllm_omni_ext.runtime.launch.progress import SHOWN_EVERY_S, Listener, Progress, spinner
 from vllm_omni_ext.wire.loading import report, variable
 
@@ -143,7 +143,7 @@ def write() -> None:
 def test_output_of_a_child_is_appended_to_its_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str
 ) -> None:
-    logs = FileLogs(tmp_path / "new" / "logs")
+    logs = Logs(tmp_path / "new" / "logs")
     print("before")
     for _ in range(2):
         with logs.of(TALKER):
@@ -158,7 +158,7 @@ def test_output_of_a_child_is_appended_to_its_file(
 
 def test_the_terminal_is_restored_after_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Other threads of the test process may open and close files meanwhile: only those of the redirection count."""
-    logs, before = FileLogs(tmp_path), open_files()
+    logs, before = Logs(tmp_path), open_files()
     log, streams = str(logs.path(TALKER)), {before[1], before[2]}
     with pytest.raises(ValueError), logs.of(TALKER):
         assert list(open_files().values()).count(log) == 2
@@ -170,18 +170,17 @@ def test_the_terminal_is_restored_after_an_error(tmp_path: Path, capfd: pytest.C
 
 
 def test_the_tail_has_the_last_lines(tmp_path: Path) -> None:
-    logs = FileLogs(tmp_path)
+    logs = Logs(tmp_path)
     assert str(logs.path(TALKER)) in logs.tail(TALKER)
     logs.path(TALKER).write_text("\n".join(f"line {i}." for i in range(100)))
     tail = logs.tail(TALKER)
     assert tail.endswith("  line 99.")
     assert f"line {100 - TAIL_LINES}." in tail and f"line {99 - TAIL_LINES}." not in tail
-    assert "above" in TerminalLogs().tail(TALKER)
+    assert "above" in Logs().tail(TALKER)
 
 
 def test_the_tail_has_the_error_and_not_later_lines_of_vllm(tmp_path: Path) -> None:
-    logs = FileLogs(tmp_path)
-    assert not logs.shown
+    logs = Logs(tmp_path)
     error = [
         f"(EngineCore pid=7) ERROR 11-26 00:58 [core.py:9] {line}"
         for line in ("fine", "fatal", *"abc", "ValueError: x")
@@ -192,4 +191,5 @@ def test_the_tail_has_the_error_and_not_later_lines_of_vllm(tmp_path: Path) -> N
     logs.path(TALKER).write_text("\n".join([*error, *after]))
     assert logs.needed()
     assert logs.tail(TALKER).splitlines()[1:] == [f"  {line}" for line in error[1:]]
-    assert logs.shown
+    logs.path(TALKER).unlink()
+    assert logs.needed(), "an error has named the file"

@@ -191,7 +191,7 @@ def test_each_replica_has_its_own_startup_timeout_and_a_failure_ends_the_start(
             host.processes[replica].ended.wait(PATIENCE_S)
 
     host.at_start, host.before_ready = at_start, before_ready
-    message = "talker/0 did not start" if killed else r"code2wav/0 was not ready after 60 s"
+    message = "talker/0 did not start" if killed else r"code2wav/0 did not start: it was not ready after 60 s"
     with start(host) as deployment, pytest.raises(StartFailed, match=message):
         deployment.wait()
     assert [replica for what, replica in host.events if what == "ready"] == [THINKER, TALKER][: 1 if killed else 2]

@@ -55,7 +55,7 @@ from vllm_omni_ext.runtime.launch.inherit import (
     replaced_kernels,
     temporary_files_in,
 )
-from vllm_omni_ext.runtime.launch.logs import FileLogs, Logs, TerminalLogs
+from vllm_omni_ext.runtime.launch.logs import Logs
 from vllm_omni_ext.runtime.launch.progress import Listener, Progress
 from vllm_omni_ext.topology.machine import THREADS
 from vllm_omni_ext.topology.placement import Turns, devices_of
@@ -136,14 +136,14 @@ class Deployment:
         self._no_flashinfer = bool(missing_for_flashinfer())
         self._private = folder or PrivateFolder()
         self.folder = self._private.path
-        self.logs: Logs = TerminalLogs()
+        self.logs = Logs()
         self.began = psutil.Process().create_time()
         self.progress = Progress(plan, tell, self.seconds)
         self._listener: Listener | None = None
 
     def __enter__(self) -> Deployment:
         if not self.plan.config.verbose:
-            self.logs = FileLogs(Path(self.plan.config.log_dir or Path(self.folder, LOGS)))
+            self.logs = Logs(Path(self.plan.config.log_dir or Path(self.folder, LOGS)))
         if self.fork:
             register_classes(self.plan.family)
         self._listener = Listener(self.folder, self.progress)
@@ -293,30 +293,29 @@ class Deployment:
             self._launch(replica, self._config(replica), _as_vllm(addresses))
 
     def wait_for(self, replica: ReplicaId) -> None:
-        """Wait until a restarted replica is ready.
+        """Wait until a replica that has been started is ready.
 
         Raises:
-            StartFailed: the replica ended while starting, or took too long and was ended.
+            StartFailed: the replica ended while starting, or took longer than `startup_timeout_s` and was ended.
         """
-        limit = self.plan.config.timeouts.startup_timeout_s
-        late = threading.Event()
-        process = self.processes()[replica]
+        process, late = self.processes()[replica], threading.Event()
 
         def end() -> None:
             late.set()
             process.kill()
 
-        timer = threading.Timer(limit, end)
+        timer = threading.Timer(self._deadlines.pop(replica) - time.monotonic(), end)
         timer.daemon = True
         timer.start()
         try:
             self._barriers.pop(replica).close()
         except RuntimeError as error:
+            config = self.plan.config
             if late.is_set():
                 raise StartFailed(
-                    f"{self.name_of(replica)} was not ready after {limit:g} s (timeouts.startup_timeout_s)"
+                    f"it was not ready after {config.startup_timeout_s:g} s (startup_timeout_s)"
                 ) from error
-            process.join(SHUTDOWN_TIMEOUT_S)
+            process.join(config.shutdown_timeout_s)
             raise StartFailed(f"{how_it_ended(process.exitcode)} while starting") from error
         finally:
             timer.cancel()
@@ -355,48 +354,27 @@ class Deployment:
         """
         with ThreadPoolExecutor(max_workers=max(1, len(self._prepared))) as threads:
             waits: dict[Future[None], ReplicaId] = {}
+            started = list(self._barriers)
             try:
-                while self._follow(threads, waits):
-                    self._take_ready(waits)
+                while started or waits:
+                    waits |= {threads.submit(self.wait_for, replica): replica for replica in started}
+                    started.clear()
+                    for wait in wait_for_any(waits, return_when=FIRST_COMPLETED).done:
+                        started += self._take_ready(waits.pop(wait), wait)
             finally:
                 if waits:  # a start failed or was interrupted: the remaining ones need no wait
                     self.end()
 
-    def _follow(self, threads: ThreadPoolExecutor, waits: dict[Future[None], ReplicaId]) -> bool:
-        """Also wait for the replicas started since the last call. Returns whether any replica is awaited."""
-        waits.update({threads.submit(barrier.close): replica for replica, barrier in self._barriers.items()})
-        self._barriers.clear()
-        return bool(waits)
-
-    def _take_ready(self, waits: dict[Future[None], ReplicaId]) -> None:
-        """Wait until one replica is ready, and start the replicas whose turn follows."""
-        next_deadline = min(self._deadlines[replica] for replica in waits.values())
-        done, _ = wait_for_any(waits, max(0.0, next_deadline - time.monotonic()), FIRST_COMPLETED)
-        if not done:
-            raise self._late(waits)
-        for wait in done:
-            replica = waits[wait]
-            try:
-                wait.result()
-            except RuntimeError as error:
-                raise self._failed(replica) from error
-            del waits[wait]
-            self.progress.ready(replica)
-            self._start(self._turns.leave(replica))
-
-    def _failed(self, replica: ReplicaId) -> StartFailed:
-        process = self.processes()[replica]
-        process.join(SHUTDOWN_TIMEOUT_S)
-        return StartFailed(
-            f"{replica} did not start: {how_it_ended(process.exitcode)}; {self.logs.tail(self.name_of(replica))}"
-        )
-
-    def _late(self, waits: Mapping[Future[None], ReplicaId]) -> StartFailed:
-        late = min(waits.values(), key=self._deadlines.__getitem__)
-        limit = self.plan.config.timeouts.startup_timeout_s
-        return StartFailed(
-            f"{late} was not ready after {limit:g} s (timeouts.startup_timeout_s); {self.logs.tail(self.name_of(late))}"
-        )
+    def _take_ready(self, replica: ReplicaId, wait: Future[None]) -> Sequence[ReplicaId]:
+        """A replica is ready or has failed. Starts the replicas whose turn follows, and returns them."""
+        try:
+            wait.result()
+        except StartFailed as error:
+            raise StartFailed(f"{replica} did not start: {error}; {self.logs.tail(self.name_of(replica))}") from error
+        self.progress.ready(replica)
+        following = self._turns.leave(replica)
+        self._start(following)
+        return following
 
     def processes(self) -> dict[ReplicaId, Any]:
         """The process of each replica."""

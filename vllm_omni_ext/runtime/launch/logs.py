@@ -8,12 +8,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from vllm_omni_ext.ids import ReplicaId
 
 TAIL_LINES = 30
-"""Number of lines of a log in an error."""
+"""Lines of a log in an error."""
 
 FATAL = ("EngineCore encountered a fatal error", "EngineCore failed to start")
 """vLLM logs one of these with the error that ends an engine, and then lines about the end itself."""
@@ -24,78 +23,43 @@ ERROR = " ERROR "
 _OUT, _ERR = 1, 2
 
 
-class Logs(Protocol):
-    """The destination of the output of replicas."""
+class Logs:
+    """The output of replicas: a file for each in `folder`, which is created, or the terminal without a folder.
 
-    where: str
+    An existing file is appended to.
 
-    def of(self, replica: ReplicaId) -> contextlib.AbstractContextManager[None]:
-        """Processes started inside the block write to this replica's log."""
+    Attributes:
+        where: the place of the logs, for messages.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._named = False
+        self.where = "on this terminal" if folder is None else f"in {folder}"
 
     def path(self, replica: ReplicaId) -> Path | None:
         """The replica's file; None if it writes to the terminal."""
-
-    def tail(self, replica: ReplicaId) -> str:
-        """The end of the replica's log, for error messages."""
-
-    def needed(self) -> bool:
-        """Whether an error has named a file, or an engine has ended with an error."""
-
-
-class TerminalLogs:
-    """Replicas write to the terminal."""
-
-    where = "on this terminal"
+        return None if self._folder is None else self._folder / f"{replica.stage}-{replica.index}.log"
 
     def of(self, replica: ReplicaId) -> contextlib.AbstractContextManager[None]:
-        """No redirection."""
-        return contextlib.nullcontext()
-
-    def path(self, replica: ReplicaId) -> None:
-        """There is no file."""
-
-    def tail(self, replica: ReplicaId) -> str:
-        """A reference to the terminal: the log is above the error."""
-        return "see its log lines above"
-
-    def needed(self) -> bool:
-        """There is no file."""
-        return False
-
-
-class FileLogs:
-    """Each replica writes to a file in `folder`, which is created; an existing file is appended to.
-
-    Attributes:
-        shown: whether an error has named a file.
-    """
-
-    shown = False
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self.where = f"in {folder}"
-
-    def path(self, replica: ReplicaId) -> Path:
-        """The replica's file."""
-        return self._folder / f"{replica.stage}-{replica.index}.log"
-
-    def needed(self) -> bool:
-        """Whether an error has named a file, or an engine has ended with an error."""
-        files = self._folder.glob("*.log")
-        return self.shown or any(_is_fatal(file.read_text(errors="replace")) for file in files)
-
-    def of(self, replica: ReplicaId) -> contextlib.AbstractContextManager[None]:
-        """Processes started inside the block write to the replica's file, forked or spawned."""
-        return output_to(self.path(replica))
-
-    def tail(self, replica: ReplicaId) -> str:
-        """The last lines of the error that has ended the engine, or else of the file."""
-        self.shown = True
+        """Processes started inside the block, forked or spawned, write to this replica's log."""
         path = self.path(replica)
+        return contextlib.nullcontext() if path is None else output_to(path)
+
+    def tail(self, replica: ReplicaId) -> str:
+        """For error messages: the last lines of the error that has ended the engine, or else of the log."""
+        if (path := self.path(replica)) is None:
+            return "see its log lines above"
+        self._named = True
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         return "\n".join([f"the end of its log ({path}):", *(f"  {line}" for line in excerpt(lines))])
+
+    def needed(self) -> bool:
+        """Whether an error has named a file, or an engine has ended with an error."""
+        files = () if self._folder is None else self._folder.glob("*.log")
+        return self._named or any(_is_fatal(file.read_text(errors="replace")) for file in files)
 
 
 def excerpt(lines: Sequence[str]) -> Sequence[str]:
@@ -113,11 +77,7 @@ def _is_fatal(text: str) -> bool:
 
 @contextlib.contextmanager
 def output_to(path: Path) -> Iterator[None]:
-    """Redirect standard output and error of this process to the end of a file; children inherit the redirection.
-
-    The redirection works on file descriptors, so that it holds for forked and spawned children and for output of C
-    code.
-    """
+    """Redirect the file descriptors of standard output and error, which children and C code use, to a file's end."""
     _flush()
     kept = {number: os.dup(number) for number in (_OUT, _ERR)}
     try:
