@@ -15,8 +15,12 @@ from vllm_omni_ext.plugins.flow import Action, Extend, Finish, Flow, Open, Submi
 from vllm_omni_ext.plugins.runtime import RequestOptions
 
 
-class Message(msgspec.Struct, frozen=True):
-    """Base of events and effects: a Struct is created ten times faster than a frozen dataclass."""
+class Event(msgspec.Struct, frozen=True):
+    """Base of the events. A Struct is created ten times faster than a frozen dataclass."""
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """Base of the effects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,7 @@ class ClientRequest:
 # -- events -----------------------------------------------------------------------------------------------------
 
 
-class Opened(Message, frozen=True, kw_only=True):
+class Opened(Event, frozen=True, kw_only=True):
     """A planned request begins.
 
     Attributes:
@@ -68,7 +72,7 @@ class Opened(Message, frozen=True, kw_only=True):
     watch: Callable[[RequestTrace], None] | None = None
 
 
-class Output(Message, frozen=True, kw_only=True):
+class Output(Event, frozen=True, kw_only=True):
     """An engine returned an output.
 
     Attributes:
@@ -90,25 +94,25 @@ class Output(Message, frozen=True, kw_only=True):
     queued_s: float | None = None
 
 
-class TextStopped(Message, frozen=True):
+class TextStopped(Event, frozen=True):
     """The API server found a stop string in the text: the frontend must stop, the other stages go on."""
 
     request_id: str
 
 
-class TextOnly(Message, frozen=True):
+class TextOnly(Event, frozen=True):
     """The client gets no more of the outputs other than the text: their stages end, the text goes on."""
 
     request_id: str
 
 
-class Aborted(Message, frozen=True):
+class Aborted(Event, frozen=True):
     """The caller has gone: the request ends. Unknown ids are ignored."""
 
     request_id: str
 
 
-class SendFailed(Message, frozen=True):
+class SendFailed(Event, frozen=True):
     """A message for a stage could not be built or sent."""
 
     request_id: str
@@ -116,20 +120,20 @@ class SendFailed(Message, frozen=True):
     error: Exception
 
 
-class ReplicaAnnounced(Message, frozen=True):
+class ReplicaAnnounced(Event, frozen=True):
     """A replica is starting, or may come back; with `coming=False`, that wait has ended, with or without a replica."""
 
     replica: ReplicaId
     coming: bool = True
 
 
-class ReplicaUp(Message, frozen=True):
+class ReplicaUp(Event, frozen=True):
     """A replica accepts requests, for the first time or again."""
 
     replica: ReplicaId
 
 
-class ReplicaLost(Message, frozen=True):
+class ReplicaLost(Event, frozen=True):
     """A replica has ended or stopped answering: other replicas take over its requests.
 
     Attributes:
@@ -141,47 +145,36 @@ class ReplicaLost(Message, frozen=True):
     ended: bool = True
 
 
-class ReplicaEnded(Message, frozen=True):
+class ReplicaEnded(Event, frozen=True):
     """The process of a replica that was lost because it did not answer has ended, perhaps because of a request."""
 
     replica: ReplicaId
     reason: str
 
 
-class NeverUp(Message, frozen=True):
+class NeverUp(Event, frozen=True):
     """A replica that was announced will not start."""
 
     replica: ReplicaId
     reason: str
 
 
-class DeadlinePassed(Message, frozen=True):
+class DeadlinePassed(Event, frozen=True):
     """`RequestMachine.deadline` has passed."""
-
-
-Event = (
-    Opened
-    | Output
-    | TextStopped
-    | TextOnly
-    | Aborted
-    | SendFailed
-    | ReplicaAnnounced
-    | ReplicaUp
-    | ReplicaLost
-    | ReplicaEnded
-    | NeverUp
-    | DeadlinePassed
-)
 
 
 # -- effects ----------------------------------------------------------------------------------------------------
 
 
-class Send(Message, frozen=True):
-    """Base of the messages to a replica about one request."""
+class ToReplica(Effect, frozen=True):
+    """Base of the messages to a replica."""
 
     replica: ReplicaId
+
+
+class Send(ToReplica, frozen=True):
+    """Base of the messages to a replica about one request."""
+
     request_id: str
     engine_id: str
 
@@ -238,21 +231,19 @@ class SendKVRelease(Send, frozen=True, kw_only=True):
     kv: Mapping[str, Any]
 
 
-class AbortEngineRequests(Message, frozen=True):
+class AbortEngineRequests(ToReplica, frozen=True):
     """A replica must end engine requests."""
 
-    replica: ReplicaId
     engine_ids: tuple[str, ...]
 
 
-class FreeHiddenStates(Message, frozen=True):
+class FreeHiddenStates(ToReplica, frozen=True):
     """A replica must free hidden states that no stage will take."""
 
-    replica: ReplicaId
     name: str
 
 
-class Accept(Message, frozen=True):
+class Accept(Effect, frozen=True):
     """The output is valid.
 
     Attributes:
@@ -264,14 +255,14 @@ class Accept(Message, frozen=True):
     to_client: bool = False
 
 
-class ToCaller(Message, frozen=True):
+class ToCaller(Effect, frozen=True):
     """An output chunk for the caller, or `END` after the last chunk."""
 
     sink: Any
     item: Any
 
 
-class FailRequest(Message, frozen=True):
+class FailRequest(Effect, frozen=True):
     """The caller gets an error; the request state is gone."""
 
     request_id: str
@@ -279,20 +270,6 @@ class FailRequest(Message, frozen=True):
     error: OmniError
     sink: Any
 
-
-Effect = (
-    SendPrompt
-    | SendOpen
-    | SendChunk
-    | SendPart
-    | SendStreamEnd
-    | SendKVRelease
-    | AbortEngineRequests
-    | FreeHiddenStates
-    | Accept
-    | ToCaller
-    | FailRequest
-)
 
 END = "end"
 """The caller of a request receives this after the last chunk of the flow."""

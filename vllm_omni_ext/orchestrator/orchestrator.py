@@ -88,11 +88,6 @@ class Orchestrator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         """Set while no request is in flight, once `idle` was called."""
-        self._executors: dict[type, Callable[[Any], None]] = {
-            m.ToCaller: self._to_caller,
-            m.FailRequest: self._fail_request,
-            m.FreeHiddenStates: self._free_hidden_states,
-        }
 
     def held(self) -> int:
         """Number of entries that this orchestrator holds for requests (0 when idle)."""
@@ -173,8 +168,7 @@ class Orchestrator:
         known = tuple(self.machine.placement.routes.get(replica, ()))
         lost = self.replicas.pop(replica, None)
         self.observer.replica_down(replica)
-        kept = [(to, effect) for to, effect in self._queue if to is not lost or not isinstance(effect, NEW_INPUT)]
-        self._queue = deque(kept)
+        self._queue = deque(each for each in self._queue if each[0] is not lost or not isinstance(each[1], NEW_INPUT))
         await self._apply(m.ReplicaLost(replica, reason, ended))
         return known
 
@@ -241,15 +235,24 @@ class Orchestrator:
         """Pass an event to the machine, and execute or queue the effects; returns its `Accept`, if there is one."""
         accepted = None
         for effect in self.machine.handle(event, asyncio.get_running_loop().time()):
-            execute = self._executors.get(type(effect))
-            if execute is not None:
-                execute(effect)
-            elif isinstance(effect, m.Accept):
-                accepted = effect
-            elif (replica := self.replicas.get(effect.replica)) is not None:  # type: ignore[union-attr]
-                self._queue.append((replica, effect))
+            match effect:
+                case m.Accept():
+                    accepted = effect
+                case m.ToCaller(sink, item):
+                    if sink is not None:
+                        sink.put_nowait(item)
+                case m.FailRequest():
+                    self._fail_request(effect)
+                case m.ToReplica(name) if (replica := self.replicas.get(name)) is not None:
+                    if isinstance(effect, m.FreeHiddenStates):
+                        self._spawn(self._free_hidden_states(replica, effect.name))
+                    else:
+                        self._queue.append((replica, effect))
         if self.machine.deadline < self._armed_for:
-            self._arm()
+            if self._timer is not None:
+                self._timer.cancel()
+            self._armed_for = self.machine.deadline
+            self._timer = asyncio.get_running_loop().call_at(self._armed_for, self._deadline_passed)
         if not self.machine.requests:
             self._idle.set()
         return accepted
@@ -274,10 +277,6 @@ class Orchestrator:
         finally:
             self._sending = False
 
-    def _to_caller(self, effect: m.ToCaller) -> None:
-        if effect.sink is not None:
-            effect.sink.put_nowait(effect.item)
-
     def _fail_request(self, effect: m.FailRequest) -> None:
         if effect.error.__cause__ is not None:
             log.error("request %s failed at stage %s", effect.request_id, effect.stage, exc_info=effect.error)
@@ -285,23 +284,12 @@ class Orchestrator:
             effect.sink.put_nowait(effect.error)
         self._failed(effect.request_id, effect.error)
 
-    def _arm(self) -> None:
-        """Set the timer to the machine's deadline."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._armed_for = self.machine.deadline
-        self._timer = asyncio.get_running_loop().call_at(self._armed_for, self._deadline_passed)
-
     def _deadline_passed(self) -> None:
         self._timer, self._armed_for = None, inf
         self._decide(m.DeadlinePassed())
         self._spawn(self._send_all())
 
-    def _free_hidden_states(self, effect: m.FreeHiddenStates) -> None:
-        if (replica := self.replicas.get(effect.replica)) is not None:
-            self._spawn(self._call(replica, effect.name))
-
-    async def _call(self, replica: Replica, name: str) -> None:
+    async def _free_hidden_states(self, replica: Replica, name: str) -> None:
         try:
             await replica.call("collective_rpc_async", FREE_HIDDEN_STATES, None, ([name],))
         except EngineDeadError:
