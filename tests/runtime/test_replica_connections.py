@@ -157,6 +157,7 @@ class Bench:
             starting=(),
             ready_responses=ready_responses,
             views="views",
+            keys=None,
             client_index=client_index,
             connect=self._connect,
         )

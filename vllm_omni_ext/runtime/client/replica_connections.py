@@ -12,9 +12,9 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -27,9 +27,7 @@ from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import Entry, Member, State, View
 from vllm_omni_ext.coordinator.watcher import Watcher
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
-from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.client.client import Client, Listeners, addresses
 from vllm_omni_ext.runtime.client.replica import StockReplica, abort_client
 from vllm_omni_ext.runtime.control import NOTHING_CHANGED, OperatorState, Server, SharedCounters
@@ -37,7 +35,6 @@ from vllm_omni_ext.topology.placement import devices_of, longest_sequence
 from vllm_omni_ext.topology.plan import Plan
 
 log = logging.getLogger(__name__)
-
 
 AFTER_THE_LAUNCHER_S = 30.0
 """An API server waits this much longer than the head, because the head's error contains the reason."""
@@ -50,10 +47,7 @@ def connect_limit_s(plan: Plan) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaInfo:
-    """Facts about a replica for status pages.
-
-    `restarts`: number of restarts of replicas of this name since the deployment started.
-    """
+    """Facts about a replica for status pages. `restarts`: those of this name since the deployment started."""
 
     host: str
     pid: int
@@ -100,11 +94,7 @@ class Connections:
     operator_state: OperatorState = NOTHING_CHANGED
 
     def connect(self, replica: ReplicaId, listeners: Listeners, ready_response: bytes | None = None) -> StockReplica:
-        """Connect to a replica that is ready.
-
-        Args:
-            ready_response: the replica's ready message, if an earlier API server has received it; else None.
-        """
+        """Connect to a replica that is ready; `ready_response`: its ready message if an earlier API server has it."""
         config = deepcopy(self.configs[replica.stage])  # vLLM's client writes into its config
         client = Client(
             config,
@@ -114,16 +104,16 @@ class Connections:
             client_count=self.client_count,
             client_index=self.client_index,
             ready_response=ready_response,
-            keys=self._keys(listeners),
+            # Unix sockets lie in a private folder.
+            keys=self.keys if listeners[0].address.startswith("tcp:") else None,
             ready_within_s=connect_limit_s(self.plan),
         )
         return StockReplica(replica, client)
 
-    def _keys(self, listeners: Listeners) -> Keys | None:
-        """CURVE keys for a replica that connects over TCP; None for unix sockets, which lie in a private folder."""
-        return (
-            Keys.read(self.plan.config.cluster.cluster_secret_file) if listeners[0].address.startswith("tcp:") else None
-        )
+    @property
+    def keys(self) -> Keys | None:
+        """CURVE keys of connections over TCP; None without a secret."""
+        return Keys.read(self.plan.config.cluster_secret_file)
 
     def connect_all(self) -> dict[ReplicaId, StockReplica]:
         """Connect to the replicas that run at the start."""
@@ -176,6 +166,8 @@ class ReplicaConnections:
         self.watcher: Watcher | None = None
         self._connections = connections
         self._orchestrator = orchestrator
+        self._observer = orchestrator.observer
+        self._pools = orchestrator.pools
         self._take, self._joined, self._lost = take, joined, lost
         self._local = {each.id for each in connections.plan.replicas()}
         self._members: dict[ReplicaId, Member] = {}
@@ -185,24 +177,14 @@ class ReplicaConnections:
         self._lost_requests: dict[ReplicaId, tuple[str, ...]] = {}
         """By replica that is silent: its requests, which were moved."""
         self._connect_tasks: dict[ReplicaId, asyncio.Task[None]] = {}
-        """Tasks that connect to a replica."""
         self._reattach_tasks: dict[ReplicaId, asyncio.Task[None]] = {}
-        """Tasks that make a replica that was silent abort its old requests."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.get_running_loop()
-
-    @property
-    def _observer(self) -> Observer:
-        return self._orchestrator.observer
-
-    @property
-    def _pools(self) -> Mapping[str, StagePool]:
-        return self._orchestrator.pools
+        self.loop = asyncio.get_running_loop()
 
     def start(self) -> None:
         """Start reading from the replicas, and following the coordinator if there is one."""
         for name in self._connections.starting:
-            self.starting(name)
+            self._orchestrator.announce(name)
         self._count_first_restarts()
         self._mark_asleep(*self._asleep)
         for replica in self.replicas.values():
@@ -210,21 +192,15 @@ class ReplicaConnections:
         if self._connections.ready_responses is not None:
             self.forget_requests_of(self._connections.client_index, time.time())
         if self._connections.views is not None:
-            keys = Keys.read(self._connections.plan.config.cluster.cluster_secret_file)
-            self.watcher = Watcher(self._connections.views, keys=keys)
+            self.watcher = Watcher(self._connections.views, keys=self._connections.keys)
             self._spawn(self._follow(self.watcher))
 
     def close(self) -> None:
-        """Stop reading and following; called in the loop. The caller closes the connections."""
+        """Stop reading and following; the caller closes the connections. Called in the loop, as all methods."""
         for task in self._tasks:
             task.cancel()
         if self.watcher is not None:
             self.watcher.close()
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of these connections."""
-        return self._loop
 
     def state(self, replica: ReplicaId) -> str:
         """State of a replica for status pages: the coordinator's, DOWN without a connection, or SLEEPING.
@@ -244,7 +220,7 @@ class ReplicaConnections:
         return sorted(replica for replica in self.about if replica.stage == stage)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
+        task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
@@ -263,18 +239,15 @@ class ReplicaConnections:
                 self._asleep.add(replica)
                 self._mark_asleep(replica)
             else:
-                self._mark_awake(replica)
+                self._asleep.discard(replica)
+                self._pools[replica.stage].mark_awake(replica)
+                if (report := self.reports.get(replica)) is not None:
+                    self._outdated[replica] = report.entry.load
 
     def _mark_asleep(self, *replicas: ReplicaId) -> None:
         for replica in replicas:
             if replica in self._pools[replica.stage].replicas:
                 self._pools[replica.stage].mark_asleep(replica)
-
-    def _mark_awake(self, replica: ReplicaId) -> None:
-        self._asleep.discard(replica)
-        self._pools[replica.stage].mark_awake(replica)
-        if (report := self.reports.get(replica)) is not None:
-            self._outdated[replica] = report.entry.load
 
     # -- messages of the head ------------------------------------------------------------------------------------
 
@@ -294,7 +267,7 @@ class ReplicaConnections:
 
     async def _connect(self, replica: ReplicaId, about: ReplicaInfo, listeners: Listeners) -> None:
         try:
-            connected = await _in_thread(partial(self._connections.connect, replica, listeners))
+            connected = await _in_thread(lambda: self._connections.connect(replica, listeners))
         except Exception as error:
             log.exception("replica %s is ready and cannot be connected", replica)
             self._connect_tasks.pop(replica, None)
@@ -331,12 +304,8 @@ class ReplicaConnections:
         """A replica's process has ended or failed to start; `again` if the process will be restarted."""
         self._asleep.discard(replica)
         _cancel(self._connect_tasks, replica)
-        if again:
-            self._orchestrator.announce(replica)
-        else:
-            self._orchestrator.announce(replica, coming=False)
-        connected = self.replicas.get(replica)
-        if connected is not None:  # read the outputs that precede its end first
+        self._orchestrator.announce(replica, coming=again)
+        if (connected := self.replicas.get(replica)) is not None:  # read the outputs that precede its end first
             connected.fail(reason)
         elif not again:
             self._spawn(self._orchestrator.never_up(replica, reason))
@@ -448,33 +417,21 @@ def _cancel(tasks: dict[ReplicaId, asyncio.Task[None]], replica: ReplicaId) -> N
 
 
 async def _in_thread(make: Callable[[], StockReplica]) -> StockReplica:
-    """Run blocking code that waits for a replica's message in a daemon thread, which cannot keep the process alive."""
-    loop = asyncio.get_running_loop()
-    made: asyncio.Future[StockReplica] = loop.create_future()
+    """Run blocking code that waits for a replica's message in a daemon thread, which cannot keep the process alive.
+
+    If the caller is cancelled, the connection is closed as soon as it is made.
+    """
+    made: Future[StockReplica] = Future()
 
     def run() -> None:
         try:
-            result = make()
+            made.set_result(make())
         except BaseException as error:
-            loop.call_soon_threadsafe(_settle, made, None, error)
-        else:
-            loop.call_soon_threadsafe(_settle, made, result, None)
+            made.set_exception(error)
 
     threading.Thread(target=run, name="omni-connect", daemon=True).start()
     try:
-        return await made
+        return await asyncio.shield(asyncio.wrap_future(made))
     except asyncio.CancelledError:
-        if made.done() and not made.cancelled() and made.exception() is None:  # cancelled at the moment of success
-            made.result().close(timeout=0)
+        made.add_done_callback(lambda done: done.exception() or done.result().close(timeout=0))
         raise
-
-
-def _settle(made: asyncio.Future[StockReplica], result: StockReplica | None, error: BaseException | None) -> None:
-    if made.cancelled():  # the replica ended while it was being connected
-        if result is not None:
-            result.close(timeout=0)
-        return
-    if error is not None:
-        made.set_exception(error)
-    elif result is not None:
-        made.set_result(result)
