@@ -1,8 +1,8 @@
 """The cluster secret of a deployment that other hosts can join, chosen before any process is started.
 
-There is one default file for each user of a host, used if the user names no file. The head or replica that starts
-first creates it; later processes of the same user on this host read it. The file is created atomically: two processes
-that start at once end up with the same secret.
+Without a configured file, a head uses the default file of its user and host and creates it if it is missing. A headless
+node on the head's host does the same; on another host the file must exist. The file is created atomically: two
+processes that start at once have the same secret.
 """
 
 from __future__ import annotations
@@ -32,18 +32,12 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _INSTEAD = "name another file with --omni-cluster-secret-file"
 
-Tell = Callable[[str], None]
 
-
-def with_secret(plan: Plan, *, headless: bool, tell: Tell) -> Plan:
+def with_secret(plan: Plan, *, headless: bool, tell: Callable[[str], None]) -> Plan:
     """The plan with the file of its secret; unchanged without a `master_address`, when no secret is needed.
-
-    Without a configured file, a head uses this user's file on this host and creates it if missing. A headless node on
-    the head's host does the same; on another host the file must exist.
 
     Args:
         headless: the process is a headless node, not a head.
-        tell: receives lines for the user.
 
     Raises:
         ConfigError: there is no secret, its file cannot be trusted, or the settings contradict each other.
@@ -66,33 +60,24 @@ def with_secret(plan: Plan, *, headless: bool, tell: Tell) -> Plan:
         file = Path(cluster.cluster_secret_file).expanduser()
         if read_by_others(file):
             tell(f"warning: the cluster secret can be read by other users: chmod 600 {file}")
-    elif headless and not is_here(cluster.master_address):
-        file = _brought(cluster.master_address)
+    elif headless and not is_here(config.master_address):
+        found = find()
+        if found is None:
+            raise ConfigError(
+                f"cluster secret: the head at {config.master_address} is on another host, and its secret is not here. "
+                f"There: scp {default_file()} THIS_HOST:cluster.secret; here: {FLAG} cluster.secret. "
+                f"If the head has none: {WITHOUT}"
+            )
+        file = found
     else:
-        file = _own(cluster.master_address, tell=None if headless else tell)
+        file, made = find_or_make()
+        if not headless:
+            line = f"cluster secret: {file}{' (made now)' if made else ''}; this user's replicas on this host find it"
+            if not is_loopback(config.master_address):
+                line += f"; other hosts: scp {file} HOST:cluster.secret, and there {FLAG} cluster.secret"
+            tell(line)
     Keys.read(str(file))
     return replace(plan, config=with_settings(plan.config, {"cluster_secret_file": str(file)}))
-
-
-def _brought(head: str) -> Path:
-    file = find()
-    if file is None:
-        raise ConfigError(
-            f"cluster secret: the head at {head} is on another host, and its secret is not here. There: "
-            f"scp {default_file()} THIS_HOST:cluster.secret; here: {FLAG} cluster.secret. "
-            f"If the head has none: {WITHOUT}"
-        )
-    return file
-
-
-def _own(head: str, tell: Tell | None) -> Path:
-    file, made = find_or_make()
-    if tell is not None:
-        line = f"cluster secret: {file}{' (made now)' if made else ''}; this user's replicas on this host find it"
-        if not is_loopback(head):
-            line += f"; other hosts: scp {file} HOST:cluster.secret, and there {FLAG} cluster.secret"
-        tell(line)
-    return file
 
 
 def default_file() -> Path:
@@ -108,14 +93,12 @@ def find() -> Path | None:
     Raises:
         ConfigError: the file cannot be trusted or read.
     """
-    file = default_file()
     try:
-        _check_folder(file.parent)
-        return _checked(file)
+        return _checked(default_file())
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(f"cluster secret: cannot read '{file}': {error.strerror}; {_INSTEAD}") from error
+        raise ConfigError(f"cluster secret: cannot read '{default_file()}': {error.strerror}; {_INSTEAD}") from error
 
 
 def find_or_make() -> tuple[Path, bool]:
@@ -171,7 +154,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _checked(file: Path) -> Path:
-    """Return the file after checking its type, owner and mode."""
+    """Return the file after checking its folder, type, owner and mode."""
+    _check_folder(file.parent)
     about = file.lstat()
     if not stat.S_ISREG(about.st_mode):
         raise ConfigError(f"cluster secret: '{file}' is no regular file; remove it, or {_INSTEAD}")
