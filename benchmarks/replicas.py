@@ -32,7 +32,7 @@ from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.compat import activate
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.omni import AsyncOmni
-from vllm_omni_ext.runtime.client.client import addresses
+from vllm_omni_ext.runtime.client.replica import addresses
 from vllm_omni_ext.runtime.client.replica_connections import Connections
 from vllm_omni_ext.runtime.launch.launcher import Deployment
 

@@ -19,7 +19,6 @@ HEAVY = {"vllm", "torch", "zmq", "transformers", "mooncake"}
 MEMBERSHIP = (
     "coordinator.members",
     "coordinator.membership",
-    "coordinator.follower",
 )
 """The part of the coordinator that does no I/O."""
 

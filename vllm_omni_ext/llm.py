@@ -107,7 +107,7 @@ class OmniLLM(TargetedOfflineLLM):
         from vllm_omni_ext.cli.settings import from_kwargs
         from vllm_omni_ext.runtime.launch.launcher import Deployment
         from vllm_omni_ext.runtime.launch.progress import spinner
-        from vllm_omni_ext.runtime.supervise.replica_supervisor import ReplicaSupervisor
+        from vllm_omni_ext.runtime.supervise.process_watcher import ReplicaSupervisor
 
         kwargs.setdefault("disable_log_stats", True)
         plan = from_kwargs(model, **kwargs)

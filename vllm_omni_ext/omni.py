@@ -38,12 +38,10 @@ from vllm_omni_ext.plugins.params import make_params
 from vllm_omni_ext.plugins.registry import family_of
 from vllm_omni_ext.plugins.runtime import Capabilities, ModelRuntime, Rendered, RequestOptions, RuntimeContext
 from vllm_omni_ext.plugins.spec import resolve
-from vllm_omni_ext.pool.policies import policy
-from vllm_omni_ext.pool.stage_pool import StagePool
+from vllm_omni_ext.pool.stage_pool import StagePool, policy
 from vllm_omni_ext.resampling import use_available
 from vllm_omni_ext.runtime.client.calls import TargetedLLM
-from vllm_omni_ext.runtime.client.client import bootstrap_client_addresses
-from vllm_omni_ext.runtime.client.replica import StockReplica
+from vllm_omni_ext.runtime.client.replica import StockReplica, bootstrap_client_addresses
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaConnections
 from vllm_omni_ext.runtime.client.text_client import TextClient
 from vllm_omni_ext.topology.plan import StagePlan

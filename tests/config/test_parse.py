@@ -26,8 +26,8 @@ from vllm_omni_ext.config.schema import (
 )
 from vllm_omni_ext.coordinator import membership as timing
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.pool import policies
-from vllm_omni_ext.pool.policies import POLICIES
+from vllm_omni_ext.pool import stage_pool
+from vllm_omni_ext.pool.stage_pool import POLICIES
 from vllm_omni_ext.topology.engine_args import SHARED_FIELDS
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
@@ -88,7 +88,7 @@ def test_every_key_arrives() -> None:
 def test_constants_that_are_written_twice_are_equal() -> None:
     """The configuration may not import the modules that use it."""
     assert set(LB_POLICIES) == set(POLICIES)
-    assert OmniConfig().lb_policy == policies.DEFAULT
+    assert OmniConfig().lb_policy == stage_pool.DEFAULT
     assert SHORTEST_HEARTBEAT_TIMEOUT_S == timing.SHORTEST_TIMEOUT_S
 
 

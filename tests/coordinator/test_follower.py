@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_omni_ext.coordinator.follower import Attach, Detach, Forget, ViewDiff, apply_view
-from vllm_omni_ext.coordinator.members import Entry, Member, State, View
+from vllm_omni_ext.coordinator.members import Attach, Detach, Entry, Forget, Member, State, View, ViewDiff, apply_view
 from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.pool.stage_pool import StagePool
 

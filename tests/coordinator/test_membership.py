@@ -7,8 +7,19 @@ import dataclasses
 import pytest
 
 from vllm_omni_ext.coordinator import membership as module
-from vllm_omni_ext.coordinator.follower import LEFT, Attach, Change, Detach, Forget, ViewDiff
-from vllm_omni_ext.coordinator.members import Heartbeat, Leave, Member, State, View
+from vllm_omni_ext.coordinator.members import (
+    LEFT,
+    Attach,
+    Change,
+    Detach,
+    Forget,
+    Heartbeat,
+    Leave,
+    Member,
+    State,
+    View,
+    ViewDiff,
+)
 from vllm_omni_ext.coordinator.membership import KEPT_TIMEOUTS, PUBLISH_GAP_S, Membership, Names, Timing
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.pool.load import Load

@@ -13,16 +13,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec.structs import replace
 
 from tests.support.examples import examples
-from vllm_omni_ext.coordinator.follower import Attach, Change, Detach, Forget, ViewDiff
 from vllm_omni_ext.coordinator.members import (
     ATTACHED,
+    Attach,
+    Change,
+    Detach,
     Entry,
+    Forget,
     Heartbeat,
     Leave,
     Member,
     State,
     ToCoordinator,
     View,
+    ViewDiff,
 )
 from vllm_omni_ext.coordinator.membership import PUBLISH_GAP_S, Membership, Timing
 from vllm_omni_ext.pool.load import Load

@@ -11,9 +11,8 @@ import pytest
 
 from tests.coordinator.conftest import CONFIG, KEY, PATIENCE_S, TIMEOUT_S, states, watching
 from tests.support.pace import pace
-from vllm_omni_ext.coordinator.follower import Attach, Detach
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import State
+from vllm_omni_ext.coordinator.members import Attach, Detach, State
 from vllm_omni_ext.coordinator.server import CoordinatorConfig, listening
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.pool.load import Load

@@ -10,8 +10,7 @@ import zmq
 from msgspec.structs import replace
 
 from tests.coordinator.conftest import PATIENCE_S
-from vllm_omni_ext.coordinator.follower import Attach
-from vllm_omni_ext.coordinator.members import Entry, Leave, Member, State, View
+from vllm_omni_ext.coordinator.members import Attach, Entry, Leave, Member, State, View
 from vllm_omni_ext.coordinator.watcher import Watcher
 from vllm_omni_ext.encoding import encode
 from vllm_omni_ext.pool.load import Load

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.load import Load, estimate
-from vllm_omni_ext.pool.policies import POLICIES, LeastQueueLength, Random, RoundRobin, policy
+from vllm_omni_ext.pool.stage_pool import POLICIES, LeastQueueLength, Random, RoundRobin, policy
 
 REPLICAS = [ReplicaId("talker", i) for i in range(5)]
 loads = st.lists(st.integers(0, 9), min_size=1, max_size=5)

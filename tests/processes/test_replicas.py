@@ -19,7 +19,7 @@ from tests.support.cluster import STAGES, until
 from tests.support.media import openai_messages
 from tests.support.oracle import Golden, Oracle
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.pool.policies import LeastQueueLength, Random, RoundRobin
+from vllm_omni_ext.pool.stage_pool import LeastQueueLength, Random, RoundRobin
 
 pytestmark = pytest.mark.engine
 

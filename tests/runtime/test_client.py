@@ -19,9 +19,8 @@ from vllm.v1.engine import EngineCoreReadyResponse, EngineCoreRequestType
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.runtime.client import client as module
-from vllm_omni_ext.runtime.client.client import ENGINE, Client, addresses, bootstrap_client_addresses
-from vllm_omni_ext.runtime.client.replica import StockReplica
+from vllm_omni_ext.runtime.client import replica as module
+from vllm_omni_ext.runtime.client.replica import ENGINE, Client, StockReplica, addresses, bootstrap_client_addresses
 
 TERM_S = 0.1
 """A thread that terminates the context has begun after this time."""

@@ -21,7 +21,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from tests.runtime.test_client import ENGINE, SAID, config
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.patches import engine_sockets
-from vllm_omni_ext.runtime.client.client import Client, addresses
+from vllm_omni_ext.runtime.client.replica import Client, addresses
 
 PATIENCE_S = 10.0
 QUIET_S = 0.5

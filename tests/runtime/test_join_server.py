@@ -29,17 +29,20 @@ from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Malformed, Message, encode
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
 from vllm_omni_ext.runtime.supervise import headless
-from vllm_omni_ext.runtime.supervise.join_server import LOG_EVERY_S, WITHHELD, JoinServer, Refusals
 from vllm_omni_ext.runtime.supervise.joining import (
     FROM_HEAD,
+    LOG_EVERY_S,
     TO_HEAD,
+    WITHHELD,
     Endpoints,
     Expected,
     Gone,
     Join,
     Joined,
+    JoinServer,
     Present,
     Refusal,
+    Refusals,
 )
 from vllm_omni_ext.topology.plan import Headless
 

@@ -21,8 +21,7 @@ from tests.support.examples import seeds
 from tests.support.fakes import FakeRuntime, check_always, opened, output, replica_of, text_request
 from vllm_omni_ext import metrics as m
 from vllm_omni_ext.config.schema import OmniConfig
-from vllm_omni_ext.coordinator.follower import ViewDiff
-from vllm_omni_ext.coordinator.members import Entry, Member, State, View
+from vllm_omni_ext.coordinator.members import Entry, Member, State, View, ViewDiff
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metric, Metrics
 from vllm_omni_ext.observability.observer import Observer

@@ -1,4 +1,4 @@
-"""Authentication between the processes of a deployment: keys computed from a shared secret, or none.
+"""ZeroMQ sockets of the control plane, and their keys, which are computed from a shared secret, or none.
 
 With a secret, ZeroMQ's CURVE encrypts and authenticates all traffic. One key pair is used by all sockets that listen
 and one by all sockets that connect. Both are computed from the secret, so only the secret must be distributed:
@@ -12,12 +12,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import zmq
 from zmq.utils import z85
 
-from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.errors import ConfigError, OmniError
 
 SHORTEST_SECRET = 16
 """Bytes, without blanks at both ends. `openssl rand -hex 32` makes a good secret."""
@@ -27,11 +27,11 @@ _COST, _BLOCK = 2**14, 8
 """scrypt's n and r. Deriving keys takes 16 MiB and some tens of milliseconds, once per process."""
 
 _KEY_BYTES = 32
+_ROLES = (b"server", b"client")
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 """The address to which libzmq sends the requests to authenticate clients (RFC 27)."""
 
-_ZAP_VERSION = b"1.0"
 _ZAP_DOMAIN = b"coordinator"
 
 
@@ -71,7 +71,8 @@ class Keys:
         if len(secret) < SHORTEST_SECRET:
             raise ConfigError(f"coordinator secret: must have at least {SHORTEST_SECRET} bytes, got {len(secret)}")
         root = hashlib.scrypt(secret, salt=_SALT, n=_COST, r=_BLOCK, p=1, dklen=_KEY_BYTES)
-        return cls(_pair(root, b"server"), _pair(root, b"client"))
+        private = [z85.encode(hashlib.blake2b(root, person=role, digest_size=_KEY_BYTES).digest()) for role in _ROLES]
+        return cls(*(KeyPair(zmq.curve_public(each), each) for each in private))
 
     @classmethod
     def read(cls, file: str | None) -> Keys | None:
@@ -84,23 +85,10 @@ class Keys:
             raise ConfigError(f"coordinator secret: cannot read '{file}': {error.strerror}") from error
 
 
-def _pair(root: bytes, role: bytes) -> KeyPair:
-    private = z85.encode(hashlib.blake2b(root, person=role, digest_size=_KEY_BYTES).digest())
-    return KeyPair(zmq.curve_public(private), private)
-
-
 def as_client(socket: zmq.Socket[Any], keys: Keys | None) -> None:
     """Prepare a socket that connects to the coordinator."""
     if keys is not None:
         for option, value in keys.connecting.items():
-            socket.setsockopt(option, value)
-
-
-def as_server(socket: zmq.Socket[Any], keys: Keys | None) -> None:
-    """Prepare a socket that the coordinator binds."""
-    if keys is not None:
-        socket.zap_domain = _ZAP_DOMAIN
-        for option, value in keys.listening.items():
             socket.setsockopt(option, value)
 
 
@@ -109,4 +97,76 @@ def answer_handshake(zap: zmq.Socket[Any], keys: Keys | None) -> None:
     version, request, _domain, _address, _identity, mechanism, *credentials = zap.recv_multipart()
     accepted = keys is not None and mechanism == b"CURVE" and credentials == [z85.decode(keys.client.public)]
     status, text = (b"200", b"OK") if accepted else (b"400", b"unknown key")
-    zap.send_multipart([version or _ZAP_VERSION, request, status, text, b"", b""])
+    zap.send_multipart([version or b"1.0", request, status, text, b"", b""])
+
+
+Socket: TypeAlias = "zmq.Socket[Any]"
+
+PING_MS = 5_000
+"""Interval of libzmq's heartbeats: a host that loses power or network closes no connection."""
+
+PEER_GONE_MS = 30_000
+"""A connection that received nothing for this time is closed; the connecting side makes it again."""
+
+RECONNECT_MS = 100
+LONGEST_RECONNECT_MS = 1_000
+"""First and longest pause before a lost connection is made again."""
+
+
+def listen(context: zmq.Context[Any], kind: int, address: str, keys: Keys | None, *, limit: int, queued: int) -> Socket:
+    """Return a bound socket; OmniError if the address cannot be used.
+
+    Args:
+        limit: longest frame in bytes; libzmq disconnects a peer that sends a longer one.
+        queued: messages that are queued for a slow peer.
+    """
+    socket = _socket(context, kind, address, limit)
+    socket.sndhwm = queued
+    if keys is not None:
+        socket.zap_domain = _ZAP_DOMAIN
+        for option, value in keys.listening.items():
+            socket.setsockopt(option, value)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise OmniError(f"the coordinator cannot listen on {address}: {error.strerror}") from error
+    return socket
+
+
+def connect(
+    context: zmq.Context[Any], kind: int, address: str, keys: Keys | None, *, limit: int, watched: int = 0
+) -> Socket:
+    """Return a socket that connects to `address` and reconnects; OmniError if the address is invalid.
+
+    Args:
+        watched: events that its `get_monitor_socket()` reports, including those of the first attempt.
+    """
+    socket = _socket(context, kind, address, limit)
+    as_client(socket, keys)
+    socket.reconnect_ivl = RECONNECT_MS
+    socket.reconnect_ivl_max = LONGEST_RECONNECT_MS
+    if kind in (zmq.DEALER, zmq.PUSH):
+        socket.immediate = True  # queues nothing while disconnected: an old heartbeat is worthless
+    if kind == zmq.SUB:
+        socket.conflate = True  # only the newest view counts; must be set before connecting
+        socket.subscribe(b"")
+    if watched:
+        socket.get_monitor_socket(watched)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise OmniError(f"'{address}' is no address of a coordinator: {error.strerror}") from error
+    return socket
+
+
+def _socket(context: zmq.Context[Any], kind: int, address: str, limit: int) -> Socket:
+    socket: Socket = context.socket(kind)
+    if "[" in address:
+        socket.ipv6 = True  # needed for IPv6 addresses; not always set, since a name or * would no longer mean IPv4
+    socket.linger = 0
+    socket.maxmsgsize = limit
+    socket.heartbeat_ivl = PING_MS
+    socket.heartbeat_timeout = PEER_GONE_MS
+    return socket

@@ -1,13 +1,15 @@
-"""The messages of replicas and the head to the coordinator, and of the coordinator to API servers, as frozen data."""
+"""Messages to the coordinator, its views for API servers, and the changes between views. No I/O."""
 
 from __future__ import annotations
 
 import enum
 import hmac
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_omni_ext.encoding import (
     MAX_MESSAGE_BYTES,
@@ -22,6 +24,7 @@ from vllm_omni_ext.encoding import (
 )
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.load import Load
+from vllm_omni_ext.pool.stage_pool import StagePool
 
 
 class State(enum.Enum):
@@ -110,3 +113,108 @@ ToCoordinator: TypeAlias = Heartbeat | Leave
 
 TO_COORDINATOR: Channel[ToCoordinator] = Channel(msgspec.msgpack.Decoder(ToCoordinator), MAX_MESSAGE_BYTES)
 VIEWS: Channel[View] = Channel(msgspec.msgpack.Decoder(View), MAX_VIEW_BYTES)
+
+
+class Attach(Struct, frozen=True):
+    """A replica can be used, for the first time or again."""
+
+    member: Member
+
+
+LEFT = "it has left"
+"""Reason of `Detach` for a replica that left after its requests, or whose process has ended."""
+
+
+class Detach(Struct, frozen=True):
+    """The requests of a replica are lost."""
+
+    member: Member
+    reason: str
+
+
+class Forget(Struct, frozen=True):
+    """A replica's name is free; its metrics labels and connections can be removed."""
+
+    member: Member
+
+
+Change: TypeAlias = Attach | Detach | Forget
+
+
+class ViewDiff:
+    """The replicas in the last view. A subscriber may miss views: each view is compared with the last one it received.
+
+    The views of a restarted coordinator list only the replicas that have sent it a heartbeat. Until such a view is
+    `settled`, replicas of earlier views keep their state, without a load.
+    """
+
+    def __init__(self) -> None:
+        self.view: View | None = None
+        self._kept: dict[ReplicaId, Entry] = {}
+
+    def take(self, view: View) -> list[Change]:
+        """Apply the next view. Return the changes: first the replicas that left, then those that came."""
+        before = self.view
+        if before is not None and before.generation != view.generation:
+            self._kept = {entry.member.id: entry for entry in _unloaded(before.replicas)}
+        if self._kept:
+            view = self._with_kept(view)
+        self.view = view
+        return _changes(before.replicas if before else (), view.replicas)
+
+    def _with_kept(self, view: View) -> View:
+        for entry in view.replicas:
+            self._kept.pop(entry.member.id, None)
+        if view.settled:
+            self._kept.clear()
+        all_entries = (*view.replicas, *self._kept.values())
+        return replace(view, replicas=tuple(sorted(all_entries, key=lambda entry: entry.member)))
+
+    def without_loads(self) -> View | None:
+        """The last view is too old: keep its replicas, drop their loads."""
+        if self.view is not None:
+            self.view = replace(self.view, replicas=_unloaded(self.view.replicas))
+        return self.view
+
+
+def _unloaded(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    return tuple(replace(entry, load=None) for entry in entries)
+
+
+def _changes(before: Sequence[Entry], after: Sequence[Entry]) -> list[Change]:
+    if [(e.member, e.state) for e in before] == [(e.member, e.state) for e in after]:
+        return []  # most views differ in loads only; comparing is much cheaper than hashing
+    was, now = {e.member: e.state for e in before}, {e.member: e.state for e in after}
+    attached_before, attached = _attached(was), _attached(now)
+    found: list[Change] = [
+        Detach(m, f"it is {now[m].value}" if m in now else LEFT) for m in attached_before if m not in attached
+    ]
+    found.extend(Forget(m) for m in was if m not in now)
+    found.extend(Attach(m) for m in attached if m not in attached_before)
+    return found
+
+
+def _attached(states: dict[Member, State]) -> dict[Member, State]:
+    return {member: state for member, state in states.items() if state in ATTACHED}
+
+
+def apply_view(pool: StagePool, view: View) -> None:
+    """Open, avoid or drain the replicas of a pool and publish their loads, as in the view.
+
+    Replicas that are not in the pool are ignored: `Attach` adds them and `Detach` removes them.
+    """
+    there, known = set(pool.replicas), {}
+    for entry in view.replicas:
+        replica = entry.member.id
+        if replica not in there:
+            continue
+        if entry.load is not None and entry.state in ATTACHED:
+            known[replica] = entry.load
+        match entry.state:
+            case State.UP:
+                pool.add(replica)
+            case State.SUSPECT:
+                pool.avoid(replica)
+            case State.DRAINING | State.DOWN:
+                pool.drain(replica)
+    pool.publish(known)

@@ -13,9 +13,8 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_ext.coordinator.keys import Keys
+from vllm_omni_ext.coordinator.keys import Keys, Socket, connect
 from vllm_omni_ext.coordinator.members import Heartbeat, Leave, Member
-from vllm_omni_ext.coordinator.sockets import Socket, connect
 from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Message, encode
 from vllm_omni_ext.pool.load import Load
 

@@ -20,11 +20,9 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from vllm_omni_ext.coordinator.follower import LEFT, Attach, Detach, Forget, ViewDiff
-from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, answer_handshake
-from vllm_omni_ext.coordinator.members import TO_COORDINATOR, View
+from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, Socket, answer_handshake, listen
+from vllm_omni_ext.coordinator.members import LEFT, TO_COORDINATOR, Attach, Detach, Forget, View, ViewDiff
 from vllm_omni_ext.coordinator.membership import Membership, Timing
-from vllm_omni_ext.coordinator.sockets import Socket, listen
 from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Malformed, encode
 from vllm_omni_ext.errors import OmniError
 

@@ -12,10 +12,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from vllm_omni_ext.coordinator.follower import Change, ViewDiff
-from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import VIEWS, View
-from vllm_omni_ext.coordinator.sockets import connect
+from vllm_omni_ext.coordinator.keys import Keys, connect
+from vllm_omni_ext.coordinator.members import VIEWS, Change, View, ViewDiff
 from vllm_omni_ext.encoding import MAX_VIEW_BYTES, Malformed
 
 BUSY_S = 1.0

@@ -2,16 +2,77 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import chain, islice
+from operator import itemgetter
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
-from vllm_omni_ext.errors import StageUnavailable, UnknownMember
+from vllm_omni_ext.config.checks import LB_POLICIES
+from vllm_omni_ext.errors import ConfigError, StageUnavailable, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.load import Load, estimate
-from vllm_omni_ext.pool.policies import LeastQueueLength, Policy
+
+DEFAULT = LB_POLICIES[0]
+
+
+class Policy(Protocol):
+    """Picks one of several replicas."""
+
+    def pick(self, load: Mapping[ReplicaId, float]) -> ReplicaId:
+        """Return one of the keys of `load` (never empty); the values are estimated loads, in requests."""
+
+
+class Random:
+    """Picks a replica at random."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = random.Random(seed)
+
+    def pick(self, load: Mapping[ReplicaId, float]) -> ReplicaId:
+        return self._random.choice(tuple(load))
+
+
+class RoundRobin:
+    """Picks each replica in turn, beginning at position `start`, which is different in each API server."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._turn = start
+
+    def pick(self, load: Mapping[ReplicaId, float]) -> ReplicaId:
+        at = self._turn % len(load)
+        self._turn += 1
+        return next(islice(load, at, None))
+
+
+class LeastQueueLength:
+    """Picks the least loaded replica; equally loaded ones take turns from position `start`, so that all are used."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._turn = start
+
+    def pick(self, load: Mapping[ReplicaId, float]) -> ReplicaId:
+        at = self._turn % len(load)
+        self._turn += 1
+        items = load.items()  # iterated without lookups: hashing a thousand names costs more than comparing them
+        return min(chain(islice(items, at, None), islice(items, at)), key=itemgetter(1))[0]
+
+
+POLICIES: Mapping[str, Callable[[int], Policy]] = dict(
+    zip(LB_POLICIES, (LeastQueueLength, lambda start: Random(), RoundRobin), strict=True)
+)
+"""Constructor of each policy; its argument is the index of the API server that will use the policy."""
+
+
+def policy(name: str = DEFAULT, start: int = 0) -> Policy:
+    """Make a policy by name; ConfigError for an unknown name."""
+    if name not in POLICIES:
+        raise ConfigError(f"'{name}' is not a load balancing policy; use one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name](start)
+
 
 Why: TypeAlias = Literal["affinity", "policy", "only"]
 """Reason of a routing decision: an earlier request, the policy, or that only one replica was available."""

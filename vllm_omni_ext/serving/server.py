@@ -53,10 +53,8 @@ from vllm_omni_ext.runtime.launch.launcher import Deployment
 from vllm_omni_ext.runtime.launch.progress import print_status, spinner
 from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
 from vllm_omni_ext.runtime.supervise.coordination import Coordination
-from vllm_omni_ext.runtime.supervise.join_server import JoinServer
-from vllm_omni_ext.runtime.supervise.joining import Expected
-from vllm_omni_ext.runtime.supervise.process_watcher import Child, Exited
-from vllm_omni_ext.runtime.supervise.replica_supervisor import ReplicaSupervisor
+from vllm_omni_ext.runtime.supervise.joining import Expected, JoinServer
+from vllm_omni_ext.runtime.supervise.process_watcher import Child, Exited, ReplicaSupervisor
 from vllm_omni_ext.titles import name_process
 from vllm_omni_ext.topology.explain import unshared_caches
 from vllm_omni_ext.topology.plan import Plan

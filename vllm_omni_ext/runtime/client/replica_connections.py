@@ -22,14 +22,23 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
-from vllm_omni_ext.coordinator.follower import LEFT, Attach, Change, Detach, Forget, apply_view
 from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import Entry, Member, State, View
+from vllm_omni_ext.coordinator.members import (
+    LEFT,
+    Attach,
+    Change,
+    Detach,
+    Entry,
+    Forget,
+    Member,
+    State,
+    View,
+    apply_view,
+)
 from vllm_omni_ext.coordinator.watcher import Watcher
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
-from vllm_omni_ext.runtime.client.client import Client, Listeners, addresses
-from vllm_omni_ext.runtime.client.replica import StockReplica, abort_client
+from vllm_omni_ext.runtime.client.replica import Client, Listeners, StockReplica, abort_client, addresses
 from vllm_omni_ext.runtime.control import NOTHING_CHANGED, OperatorState, Server, SharedCounters
 from vllm_omni_ext.topology.placement import devices_of, longest_sequence
 from vllm_omni_ext.topology.plan import Plan

@@ -15,12 +15,10 @@ from typing import Any
 import zmq
 
 from vllm_omni_ext.coordinator import server
-from vllm_omni_ext.coordinator.follower import Forget
-from vllm_omni_ext.coordinator.keys import Keys
-from vllm_omni_ext.coordinator.members import Leave, Member, State
+from vllm_omni_ext.coordinator.keys import Keys, connect
+from vllm_omni_ext.coordinator.members import Forget, Leave, Member, State
 from vllm_omni_ext.coordinator.membership import Names, Timing
 from vllm_omni_ext.coordinator.server import CoordinatorConfig, listening
-from vllm_omni_ext.coordinator.sockets import connect
 from vllm_omni_ext.coordinator.watcher import Watcher
 from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, encode
 from vllm_omni_ext.ids import ReplicaId

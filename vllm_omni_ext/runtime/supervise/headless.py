@@ -21,9 +21,8 @@ from vllm.usage.usage_lib import UsageContext
 from zmq.utils.monitor import recv_monitor_message
 
 from vllm_omni_ext import __version__
-from vllm_omni_ext.coordinator.keys import Keys
+from vllm_omni_ext.coordinator.keys import Keys, Socket, connect
 from vllm_omni_ext.coordinator.members import Leave, State
-from vllm_omni_ext.coordinator.sockets import Socket, connect
 from vllm_omni_ext.coordinator.watcher import Watcher
 from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Malformed, Message, encode
 from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
@@ -43,8 +42,7 @@ from vllm_omni_ext.runtime.supervise.joining import (
     Present,
     Refusal,
 )
-from vllm_omni_ext.runtime.supervise.process_watcher import Final
-from vllm_omni_ext.runtime.supervise.replica_supervisor import ReplicaSupervisor
+from vllm_omni_ext.runtime.supervise.process_watcher import Final, ReplicaSupervisor
 from vllm_omni_ext.topology.agreement import config_hash, model_identity
 from vllm_omni_ext.topology.plan import Headless, Plan
 

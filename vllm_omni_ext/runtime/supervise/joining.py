@@ -1,15 +1,36 @@
-"""Messages between the head and headless nodes, whose replicas join the head. Tagged msgpack, versioned; no pickle."""
+"""Replicas of other hosts join at the head's registration port. Messages are tagged msgpack, versioned; no pickle.
+
+A ticket identifies a replica, because its connection may break and be made again. The join server checks the replica,
+gives it a name, makes the API servers listen for it, and answers with the values with which it starts. After that, the
+coordinator tracks the replica by its heartbeats.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import math
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+import zmq
 from msgspec import Struct
 
+from vllm_omni_ext import __version__
+from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, Socket, answer_handshake, listen
 from vllm_omni_ext.coordinator.members import Member
-from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Channel, Count, Message, Name, Seconds, Text
+from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Channel, Count, Malformed, Message, Name, Seconds, Text, encode
+from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
+from vllm_omni_ext.runtime.launch.addresses import endpoint
+from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
+from vllm_omni_ext.runtime.supervise.coordination import Coordination
+from vllm_omni_ext.runtime.supervise.process_watcher import ReplicaSupervisor
 from vllm_omni_ext.topology.agreement import config_hash, model_identity
 from vllm_omni_ext.topology.plan import Plan
 
@@ -113,8 +134,6 @@ class Expected:
     @classmethod
     def of(cls, plan: Plan) -> Expected:
         """The values of a plan."""
-        from vllm_omni_ext import __version__
-
         stages = {stage.name: config_hash(plan, stage.name) for stage in plan.stages}
         return cls(model=model_identity(plan.model), version=__version__, stages=stages)
 
@@ -128,3 +147,246 @@ class Expected:
             (f"configuration hash of stage '{replica.stage}'", replica.config_hash, self.stages[replica.stage]),
         )
         return "; ".join(f"{field} is '{its}' there and '{ours}' here" for field, its, ours in compared if its != ours)
+
+
+QUEUED_ANSWERS = 64
+"""Answers queued for a process that does not read."""
+
+MAX_FRAME_BYTES = 16 * MAX_MESSAGE_BYTES
+"""libzmq disconnects a peer that sends more than this in one frame, before the frame is in memory."""
+
+WITHHELD = "it does not belong to this deployment; the head's log says why"
+"""Sent instead of the reason where anyone can connect: the reason would help an attacker."""
+
+LOG_EVERY_S = 1.0
+"""At most one refusal is logged in this time: a flood must not fill the disk."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Entry:
+    """One replica that has joined. `ready`: it has reported that it is ready."""
+
+    member: Member
+    host: str
+    answer: Joined
+    ready: bool = False
+
+
+class Refusals:
+    """Logs refusals of replicas and chooses the reason that a refused replica receives.
+
+    Args:
+        with_reason: replies state the reason, since clients have the secret.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, *, with_reason: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._with_reason = with_reason
+        self._clock = clock
+        self._logged = -math.inf
+        self._unlogged = 0
+
+    def words(self, subject: str, reason: str) -> str:
+        """Log a refusal and return the text of the reply.
+
+        Args:
+            subject: the refused replica, e.g. "a replica of 10.0.0.2".
+        """
+        now = self._clock()
+        if now < self._logged + LOG_EVERY_S:
+            self._unlogged += 1
+        else:
+            more = f" (and {self._unlogged} other refusals)" if self._unlogged else ""
+            log.warning("refused %.200s: %.1000s%s", subject, reason, more)
+            self._logged, self._unlogged = now, 0
+        return reason if self._with_reason else WITHHELD
+
+
+class JoinServer:
+    """Owns the socket in its own thread; all decisions are made in the replica supervisor's thread.
+
+    Args:
+        tell: receives a line for the operator for every replica that joins, leaves or ends.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        expected: Expected,
+        coordination: Coordination,
+        replica_supervisor: ReplicaSupervisor,
+        servers: ApiServers,
+        *,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        config = plan.config
+        assert config.master_address is not None and config.master_port is not None
+        self._plan = plan
+        self._host = config.master_address
+        self._coordination = coordination
+        self._replica_supervisor = replica_supervisor
+        self._servers = servers
+        self._tell = tell
+        self._expected = expected
+        self._entries: dict[str, _Entry] = {}
+        self.dropped = 0
+        self._keys = Keys.read(config.cluster_secret_file)
+        self._refusals = Refusals(with_reason=self._keys is not None)
+        self._context: zmq.Context[Any] = zmq.Context()
+        try:
+            self._zap = listen(self._context, zmq.REP, ZAP_ADDRESS, None, limit=MAX_FRAME_BYTES, queued=QUEUED_ANSWERS)
+            self._socket: Socket = listen(
+                self._context,
+                zmq.ROUTER,
+                endpoint(config.master_address, config.master_port),
+                self._keys,
+                limit=MAX_FRAME_BYTES,
+                queued=QUEUED_ANSWERS,
+            )
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._wake, self._waker = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="omni-join-server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close the socket, after the decision that is being made; the replica supervisor must still run."""
+        os.write(self._waker, b".")
+        self._thread.join()
+        os.close(self._wake)
+        os.close(self._waker)
+
+    def forgotten(self, member: Member, *, silent: bool) -> None:
+        """Remove the entry of a replica that the coordinator has removed; `silent`: after missing heartbeats.
+        Called in the replica supervisor's thread.
+        """
+        for ticket, entry in tuple(self._entries.items()):
+            if entry.member == member:
+                del self._entries[ticket]
+                self._coordination.leave(member.id)  # a heartbeat of its process, which may still run, counts no more
+                self._servers.forgotten(member.id)
+                if silent:
+                    self._tell(f"error: replica {member.id} of {entry.host} is gone: no heartbeat came for too long")
+                else:
+                    self._tell(f"replica {member.id} of {entry.host} has left")
+
+    # -- the socket's thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._zap, self._socket, self._wake):
+            poller.register(source, select.POLLIN if source is self._wake else zmq.POLLIN)
+        try:
+            while True:
+                ready = {source for source, _ in poller.poll()}
+                if self._zap in ready:
+                    answer_handshake(self._zap, self._keys)
+                if self._socket in ready:
+                    sender, *frames = self._socket.recv_multipart()
+                    self._take(sender, frames)
+                if self._wake in ready:
+                    return
+        finally:
+            self._context.destroy(linger=0)
+
+    def _take(self, sender: bytes, frames: list[bytes]) -> None:
+        answer: Message | None
+        try:
+            if len(frames) != 1:
+                raise Malformed(f"{len(frames)} frames")
+            message = TO_HEAD.decode(frames[0])
+        except Malformed as error:
+            self.dropped += 1
+            if self.dropped & (self.dropped - 1) == 0:  # at powers of two: a flood must not fill the disk
+                log.warning("dropped %d malformed registrations; the last: %.200s", self.dropped, error)
+            answer = None if error.protocol is None else Refusal(ticket="", reason=str(error))
+        else:
+            answer = self._decided(message)
+        if answer is not None:
+            self._socket.send_multipart([sender, encode(answer)], zmq.NOBLOCK)
+
+    def _decided(self, message: ToHead) -> Message | None:
+        """The answer to a message. Further messages wait in their connections until the supervisor has decided."""
+        decision: Future[Message | None] = Future()
+
+        def decide() -> None:
+            try:
+                decision.set_result(self._decide(message))
+            except Exception as error:  # a bug here must not end this thread
+                decision.set_exception(error)
+
+        self._replica_supervisor.do(decide)
+        if (error := decision.exception()) is not None:
+            log.error("no decision about a %s message", type(message).__name__, exc_info=error)
+            return None
+        return decision.result()
+
+    # -- the replica supervisor's thread -------------------------------------------------------------------------
+
+    def _decide(self, message: ToHead) -> Message | None:
+        match message:
+            case Join():
+                return self._join(message)
+            case Present(ticket=ticket) if ticket not in self._entries:
+                return Refusal(ticket=ticket, reason="this replica has not joined, or was given up")
+            case Present(ticket=ticket) if message.pid and not self._entries[ticket].ready:
+                self._ready(self._entries[ticket], message)
+            case Gone(ticket=ticket) if ticket in self._entries:
+                self._end(ticket, message.reason, again=message.again, log_file=message.log)
+        return None
+
+    def _ready(self, entry: _Entry, message: Present) -> None:
+        entry.ready = True
+        about = ReplicaInfo(host=entry.host, pid=message.pid, restarts=message.restarts)
+        self._servers.ready(entry.member.id, about)
+        verb = "is up again" if message.restarts else "has joined"
+        self._tell(f"replica {entry.member.id} of {entry.host} {verb} (process {message.pid})")
+
+    def _end(self, ticket: str, reason: str, *, again: bool, log_file: str = "") -> None:
+        entry = self._entries.pop(ticket)
+        replica = entry.member.id
+        self._servers.ended(replica, reason, again=again)
+        then = f"it is {'' if again else 'not '}started again there" + (
+            f"; its log there: {log_file}" if log_file else ""
+        )
+        self._tell(f"error: replica {replica} of {entry.host} is gone: {reason}; {then}")
+        self._coordination.leave(replica)
+
+    def _join(self, message: Join) -> Joined | Refusal:
+        if message.ticket in self._entries:
+            return self._entries[message.ticket].answer
+        objection = self._expected.objection(message)
+        if objection:
+            words = self._refusals.words(f"a replica of '{message.stage}' on {message.host}", objection)
+            return Refusal(ticket=message.ticket, reason=words)
+        names = self._coordination.names
+        member = names.give_free(message.stage, message.index)
+        if member is None:
+            return Refusal(ticket=message.ticket, reason=f"stage '{message.stage}' is full")
+        try:
+            addresses = self._servers.listen(member.id, self._host)
+        except OSError as error:
+            names.free(member)
+            self._servers.ended(member.id, str(error), again=False)
+            return Refusal(ticket=message.ticket, reason=f"the head cannot listen at {self._host}: {error}")
+        answer = Joined(
+            ticket=message.ticket,
+            member=member,
+            proof=names.proof(member),
+            servers=tuple(Endpoints(*pair) for pair in addresses),
+            events=self._coordination.events,
+            views=self._coordination.views,
+            interval_s=self._coordination.timing.interval_s,
+            drain_s=self._coordination.timing.drain_s,
+        )
+        self._entries[message.ticket] = _Entry(member, message.host, answer)
+        self._replica_supervisor.after(self._plan.config.startup_timeout_s, lambda: self._expire(message.ticket))
+        return answer
+
+    def _expire(self, ticket: str) -> None:
+        entry = self._entries.get(ticket)
+        if entry is not None and not entry.ready:
+            self._end(ticket, "it has not become ready in time (startup_timeout_s)", again=False)
