@@ -442,5 +442,5 @@ async def _in_thread(make: Callable[[], StockReplica]) -> StockReplica:
     try:
         return await asyncio.shield(asyncio.wrap_future(made))
     except asyncio.CancelledError:
-        made.add_done_callback(lambda done: done.exception() or done.result().close(timeout=0))
+        made.add_done_callback(lambda done: None if done.exception() else done.result().close(timeout=0))
         raise
