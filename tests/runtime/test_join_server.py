@@ -417,7 +417,7 @@ def test_headless_side_without_the_secret_fails_with_the_reason_if_it_is_refused
     secret: str, client: Callable[..., headless.HeadClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """libzmq reports a failed handshake once, and does not try again."""
-    monkeypatch.setattr(headless, "ASK_AGAIN_S", 2 * LATE_S)
+    monkeypatch.setattr(headless, "RETRY_S", 2 * LATE_S)
     listen_for_events = zmq.Socket.get_monitor_socket
 
     def late(*args: Any) -> Any:

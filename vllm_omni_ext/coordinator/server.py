@@ -7,20 +7,21 @@ and sending never waits for slow receivers.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import zmq
 from msgspec.structs import replace
 
-from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, Socket, answer_handshake, listen
+from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, answer_handshake, listen
 from vllm_omni_ext.coordinator.members import LEFT, TO_COORDINATOR, Attach, Detach, Forget, View, ViewDiff
 from vllm_omni_ext.coordinator.membership import Membership, Timing
 from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Malformed, encode
@@ -33,7 +34,7 @@ TRUSTED = ("tcp://127.", "tcp://[::1]:", "ipc:")
 """Prefixes of addresses that are reachable from this machine only."""
 
 READ_AT_ONCE = 1024
-"""Most messages that are read between two ticks: a flood must not keep the coordinator from detecting silence."""
+"""Most messages between two ticks: a flood must not keep the coordinator from detecting silence."""
 
 QUEUED_VIEWS = 4
 """Views that are queued for a slow subscriber; further views are dropped, and it receives a later one."""
@@ -52,7 +53,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig:
-    """How to run a coordinator.
+    """Settings of a coordinator.
 
     Attributes:
         events: ZeroMQ address for replicas. Anything but loopback should have a secret.
@@ -80,18 +81,16 @@ class Coordinator:
         self._keys = keys
         self._membership = Membership(config.key, config.timing, generation=time.time_ns(), at=time.monotonic())
         self._context: zmq.Context[Any] = zmq.Context()
+        bind = partial(listen, self._context, limit=MAX_FRAME_BYTES)
         try:
             # First: libzmq needs the ZAP handler for the first connection.
-            self._zap = self._listen(zmq.REP, ZAP_ADDRESS, None, QUEUED_ANSWERS)
-            self._events = self._listen(zmq.PULL, config.events, keys)
-            self._views = self._listen(zmq.PUB, config.views, keys, QUEUED_VIEWS)
+            self._zap = bind(zmq.REP, ZAP_ADDRESS, None, queued=QUEUED_ANSWERS)
+            self._events = bind(zmq.PULL, config.events, keys, queued=1)
+            self._views = bind(zmq.PUB, config.views, keys, queued=QUEUED_VIEWS)
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self.addresses = (_endpoint(self._events), _endpoint(self._views))
-
-    def _listen(self, kind: int, address: str, keys: Keys | None, queued: int = 1) -> Socket:
-        return listen(self._context, kind, address, keys, limit=MAX_FRAME_BYTES, queued=queued)
+        self.addresses = [str(each.getsockopt_string(zmq.LAST_ENDPOINT)) for each in (self._events, self._views)]
 
     def __enter__(self) -> Coordinator:
         return self
@@ -111,19 +110,13 @@ class Coordinator:
                 return
             if self._zap in ready:
                 answer_handshake(self._zap, self._keys)
-            for frames in self._read_events():
-                self._take(frames)
+            with contextlib.suppress(zmq.Again):
+                for _ in range(READ_AT_ONCE):
+                    self._take(self._events.recv_multipart(zmq.NOBLOCK))
             view = self._membership.tick(time.monotonic())
             if view is not None:
                 self._views.send(encode(replace(view, dropped=self.dropped, pid=os.getpid())), zmq.NOBLOCK)
                 self._log_changes(view)
-
-    def _read_events(self) -> Iterator[list[bytes]]:
-        for _ in range(READ_AT_ONCE):
-            frames = _receive(self._events)
-            if frames is None:
-                return
-            yield frames
 
     def _take(self, frames: list[bytes]) -> None:
         try:
@@ -148,18 +141,6 @@ class Coordinator:
                     log.warning("%s is lost: %s", member, reason)
                 case Forget(member):
                     log.info("%s is gone", member)
-
-
-def _receive(socket: Socket) -> list[bytes] | None:
-    """Return the next message without waiting; None if there is none."""
-    try:
-        return list(socket.recv_multipart(zmq.NOBLOCK))
-    except zmq.Again:
-        return None
-
-
-def _endpoint(socket: Socket) -> str:
-    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
 
 def run(config: CoordinatorConfig, control: Connection) -> None:

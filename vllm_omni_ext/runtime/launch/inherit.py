@@ -1,6 +1,4 @@
-"""State that started processes inherit: imported modules and caches, and, inside a block, environment, threads,
-collector, kernels and the folder for temporary files.
-"""
+"""State of this process that started processes inherit: caches, environment, threads, collector, kernels, folder."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ import importlib
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 from vllm.config import VllmConfig
@@ -111,14 +110,14 @@ def temporary_files_in(folder: str) -> Iterator[None]:
     """Make replicas started inside the block put their temporary files into `folder`."""
     before, tempfile.tempdir = tempfile.tempdir, folder
     try:
-        with environment({"TMPDIR": folder}, defaults={}):
+        with environment({"TMPDIR": folder}):
             yield
     finally:
         tempfile.tempdir = before
 
 
 @contextlib.contextmanager
-def environment(values: Mapping[str, str], *, defaults: Mapping[str, str]) -> Iterator[None]:
+def environment(values: Mapping[str, str], defaults: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
     """Set environment variables for processes started inside the block; `defaults` do not override set variables."""
     before = dict(os.environ)
     os.environ.update({**defaults, **before, **values})

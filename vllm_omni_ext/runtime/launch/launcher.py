@@ -42,7 +42,6 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import end_processes, how_it_ended
 from vllm_omni_ext.ports import MOONCAKE_VARIABLES, bind_within
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
-from vllm_omni_ext.runtime.control import NOTHING_CHANGED, OperatorState, SharedCounters
 from vllm_omni_ext.runtime.launch.addresses import endpoint
 from vllm_omni_ext.runtime.launch.engine_args import any_replica_args, engine_config, stage_engine_args
 from vllm_omni_ext.runtime.launch.folders import PrivateFolder
@@ -84,7 +83,7 @@ class _Prepared:
 
     config: VllmConfig
     place: str
-    addresses: EngineZmqAddresses
+    addresses: Sequence[tuple[str, str]]
 
 
 class Deployment:
@@ -160,16 +159,12 @@ class Deployment:
         """Start the first replica of every device; `wait` starts the remaining ones."""
         devices = devices_of(self.plan)
         self._turns = Turns(devices)
-        for replica in devices:
-            self._prepare(replica)
+        for replica in devices:  # API servers must have all sockets before the first replica starts
+            place = self._place(replica)
+            with self._replica_environment(replica.stage, place):
+                addresses = self.listen(replica)
+                self._prepared[replica] = _Prepared(self._config(replica), place, addresses)
             self._start(self._turns.enter(replica))
-
-    def _prepare(self, replica: ReplicaId) -> None:
-        """Prepare everything that needs no turn: API servers must have their sockets before the replica starts."""
-        place = self._place(replica)
-        with self._replica_environment(replica.stage, place):
-            addresses = _as_vllm(self.listen(replica))
-            self._prepared[replica] = _Prepared(self._config(replica), place, addresses)
 
     def _start(self, replicas: Sequence[ReplicaId]) -> None:
         for replica in replicas:
@@ -190,24 +185,22 @@ class Deployment:
             Addresses that the replica connects to, for each API server: input, output.
         """
         self.unlisten(replica)
-        listeners = EngineZmqListeners(inputs=[], outputs=[])
-        for client in range(self.clients):
+
+        def bind(client: int, kind: int) -> ZmqListener:
             if host is not None:
-                ports = self.plan.config.cluster.ports
-                listeners.inputs.append(bind_within(ports, lambda p: make_zmq_listener(endpoint(host, p), zmq.ROUTER)))
-                listeners.outputs.append(bind_within(ports, lambda p: make_zmq_listener(endpoint(host, p), zmq.PULL)))
-                continue
+                return bind_within(self.plan.config.ports, lambda port: make_zmq_listener(endpoint(host, port), kind))
             unique = f"{replica.stage}-{replica.index}-{client}-{time.monotonic_ns()}"
-            local = f"ipc://{self.folder}/{unique}"
-            listeners.inputs.append(make_zmq_listener(f"{local}-i", zmq.ROUTER))
-            listeners.outputs.append(make_zmq_listener(f"{local}-o", zmq.PULL))
-        self._listeners[replica] = listeners
+            return make_zmq_listener(f"ipc://{self.folder}/{unique}-{'i' if kind == zmq.ROUTER else 'o'}", kind)
+
+        listeners = self._listeners[replica] = EngineZmqListeners(inputs=[], outputs=[])
+        for client in range(self.clients):
+            listeners.inputs.append(bind(client, zmq.ROUTER))
+            listeners.outputs.append(bind(client, zmq.PULL))
         return [(i.address, o.address) for i, o in zip(listeners.inputs, listeners.outputs, strict=True)]
 
     def unlisten(self, replica: ReplicaId) -> None:
         """Close the listeners of a replica."""
-        listeners = self._listeners.pop(replica, None)
-        if listeners is not None:
+        if (listeners := self._listeners.pop(replica, None)) is not None:
             listeners.cleanup()
 
     def listeners(self, replica: ReplicaId, client: int) -> tuple[ZmqListener, ZmqListener]:
@@ -215,20 +208,16 @@ class Deployment:
         listeners = self._listeners[replica]
         return listeners.inputs[client], listeners.outputs[client]
 
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     def seconds(self) -> float:
         """Seconds since the command began."""
         return time.time() - self.began
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     @contextlib.contextmanager
     def _replica_environment(self, stage: str, folder: str) -> Iterator[None]:
-        """The environment in which configs of a stage are made and its replicas are started.
-
-        Args:
-            folder: for sockets and temporary files.
-        """
+        """The environment in which configs of a stage are made and its replicas start; `folder` is for their files."""
         variables = {"VLLM_RPC_BASE_PATH": folder}
         if (ports := self.plan.config.cluster.ports) is not None:  # Mooncake's library reads them when it is imported
             variables |= zip(MOONCAKE_VARIABLES, map(str, ports), strict=True)
@@ -236,11 +225,11 @@ class Deployment:
         defaults = dict(self.plan.stage(stage).env)
         if self._no_flashinfer:
             defaults.setdefault(SAMPLER, "0")
-        with environment(variables, defaults=defaults), temporary_files_in(folder):
+        with environment(variables, defaults), temporary_files_in(folder):
             yield
 
     def _place(self, replica: ReplicaId) -> str:
-        """Create an empty folder for a replica's files; files of a killed predecessor are removed."""
+        """Return an empty folder for a replica's files."""
         place = Path(self.folder, f"{replica.stage}-{replica.index}")
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
@@ -265,19 +254,21 @@ class Deployment:
         config.shutdown_timeout = 0
         self.configs.setdefault(stage, config)
 
-    def _launch(self, replica: ReplicaId, config: VllmConfig, addresses: EngineZmqAddresses) -> None:
+    def _launch(self, replica: ReplicaId, config: VllmConfig, addresses: Sequence[tuple[str, str]]) -> None:
         if self.fork:  # after the config was made, because making it sets spawn on vLLM's CPU platform
             os.environ[START_METHOD] = "fork"
             preload(config)
-        launch = launch_core_engines(config, Executor.get_class(config), True, addresses)
+        ours = EngineZmqAddresses(inputs=[i for i, _ in addresses], outputs=[o for _, o in addresses])
+        launch = launch_core_engines(config, Executor.get_class(config), True, ours)
         threads = int(self.plan.stage(replica.stage).env.get(THREADS, 1))
-        variables = {} if self._identity_of is None else self._identity_of(replica).variable()
+        name, variables = self.name_of(replica), {}
+        if self._identity_of is not None:
+            variables = self._identity_of(replica).variable()
         if self._listener is not None:
-            variables |= loading.variable(self._listener.path, str(self.name_of(replica)))
-        self.progress.begun(self.name_of(replica))
+            variables |= loading.variable(self._listener.path, str(name))
+        self.progress.begun(name)
         kernels = replaced_kernels() if self.fork else contextlib.nullcontext()
-        log = self.logs.of(self.name_of(replica))
-        with self.forking(threads), kernels, log, environment(variables, defaults={}):
+        with self.forking(threads), kernels, self.logs.of(name), environment(variables):
             barrier = contextlib.ExitStack()
             self._deadlines[replica] = time.monotonic() + self.plan.config.timeouts.startup_timeout_s
             self._launches[replica] = barrier.enter_context(launch)
@@ -290,7 +281,7 @@ class Deployment:
             addresses: addresses that the replica connects to, for each API server: input, output.
         """
         with self._replica_environment(replica.stage, self._place(replica)):
-            self._launch(replica, self._config(replica), _as_vllm(addresses))
+            self._launch(replica, self._config(replica), addresses)
 
     def wait_for(self, replica: ReplicaId) -> None:
         """Wait until a replica that has been started is ready.
@@ -323,8 +314,7 @@ class Deployment:
 
     def discard(self, replica: ReplicaId) -> None:
         """Remove a replica whose process has ended."""
-        launch = self._launches.pop(replica, None)
-        if launch is not None:
+        if (launch := self._launches.pop(replica, None)) is not None:
             launch.engine_manager.shutdown(timeout=0)
         self.unlisten(replica)
 
@@ -332,8 +322,7 @@ class Deployment:
     def forking(self, threads: int = 1) -> Iterator[None]:
         """Context in which processes of this deployment are started; forked ones get `threads` compute threads.
 
-        Progress lines are held back meanwhile: they would end up in a replica's log, and a forked process would inherit
-        a locked output.
+        No progress line is written meanwhile: a replica's log would get it, and a forked process a locked output.
         """
         with contextlib.ExitStack() as inside:
             inside.enter_context(self.progress.speaking)
@@ -384,24 +373,14 @@ class Deployment:
         self,
         client: int,
         *,
-        views: str | None = None,
-        board: SharedCounters | None = None,
         about: Mapping[ReplicaId, ReplicaInfo] | None = None,
-        ready_responses: Mapping[ReplicaId, bytes] | None = None,
-        starting: tuple[ReplicaId, ...] = (),
-        restarts: Mapping[ReplicaId, int] | None = None,
-        operator_state: OperatorState = NOTHING_CHANGED,
+        **known: Any,
     ) -> Connections:
         """The data with which API server `client` connects to every replica; its process receives the listeners.
 
         Args:
-            views: address at which the coordinator publishes views.
-            board: counters shared by the API servers.
             about: the replicas to connect to; None: all that were started here.
-            ready_responses: ready messages of the replicas, if the API server replaces one that has died.
-            starting: replicas that are being started.
-            restarts: number of restarts by replica; None: no restarts.
-            operator_state: the changes of operators since the start.
+            known: further attributes of `Connections`.
         """
         if about is None:
             about = self.about()
@@ -413,27 +392,21 @@ class Deployment:
         return Connections(
             plan=self.plan,
             configs=self.configs,
-            views=views,
-            board=board,
             listeners={replica: self.listeners(replica, client) for replica in about},
             folder=self.folder,
-            ready_responses=ready_responses,
-            starting=starting,
             drain_s=self.drain_s,
             client_count=self.clients,
             client_index=client,
             about=about,
-            restarts=restarts or {},
             started=self.began,
             head=os.getpid(),
-            operator_state=operator_state,
+            **known,
         )
 
     def end(self, others: Sequence[Any] = ()) -> None:
         """End all replicas and `others`; processes that have not ended within 5 s are killed.
 
-        A forked replica is killed at once: it is a single process without cleanup work, and a regular exit of the
-        inherited interpreter takes seconds.
+        A forked replica is killed at once: it has nothing to clean up, and its regular exit takes seconds.
         """
         replicas = list(self.processes().values())
         end_processes([*others, *(() if self.fork else replicas)], SHUTDOWN_TIMEOUT_S)
@@ -450,25 +423,17 @@ class Deployment:
     def close(self) -> None:
         """End all processes and remove all files; a second call does nothing."""
         self.end()
-        for launch in self._launches.values():
-            launch.engine_manager.shutdown(timeout=0)
         for barrier in self._barriers.values():  # after a start cut short, whose replicas have been ended
             with contextlib.suppress(RuntimeError):
                 barrier.close()
         self._barriers.clear()
-        for listeners in self._listeners.values():
-            listeners.cleanup()
+        for replica in {*self._launches, *self._listeners}:
+            self.discard(replica)
         if self._listener is not None:
             self._listener.close()
-        self._launches.clear()
         self._prepared.clear()
-        self._listeners.clear()
         kept = self.plan.config.log_dir is None and self.logs.needed()
         self._private.remove(keep=LOGS if kept else "")
-
-
-def _as_vllm(addresses: Sequence[tuple[str, str]]) -> EngineZmqAddresses:
-    return EngineZmqAddresses(inputs=[i for i, _ in addresses], outputs=[o for _, o in addresses])
 
 
 def may_fork(plan: Plan, usage: UsageContext) -> bool:

@@ -93,7 +93,7 @@ class ApiServers:
         return self
 
     def _launch(self, client: int, connections: Connections) -> None:
-        with environment({START_METHOD: "fork"} if self._deployment.fork else {}, defaults={}):
+        with environment({START_METHOD: "fork"} if self._deployment.fork else {}):
             context = get_mp_context()
             theirs, ours = context.Pipe()
             body, arguments = self._start(connections, theirs)

@@ -46,7 +46,7 @@ from vllm_omni_ext.runtime.supervise.process_watcher import Final, ReplicaSuperv
 from vllm_omni_ext.topology.agreement import config_hash, model_identity
 from vllm_omni_ext.topology.plan import Headless, Plan
 
-ASK_AGAIN_S = 1.0
+RETRY_S = 1.0
 """Interval of repeated messages to a head that has not answered."""
 
 PRESENT_S = 5.0
@@ -79,17 +79,10 @@ class Refused(Final):
 
 @dataclass
 class _Place:
-    """One of these replicas at the head: its ticket, the head's answer, and, once it is ready, its process."""
+    """One of these replicas at the head: the head's answer, and the report that it is present."""
 
-    ticket: str
     joined: Joined
-    process: ReplicaInfo | None = None
-
-    @property
-    def present(self) -> Present:
-        if self.process is None:
-            return Present(ticket=self.ticket)
-        return Present(ticket=self.ticket, pid=self.process.pid, restarts=self.process.restarts)
+    present: Present
 
 
 class HeadClient:
@@ -125,10 +118,10 @@ class HeadClient:
 
     def close(self) -> None:
         """Close the connection; the last messages are still sent if the head is reachable."""
-        self._context.destroy(linger=int(ASK_AGAIN_S * 1000))
+        self._context.destroy(linger=int(RETRY_S * 1000))
 
     def stop(self) -> None:
-        """Stop waiting for the head; may be called by any thread."""
+        """Stop waiting for the head; any thread may call this."""
         self._closing.set()
 
     def listen(self, slot: ReplicaId) -> Sequence[tuple[str, str]]:
@@ -152,16 +145,16 @@ class HeadClient:
         began = told = time.monotonic()
         deadline = began + limit
         while time.monotonic() < deadline and not self._closing.is_set():
-            self._socket.poll(int(ASK_AGAIN_S * 1000), zmq.POLLOUT)
+            self._socket.poll(int(RETRY_S * 1000), zmq.POLLOUT)
             self._send(join)
             self._check_handshakes()
-            for answer in self._receive(ASK_AGAIN_S):
+            for answer in self._receive(RETRY_S):
                 match answer:
                     case Refusal(ticket=answered, reason=reason) if answered in (ticket, ""):
                         self.refused = True
                         raise Refused(f"the head at {self._where} refuses this replica: {reason}")
                     case Joined(ticket=answered) if answered == ticket:
-                        self.places[slot] = _Place(ticket, answer)
+                        self.places[slot] = _Place(answer, Present(ticket=ticket))
                         self._names[slot] = answer.member.id
                         return [(server.input, server.output) for server in answer.servers]
             if (now := time.monotonic()) - told >= WAITING_S:
@@ -171,28 +164,28 @@ class HeadClient:
 
     def ready(self, slot: ReplicaId, about: ReplicaInfo) -> None:
         """Report to the head that a replica is ready."""
-        self.places[slot].process = about
-        self._send(self.places[slot].present)
+        place = self.places[slot]
+        place.present = Present(ticket=place.joined.ticket, pid=about.pid, restarts=about.restarts)
+        self._send(place.present)
 
     def ended(self, slot: ReplicaId, reason: str, *, again: bool) -> None:
         """Report to the head that a replica is gone."""
-        place = self.places.pop(slot, None)
-        if place is not None:
+        if (place := self.places.pop(slot, None)) is not None:
             log = str(self.log_of(self.name_of(slot)) or "")
-            self._send(Gone(ticket=place.ticket, reason=reason[:200], again=again, log=log[:LONGEST_PATH]))
+            self._send(Gone(ticket=place.joined.ticket, reason=reason[:200], again=again, log=log[:LONGEST_PATH]))
 
     def name_of(self, slot: ReplicaId) -> ReplicaId:
         """The name that the head gave a replica last; its name here before it has joined."""
         return self._names.get(slot, slot)
 
     def unknown_to_head(self) -> list[ReplicaId]:
-        """Report all replicas as present, and return those that the head refuses: it has removed them, or is another
-        head. They are no members from now on. A missing answer has no effect.
+        """Report all replicas as present. Return and drop those that the head refuses: it has removed them, or is
+        another head.
         """
         for place in self.places.values():
             self._send(place.present)
-        refused = {message.ticket for message in self._receive(ASK_AGAIN_S) if isinstance(message, Refusal)}
-        unknown = sorted(slot for slot, place in self.places.items() if place.ticket in refused)
+        refused = {message.ticket for message in self._receive(RETRY_S) if isinstance(message, Refusal)}
+        unknown = sorted(slot for slot, place in self.places.items() if place.joined.ticket in refused)
         for slot in unknown:
             del self.places[slot]
         return unknown

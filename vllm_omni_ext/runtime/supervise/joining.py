@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ import zmq
 from msgspec import Struct
 
 from vllm_omni_ext import __version__
-from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, Socket, answer_handshake, listen
+from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, answer_handshake, listen
 from vllm_omni_ext.coordinator.members import Member
 from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Channel, Count, Malformed, Message, Name, Seconds, Text, encode
 from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
@@ -175,12 +176,7 @@ class _Entry:
 
 
 class Refusals:
-    """Logs refusals of replicas and chooses the reason that a refused replica receives.
-
-    Args:
-        with_reason: replies state the reason, since clients have the secret.
-        clock: seconds, monotonic.
-    """
+    """Logs refusals, and chooses the text for refused replicas: the reason only if they have the secret."""
 
     def __init__(self, *, with_reason: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._with_reason = with_reason
@@ -189,11 +185,7 @@ class Refusals:
         self._unlogged = 0
 
     def words(self, subject: str, reason: str) -> str:
-        """Log a refusal and return the text of the reply.
-
-        Args:
-            subject: the refused replica, e.g. "a replica of 10.0.0.2".
-        """
+        """Log a refusal of `subject` and return the text of the reply."""
         now = self._clock()
         if now < self._logged + LOG_EVERY_S:
             self._unlogged += 1
@@ -235,16 +227,10 @@ class JoinServer:
         self._keys = Keys.read(config.cluster_secret_file)
         self._refusals = Refusals(with_reason=self._keys is not None)
         self._context: zmq.Context[Any] = zmq.Context()
+        bind = partial(listen, self._context, limit=MAX_FRAME_BYTES, queued=QUEUED_ANSWERS)
         try:
-            self._zap = listen(self._context, zmq.REP, ZAP_ADDRESS, None, limit=MAX_FRAME_BYTES, queued=QUEUED_ANSWERS)
-            self._socket: Socket = listen(
-                self._context,
-                zmq.ROUTER,
-                endpoint(config.master_address, config.master_port),
-                self._keys,
-                limit=MAX_FRAME_BYTES,
-                queued=QUEUED_ANSWERS,
-            )
+            self._zap = bind(zmq.REP, ZAP_ADDRESS, None)
+            self._socket = bind(zmq.ROUTER, endpoint(config.master_address, config.master_port), self._keys)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -340,19 +326,18 @@ class JoinServer:
 
     def _ready(self, entry: _Entry, message: Present) -> None:
         entry.ready = True
-        about = ReplicaInfo(host=entry.host, pid=message.pid, restarts=message.restarts)
-        self._servers.ready(entry.member.id, about)
+        replica, about = entry.member.id, ReplicaInfo(host=entry.host, pid=message.pid, restarts=message.restarts)
+        self._servers.ready(replica, about)
         verb = "is up again" if message.restarts else "has joined"
-        self._tell(f"replica {entry.member.id} of {entry.host} {verb} (process {message.pid})")
+        self._tell(f"replica {replica} of {entry.host} {verb} (process {message.pid})")
 
     def _end(self, ticket: str, reason: str, *, again: bool, log_file: str = "") -> None:
         entry = self._entries.pop(ticket)
         replica = entry.member.id
         self._servers.ended(replica, reason, again=again)
-        then = f"it is {'' if again else 'not '}started again there" + (
-            f"; its log there: {log_file}" if log_file else ""
-        )
-        self._tell(f"error: replica {replica} of {entry.host} is gone: {reason}; {then}")
+        then = f"it is {'' if again else 'not '}started again there"
+        log_text = f"; its log there: {log_file}" if log_file else ""
+        self._tell(f"error: replica {replica} of {entry.host} is gone: {reason}; {then}{log_text}")
         self._coordination.leave(replica)
 
     def _join(self, message: Join) -> Joined | Refusal:
