@@ -33,7 +33,7 @@ from vllm_omni_ext.runtime.control import (
     receive_descriptors,
     send_descriptors,
 )
-from vllm_omni_ext.runtime.supervise import api_servers
+from vllm_omni_ext.runtime.supervise import api_servers, process_watcher
 from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
 
 pytestmark = pytest.mark.engine

@@ -16,6 +16,7 @@ from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
+from vllm_omni_ext.runtime.supervise import process_watcher
 from vllm_omni_ext.runtime.supervise.process_watcher import Exited, Final, ReplicaSupervisor
 
 A, B, C = (ReplicaId("talker", i) for i in range(3))

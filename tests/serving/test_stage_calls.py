@@ -17,6 +17,7 @@ from vllm.entrypoints.serve.profile.api_router import router as profile
 
 from tests.runtime.test_calls import Bench, targeted
 from tests.serving.conftest import asking
+from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.runtime.control import NOTHING_CHANGED, Change, OperatorState
 from vllm_omni_ext.serving.adapters import Adapters, router
 from vllm_omni_ext.serving.operator_calls import add_routes

@@ -25,7 +25,8 @@ from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.runtime.client.calls import Replies, failed
 from vllm_omni_ext.runtime.client.replica_connections import Connections
 from vllm_omni_ext.runtime.control import Adapter, AdapterLoaded, AdapterUnloaded
-from vllm_omni_ext.serving.operator_calls import TARGETS, KnownParameters, Targets, named_in, refusing, report
+from vllm_omni_ext.serving.operator_calls import TARGETS, Targets, known_parameters, named_in, report
+from vllm_omni_ext.serving.responses import BadRequest
 
 NS_PER_NUMBER = 1_000_000
 """Numbers of adapters begin with the time of the API server's start, in milliseconds."""

@@ -30,7 +30,7 @@ from vllm_omni_ext.wire.envelope import StageError
 log = logging.getLogger(__name__)
 
 
-Job = Drawing | Reply
+Job: TypeAlias = Drawing | Reply
 """A request of the stage. Its next work is a turn (`needs_turn`), a denoise step (`denoises`) or a token (`writes`)."""
 
 _FATAL = (torch.AcceleratorError,)

@@ -113,7 +113,7 @@ class Client(AsyncMPClient):
         """Wait until the engine's ready message has arrived, and leave the message for vLLM to read."""
         socket: zmq.Socket[bytes] = zmq.Socket.shadow(self.input_socket)
         if not socket.poll(int(limit_s * 1000), zmq.POLLIN):
-            raise TimeoutError(f"an engine was not ready within {limit_s:g} s (startup_timeout_s)")
+            raise TimeoutError(f"an engine was not ready within {limit_s:g} s (timeouts.startup_timeout_s)")
 
     def _apply_ready_response(self, payload: bytes) -> None:
         self.ready_response = payload

@@ -122,7 +122,7 @@ class Connections:
     @property
     def keys(self) -> Keys | None:
         """CURVE keys of connections over TCP; None without a secret."""
-        return Keys.read(self.plan.config.cluster_secret_file)
+        return Keys.read(self.plan.config.cluster.cluster_secret_file)
 
     def connect_all(self) -> dict[ReplicaId, StockReplica]:
         """Connect to the replicas that run at the start."""

@@ -188,7 +188,9 @@ class Deployment:
 
         def bind(client: int, kind: int) -> ZmqListener:
             if host is not None:
-                return bind_within(self.plan.config.ports, lambda port: make_zmq_listener(endpoint(host, port), kind))
+                return bind_within(
+                    self.plan.config.cluster.ports, lambda port: make_zmq_listener(endpoint(host, port), kind)
+                )
             unique = f"{replica.stage}-{replica.index}-{client}-{time.monotonic_ns()}"
             return make_zmq_listener(f"ipc://{self.folder}/{unique}-{'i' if kind == zmq.ROUTER else 'o'}", kind)
 
@@ -304,9 +306,9 @@ class Deployment:
             config = self.plan.config
             if late.is_set():
                 raise StartFailed(
-                    f"it was not ready after {config.startup_timeout_s:g} s (startup_timeout_s)"
+                    f"it was not ready after {config.timeouts.startup_timeout_s:g} s (timeouts.startup_timeout_s)"
                 ) from error
-            process.join(config.shutdown_timeout_s)
+            process.join(SHUTDOWN_TIMEOUT_S)
             raise StartFailed(f"{how_it_ended(process.exitcode)} while starting") from error
         finally:
             timer.cancel()

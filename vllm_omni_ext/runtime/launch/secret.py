@@ -60,11 +60,11 @@ def with_secret(plan: Plan, *, headless: bool, tell: Callable[[str], None]) -> P
         file = Path(cluster.cluster_secret_file).expanduser()
         if read_by_others(file):
             tell(f"warning: the cluster secret can be read by other users: chmod 600 {file}")
-    elif headless and not is_here(config.master_address):
+    elif headless and not is_here(cluster.master_address):
         found = find()
         if found is None:
             raise ConfigError(
-                f"cluster secret: the head at {config.master_address} is on another host, and its secret is not here. "
+                f"cluster secret: the head at {cluster.master_address} is on another host, and its secret is not here. "
                 f"There: scp {default_file()} THIS_HOST:cluster.secret; here: {FLAG} cluster.secret. "
                 f"If the head has none: {WITHOUT}"
             )
@@ -73,7 +73,7 @@ def with_secret(plan: Plan, *, headless: bool, tell: Callable[[str], None]) -> P
         file, made = find_or_make()
         if not headless:
             line = f"cluster secret: {file}{' (made now)' if made else ''}; this user's replicas on this host find it"
-            if not is_loopback(config.master_address):
+            if not is_loopback(cluster.master_address):
                 line += f"; other hosts: scp {file} HOST:cluster.secret, and there {FLAG} cluster.secret"
             tell(line)
     Keys.read(str(file))

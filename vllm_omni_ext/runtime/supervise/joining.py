@@ -213,10 +213,10 @@ class JoinServer:
         *,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        config = plan.config
-        assert config.master_address is not None and config.master_port is not None
+        cluster = plan.config.cluster
+        assert cluster.master_address is not None and cluster.master_port is not None
         self._plan = plan
-        self._host = config.master_address
+        self._host = cluster.master_address
         self._coordination = coordination
         self._replica_supervisor = replica_supervisor
         self._servers = servers
@@ -224,13 +224,13 @@ class JoinServer:
         self._expected = expected
         self._entries: dict[str, _Entry] = {}
         self.dropped = 0
-        self._keys = Keys.read(config.cluster_secret_file)
+        self._keys = Keys.read(cluster.cluster_secret_file)
         self._refusals = Refusals(with_reason=self._keys is not None)
         self._context: zmq.Context[Any] = zmq.Context()
         bind = partial(listen, self._context, limit=MAX_FRAME_BYTES, queued=QUEUED_ANSWERS)
         try:
             self._zap = bind(zmq.REP, ZAP_ADDRESS, None)
-            self._socket = bind(zmq.ROUTER, endpoint(config.master_address, config.master_port), self._keys)
+            self._socket = bind(zmq.ROUTER, endpoint(cluster.master_address, cluster.master_port), self._keys)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -368,10 +368,12 @@ class JoinServer:
             drain_s=self._coordination.timing.drain_s,
         )
         self._entries[message.ticket] = _Entry(member, message.host, answer)
-        self._replica_supervisor.after(self._plan.config.startup_timeout_s, lambda: self._expire(message.ticket))
+        self._replica_supervisor.after(
+            self._plan.config.timeouts.startup_timeout_s, lambda: self._expire(message.ticket)
+        )
         return answer
 
     def _expire(self, ticket: str) -> None:
         entry = self._entries.get(ticket)
         if entry is not None and not entry.ready:
-            self._end(ticket, "it has not become ready in time (startup_timeout_s)", again=False)
+            self._end(ticket, "it has not become ready in time (timeouts.startup_timeout_s)", again=False)

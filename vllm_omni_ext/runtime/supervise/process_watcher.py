@@ -27,7 +27,8 @@ from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
 from vllm_omni_ext.runtime.launch.launcher import Deployment
 from vllm_omni_ext.topology.placement import Turns
 
-LONGEST_PAUSE_S = 30.0
+RESTART_WINDOW_S, RESTART_BACKOFF_S, LONGEST_PAUSE_S = 600.0, 1.0, 30.0
+"""The time in which `restart_limit` counts, and the first and the longest pause before a restart."""
 
 DOUBLINGS = 64
 """More doublings than any pause needs to reach the longest one; bounds the exponent."""

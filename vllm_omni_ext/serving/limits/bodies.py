@@ -246,7 +246,7 @@ class _Body:
         body = message.get("body", b"")
         self._received += len(body)
         if max(self._declared, self._received) > self._most:
-            raise RefusedBody(f"may have {self._most // MIB} MiB (max_body_mib of the stage config)")
+            raise RefusedBody(f"may have {self._most // MIB} MiB (limits.max_body_mib)")
         if self._may_be_form and (begin := body.lstrip()[:1]):
             self._may_be_form = False
             if begin not in b"{[":
