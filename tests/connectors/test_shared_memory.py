@@ -15,7 +15,7 @@ import torch
 
 from vllm_omni_ext.connectors import shared_memory
 from vllm_omni_ext.connectors.base import ConnectorConfig, Forgotten, ProducerLost
-from vllm_omni_ext.connectors.conformance import EDGE, PATIENCE_S, child, consume, eventually, produce
+from vllm_omni_ext.connectors.conformance import EDGE, PATIENCE_S, Child, consume, eventually, produce
 from vllm_omni_ext.connectors.shared_memory import SharedConsumer, SharedMemory, SharedProducer, memory_socket
 from vllm_omni_ext.connectors.zmq_transport import parse
 
@@ -46,7 +46,7 @@ def sockets() -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other programs and the server that forks the tests' processes have files in the temporary folder."""
-    with child(consume, CONFIG):
+    with Child(consume, CONFIG):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
@@ -78,7 +78,7 @@ def test_no_chunk_makes_a_file_or_a_descriptor(
 
 def test_nothing_is_left_when_both_ends_are_killed() -> None:
     before = files()
-    with child(produce, CONFIG) as writer, child(consume, CONFIG) as reader:
+    with Child(produce, CONFIG) as writer, Child(consume, CONFIG) as reader:
         source = writer.receive()
         writer.pipe.send(("a", 5, 10_000))
         writer.receive()

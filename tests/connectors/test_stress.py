@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm_omni_ext.connectors.base import MIB, ConnectorConfig, ConnectorError
-from vllm_omni_ext.connectors.conformance import EDGE, PATIENCE_S, Child, child, consume, eventually
+from vllm_omni_ext.connectors.conformance import EDGE, PATIENCE_S, Child, consume, eventually
 from vllm_omni_ext.connectors.registry import connector
 
 WAVES, WAVE, CHUNKS, ROWS = 50, 20, 4, 3000
@@ -142,7 +142,7 @@ def shared() -> set[str]:
 @pytest.mark.parametrize("name", ["shared_memory", "tcp"])
 def test_each_request_is_read_whole_or_was_forgotten_or_is_lost_with_its_producer(name: str) -> None:
     config = ConnectorConfig(name=name, capacity_bytes=4 * MIB)
-    with child(consume, config):  # the server that forks the tests' processes has files of its own
+    with Child(consume, config):  # the server that forks the tests' processes has files of its own
         before = shared()
     Storm(config).run()
     assert shared() == before

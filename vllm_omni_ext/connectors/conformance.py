@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -92,7 +91,7 @@ def consume(config: ConnectorConfig, pipe: Any) -> None:
 
 
 class Child:
-    """A child process of the tests."""
+    """A child process of the tests, which is killed at the end of a `with` block."""
 
     def __init__(self, target: Callable[[ConnectorConfig, Any], None], config: ConnectorConfig) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -120,15 +119,11 @@ class Child:
         self.process.join()
         self.pipe.close()
 
+    def __enter__(self) -> Child:
+        return self
 
-@contextmanager
-def child(target: Callable[[ConnectorConfig, Any], None], config: ConnectorConfig) -> Iterator[Child]:
-    """Start a process that is killed at the end of the block."""
-    made = Child(target, config)
-    try:
-        yield made
-    finally:
-        made.kill()
+    def __exit__(self, *error: object) -> None:
+        self.kill()
 
 
 class Conformance:
@@ -306,7 +301,7 @@ class Conformance:
             assert time.monotonic() - since < NOTICED_S
 
     def test_between_processes(self) -> None:
-        with child(produce, self.config) as writer, child(consume, self.config) as reader:
+        with Child(produce, self.config) as writer, Child(consume, self.config) as reader:
             source = writer.receive()
             writer.pipe.send(("a", 5, 100))
             writer.receive()
@@ -314,7 +309,7 @@ class Conformance:
             assert reader.receive() == [index * 6400.0 for index in range(5)]
 
     def test_a_stopped_producer_is_waited_for_until_the_deadline(self) -> None:
-        with child(produce, self.config) as writer, connector(self.config).consumer(EDGE) as consumer:
+        with Child(produce, self.config) as writer, connector(self.config).consumer(EDGE) as consumer:
             source = writer.receive()
             for request, rows in (("a", 10), ("b", 20)):
                 writer.pipe.send((request, 1, rows))
@@ -330,7 +325,7 @@ class Conformance:
             assert torch.equal(consumer.get(source, "b", 0, PATIENCE_S), torch.zeros(20, 64)), "a late reply was taken"
 
     def test_a_killed_producer_is_noticed(self) -> None:
-        with child(produce, self.config) as writer, connector(self.config).consumer(EDGE) as consumer:
+        with Child(produce, self.config) as writer, connector(self.config).consumer(EDGE) as consumer:
             source = writer.receive()
             writer.pipe.send(("a", 1, 10))
             writer.receive()
@@ -346,7 +341,7 @@ class Conformance:
                 assert time.monotonic() - since < NOTICED_S
 
     def test_a_killed_consumer_is_replaced(self) -> None:
-        with connector(self.config).producer(EDGE) as producer, child(consume, self.config) as first:
+        with connector(self.config).producer(EDGE) as producer, Child(consume, self.config) as first:
             for index in range(3):
                 producer.put("a", index, torch.full((4,), float(index)))
             first.pipe.send(("a", producer.address, 3))

@@ -25,7 +25,7 @@ import torch
 from vllm_omni_ext.connectors.arena import Arena
 from vllm_omni_ext.connectors.base import Connector, ConnectorConfig, ConnectorError, DeadlinePassed, ProducerLost
 from vllm_omni_ext.connectors.tcp import listening
-from vllm_omni_ext.connectors.zmq_transport import Link, LinkedConsumer, LinkedProducer, bytes_of, copy_bytes, empty
+from vllm_omni_ext.connectors.zmq_transport import ArenaProducer, Link, LinkedConsumer, bytes_of, copy_bytes, empty
 from vllm_omni_ext.errors import ConfigError
 
 HANDSHAKE = "P2PHANDSHAKE"
@@ -84,26 +84,17 @@ class Registered:
             self.address = 0
 
 
-class MooncakeProducer(LinkedProducer):
+class MooncakeProducer(ArenaProducer):
     """Keeps chunks in registered memory, from which consumers read them."""
 
     def __init__(self, edge: str, config: ConnectorConfig) -> None:
-        self._arena = Arena(config.capacity_bytes)
-        self._registered = Registered(config, self._arena.capacity)
-        super().__init__(edge, config, bind=listening(config))
+        arena = Arena(config.capacity_bytes)
+        self._registered = Registered(config, arena.capacity)
+        super().__init__(edge, config, arena, self._registered.array, bind=listening(config))
 
     def close(self) -> None:
         super().close()
         self._registered.close()
-
-    def _keep(self, data: Any) -> Any:
-        place = self._arena.take(data.nbytes)
-        if place is not None:
-            copy_bytes(self._registered.array[place : place + data.nbytes], data)
-        return place
-
-    def _free(self, kept: Any) -> None:
-        self._arena.free(kept)
 
     def _sent(self, kept: Any) -> tuple[int, str, list[Any]]:
         return self._registered.address + kept, self._registered.session, []

@@ -24,7 +24,7 @@ import torch
 
 from vllm_omni_ext.connectors.arena import Arena
 from vllm_omni_ext.connectors.base import Connector, ConnectorConfig, ProducerLost
-from vllm_omni_ext.connectors.zmq_transport import Link, LinkedConsumer, LinkedProducer, bytes_of, copy_bytes, empty
+from vllm_omni_ext.connectors.zmq_transport import ArenaProducer, Link, LinkedConsumer, bytes_of, copy_bytes, empty
 from vllm_omni_ext.encoding import Malformed
 
 F_SEAL_FUTURE_WRITE = 0x0010
@@ -52,15 +52,15 @@ def memory_socket(endpoint: str) -> str:
     return f"\0{endpoint.removeprefix('ipc://@')}-memory"
 
 
-class SharedProducer(LinkedProducer):
+class SharedProducer(ArenaProducer):
     """Owns the memory."""
 
     def __init__(self, edge: str, config: ConnectorConfig) -> None:
-        self._arena = Arena(config.capacity_bytes)
+        arena = Arena(config.capacity_bytes)
         name = f"omni-{secrets.token_hex(8)}"
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, self._arena.capacity)
-        self._view = np.frombuffer(mmap.mmap(self._fd, self._arena.capacity), np.uint8)
+        os.ftruncate(self._fd, arena.capacity)
+        memory = np.frombuffer(mmap.mmap(self._fd, arena.capacity), np.uint8)
         # A reader's mapping can neither lose its pages nor be written to.
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE)
         bind = f"ipc://@{name}"
@@ -68,7 +68,7 @@ class SharedProducer(LinkedProducer):
         self._counter.setblocking(False)
         self._counter.bind(memory_socket(bind))
         self._counter.listen()
-        super().__init__(edge, config, bind=bind, also=self._counter)
+        super().__init__(edge, config, arena, memory, bind=bind, also=self._counter)
 
     def close(self) -> None:
         super().close()
@@ -76,7 +76,7 @@ class SharedProducer(LinkedProducer):
             self._counter.close()
             os.close(self._fd)
             self._fd = -1
-            self._view = np.empty(0, np.uint8)  # frees the mapping
+            self.memory = np.empty(0, np.uint8)  # frees the mapping
 
     def _connected(self) -> None:
         """Send the file descriptor to a process of the same user."""
@@ -89,15 +89,6 @@ class SharedProducer(LinkedProducer):
                 socket.send_fds(connection, [b"."], [self._fd])
         except (OSError, Malformed) as error:
             self._count(Malformed(f"the memory was not sent: {error}"))
-
-    def _keep(self, data: Any) -> Any:
-        place = self._arena.take(data.nbytes)
-        if place is not None:
-            copy_bytes(self._view[place : place + data.nbytes], data)
-        return place
-
-    def _free(self, kept: Any) -> None:
-        self._arena.free(kept)
 
     def _sent(self, kept: Any) -> tuple[int, str, list[Any]]:
         return kept, "", []

@@ -32,7 +32,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from vllm_omni_ext.connectors import messages as wire
-from vllm_omni_ext.connectors.arena import room
+from vllm_omni_ext.connectors.arena import Arena, room
 from vllm_omni_ext.connectors.base import (
     MAX_NAME,
     BackPressure,
@@ -269,6 +269,27 @@ class LinkedProducer(Producer):
 
     def _connected(self) -> None:
         """Handle a connection to the socket `also`."""
+
+
+class ArenaProducer(LinkedProducer):
+    """A producer whose chunks are in one block of memory, which consumers read.
+
+    Attributes:
+        memory: the block, uint8.
+    """
+
+    def __init__(self, edge: str, config: ConnectorConfig, arena: Arena, memory: Any, **named: Any) -> None:
+        self._arena, self.memory = arena, memory
+        super().__init__(edge, config, **named)
+
+    def _keep(self, data: Any) -> Any:
+        place = self._arena.take(data.nbytes)
+        if place is not None:
+            copy_bytes(self.memory[place : place + data.nbytes], data)
+        return place
+
+    def _free(self, kept: Any) -> None:
+        self._arena.free(kept)
 
 
 class Link:

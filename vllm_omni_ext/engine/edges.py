@@ -49,11 +49,6 @@ class EdgeSender:
         self._sent: dict[str, _Sent] = {}
         self._numbers = itertools.count()
 
-    @property
-    def opened(self) -> bool:
-        """Return whether the producer has been created."""
-        return self._producer is not None
-
     def send(self, req_id: str, cut: ExportedSlice) -> HiddenStatesChunkReady | None:
         """Put the next hidden states of a request; return the message about them, or None if no consumer takes them.
 
@@ -86,9 +81,9 @@ class EdgeSender:
             for name in names:
                 self._producer.forget(name)
 
-    def held(self) -> int:
-        """Return how many requests have hidden states stored here."""
-        return 0 if self._producer is None else self._producer.stats().requests
+    def held(self) -> int | None:
+        """Return how many requests have hidden states stored here; None before the first."""
+        return None if self._producer is None else self._producer.stats().requests
 
     def _open(self) -> Producer:
         if self._producer is None:
@@ -134,11 +129,6 @@ class EdgeReceiver:
         self._consumer: Consumer | None = None
         self._taken: dict[str, _Taken] = {}
 
-    @property
-    def opened(self) -> bool:
-        """Return whether the consumer has been created."""
-        return self._consumer is not None
-
     def announce(self, req_id: str, ref: HiddenStatesRef) -> None:
         """Note how many hidden states of a request can be taken; those taken from another source before still count."""
         taken = self._taken.get(req_id)
@@ -178,11 +168,12 @@ class EdgeReceiver:
         if taken is not None:
             self._open().forget(taken.ref.source, taken.ref.name)
 
+    def held(self) -> int | None:
+        """Return how many requests receive hidden states; None before the first."""
+        return None if self._consumer is None else len(self._taken)
+
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._taken
-
-    def __len__(self) -> int:
-        return len(self._taken)
 
     def _take(self, taken: _Taken, deadline: float) -> list[torch.Tensor]:
         pieces = []

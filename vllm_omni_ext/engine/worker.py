@@ -276,7 +276,7 @@ class HiddenStatesExportWorker(StageWorker):
 
     def hidden_states_held(self) -> int | None:
         """Return how many requests have hidden states here; None before the first (read through `collective_rpc`)."""
-        return self._sender.held() if self._sender.opened else None
+        return self._sender.held()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run one step; a step with hidden states to export also computes the exported layer's output."""
@@ -385,7 +385,7 @@ class StreamingInputWorker(StageWorker):
 
     def hidden_states_open(self) -> int | None:
         """Return how many requests receive hidden states; None before the first (read through `collective_rpc`)."""
-        return len(self._receiver) if self._receiver is not None and self._receiver.opened else None
+        return None if self._receiver is None else self._receiver.held()
 
     def _open(self, req_id: str, params: Any) -> None:
         stage_input, _ = StageInput.of(params.extra_args)

@@ -108,14 +108,7 @@ class Preview(msgspec.Struct, frozen=True, kw_only=True, tag="preview"):
 
 DitAnswer = Drawn | Preview
 
-_DECODER = msgspec.msgpack.Decoder(DitAnswer)
-
-
-def encode(answer: DitAnswer) -> bytes:
-    """Return an answer as bytes; the stage sends them as a one-dimensional uint8 tensor."""
-    return msgspec.msgpack.encode(answer)
-
 
 def decode(data: bytes | memoryview) -> DitAnswer:
-    """Return the answer in these bytes; msgspec.DecodeError if they are none."""
-    return _DECODER.decode(data)
+    """Return the answer in these msgpack bytes; msgspec.DecodeError if they are none."""
+    return msgspec.msgpack.decode(data, type=DitAnswer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import torch
 
 from vllm_omni_ext.engine.plain_stage import Answer
@@ -15,7 +16,7 @@ from vllm_omni_ext.model_plugins.bagel.denoise import Evaluation, FinishedImage,
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.prefill import Prefill
 from vllm_omni_ext.model_plugins.bagel.prompts import ImagePlan, Prompts
-from vllm_omni_ext.model_plugins.bagel.requests.payloads import DitAnswer, Draw, Drawn, Preview, encode
+from vllm_omni_ext.model_plugins.bagel.requests.payloads import DitAnswer, Draw, Drawn, Preview
 from vllm_omni_ext.model_plugins.bagel.stages.segments import check, plan
 from vllm_omni_ext.model_plugins.bagel.text import RunningText
 from vllm_omni_ext.wire.envelope import StageProgress
@@ -156,4 +157,4 @@ def _bytes(finished: FinishedImage) -> bytes:
 
 
 def _answer(message: DitAnswer, *, last: bool = False) -> Answer:
-    return Answer(torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8), last=last)
+    return Answer(torch.frombuffer(bytearray(msgspec.msgpack.encode(message)), dtype=torch.uint8), last=last)

@@ -19,7 +19,6 @@ from vllm_omni_ext.model_plugins.bagel.images import resize
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import image_parameters
 from vllm_omni_ext.model_plugins.bagel.prompts import THINK_THEN_DRAW
-from vllm_omni_ext.model_plugins.bagel.requests import payloads
 from vllm_omni_ext.model_plugins.bagel.requests.flow import DrawFlow, ThinkFlow
 from vllm_omni_ext.model_plugins.bagel.requests.parts import picture_part, split_prompt, text_ids
 from vllm_omni_ext.model_plugins.bagel.requests.payloads import DitParams, Draw, Drawn, Picture, Text, last_size
@@ -198,7 +197,7 @@ def test_empty_and_too_long_prompts_are_refused(runtime: BagelRuntime) -> None:
 
 def test_answers_of_dit_are_decoded(two: BagelRuntime) -> None:
     answer = Drawn(height=16, width=16, pixels=bytes(768))
-    tensor = torch.from_numpy(np.frombuffer(payloads.encode(answer), np.uint8).copy())
+    tensor = torch.from_numpy(np.frombuffer(msgspec.msgpack.encode(answer), np.uint8).copy())
     assert two.decode("dit", tensor) == answer
 
 
