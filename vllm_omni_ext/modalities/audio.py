@@ -16,14 +16,7 @@ from vllm_omni_ext.metrics import GAP_S, counter, histogram
 from vllm_omni_ext.modalities.base import AUDIO, Assembled, Modality, ModalityStream, OutputChunk
 from vllm_omni_ext.modalities.chunks import AudioChunk
 from vllm_omni_ext.modalities.fields import choice, flag
-from vllm_omni_ext.modalities.sound import (
-    CHANNELS,
-    CHAT_FORMATS,
-    WAV,
-    Base64Pieces,
-    SoundStream,
-    encode_aside,
-)
+from vllm_omni_ext.modalities.sound import CHANNELS, CHAT_FORMATS, WAV, Base64Pieces, SoundStream, encode_aside
 
 KEYS = ("voice", "format")
 """Keys of OpenAI's object `audio`. The voice is a field of the model."""
@@ -166,9 +159,8 @@ class Audio(Modality):
         """Record when sound arrived, and how long a live player had no sound to play."""
         assert isinstance(chunk, AudioChunk)
         facts, samples = trace.facts, len(chunk.samples)
-        facts.setdefault("samples", 0)
-        facts.setdefault("seconds", 0.0)
-        facts.setdefault("underrun_s", 0.0)
+        if not facts:
+            facts |= {"samples": 0, "seconds": 0.0, "underrun_s": 0.0}
         facts["frames"] = frames_of(chunk)
         if samples:
             seconds, times = samples / chunk.sample_rate, trace.times

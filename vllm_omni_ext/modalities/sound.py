@@ -173,9 +173,8 @@ def pcm16(samples: Samples) -> bytes:
     Does not need libsndfile, so that bare samples can be streamed where only vLLM is installed.
     """
     scaled = np.clip(np.asarray(samples, np.float32), -1, 1)
-    np.rint(
-        np.multiply(scaled, np.float32(2**31), out=scaled), out=scaled
-    )  # libsndfile rounds to 32 bits, then truncates
+    # libsndfile rounds to 32 bits, then truncates.
+    np.rint(np.multiply(scaled, np.float32(2**31), out=scaled), out=scaled)
     np.floor(np.divide(scaled, np.float32(2**16), out=scaled), out=scaled)
     return np.minimum(scaled, 2**15 - 1, out=scaled).astype("<i2").tobytes()
 

@@ -173,11 +173,7 @@ def install(app: FastAPI, model: ServedModel, **stock: Any) -> None:
 
 
 async def read_images(request: ImageRequest, model: ServedModel) -> list[Job]:
-    """Read and check a request for pictures; return one job per picture.
-
-    Raises:
-        RequestError: a field is unknown or contradicts another one; names the field and the allowed values.
-    """
+    """Check a request for pictures; return one job per picture. RequestError names the field and the allowed values."""
     await refuse_long(model.omni, "prompt", request.prompt)
     validate_json_values(request.model_copy(update={"images": [], "mask": None}))
     request.size = None if request.size == AUTO else request.size
@@ -204,11 +200,7 @@ async def read_images(request: ImageRequest, model: ServedModel) -> list[Job]:
 
 
 async def read_form(raw_request: Request) -> ImageRequest:
-    """Read the form of an edit: files as PIL images, other parts as the fields of a body.
-
-    Raises:
-        RequestError: the body is not a form, or a part is wrong; names the part.
-    """
+    """Read the form of an edit: files as PIL images, other parts as a body's fields; RequestError names the part."""
     if not raw_request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise RequestError("body: must be multipart/form-data with the parts image and prompt", parameter="body")
     fields: dict[str, Any] = {}

@@ -59,11 +59,7 @@ Values = dict[str, tuple[str, Any]]
 
 
 def read_modalities(requested: Any, capabilities: Capabilities) -> tuple[str, ...]:
-    """Return the modalities of an answer; None takes the model's default.
-
-    Raises:
-        RequestError: the model has no such modality.
-    """
+    """Return the modalities of an answer, by default the model's; RequestError if the model has no such modality."""
     if requested is None:
         return capabilities.default_modalities
     allowed = ", ".join(capabilities.modalities)
@@ -85,11 +81,7 @@ def read_chunks(requested: Any) -> Mapping[str, Any]:
 
 
 class RequestFields:
-    """The request fields that a model declares.
-
-    Args:
-        kind: `ModelRuntime.fields`.
-    """
+    """The request fields that a model declares in `ModelRuntime.fields`."""
 
     def __init__(self, kind: type[BaseModel]) -> None:
         self._kind = kind
@@ -129,16 +121,16 @@ class RequestFields:
         try:
             checked = self._kind.model_validate(values, by_name=True, by_alias=False)
         except ValidationError as err:
-            raise _refusal(err, paths) from err
+            first = err.errors()[0]
+            field, *inside = [str(part) for part in first["loc"]] or [""]
+            name = ".".join([paths.get(field, field), *inside])
+            message = first["msg"].removeprefix("Value error, ")
+            raise RequestError(f"{name}: {message}, got {first['input']!r:.100}", parameter=name) from err
         return {field: getattr(checked, field) for field in values}, paths
 
 
 def check(runtime: ModelRuntime, options: RequestOptions, paths: Mapping[str, str]) -> None:
-    """Let the model check options; errors name a field as in the request.
-
-    Args:
-        paths: names in the request by field.
-    """
+    """Let the model check options; errors name a field as in the request, by `paths`."""
     try:
         runtime.validate(options)
     except RequestError as err:
@@ -164,15 +156,6 @@ def from_keywords(
     return options
 
 
-def _refusal(error: ValidationError, paths: Mapping[str, str]) -> RequestError:
-    """Return the first validation error as a RequestError."""
-    first = error.errors()[0]
-    field, *inside = [str(part) for part in first["loc"]] or [""]
-    name = ".".join([paths.get(field, field), *inside])
-    message = first["msg"].removeprefix("Value error, ")
-    return RequestError(f"{name}: {message}, got {first['input']!r:.100}", parameter=name)
-
-
 def named_stages(plan: Plan) -> list[StagePlan]:
     """Return the stages whose parameters are a field of a request, with the stage's name.
 
@@ -184,16 +167,12 @@ def named_stages(plan: Plan) -> list[StagePlan]:
 
 
 def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None) -> dict[str, Any]:
-    """Read parameters by stage, for stages where the request changes the configured ones.
+    """Return the parameters of each stage where the request changes the configured ones, of the stage's own type.
 
     `talker.x` overrides the stage's list entry, which overrides the request's own seed.
 
     Args:
         body: the request's fields that are not vLLM's, such as the names of stages.
-        seed: the request's own seed; stages without another seed use it too.
-
-    Returns:
-        `SamplingParams`, or the stage's own type, by stage.
 
     Raises:
         RequestError: names `stage.key`, or the key of the list.
@@ -276,11 +255,7 @@ def stage_param_names(stage: StagePlan) -> tuple[str, ...]:
 
 
 def _check_types(path: str, params: Any, stage: StagePlan, types: Mapping[str, tuple[TypeAdapter[Any], str]]) -> Values:
-    """Return the values of a request's object by name, with their types checked.
-
-    Args:
-        types: of vLLM's parameters.
-    """
+    """Return the values of a request's object by name; `types` has the types of vLLM's parameters."""
     if params is None:
         return {}
     sampled = stage.params_type == SAMPLING_PARAMS
@@ -308,15 +283,9 @@ def _build(name: str, stage: StagePlan, configured: Mapping[str, Any], requested
     kind = resolve(stage.params_type)
     try:
         return kind(**values) if stage.params_type == SAMPLING_PARAMS else msgspec.convert(values, kind)
-    except VLLMValidationError as err:
-        key = err.parameter if err.parameter in requested else _field_named_in(str(err), requested)
-        message, cause = str(err.args[0]), err
-    except ValueError as other:  # msgspec's errors are ValueErrors too
-        key, message, cause = _field_named_in(str(other), requested), str(other), other
-    path = requested[key][0] if key else name
-    raise RequestError(f"{path}: {message}", parameter=path) from cause
-
-
-def _field_named_in(message: str, requested: Values) -> str | None:
-    """Return the field that a message is about: vLLM and msgspec name the field in the text."""
-    return next((key for key in requested if key in message), None)
+    except (VLLMValidationError, ValueError) as err:  # msgspec's errors are ValueErrors too
+        message, key = str(err.args[0]), getattr(err, "parameter", None)
+        if key not in requested:  # vLLM and msgspec name the field in the text
+            key = next((each for each in requested if each in str(err)), None)
+        path = requested[key][0] if key else name
+        raise RequestError(f"{path}: {message}", parameter=path) from err

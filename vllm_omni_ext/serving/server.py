@@ -93,7 +93,9 @@ def serve(plan: Plan, args: Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         sock.close()
         return FAILED
-    share_metrics(folder.path)
+    metrics = os.environ.get(DIRECTORY) or os.path.join(folder.path, "metrics")
+    os.makedirs(metrics, exist_ok=True)
+    share(metrics)  # every API server answers `/metrics` with the metrics of all, also of those that have died
     for line in unshared_caches(plan):
         print_status(line)
     try:
@@ -105,13 +107,6 @@ def serve(plan: Plan, args: Namespace) -> int:
     finally:
         folder.remove()
         sock.close()
-
-
-def share_metrics(folder: str) -> None:
-    """Make every API server answer `/metrics` with the metrics of all, also of those that have died."""
-    directory = os.environ.get(DIRECTORY) or os.path.join(folder, "metrics")
-    os.makedirs(directory, exist_ok=True)
-    share(directory)
 
 
 class Head:
@@ -154,13 +149,10 @@ class Head:
                 )
                 end_processes(list(self._servers.processes.values()), self._deployment.drain_s + GRACE_S)
         finally:
-            self._close()
-
-    def _close(self) -> None:
-        self._open.close()
-        if self._replica_supervisor is not None:
-            self._replica_supervisor.join()
-        self._coordination.close()
+            self._open.close()
+            if self._replica_supervisor is not None:
+                self._replica_supervisor.join()
+            self._coordination.close()
 
     def serve(self, listen_address: str, sock: socket.socket, args: Namespace) -> int:
         """Start everything and run until an essential process ends; a signal raises SystemExit."""
@@ -283,17 +275,14 @@ def quiet() -> Iterator[None]:
     The HTTP server's messages about its start and end stay hidden after the block; requests have a separate logger.
     """
     logger = logging.getLogger("vllm")
-    logging.getLogger("uvicorn.error").addFilter(_is_wrong)  # the HTTP server resets the logger's level
+    # A filter, because the HTTP server resets the level of its logger.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.levelno >= logging.WARNING)
     before = logger.level
     logger.setLevel(logging.WARNING)
     try:
         yield
     finally:
         logger.setLevel(before)
-
-
-def _is_wrong(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING
 
 
 async def _api_server(
@@ -324,11 +313,7 @@ async def _api_server(
 
 
 class HeadConnection:
-    """An API server's end of the pipe to the head; executes the head's commands.
-
-    Args:
-        apply: acts on an operator's change.
-    """
+    """An API server's end of the pipe to the head; executes the head's commands."""
 
     def __init__(
         self, replica_connections: ReplicaConnections, control: Connection, *, apply: Callable[[Change], None]

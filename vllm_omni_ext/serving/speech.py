@@ -20,14 +20,7 @@ from vllm_omni_ext.modalities.audio import checked_voice, frames_of
 from vllm_omni_ext.modalities.base import AUDIO
 from vllm_omni_ext.modalities.chunks import AudioChunk
 from vllm_omni_ext.modalities.fields import choice
-from vllm_omni_ext.modalities.sound import (
-    SPEECH_FORMATS,
-    WAV,
-    Base64Pieces,
-    Encoding,
-    SoundStream,
-    encode_aside,
-)
+from vllm_omni_ext.modalities.sound import SPEECH_FORMATS, WAV, Base64Pieces, Encoding, SoundStream, encode_aside
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
 from vllm_omni_ext.serving.direct import DirectAnswer, DirectServing, only
 from vllm_omni_ext.serving.limits.texts import refuse_long
@@ -143,11 +136,7 @@ def install(app: FastAPI, model: ServedModel, **stock: Any) -> None:
 
 
 async def read_speech(request: SpeechRequest, model: ServedModel) -> SpeechAnswer:
-    """Read and check a speech request.
-
-    Raises:
-        RequestError: a field is unknown or contradicts another one; names the field and the allowed values.
-    """
+    """Read and check a speech request; RequestError names the field and the allowed values."""
     await refuse_long(model.omni, INPUT, request.input)
     validate_json_values(request)
     sound_format = choice("response_format", request.response_format, SPEECH_FORMATS)

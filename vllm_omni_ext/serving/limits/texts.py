@@ -81,13 +81,10 @@ async def _handler(request: Request, error: VLLMValidationError) -> Response:
 
 
 async def refuse_long(omni: AsyncOmni, name: str, text: str) -> None:
-    """Refuse a text that is too long for every stage, before all of it is tokenized.
+    """Raise RequestError for a text that exceeds the frontend's context, before all of it is tokenized.
 
     Args:
         name: the text's field.
-
-    Raises:
-        RequestError: the text has more characters, or more tokens, than the frontend's context.
     """
     most, tokenizer = omni.model_config.max_model_len, omni.renderer.get_tokenizer()
     if len(text) > (longest := most * tokenizer.max_chars_per_token):
