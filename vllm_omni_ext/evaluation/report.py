@@ -33,11 +33,9 @@ class Comparison:
     """Paired comparison of a run with an earlier one of the same items.
 
     Attributes:
-        items: number of these items.
         difference: mean of (this run's score - the earlier one's), item by item.
-        better, worse: items that score higher, and lower, than before.
-        p: probability of a split at least as uneven if both were equally good (exact sign test; for scores of 0 and 1
-            that is McNemar's test).
+        better, worse: numbers of items that score higher, and lower, than before.
+        p: of the exact sign test (for scores of 0 and 1, McNemar's test).
     """
 
     items: int
@@ -71,12 +69,7 @@ def compare(scores: Mapping[str, float], earlier: Mapping[str, float]) -> Compar
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """An item's score.
-
-    Attributes:
-        heard: the recogniser's text of the answer's sound, if that was compared.
-        sound: SHA-256 of the answer's sound, to compare servers by; None without sound.
-    """
+    """An item's score, with the recogniser's text of the sound (`heard`) and SHA-256 of the sound (`sound`)."""
 
     id: str
     score: float
@@ -87,11 +80,7 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """The scores of one server; the JSON file is a list of these.
-
-    Attributes:
-        digest: of the suite (`Suite.digest`).
-    """
+    """The scores of one server, and `Suite.digest`; the JSON file is a list of these."""
 
     suite: str
     digest: str
@@ -150,19 +139,14 @@ def junit(verdicts: list[Verdict]) -> bytes:
     for verdict in verdicts:
         failed = [item for item in verdict.run.items if item.error or not item.score]
         counts = {"tests": str(len(verdict.run.items) + 1), "failures": str(len(failed) + bool(verdict.problems))}
-        suite = ElementTree.SubElement(
-            root, "testsuite", {"name": _for_xml(f"{verdict.run.suite} {verdict.run.server}"), **counts}
-        )
-        for item in verdict.run.items:
-            case = ElementTree.SubElement(
-                suite, "testcase", classname=_for_xml(verdict.run.suite), name=_for_xml(item.id)
-            )
-            if item in failed:
-                message = _for_xml(item.error or f"scored 0: {item.heard or item.text}")
-                ElementTree.SubElement(case, "failure", message=message)
-        whole = ElementTree.SubElement(suite, "testcase", classname=_for_xml(verdict.run.suite), name="the suite")
-        if verdict.problems:
-            ElementTree.SubElement(whole, "failure", message=_for_xml("; ".join(verdict.problems)))
+        name = verdict.run.suite
+        suite = ElementTree.SubElement(root, "testsuite", {"name": _for_xml(f"{name} {verdict.run.server}"), **counts})
+        failures = {item.id: item.error or f"scored 0: {item.heard or item.text}" for item in failed}
+        cases = [(item.id, failures.get(item.id, "")) for item in verdict.run.items]
+        for case, message in [*cases, ("the suite", "; ".join(verdict.problems))]:
+            test = ElementTree.SubElement(suite, "testcase", classname=_for_xml(name), name=_for_xml(case))
+            if message:
+                ElementTree.SubElement(test, "failure", message=_for_xml(message))
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
 
 

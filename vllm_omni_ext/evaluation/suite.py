@@ -19,7 +19,6 @@ Scorer = Literal["exact", "words", "choice"]
 MEDIA = ("image_url", "input_audio", "video_url")
 """Content parts whose file may be named by a path."""
 
-
 Content = str | list[dict[str, Any]]
 
 

@@ -76,7 +76,10 @@ async def run_app(
         ready: called when requests will be answered.
     """
     try:
-        await _forget_dummies(omni)
+        if omni.connections.ready_responses is None:
+            await omni.reset_mm_cache()  # has dummy data from the start of the replicas
+        else:  # running replicas have reset theirs already, and serve other API servers
+            await omni.renderer.clear_mm_cache_async()
         app = await make_app(omni, args)
         malloc_trim()
         with video.install(), media.install(omni.plan.config.allow_private_media):
@@ -87,14 +90,6 @@ async def run_app(
             await shutdown
     finally:
         sock.close()
-
-
-async def _forget_dummies(omni: AsyncOmni) -> None:
-    """Remove the dummy data of the start-up from the multimodal caches."""
-    if omni.connections.ready_responses is None:
-        await omni.reset_mm_cache()
-    else:  # running replicas have done so already, and serve other API servers
-        await omni.renderer.clear_mm_cache_async()
 
 
 async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
@@ -173,17 +168,17 @@ def add_chat_fields(app: FastAPI, model: ServedModel) -> None:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            page = stock()
-            fields, definitions = chat_fields(model)
-            page["components"]["schemas"] |= definitions
-            page["components"]["schemas"][CHAT]["properties"] |= fields
+            schemas = stock()["components"]["schemas"]
+            declared = model.runtime.fields.model_json_schema(by_alias=False, ref_template=COMPONENTS)
+            schemas[CHAT]["properties"] |= chat_fields(model) | declared.get("properties", {})
+            schemas |= declared.get("$defs", {})
         return stock()
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def chat_fields(model: ServedModel) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return JSON schemas of the fields by name, and the definitions that they refer to."""
+def chat_fields(model: ServedModel) -> dict[str, Any]:
+    """Return the JSON schemas, by name, of the fields that are neither vLLM's nor declared by the model."""
     names = list(model.capabilities.modalities)
     fields: dict[str, Any] = {
         MODALITIES: {"type": "array", "items": {"type": "string", "enum": names}},
@@ -196,7 +191,5 @@ def chat_fields(model: ServedModel) -> tuple[dict[str, Any], dict[str, Any]]:
         if parameters:
             fields[stage.model_stage] = {"type": "object", "properties": parameters, "additionalProperties": False}
     for name in names:
-        for field in model.modalities[name].body_fields:
-            fields[field] = {"description": f"of the modality {name}"}
-    declared = model.runtime.fields.model_json_schema(by_alias=False, ref_template=COMPONENTS)
-    return fields | declared.get("properties", {}), declared.get("$defs", {})
+        fields |= {field: {"description": f"of the modality {name}"} for field in model.modalities[name].body_fields}
+    return fields
