@@ -29,25 +29,9 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import die_with_parent, end_processes
 from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.metrics import DIRECTORY, mark_dead, share
+from vllm_omni_ext.runtime import control as messages
 from vllm_omni_ext.runtime.client.replica import StockReplica
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaConnections, ReplicaInfo
-from vllm_omni_ext.runtime.control import (
-    Change,
-    ChangeApplied,
-    Message,
-    OperatorChange,
-    ReplicaConnected,
-    ReplicaEnded,
-    ReplicaReady,
-    ReplicaStarted,
-    ReplicaStarting,
-    ServerLost,
-    ServerReady,
-    Servers,
-    decode,
-    encode,
-    receive_descriptors,
-)
 from vllm_omni_ext.runtime.launch.folders import PrivateFolder
 from vllm_omni_ext.runtime.launch.launcher import Deployment
 from vllm_omni_ext.runtime.launch.progress import print_status, spinner
@@ -302,7 +286,7 @@ async def _api_server(
     head.start()
 
     def ready() -> None:
-        head.send(ServerReady())
+        head.send(messages.ServerReady())
         asyncio.get_running_loop().call_soon(started)  # after vLLM has listed its routes
 
     try:
@@ -334,46 +318,46 @@ class HeadConnection:
         """Stop reading."""
         self._replica_connections.loop.remove_reader(self._control.fileno())
 
-    def send(self, message: Message) -> None:
+    def send(self, message: messages.Message) -> None:
         """Send a message to the head; if the head has ended, this process is about to end too."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._control.send_bytes(encode(message))
+            self._control.send_bytes(messages.encode(message))
 
     async def change(self, change: Change) -> None:
         """Make an operator's change in all API servers; returns when all of them act on it."""
         change_id, complete = uuid.uuid4().hex, self._replica_connections.loop.create_future()
         self._incomplete[change_id] = complete
-        self.send(OperatorChange(change_id, change))
+        self.send(messages.OperatorChange(change_id, change))
         await complete
 
     def _connected(self, replica: StockReplica) -> None:
-        self.send(ReplicaConnected(replica.id, replica.client.ready_response))
+        self.send(messages.ReplicaConnected(replica.id, replica.client.ready_response))
 
     def _read_message(self) -> None:
         try:
-            message = decode(self._control.recv_bytes())
+            message = messages.decode(self._control.recv_bytes())
         except (EOFError, ConnectionResetError):  # the head has ended, and this process ends with it
             self.stop()
             return
         match message:
-            case ReplicaStarting(replica):
+            case messages.ReplicaStarting(replica):
                 self._replica_connections.starting(replica)
-            case ReplicaStarted(replica, pid):
+            case messages.ReplicaStarted(replica, pid):
                 self._replica_connections.started(replica, pid)
-            case ReplicaReady(replica, host, pid, restarts, input_address, output_address):
-                sockets = (socket.socket(fileno=number) for number in receive_descriptors(self._control, 2))
+            case messages.ReplicaReady(replica, host, pid, restarts, input_address, output_address):
+                sockets = (socket.socket(fileno=number) for number in messages.receive_descriptors(self._control, 2))
                 listeners = ZmqListener(input_address, next(sockets)), ZmqListener(output_address, next(sockets))
                 self._replica_connections.ready(replica, ReplicaInfo(host=host, pid=pid, restarts=restarts), listeners)
-            case ReplicaEnded(replica, reason, again):
+            case messages.ReplicaEnded(replica, reason, again):
                 self._replica_connections.ended(replica, reason, again=again)
-            case ServerLost(index, at):
+            case messages.ServerLost(index, at):
                 self._replica_connections.forget_requests_of(index, at)
-            case Servers(servers):
+            case messages.Servers(servers):
                 self._replica_connections.servers = servers
-            case OperatorChange(change_id, change):
+            case messages.OperatorChange(change_id, change):
                 self._apply(change)
-                self.send(ChangeApplied(change_id))
-            case ChangeApplied(change_id):
+                self.send(messages.ChangeApplied(change_id))
+            case messages.ChangeApplied(change_id):
                 complete = self._incomplete.pop(change_id, None)
                 if complete is not None and not complete.done():  # another one's change; the client may have gone
                     complete.set_result(None)
