@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from vllm_omni_ext.errors import ConfigError
@@ -20,24 +20,12 @@ PACKAGES = {
 
 
 def recogniser(name: str, vocabulary: Sequence[str]) -> Recogniser:
-    """Return a recogniser; it needs seconds to start.
-
-    Raises:
-        ConfigError: a package is missing; the message contains the command that installs it.
-    """
-    missing = [package for module, package in PACKAGES[name].items() if not _is_there(module)]
+    """Return a recogniser, after seconds; ConfigError has the command that installs a missing package."""
+    missing = [package for module, package in PACKAGES[name].items() if find_spec(module) is None]
     if missing:
         raise ConfigError(f"recogniser '{name}': run: pip install {' '.join(missing)}")
     listen = _whisper() if name == "whisper" else _pocketsphinx(vocabulary)
     return lambda sound: listen(_samples(sound))
-
-
-def _is_there(module: str) -> bool:
-    try:
-        import_module(module)
-    except ImportError:
-        return False
-    return True
 
 
 def _samples(sound: bytes) -> Any:

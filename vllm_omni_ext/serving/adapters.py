@@ -69,11 +69,7 @@ def _as_vllm(answer: ErrorResponse | str) -> Response:
 
 
 class Adapters:
-    """The frontend's adapters, in vLLM's model list of every API server.
-
-    Args:
-        stock: vLLM's model list of this API server, which has the adapters of the command line.
-    """
+    """The frontend's adapters. `stock` is vLLM's model list, which has the adapters of the command line."""
 
     def __init__(self, omni: AsyncOmni, stock: OpenAIServingModels) -> None:
         self._omni = omni
@@ -160,11 +156,7 @@ class Adapters:
 
 
 class Numbers:
-    """Numbers of adapters (vLLM's `lora_int_id`), unique over all API servers and the one that this one replaces.
-
-    Args:
-        before: the largest number in use.
-    """
+    """Numbers of adapters (vLLM's `lora_int_id`), above `before`: unique over all API servers and earlier ones."""
 
     def __init__(self, before: int, connections: Connections) -> None:
         self._step = connections.client_count

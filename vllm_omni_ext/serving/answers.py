@@ -31,11 +31,7 @@ AUDIO_TOKENS = "audio_tokens"
 
 
 class TextOutputs:
-    """Converts the text of one request's chunks to `RequestOutput`s.
-
-    Args:
-        delta: each output has only the new text; otherwise all text so far.
-    """
+    """Converts one request's chunks to `RequestOutput`s, with the new text alone (`delta`) or all text so far."""
 
     def __init__(self, request_id: str, *, delta: bool) -> None:
         self._request_id = request_id
@@ -170,11 +166,7 @@ def tokens_in(usage: Mapping[str, int]) -> int:
 
 
 class ChatStream:
-    """The events of one streamed answer.
-
-    Args:
-        text_only: ends all outputs of the request but its text.
-    """
+    """The events of one streamed answer. `text_only` ends all outputs of the request but its text."""
 
     def __init__(
         self, answer: ChatAnswer, *, request_id: str, model: str, text_only: Callable[[], Awaitable[None]]
@@ -198,12 +190,7 @@ class ChatStream:
     async def events(
         self, source: AsyncGenerator[Any, None], stock: Callable[[AsyncGenerator[Any, None]], AsyncGenerator[str, None]]
     ) -> AsyncGenerator[str, None]:
-        """Yield all events. Closes `source`.
-
-        Args:
-            source: outputs and chunks of the request.
-            stock: returns vLLM's events for the text outputs.
-        """
+        """Yield all events of the outputs and chunks in `source`; `stock` returns vLLM's events. Closes `source`."""
         text = self._answer.text_of(source, self._request_id, self)
         if not self._streams:  # text only: nothing but vLLM's events, each rewritten
             async with aclosing(text), aclosing(stock(text)) as events:

@@ -167,10 +167,9 @@ class OmniServingChat(OpenAIServingChat):
 
 
 async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatAnswer:
-    """Read and check a request; the frontend's entry of `sampling_params_list` is copied into its own fields.
+    """Read and check a request; RequestError names the field and the allowed values.
 
-    Raises:
-        RequestError: a field is unknown or contradicts another one; names the field and the allowed values.
+    The frontend's entry of `sampling_params_list` is copied into the request's own fields.
     """
     validate_json_values(request)
     extra = request.model_extra or {}
@@ -203,9 +202,7 @@ def _refuse_several(request: ChatCompletionRequest, names: str) -> None:
 
 
 def sound_of_any_format(messages: list[Any], sent: Any) -> None:
-    """Replace the content of messages that have `input_audio` in another format than WAV and MP3, in place.
-
-    The part becomes an `audio_url` with the same data, which vLLM reads the same way.
+    """Replace `input_audio` in another format than WAV and MP3 by an `audio_url` with the same data, in place.
 
     Args:
         messages: of the request; pydantic checks their content when it is read, and refuses other formats then.
@@ -266,12 +263,7 @@ def transcripts_for_assistant_audio(messages: list[Any]) -> None:
 
 
 class ToolCallWatch:
-    """Calls a function at the first tool call of one answer.
-
-    Args:
-        parser: of its own, because it keeps state.
-        found: called once, at most.
-    """
+    """Calls `found` at the first tool call of one answer. The parser keeps state, so each answer has its own."""
 
     def __init__(self, parser: Parser, request: ChatCompletionRequest, found: Callable[[], Awaitable[None]]) -> None:
         self._parser: Parser | None = parser

@@ -20,15 +20,12 @@ Chunk = TypeVar("Chunk")
 
 
 class DirectAnswer(ABC):
-    """A checked request, and its answer.
-
-    Attributes:
-        media_type: MIME type of a streamed answer; None: the answer is sent as a whole.
-        error_event: name of the event that reports a failure in a stream of events.
-    """
+    """A checked request, and its answer."""
 
     media_type: str | None
+    """MIME type of a streamed answer; None: the answer is sent as a whole."""
     error_event: ClassVar[str]
+    """Name of the event that reports a failure in a stream of events."""
 
     @abstractmethod
     def start(self, model: ServedModel, request_id: str) -> AsyncGenerator[Any, None]:
@@ -64,10 +61,7 @@ class DirectServing(GenerateBaseServing):
         return None if unknown is None else refusal(unknown)
 
     async def respond(self, answer: DirectAnswer, raw_request: Request, prefix: str) -> Response:
-        """Start a request and answer it.
-
-        Args:
-            prefix: begins the request's id.
+        """Start a request and answer it; its id begins with `prefix`.
 
         Raises:
             OmniError: the request is refused.

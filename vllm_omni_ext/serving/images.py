@@ -144,26 +144,29 @@ class ImageAnswer(DirectAnswer):
         if not made:
             raise RequestFailed("the model made no picture")
         ordered = [chunk for _, chunk in sorted(made, key=itemgetter(0))]
-        encoding = self._request.encoding
-        data = []
-        for chunk in ordered:
-            seed = {} if chunk.seed is None else {"seed": chunk.seed}
-            data.append({"b64_json": await base64_of(chunk.pixels, encoding), **seed})
-        facts = {"created": int(time.time()), "data": data, "output_format": encoding.format}
-        return JSONResponse({**facts, "size": size_of(ordered[0]), "usage": usage(self._jobs)})
+        facts = {"created": int(time.time()), "data": [await self._encoded(chunk) for chunk in ordered]}
+        about = {"output_format": self._request.encoding.format, "size": size_of(ordered[0])}
+        return JSONResponse({**facts, **about, "usage": usage(self._jobs)})
 
     async def stream(self, chunks: Pictures) -> AsyncGenerator[str | bytes, None]:
+        request = self._request
+        about = {
+            "output_format": request.encoding.format,
+            "quality": request.quality or AUTO,
+            "background": request.background or AUTO,
+        }
         async with aclosing(chunks):
             async for index, chunk in chunks:
-                facts = {
-                    "b64_json": await base64_of(chunk.pixels, self._request.encoding),
-                    **described(self._request, chunk),
-                }
+                facts = {"created_at": int(time.time()), "size": size_of(chunk), **about, **await self._encoded(chunk)}
                 if chunk.partial:
                     yield named_event(f"{self._kind}.partial_image", **facts, partial_image_index=chunk.index)
                 else:
                     tokens = usage(self._jobs[index : index + 1])
                     yield named_event(f"{self._kind}.completed", **facts, index=index, usage=tokens)
+
+    async def _encoded(self, chunk: ImageChunk) -> dict[str, Any]:
+        seed = {} if chunk.seed is None else {"seed": chunk.seed}
+        return {"b64_json": await base64_of(chunk.pixels, self._request.encoding), **seed}
 
 
 def install(app: FastAPI, model: ServedModel, **stock: Any) -> None:
@@ -259,18 +262,6 @@ def opened(name: str, data: bytes) -> Any:
             return picture.copy() if name.startswith("mask") else convert_image_mode(picture, "RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as err:
         raise RequestError(f"{name}: is not a picture that can be read", parameter=name) from err
-
-
-def described(request: ImageRequest, chunk: ImageChunk) -> dict[str, Any]:
-    """Return an event's description of its picture."""
-    facts = {
-        "created_at": int(time.time()),
-        "size": size_of(chunk),
-        "output_format": request.encoding.format,
-        "quality": request.quality or AUTO,
-        "background": request.background or AUTO,
-    }
-    return facts if chunk.seed is None else facts | {"seed": chunk.seed}
 
 
 def size_of(chunk: ImageChunk) -> str:

@@ -24,12 +24,7 @@ IMAGE_PARTS = ("image_url", "input_image")
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """The options of a request.
-
-    Attributes:
-        paths: names in the request of the model's fields, by field.
-        encodings: encoding of the answer, by modality.
-    """
+    """The options of a request, the names of the model's fields in it, and the answer's encoding by modality."""
 
     options: RequestOptions
     paths: Mapping[str, str]
