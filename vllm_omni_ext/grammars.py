@@ -23,11 +23,7 @@ _MACRO = re.compile(r"[A-Za-z_]\w*\(")
 
 
 def refuse_empty_grammar(params: SamplingParams) -> None:
-    """Check the grammar of a request, if it has one.
-
-    Raises:
-        VLLMValidationError: the grammar matches no text. Every handler of vLLM answers HTTP 400 to this error.
-    """
+    """Raise VLLMValidationError, HTTP 400, if the request has a grammar that matches no text."""
     given = getattr(params, "structured_outputs", None)
     if given is None or not given.grammar:
         return

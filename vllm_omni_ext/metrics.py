@@ -44,11 +44,7 @@ class StepGauge(Gauge):
     @classmethod
     @contextmanager
     def state_after(cls, step_ns: int) -> Iterator[None]:
-        """Set the time of the values that are set inside the block.
-
-        Args:
-            step_ns: Unix time of the step, in nanoseconds; 0: not known, so values are of now.
-        """
+        """Set the time of the values that are set inside the block; `step_ns`: Unix time in ns, 0 means now."""
         # The clock of another host may be ahead; values that this host writes later must still count.
         cls._at = min(step_ns / 1e9, time.time()) if step_ns else None
         try:
@@ -274,12 +270,7 @@ _IN_DEFAULT: dict[Metric, Any] = {}
 
 
 class Metrics:
-    """The metrics of a registry, for writing with the labels of one model.
-
-    Args:
-        model: value of `model_name`, as in vLLM's own metrics.
-        registry: None: the process's default one, in which each metric is made once.
-    """
+    """The metrics of a registry (by default the process's), for writing with the label `model_name` of one model."""
 
     def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
         self._model = model

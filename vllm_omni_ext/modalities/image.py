@@ -34,30 +34,15 @@ METRICS = (TIME_TO_FIRST_IMAGE, IMAGES)
 
 @dataclass(frozen=True, kw_only=True)
 class ImageEncoding:
-    """The encoding of an answer's pictures.
-
-    Attributes:
-        format: one of `FORMATS`.
-        quality: 0 to 100, for JPEG and WebP; PNG is lossless.
-        in_content: pictures are parts of the content too.
-    """
+    """The encoding of an answer's pictures: `quality` (0 to 100) of JPEG and WebP, `in_content` as for `Image.read`."""
 
     format: str = PNG
     quality: int = BEST_QUALITY
     in_content: bool = False
 
-    @property
-    def media_type(self) -> str:
-        """MIME type."""
-        return f"image/{self.format}"
-
 
 def encode(pixels: np.ndarray[Any, Any], encoding: ImageEncoding) -> bytes:
-    """Return a picture as a file.
-
-    Args:
-        pixels: uint8 [height, width, 3], RGB.
-    """
+    """Return a picture, uint8 [height, width, 3] in RGB, as a file."""
     from PIL import Image as Pictures
 
     file = io.BytesIO()
@@ -73,7 +58,7 @@ async def base64_of(pixels: np.ndarray[Any, Any], encoding: ImageEncoding) -> st
 
 async def _part(chunk: ImageChunk, encoding: ImageEncoding) -> dict[str, Any]:
     """Return the picture as a message part."""
-    url = f"data:{encoding.media_type};base64,{await base64_of(chunk.pixels, encoding)}"
+    url = f"data:image/{encoding.format};base64,{await base64_of(chunk.pixels, encoding)}"
     part: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}, "index": chunk.index}
     if chunk.seed is not None:
         part["seed"] = chunk.seed

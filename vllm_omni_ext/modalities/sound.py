@@ -30,48 +30,37 @@ Samples = np.ndarray[Any, Any]
 WAV, PCM, PCM16 = "wav", "pcm", "pcm16"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Encoding:
     """An encoding of sound.
 
     Attributes:
         media_type: MIME type.
         container: libsndfile's name of the file type; "" for bare samples and for files that FFmpeg writes whole too.
-        subtype: libsndfile's name of the sample format.
         muxer: FFmpeg's name of the file type, for sound that is sent while it is made; "" for samples of 16 bits.
         codec: FFmpeg's name of the encoder.
+        subtype: libsndfile's name of the sample format; None: the default of the file type.
         options: options of the muxer; a stream cannot be changed at its end, and each packet is due at once.
     """
 
     media_type: str
     container: str = ""
-    subtype: str = ""
     muxer: str = ""
     codec: str = ""
+    subtype: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
 
 
-_WAV = Encoding(media_type="audio/wav", container="WAV", subtype="PCM_16")
-_BARE = Encoding(media_type="audio/pcm")
+MP3_OPTIONS = {"write_xing": "0", "id3v2_version": "0"}
+OGG_OPTIONS = {"page_duration": "20000"}
+"""Microseconds; the default of 1 s would delay the first sound."""
+
+_WAV, _BARE = Encoding("audio/wav", "WAV"), Encoding("audio/pcm")
 _FILES = {
-    "flac": Encoding(media_type="audio/flac", container="FLAC", subtype="PCM_16", muxer="flac", codec="flac"),
-    "mp3": Encoding(
-        media_type="audio/mpeg",
-        container="MP3",
-        subtype="MPEG_LAYER_III",
-        muxer="mp3",
-        codec="libmp3lame",
-        options={"write_xing": "0", "id3v2_version": "0"},
-    ),
-    "opus": Encoding(
-        media_type="audio/ogg",
-        container="OGG",
-        subtype="OPUS",
-        muxer="ogg",
-        codec="libopus",
-        options={"page_duration": "20000"},  # microseconds; the default of 1 s would delay the first sound
-    ),
-    "aac": Encoding(media_type="audio/aac", muxer="adts", codec="aac"),
+    "flac": Encoding("audio/flac", "FLAC", "flac", "flac"),
+    "mp3": Encoding("audio/mpeg", "MP3", "mp3", "libmp3lame", options=MP3_OPTIONS),
+    "opus": Encoding("audio/ogg", "OGG", "ogg", "libopus", subtype="OPUS", options=OGG_OPTIONS),
+    "aac": Encoding("audio/aac", "", "adts", "aac"),
 }
 
 CHAT_FORMATS: Mapping[str, Encoding] = {WAV: _WAV, PCM16: _BARE, **_FILES}

@@ -33,13 +33,10 @@ Targets: TypeAlias = Annotated[list[str] | None, Query()]
 
 
 def known_parameters(*fields: str) -> Any:
-    """Return a FastAPI dependency that refuses unknown parameters.
+    """Return a FastAPI dependency that refuses unknown parameters; BadRequest names the known ones.
 
     Args:
         fields: fields of the route's body; none: the route takes no body.
-
-    Raises:
-        BadRequest: at a request; names the unknown parameter and the known ones.
     """
 
     async def check(request: Request) -> None:
@@ -78,11 +75,7 @@ def _parsed(body: bytes) -> Any:
 
 
 def named_in(query: list[str] | None, body: Any) -> list[str] | None:
-    """Return the targets of a query or a body; None if neither has any.
-
-    Raises:
-        BadRequest: the body's targets are not a list of texts, or both have targets.
-    """
+    """Return the targets of a query or a body; None if neither has any, BadRequest if both have or are no names."""
     if body is None:
         return query
     if query is not None:

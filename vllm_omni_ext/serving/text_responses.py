@@ -21,8 +21,7 @@ TEXT_HANDLERS = {
     "openai_serving_responses": "create_responses",
     "anthropic_serving_messages": "create_messages",
 }
-"""Attributes of the application's state with the handlers of `/v1/completions`, `/v1/responses` and `/v1/messages`, and
-their methods."""
+"""vLLM's handlers in the application's state, and their methods."""
 
 INSTEAD = "/v1/responses answers text only; /v1/chat/completions answers with"
 
@@ -49,14 +48,7 @@ def _checked(handler: Any, stock: Callable[..., Any], model: ServedModel) -> Cal
 
 
 def refuse_others(body: dict[str, Any], model: ServedModel) -> None:
-    """Refuse a request for an answer that is not text.
-
-    Args:
-        body: the fields that are not vLLM's.
-
-    Raises:
-        RequestError: the model has no text, `modalities` has more than text, or a field belongs to another modality.
-    """
+    """Raise RequestError if the model has no text, or a field that is not vLLM's requests more than text."""
     others = [name for name in model.capabilities.modalities if name != TEXT]
     if TEXT not in model.capabilities.modalities:
         message = f"model: it has no text; /v1/chat/completions answers with {', '.join(others)}"

@@ -131,8 +131,7 @@ def _failing_fast(schema: Any) -> Any:
 def validate_json_values(request: BaseModel) -> None:
     """Refuse values that are valid JSON but crash engines: NaN, integers beyond 64 bits, halves of surrogate pairs.
 
-    Raises:
-        RequestError: names the field; the conversation is not checked.
+    RequestError names the field. The conversation is not checked.
     """
     fields = {name: getattr(request, name) for name in request.model_fields_set if name not in CONVERSATION}
     for name, value in fields.items():
