@@ -99,7 +99,7 @@ class Verdict:
 
     run: Run
     score: Estimate
-    beside: Comparison | None
+    comparison: Comparison | None
     problems: list[str] = field(default_factory=list)
 
 
@@ -114,14 +114,14 @@ def judge(suite: Suite, run: Run, first: Run, baseline: Run | None, alike: bool)
     score, problems = estimate(list(run.scores().values())), []
     if score.mean < suite.threshold:
         problems.append(f"the score {score.mean:.3f} is below the threshold {suite.threshold:g}")
-    beside = compare(run.scores(), baseline.scores()) if baseline else None
-    if beside is not None and beside.is_worse:
-        problems.append(f"worse than the baseline by {-beside.difference.mean:.3f}")
+    comparison = compare(run.scores(), baseline.scores()) if baseline else None
+    if comparison is not None and comparison.is_worse:
+        problems.append(f"worse than the baseline by {-comparison.difference.mean:.3f}")
     if errors := [item.id for item in run.items if item.error]:
         problems.append(f"no answer to {len(errors)}: {', '.join(errors[:5])}")
     if alike and (others := differing(run, first)):
         problems.append(f"other answers than {first.server} to {len(others)}: {', '.join(others[:5])}")
-    return Verdict(run, score, beside, problems)
+    return Verdict(run, score, comparison, problems)
 
 
 def differing(run: Run, first: Run) -> list[str]:
@@ -160,14 +160,14 @@ def table(verdicts: list[Verdict]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table("server", "model", "items", "score (95 %)", "beside the baseline (95 %)", "verdict")
+    shown = Table("server", "model", "items", "score (95 %)", "compared with the baseline (95 %)", "verdict")
     for verdict in verdicts:
-        beside = "-"
-        if (other := verdict.beside) is not None:
+        comparison = "-"
+        if (other := verdict.comparison) is not None:
             split = f"{other.better} better, {other.worse} worse, p={other.p:.3f}"
-            beside = f"{_interval(other.difference, '+')} ({split})"
+            comparison = f"{_interval(other.difference, '+')} ({split})"
         run, outcome = verdict.run, "; ".join(verdict.problems) or "ok"
-        cells = (run.server, run.model, str(len(run.items)), _interval(verdict.score), beside, outcome)
+        cells = (run.server, run.model, str(len(run.items)), _interval(verdict.score), comparison, outcome)
         shown.add_row(*map(Text, cells))  # as `Text`, in which brackets are no markup
     return shown
 
@@ -182,7 +182,7 @@ def as_json(verdicts: list[Verdict], environment: dict[str, str]) -> bytes:
         {
             **msgspec.to_builtins(verdict.run),
             "score": asdict(verdict.score),
-            "beside_baseline": None if verdict.beside is None else asdict(verdict.beside),
+            "comparison": None if verdict.comparison is None else asdict(verdict.comparison),
             "problems": verdict.problems,
         }
         for verdict in verdicts

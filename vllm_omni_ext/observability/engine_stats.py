@@ -146,7 +146,7 @@ class ReplicaStats:
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
         """Record that all engines sleep, or are awake."""
-        for manager in set(self._managers.values()):
+        for manager in dict.fromkeys(self._managers.values()):
             manager.record_sleep_state(sleep, level)
 
     def record_admission_rejection(self, reason: str) -> None:
@@ -155,7 +155,7 @@ class ReplicaStats:
 
     def log(self) -> None:
         """Write the statistics to the log."""
-        for manager in set(self._managers.values()):
+        for manager in dict.fromkeys(self._managers.values()):
             manager.log()
 
     def note_sleep(self, replicas: Iterable[ReplicaId], level: int | None) -> None:
