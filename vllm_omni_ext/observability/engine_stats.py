@@ -159,11 +159,7 @@ class ReplicaStats:
             manager.log()
 
     def note_sleep(self, replicas: Iterable[ReplicaId], level: int | None) -> None:
-        """Set vLLM's sleep gauges for some replicas; vLLM itself only sets them for all engines at once.
-
-        Args:
-            level: sleep level; None: awake.
-        """
+        """Set vLLM's sleep gauges of replicas to a level, None for awake; vLLM only sets those of all engines."""
         states = {"awake": level is None, "weights_offloaded": level == 1, "discard_all": level == 2}
         for number in map(self._numbers.of, replicas):
             for logger in self._managers[number].stat_loggers:
@@ -232,7 +228,7 @@ class NoSeries(PrometheusStatLogger):
         pass
 
     def log_engine_initialized(self) -> None:
-        """Does nothing."""
+        pass
 
 
 def adds_to_counters(stats: SchedulerStats) -> bool:

@@ -98,7 +98,8 @@ def _load(context: Any, name: str, stock: Any, data: bytes, **options: Any) -> V
     """Read a video as `stock` does. Raises ReadFailed: the video cannot be read."""
     names = (name, options.get("backend", name))
     if str(options.get("device", "cpu")) != "cpu" or any(map(VIDEO_LOADER_REGISTRY.backend_requires_gpu, names)):
-        return _read(stock, data, options)  # GPU memory must belong to this process
+        found: Video = stock().load_bytes(data, **options)  # GPU memory must belong to this process
+        return found
     ours, theirs = context.Pipe()
     with ours:
         arguments = (theirs, stock, options, TIMEOUT_S, MEMORY_BYTES)
@@ -118,11 +119,6 @@ def _load(context: Any, name: str, stock: Any, data: bytes, **options: Any) -> V
         finally:
             process.kill()  # the answer has arrived, or will never arrive
             process.join()
-
-
-def _read(stock: Any, data: bytes, options: dict[str, Any]) -> Video:
-    frames, about = stock().load_bytes(data, **options)
-    return frames, about
 
 
 def _receive(end: Connection) -> Video:
@@ -154,7 +150,7 @@ def _answer(end: Connection, stock: Any, options: dict[str, Any], timeout_s: flo
     name_process("video")
     _limit(memory_bytes)
     try:
-        array, about = _read(stock, end.recv_bytes(), options)
+        array, about = stock().load_bytes(end.recv_bytes(), **options)
         header = Answer(about=about, dtype=array.dtype.str, shape=array.shape)
     except Exception as error:
         array, header = np.empty(0), Answer(error=str(error) or type(error).__name__)
