@@ -72,25 +72,19 @@ def serve(plan: Plan, args: Namespace) -> int:
         print(f"error: the server cannot listen at {where}: {error.strerror or error}", file=sys.stderr)
         return FAILED
     try:
-        folder = PrivateFolder()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sock.close()
-        return FAILED
-    metrics = os.environ.get(DIRECTORY) or os.path.join(folder.path, "metrics")
-    os.makedirs(metrics, exist_ok=True)
-    share(metrics)  # every API server answers `/metrics` with the metrics of all, also of those that have died
-    for line in unshared_caches(plan):
-        print_status(line)
-    try:
-        with Head(plan, folder, stopping) as head:
-            return head.serve(listen_address, sock, args)
+        with contextlib.closing(sock), contextlib.ExitStack() as removed:
+            folder = PrivateFolder()
+            removed.callback(folder.remove)
+            metrics = os.environ.get(DIRECTORY) or os.path.join(folder.path, "metrics")
+            os.makedirs(metrics, exist_ok=True)
+            share(metrics)  # every API server answers `/metrics` with the metrics of all, also of those that have died
+            for line in unshared_caches(plan):
+                print_status(line)
+            with Head(plan, folder, stopping) as head:
+                return head.serve(listen_address, sock, args)
     except OmniError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
-    finally:
-        folder.remove()
-        sock.close()
 
 
 class Head:
