@@ -294,7 +294,7 @@ class HeadConnection:
     """An API server's end of the pipe to the head; executes the head's commands."""
 
     def __init__(
-        self, replica_connections: ReplicaConnections, control: Connection, *, apply: Callable[[Change], None]
+        self, replica_connections: ReplicaConnections, control: Connection, *, apply: Callable[[messages.Change], None]
     ) -> None:
         self._replica_connections = replica_connections
         self._control = control
@@ -317,7 +317,7 @@ class HeadConnection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._control.send_bytes(messages.encode(message))
 
-    async def change(self, change: Change) -> None:
+    async def change(self, change: messages.Change) -> None:
         """Make an operator's change in all API servers; returns when all of them act on it."""
         change_id, complete = uuid.uuid4().hex, self._replica_connections.loop.create_future()
         self._incomplete[change_id] = complete
