@@ -109,6 +109,26 @@ def test_answers_to_media_equal_transformers(connected: Any, oracle: Oracle, exp
     assert within(connected, "thinker", "hidden_states_held") == [0], "a producer was opened"
 
 
+def test_a_prompt_with_a_known_beginning_computes_only_its_end(
+    connected: Any, oracle: Oracle, expected: dict[str, Golden]
+) -> None:
+    """The hidden states of the beginning are kept. A reset of the prefix cache frees them."""
+    (name,) = MEDIA[-1:]
+    cached = []
+    for _ in range(2):
+        (output,) = answer(connected, oracle, [name])
+        check(output, expected[name])
+        cached.append(output.num_cached_tokens)
+    size = connected._omni.vllm_config.cache_config.block_size
+    assert cached[1] == (len(expected[name].prompt_ids) - 1) // size * size > 0
+    assert within(connected, "thinker", "hidden_states_kept")[0] > 0
+    connected.reset_prefix_cache()
+    (output,) = answer(connected, oracle, [name])
+    check(output, expected[name])
+    assert output.num_cached_tokens == 0
+    assert nothing_is_held(connected)
+
+
 def test_hidden_states_do_not_pass_through_the_orchestrator(
     connected: Any, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:

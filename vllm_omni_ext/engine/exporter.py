@@ -60,6 +60,24 @@ class Exporter:
         """Return whether any of the spans holds a position to export."""
         return any(span.req_id in self._open and self._open[span.req_id].due(span) for span in spans)
 
+    def restore(self, req_id: str, until: int, kept: torch.Tensor) -> ExportedSlice | None:
+        """Export the positions before `until` from kept hidden states; None: all of them were exported before.
+
+        Args:
+            kept: [count, width], the hidden states of all exported positions before `until`.
+        """
+        export = self._open[req_id]
+        first = export.before(export.done)
+        export.done = max(export.done, until)
+        if first == len(kept):
+            return None
+        return ExportedSlice(first, kept[first:], until >= export.ranges[-1][1])
+
+    def rows(self, req_id: str, start: int, stop: int) -> slice:
+        """Return the indices of positions [start, stop) among all hidden states that a request exports."""
+        export = self._open[req_id]
+        return slice(export.before(start), export.before(stop))
+
     def cut(self, spans: Sequence[Span], hidden: torch.Tensor) -> dict[str, ExportedSlice]:
         """Return the exports of a step by request, from its `hidden` [tokens, width] (spans in batch order)."""
         self.steps += 1

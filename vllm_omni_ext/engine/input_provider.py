@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,20 @@ class Span:
     req_id: str
     start: int
     count: int
+
+
+def scheduled_starts(step: SchedulerOutput) -> dict[str, int]:
+    """Return the first position that each scheduled request computes in this step."""
+    cached = step.scheduled_cached_reqs
+    starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    starts.update((new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs)
+    return starts
+
+
+def spans_of(order: list[str], step: SchedulerOutput) -> list[Span]:
+    """Return the step's spans in the batch order of the runner."""
+    starts = scheduled_starts(step)
+    return [Span(req_id, starts[req_id], step.num_scheduled_tokens[req_id]) for req_id in order]
 
 
 class InputProvider(Protocol):

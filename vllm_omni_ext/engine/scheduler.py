@@ -26,6 +26,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.engine.input_progress import InputProgress
+from vllm_omni_ext.engine.kept_exports import KeptExports
 from vllm_omni_ext.engine.step_budget import StepBudget
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError, unpack
 from vllm_omni_ext.wire.stage_input import StageInput
@@ -226,5 +227,5 @@ streaming_input_scheduler = scheduler_factory(StreamingInput)
 due_first_scheduler = scheduler_factory(DueFirst)
 """For a stage whose flow sets due times of parts (`plugins.flow.Submit.due`), with `scheduling_policy: priority`."""
 
-export_scheduler = scheduler_factory(OrphanedExports)
+export_scheduler = scheduler_factory(KeptExports, OrphanedExports)
 """For a stage whose worker exports hidden states."""

@@ -11,6 +11,7 @@ import glob
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from vllm_omni_ext.config.schema import INCOMING
 from vllm_omni_ext.engine.alone import alone
 from vllm_omni_ext.engine.edges import Lost, edge_receiver, edge_sender
 from vllm_omni_ext.engine.exported_layer import EXPORTED_LAYER, ExportedLayer
-from vllm_omni_ext.engine.exporter import Exporter
-from vllm_omni_ext.engine.input_provider import Span, StreamingInputModel
+from vllm_omni_ext.engine.exporter import ExportedSlice, Exporter
+from vllm_omni_ext.engine.input_provider import StreamingInputModel, spans_of
+from vllm_omni_ext.engine.kept_exports import KeptHiddenStates, StepChanges
 from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.lifeline import SHARED, leave_interrupts_to_parent
@@ -45,14 +47,6 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as _Worker  # type: ignore[assignment]
 
 logger = init_logger(__name__)
-
-
-def spans_of(order: list[str], step: SchedulerOutput) -> list[Span]:
-    """Return the step's spans in the batch order of the runner."""
-    cached = step.scheduled_cached_reqs
-    starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    starts.update((new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs)
-    return [Span(req_id, starts[req_id], step.num_scheduled_tokens[req_id]) for req_id in order]
 
 
 class WithOutputs(AsyncModelRunnerOutput):
@@ -246,6 +240,7 @@ class HiddenStatesExportWorker(StageWorker):
         super().__init__(*args, **kwargs)
         self._exporter = Exporter()
         self._sender = edge_sender(self.vllm_config.additional_config, self.edge)
+        self._kept = KeptHiddenStates()
         self._exported: dict[str, torch.Tensor] = {}
 
     def layer_to_export(self) -> int:
@@ -278,6 +273,10 @@ class HiddenStatesExportWorker(StageWorker):
         """Return how many requests have hidden states here; None before the first (read through `collective_rpc`)."""
         return self._sender.held()
 
+    def hidden_states_kept(self) -> int:
+        """Return how many blocks have kept hidden states here (read through `collective_rpc`)."""
+        return len(self._kept)
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run one step; a step with hidden states to export also computes the exported layer's output."""
         for req_id in scheduler_output.finished_req_ids:
@@ -287,27 +286,59 @@ class HiddenStatesExportWorker(StageWorker):
         for new in scheduler_output.scheduled_new_reqs:
             if new.sampling_params is not None and new.sampling_params.extra_args:
                 self._exporter.add(new.req_id, export_ranges(new.sampling_params.extra_args))
+        changes: StepChanges = getattr(scheduler_output, "kept", None) or StepChanges()
+        restored = self._restore(changes)
         spans = spans_of(list(scheduler_output.num_scheduled_tokens), scheduler_output)
-        if not self._exporter.due(spans):
-            return super().execute_model(scheduler_output)
-        return self._execute_exporting(scheduler_output)
+        if self._exporter.due(spans):
+            out, slices = self._execute_exporting(scheduler_output)
+        else:
+            out, slices = super().execute_model(scheduler_output), {}
+        if _answers():
+            self._send(restored, slices, changes)
+        self._kept.free(changes.free)
+        return out
 
-    def _execute_exporting(self, step: SchedulerOutput) -> Any:
+    def _restore(self, changes: StepChanges) -> dict[str, ExportedSlice]:
+        """Return the kept hidden states that begin the exports of requests."""
+        restored = {}
+        for req_id, (start, slots) in changes.restore.items():
+            kept = self._kept.restore(slots) if _answers() else torch.empty(0)
+            restored[req_id] = self._exporter.restore(req_id, start, kept)
+        return {req_id: each for req_id, each in restored.items() if each is not None}
+
+    def _execute_exporting(self, step: SchedulerOutput) -> tuple[Any, dict[str, ExportedSlice]]:
         runner = self.model_runner
         with self._layer.exposed():
             out = super().execute_model(step)
         hidden, state = self._layer.take(), runner.execute_model_state
         order = list(state.input_batch.req_ids) if hasattr(state, "input_batch") else _v1_order(runner)
-        slices = self._exporter.cut(spans_of(order, step), hidden)
-        if _answers():
-            sent = ((req_id, self._sender.send(req_id, each)) for req_id, each in slices.items())
-            self._exported = {req_id: pack(message) for req_id, message in sent if message is not None}
-        return out
+        return out, self._exporter.cut(spans_of(order, step), hidden)
+
+    def _send(
+        self, restored: dict[str, ExportedSlice], computed: dict[str, ExportedSlice], changes: StepChanges
+    ) -> None:
+        for req_id in restored.keys() | computed.keys():
+            parts = changes.keep.get(req_id, ())
+            new = computed.get(req_id)
+            if new is not None and parts:  # one copy from the device for both uses
+                new = replace(new, hidden_states=new.hidden_states.cpu())
+                for start, stop, slot in parts:
+                    rows = self._exporter.rows(req_id, start, stop)
+                    self._kept.keep(slot, new.hidden_states[rows.start - new.first : rows.stop - new.first])
+            both = [each for each in (restored.get(req_id), new) if each is not None]
+            message = self._sender.send(req_id, both[0] if len(both) == 1 else _joined(*both))
+            if message is not None:
+                self._exported[req_id] = pack(message)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, and attach the messages about the hidden states that this step exported."""
         exported, self._exported = self._exported, {}
         return with_outputs(super().sample_tokens(grammar_output), exported)
+
+
+def _joined(kept: ExportedSlice, new: ExportedSlice) -> ExportedSlice:
+    rows = torch.cat([kept.hidden_states, new.hidden_states.cpu()])
+    return ExportedSlice(kept.first, rows, last=new.last)
 
 
 def _answers() -> bool:

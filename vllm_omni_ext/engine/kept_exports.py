@@ -1,0 +1,267 @@
+"""Exported hidden states of full prompt blocks, kept so that a later prompt with the same beginning computes neither
+its KV cache nor its hidden states again.
+
+A turn of a conversation begins with all earlier turns, and vLLM's prefix cache has the KV cache of their blocks. The
+next stage needs the hidden states of their multimodal positions too. The scheduler (`KeptExports`) decides which blocks
+are kept, under the hash of vLLM's prefix cache, and shortens a prefix cache hit to the blocks whose hidden states are
+kept. It sends its decisions to the worker with each step (`StepChanges`). The worker (`KeptHiddenStates`) only stores.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_omni_ext.engine.input_provider import scheduled_starts
+from vllm_omni_ext.wire.stage_input import export_ranges
+
+CAPACITY = "kept_hidden_states_mib"
+"""Key of `additional_config`: memory of the host for kept hidden states, in MiB; 0 keeps none."""
+
+DEFAULT_CAPACITY = 512
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Positions [start, stop), ascending."""
+
+BlockKey: TypeAlias = tuple[Hashable, Ranges]
+"""Hash of a block, and its exported positions relative to the block's first one."""
+
+Part: TypeAlias = tuple[int, int, int]
+"""Positions [start, stop) of a request that one step computes within a block, and the number of the block's slot."""
+
+
+@dataclass
+class StepChanges:
+    """Changes that the worker makes in a step, in this order.
+
+    Attributes:
+        restore: by request, the position at which its computation begins, and the slots before that position.
+        keep: by request, the parts of blocks that the step exports.
+        free: slots to empty. The number of a slot is used once.
+    """
+
+    restore: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    keep: dict[str, list[Part]] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+
+
+class RequestBlocks:
+    """The full blocks of one prompt that have exported positions.
+
+    Args:
+        ranges: exported positions.
+        hashes: of the prompt's full blocks.
+        size: tokens of a block.
+
+    Attributes:
+        keys: by index of the block.
+        computed: positions before this one have been computed for this request.
+        begun: slots of blocks that are not computed to their end yet, by index.
+    """
+
+    def __init__(self, ranges: Ranges, hashes: Sequence[Hashable], size: int) -> None:
+        self.keys: dict[int, BlockKey] = {}
+        for index, name in enumerate(hashes):
+            first, end = index * size, (index + 1) * size
+            inside = tuple((max(a, first) - first, min(b, end) - first) for a, b in ranges if a < end and b > first)
+            if inside:
+                self.keys[index] = name, inside
+        self.computed = 0
+        self.begun: dict[int, int] = {}
+
+
+class KeptBlocks:
+    """The blocks whose hidden states are kept; the least recently used ones are freed. Pure.
+
+    Args:
+        capacity: hidden states that may be kept.
+        size: tokens of a block.
+    """
+
+    def __init__(self, capacity: int, size: int) -> None:
+        self._capacity = capacity
+        self._size = size
+        self._slots: OrderedDict[BlockKey, int] = OrderedDict()
+        self._rows = 0
+        self._next = 0
+        self._freed: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def rows(self) -> int:
+        """Number of hidden states that are kept or being kept."""
+        return self._rows
+
+    def covered(self, blocks: RequestBlocks, hit: int) -> int:
+        """Return the length of the longest beginning of `hit` tokens whose exported hidden states are all kept."""
+        missing = (index for index, key in blocks.keys.items() if index * self._size < hit and key not in self._slots)
+        return min(hit, next(missing, hit) * self._size)
+
+    def restore(self, blocks: RequestBlocks, start: int) -> list[int]:
+        """Return the slots of the blocks before `start`, which become the most recently used ones."""
+        keys = [key for index, key in blocks.keys.items() if index * self._size < start]
+        for key in keys:
+            self._slots.move_to_end(key)
+        return [self._slots[key] for key in keys]
+
+    def compute(self, blocks: RequestBlocks, start: int, stop: int) -> list[Part]:
+        """Note that a step computes positions [start, stop) of a request; return the parts that the worker keeps.
+
+        Positions that were computed before for the same request are not exported a second time.
+        """
+        start, blocks.computed = max(start, blocks.computed), max(stop, blocks.computed)
+        parts = []
+        for index in range(start // self._size, -(-stop // self._size)):
+            key, first, end = blocks.keys.get(index), index * self._size, (index + 1) * self._size
+            if key is None:
+                continue
+            if start <= first and key not in self._slots:
+                self._begin(blocks, index, key)
+            if (slot := blocks.begun.get(index)) is None:
+                continue
+            parts.append((max(start, first), min(stop, end), slot))
+            if stop >= end:
+                self._complete(blocks, index, key)
+        return parts
+
+    def _begin(self, blocks: RequestBlocks, index: int, key: BlockKey) -> None:
+        rows = _count(key)
+        while self._rows + rows > self._capacity and self._slots:
+            self._free(*self._slots.popitem(last=False))
+        if self._rows + rows <= self._capacity:
+            blocks.begun[index], self._next = self._next, self._next + 1
+            self._rows += rows
+
+    def _complete(self, blocks: RequestBlocks, index: int, key: BlockKey) -> None:
+        slot = blocks.begun.pop(index)
+        if key in self._slots:  # another request computed the same block at the same time
+            self._free(key, slot)
+        else:
+            self._slots[key] = slot
+
+    def close(self, blocks: RequestBlocks) -> None:
+        """End a request: slots of blocks that were not computed to their end are freed."""
+        while blocks.begun:
+            index, slot = blocks.begun.popitem()
+            self._free(blocks.keys[index], slot)
+
+    def clear(self) -> None:
+        """Free all complete blocks."""
+        while self._slots:
+            self._free(*self._slots.popitem())
+
+    def take_freed(self) -> list[int]:
+        """Return the slots that were freed since the last call."""
+        freed, self._freed = self._freed, []
+        return freed
+
+    def _free(self, key: BlockKey, slot: int) -> None:
+        self._rows -= _count(key)
+        self._freed.append(slot)
+
+
+def _count(key: BlockKey) -> int:
+    return sum(stop - start for start, stop in key[1])
+
+
+class KeptExports(Scheduler):
+    """Lets requests that export hidden states use the prefix cache as far as their hidden states are kept."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        model = self.vllm_config.model_config
+        mib = self.vllm_config.additional_config.get(CAPACITY, DEFAULT_CAPACITY)
+        row = model.get_hidden_size() * torch.empty(0, dtype=model.dtype).element_size()
+        usable = self.cache_config.enable_prefix_caching and self.hash_block_size == self.block_size
+        self._kept = KeptBlocks((mib << 20) // row if usable else 0, self.block_size)
+        self._exports: dict[str, RequestBlocks] = {}
+
+    def add_request(self, request: Request) -> None:
+        """Add a request, with its blocks that have exported positions."""
+        params = request.sampling_params
+        ranges = tuple(sorted(export_ranges(params.extra_args))) if params is not None else ()
+        if ranges:
+            hashes = request.block_hashes[: request.num_prompt_tokens // self.block_size]
+            self._exports[request.request_id] = RequestBlocks(ranges, hashes, self.block_size)
+        super().add_request(request)
+
+    def _get_local_prefix_cache_hit(self, request: Request, *limits: Any) -> Any:
+        blocks = self._exports.get(request.request_id)
+        if blocks is None:
+            return super()._get_local_prefix_cache_hit(request, *limits)
+        # Such a request does not read the prefix cache, so that no connector loads KV cache without hidden states.
+        skips, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, False
+        try:
+            found, hit, boundary, diverged = super()._get_local_prefix_cache_hit(request, *limits)
+        finally:
+            request.skip_reading_prefix_cache = skips
+        covered = self._kept.covered(blocks, hit)
+        if covered < hit:
+            found = self.kv_cache_manager.truncate_computed_blocks(found, covered)
+        return found, covered, boundary, diverged
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule one step, with the hidden states that the worker restores, keeps and frees."""
+        output = super().schedule(throttle_prefills)
+        changes = StepChanges()
+        if self._exports:
+            self._plan(output, changes)
+        changes.free = self._kept.take_freed()
+        output.kept = changes  # type: ignore[attr-defined]
+        return output
+
+    def _plan(self, output: SchedulerOutput, changes: StepChanges) -> None:
+        due = [
+            (req_id, self._exports[req_id], start)
+            for req_id, start in scheduled_starts(output).items()
+            if req_id in self._exports and output.num_scheduled_tokens.get(req_id)
+        ]
+        for req_id, blocks, start in due:  # before others free blocks
+            if start > blocks.computed and (slots := self._kept.restore(blocks, start)):
+                changes.restore[req_id] = start, slots
+        for req_id, blocks, start in due:
+            parts = self._kept.compute(blocks, start, start + output.num_scheduled_tokens[req_id])
+            if parts:
+                changes.keep[req_id] = parts
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Reset the prefix cache, and free the kept hidden states."""
+        self._kept.clear()
+        return bool(super().reset_prefix_cache(*args, **kwargs))
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if (blocks := self._exports.pop(request.request_id, None)) is not None:
+            self._kept.close(blocks)
+        return super()._free_request(request, *args, **kwargs)
+
+
+class KeptHiddenStates:
+    """The worker's copies on the host: pieces [count, width] by slot, in the order of their positions."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, list[torch.Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def restore(self, slots: Iterable[int]) -> torch.Tensor:
+        """Return the hidden states [count, width] of these slots."""
+        return torch.cat([piece for slot in slots for piece in self._pieces[slot]])
+
+    def keep(self, slot: int, rows: torch.Tensor) -> None:
+        """Add hidden states on the host to a slot; they are copied."""
+        self._pieces.setdefault(slot, []).append(rows.clone())
+
+    def free(self, slots: Iterable[int]) -> None:
+        """Empty slots."""
+        for slot in slots:
+            self._pieces.pop(slot, None)
