@@ -23,9 +23,10 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.engine.schedulers import runner_output, stage_config
+from vllm_omni_ext.config.schema import OUTGOING
 from vllm_omni_ext.engine.exporter import Exporter
 from vllm_omni_ext.engine.input_provider import Span
-from vllm_omni_ext.engine.kept_exports import CAPACITY, KeptBlocks, KeptHiddenStates, RequestBlocks, StepChanges
+from vllm_omni_ext.engine.kept_exports import KeptBlocks, KeptHiddenStates, RequestBlocks, StepChanges
 from vllm_omni_ext.engine.scheduler import export_scheduler
 from vllm_omni_ext.wire.stage_input import EXPORT
 
@@ -188,7 +189,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
 
 
 def scheduler_of(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, *, mib: int, caching: bool = True) -> Any:
-    monkeypatch.setitem(config.additional_config, CAPACITY, mib)
+    monkeypatch.setitem(config.additional_config, OUTGOING, {"hidden_states": {"kept_bytes": mib << 20}})
     monkeypatch.setattr(config.cache_config, "enable_prefix_caching", caching)
     monkeypatch.setattr(config.cache_config, "num_gpu_blocks", 40)
     size = config.cache_config.block_size

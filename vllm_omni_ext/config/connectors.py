@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
-from vllm_omni_ext.config.checks import Port, Positive, Seconds, Text
+from vllm_omni_ext.config.checks import Count, Port, Positive, Seconds, Text
 from vllm_omni_ext.config.parse import checked
 from vllm_omni_ext.connectors.base import MIB
 from vllm_omni_ext.connectors.registry import check_name
@@ -30,6 +30,7 @@ class ConnectorSettings(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     name: Text
     capacity_bytes: Positive
+    kept_bytes: Count
     window_bytes: Positive
     timeout_s: Seconds
     retention_s: Seconds

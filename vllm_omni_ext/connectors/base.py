@@ -64,6 +64,7 @@ class ConnectorConfig:
     Attributes:
         name: a name of `registry`, or `package.module:Class` of another connector.
         capacity_bytes: most bytes that a producer holds, for all requests together.
+        kept_bytes: most bytes of hidden states that a sending replica keeps for later prompts with the same beginning.
         window_bytes: size of a consumer's receive buffer (`mooncake`).
         timeout_s: how long a stage waits for the hidden states that it needs in a step.
         retention_s: how long a request is kept after its last use.
@@ -78,6 +79,7 @@ class ConnectorConfig:
 
     name: str
     capacity_bytes: int = 256 * MIB
+    kept_bytes: int = 512 * MIB
     window_bytes: int = 64 * MIB
     timeout_s: float = 10.0
     retention_s: float = 120.0
@@ -93,6 +95,8 @@ class ConnectorConfig:
         for name in ("capacity_bytes", "window_bytes", "timeout_s", "retention_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"connector.{name}: must be positive, got {getattr(self, name)}")
+        if self.kept_bytes < 0:
+            raise ConfigError(f"connector.kept_bytes: must not be negative, got {self.kept_bytes}")
         if self.protocol not in ("tcp", "rdma"):
             raise ConfigError(f"connector.protocol: must be tcp or rdma, got '{self.protocol}'")
         if not 0 <= self.port < 2**16:

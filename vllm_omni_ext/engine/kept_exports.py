@@ -19,13 +19,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from vllm_omni_ext.config.schema import OUTGOING
+from vllm_omni_ext.connectors.base import ConnectorConfig
 from vllm_omni_ext.engine.input_provider import scheduled_starts
 from vllm_omni_ext.wire.stage_input import export_ranges
-
-CAPACITY = "kept_hidden_states_mib"
-"""Key of `additional_config`: memory of the host for kept hidden states, in MiB; 0 keeps none."""
-
-DEFAULT_CAPACITY = 512
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Positions [start, stop), ascending."""
@@ -179,10 +176,11 @@ class KeptExports(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         model = self.vllm_config.model_config
-        mib = self.vllm_config.additional_config.get(CAPACITY, DEFAULT_CAPACITY)
+        edges = self.vllm_config.additional_config.get(OUTGOING, {}).values()
+        capacity = max((each.get("kept_bytes", ConnectorConfig.kept_bytes) for each in edges), default=0)
         row = model.get_hidden_size() * torch.empty(0, dtype=model.dtype).element_size()
         usable = self.cache_config.enable_prefix_caching and self.hash_block_size == self.block_size
-        self._kept = KeptBlocks((mib << 20) // row if usable else 0, self.block_size)
+        self._kept = KeptBlocks(capacity // row if usable else 0, self.block_size)
         self._exports: dict[str, RequestBlocks] = {}
 
     def add_request(self, request: Request) -> None:
