@@ -184,7 +184,7 @@ def test_the_least_recently_used_blocks_are_freed() -> None:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
     engine = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 256, "block_size": 32}
-    with stage_config(tmp_path_factory.mktemp("tiny"), "thinker", **engine) as made:
+    with stage_config(tmp_path_factory.mktemp("tiny"), "talker", **engine) as made:
         yield made
 
 
