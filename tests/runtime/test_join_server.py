@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import random
 import socket
 import threading
@@ -44,6 +43,8 @@ from vllm_omni_ext.runtime.supervise.joining import (
     Refusal,
     Refusals,
 )
+from vllm_omni_ext.runtime.supervise.process_watcher import ChildSupervisor
+from vllm_omni_ext.topology.placement import Turns
 from vllm_omni_ext.topology.plan import Headless
 
 PATIENCE_S = 5.0
@@ -56,17 +57,12 @@ NOT_JOINED = "this replica has not joined, or was given up"
 EXPECTED = Expected(model="m", version="1", stages={"talker": "t", "thinker": "h"})
 
 
-class ReplicaSupervisor:
-    """A thread that does work; `later` has the work that is due after a pause, which the test does."""
+class ReplicaSupervisor(ChildSupervisor):
+    """A supervisor without children; `later` has the work that is due after a pause, which the test does."""
 
     def __init__(self) -> None:
+        super().__init__(Turns({}))
         self.later: list[tuple[float, Callable[[], None]]] = []
-        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
-
-    def do(self, work: Callable[[], None]) -> None:
-        self._todo.put(work)
 
     def after(self, pause_s: float, work: Callable[[], None]) -> None:
         self.later.append((pause_s, work))
@@ -77,14 +73,6 @@ class ReplicaSupervisor:
         self.do(work)
         self.do(over.set)
         assert over.wait(PATIENCE_S)
-
-    def _work(self) -> None:
-        while (work := self._todo.get()) is not None:
-            work()
-
-    def close(self) -> None:
-        self._todo.put(None)
-        self._thread.join()
 
 
 class Servers:
@@ -186,6 +174,7 @@ class Bench:
         self.context.destroy(linger=0)
         self.join_server.close()
         self.replica_supervisor.close()
+        self.replica_supervisor.join()
 
 
 @pytest.fixture

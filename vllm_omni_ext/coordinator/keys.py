@@ -4,12 +4,13 @@ With a secret, ZeroMQ's CURVE encrypts and authenticates all traffic. One key pa
 and one by all sockets that connect. Both are computed from the secret, so only the secret must be distributed:
 private key = blake2b(scrypt(secret), person = the role), public key = the matching curve point. A client without the
 secret cannot compute the server's public key. CURVE never sends that key and needs it to connect, so the key alone
-keeps unauthorized clients out. The coordinator and the join server also check the client's key (`answer_handshake`).
+keeps unauthorized clients out. The coordinator and the join server also check the client's key (`zap_reply`).
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -92,12 +93,12 @@ def as_client(socket: zmq.Socket[Any], keys: Keys | None) -> None:
             socket.setsockopt(option, value)
 
 
-def answer_handshake(zap: zmq.Socket[Any], keys: Keys | None) -> None:
-    """Answer one ZAP request: a client may connect if its key is the client key of `keys`."""
-    version, request, _domain, _address, _identity, mechanism, *credentials = zap.recv_multipart()
+def zap_reply(request: Sequence[bytes], keys: Keys | None) -> list[bytes]:
+    """The reply to a ZAP request: a client may connect if its key is the client key of `keys`."""
+    version, number, _domain, _address, _identity, mechanism, *credentials = request
     accepted = keys is not None and mechanism == b"CURVE" and credentials == [z85.decode(keys.client.public)]
     status, text = (b"200", b"OK") if accepted else (b"400", b"unknown key")
-    zap.send_multipart([version or b"1.0", request, status, text, b"", b""])
+    return [version or b"1.0", number, status, text, b"", b""]
 
 
 Socket: TypeAlias = "zmq.Socket[Any]"

@@ -21,7 +21,7 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, answer_handshake, listen
+from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, listen, zap_reply
 from vllm_omni_ext.coordinator.members import LEFT, TO_COORDINATOR, Attach, Detach, Forget, View, ViewDiff
 from vllm_omni_ext.coordinator.membership import Membership, Timing
 from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Malformed, encode
@@ -109,7 +109,7 @@ class Coordinator:
             if control.fileno() in ready:
                 return
             if self._zap in ready:
-                answer_handshake(self._zap, self._keys)
+                self._zap.send_multipart(zap_reply(self._zap.recv_multipart(), self._keys))
             with contextlib.suppress(zmq.Again):
                 for _ in range(READ_AT_ONCE):
                     self._take(self._events.recv_multipart(zmq.NOBLOCK))

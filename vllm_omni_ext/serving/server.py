@@ -154,7 +154,7 @@ class Head:
         return self._status
 
     def _keep(self, servers: ApiServers) -> None:
-        self._coordination.follow()
+        self._coordination.connect()
         self._replica_supervisor = ReplicaSupervisor(
             self._deployment,
             servers,
@@ -163,6 +163,7 @@ class Head:
             leave=self._coordination.leave,
             closing=self._stopping,
         )
+        self._replica_supervisor.spawn(self._coordination.follow())
         self._replica_supervisor.watch_replicas()
         coordinator = Child("coordinator", start=self._coordination.start, ended=_coordinator_ended)
         self._replica_supervisor.watch(coordinator, self._coordination.process)
@@ -200,8 +201,8 @@ class Head:
         )
 
     def _forgotten(self, member: Member, silent: bool) -> None:
-        if self._replica_supervisor is not None and self._join_server is not None:
-            self._replica_supervisor.do(partial(self._join_server.forgotten, member, silent=silent))
+        if self._join_server is not None:
+            self._join_server.forgotten(member, silent=silent)
 
     def _server_ended(self, number: int, error: Exception) -> float | None:
         """Handle the end of an API server. Returns the pause before its restart; None: the whole server ends."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
 import os
 import secrets
-import threading
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -38,8 +37,7 @@ class Coordination:
 
     Args:
         folder: private directory, for unix sockets; TCP is used if the head has a `master_address`.
-        forgotten: called in a separate thread with every replica that the coordinator has removed, and True if it had
-            been silent.
+        forgotten: called with every replica that the coordinator has removed, and True if it had been silent.
     """
 
     def __init__(self, plan: Plan, folder: str, *, forgotten: Callable[[Member, bool], None]) -> None:
@@ -65,9 +63,6 @@ class Coordination:
         self._control: Connection | None = None
         self._context: zmq.Context[Any] | None = None
         self._events: Any = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._watcher: Watcher | None = None
-        self._thread = threading.Thread(target=self._watch, name="omni-views", daemon=True)
         self.process: Any = None
 
     def start(self) -> Any:
@@ -88,11 +83,10 @@ class Coordination:
         listening(ours, self._startup_s)
         return process
 
-    def follow(self) -> None:
-        """Start following the views, after all processes of the start have been forked."""
+    def connect(self) -> None:
+        """Connect to the coordinator, after all processes of the start have been forked."""
         self._context = zmq.Context()
         self._events = connect(self._context, zmq.PUSH, self.events, self._keys, limit=MAX_MESSAGE_BYTES)
-        self._thread.start()
 
     def leave(self, replica: ReplicaId) -> None:
         """Free the name of a process that has ended, and report its end to the coordinator."""
@@ -108,11 +102,7 @@ class Coordination:
             log.warning("no connection to the coordinator: it removes %s after missing heartbeats", replica)
 
     def close(self) -> None:
-        """End the process and the thread; a second call does nothing."""
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.call_soon_threadsafe(self._close_watcher)
-            self._thread.join()
+        """End the process; a second call does nothing."""
         if self._context is not None:
             self._context.destroy(linger=FAREWELL_MS)
             self._context = None
@@ -124,22 +114,15 @@ class Coordination:
             self.process.join()
             self.process = None
 
-    def _close_watcher(self) -> None:
-        if self._watcher is not None:
-            self._watcher.close()
-
-    def _watch(self) -> None:
-        asyncio.run(self._take_views())
-
-    async def _take_views(self) -> None:
-        self._watcher = Watcher(self.views, keys=self._keys)
-        self._loop = asyncio.get_running_loop()
+    async def follow(self) -> None:
+        """Follow the coordinator's views until the task is cancelled."""
         silent: set[Member] = set()
-        async for view, changes in self._watcher:
-            for change in changes:
-                if isinstance(change, Forget):
-                    self._forgotten(change.member, change.member in silent)
-            silent = {entry.member for entry in view.replicas if entry.state in (State.SUSPECT, State.DOWN)}
+        with contextlib.closing(Watcher(self.views, keys=self._keys)) as watcher:
+            async for view, changes in watcher:
+                for change in changes:
+                    if isinstance(change, Forget):
+                        self._forgotten(change.member, change.member in silent)
+                silent = {entry.member for entry in view.replicas if entry.state in (State.SUSPECT, State.DOWN)}
 
 
 def _run(config: CoordinatorConfig, control: Connection, parents_end: Connection, parent: int) -> None:

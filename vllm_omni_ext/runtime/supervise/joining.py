@@ -7,24 +7,23 @@ coordinator tracks the replica by its heartbeats.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-import os
-import select
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 import zmq
+import zmq.asyncio
 from msgspec import Struct
 
 from vllm_omni_ext import __version__
-from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, answer_handshake, listen
+from vllm_omni_ext.coordinator.keys import ZAP_ADDRESS, Keys, listen, zap_reply
 from vllm_omni_ext.coordinator.members import Member
 from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Channel, Count, Malformed, Message, Name, Seconds, Text, encode
 from vllm_omni_ext.runtime.client.replica_connections import ReplicaInfo
@@ -197,7 +196,7 @@ class Refusals:
 
 
 class JoinServer:
-    """Owns the socket in its own thread; all decisions are made in the replica supervisor's thread.
+    """Receives the messages of headless nodes; runs in the replica supervisor's thread, until the supervisor ends.
 
     Args:
         tell: receives a line for the operator for every replica that joins, leaves or ends.
@@ -226,24 +225,24 @@ class JoinServer:
         self.dropped = 0
         self._keys = Keys.read(cluster.cluster_secret_file)
         self._refusals = Refusals(with_reason=self._keys is not None)
-        self._context: zmq.Context[Any] = zmq.Context()
-        bind = partial(listen, self._context, limit=MAX_FRAME_BYTES, queued=QUEUED_ANSWERS)
+        self._context = zmq.asyncio.Context()
+        bind: Callable[..., Any] = partial(listen, self._context, limit=MAX_FRAME_BYTES, queued=QUEUED_ANSWERS)
         try:
             self._zap = bind(zmq.REP, ZAP_ADDRESS, None)
             self._socket = bind(zmq.ROUTER, endpoint(cluster.master_address, cluster.master_port), self._keys)
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._wake, self._waker = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="omni-join-server", daemon=True)
-        self._thread.start()
+        self._tasks = [replica_supervisor.spawn(work()) for work in (self._serve_handshakes, self._serve)]
 
     def close(self) -> None:
         """Close the socket, after the decision that is being made; the replica supervisor must still run."""
-        os.write(self._waker, b".")
-        self._thread.join()
-        os.close(self._wake)
-        os.close(self._waker)
+        for task in self._tasks:
+            task.cancel()
+        closed = threading.Event()
+        self._replica_supervisor.do(partial(self._context.destroy, linger=0))
+        self._replica_supervisor.do(closed.set)
+        closed.wait()
 
     def forgotten(self, member: Member, *, silent: bool) -> None:
         """Remove the entry of a replica that the coordinator has removed; `silent`: after missing heartbeats.
@@ -259,27 +258,18 @@ class JoinServer:
                 else:
                     self._tell(f"replica {member.id} of {entry.host} has left")
 
-    # -- the socket's thread -------------------------------------------------------------------------------------
+    async def _serve_handshakes(self) -> None:
+        while True:
+            await self._zap.send_multipart(zap_reply(await self._zap.recv_multipart(), self._keys))
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._zap, self._socket, self._wake):
-            poller.register(source, select.POLLIN if source is self._wake else zmq.POLLIN)
-        try:
-            while True:
-                ready = {source for source, _ in poller.poll()}
-                if self._zap in ready:
-                    answer_handshake(self._zap, self._keys)
-                if self._socket in ready:
-                    sender, *frames = self._socket.recv_multipart()
-                    self._take(sender, frames)
-                if self._wake in ready:
-                    return
-        finally:
-            self._context.destroy(linger=0)
+    async def _serve(self) -> None:
+        while True:
+            sender, *frames = await self._socket.recv_multipart()
+            if (answer := self._answer(frames)) is not None:
+                await self._socket.send_multipart([sender, encode(answer)], zmq.NOBLOCK)
+            await asyncio.sleep(0)  # a flood must not keep the supervisor from its other work
 
-    def _take(self, sender: bytes, frames: list[bytes]) -> None:
-        answer: Message | None
+    def _answer(self, frames: list[bytes]) -> Message | None:
         try:
             if len(frames) != 1:
                 raise Malformed(f"{len(frames)} frames")
@@ -288,29 +278,12 @@ class JoinServer:
             self.dropped += 1
             if self.dropped & (self.dropped - 1) == 0:  # at powers of two: a flood must not fill the disk
                 log.warning("dropped %d malformed registrations; the last: %.200s", self.dropped, error)
-            answer = None if error.protocol is None else Refusal(ticket="", reason=str(error))
-        else:
-            answer = self._decided(message)
-        if answer is not None:
-            self._socket.send_multipart([sender, encode(answer)], zmq.NOBLOCK)
-
-    def _decided(self, message: ToHead) -> Message | None:
-        """The answer to a message. Further messages wait in their connections until the supervisor has decided."""
-        decision: Future[Message | None] = Future()
-
-        def decide() -> None:
-            try:
-                decision.set_result(self._decide(message))
-            except Exception as error:  # a bug here must not end this thread
-                decision.set_exception(error)
-
-        self._replica_supervisor.do(decide)
-        if (error := decision.exception()) is not None:
-            log.error("no decision about a %s message", type(message).__name__, exc_info=error)
+            return None if error.protocol is None else Refusal(ticket="", reason=str(error))
+        try:
+            return self._decide(message)
+        except Exception:  # a bug here must not end the join server
+            log.exception("no decision about a %s message", type(message).__name__)
             return None
-        return decision.result()
-
-    # -- the replica supervisor's thread -------------------------------------------------------------------------
 
     def _decide(self, message: ToHead) -> Message | None:
         match message:

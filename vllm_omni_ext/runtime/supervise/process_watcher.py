@@ -14,7 +14,8 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -88,6 +89,17 @@ class ChildSupervisor:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(work)
 
+    def spawn(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        """Run a coroutine in the supervisor's thread, until the supervisor ends at the latest; its error is logged."""
+
+        async def logged() -> None:
+            try:
+                await work
+            except Exception:
+                log.exception("a task of the supervisor failed")
+
+        return asyncio.run_coroutine_threadsafe(logged(), self._loop)
+
     def after(self, pause_s: float, work: Callable[[], None]) -> None:
         """Run `work` after a pause; called in the supervisor's thread."""
         self._loop.call_later(pause_s, work)
@@ -120,10 +132,8 @@ class ChildSupervisor:
             wait.join()
 
     def _run(self) -> None:
-        try:
-            self._loop.run_forever()  # logs errors of callbacks
-        finally:
-            self._loop.close()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # cancels tasks at the end
+            runner.get_loop().run_forever()  # logs errors of callbacks
 
     def _watch(self, child: Child, process: Any) -> None:
         self._loop.add_reader(process.sentinel, self._ended, child, process)
