@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_ext.config.checks import LB_POLICIES, SHORTEST_HEARTBEAT_TIMEOUT_S
+from vllm_omni_ext.config.checks import LB_POLICIES
 from vllm_omni_ext.config.parse import Names, parse_config
 from vllm_omni_ext.config.schema import (
     GROUPS,
@@ -24,7 +24,6 @@ from vllm_omni_ext.config.schema import (
     Timeouts,
     keys,
 )
-from vllm_omni_ext.coordinator import membership as timing
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.pool import stage_pool
 from vllm_omni_ext.pool.stage_pool import POLICIES
@@ -89,7 +88,6 @@ def test_constants_that_are_written_twice_are_equal() -> None:
     """The configuration may not import the modules that use it."""
     assert set(LB_POLICIES) == set(POLICIES)
     assert OmniConfig().lb_policy == stage_pool.DEFAULT
-    assert SHORTEST_HEARTBEAT_TIMEOUT_S == timing.SHORTEST_TIMEOUT_S
 
 
 def test_chunk_sizes_and_a_device_number_are_converted() -> None:

@@ -21,7 +21,6 @@ from vllm_omni_ext.coordinator.members import (
     ViewDiff,
 )
 from vllm_omni_ext.coordinator.membership import KEPT_TIMEOUTS, PUBLISH_GAP_S, Membership, Names, Timing
-from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.pool.load import Load
 
 TIMING = Timing(timeout_s=10.0, drain_s=30.0)
@@ -203,14 +202,6 @@ def test_several_heartbeats_fit_into_every_timeout(timeout: float) -> None:
     timing = Timing(timeout_s=timeout, drain_s=0)
     assert 4 * timing.interval_s < timing.timeout_s
     assert 2 * timing.interval_s < timing.suspect_s < timing.timeout_s < timing.forget_s
-
-
-@pytest.mark.parametrize("timeout", [0.5, 0.0, -1.0, float("nan"), float("inf")])
-def test_an_impossible_timeout_or_drain_time_is_refused(timeout: float) -> None:
-    with pytest.raises(ConfigError, match="heartbeat timeout: must be at least 1 s"):
-        Timing(timeout_s=timeout, drain_s=1)
-    with pytest.raises(ConfigError, match="drain time"):
-        Timing(timeout_s=1, drain_s=-1)
 
 
 @pytest.mark.parametrize(

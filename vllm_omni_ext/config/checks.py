@@ -18,14 +18,14 @@ from vllm_omni_ext.ports import port_range
 
 LbPolicy = Literal["least-queue-length", "random", "round-robin"]
 LB_POLICIES = get_args(LbPolicy)
-"""Names of the load balancing policies, the default first; `pool.policies.POLICIES` implements them."""
+"""Names of the load balancing policies, the default first; `pool.stage_pool.POLICIES` implements them."""
 
 KvConnector = Literal["mooncake", "nixl"]
 KV_CONNECTORS = get_args(KvConnector)
 """Names of the connectors that transfer KV caches, the default first; `disaggregation.parameters` implements them."""
 
 SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0
-"""The control plane does not work with a shorter timeout; as in `coordinator.timing`."""
+"""The control plane does not work with a shorter timeout."""
 
 AUTO = "auto"
 ALL_AT_ONCE = "all"

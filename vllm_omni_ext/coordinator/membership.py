@@ -25,11 +25,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from vllm_omni_ext.coordinator.members import Entry, Heartbeat, Leave, Member, State, ToCoordinator, View
-from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.load import Load
 
-SHORTEST_TIMEOUT_S = 1.0
 BEATS_PER_TIMEOUT = 5
 """Heartbeats in one timeout: four may be lost or late."""
 
@@ -60,12 +58,6 @@ class Timing:
 
     timeout_s: float
     drain_s: float
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.timeout_s) and self.timeout_s >= SHORTEST_TIMEOUT_S):
-            raise ConfigError(f"heartbeat timeout: must be at least {SHORTEST_TIMEOUT_S:g} s, got {self.timeout_s!r}")
-        if not (math.isfinite(self.drain_s) and self.drain_s >= 0):
-            raise ConfigError(f"drain time: must be a number of seconds >= 0, got {self.drain_s!r}")
 
     @property
     def interval_s(self) -> float:

@@ -20,7 +20,7 @@ from vllm_omni_ext.orchestrator.engine_requests import client_request
 from vllm_omni_ext.orchestrator.messages import Opened
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.plugins.flow import Action, Forward, ForwardFlow
-from vllm_omni_ext.plugins.runtime import Capabilities, ModelRuntime, Planned, Rendered, RequestOptions
+from vllm_omni_ext.plugins.runtime import ModelRuntime, Planned, Rendered, RequestOptions
 from vllm_omni_ext.wire.stage_input import RESERVED, TICKET
 
 
@@ -73,7 +73,10 @@ class Admission:
         default_modalities: str | None = None,
         max_media_tokens: int | None = None,
     ) -> None:
-        self.capabilities = with_default(runtime.capabilities(), default_modalities)
+        self.capabilities = runtime.capabilities()
+        if default_modalities is not None:
+            named = modality_names(default_modalities, self.capabilities.modalities, "this model")
+            self.capabilities = replace(self.capabilities, default_modalities=named)
         text_only = TEXT in self.capabilities.modalities
         self._runtime = runtime
         self._orchestrator = orchestrator
@@ -171,15 +174,12 @@ class Admission:
         ticket = self._tickets.get(extra.get(TICKET, "")) or Ticket(options=self._default)
         if params is not None and TICKET in extra:  # answers may share the dict
             params.extra_args = {key: value for key, value in extra.items() if key != TICKET} or None
-        await self._open(ticket, request.request_id, request.external_req_id or request.request_id, request)
+        await self.start(ticket, request.request_id, request.external_req_id or request.request_id, request)
 
-    async def start(self, ticket: Ticket, request_id: str, external_id: str) -> None:
-        """Begin a request that does not use the frontend."""
-        await self._open(ticket, request_id, external_id)
-
-    async def _open(
+    async def start(
         self, ticket: Ticket, request_id: str, external_id: str, request: EngineCoreRequest | None = None
     ) -> None:
+        """Begin a request; `request` is None if it does not use the frontend."""
         planned = ticket.planned or Planned(flow=ForwardFlow(self._frontend))
         await self._orchestrator.open(
             Opened(
@@ -196,15 +196,3 @@ class Admission:
                 watch=ticket.watch,
             )
         )
-
-
-def with_default(capabilities: Capabilities, names: str | None) -> Capabilities:
-    """Capabilities with the configured default, a comma-separated list; None keeps the model's.
-
-    Raises:
-        ConfigError: the model has no such modality.
-    """
-    if names is None:
-        return capabilities
-    wanted = modality_names(names, capabilities.modalities, "this model")
-    return replace(capabilities, default_modalities=wanted)

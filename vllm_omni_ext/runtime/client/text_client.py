@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -15,13 +15,6 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.admission import Admission
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.runtime.client.calls import Calls
-
-
-class Resources:
-    """`engine_dead` as vLLM's server reads it. True would end the server; it stays false when a stage is lost."""
-
-    def __init__(self) -> None:
-        self.engine_dead = False
 
 
 class TextClient:
@@ -46,7 +39,7 @@ class TextClient:
         self.calls = Calls(orchestrator.replicas, orchestrator.pools, orchestrator.frontend, sides)
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._handling = False
-        self.resources = Resources()
+        self.resources = SimpleNamespace(engine_dead=False)  # true would end the server: false also without replicas
         self.vllm_config = config
         self.stats_update_address = None
 

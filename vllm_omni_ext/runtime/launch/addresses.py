@@ -56,17 +56,11 @@ def is_loopback(host: str) -> bool:
 
 def is_here(host: str) -> bool:
     """True if an address of a host is one of this machine's; False for an unknown name."""
-    try:
-        found = _resolve(host, 0)
-    except ConfigError:
-        return False
-    return any(_is_own_address(family, address) for family, address in found)
-
-
-def _is_own_address(family: socket.AddressFamily, address: _Address) -> bool:
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.bind(address)  # the kernel refuses to bind to an address of another machine
-        return True
+    with contextlib.suppress(ConfigError):
+        for family, address in _resolve(host, 0):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.bind(address)  # the kernel refuses to bind to an address of another machine
+                return True
     return False
 
 

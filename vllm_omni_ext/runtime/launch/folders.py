@@ -92,7 +92,7 @@ def _check_space() -> None:
 
 
 def _parent() -> str:
-    """Return the folder for temporary files, or `SHORT` where sockets below that folder would have too long paths."""
+    """The folder for temporary files, or `SHORT` if sockets below that folder would have too long paths."""
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) + LONGEST_NAME <= IPC_PATH_MAX_LEN else SHORT
 

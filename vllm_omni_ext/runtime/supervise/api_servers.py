@@ -116,19 +116,19 @@ class ApiServers:
     def _replica_started(self, replica: ReplicaId, pid: int) -> None:
         """Send the API servers the process id of a replica, whose process did not exist when they were started."""
         self._about[replica] = replace(self._about[replica], pid=pid)
-        self._tell(ReplicaStarted(replica, pid))
+        self._broadcast(ReplicaStarted(replica, pid))
 
     def wait(self) -> bool:
         """Wait until all API servers answer requests; False if one has ended instead."""
         try:
             for client, server in self._servers.items():
                 while not isinstance(message := decode(server.pipe.recv_bytes()), ServerReady):
-                    self._heard(client, message)
+                    self._receive(client, message)
         except (EOFError, ConnectionResetError):
             return False
         self._reader = threading.Thread(target=self._read, name="omni-servers", daemon=True)
         self._reader.start()
-        self._tell_servers()
+        self._send_states()
         return True
 
     # -- messages of the replica supervisor -----------------------------------------------------------------------
@@ -141,7 +141,7 @@ class ApiServers:
         """
         addresses = self._deployment.listen(replica, host)
         self._starting.add(replica)
-        self._tell(ReplicaStarting(replica))
+        self._broadcast(ReplicaStarting(replica))
         return addresses
 
     def ready(self, replica: ReplicaId, about: ReplicaInfo) -> None:
@@ -158,18 +158,16 @@ class ApiServers:
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
         """A replica is gone; `again` if it will be restarted."""
         (self._starting.add if again else self._starting.discard)(replica)
-        self._about.pop(replica, None)
-        self._ready_responses.pop(replica, None)
-        self._deployment.unlisten(replica)
+        self.forgotten(replica)
         with self._changing:
             self._changes.replica_ended(replica)
-        self._tell(ReplicaEnded(replica, reason, again))
+        self._broadcast(ReplicaEnded(replica, reason, again))
 
     def forgotten(self, replica: ReplicaId) -> None:
         """A replica's name is free again."""
-        if self._about.pop(replica, None) is not None:
-            self._ready_responses.pop(replica, None)
-            self._deployment.unlisten(replica)
+        self._about.pop(replica, None)
+        self._ready_responses.pop(replica, None)
+        self._deployment.unlisten(replica)
 
     # -- when an API server dies ---------------------------------------------------------------------------------
 
@@ -183,8 +181,8 @@ class ApiServers:
             self._servers[client].up = False
             self._complete(self._changes.server_lost(client))
         self._board.clear(client)
-        self._tell(ServerLost(client, time.time()))
-        self._tell_servers()
+        self._broadcast(ServerLost(client, time.time()))
+        self._send_states()
         return self._restarts[client].failed(time.monotonic())
 
     def start_again(self, client: int) -> Any:
@@ -204,19 +202,19 @@ class ApiServers:
             )
             self._launch(client, connections)
         self._waker.send_bytes(b"look")
-        self._tell_servers()
+        self._send_states()
         return self._servers[client].process
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def _tell_servers(self) -> None:
+    def _send_states(self) -> None:
         known = tuple(
             Server(client, server.process.pid, server.up, self._restarts[client].count)
             for client, server in sorted(self._servers.items())
         )
-        self._tell(Servers(known))
+        self._broadcast(Servers(known))
 
-    def _tell(self, message: Message) -> None:
+    def _broadcast(self, message: Message) -> None:
         for server in self._servers.values():
             self._send(server, message)
 
@@ -241,22 +239,22 @@ class ApiServers:
                 continue
             for pipe in ready:
                 try:
-                    self._heard(pipes[pipe], decode(pipe.recv_bytes()))  # type: ignore[union-attr, index]
+                    self._receive(pipes[pipe], decode(pipe.recv_bytes()))  # type: ignore[union-attr, index]
                 except (EOFError, ConnectionResetError):
                     gone.add(pipe)
 
-    def _heard(self, client: int, message: Message) -> None:
+    def _receive(self, client: int, message: Message) -> None:
         match message:
             case ReplicaConnected(replica, ready_response) if ready_response:  # empty: a replacing API server
                 self._ready_responses[replica] = ready_response
             case OperatorChange(change_id, change):
                 with self._changing:
                     self._changes.make(change_id, change, (other for other, each in self._servers.items() if each.up))
-                    self._tell(message)
+                    self._broadcast(message)
             case ChangeApplied(change_id):
                 with self._changing:
                     self._complete(self._changes.applied(client, change_id))
 
     def _complete(self, changes: Iterable[str]) -> None:
         for change_id in changes:
-            self._tell(ChangeApplied(change_id))
+            self._broadcast(ChangeApplied(change_id))
