@@ -96,7 +96,7 @@ class View(Message, frozen=True, kw_only=True, tag="view"):
     Attributes:
         generation: grows with every start of the coordinator.
         settled: false while live replicas may not yet have sent a heartbeat to a new coordinator.
-        timeout_s: loads in a view older than this must not be trusted.
+        timeout_s: loads in a view older than this must not be used.
         dropped: malformed messages that the coordinator has dropped.
         pid: process id of the coordinator; 0 if unknown.
     """

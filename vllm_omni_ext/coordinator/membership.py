@@ -80,7 +80,7 @@ class Names:
 
     Args:
         key: the head's key for proofs.
-        planned: names of the replicas that the head starts itself; no other replica gets one of them.
+        planned: names of the replicas that the head starts itself, which no other replica gets.
     """
 
     def __init__(self, key: str, planned: Iterable[ReplicaId]) -> None:
@@ -95,11 +95,7 @@ class Names:
         return member
 
     def give_free(self, stage: str, before: int | None) -> Member | None:
-        """Give the name with the index that the replica had before if it is free, else the lowest free one.
-
-        Returns:
-            None: there is none.
-        """
+        """Give the name with the index `before` if it is free, else the lowest free one; None if there is none."""
         taken = self._members.keys() | self._planned
         indices = (*(() if before is None else (before,)), *range(MAX_REPLICAS))
         free = (name for index in indices if index < MAX_REPLICAS and (name := ReplicaId(stage, index)) not in taken)
@@ -133,13 +129,7 @@ class _Record:
 
 
 class Membership:
-    """The state machine.
-
-    Args:
-        key: the head's key, with which it has made the proofs of all members.
-        generation: larger than that of any earlier coordinator.
-        at: now.
-    """
+    """The state machine. `key` is the head's for proofs; `generation` is larger than any earlier coordinator's."""
 
     def __init__(self, key: str, timing: Timing, *, generation: int, at: float) -> None:
         self._key = key

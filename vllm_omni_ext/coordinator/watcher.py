@@ -55,7 +55,7 @@ class Watcher:
 
     @property
     def fresh(self) -> bool:
-        """Whether the last view is recent enough for its loads to be trusted."""
+        """Whether the last view is recent enough for its loads to be used."""
         return self.view is not None and self.age() < self.view.timeout_s
 
     def __aiter__(self) -> Watcher:

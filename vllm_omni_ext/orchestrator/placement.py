@@ -18,7 +18,7 @@ from vllm_omni_ext.plugins.flow import Submit
 from vllm_omni_ext.pool.stage_pool import StagePool
 
 TRIAL_OUTPUTS = 3
-"""Outputs after which a suspect is trusted: the step that ended a replica's process is repeated before these."""
+"""Outputs after which a trial ends: the step that ended a replica's process is repeated before these."""
 
 MOST_LOSSES = 3
 """Losses in one stage after which a suspect is not opened again there."""
@@ -131,8 +131,7 @@ class Placement:
     def _free_for_suspects(self, stage: str) -> set[ReplicaId]:
         """Return the replicas that may get a suspect now.
 
-        They are those of this API server, as long as there is one for each API server: an innocent request must not be
-        on trial on the same replica as another API server's suspect.
+        If there are enough replicas, each API server uses its own, so that no replica has two suspects.
         """
         open_now = self.pools[stage].open_replicas
         known = sorted({*open_now, *(each for each in self.announced if each.stage == stage)})

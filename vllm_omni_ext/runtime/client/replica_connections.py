@@ -401,8 +401,7 @@ class ReplicaConnections:
             self._observer.forgotten(replica)
 
     async def _attach_again(self, replica: StockReplica) -> None:
-        """Reattach a replica that was silent: abort the requests that were replayed elsewhere, then send it requests
-        again.
+        """Reattach a replica that was silent, after it has aborted the requests that were replayed elsewhere.
 
         After the fence, no output for such a request can arrive.
         """

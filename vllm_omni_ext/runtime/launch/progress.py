@@ -25,9 +25,7 @@ Show = Callable[[str], None]
 
 
 class Progress:
-    """Reports the ready stages, and the state of the starting replicas.
-
-    Methods may be called by any thread; one thread at a time emits a line.
+    """Reports the ready stages, and the state of the starting replicas. Any thread may call the methods.
 
     Args:
         tell: receives one line.
@@ -110,11 +108,7 @@ def _count(replicas: int) -> str:
 
 
 class Listener:
-    """Receives the states of replicas and shows the progress, in its own thread until it is closed.
-
-    Args:
-        folder: private directory, in which the socket is made.
-    """
+    """Receives the states of replicas at a socket in `folder` and shows the progress, in a thread until it is closed."""
 
     def __init__(self, folder: str, progress: Progress) -> None:
         self.path = os.path.join(folder, "loading")

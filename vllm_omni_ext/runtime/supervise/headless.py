@@ -141,8 +141,8 @@ class HeadClient:
             host=self.host,
             index=self._names[slot].index if slot in self._names else None,
         )
-        limit = self._plan.config.timeouts.startup_timeout_s
-        began = told = time.monotonic()
+        limit = self._plan.config.startup_timeout_s
+        began = reported = time.monotonic()
         deadline = began + limit
         while time.monotonic() < deadline and not self._closing.is_set():
             self._socket.poll(int(RETRY_S * 1000), zmq.POLLOUT)
@@ -157,8 +157,8 @@ class HeadClient:
                         self.places[slot] = _Place(answer, Present(ticket=ticket))
                         self._names[slot] = answer.member.id
                         return [(server.input, server.output) for server in answer.servers]
-            if (now := time.monotonic()) - told >= WAITING_S:
-                told = now
+            if (now := time.monotonic()) - reported >= WAITING_S:
+                reported = now
                 self._tell(f"waiting for the head at {self._where}: no answer for {now - began:.0f} s (of {limit:g} s)")
         raise OmniError(f"no head answers at {self._where} (waited {limit:g} s, timeouts.startup_timeout_s)")
 
