@@ -108,7 +108,7 @@ def _count(replicas: int) -> str:
 
 
 class Listener:
-    """Receives the states of replicas at a socket in `folder` and shows the progress, in a thread until it is closed."""
+    """Receives the states of replicas at a socket in `folder` and shows the progress, in a thread until closed."""
 
     def __init__(self, folder: str, progress: Progress) -> None:
         self.path = os.path.join(folder, "loading")
