@@ -201,8 +201,8 @@ class Head:
         )
 
     def _forgotten(self, member: Member, silent: bool) -> None:
-        if self._join_server is not None:
-            self._join_server.forgotten(member, silent=silent)
+        if self._replica_supervisor is not None and self._join_server is not None:
+            self._replica_supervisor.do(partial(self._join_server.forgotten, member, silent=silent))
 
     def _server_ended(self, number: int, error: Exception) -> float | None:
         """Handle the end of an API server. Returns the pause before its restart; None: the whole server ends."""
