@@ -141,7 +141,7 @@ class HeadClient:
             host=self.host,
             index=self._names[slot].index if slot in self._names else None,
         )
-        limit = self._plan.config.startup_timeout_s
+        limit = self._plan.config.timeouts.startup_timeout_s
         began = reported = time.monotonic()
         deadline = began + limit
         while time.monotonic() < deadline and not self._closing.is_set():
