@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from vllm_omni_ext.config.checks import ADAPTIVE, BOOLEAN, CHUNK_SIZES
+from vllm_omni_ext.config.checks import ADAPTIVE, chunk_value
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
@@ -137,9 +137,10 @@ class Qwen3OmniRuntime:
     def _check_chunks(self, name: str, key: str, value: Any) -> None:
         if key not in self._chunks:
             raise RequestError(f"{name}: is unknown; use one of {', '.join(self._chunks)}", parameter=name)
-        rule = BOOLEAN if key == ADAPTIVE else CHUNK_SIZES
-        if not rule.accepts(value):
-            raise RequestError(f"{name}: must be {rule.expected}, got {value!r:.100}", parameter=name)
+        try:
+            chunk_value(key, value)
+        except ValueError as error:
+            raise RequestError(f"{name}: {error}", parameter=name) from None
 
     def plan(self, request: Rendered, options: RequestOptions) -> Planned:
         """Plan a request; text-only prompts export no hidden states.

@@ -6,8 +6,6 @@ import difflib
 import ipaddress
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictInt, TypeAdapter, WrapValidator
@@ -143,41 +141,32 @@ NullIsEmpty = BeforeValidator(lambda value: {} if value is None else value)
 """Makes a key without a value, such as `stages:`, an empty mapping."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """A type for values outside of the configuration.
+_CHUNK_RULES = {
+    True: (TypeAdapter(Boolean), "true or false"),
+    False: (TypeAdapter(ChunkSizes), "a list of sizes >= 1 such as [4, 25], or 'all'"),
+}
+"""By whether the key is `adaptive`: its type, and the words that complete "must be ..."."""
 
-    Attributes:
-        type: a type that pydantic can check.
-        expected: completes "must be ...".
+
+def chunk_value(key: str, value: Any) -> Any:
+    """Return the stored form of a value of `chunks`.
+
+    Args:
+        key: name of an edge, or `adaptive`.
+
+    Raises:
+        ValueError: a wrong type; the text completes the name of the key.
     """
+    adapter, expected = _CHUNK_RULES[key == ADAPTIVE]
+    try:
+        return adapter.validate_python(value)
+    except ValueError:
+        raise ValueError(f"must be {expected}, got {value!r:.100}") from None
 
-    type: Any
-    expected: str
-
-    @cached_property
-    def _adapter(self) -> TypeAdapter[Any]:
-        return TypeAdapter(self.type)
-
-    def convert(self, value: Any) -> Any:
-        """The value in its stored form; ValueError if it has another type."""
-        return self._adapter.validate_python(value)
-
-    def accepts(self, value: Any) -> bool:
-        """Whether the value is of the type."""
-        try:
-            self.convert(value)
-        except ValueError:
-            return False
-        return True
-
-
-BOOLEAN = Check(Boolean, "true or false")
-CHUNK_SIZES = Check(ChunkSizes, "a list of sizes >= 1 such as [4, 25], or 'all'")
 
 Chunks = Annotated[
     Mapping[str, Any],
-    AfterValidator(lambda given: {k: (BOOLEAN if k == ADAPTIVE else CHUNK_SIZES).convert(v) for k, v in given.items()}),
+    AfterValidator(lambda given: {key: chunk_value(key, value) for key, value in given.items()}),
     _expected("a mapping of hand-overs to lists of sizes >= 1 or 'all', and adaptive to true or false"),
 ]
 

@@ -38,35 +38,15 @@ class Patch:
     wrap: Callable[[Any], Any]
 
 
-@dataclass(frozen=True)
-class PatchTarget:
-    """The target of a patch: an attribute of a module or a class."""
+def _attribute(patch: Patch, module: ModuleType) -> tuple[Any, str]:
+    """The object whose attribute the patch replaces, and the attribute's name."""
+    *path, name = patch.target.partition(":")[2].split(".")
+    return functools.reduce(getattr, path, module), name
 
-    patch: Patch
-    module: ModuleType
-    owner: Any
-    name: str
 
-    @classmethod
-    def of(cls, patch: Patch, module: ModuleType) -> PatchTarget:
-        """The target of `patch` in the imported `module`."""
-        *path, name = patch.target.partition(":")[2].split(".")
-        return cls(patch, module, functools.reduce(getattr, path, module), name)
-
-    @property
-    def live(self) -> Any:
-        """The attribute's current value."""
-        return vars(self.owner)[self.name]
-
-    @property
-    def is_ours(self) -> bool:
-        """True if the attribute is our replacement."""
-        return self.patch.name in _in_place and vars(self.owner).get(self.name) is _in_place[self.patch.name]
-
-    def put(self, replacement: Any) -> None:
-        """Replace the attribute."""
-        setattr(self.owner, self.name, replacement)
-        _in_place[self.patch.name] = replacement
+def _put(patch: Patch, owner: Any, name: str, replacement: Any) -> None:
+    setattr(owner, name, replacement)
+    _in_place[patch.name] = replacement
 
 
 def apply_on_import(patch: Patch, module: ModuleType) -> None:
@@ -75,11 +55,12 @@ def apply_on_import(patch: Patch, module: ModuleType) -> None:
     Does nothing if the target is missing, so that an untested vLLM runs as without this package.
     """
     try:
-        slot = PatchTarget.of(patch, module)
-    except AttributeError:
+        owner, name = _attribute(patch, module)
+        live = vars(owner)[name]
+    except (AttributeError, KeyError):
         return
-    if slot.name in vars(slot.owner) and not slot.is_ours:
-        slot.put(patch.wrap(slot.live))
+    if live is not _in_place.get(patch.name):
+        _put(patch, owner, name, patch.wrap(live))
 
 
 def apply_all(patches: Iterable[Patch]) -> None:
@@ -88,22 +69,26 @@ def apply_all(patches: Iterable[Patch]) -> None:
     Raises:
         IncompatibleVllm: another package has replaced a target.
     """
-    slots = [PatchTarget.of(patch, importlib.import_module(patch.target.partition(":")[0])) for patch in patches]
-    todo = [slot for slot in slots if not slot.is_ours]
-    for slot in todo:
-        _refuse_foreign(slot)
-    replacements = [slot.patch.wrap(slot.live) for slot in todo]
-    for slot, replacement in zip(todo, replacements, strict=True):
-        slot.put(replacement)
+    todo = []
+    for patch in patches:
+        module = importlib.import_module(patch.target.partition(":")[0])
+        owner, name = _attribute(patch, module)
+        live = vars(owner)[name]
+        if live is not _in_place.get(patch.name):
+            _refuse_foreign(patch, live, module)
+            todo.append((patch, owner, name, live))
+    replacements = [(patch, owner, name, patch.wrap(live)) for patch, owner, name, live in todo]
+    for replacement in replacements:
+        _put(*replacement)
 
 
-def _refuse_foreign(slot: PatchTarget) -> None:
+def _refuse_foreign(patch: Patch, live: Any, module: ModuleType) -> None:
     """Check that the function in memory was made from the checked text."""
-    function = getattr(slot.live, "__func__", slot.live)
-    if isinstance(function, FunctionType) and function.__code__.co_filename == slot.module.__file__:
+    function = getattr(live, "__func__", live)
+    if isinstance(function, FunctionType) and function.__code__.co_filename == module.__file__:
         return
     origin = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', '?')}"
     raise IncompatibleVllm(
-        f"{slot.patch.name}: {slot.patch.target} was already replaced by {origin}; "
+        f"{patch.name}: {patch.target} was already replaced by {origin}; "
         "remove the other plugin, or start vLLM without --omni"
     )

@@ -2,9 +2,3 @@
 
 from vllm.entrypoints.common.cli_args import validate_parsed_serve_args
 from vllm.entrypoints.common.startup import VLLM_SUBCMD_PARSER_EPILOG, cli_env_setup
-
-__all__ = [
-    "VLLM_SUBCMD_PARSER_EPILOG",
-    "cli_env_setup",
-    "validate_parsed_serve_args",
-]
