@@ -27,7 +27,7 @@ MACHINE = (*(f"orchestrator.{name}" for name in _DECIDING), "observability.reque
 """The part of the orchestrator that decides, and the record of a request that it passes on."""
 
 LAYERS = (
-    {"encoding", "errors", "ids", "lifeline", "memory", "ports", "report", "titles", "tiny.directory"},
+    {"encoding", "errors", "ids", "lifeline", "memory", "ports", "titles", "tiny.directory"},
     {"patching", "patches", "evaluation", "vllm_hooks"},
     {"config", "compat", "environment", "metrics", "modalities", "plugin", "plugins", "model_plugins.*.family"}
     | {"connectors.base", "connectors.registry", "resampling"},
@@ -35,8 +35,7 @@ LAYERS = (
     {"wire", "connectors", "observability"},
     {"coordinator", "disaggregation", "orchestrator", "engine", "model_plugins"},
     {"runtime", "omni", "grammars"},
-    {"serving", "cli", "doctor", "llm", "llm_arguments", "llm_calls", "boot", "tiny", "testing"}
-    | {"__main__", "__init__"},
+    {"serving", "cli", "doctor", "llm", "llm_arguments", "boot", "tiny", "testing"} | {"__main__", "__init__"},
 )
 """Lowest first; a module may import its own layer and those below. The longest matching name counts."""
 
@@ -44,7 +43,6 @@ PURE = (
     "encoding",
     "errors",
     "ids",
-    "report",
     "ports",
     "config",
     "topology",

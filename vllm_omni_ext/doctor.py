@@ -13,13 +13,13 @@ from pathlib import Path
 from vllm_omni_ext import environment
 from vllm_omni_ext.cli import models_page
 from vllm_omni_ext.compat import PATCHES, require_vllm, supported
+from vllm_omni_ext.environment import Line, Section, as_data, as_text
 from vllm_omni_ext.errors import IncompatibleVllm
 from vllm_omni_ext.patching import seams
 from vllm_omni_ext.patching.compare import Difference, differences, other_vllm
 from vllm_omni_ext.patching.seams import CORE, Finding
 from vllm_omni_ext.patching.source import VllmSource
 from vllm_omni_ext.plugins.registry import Plugin, families, plugins
-from vllm_omni_ext.report import Line, Section, as_data, as_text
 
 DOCS = Path("docs/patches.md")
 GENERATED = "<!-- `vllm-omni-ext doctor --write-docs` writes all that follows; do not edit it. -->\n"

@@ -1,4 +1,4 @@
-"""Facts about the Python environment, read without importing vLLM or torch."""
+"""The findings of `doctor`, and facts about the Python environment, read without importing vLLM or torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from vllm_omni_ext import __version__, resampling
 from vllm_omni_ext.lifeline import SHARED
-from vllm_omni_ext.report import Line, Section
 
 ENTRY_POINTS = (
     ("torch.backends", "vllm_omni_ext", "`vllm serve --omni` and LLM(omni=True)"),
@@ -31,6 +32,69 @@ CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")
 DEFAULT_CUDA_HOME = "/usr/local/cuda"
 _VERSION = re.compile(r"^__version__\b.*?=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 _ACCELERATOR = re.compile(r"^(cuda|hip|xpu)\b[^=]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
+
+_INDENT = 2
+
+
+@dataclass(frozen=True)
+class Line:
+    """One finding.
+
+    Attributes:
+        name: the checked thing.
+        ok: False makes `doctor` fail.
+        state: the result, in a few words, and the remedy if it is not ok.
+        details: more about it, by heading.
+    """
+
+    name: str
+    ok: bool
+    state: str
+    details: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A group of findings."""
+
+    title: str
+    lines: tuple[Line, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True if every line is."""
+        return all(line.ok for line in self.lines)
+
+
+def as_text(sections: Sequence[Section]) -> str:
+    """Text for a terminal: one line per finding, details indented below it, a text of several lines without heading."""
+    return "\n".join(row for section in sections for row in _rows(section))
+
+
+def as_data(sections: Sequence[Section]) -> dict[str, object]:
+    """Data for `--json`."""
+    return {
+        "ok": all(section.ok for section in sections),
+        "sections": {
+            section.title: [
+                {"name": line.name, "ok": line.ok, "state": line.state, **line.details} for line in section.lines
+            ]
+            for section in sections
+        },
+    }
+
+
+def _rows(section: Section) -> Iterator[str]:
+    yield section.title
+    width = max((len(line.name) for line in section.lines), default=0)
+    for line in section.lines:
+        yield f"{'':{_INDENT}}{'ok ' if line.ok else 'BAD'} {line.name:{width}}  {line.state}"
+        for heading, text in line.details.items():
+            if "\n" in text:
+                yield textwrap.indent(text, " " * (_INDENT + 4))
+            else:
+                yield f"{'':{_INDENT + 4}}{heading}: {text}"
+    yield ""
 
 
 def versions() -> Section:

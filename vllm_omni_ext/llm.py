@@ -13,12 +13,13 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from socket import gethostname
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tqdm import tqdm
+from vllm.entrypoints.llm import LLM
 from vllm.exceptions import VLLMError
 from vllm.inputs import PromptType
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -31,13 +32,13 @@ from vllm_omni_ext.compat import activate
 from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed
 from vllm_omni_ext.llm_arguments import Keywords
-from vllm_omni_ext.llm_calls import TargetedOfflineLLM
 from vllm_omni_ext.modalities.base import OutputChunk
 from vllm_omni_ext.modalities.chunks import TextChunk
 from vllm_omni_ext.modalities.registry import CORE, modalities_of
 from vllm_omni_ext.plugins.registry import family_chat_template, family_of
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
+from vllm_omni_ext.runtime.client.targeted import TargetedLLM, Targets
 from vllm_omni_ext.serving.answers import TextOutputs
 from vllm_omni_ext.serving.options import RequestFields, from_keywords, stage_params
 
@@ -84,6 +85,44 @@ class OmniRequestOutput(RequestOutput):
     images: Sequence[Image] = ()
     latents: Sequence[np.ndarray[Any, Any]] = ()
     error: OmniError | None = None
+
+
+def _offline(name: str) -> Any:
+    """`TargetedLLM`'s method of that name, called from a thread without an event loop."""
+
+    @wraps(getattr(TargetedLLM, name))
+    def method(self: TargetedOfflineLLM, *args: Any, **keywords: Any) -> Any:
+        return self._run(getattr(self._omni, name)(*args, **keywords))
+
+    return method
+
+
+class TargetedOfflineLLM(LLM):
+    """vLLM's methods, with `targets` and `timeout_s` as in `runtime.client.targeted.TargetedLLM`."""
+
+    _omni: AsyncOmni
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        raise NotImplementedError
+
+    collective_rpc = _offline("collective_rpc")
+    sleep = _offline("sleep")
+    wake_up = _offline("wake_up")
+    is_sleeping = _offline("is_sleeping")
+    release_kv_cache_memory = _offline("release_kv_cache_memory")
+    reset_prefix_cache = _offline("reset_prefix_cache")
+    reset_mm_cache = _offline("reset_mm_cache")
+    reset_encoder_cache = _offline("reset_encoder_cache")
+    start_profile = _offline("start_profile")
+    stop_profile = _offline("stop_profile")
+    add_lora = _offline("add_lora")
+    remove_lora = _offline("remove_lora")
+    list_loras = _offline("list_loras")
+    pin_lora = _offline("pin_lora")
+
+    def apply_model(self, func: Callable[[Any], Any], *, targets: Targets | None = None, **deadline: Any) -> Any:
+        """Run a function on the model in every worker of the frontend, or of the targets."""
+        return self.collective_rpc("apply_model", args=(func,), targets=targets, **deadline)
 
 
 class OmniLLM(TargetedOfflineLLM):

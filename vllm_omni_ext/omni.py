@@ -34,10 +34,9 @@ from vllm_omni_ext.orchestrator.answers import chunks, merged, until
 from vllm_omni_ext.orchestrator.engine_requests import EngineRequests
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.orchestrator.placement import Settings
-from vllm_omni_ext.plugins.params import make_params
 from vllm_omni_ext.plugins.registry import family_of
 from vllm_omni_ext.plugins.runtime import Capabilities, ModelRuntime, Rendered, RequestOptions, RuntimeContext
-from vllm_omni_ext.plugins.spec import resolve
+from vllm_omni_ext.plugins.spec import make_params, resolve
 from vllm_omni_ext.pool.stage_pool import StagePool, policy
 from vllm_omni_ext.resampling import use_available
 from vllm_omni_ext.runtime.client.calls import TargetedLLM
@@ -176,11 +175,10 @@ class AsyncOmni(TargetedLLM):
         return self._admission.capabilities
 
     def _pool(self, stage: StagePlan, replicas: Iterable[ReplicaId]) -> StagePool:
-        chosen = self.plan.config.stage(stage.name).lb_policy or self.plan.config.lb_policy
         return StagePool(
             stage.name,
             (replica for replica in replicas if replica.stage == stage.name),
-            policy(chosen, self.connections.client_index),
+            policy(self.plan.config.policy(stage.name), self.connections.client_index),
             changed=self.observer.bound,
             decided=self.observer.decided,
             clients=self.connections.client_count,

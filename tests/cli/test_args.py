@@ -13,13 +13,12 @@ import pytest
 from vllm_omni_ext.cli import plan as plan_command
 from vllm_omni_ext.cli import serve as serve_command
 from vllm_omni_ext.cli import settings
-from vllm_omni_ext.cli.args import EXPLICIT, FLAGS, parse_serve
-from vllm_omni_ext.cli.refusals import REFUSED
+from vllm_omni_ext.cli.args import EXPLICIT, FLAGS, REFUSED, parse_serve
 from vllm_omni_ext.cli.settings import ENGINE_FIELDS, from_cli, from_kwargs
 from vllm_omni_ext.config.schema import setting_path
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.plugins.params import param_names
 from vllm_omni_ext.plugins.registry import families
+from vllm_omni_ext.plugins.spec import param_names
 from vllm_omni_ext.topology.engine_args import _RESERVED, SHARED_FIELDS
 from vllm_omni_ext.topology.plan import Plan
 

@@ -12,8 +12,7 @@ from tests.plugins.conftest import Install
 from vllm_omni_ext.cli.args import parse_serve
 from vllm_omni_ext.cli.settings import from_cli, from_kwargs
 from vllm_omni_ext.errors import ConfigError, IncompatibleVllm
-from vllm_omni_ext.plugins.params import make_params, param_names
-from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
+from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS, make_params, param_names
 from vllm_omni_ext.topology.plan import Plan
 
 SOURCE = """

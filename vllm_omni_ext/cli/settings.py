@@ -11,10 +11,9 @@ from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from vllm_omni_ext.cli.args import EXPLICIT, KEYS
+from vllm_omni_ext.cli.args import EXPLICIT, KEYS, check_flags
 from vllm_omni_ext.cli.members import check_reachable, for_this_process, listening, refuse_joining
 from vllm_omni_ext.cli.model import architecture, detect_host, detect_machine, load_hf_config, model_facts
-from vllm_omni_ext.cli.refusals import check_flags
 from vllm_omni_ext.compat import require_seams
 from vllm_omni_ext.config.checks import AUTO, modality_names, unknown_key
 from vllm_omni_ext.config.load import load_config, pipeline_of, stage_config_names
@@ -22,9 +21,8 @@ from vllm_omni_ext.config.overrides import with_overrides, with_settings
 from vllm_omni_ext.config.parse import Names
 from vllm_omni_ext.config.schema import SETTINGS, OmniConfig
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.plugins.params import make_params, param_names
 from vllm_omni_ext.plugins.registry import family_for
-from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec
+from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec, make_params, param_names
 from vllm_omni_ext.topology.disaggregation import expand
 from vllm_omni_ext.topology.machine import Machine, parse_machine
 from vllm_omni_ext.topology.plan import Plan

@@ -50,33 +50,10 @@ class Sample:
     series: Series
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One replica. `tokens_per_s` is None without a rate of its counter."""
-
-    replica: str
-    state: str
-    running: int
-    waiting: int
-    tokens_per_s: float | None
-    restarts: int
-    pid: int
-    host: str
-
-
-def rows(before: Sample, now: Sample) -> list[Row]:
-    """Return a row for each replica, with the rates between two samples."""
+def rows(before: Sample, now: Sample) -> list[dict[str, Any]]:
+    """Return the status of each replica, with `tokens_per_s` between two samples; None without a rate."""
     return [
-        Row(
-            replica=each["id"],
-            state=each["state"],
-            running=each["running"],
-            waiting=each["waiting"],
-            tokens_per_s=_rate(before, now, TOKENS, {"replica": each["id"]}),
-            restarts=each["restarts"],
-            pid=each["pid"],
-            host=each["host"],
-        )
+        {**each, "tokens_per_s": _rate(before, now, TOKENS, {"replica": each["id"]})}
         for stage in now.status["stages"]
         for each in stage["replicas"]
     ]
@@ -87,24 +64,22 @@ def made(before: Sample, now: Sample) -> dict[str, float]:
 
     A name is that of its metric: `vllm_omni_ext:images_total` is "images".
     """
-    names = sorted({name for name, labels in now.series if _is_made(name, labels)})
+    names = sorted(
+        {
+            name
+            for name, labels in now.series
+            if name.startswith(PREFIX) and name.endswith(TOTAL) and {key for key, _ in labels} <= {m.MODEL}
+        }
+    )
     rates = {name.removeprefix(PREFIX).removesuffix(TOTAL): _rate(before, now, name, {}) for name in names}
     return {name.replace("_", " "): rate for name, rate in rates.items() if rate is not None}
 
 
-def _is_made(name: str, labels: Labels) -> bool:
-    return name.startswith(PREFIX) and name.endswith(TOTAL) and {key for key, _ in labels} <= {m.MODEL}
-
-
-def _of(sample: Sample, name: str) -> list[tuple[dict[str, str], float]]:
-    return [(dict(labels), value) for (known, labels), value in sample.series.items() if known == name]
-
-
 def _rate(before: Sample, now: Sample, name: str, wanted: Mapping[str, str]) -> float | None:
     """Growth of a counter per second; None if it is missing, or has started again."""
-    sums = []
+    sums: list[float | None] = []
     for sample in (before, now):
-        found = [value for labels, value in _of(sample, name) if wanted.items() <= labels.items()]
+        found = [v for (known, labels), v in sample.series.items() if known == name and wanted.items() <= labels]
         sums.append(sum(found) if found else None)
     earlier, later = sums
     seconds = now.at - before.at
@@ -125,10 +100,10 @@ def table(before: Sample, now: Sample, url: str) -> Table:
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("host")
     for row in rows(before, now):
-        tokens = "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.1f}"
-        state = f"[{STATES.get(row.state, 'white')}]{row.state}[/]"
-        numbers = map(str, (row.running, row.waiting, tokens, row.restarts, row.pid))
-        shown.add_row(row.replica, state, *numbers, row.host)
+        tokens = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.1f}"
+        state = f"[{STATES.get(row['state'], 'white')}]{row['state']}[/]"
+        numbers = map(str, (row["running"], row["waiting"], tokens, row["restarts"], row["pid"]))
+        shown.add_row(row["id"], state, *numbers, row["host"])
     return shown
 
 

@@ -15,9 +15,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.plugins.params import param_names
 from vllm_omni_ext.plugins.runtime import Capabilities, ModelRuntime, RequestOptions
-from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS, resolve
+from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS, param_names, resolve
 from vllm_omni_ext.topology.plan import Plan, StagePlan
 
 MODALITIES, CHUNKS = "modalities", "chunks"

@@ -35,7 +35,7 @@ class StagePlan:
         part_of: for a prefill or decode stage, the stage of the model that was split; else "".
         env: environment variables of the replica processes, on top of the inherited ones.
         params: default parameters of a request: fields of `params_type`.
-        params_type: "pkg.mod:attr" of the type of its parameters (see `plugins.params`).
+        params_type: "pkg.mod:attr" of the type of its parameters (see `plugins.spec.make_params`).
         accepts: the kind of input that the stage takes (see `StageSpec`).
     """
 
