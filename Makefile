@@ -66,7 +66,7 @@ release: setup ## build what is published, install it into a new environment and
 	dev/scripts/release_check.sh
 
 docs: setup ## write the generated pages
-	$(PYTHON) -m vllm_omni_ext doctor --write-docs
+	$(PYTHON) -m dev.pages
 	$(PYTHON) benchmarks/memory_page.py
 
 $(SITE)/.done: requirements/site.txt

@@ -1,1 +1,1 @@
-"""Tools of the people who build the package: training of the tiny model, public evaluations, scripts. Not published."""
+"""Tools for building the package: training of the tiny model, public evaluations, pages, scripts. Not published."""

@@ -14,7 +14,8 @@ from unittest.mock import Mock
 import pytest
 from vllm.multimodal import audio
 
-from vllm_omni_ext import doctor, environment, patching, resampling
+from dev import pages
+from vllm_omni_ext import environment, patching, resampling
 from vllm_omni_ext.compat import PATCHES
 from vllm_omni_ext.doctor import main, packages, vllm_sections
 from vllm_omni_ext.patching.seams import fingerprints, seams, series
@@ -143,11 +144,11 @@ def test_another_vllm_is_compared_with_the_installed_one(copy, tmp_path, capsys)
 
 
 def test_docs_are_written_after_the_text_that_is_there(tmp_path):
-    file = tmp_path / "page.md"
+    file = tmp_path / "patches.md"
     for head in ("# Head\n", ""):
-        file.write_text(f"{head}{doctor.GENERATED}old\n")
-        assert main(["--write-docs", str(file)]) == 0
-        assert file.read_text() == head + doctor.page()
+        file.write_text(f"{head}{pages.GENERATED}old\n")
+        pages.write(tmp_path)
+        assert file.read_text() == head + pages.patches()
 
 
 def package(root: Path, name: str, version: str, torch_lines: str = "") -> None:

@@ -107,7 +107,7 @@ async def test_shutdown_from_another_thread_waits_for_requests_and_then_closes(
     thread = threading.Thread(target=omni.shutdown, args=(LONG_S,))
     thread.start()
     async with asyncio.timeout(LONG_S):
-        while not omni._draining:
+        while not omni.draining:
             await asyncio.sleep(0.01)
     assert happened == []
     await omni.orchestrator.abort(["r"])

@@ -11,7 +11,6 @@ from importlib import resources
 from pathlib import Path
 
 from vllm_omni_ext import environment
-from vllm_omni_ext.cli import models_page
 from vllm_omni_ext.compat import PATCHES, require_vllm, supported
 from vllm_omni_ext.environment import Line, Section, as_data, as_text
 from vllm_omni_ext.errors import IncompatibleVllm
@@ -20,9 +19,6 @@ from vllm_omni_ext.patching.compare import Difference, differences, other_vllm
 from vllm_omni_ext.patching.seams import CORE, Finding
 from vllm_omni_ext.patching.source import VllmSource
 from vllm_omni_ext.plugins.registry import Plugin, families, plugins
-
-DOCS = Path("docs/patches.md")
-GENERATED = "<!-- `vllm-omni-ext doctor --write-docs` writes all that follows; do not edit it. -->\n"
 
 PROGRAM = "vllm-omni-ext"
 
@@ -33,10 +29,6 @@ FITS = ("fits", "additions only")
 def main(argv: Sequence[str]) -> int:
     """Print the findings. Returns 0 if all are ok, else 1."""
     args = _parser().parse_args(argv)
-    if args.write_docs is not None:
-        _write_docs(args.write_docs)
-        models_page.write(args.write_docs.with_name("models.md"))
-        return 0
     if args.write_fingerprints is not None:
         for package in args.write_fingerprints or own_packages():
             _write_fingerprints(package)
@@ -162,30 +154,6 @@ def _lines(state: str, found: Sequence[Difference], uses: dict[str, str]) -> Ite
             yield Line(each.target, state in FITS, uses[each.target], {"diff": each.diff} if each.diff else {})
 
 
-def page() -> str:
-    """The generated part of docs/patches.md: the patches, and the overrides of the core and its families."""
-    return "\n".join([GENERATED, "## Patches", "", *_patch_rows(), "## Overrides", "", *_override_rows(), ""])
-
-
-def _patch_rows() -> Iterator[str]:
-    yield "| target | in place | why | upstream | remove when |\n|---|---|---|---|---|"
-    for each in PATCHES:
-        yield f"| `{each.target}` | {each.when} | {each.why} | {each.upstream} | {each.remove_when} |"
-    yield ""
-
-
-def _override_rows() -> Iterator[str]:
-    yield "| replaced | by | scope | why | remove when |\n|---|---|---|---|---|"
-    for each in (override for package in own_packages() for override in seams.overrides(package)):
-        yield f"| {each['target']} | `{each['where']}` | {each['scope']} | {each['why']} | {each['remove_when']} |"
-
-
-def _write_docs(file: Path) -> None:
-    head = file.read_text(encoding="utf-8").partition(GENERATED)[0] if file.exists() else ""
-    file.write_text(head + page(), encoding="utf-8")
-    print(file)
-
-
 def _write_fingerprints(package: str) -> None:
     source = VllmSource.installed()
     file = Path(str(resources.files(package)), "fingerprints", f"{seams.series(source.version)}.json")
@@ -206,9 +174,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH|VERSION",
         help="compare the functions that this package depends on with those of another vLLM: a folder, a wheel file, "
         "or a version, whose wheel is downloaded; exit status 1 if one has changed or is gone",
-    )
-    parser.add_argument(
-        "--write-docs", type=Path, nargs="?", const=DOCS, metavar="FILE", help=f"write the tables of {DOCS}, or of FILE"
     )
     parser.add_argument(
         "--write-fingerprints",

@@ -35,7 +35,7 @@ from vllm_omni_ext.orchestrator.engine_requests import EngineRequests
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.orchestrator.placement import Settings
 from vllm_omni_ext.plugins.registry import family_of
-from vllm_omni_ext.plugins.runtime import Capabilities, ModelRuntime, Rendered, RequestOptions, RuntimeContext
+from vllm_omni_ext.plugins.runtime import ModelRuntime, Rendered, RequestOptions, RuntimeContext
 from vllm_omni_ext.plugins.spec import make_params, resolve
 from vllm_omni_ext.pool.stage_pool import StagePool, policy
 from vllm_omni_ext.resampling import use_available
@@ -63,7 +63,9 @@ class AsyncOmni(TargetedLLM):
     Requests that the frontend alone answers run exactly as in `AsyncLLM`; all others use the stages of their flow.
     """
 
-    _draining = False
+    draining = False
+    """Whether the server is shutting down: requests in flight are finished, new ones refused."""
+
     _fleet_open: ReplicaConnections | None = None
     """None after `shutdown`, and until `__init__` has finished: `__del__` may run before."""
 
@@ -130,6 +132,7 @@ class AsyncOmni(TargetedLLM):
             default_modalities=settings.default_modalities,
             max_media_tokens=settings.limits.max_media_tokens,
         )
+        self.capabilities = self._admission.capabilities
         logging.getLogger("vllm.v1.engine.async_llm").addFilter(_not_about_engine_requests)
         self.engine_core = TextClient(config, self.orchestrator, self.plan.sides(), admission=self._admission)
         self.replica_connections = ReplicaConnections(
@@ -164,16 +167,6 @@ class AsyncOmni(TargetedLLM):
         runtime: ModelRuntime = resolve(family.runtime)(context)
         return runtime
 
-    @property
-    def draining(self) -> bool:
-        """Whether the server is shutting down: requests in flight are finished, new ones refused."""
-        return self._draining
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Modalities and options that the checkpoint supports."""
-        return self._admission.capabilities
-
     def _pool(self, stage: StagePlan, replicas: Iterable[ReplicaId]) -> StagePool:
         return StagePool(
             stage.name,
@@ -183,9 +176,6 @@ class AsyncOmni(TargetedLLM):
             decided=self.observer.decided,
             clients=self.connections.client_count,
         )
-
-    def _is_frontend(self, replica: ReplicaId) -> bool:
-        return replica.stage == self.plan.frontend().name
 
     def _observe(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica]) -> None:
         """Set up the observer of requests and replicas, and vLLM's statistics for all replicas."""
@@ -218,7 +208,7 @@ class AsyncOmni(TargetedLLM):
         if outputs.scheduler_stats is not None:  # otherwise another API server got them
             self.observer.loaded(replica, outputs.scheduler_stats)
         outputs.engine_index = self._numbers.of(replica)
-        if self.replica_stats is not None and not self._is_frontend(replica):
+        if self.replica_stats is not None and replica.stage != self.plan.frontend_stage:
             self.replica_stats.record(outputs.scheduler_stats, tokens_of(outputs), engine_idx=outputs.engine_index)
 
     def _run_output_handler(self) -> None:
@@ -228,7 +218,7 @@ class AsyncOmni(TargetedLLM):
     async def _take(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
         current = [output for output in outputs.outputs if await self.orchestrator.produced(replica, output)]
         self._loaded(replica, outputs)  # after the outputs were passed on
-        if self._is_frontend(replica):
+        if replica.stage == self.plan.frontend_stage:
             # The client gets no output that carries only exported hidden states.
             outputs.outputs = [o for o in current if o.new_token_ids or o.finish_reason is not None]
             self.engine_core.deliver(outputs)
@@ -249,7 +239,7 @@ class AsyncOmni(TargetedLLM):
 
     async def _drain(self, timeout: float) -> None:
         """Refuse new requests, and give those in flight `timeout` seconds."""
-        self._draining = True
+        self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self.orchestrator.idle()
@@ -402,7 +392,7 @@ class AsyncOmni(TargetedLLM):
         return ids
 
     def _refuse_if_draining(self) -> None:
-        if self._draining:
+        if self.draining:
             raise StageUnavailable("the server is shutting down")
 
     def _in_time(self, source: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:

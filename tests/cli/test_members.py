@@ -228,11 +228,11 @@ def test_serve_runs_replicas_alone(model: str, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setitem(
         sys.modules, "vllm_omni_ext.runtime.supervise.headless", SimpleNamespace(run_headless=run_headless)
     )
-    left: list[int] = []
-    monkeypatch.setattr(serve_command, "_leave", left.append)
+    monkeypatch.setattr(serve_command.os, "_exit", sys.exit)
     words = [model, "--omni", "--headless", "--stage", "code2wav", *HEAD]
-    assert serve_command.main([*words, "--no-omni-cluster-auth"]) == 3
-    assert left == [3]
+    with pytest.raises(SystemExit) as end:
+        serve_command.main([*words, "--no-omni-cluster-auth"])
+    assert end.value.code == 3
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert serve_command.main(words) == 2, "the head is on another host, its secret is not here"
     assert seen == [([0, 0, 1], Headless(stage="code2wav", replicas=1, head=HEAD_AT, replica_address=None), model)]

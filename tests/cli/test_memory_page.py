@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import memory_page
-from vllm_omni_ext import doctor
+from dev import pages
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 
@@ -28,7 +28,7 @@ def test_both_generated_pages_are_written(monkeypatch, tmp_path: Path) -> None:
     page = tmp_path / "docs" / "memory.md"
     page.write_text(f"before\n{memory_page.BEGIN}old\n{memory_page.END}after\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    assert doctor.main(["--write-docs"]) == 0
+    pages.write(Path("docs"))
     runpy.run_path(str(PAGE.parents[1] / "benchmarks" / "memory_page.py"), run_name="__main__")
     assert page.read_text() == f"before\n{memory_page.BEGIN}{tables()}{memory_page.END}after\n"
     assert (tmp_path / "docs" / "patches.md").is_file()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from dev import pages
 from vllm_omni_ext import compat, doctor
 from vllm_omni_ext.errors import IncompatibleVllm
 from vllm_omni_ext.patching import seams
@@ -76,7 +77,7 @@ def test_a_start_is_checked_without_importing_vllm():
 
 
 def test_the_page_is_up_to_date():
-    assert (ROOT / "docs/patches.md").read_text().endswith(f"\n{doctor.page()}"), "run `make docs`"
+    assert (ROOT / "docs/patches.md").read_text().endswith(f"\n{pages.patches()}"), "run `make docs`"
 
 
 def test_the_supported_versions_are_those_that_are_installed_with_the_package():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from dev import pages
 from tests.plugins.conftest import PAINTER, Install
 from vllm_omni_ext import doctor
 from vllm_omni_ext.errors import ConfigError
@@ -141,7 +142,7 @@ def test_the_doctor_lists_usable_and_faulty_plugins(install: Install) -> None:
     assert lines["painter"].state == "Painter"
     assert lines["painter"].details == {"from": "omni-painter 1.0", "pipelines": "painter"}
     assert "omni-broken 1.0: omni_broken_module:FAMILY cannot be imported: ValueError: no" in lines["broken"].state
-    assert "omni-painter" not in doctor.page()
+    assert "omni-painter" not in pages.patches()
 
 
 def test_model_classes_are_registered_and_never_replace_those_of_vllm(install: Install) -> None:

@@ -24,7 +24,8 @@ def main(argv: Sequence[str]) -> int:
         argv: arguments after the program's name; the word `serve` may be left out.
 
     Returns:
-        The exit status. A wrong configuration is one line on stderr and status 2, before anything is started.
+        2 if the configuration is wrong: one line is on stderr, and nothing was started. Otherwise the process ends
+        here, with the server's exit status.
     """
     name_process("headless" if "--headless" in argv else "head", argv)
     from vllm_omni_ext.vllm_hooks import cli_env_setup
@@ -32,7 +33,9 @@ def main(argv: Sequence[str]) -> int:
     cli_env_setup()
     try:
         plan, args = prepare(argv)
-        plan = _with_secret(plan, args)
+        from vllm_omni_ext.runtime.launch.secret import with_secret
+
+        plan = with_secret(plan, headless=args.headless, tell=lambda line: print(line, flush=True))
     except ConfigError as err:
         return report(err)
     keep_key(args)
@@ -40,15 +43,9 @@ def main(argv: Sequence[str]) -> int:
         status = _run(plan, args)
     except SystemExit as end:  # a signal
         status = end.code if isinstance(end.code, int) else 0
-    _leave(status)
-    return status
-
-
-def _with_secret(plan: Plan, args: argparse.Namespace) -> Plan:
-    """The plan with the file of its secret, which is created here if necessary."""
-    from vllm_omni_ext.runtime.launch.secret import with_secret
-
-    return with_secret(plan, headless=args.headless, tell=lambda line: print(line, flush=True))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # all children have ended, and Python's own clean-up would take seconds
 
 
 def keep_key(args: argparse.Namespace) -> None:
@@ -59,7 +56,6 @@ def keep_key(args: argparse.Namespace) -> None:
 
 
 def _run(plan: Plan, args: argparse.Namespace) -> int:
-    """Run the process that the flags select. Returns its exit status."""
     from vllm_omni_ext.cli.members import headless_of
 
     headless = headless_of(args, plan)
@@ -70,13 +66,6 @@ def _run(plan: Plan, args: argparse.Namespace) -> int:
     from vllm_omni_ext.serving.server import serve
 
     return serve(plan, args)
-
-
-def _leave(status: int) -> None:
-    """End the process now: all children have ended, and Python's own clean-up would take seconds."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def prepare(argv: Sequence[str], *, machine: str | None = None) -> tuple[Plan, argparse.Namespace]:

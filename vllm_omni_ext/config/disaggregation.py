@@ -30,7 +30,7 @@ def stage_path(name: str) -> str:
     return f"stages.{name}" if split is None else f"stages.{split[0]}.{PREFILL_DECODE}.{split[1]}"
 
 
-def check_said_below(path: str, given: Collection[str]) -> None:
+def refuse_keys_of_split_stage(path: str, given: Collection[str]) -> None:
     """Refuse keys of a split stage that must be written for each side.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from vllm_omni_ext.config.disaggregation import PREFILL_DECODE, check_said_below, split_name
+from vllm_omni_ext.config.disaggregation import PREFILL_DECODE, refuse_keys_of_split_stage, split_name
 from vllm_omni_ext.config.parse import Names, checked, parse_config
 from vllm_omni_ext.config.schema import GROUPS, SETTINGS, OmniConfig, PrefillDecode, StageConfig
 from vllm_omni_ext.errors import ConfigError
@@ -80,7 +80,7 @@ def _with_stage(config: OmniConfig, name: str, values: Any, names: Names) -> Omn
     over = parse_config({"stages": {name: given}}, names, flat=True).stage(name)
     stage = _merged(config.stage(name), over, given or {})
     if stage.prefill_decode is not None:
-        check_said_below(f"stages.{name}", given or ())
+        refuse_keys_of_split_stage(f"stages.{name}", given or ())
     return replace(config, stages={**config.stages, name: stage})
 
 

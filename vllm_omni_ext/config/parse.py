@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from vllm_omni_ext.config.checks import UNKNOWN_KEY, unknown_key
-from vllm_omni_ext.config.disaggregation import PREFILL_DECODE, check_said_below
+from vllm_omni_ext.config.disaggregation import PREFILL_DECODE, refuse_keys_of_split_stage
 from vllm_omni_ext.config.schema import (
     GROUPS,
     SETTINGS,
@@ -122,7 +122,7 @@ def _schema_at(keys: list[str]) -> Schema:
 def _check_stage(path: str, stage: StageConfig, given: Collection[str], engine: Collection[str] | None) -> None:
     _check_names(f"{path}.engine", stage.engine, engine)
     if stage.prefill_decode is not None:
-        check_said_below(path, given)
+        refuse_keys_of_split_stage(path, given)
         for side in SIDES:
             below: ReplicasConfig = getattr(stage.prefill_decode, side)
             _check_names(f"{path}.{PREFILL_DECODE}.{side}.engine", below.engine, engine)

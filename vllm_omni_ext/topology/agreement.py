@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -138,33 +138,25 @@ def _config(folder: Path) -> Any:
     if not file.is_file():
         return None
     try:
-        return _without_noise(json.loads(file.read_bytes()))
+        return json.loads(file.read_bytes(), object_hook=_without_noise)
     except ValueError as err:
         raise ConfigError(f"model: '{file}' is not JSON: {err}") from err
 
 
-def _without_noise(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_noise(item) for key, item in value.items() if key not in _CONFIG_NOISE}
-    if isinstance(value, list):
-        return [_without_noise(item) for item in value]
-    return value
+def _without_noise(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in value.items() if key not in _CONFIG_NOISE}
 
 
 def _weight_file(path: Path) -> list[Any]:
+    """Name, size and hash of evenly spread samples, the first at the start and the last at the end."""
     size = path.stat().st_size
+    last = max(0, size - _SAMPLE_BYTES)
     found = hashlib.sha256()
     with path.open("rb") as file:
-        for start in _sample_starts(size):
-            file.seek(start)
+        for number in range(_SAMPLES):
+            file.seek(last * number // (_SAMPLES - 1))
             found.update(file.read(_SAMPLE_BYTES))
     return [path.name, size, found.hexdigest()]
-
-
-def _sample_starts(size: int) -> Iterator[int]:
-    """Offsets of the samples: evenly spread, the first at the start and the last at the end."""
-    last = max(0, size - _SAMPLE_BYTES)
-    return (last * number // (_SAMPLES - 1) for number in range(_SAMPLES))
 
 
 def _without_places(additional: Any) -> Any:

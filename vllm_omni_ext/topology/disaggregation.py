@@ -9,7 +9,7 @@ from typing import Any
 from vllm_omni_ext.config.disaggregation import (
     OF_A_SIDE,
     PREFILL_DECODE,
-    check_said_below,
+    refuse_keys_of_split_stage,
     side_name,
     split_name,
     stage_path,
@@ -78,7 +78,7 @@ def _check(spec: StageSpec, stage: StageConfig, split: PrefillDecode, pipeline: 
         raise ConfigError(f"{_path(spec.name)}: '{spec.name}' {why}; only {able or 'none'} can be split; remove it")
     default = StageConfig()
     said = [key for key in OF_A_SIDE if getattr(stage, key) != getattr(default, key)]
-    check_said_below(f"stages.{spec.name}", said)
+    refuse_keys_of_split_stage(f"stages.{spec.name}", said)
     try:
         parameters.check(transfer_settings(split))
     except ValueError as err:
@@ -119,10 +119,8 @@ def _moved(edge: EdgeSpec, stage: str) -> EdgeSpec:
 
 def _split_config(config: OmniConfig, name: str, stage: StageConfig, split: PrefillDecode) -> OmniConfig:
     sides = {
-        side_name(name, PREFILL): _side(stage, split, split.prefill, {}),
-        side_name(name, DECODE): replace(
-            _side(stage, split, split.decode, stage.params), min_replicas=stage.min_replicas
-        ),
+        side_name(name, PREFILL): replace(_side(stage, split, split.prefill), params={}, min_replicas=1),
+        side_name(name, DECODE): _side(stage, split, split.decode),
     }
     stages: dict[str, StageConfig] = {}
     for each, settings in config.stages.items():
@@ -130,18 +128,15 @@ def _split_config(config: OmniConfig, name: str, stage: StageConfig, split: Pref
     return replace(config, stages=stages)
 
 
-def _side(stage: StageConfig, split: PrefillDecode, side: ReplicasConfig, params: Mapping[str, Any]) -> StageConfig:
+def _side(stage: StageConfig, split: PrefillDecode, side: ReplicasConfig) -> StageConfig:
     """Settings of a side, merged into those of the whole stage."""
-    return StageConfig(
+    own = {name: getattr(side, name) for name in ("lb_policy", "kv_cache_bytes", "cpu_threads")}
+    return replace(
+        stage,
         replicas=side.replicas,
         devices=side.devices,
-        lb_policy=side.lb_policy or stage.lb_policy,
-        kv_cache_bytes=stage.kv_cache_bytes if side.kv_cache_bytes is None else side.kv_cache_bytes,
-        cpu_threads=stage.cpu_threads if side.cpu_threads is None else side.cpu_threads,
         engine={**stage.engine, **side.engine},
         env={**parameters.environment(transfer_settings(split)), **stage.env, **side.env},
         engine_overrides={**stage.engine_overrides, **side.engine_overrides},
-        params=params,
-        step_timeout_s=stage.step_timeout_s,
-        prefill_decode=split,
+        **{name: value for name, value in own.items() if value is not None},
     )
