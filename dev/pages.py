@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -15,12 +15,18 @@ from vllm_omni_ext.compat import PATCHES
 from vllm_omni_ext.config.load import pipeline_of, stage_config_names
 from vllm_omni_ext.doctor import own_packages
 from vllm_omni_ext.patching import seams
-from vllm_omni_ext.plugins.http import ROUTES
+from vllm_omni_ext.plugins.http import IMAGES, SPEECH
 from vllm_omni_ext.plugins.registry import plugins
 from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec, StageSpec, resolve
 from vllm_omni_ext.topology.engine_args import SHARED_FIELDS
 
 HERE = "vllm-omni-ext"
+
+ROUTES: Mapping[str, tuple[str, ...]] = {
+    SPEECH: ("/v1/audio/speech", "/v1/audio/voices"),
+    IMAGES: ("/v1/images/generations", "/v1/images/edits"),
+}
+"""Routes of the ready-made APIs."""
 
 CHAT = "/v1/chat/completions"
 TEXT_ROUTES = ("/v1/completions", "/v1/responses", "/v1/messages")

@@ -17,7 +17,6 @@ from vllm_omni_ext.cli import main as cli
 from vllm_omni_ext.cli.args import parse_serve
 from vllm_omni_ext.model_plugins.bagel.family import FAMILY as BAGEL
 from vllm_omni_ext.model_plugins.qwen3_omni.family import FAMILY as QWEN3_OMNI
-from vllm_omni_ext.plugins.http import ROUTES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -97,7 +96,7 @@ def test_the_page_of_models_is_that_of_the_families(tmp_path: Path) -> None:
 
 
 def test_routes_on_the_page_of_models_are_those_of_the_apis() -> None:
-    for api, routes in ROUTES.items():
+    for api, routes in pages.ROUTES.items():
         module = import_module(api.partition(":")[0])
         assert sorted(route.path for route in module.router.routes) == sorted(routes)
 

@@ -16,7 +16,7 @@ from vllm_omni_ext.wire.stage_input import RESERVED
 
 @pytest.mark.parametrize("given", [{}, {"transfer_id": "x"}, {"do_remote_decode": True}, "x", 3])
 def test_parameters_of_a_kv_transfer_are_refused(given: Any) -> None:
-    with pytest.raises(VLLMValidationError, match=f"^{KEY}: replicas settle among themselves") as caught:
+    with pytest.raises(VLLMValidationError, match=f"^{KEY}: replicas set it themselves") as caught:
         _check_kv_transfer(SamplingParams(extra_args={KEY: given, "other": 1}))
     assert caught.value.parameter == KEY
 

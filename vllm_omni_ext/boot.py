@@ -92,7 +92,7 @@ def _follow(loader: Loader, action: Action) -> None:
         original(module)
         try:
             action(module)
-        except Exception:  # a plain run must go on without this package, whatever fails here
+        except Exception:  # a plain run goes on without this package after any error
             _log.exception("vllm-omni-ext: start-up hook of %s failed; run `vllm-omni-ext doctor`", module.__name__)
 
     loader.exec_module = exec_module  # type: ignore[method-assign]

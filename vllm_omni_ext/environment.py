@@ -164,7 +164,7 @@ def _traps() -> Iterator[Line]:
     if find_spec("torchvision") is None:
         yield Line("torchvision", False, "not installed; images and video cannot be read; pip install torchvision")
     elif on_cpu and "+cu" in vision:
-        yield Line("torchvision", True, f"{vision} beside a CPU torch: made importable by our torch.backends hook")
+        yield Line("torchvision", True, f"{vision} with a CPU torch: made importable by our torch.backends hook")
     else:
         yield Line("torchvision", True, vision)
 

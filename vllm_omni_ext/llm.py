@@ -158,7 +158,9 @@ class OmniLLM(TargetedOfflineLLM):
         try:
             with spinner("loading") as show, self._deployment.progress.shown(show):
                 self._deployment.wait()
-            self._loop, self._thread = _start_loop()
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="omni-loop", daemon=True)
+            self._thread.start()
             self._omni = self._run(self._connect(log_stats=not kwargs["disable_log_stats"]))
             self._replica_supervisor = ReplicaSupervisor(
                 self._deployment,
@@ -245,8 +247,8 @@ class OmniLLM(TargetedOfflineLLM):
             partial(self._preprocess_cmpl_one, _with_media(prompt), **keywords.rendering)
             for prompt in prompt_to_seq(prompts)
         ]
-        outputs = self._answer(renders, sampling_params, keywords, options, use_tqdm, lora_request, priority)
-        return _reported(outputs, raise_on_error=raise_on_error)
+        stock = {"lora_request": lora_request, "priority": priority}
+        return self._answer(renders, sampling_params, keywords, options, stock, use_tqdm, raise_on_error)
 
     def chat(  # type: ignore[override]
         self,
@@ -271,8 +273,8 @@ class OmniLLM(TargetedOfflineLLM):
         renders = [
             partial(self._preprocess_chat_one, each, **keywords.rendering) for each in conversation_to_seq(messages)
         ]
-        outputs = self._answer(renders, sampling_params, keywords, options, use_tqdm, lora_request, priority)
-        return _reported(outputs, raise_on_error=raise_on_error)
+        stock = {"lora_request": lora_request, "priority": priority}
+        return self._answer(renders, sampling_params, keywords, options, stock, use_tqdm, raise_on_error)
 
     def _arguments(
         self,
@@ -297,15 +299,15 @@ class OmniLLM(TargetedOfflineLLM):
         sampling: Sampling | Sequence[Sampling] | None,
         keywords: Keywords,
         options: RequestOptions,
+        stock: Mapping[str, Any],
         use_tqdm: bool | Callable[..., tqdm[Any]],
-        lora_request: Adapters,
-        priority: int | Sequence[int] | None,
+        raise_on_error: bool,
     ) -> list[OmniRequestOutput]:
         given = sampling if sampling is not None or keywords.params else self.get_default_sampling_params()
         each: Sequence[Any] = self._params_to_seq(given or {}, len(renders))  # type: ignore[type-var]
         split = [self._split(keywords.over(params), options) for params in each]
-        adapters = self._lora_request_to_seq(lora_request, len(renders))
-        priorities = self._priority_to_seq(priority, len(renders))
+        adapters = self._lora_request_to_seq(stock["lora_request"], len(renders))
+        priorities = self._priority_to_seq(stock["priority"], len(renders))
         bar_type: Any = use_tqdm if callable(use_tqdm) else tqdm
         bar = bar_type(total=len(renders), desc="Processed prompts", dynamic_ncols=True) if use_tqdm else None
         pending = [
@@ -318,6 +320,11 @@ class OmniLLM(TargetedOfflineLLM):
         outputs = [future.result() for future in pending]
         if bar is not None:
             bar.close()
+        if errors := [output.error for output in outputs if output.error is not None]:
+            message = f"{len(errors)} of {len(outputs)} failed: {errors[0]}"
+            if raise_on_error:
+                raise RequestFailed(message) from errors[0]
+            log.warning("%s", message)
         return outputs
 
     def _submit(
@@ -460,17 +467,6 @@ class LocalListener:
         )
 
 
-def _reported(outputs: list[OmniRequestOutput], *, raise_on_error: bool) -> list[OmniRequestOutput]:
-    """Return outputs; log one line, or raise RequestFailed, if some of them failed."""
-    errors = [output.error for output in outputs if output.error is not None]
-    if errors:
-        message = f"{len(errors)} of {len(outputs)} failed: {errors[0]}"
-        if raise_on_error:
-            raise RequestFailed(message) from errors[0]
-        log.warning("%s", message)
-    return outputs
-
-
 def _with_media(prompt: Any) -> Any:
     """Return a prompt whose media are in `multi_modal_data`, as vLLM reads them."""
     if not isinstance(prompt, Mapping) or not any(name in prompt for name in MEDIA):
@@ -483,13 +479,6 @@ def _with_media(prompt: Any) -> Any:
 def _identity(replica: ReplicaId, ports: tuple[int, int] | None) -> ReplicaIdentity:
     """Return the identity of a replica that has no coordinator and ends with this program."""
     return ReplicaIdentity(stage=replica.stage, index=replica.index, program=os.getpid(), ports=ports)
-
-
-def _start_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=_run_loop, args=(loop,), name="omni-loop", daemon=True)
-    thread.start()
-    return loop, thread
 
 
 class _Frontend:

@@ -125,16 +125,16 @@ class AsyncOmni(TargetedLLM):
             observer=self.observer,
             failed=self._tell_caller,
         )
-        self._admission = Admission(
+        self.admission = Admission(
             self.runtime,
             self.orchestrator,
             frontend.model_stage,
             default_modalities=settings.default_modalities,
             max_media_tokens=settings.limits.max_media_tokens,
         )
-        self.capabilities = self._admission.capabilities
+        self.capabilities = self.admission.capabilities
         logging.getLogger("vllm.v1.engine.async_llm").addFilter(_not_about_engine_requests)
-        self.engine_core = TextClient(config, self.orchestrator, self.plan.sides(), admission=self._admission)
+        self.engine_core = TextClient(config, self.orchestrator, self.plan.sides(), admission=self.admission)
         self.replica_connections = ReplicaConnections(
             self.connections, self.orchestrator, replicas, take=self._take, joined=self._joined, lost=self._lost
         )
@@ -149,7 +149,6 @@ class AsyncOmni(TargetedLLM):
         return {name: each.model_config.max_model_len for name, each in self.connections.configs.items()}
 
     def _runtime(self, config: VllmConfig) -> ModelRuntime:
-        """The model plugin's runtime for this API server."""
         family, model, stages = family_of(self.plan.family), config.model_config, self.plan.stages
         own = (
             get_config(model.model, model.trust_remote_code, model.revision) if model.hf_overrides else model.hf_config
@@ -252,18 +251,6 @@ class AsyncOmni(TargetedLLM):
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def expect(self, ticket: Ticket) -> str:
-        """Announce a request of a stock handler; the key that is returned goes into its `extra_args` under `TICKET`.
-
-        Raises:
-            RequestError: the options cannot be met.
-        """
-        return self._admission.expect(ticket)
-
-    def withdraw(self, key: str) -> None:
-        """Withdraw an announced request, or its ticket after use; unknown keys are ignored."""
-        self._admission.withdraw(key)
-
     def generate(  # type: ignore[override]
         self,
         prompt: Any,
@@ -286,7 +273,7 @@ class AsyncOmni(TargetedLLM):
             RequestFailed: a stage could not finish the request.
         """
         self._refuse_if_draining()
-        ticket = self._admission.ticket(sampling_params, options)
+        ticket = self.admission.ticket(sampling_params, options)
         _check_kv_transfer(sampling_params)
         _check_bad_words(sampling_params)
         refuse_empty_grammar(sampling_params)
@@ -328,19 +315,18 @@ class AsyncOmni(TargetedLLM):
     def _admit(self, request: EngineCoreRequest, ticket: Ticket) -> Ticket:
         rendered = Rendered(prompt=request.prompt_token_ids or (), features=request.mm_features or ())
         params = request.sampling_params
-        self._admission.admit(ticket, rendered, answers=1 if params is None else params.n)
+        self.admission.admit(ticket, rendered, answers=1 if params is None else params.n)
         return ticket
 
     async def _answer(
         self, request: EngineCoreRequest, ticket: Ticket, stock: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """Yield the outputs of an admitted request."""
         if not ticket.forwarded:
             async with contextlib.aclosing(self._chunks(ticket, request.request_id)) as answer:
                 async for chunk in answer:
                     yield chunk
             return
-        key = self._admission.attach(ticket, request)
+        key = self.admission.attach(ticket, request)
         try:
             assert request.sampling_params is not None
             frontend = super().generate(request, request.sampling_params, request.request_id, **stock)
@@ -349,8 +335,8 @@ class AsyncOmni(TargetedLLM):
                 async for item in answer:
                     yield item
         finally:
-            self._admission.withdraw(key)
-            # vLLM has given it an id of its own, and still has a request that was cancelled while it was sent.
+            self.admission.withdraw(key)
+            # AsyncLLM renames requests, and keeps one that was cancelled while it was sent.
             left = self.output_processor.abort_requests([request.request_id], internal=True)
             if left or ticket.sink is not None:
                 await self.orchestrator.abort({*left, request.request_id})
@@ -364,8 +350,8 @@ class AsyncOmni(TargetedLLM):
             RequestFailed: a stage could not finish the request.
         """
         self._refuse_if_draining()
-        ticket = self._admission.ticket(None, options)
-        self._admission.admit(ticket, rendered)
+        ticket = self.admission.ticket(None, options)
+        self.admission.admit(ticket, rendered)
         return self._in_time(self._chunks(ticket, request_id))
 
     async def _chunks(self, ticket: Ticket, external_id: str) -> AsyncGenerator[Any, None]:
@@ -373,7 +359,7 @@ class AsyncOmni(TargetedLLM):
         if sink is None or ticket.forwarded:
             raise RequestFailed("the request needs the frontend, which has been given no prompt")
         try:
-            await self._admission.start(ticket, request_id, external_id)
+            await self.admission.start(ticket, request_id, external_id)
             async for item in chunks(sink):
                 yield item
         finally:
@@ -459,7 +445,7 @@ def _check_kv_transfer(params: Any) -> None:
     """
     given = getattr(params, "extra_args", None)
     if given and given.get(KEY) is not None:
-        message = f"{KEY}: replicas settle among themselves what they transfer; remove it"
+        message = f"{KEY}: replicas set it themselves; remove it"
         raise VLLMValidationError(message, parameter=KEY)
 
 
@@ -473,7 +459,6 @@ def _not_about_engine_requests(record: logging.LogRecord) -> bool:
 
 
 def _is_running(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether this thread is running `loop`."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:

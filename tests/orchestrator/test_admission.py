@@ -268,7 +268,7 @@ async def test_a_request_whose_caller_is_cancelled_during_the_send_is_aborted(mo
 
     monkeypatch.setattr(AsyncLLM, "generate", generate)
     omni: Any = AsyncOmni.__new__(AsyncOmni)
-    omni._admission = desk.admission
+    omni.admission = desk.admission
     omni.output_processor, omni.orchestrator = SimpleNamespace(abort_requests=known), SimpleNamespace(abort=abort)
     answer = omni._answer(request, desk.admit(RENDERED, TEXT), {})
     asking = asyncio.ensure_future(anext(answer))

@@ -98,6 +98,11 @@ class ScriptedOmni:
     async def is_tracing_enabled(self) -> bool:
         return False
 
+    @property
+    def admission(self) -> ScriptedOmni:
+        """This object, which also has the methods of `Admission`."""
+        return self
+
     def expect(self, ticket: Ticket) -> str:
         key = f"ticket {len(self.calls)} {len(self._tickets)}"
         self._tickets[key] = ticket.options

@@ -50,7 +50,11 @@ def stored_tensors(folder: Path | None) -> StoredTensors | None:
     if folder is None:
         return None
     index = folder / INDEX
-    names = sorted(set(_read_json(index).get("weight_map", {}).values())) if index.is_file() else [SINGLE]
+    try:
+        weights = json.loads(index.read_bytes()).get("weight_map", {}) if index.is_file() else {"": SINGLE}
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"model: '{index}' cannot be read: {err}") from err
+    names = sorted(set(weights.values()))
     files = [folder / name for name in names]
     if not files or not all(file.is_file() for file in files):
         return None
@@ -73,11 +77,3 @@ def _header(file: Path) -> dict[str, Any]:
         raise ConfigError(f"model: '{file}' is not a safetensors file: {err}") from err
     header.pop("__metadata__", None)
     return header
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(file.read_bytes())
-    except (OSError, ValueError) as err:
-        raise ConfigError(f"model: '{file}' cannot be read: {err}") from err
-    return content

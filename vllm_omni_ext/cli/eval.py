@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
             runs.append(_run(name, url, suite, listen, args))
     verdicts = [judge(suite, run, runs[0], baseline, args.alike) for run in runs]
     if args.json:
-        args.json.write_bytes(as_json(verdicts, _environment()))
+        machine = {"python": platform.python_version(), "machine": platform.platform()}
+        args.json.write_bytes(as_json(verdicts, {"vllm_omni_ext": __version__, **machine}))
     if args.junit:
         args.junit.write_bytes(junit(verdicts))
     from rich.console import Console
@@ -51,26 +52,17 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vllm-omni-ext eval", description=main.__doc__)
-    parser.add_argument("--suite", type=Path, required=True, metavar="FILE", help="YAML, see docs/accuracy.md")
-    parser.add_argument(
-        "--url", action="append", metavar="[NAME=]URL", help=f"a server; several are compared (default: {URL})"
-    )
-    parser.add_argument(
-        "--serve", metavar="MODEL", help="start `vllm serve MODEL --omni` for each --topology, one by one"
-    )
-    parser.add_argument(
-        "--topology", action="append", metavar="NAME=FLAGS", help="flags of a server that --serve starts"
-    )
-    parser.add_argument("--model", help="name of the model (default: the server's only one)")
-    parser.add_argument(
-        "--baseline", type=Path, metavar="FILE", help="JSON of an earlier run: fail if this one is worse"
-    )
-    parser.add_argument(
-        "--alike", action="store_true", help="fail if a server's answers are not those of the first one"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all scores, for a later --baseline")
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
-    parser.add_argument("--at-once", type=_positive, default=8, metavar="N", help="requests at once (default: 8)")
+    add = parser.add_argument
+    add("--suite", type=Path, required=True, metavar="FILE", help="YAML, see docs/accuracy.md")
+    add("--url", action="append", metavar="[NAME=]URL", help=f"a server; several are compared (default: {URL})")
+    add("--serve", metavar="MODEL", help="start `vllm serve MODEL --omni` for each --topology, one by one")
+    add("--topology", action="append", metavar="NAME=FLAGS", help="flags of a server that --serve starts")
+    add("--model", help="name of the model (default: the server's only one)")
+    add("--baseline", type=Path, metavar="FILE", help="JSON of an earlier run: fail if this one is worse")
+    add("--alike", action="store_true", help="fail if a server's answers are not those of the first one")
+    add("--json", type=Path, metavar="FILE", help="write all scores, for a later --baseline")
+    add("--junit", type=Path, metavar="FILE", help="write JUnit XML")
+    add("--at-once", type=_positive, default=8, metavar="N", help="requests at once (default: 8)")
     return parser
 
 
@@ -144,20 +136,13 @@ def scored(suite: Suite, item: Item, answer: Answer, listen: Recogniser | None) 
     sound = hashlib.sha256(answer.sound).hexdigest() if answer.sound else None
     if answer.error is not None:
         return Scored(item.id, 0.0, error=answer.error)
+    scorer = SCORERS[item.score or suite.score]
     if not item.listen:
-        return Scored(item.id, _score(suite, item, answer.text), answer.text, sound=sound)
+        return Scored(item.id, scorer(answer.text, item.expected), answer.text, sound=sound)
     if not answer.sound or listen is None:
         return Scored(item.id, 0.0, answer.text, error="the answer has no sound")
     try:
         heard = listen(answer.sound)
     except (RuntimeError, ValueError) as err:  # soundfile's error for anything but WAV, FLAC, OGG or MP3
         return Scored(item.id, 0.0, answer.text, sound=sound, error=f"the sound cannot be read: {err}")
-    return Scored(item.id, _score(suite, item, heard), answer.text, heard=heard, sound=sound)
-
-
-def _score(suite: Suite, item: Item, text: str) -> float:
-    return SCORERS[item.score or suite.score](text, item.expected)
-
-
-def _environment() -> dict[str, str]:
-    return {"vllm_omni_ext": __version__, "python": platform.python_version(), "machine": platform.platform()}
+    return Scored(item.id, scorer(heard, item.expected), answer.text, heard=heard, sound=sound)

@@ -141,7 +141,7 @@ NullIsEmpty = BeforeValidator(lambda value: {} if value is None else value)
 """Makes a key without a value, such as `stages:`, an empty mapping."""
 
 
-_CHUNK_RULES = {
+_CHUNK_RULES: Mapping[bool, tuple[TypeAdapter[Any], str]] = {
     True: (TypeAdapter(Boolean), "true or false"),
     False: (TypeAdapter(ChunkSizes), "a list of sizes >= 1 such as [4, 25], or 'all'"),
 }

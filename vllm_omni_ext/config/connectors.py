@@ -40,7 +40,7 @@ class ConnectorSettings(TypedDict, total=False):
     device: Text
 
 
-def connector_settings(path: str, said: Mapping[str, Any], *, spread: bool) -> dict[str, Any]:
+def connector_settings(path: str, given: Mapping[str, Any], *, spread: bool) -> dict[str, Any]:
     """Fields of an edge's `ConnectorConfig`, as plain data, without those that each process sets for itself.
 
     Args:
@@ -50,7 +50,7 @@ def connector_settings(path: str, said: Mapping[str, Any], *, spread: bool) -> d
     Raises:
         ConfigError: an unknown field or connector, or a value of the wrong type.
     """
-    settings = {"name": ANYWHERE if spread else HERE, **DEFAULTS, **checked(ConnectorSettings, said, path=path)}
+    settings = {"name": ANYWHERE if spread else HERE, **DEFAULTS, **checked(ConnectorSettings, given, path=path)}
     check_name(f"{path}.name", settings["name"])
     if settings["name"] == HERE and spread:
         raise ConfigError(

@@ -96,7 +96,7 @@ class ReplicasConfig:
     )
     kv_cache_bytes: Positive | None = _key(
         None,
-        "KV cache of each replica. Null: what is left of its part of a CUDA device; on CPU the pipeline's default.",
+        "KV cache of each replica. Null: the rest of its part of a CUDA device; on CPU the pipeline's default.",
         "bytes",
     )
     cpu_threads: Positive | None = _key(
@@ -121,7 +121,7 @@ class PrefillDecode:
         5.0, "A KV cache that has not come by then is given up; see `on_failure`.", "seconds"
     )
     kv_retention_s: Seconds = _key(
-        120.0, "A prefill replica keeps a KV cache that nobody fetches for so long.", "seconds"
+        120.0, "A prefill replica keeps a KV cache that no decode replica fetches for this time.", "seconds"
     )
     on_failure: Literal["recompute", "fail"] = _key(
         "recompute",
@@ -283,7 +283,7 @@ class OmniConfig:
     )
     chunks: Chunks = _map(
         "Sizes of successive chunks by hand-over, the last one repeats; `all`: everything once it is complete. "
-        "`adaptive: false`: only the sizes count, not what the client still has to play."
+        "`adaptive: false`: only the sizes count, not the sound that the client has left to play."
     )
     connectors: Connectors = _map(
         "How tensors travel from stage to stage, by hand-over. Default: `shared_memory`, or `tcp` with a "

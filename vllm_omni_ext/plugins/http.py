@@ -12,12 +12,7 @@ from vllm_omni_ext.plugins.runtime import Capabilities, Rendered, RequestOptions
 
 SPEECH = "vllm_omni_ext.serving.speech:install"
 IMAGES = "vllm_omni_ext.serving.images:install"
-"""Ready-made APIs; `ROUTES` has the routes of each."""
-
-ROUTES: Mapping[str, tuple[str, ...]] = {
-    SPEECH: ("/v1/audio/speech", "/v1/audio/voices"),
-    IMAGES: ("/v1/images/generations", "/v1/images/edits"),
-}
+"""Ready-made APIs."""
 
 
 class OmniServer(Protocol):

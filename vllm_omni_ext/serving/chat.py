@@ -85,14 +85,14 @@ class OmniServingChat(OpenAIServingChat):
             sound_of_any_format(request.messages, (await raw_request.json()).get(MESSAGES))
         transcripts_for_assistant_audio(request.messages)
         ticket = Ticket(options=answer.options, all_text=self._watches(answer), watch=answer.watch)
-        key = self.engine_client.expect(ticket)
+        key = self.engine_client.admission.expect(ticket)
         request.vllm_xargs = {**(request.vllm_xargs or {}), TICKET: key}
         self._answers[key] = answer
         try:
             return await super().create_chat_completion(request, raw_request)
         finally:
             del self._answers[key]
-            self.engine_client.withdraw(key)
+            self.engine_client.admission.withdraw(key)
 
     def _watches(self, answer: ChatAnswer) -> bool:
         """Return whether a tool call must be found before a whole answer ends, because it would be spoken."""

@@ -77,8 +77,8 @@ def _check(spec: StageSpec, stage: StageConfig, split: PrefillDecode, pipeline: 
         able = " and ".join(f"'{each.name}'" for each in pipeline.stages if each.splittable)
         raise ConfigError(f"{_path(spec.name)}: '{spec.name}' {why}; only {able or 'none'} can be split; remove it")
     default = StageConfig()
-    said = [key for key in OF_A_SIDE if getattr(stage, key) != getattr(default, key)]
-    refuse_keys_of_split_stage(f"stages.{spec.name}", said)
+    given = [key for key in OF_A_SIDE if getattr(stage, key) != getattr(default, key)]
+    refuse_keys_of_split_stage(f"stages.{spec.name}", given)
     try:
         parameters.check(transfer_settings(split))
     except ValueError as err:

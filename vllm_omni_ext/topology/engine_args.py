@@ -142,16 +142,16 @@ def with_custom_ops(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, 
         args: `EngineArgs` fields; operators that they enable or disable by name stay as they are.
         names: names of the operators, as registered in vLLM.
     """
-    given = args.get(COMPILATION)
-    config = {"mode": given} if isinstance(given, int) else copy.copy(given) if given else {}
-    said = list(config.get("custom_ops") or () if isinstance(config, dict) else config.custom_ops)
-    missing = [f"+{name}" for name in names if not {f"+{name}", f"-{name}"} & {*said}]
+    chosen = args.get(COMPILATION)
+    config = {"mode": chosen} if isinstance(chosen, int) else copy.copy(chosen) if chosen else {}
+    given = list(config.get("custom_ops") or () if isinstance(config, dict) else config.custom_ops)
+    missing = [f"+{name}" for name in names if not {f"+{name}", f"-{name}"} & {*given}]
     if not missing:
         return dict(args)
     if isinstance(config, dict):
-        config["custom_ops"] = said + missing
+        config["custom_ops"] = given + missing
     else:  # a config object of vLLM, from its command line
-        config.custom_ops = said + missing
+        config.custom_ops = given + missing
     return {**args, COMPILATION: config}
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from vllm_omni_ext.plugins.spec import KV, EdgeSpec
 from vllm_omni_ext.topology.agreement import config_hash
-from vllm_omni_ext.topology.machine import Machine
 from vllm_omni_ext.topology.memory import Sheet, gib
 from vllm_omni_ext.topology.plan import Headless, Plan, ReplicaPlan, StagePlan
 
@@ -93,22 +92,18 @@ def unshared_caches(plan: Plan) -> list[str]:
     if any(stage.engine_args.get(CACHE_TYPE) == SHARED_CACHE for stage in plan.stages):
         lines.append(
             f"warning: {CACHE_TYPE}: {SHARED_CACHE} is switched off: one API server and one engine can share a cache, "
-            "and here each engine may hear from several and each API server has several engines; "
+            "and here each engine has several API servers, or each API server several engines; "
             "media are kept where they are processed"
         )
     return lines
 
 
 def _machine(plan: Plan) -> str:
-    machine = plan.machine
-    memory = f"{machine.memory_bytes / (1 << 30):.1f} GiB memory"
-    devices = "" if machine.platform == "cpu" else f"{machine.device_count} devices{_sizes(machine)}, "
-    return f"{machine.platform}, {devices}{machine.cpu_count} cores, {memory}"
-
-
-def _sizes(machine: Machine) -> str:
-    sizes = sorted({gib(size) for size in machine.device_bytes})
-    return f" of {' and '.join(sizes)} GiB" if sizes else ""
+    machine, devices = plan.machine, ""
+    if machine.platform == "cuda":
+        sizes = " and ".join(sorted({gib(size) for size in machine.device_bytes}))
+        devices = f"{machine.device_count} devices{f' of {sizes} GiB' if sizes else ''}, "
+    return f"{machine.platform}, {devices}{machine.cpu_count} cores, {gib(machine.memory_bytes)} GiB memory"
 
 
 def _processes(plan: Plan, headless: Headless | None) -> list[str]:

@@ -68,9 +68,9 @@ def make_plan(
     except DoesNotFit as err:
         if not remedies:
             raise
-        said = text_args.get("max_model_len")
+        given = text_args.get("max_model_len")
         stage = pipeline.stage(pipeline.frontend).model_stage
-        longest = said if isinstance(said, int) else facts.get(stage, StageFacts()).max_model_len
+        longest = given if isinstance(given, int) else facts.get(stage, StageFacts()).max_model_len
         helps = advice(attempt, text_args, machine, longest)
         raise DoesNotFit(f"{err}; {helps}", err.sheets) from None
 
