@@ -352,7 +352,6 @@ class OmniLLM(TargetedOfflineLLM):
         return text, replace(options, params=others)
 
     def _of_stage(self, stage: StagePlan, given: Any) -> Any:
-        """The parameters of a stage, of their type."""
         sampled_text = stage.model_stage == self.plan.frontend().model_stage and stage.params_type == SAMPLING_PARAMS
         return stage_params(stage, given, self._text_defaults() if sampled_text else stage.params)
 

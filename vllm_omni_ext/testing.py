@@ -408,7 +408,6 @@ class World:
         self._handle(output, reply.tokens)
 
     def _handle(self, event: m.Event, tokens: tuple[int, ...] = ()) -> None:
-        """Pass an event to the machine, and execute the effects."""
         for effect in self.machine.handle(event):
             if isinstance(effect, m.SendPrompt):
                 self._forwarded.add(effect.request_id)

@@ -135,7 +135,6 @@ def _stage_name(args: argparse.Namespace, pipeline: PipelineSpec) -> str | None:
 
 
 def _check_flags(args: argparse.Namespace, stage: str | None) -> None:
-    """Refuse flags that have no meaning for this process."""
     replicas = args.omni_dp_size_local
     if replicas < 1:
         raise ConfigError(f"--omni-dp-size-local: must be an integer >= 1, got {replicas}")

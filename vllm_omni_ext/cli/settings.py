@@ -123,7 +123,12 @@ def _read(
     config = load_config(source, names, family.stage_configs) if source else OmniConfig()
     config = with_overrides(config, overrides or {}, names)
     _check_params(pipeline, config)
-    return pipeline, with_settings(config, settings)
+    config = with_settings(config, settings)
+    if config.default_modalities is not None:
+        modality_names(config.default_modalities, pipeline.modalities, f"'{pipeline.name}'")
+    if config.log_dir is not None:
+        _check_log_dir(Path(config.log_dir).absolute())
+    return pipeline, config
 
 
 def _check_params(pipeline: PipelineSpec, config: OmniConfig) -> None:
@@ -135,11 +140,7 @@ def _check_params(pipeline: PipelineSpec, config: OmniConfig) -> None:
             raise ConfigError(f"stages.{stage.name}.params: {' '.join(str(err).split())}") from err
 
 
-def _check_log_dir(config: OmniConfig) -> None:
-    """Refuse a folder for logs that the start could not create."""
-    if config.log_dir is None:
-        return
-    folder = Path(config.log_dir).absolute()
+def _check_log_dir(folder: Path) -> None:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
         raise ConfigError(f"log_dir: '{existing}' is not a folder; name another one")
@@ -156,9 +157,6 @@ def _plan(
     text_args: Mapping[str, Any],
     machine: Machine,
 ) -> Plan:
-    if config.default_modalities is not None:
-        modality_names(config.default_modalities, pipeline.modalities, f"'{pipeline.name}'")
-    _check_log_dir(config)
     return make_plan(
         model=model,
         family=family.name,

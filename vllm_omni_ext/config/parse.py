@@ -111,7 +111,6 @@ def _adapter(schema: Any) -> TypeAdapter[Any]:
 
 
 def _schema_at(keys: list[str]) -> Schema:
-    """The schema of the mapping at a path."""
     if not keys:
         return OmniConfig
     if len(keys) == 1 and keys[0] in GROUPS:

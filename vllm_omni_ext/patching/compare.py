@@ -155,7 +155,6 @@ def _keywords(arguments: ast.arguments) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """Part of a tree, comparable."""
     if isinstance(value, list):
         return ", ".join(map(_text, value))
     return ast.dump(value) if isinstance(value, ast.AST) else repr(value)

@@ -198,7 +198,6 @@ def _graphs(layers: int, sequences: int) -> int:
 
 
 def _kv_width(args: Mapping[str, Any], width: int) -> int:
-    """Bytes per number in the KV cache."""
     dtype = str(args.get("kv_cache_dtype", "auto"))
     if dtype == "auto":
         return width

@@ -76,7 +76,6 @@ def advice(attempt: Attempt, args: Flags, machine: Machine, longest: int) -> str
 
 
 def _larger(machine: Machine) -> Iterator[Machine]:
-    """The same machine with more devices, up to `MOST_DEVICES`."""
     for count in range(machine.device_count + 1, MOST_DEVICES + 1):
         yield replace(machine, device_count=count, device_bytes=(min(machine.device_bytes),) * count)
 
