@@ -38,7 +38,7 @@ from vllm_omni_ext.modalities.registry import CORE, modalities_of
 from vllm_omni_ext.plugins.registry import family_chat_template, family_of
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
-from vllm_omni_ext.runtime.client.targeted import TargetedLLM, Targets
+from vllm_omni_ext.runtime.client.calls import TargetedLLM, Targets
 from vllm_omni_ext.serving.answers import TextOutputs
 from vllm_omni_ext.serving.options import RequestFields, from_keywords, stage_params
 
@@ -98,7 +98,7 @@ def _offline(name: str) -> Any:
 
 
 class TargetedOfflineLLM(LLM):
-    """vLLM's methods, with `targets` and `timeout_s` as in `runtime.client.targeted.TargetedLLM`."""
+    """vLLM's methods, with `targets` and `timeout_s` as in `runtime.client.calls.TargetedLLM`."""
 
     _omni: AsyncOmni
 
