@@ -77,7 +77,9 @@ class Room:
         found = []
         for each in self.got[name]:
             message = unpack(each.pooling_output)
-            found.append(payloads.decode(each.pooling_output.numpy().tobytes()) if message is None else message)
+            if message is None:
+                message = msgspec.msgpack.decode(each.pooling_output.numpy().tobytes(), type=payloads.DitAnswer)
+            found.append(message)
         return found
 
     def drawn(self, name: str) -> Drawn:

@@ -107,8 +107,3 @@ class Preview(msgspec.Struct, frozen=True, kw_only=True, tag="preview"):
 
 
 DitAnswer = Drawn | Preview
-
-
-def decode(data: bytes | memoryview) -> DitAnswer:
-    """Return the answer in these msgpack bytes; msgspec.DecodeError if they are none."""
-    return msgspec.msgpack.decode(data, type=DitAnswer)

@@ -110,7 +110,7 @@ class BagelRuntime:
 
     def decode(self, stage: str, tensor: Any) -> Any:
         """Return the answer of `dit`."""
-        return payloads.decode(tensor.numpy().tobytes())
+        return msgspec.msgpack.decode(tensor.numpy().tobytes(), type=payloads.DitAnswer)
 
     def _requested(self, options: RequestOptions) -> RequestedParameters:
         configured = self._context.defaults.get(DIT, {})
