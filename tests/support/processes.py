@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+INSPECTION = ["-m", "vllm.model_executor.models.registry"]
+
 _started: list[str] | None = None
 """Processes that the running test has started, if it must not start any."""
 
@@ -17,13 +19,14 @@ _started: list[str] | None = None
 def watch() -> None:
     """Record forks and Python processes that the main thread starts from now on. Other programs are ignored.
 
-    Libraries run those to inspect the machine, in the first test that needs them.
+    Libraries run those to inspect the machine, in the first test that needs them. vLLM inspects a model class in a
+    process if its cache has no result for the class, which depends on earlier runs.
     """
     os.register_at_fork(before=lambda: _note("a fork"))
     start = subprocess.Popen.__init__
 
     def noted(process: subprocess.Popen[Any], args: Any, *more: Any, **options: Any) -> None:
-        if isinstance(args, (list, tuple)) and args and args[0] == sys.executable:
+        if isinstance(args, (list, tuple)) and list(args[:1]) == [sys.executable] and list(args[1:3]) != INSPECTION:
             _note(f"{args}")
         start(process, args, *more, **options)
 
