@@ -52,6 +52,11 @@ PURE = (
     "disaggregation.pending_transfers",
     *MEMBERSHIP,
     "patching",
+    "serving.realtime.onnx",
+    "serving.realtime.pacing",
+    "serving.realtime.pcm",
+    "serving.realtime.turns",
+    "serving.realtime.vad",
 )
 """Modules that must not import anything heavy, not even inside a function."""
 
@@ -69,6 +74,7 @@ LIGHT_AT_THE_TOP = (
     "connectors.base",
     "connectors.chunks",
     "connectors.registry",
+    "serving.realtime.smart_turn",
     "cli.main",
 )
 """Modules that are imported in plain runs or for --help: nothing heavy at their top."""

@@ -1,4 +1,4 @@
-"""Estimates when the buffer of a player in real time runs empty. Pure: no clock."""
+"""Sound that is played while it arrives: times at which nothing is left, and silence. Pure: no clock."""
 
 from __future__ import annotations
 
@@ -37,3 +37,36 @@ class Playback:
         """Record that the listener received `seconds` more at time `at`, and has received `items` items in all."""
         self._dry_at = max(at, self._dry_at or at) + seconds
         self._delivered = items
+
+
+class Player:
+    """A listener that begins to play at the first piece, plays in real time, and waits whenever nothing is left.
+
+    Times are in seconds of one clock that does not go back.
+
+    Attributes:
+        first_at: time of the first piece; None before it.
+        sound: seconds received.
+        silences: seconds of each pause between pieces, in which nothing was left to play.
+    """
+
+    def __init__(self) -> None:
+        self.first_at: float | None = None
+        self.sound = 0.0
+        self.silences: list[float] = []
+        self._ends_at = 0.0
+
+    def receive(self, seconds: float, at: float) -> None:
+        """Receive the next piece at time `at`; one of 0 seconds changes nothing."""
+        if not seconds:
+            return
+        if self.first_at is None:
+            self.first_at = self._ends_at = at
+        if at > self._ends_at:
+            self.silences.append(at - self._ends_at)
+        self._ends_at = max(at, self._ends_at) + seconds
+        self.sound += seconds
+
+    def unplayed(self, at: float) -> float:
+        """Return the seconds that are left to play at time `at`."""
+        return max(0.0, self._ends_at - at) if self.first_at is not None else 0.0

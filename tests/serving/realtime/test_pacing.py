@@ -1,0 +1,89 @@
+"""Pacing of sound for a listener that plays in real time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni_ext.serving.realtime.pacing import Pacer
+
+SENDS = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 2000)), min_size=1, max_size=40)
+"""Milliseconds before a piece, and of the piece."""
+
+
+def test_pieces_are_due_when_300_ms_are_left() -> None:
+    pacer = Pacer()
+    assert (pacer.due(5.0), pacer.played_ms(5.0), pacer.remaining_ms(5.0)) == (0.0, 0.0, 0.0)
+    pacer.sent(200, 5.0)
+    assert pacer.due(5.0) == 0.0
+    pacer.sent(200, 5.0)
+    assert pacer.due(5.0) == pytest.approx(0.1)
+    assert pacer.due(5.1) == pytest.approx(0.0)
+    assert pacer.played_ms(5.25) == pytest.approx(250)
+    assert pacer.remaining_ms(5.25) == pytest.approx(150)
+
+
+def test_an_underrun_shifts_the_rest() -> None:
+    pacer = Pacer()
+    pacer.sent(100, 0.0)
+    assert pacer.played_ms(2.0) == pytest.approx(100)
+    pacer.sent(100, 2.0)
+    assert pacer.played_ms(2.05) == pytest.approx(150)
+
+
+def test_a_cancelled_answer_keeps_what_had_been_played_and_takes_no_more() -> None:
+    pacer = Pacer()
+    pacer.sent(1000, 1.0)
+    assert pacer.cancel(1.25) == pytest.approx(250)
+    assert pacer.played_ms(9.0) == pacer.cancel(9.0) == pytest.approx(250)
+    assert pacer.remaining_ms(1.3) == 0.0
+    for call in (lambda: pacer.due(2.0), lambda: pacer.sent(1, 2.0)):
+        with pytest.raises(ValueError, match="cancelled"):
+            call()
+    assert Pacer().cancel(0.0) == 0.0
+
+
+@pytest.mark.parametrize("call", [lambda: Pacer(-1), lambda: Pacer().sent(-1, 0.0)])
+def test_negative_times_are_refused(call) -> None:
+    with pytest.raises(ValueError, match="must not be negative, got -1"):
+        call()
+
+
+@given(SENDS)
+def test_played_sound_is_that_of_a_listener_simulated_in_steps_of_1_ms(sends: list[tuple[int, int]]) -> None:
+    pacer, now, queued, played = Pacer(), 0, 0, 0
+    for gap, ms in sends:
+        for _ in range(gap):
+            step = min(1, queued)
+            queued, played, now = queued - step, played + step, now + 1
+        assert pacer.played_ms(now / 1000) == pytest.approx(played, abs=1e-6)
+        assert pacer.remaining_ms(now / 1000) == pytest.approx(queued, abs=1e-6)
+        pacer.sent(ms, now / 1000)
+        queued += ms
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(0, 1000))
+def test_a_sender_that_waits_until_a_piece_is_due_causes_no_underrun(pieces: list[int], ahead: int) -> None:
+    pacer, now = Pacer(ahead), 0.0
+    for at, ms in enumerate(pieces):
+        assert pacer.remaining_ms(now) <= ahead + max(pieces) + 1e-6
+        wait = pacer.due(now)
+        now += wait
+        assert pacer.remaining_ms(now) <= ahead + 1e-6, "never earlier than allowed"
+        assert pacer.played_ms(now) == pytest.approx(1000 * now, abs=1e-6) or at == 0, "never a pause"
+        pacer.sent(ms, now)
+    assert pacer.played_ms(now + sum(pieces)) == pytest.approx(sum(pieces))
+
+
+@given(SENDS, st.lists(st.integers(0, 1000), min_size=2, max_size=10))
+def test_played_sound_never_shrinks_nor_exceeds_what_was_sent(sends: list[tuple[int, int]], looks: list[int]) -> None:
+    pacer, now, sent, before = Pacer(), 0.0, 0, 0.0
+    for (gap, ms), look in zip(sends, looks, strict=False):
+        now += gap / 1000
+        pacer.sent(ms, now)
+        sent += ms
+        now += look / 1000
+        played = pacer.played_ms(now)
+        assert before - 1e-6 <= played <= sent + 1e-6
+        before = played
