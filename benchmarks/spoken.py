@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm import SamplingParams
 
+from vllm_omni_ext.connectors.playback import Player
 from vllm_omni_ext.modalities.chunks import AudioChunk
 from vllm_omni_ext.plugins.runtime import RequestOptions
 
@@ -66,24 +67,18 @@ class Listener:
     """Plays the sound of an answer while it arrives. It begins when it is constructed. Times are in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock, self._began = clock, clock()
-        self._first: float | None = None
-        self._sound, self._late = 0.0, 0.0
+        self._clock, self._began, self._player = clock, clock(), Player()
 
     def hear(self, seconds: float) -> None:
         """Receive the next piece of sound."""
-        if not seconds:
-            return
-        now = self._clock()
-        self._first = now if self._first is None else self._first
-        self._late += max(0.0, now - (self._first + self._sound + self._late))
-        self._sound += seconds
+        self._player.receive(seconds, self._clock())
 
     def end(self) -> Answer:
         """Return the answer at its end; ValueError if it had no sound."""
-        if self._first is None:
+        player, first = self._player, self._player.first_at
+        if first is None:
             raise ValueError("the answer had no sound")
-        return Answer(self._first - self._began, self._clock() - self._began, self._sound, self._late)
+        return Answer(first - self._began, self._clock() - self._began, player.sound, sum(player.silences))
 
 
 def sampling(omni: Any, lengths: Lengths, seed: int) -> tuple[SamplingParams, RequestOptions]:

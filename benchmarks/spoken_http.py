@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +16,12 @@ import aiohttp
 from spoken import QUESTION, Answer, Ask, Lengths, Listener, check_frames
 
 from examples.server import Server
+from vllm_omni_ext.loadtest.client import refuse_status
+from vllm_omni_ext.loadtest.http import events, read_chunk
 
 MODEL = "model"
-RATE_HZ = 24_000
-SAMPLE_BYTES = 2
 LONGEST_S = 600.0
 """Time limit of one answer."""
-
-PREFIX, DONE = b"data: ", b"[DONE]"
 
 
 def body(lengths: Lengths, seed: int) -> dict[str, Any]:
@@ -59,26 +55,15 @@ class Client:
         await self._session.close()
 
     async def ask(self, seed: int) -> Answer:
-        """Request one answer; RuntimeError if there is none."""
+        """Request one answer; Failure if there is none, RuntimeError if it has another length."""
         listener, frames = Listener(), 0
         async with self._session.post(self._url, json=body(self._lengths, seed)) as reply:
-            if reply.status != 200:
-                raise RuntimeError(f"status {reply.status}: {(await reply.text())[:500]}")
-            async for line in reply.content:
-                if line.startswith(PREFIX) and not line.startswith(PREFIX + DONE):
-                    event = json.loads(line.removeprefix(PREFIX))
-                    listener.hear(sound_of(event))
-                    frames = frames_of(event) or frames
+            await refuse_status(reply)
+            async for event in events(reply.content):
+                listener.hear(read_chunk(event)[1])
+                frames = frames_of(event) or frames
         check_frames(frames, self._lengths)
         return listener.end()
-
-
-def sound_of(event: Mapping[str, Any]) -> float:
-    """Return the seconds of sound in an event of the stream; RuntimeError if the event is an error."""
-    if "error" in event:
-        raise RuntimeError(f"the server answered: {event['error']}")
-    pieces = (choice["delta"].get("audio") or {} for choice in event.get("choices", ()))
-    return sum(len(base64.b64decode(piece.get("data", ""))) for piece in pieces) / SAMPLE_BYTES / RATE_HZ
 
 
 def frames_of(event: Mapping[str, Any]) -> int:

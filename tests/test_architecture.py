@@ -35,7 +35,7 @@ LAYERS = (
     {"wire", "connectors", "observability"},
     {"coordinator", "disaggregation", "orchestrator", "engine", "model_plugins"},
     {"runtime", "omni", "grammars"},
-    {"serving", "cli", "doctor", "llm", "llm_arguments", "boot", "tiny", "testing"} | {"__main__", "__init__"},
+    {"serving", "cli", "loadtest", "doctor", "llm", "llm_arguments", "boot", "tiny", "testing"} | {"__main__", "__init__"},
 )
 """Lowest first; a module may import its own layer and those below. The longest matching name counts."""
 
@@ -52,6 +52,7 @@ PURE = (
     "disaggregation.pending_transfers",
     *MEMBERSHIP,
     "patching",
+    "loadtest",
     "serving.realtime.onnx",
     "serving.realtime.pacing",
     "serving.realtime.pcm",
@@ -96,6 +97,8 @@ FORBIDDEN = {
     "disaggregation": ("config", "topology", "runtime", "pool", "orchestrator", "serving", "cli"),
     "engine": ("runtime", "pool", "orchestrator", "serving", "cli"),
     "orchestrator": ("runtime", "engine", "serving", "cli"),
+    "loadtest": ("evaluation",),  # needs the extra `eval`
+    "cli.bench_speech": ("evaluation", "cli.eval"),
 }
 """On top of the layers."""
 

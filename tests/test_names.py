@@ -17,7 +17,15 @@ CORE = Path(__file__).parents[1] / "vllm_omni_ext"
 SPOKEN = re.compile(r"talker|thinker|code2wav|qwen|voice|speech", re.IGNORECASE)
 PAINTED = re.compile(r"bagel|diffusion|\bdit\b", re.IGNORECASE)
 
-SOUND = ("modalities/audio*", "modalities/sound*", "serving/speech*", "serving/realtime/*", "plugins/http.py")
+SOUND = (
+    "modalities/audio*",
+    "modalities/sound*",
+    "serving/speech*",
+    "serving/realtime/*",
+    "loadtest/*",
+    "cli/bench*",
+    "plugins/http.py",
+)
 """Where speech is the subject. A plugin that offers `/v1/audio/speech` reads its bodies, so `plugins/http.py` declares
 the API's name and the method."""
 

@@ -23,6 +23,7 @@ import soundfile
 from examples.server import Server
 from tests.processes.test_starved import NOT_OURS
 from tests.support import media, readme
+from vllm_omni_ext.cli import main as command
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("new_processes")]
 
@@ -450,6 +451,25 @@ def test_stock_benchmark(server: Server, tiny: Path, tmp_path: Path, backend: st
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "r.json").read_text())
     assert (result["completed"], result["failed"]) == (4, 0)
+
+
+@pytest.mark.parametrize("api", ["chat", "speech"])
+def test_load_of_spoken_answers(client: openai.OpenAI, server: Server, tmp_path: Path, api: str) -> None:
+    file, length = tmp_path / "out.json", {"ignore_eos": True, "talker": {"min_tokens": 24, "max_tokens": 24}}
+    words = ["bench", "speech", "--api", api, "--url", server.base_url, "--rate", "10", "--requests", "6"]
+    words += ["--prompt", "Tell me about the moon", "--voice", "chelsie", "--json", str(file)]
+    words += ["--extra-body", json.dumps(length if api == "chat" else {"talker": length["talker"]})]
+    words += ["--max-tokens", "12"] if api == "chat" else []
+    assert command.main(words) == 0
+    document = json.loads(file.read_bytes())
+    assert document["settings"]["model"] == MODEL
+    assert document["figures"]["answered"] == 6
+    say = {**SAY, "extra_body": {"talker": length["talker"]}}
+    samples = spoken(client.audio.speech.create(**say, response_format="wav").content)
+    for answer in document["answers"]:
+        assert answer["sound_s"] == pytest.approx(len(samples) / RATE)
+        assert 0 < answer["first_sound_s"] < answer["whole_s"]
+        assert (answer["first_text_s"] is not None) == (api == "chat")
 
 
 @pytest.mark.parametrize("modalities", [["text"], ["text", "audio"]])

@@ -1,13 +1,22 @@
-"""`vllm-omni-ext bench ...` is `vllm bench`, and also starts with a CUDA build of vLLM on a machine without a GPU."""
+"""`vllm-omni-ext bench ...` is `vllm bench`, and also starts with a CUDA build of vLLM on a machine without a GPU.
+
+`vllm-omni-ext bench speech` is our own, and does not import vLLM.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
+SPEECH = "speech"
+
 
 def main(argv: Sequence[str]) -> int:
-    """Pass the arguments to vLLM's benchmark command."""
+    """Pass the arguments to vLLM's benchmark command, or to `bench speech`."""
+    if argv[:1] == [SPEECH]:
+        from vllm_omni_ext.cli import bench_speech
+
+        return bench_speech.main(argv[1:])
     from vllm import platforms
     from vllm.entrypoints.cli.benchmark.main import BenchmarkSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser

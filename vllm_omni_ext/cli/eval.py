@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from vllm_omni_ext import __version__
+from vllm_omni_ext.cli.options import check_output, positive
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.evaluation.recognisers import Recogniser, recogniser
 from vllm_omni_ext.evaluation.report import Run, Scored, as_json, from_json, judge, junit, table
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Run a suite; the exit status is 1 if the verdict on a server has problems."""
     args = _parser().parse_args(argv)
     for flag in ("json", "junit"):
-        _check_output(f"--{flag}", getattr(args, flag))
+        check_output(f"--{flag}", getattr(args, flag))
     suite, topologies = load(args.suite), _topologies(args)
     baseline = _baseline(args.baseline, suite) if args.baseline else None
     listen = recogniser(suite.recogniser, suite.vocabulary) if suite.recogniser else None
@@ -62,25 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--alike", action="store_true", help="fail if a server's answers are not those of the first one")
     add("--json", type=Path, metavar="FILE", help="write all scores, for a later --baseline")
     add("--junit", type=Path, metavar="FILE", help="write JUnit XML")
-    add("--at-once", type=_positive, default=8, metavar="N", help="requests at once (default: 8)")
+    add("--at-once", type=positive, default=8, metavar="N", help="requests at once (default: 8)")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, got {value}")
-    return value
-
-
-def _check_output(flag: str, file: Path | None) -> None:
-    """Refuse a file that cannot be written, before a run that may take hours."""
-    if file is None:
-        return
-    if file.is_dir():
-        raise ConfigError(f"{flag} {file}: is a folder; name a file in it")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"{flag} {file}: cannot be written")
 
 
 def _topologies(args: argparse.Namespace) -> dict[str, AbstractContextManager[str]]:

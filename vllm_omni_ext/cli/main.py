@@ -41,7 +41,9 @@ COMMANDS = {
     "plan": Command("vllm_omni_ext.cli.plan", "show what `serve` would start, and start nothing", True),
     "doctor": Command("vllm_omni_ext.doctor", "check vLLM, patches, entry points and connectors"),
     "tiny": Command("vllm_omni_ext.cli.tiny", "write a tiny random checkpoint to try things with"),
-    "bench": Command("vllm_omni_ext.cli.bench", "run vLLM's own benchmarks (`vllm bench`)"),
+    "bench": Command(
+        "vllm_omni_ext.cli.bench", "run vLLM's own benchmarks (`vllm bench`), or spoken answers under load"
+    ),
     "eval": Command(
         "vllm_omni_ext.cli.eval", "measure how accurate running servers answer a suite of requests", extra="eval"
     ),

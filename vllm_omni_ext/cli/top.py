@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 
 from vllm_omni_ext import metrics as m
+from vllm_omni_ext.cli.options import more_than_0
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.metrics import PREFIX
 
@@ -180,15 +181,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the server (default: %(default)s)")
     parser.add_argument(
-        "--interval", type=_seconds, default=2.0, metavar="SECONDS", help="time between two looks (default: 2)"
+        "--interval", type=more_than_0, default=2.0, metavar="SECONDS", help="time between two looks (default: 2)"
     )
     parser.add_argument("--once", action="store_true", help="look twice, print one table and end")
     parser.add_argument("--api-key", metavar="KEY", help=f"the server's key; left out: {KEY_VARIABLE}")
     return parser
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
-    return value

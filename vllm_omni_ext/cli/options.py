@@ -1,0 +1,52 @@
+"""Values of command-line options that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from vllm_omni_ext.errors import ConfigError
+
+
+def count(text: str) -> int:
+    """Read an integer from 0."""
+    return _at_least(0, text)
+
+
+def positive(text: str) -> int:
+    """Read an integer from 1."""
+    return _at_least(1, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    value = int(text)
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be {least} or more, got {text}")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """Read a finite number from 0."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return value
+
+
+def more_than_0(text: str) -> float:
+    """Read a finite number above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+    return value
+
+
+def check_output(flag: str, file: Path | None) -> None:
+    """Raise ConfigError for a file that cannot be written, before a run that may take hours."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise ConfigError(f"{flag} {file}: is a folder; name a file in it")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{flag} {file}: cannot be written")

@@ -1,0 +1,50 @@
+"""Times at which requests begin: a number of requests at a time, or a Poisson process, independent of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import numpy as np
+
+from vllm_omni_ext.loadtest.answers import Answer, Clock
+
+One = Callable[[int, float | None], Awaitable[Answer]]
+"""Sends request `number`; its due time on the run's clock, None: now."""
+
+
+def arrivals(requests: int, rate: float, seed: int) -> list[float]:
+    """Return the times of a Poisson process, in seconds from its beginning: `requests` of them, `rate` a second."""
+    gaps = np.random.default_rng(seed).exponential(1.0 / rate, requests)
+    times: list[float] = np.cumsum(gaps).tolist()
+    return times
+
+
+async def closed_loop(requests: int, concurrency: int, one: One) -> list[Answer]:
+    """Send `requests`, `concurrency` at a time: the next one begins when one has ended."""
+    numbers, answers = iter(range(requests)), []
+
+    async def client(numbers: Iterator[int]) -> None:
+        for number in numbers:
+            answers.append(await one(number, None))
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(min(concurrency, requests)):
+            clients.create_task(client(numbers))
+    return answers
+
+
+async def open_loop(times: Sequence[float], one: One, clock: Clock) -> list[Answer]:
+    """Send a request at each of the times, in seconds from now, also while earlier ones are unanswered."""
+    began = clock()
+    async with asyncio.TaskGroup() as requests:
+        tasks = []
+        for number, time in enumerate(times):
+            due = began + time
+            await asyncio.sleep(max(0.0, due - clock()))
+            tasks.append(requests.create_task(_answer(one, number, due)))
+    return [task.result() for task in tasks]
+
+
+async def _answer(one: One, number: int, due: float) -> Answer:
+    return await one(number, due)
