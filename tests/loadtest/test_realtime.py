@@ -123,12 +123,25 @@ async def test_a_written_turn_is_an_item() -> None:
     assert script.events[1]["item"] == {"type": "message", "role": "user", "content": content}
 
 
+async def test_an_answer_of_the_greatest_allowed_length_is_whole() -> None:
+    full = {"status": "incomplete", "status_details": {"type": "incomplete", "reason": "max_output_tokens"}}
+    reply = [*SPOKEN_ANSWER[:-1], {"type": "response.done", "response": full}]
+    got = await run(Scripted(reply=reply), Request(model="m", prompts=("Hi",), max_tokens=2))
+    assert (got.failure, got.sound_s) == (None, 1.5)
+
+
+def done(status: str, reason: str) -> dict[str, Any]:
+    return {"type": "response.done", "response": {"status": status, "status_details": {"reason": reason}}}
+
+
 @pytest.mark.parametrize(
     ("reply", "kind", "detail"),
     [
         ([None], BROKEN, "code 1011"),
         ([{"type": "error", "error": {"message": "wrong"}}], ERROR, "wrong"),
         ([*SPOKEN_ANSWER[:4], {"type": "response.done", "response": {"status": "failed"}}], ERROR, "status failed"),
+        ([*SPOKEN_ANSWER[:4], done("incomplete", "content_filter")], ERROR, "content_filter"),
+        ([*SPOKEN_ANSWER[:4], done("cancelled", "turn_detected")], ERROR, "turn_detected"),
         ([{"type": "response.done"}], ERROR, "status None"),
         (["no"], MALFORMED, "no JSON"),
         (["{}"], MALFORMED, "no type"),

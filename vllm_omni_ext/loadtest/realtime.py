@@ -158,11 +158,17 @@ async def _output(socket: aiohttp.ClientWebSocketResponse, timeline: Timeline) -
         elif event["type"] == SOUND:
             timeline.sound(seconds(base64_bytes(event.get("delta"))))
         elif event["type"] == DONE:
-            response = event.get("response")
-            status = response.get("status") if isinstance(response, Mapping) else None
-            if status != "completed":
-                raise Failure(ERROR, f"{DONE} with status {status}: {json.dumps(response)}")
+            _refuse_partial(event.get("response"))
             return
+
+
+def _refuse_partial(response: Any) -> None:
+    """Raise Failure unless a response is complete, or as long as the client allowed."""
+    found = response if isinstance(response, Mapping) else {}
+    status, details = found.get("status"), found.get("status_details")
+    full = status == "incomplete" and isinstance(details, Mapping) and details.get("reason") == "max_output_tokens"
+    if status != "completed" and not full:
+        raise Failure(ERROR, f"{DONE} with status {status}: {json.dumps(details)}")
 
 
 async def _event(socket: aiohttp.ClientWebSocketResponse) -> Mapping[str, Any]:
