@@ -35,7 +35,8 @@ LAYERS = (
     {"wire", "connectors", "observability"},
     {"coordinator", "disaggregation", "orchestrator", "engine", "model_plugins"},
     {"runtime", "omni", "grammars"},
-    {"serving", "cli", "loadtest", "doctor", "llm", "llm_arguments", "boot", "tiny", "testing"} | {"__main__", "__init__"},
+    {"serving", "cli", "loadtest", "doctor", "llm", "llm_arguments", "boot", "tiny", "testing"}
+    | {"__main__", "__init__"},
 )
 """Lowest first; a module may import its own layer and those below. The longest matching name counts."""
 
