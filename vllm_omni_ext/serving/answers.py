@@ -66,7 +66,10 @@ class ChatAnswer:
         encodings: encoding of each modality that clients can request.
         metrics: the answer contains `metrics`.
         prompt: token ids, once the request has been rendered.
+        parts: the caller gets the stream's parts instead of server-sent events.
         prompt_audio: number of the prompt's tokens that are sound.
+        prompt_image: number of the prompt's tokens that are pictures.
+        cached: number of the prompt's tokens that the frontend had in its prefix cache.
         chunks: the chunks of a whole answer other than text, by modality.
         trace: the times of the request in each stage; None before it has begun.
     """
@@ -77,8 +80,11 @@ class ChatAnswer:
     stream: bool
     metrics: bool = False
     may_call_tool: bool = False
+    parts: bool = False
     prompt: list[int] = field(default_factory=list)
     prompt_audio: int = 0
+    prompt_image: int = 0
+    cached: int = 0
     chunks: dict[str, list[OutputChunk]] = field(default_factory=dict)
     trace: RequestTrace | None = None
 
@@ -112,6 +118,7 @@ class ChatAnswer:
                     item = outputs.output(self.prompt, item)
                 if not isinstance(item, OutputChunk):
                     has_output = True
+                    self.cached = item.num_cached_tokens or 0
                     if watch is not None:
                         await watch(item)
                     yield item
@@ -185,12 +192,12 @@ class ChatStream:
         self._has_content = False
         self._sent = set[str]()
         self._finish: dict[str, Any] | None = None
-        self._out: asyncio.Queue[str | None] = asyncio.Queue()
+        self._out: asyncio.Queue[Any] = asyncio.Queue()
 
     async def events(
         self, source: AsyncGenerator[Any, None], stock: Callable[[AsyncGenerator[Any, None]], AsyncGenerator[str, None]]
-    ) -> AsyncGenerator[str, None]:
-        """Yield all events of the outputs and chunks in `source`; `stock` returns vLLM's events. Closes `source`."""
+    ) -> AsyncGenerator[Any, None]:
+        """Yield all events of the outputs and chunks in `source` (of a `PartStream`, all parts). Closes `source`."""
         text = self._answer.text_of(source, self._request_id, self)
         if not self._streams:  # text only: nothing but vLLM's events, each rewritten
             async with aclosing(text), aclosing(stock(text)) as events:
@@ -227,6 +234,9 @@ class ChatStream:
         if self._held is not None:
             self._held.append(chunk)
             return
+        await self._pass_on(chunk)
+
+    async def _pass_on(self, chunk: OutputChunk) -> None:
         if isinstance(chunk, ProgressChunk):
             progress = {"stage": chunk.stage, "done": chunk.done, "total": chunk.total}
             choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
@@ -237,11 +247,14 @@ class ChatStream:
     async def end(self) -> None:
         """Send the last chunk of each modality, then the finish reason of the text."""
         await self._release()
+        self._end_outputs()
+        end = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+        self._put(self._finish or {**self._head, "choices": [end], "modality": TEXT})  # vLLM omits it for empty text
+
+    def _end_outputs(self) -> None:
         for name, stream in self._streams.items():
             if self._tool_call is None or name in self._sent:
                 self._send(name, stream.end())
-        end = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
-        self._put(self._finish or {**self._head, "choices": [end], "modality": TEXT})  # vLLM omits it for empty text
 
     async def _release(self) -> None:
         """Send the chunks that were held back, and hold back no more."""
@@ -255,19 +268,20 @@ class ChatStream:
             self._put({**self._head, "choices": [choice], "modality": modality})
 
     def _put(self, chunk: dict[str, Any]) -> None:
-        self._out.put_nowait(write_event(chunk))
+        self._out.put_nowait(self._written(chunk))
+
+    def _written(self, chunk: dict[str, Any]) -> Any:
+        return write_event(chunk)
 
     # -- vLLM's events ------------------------------------------------------------------------------------------
 
-    def _rewritten(self, event: str) -> str:
+    def _rewritten(self, event: str) -> Any:
         """Return an event of vLLM as the client gets it."""
         if event == DONE:
-            if not self._metrics_due:
-                return event
-            return write_event({**self._head, "choices": [], "metrics": self._answer.stage_metrics()}) + event
+            return self._done()
         chunk = read_event(event)
         if "error" in chunk:
-            return event
+            return self._written(chunk)
         if self._streams:
             chunk["created"] = self._head["created"]
         if chunk["choices"]:
@@ -276,7 +290,12 @@ class ChatStream:
                 self._rewrite_choice(chunk, chunk["choices"][0])
         else:
             self._count(chunk)
-        return write_event(chunk)
+        return self._written(chunk)
+
+    def _done(self) -> Any:
+        if not self._metrics_due:
+            return DONE
+        return write_event({**self._head, "choices": [], "metrics": self._answer.stage_metrics()}) + DONE
 
     def _count(self, chunk: dict[str, Any]) -> None:
         """Complete the usage chunk with the usage of the whole answer."""
@@ -309,3 +328,33 @@ class ChatStream:
             end["finish_reason"], choice["finish_reason"] = choice["finish_reason"], None
             end["stop_reason"] = choice.pop("stop_reason", None)
             self._finish = {**chunk, "choices": [end]}
+
+
+class PartStream(ChatStream):
+    """The parts of one streamed answer, for callers in this process.
+
+    A part is a chunk of vLLM's stream as a dict (`choices`, `usage` or `error`), or an `OutputChunk` as it was made.
+    Sound is neither encoded nor copied. The dict `{}` ends the stream.
+    """
+
+    async def _pass_on(self, chunk: OutputChunk) -> None:
+        self._out.put_nowait(chunk)
+
+    def _end_outputs(self) -> None:
+        """Do nothing: the last chunk of a modality is marked."""
+
+    def _written(self, chunk: dict[str, Any]) -> Any:
+        return chunk
+
+    def _done(self) -> Any:
+        return {}
+
+    def _count(self, chunk: dict[str, Any]) -> None:
+        """Add the numbers of the prompt's tokens; those of other outputs are in their chunks."""
+        answer = self._answer
+        counts = {
+            "cached_tokens": answer.cached,
+            AUDIO_TOKENS: answer.prompt_audio,
+            "image_tokens": answer.prompt_image,
+        }
+        chunk["usage"]["prompt_tokens_details"] = counts

@@ -23,11 +23,11 @@ from vllm.outputs import RequestOutput
 from vllm.parser.abstract_parser import Parser
 
 from vllm_omni_ext.errors import OmniError, RequestError
-from vllm_omni_ext.modalities.base import AUDIO, TEXT
+from vllm_omni_ext.modalities.base import AUDIO, TEXT, OutputChunk
 from vllm_omni_ext.modalities.fields import choice, flag
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.orchestrator.admission import Ticket
-from vllm_omni_ext.serving.answers import ChatAnswer, ChatStream
+from vllm_omni_ext.serving.answers import ChatAnswer, ChatStream, PartStream
 from vllm_omni_ext.serving.limits.media import MediaNotFetched
 from vllm_omni_ext.serving.limits.validation import validate_json_values
 from vllm_omni_ext.serving.options import apply_to_frontend, check
@@ -38,6 +38,7 @@ from vllm_omni_ext.wire.stage_input import TICKET
 logger = init_logger(__name__)
 
 Answer: TypeAlias = AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse
+Parts: TypeAlias = AsyncGenerator[dict[str, Any] | OutputChunk, None]
 
 MESSAGES = "messages"
 METRICS = "return_stage_metrics"
@@ -71,16 +72,30 @@ class OmniServingChat(OpenAIServingChat):
         self, request: ChatCompletionRequest, raw_request: Request | None = None
     ) -> Answer:
         """Answer a chat request."""
+        return await self._answered(request, raw_request)
+
+    async def create_parts(self, request: ChatCompletionRequest) -> Parts | ErrorResponse:
+        """Answer a chat request of this process, which is streamed, with the parts of a `PartStream`.
+
+        The request aborts when the generator is closed.
+        """
+        answer: Any = await self._answered(request, None, parts=True)
+        return answer
+
+    async def _answered(
+        self, request: ChatCompletionRequest, raw_request: Request | None, *, parts: bool = False
+    ) -> Answer:
         try:
-            answer = await self._create(request, raw_request)
+            answer = await self._create(request, raw_request, parts=parts)
         except OmniError as err:  # raised before the first byte of the answer
             answer = self.create_error_response(as_vllm_error(err))
         if isinstance(answer, ErrorResponse) and answer.error.code == HTTPStatus.BAD_REQUEST:
             self.engine_client.observer.refused(RequestError(answer.error.message, parameter=answer.error.param or ""))
         return answer
 
-    async def _create(self, request: ChatCompletionRequest, raw_request: Request | None) -> Answer:
+    async def _create(self, request: ChatCompletionRequest, raw_request: Request | None, *, parts: bool) -> Answer:
         answer = await read_chat(request, self._model)
+        answer.parts = parts
         if raw_request is not None:
             sound_of_any_format(request.messages, (await raw_request.json()).get(MESSAGES))
         transcripts_for_assistant_audio(request.messages)
@@ -154,7 +169,8 @@ class OmniServingChat(OpenAIServingChat):
         """vLLM's hook for the answer as server-sent events."""
         answer, stock = self._begin(request, kwargs), super().chat_completion_stream_generator
         text_only = partial(self.engine_client.text_only, request_id)
-        stream = ChatStream(answer, request_id=request_id, model=model_name, text_only=text_only)
+        kind = PartStream if answer.parts else ChatStream
+        stream = kind(answer, request_id=request_id, model=model_name, text_only=text_only)
         return stream.events(
             result_generator, lambda text: stock(request, text, request_id, model_name, *args, **kwargs)
         )
@@ -162,7 +178,8 @@ class OmniServingChat(OpenAIServingChat):
     def _begin(self, request: ChatCompletionRequest, hook_arguments: dict[str, Any]) -> ChatAnswer:
         """Return the request's answer, with the arguments of vLLM's hooks."""
         answer = self._answer(request)
-        answer.prompt_audio = int((hook_arguments.get("mm_token_counts") or {}).get("audio", 0))
+        counts = hook_arguments.get("mm_token_counts") or {}
+        answer.prompt_audio, answer.prompt_image = int(counts.get("audio", 0)), int(counts.get("image", 0))
         return answer
 
 

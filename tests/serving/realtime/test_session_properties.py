@@ -1,0 +1,121 @@
+"""Any order of events of the client, the turn detector and the model keeps the rules of the protocol."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.realtime import SILENT, SPOKEN, Driver
+from vllm_omni_ext.serving.realtime.limits import Limits
+from vllm_omni_ext.serving.realtime.response import Usage
+
+ITEM_IDS = st.sampled_from(["a", "b", "c", "root", "item_1", "item_2", "item_3", "item_5", None])
+RESPONSE_IDS = st.sampled_from(["resp_1", "resp_2", "resp_3", "resp_4"])
+TEXT = {"type": "input_text", "text": "x"}
+CALL = {"type": "function_call", "name": "f", "arguments": "{}"}
+
+
+def item_of(item_id: str | None, content: list[Any]) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": content} | ({} if item_id is None else {"id": item_id})
+
+
+CLIENT = st.one_of(
+    st.tuples(st.just("append"), st.sampled_from([0, 10, 100, 900])),
+    st.tuples(st.sampled_from(["input_audio_buffer.commit", "input_audio_buffer.clear", "output_audio_buffer.clear"])),
+    st.tuples(st.just("item"), ITEM_IDS, ITEM_IDS, st.sampled_from([[], [TEXT], [TEXT, TEXT], [{"type": "x"}], 5])),
+    st.tuples(st.just("call"), ITEM_IDS),
+    st.tuples(st.sampled_from(["delete", "retrieve"]), ITEM_IDS),
+    st.tuples(st.just("truncate"), ITEM_IDS, st.integers(-1, 1), st.sampled_from([0, 50, 10_000])),
+    st.tuples(
+        st.just("respond"),
+        st.sampled_from([None, {"conversation": "none"}, {"output_modalities": ["text"]}, {"input": [CALL]}, {"x": 1}]),
+    ),
+    st.tuples(st.just("cancel"), st.none() | RESPONSE_IDS),
+    st.tuples(
+        st.just("update"),
+        st.sampled_from(
+            [
+                {"turn_detection": None},
+                {"turn_detection": {"type": "server_vad", "interrupt_response": False}},
+                {"turn_detection": {"type": "server_vad", "interrupt_response": True, "idle_timeout_ms": 5000}},
+                {"transcription": {}},
+                {"transcription": None},
+                {"format": {"type": "audio/pcmu"}},
+                {"format": 3},
+            ]
+        ),
+    ),
+)
+MODEL = st.one_of(
+    st.tuples(st.just("text"), RESPONSE_IDS, st.sampled_from(["", "one ", "two three "])),
+    st.tuples(st.just("sound"), RESPONSE_IDS, st.booleans()),
+    st.tuples(st.just("function"), RESPONSE_IDS, st.integers(0, 1), st.sampled_from(["", "{", "}"])),
+    st.tuples(st.just("generated"), RESPONSE_IDS, st.sampled_from(["stop", "length", "tool_calls"])),
+    st.tuples(st.sampled_from(["drained", "failed", "shorten"]), RESPONSE_IDS),
+    st.tuples(st.just("transcribed"), st.sampled_from(["item_1", "item_2", "item_3"])),
+    st.tuples(st.just("hear"), st.sampled_from([SPOKEN, SILENT]), st.sampled_from([64, 96, 640])),
+)
+
+
+def do(driver: Driver, step: tuple[Any, ...]) -> None:
+    """Carry out one step; an event of the client gets an answer, an error of its own at least."""
+    session, (name, *args) = driver.session, step
+    match name:
+        case "append":
+            driver.append(args[0])
+        case "item":
+            driver.send("conversation.item.create", item=item_of(args[0], args[2]), previous_item_id=args[1])
+        case "call":
+            driver.send("conversation.item.create", item={**CALL, "id": args[0]})
+        case "delete" | "retrieve":
+            assert driver.send(f"conversation.item.{name}", item_id=args[0])
+        case "truncate":
+            fields = {"item_id": args[0], "content_index": args[1], "audio_end_ms": args[2]}
+            assert driver.send("conversation.item.truncate", **fields)
+        case "respond":
+            assert driver.send("response.create", response=args[0])
+        case "cancel":
+            assert driver.send("response.cancel", response_id=args[0])
+        case "update":
+            assert len(driver.send("session.update", session={"type": "realtime", "audio": {"input": args[0]}})) == 1
+        case "sound":
+            session.made(args[0], 200, last=args[1])
+            driver.take(session.sound(args[0], bytes(96), 100))
+            driver.playback.played[args[0]] = 50
+        case "text":
+            driver.take(session.text(*args))
+        case "function":
+            driver.take(session.call(args[0], args[1], "f", args[2]))
+        case "generated":
+            driver.take(session.generated(*args, Usage()))
+        case "drained":
+            driver.take(session.drained(args[0]))
+        case "failed":
+            driver.take(session.failed(args[0], "no", kind="server_error", code="x"))
+        case "shorten":
+            driver.take(session.shorten(args[0]))
+        case "transcribed":
+            driver.take(session.transcribed(args[0], "x", Usage()))
+        case "hear":
+            if session.settings["audio"]["input"]["format"]["type"] == "audio/pcm":
+                driver.hear(args[1], args[0])
+        case _:
+            assert driver.send(name)
+
+
+@given(steps=st.lists(CLIENT | MODEL, max_size=40), manual=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_every_order_of_events_keeps_the_rules(steps: list[tuple[Any, ...]], manual: bool) -> None:
+    limits = Limits(items=12, buffer_bytes=48 * 2000, responses=2)
+    driver = Driver(manual=manual, limits=limits)
+    for step in steps:
+        do(driver, step)
+        session, checker = driver.session, driver.checker
+        assert [item.id for item in session.conversation] == checker.items
+        assert set(session.responses) == set(checker.open)
+        assert len(session.buffer) <= limits.buffer_bytes
+    for response in driver.session.responses:
+        driver.answer(response, "end")
+    assert not driver.checker.open and not driver.session.busy

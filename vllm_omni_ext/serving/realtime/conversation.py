@@ -1,0 +1,354 @@
+"""The items of a conversation, their order, and the chat messages that a model gets for them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_omni_ext.serving.realtime.events import (
+    MISSING,
+    UNKNOWN,
+    WRONG_VALUE,
+    AssistantContent,
+    AssistantMessage,
+    ClientError,
+    FunctionCall,
+    FunctionCallOutput,
+    Strict,
+    SystemMessage,
+    UserContent,
+    UserMessage,
+)
+from vllm_omni_ext.serving.realtime.limits import Limits
+from vllm_omni_ext.serving.realtime.settings import Settings, unsupported
+from vllm_omni_ext.serving.realtime.sound import SHORTEST_MS, Sound, decoded
+
+ROOT = "root"
+DATA_URI = "data:image/"
+
+MOST_WEIGHT_PER_S = 20
+"""Letters that are spoken in a second at most; a wide character (Chinese, Japanese, Korean) counts as `WIDE`."""
+WIDE = 3
+
+COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
+
+
+@dataclass(kw_only=True)
+class Part:
+    """A part of a message's content.
+
+    Attributes:
+        type: e.g. "input_audio".
+        text: the text, or a transcript of sound; None: there is no transcript.
+        sound: of the user.
+        image_url: a data URI.
+        made_ms: length of the assistant's sound that the model has made.
+        sent_ms: length of the assistant's sound that the client has got.
+        heard_ms: length of the assistant's sound that was played; None: all of it.
+        whole: the model has made all sound of the transcript.
+    """
+
+    type: str
+    text: str | None = None
+    sound: Sound | None = None
+    image_url: str | None = None
+    made_ms: float = 0.0
+    sent_ms: float = 0.0
+    heard_ms: float | None = None
+    whole: bool = False
+
+    @property
+    def spoken(self) -> bool:
+        """Whether it is sound of the assistant."""
+        return self.type == "output_audio"
+
+    def heard(self) -> str:
+        """Return the text, of sound that was not played to its end only the part that was."""
+        text = self.text or ""
+        if not self.spoken or self.heard_ms is None:
+            return text
+        return cut(text, self.heard_ms, self.made_ms, whole=self.whole)
+
+    def public(self, *, audio: bool) -> dict[str, Any]:
+        """Return the part as the client gets it; `audio`: with the user's sound."""
+        shown: dict[str, Any] = {"type": self.type}
+        if self.type in ("input_audio", "output_audio"):
+            shown["transcript"] = self.heard() if self.spoken else self.text
+        elif self.type == "input_image":
+            shown["image_url"] = self.image_url
+        else:
+            shown["text"] = self.text
+        if audio and self.sound is not None:
+            shown["audio"] = base64.b64encode(self.sound.data).decode("ascii")
+        return shown
+
+
+def cut(text: str, heard_ms: float, made_ms: float, *, whole: bool) -> str:
+    """Return the beginning of a transcript that was heard.
+
+    The part of the text is that of the sound. Text is made before its sound: as long as the sound is not whole, the
+    part is at most `MOST_WEIGHT_PER_S` letters a second. It ends with a whole word.
+
+    Args:
+        made_ms: length of the sound of the text so far.
+        whole: no more sound belongs to the text.
+    """
+    if heard_ms >= made_ms and whole:
+        return text
+    weights = [WIDE if unicodedata.east_asian_width(each) in "WF" else 1 for each in text]
+    budget = sum(weights) * heard_ms / made_ms if made_ms else 0.0
+    if not whole:
+        budget = min(budget, MOST_WEIGHT_PER_S * heard_ms / 1000)
+    end = 0
+    while end < len(text) and budget >= weights[end]:
+        budget -= weights[end]
+        end += 1
+    if end < len(text) and weights[end] == 1 and text[end].isalnum() and end and text[end - 1].isalnum():
+        end = max(text.rfind(" ", 0, end), 0)
+    return text[:end].rstrip()
+
+
+@dataclass(kw_only=True)
+class Item:
+    """An item. Attributes that its type does not have are empty."""
+
+    id: str
+    type: str
+    role: str = ""
+    status: str = COMPLETED
+    content: list[Part] = field(default_factory=list)
+    name: str = ""
+    call_id: str = ""
+    arguments: str = ""
+    output: str = ""
+
+    def public(self, *, audio: bool = False) -> dict[str, Any]:
+        """Return the item as the client gets it; `audio`: with the user's sound."""
+        shown: dict[str, Any] = {
+            "id": self.id,
+            "object": "realtime.item",
+            "type": self.type,
+            "status": self.status,
+        }
+        if self.type == "message":
+            return shown | {"role": self.role, "content": [part.public(audio=audio) for part in self.content]}
+        if self.type == "function_call":
+            return shown | {"name": self.name, "call_id": self.call_id, "arguments": self.arguments}
+        return shown | {"call_id": self.call_id, "output": self.output}
+
+    def sound_bytes(self) -> int:
+        """Return the bytes of its sound."""
+        return sum(len(part.sound.data) for part in self.content if part.sound is not None)
+
+    def text_bytes(self) -> int:
+        """Return the characters of its texts and pictures."""
+        parts = sum(len(part.text or "") + len(part.image_url or "") for part in self.content)
+        return parts + len(self.arguments) + len(self.output) + len(self.name)
+
+
+def make_item(given: Strict, settings: Settings, new_id: Callable[[str], str], path: str) -> Item:
+    """Return the item that a client describes.
+
+    Args:
+        path: of the item in the event.
+
+    Raises:
+        ClientError: a content part cannot be met.
+    """
+    item_id = getattr(given, "id", None) or new_id("item")
+    if isinstance(given, FunctionCall):
+        if not is_json_object(given.arguments):
+            raise ClientError(f"{path}.arguments: must be a JSON object", code=WRONG_VALUE, param=f"{path}.arguments")
+        call_id = given.call_id or new_id("call")
+        return Item(id=item_id, type="function_call", name=given.name, call_id=call_id, arguments=given.arguments)
+    if isinstance(given, FunctionCallOutput):
+        return Item(id=item_id, type="function_call_output", call_id=given.call_id, output=given.output)
+    if isinstance(given, SystemMessage):
+        parts = [Part(type=each.type, text=each.text) for each in given.content]
+        return Item(id=item_id, type="message", role="system", content=parts)
+    if isinstance(given, AssistantMessage):
+        parts = [_assistant_part(each, f"{path}.content[{at}]") for at, each in enumerate(given.content)]
+        return Item(id=item_id, type="message", role="assistant", content=parts)
+    assert isinstance(given, UserMessage)
+    sound_format = settings["audio"]["input"]["format"]
+    parts = [_user_part(each, sound_format, f"{path}.content[{at}]") for at, each in enumerate(given.content)]
+    return Item(id=item_id, type="message", role="user", content=parts)
+
+
+def is_json_object(text: str) -> bool:
+    """Return whether a text is a JSON object, which chat templates need of a call's arguments."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _user_part(given: UserContent, sound_format: dict[str, Any], path: str) -> Part:
+    own = {"input_text": ("text",), "input_audio": ("audio", "transcript"), "input_image": ("image_url", "detail")}
+    _only(given, own[given.type], path)
+    if given.type == "input_text":
+        return Part(type=given.type, text=given.text)
+    if given.type == "input_audio":
+        assert given.audio is not None
+        sound = Sound(data=decoded(given.audio, sound_format, f"{path}.audio"), format=sound_format)
+        if sound.ms < SHORTEST_MS:
+            param = f"{path}.audio"
+            raise ClientError(f"{param}: must have {SHORTEST_MS} ms or more", code=WRONG_VALUE, param=param)
+        return Part(type=given.type, text=given.transcript, sound=sound)
+    assert given.image_url is not None
+    if not given.image_url.startswith(DATA_URI):
+        raise ClientError(f"{path}.image_url: must be a data URI of a picture", code=WRONG_VALUE, param=path)
+    if given.detail not in (None, "auto"):
+        raise unsupported(f"{path}.detail", "the model takes pictures as they are; leave it out")
+    return Part(type=given.type, image_url=given.image_url)
+
+
+def _assistant_part(given: AssistantContent, path: str) -> Part:
+    if given.audio is not None:
+        raise unsupported(f"{path}.audio", "earlier sound of the assistant is read as its transcript")
+    needed = "text" if given.type == "output_text" else "transcript"
+    _only(given, (needed,), path)
+    return Part(type=given.type, text=getattr(given, needed), whole=True)
+
+
+def _only(given: Any, names: Sequence[str], path: str) -> None:
+    """Check that a part has the first of the fields, and no field but these."""
+    if getattr(given, names[0]) is None:
+        raise ClientError(f"{path}.{names[0]}: is missing", code=MISSING, param=f"{path}.{names[0]}")
+    for name in given.model_fields_set - {"type", *names}:
+        if getattr(given, name) is not None:
+            raise ClientError(f"{path}.{name}: does not belong to {given.type}", code=UNKNOWN, param=f"{path}.{name}")
+
+
+class Conversation:
+    """The items of a conversation in their order."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._items: list[Item] = []
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._items)
+
+    def __contains__(self, item: Item) -> bool:
+        return any(each is item for each in self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def find(self, item_id: str, path: str = "item_id") -> Item:
+        """Return an item.
+
+        Raises:
+            ClientError: there is none with this id.
+        """
+        for item in self._items:
+            if item.id == item_id:
+                return item
+        raise ClientError(f"{path}: the conversation has no item '{item_id:.100}'", code="item_not_found", param=path)
+
+    def before(self, item: Item) -> str | None:
+        """Return the id of the item before an item; None: it is the first."""
+        at = self._index(item)
+        return self._items[at - 1].id if at else None
+
+    @property
+    def last_id(self) -> str | None:
+        """Id of the last item."""
+        return self._items[-1].id if self._items else None
+
+    def check(self, item: Item) -> None:
+        """Check that an item may be added.
+
+        Raises:
+            ClientError: its id is used, or the conversation is full.
+        """
+        if any(each.id == item.id for each in self._items):
+            raise ClientError(
+                f"item.id: the conversation has an item '{item.id}'", code="item_already_exists", param="item.id"
+            )
+        limits = self._limits
+        full = [
+            (len(self) + 1, limits.items, "items"),
+            (sum(each.sound_bytes() for each in (*self, item)), limits.sound_bytes, "bytes of sound"),
+            (sum(each.text_bytes() for each in (*self, item)), limits.text_bytes, "characters"),
+        ]
+        for found, most, unit in full:
+            if found > most:
+                raise ClientError(
+                    f"the conversation may have {most} {unit}; delete items", code="conversation_too_large"
+                )
+
+    def add(self, item: Item, previous_item_id: str | None = None) -> str | None:
+        """Add an item and return the id of the item before it; None: it is the first.
+
+        Args:
+            previous_item_id: of the item before it; "root": it becomes the first; None: it becomes the last.
+
+        Raises:
+            ClientError: there is no such item, the item's id is used, or the conversation is full.
+        """
+        self.check(item)
+        at = len(self._items)
+        if previous_item_id == ROOT:
+            at = 0
+        elif previous_item_id is not None:
+            at = self._index(self.find(previous_item_id, "previous_item_id")) + 1
+        self._items.insert(at, item)
+        return self.before(item)
+
+    def append_output(self, item: Item) -> str | None:
+        """Add an item of the model as the last one, without regard to the limits; return the id of the one before."""
+        self._items.append(item)
+        return self.before(item)
+
+    def delete(self, item: Item) -> None:
+        """Remove an item."""
+        del self._items[self._index(item)]
+
+    def _index(self, item: Item) -> int:
+        return next(at for at, each in enumerate(self._items) if each is item)
+
+
+def messages(instructions: str, items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return chat messages. The data of an `input_audio` part is its `Sound`.
+
+    Consecutive calls of functions are one message, with the assistant's text before them. Calls that are not complete,
+    because a response has ended within them, are left out.
+    """
+    found: list[dict[str, Any]] = []
+    if instructions:
+        found.append({"role": "system", "content": instructions})
+    for item in items:
+        if item.type == "function_call":
+            if item.status != COMPLETED:
+                continue
+            call = {
+                "id": item.call_id,
+                "type": "function",
+                "function": {"name": item.name, "arguments": item.arguments},
+            }
+            if not found or found[-1]["role"] != "assistant":
+                found.append({"role": "assistant", "content": None})
+            found[-1].setdefault("tool_calls", []).append(call)
+        elif item.type == "function_call_output":
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+        elif item.role == "user":
+            parts = [_user_message_part(part) for part in item.content]
+            if parts:
+                found.append({"role": "user", "content": parts})
+        elif text := "".join(part.heard() for part in item.content):
+            found.append({"role": item.role, "content": text})
+    return found
+
+
+def _user_message_part(part: Part) -> dict[str, Any]:
+    if part.sound is not None:
+        return {"type": "input_audio", "input_audio": part.sound}
+    if part.image_url is not None:
+        return {"type": "image_url", "image_url": {"url": part.image_url}}
+    return {"type": "text", "text": part.text}

@@ -1,0 +1,573 @@
+"""Events of the Realtime protocol: the client's are read strictly, the server's are built by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_omni_ext.serving.responses import printable
+
+INVALID_REQUEST, SERVER_ERROR = "invalid_request_error", "server_error"
+
+MISSING, UNKNOWN, WRONG_TYPE, WRONG_VALUE = (
+    "missing_required_parameter",
+    "unknown_parameter",
+    "invalid_type",
+    "invalid_value",
+)
+UNSUPPORTED = "unsupported_value"
+"""Codes of wrong fields. The last one: the field is the protocol's, and this server does not have what it requests."""
+
+MOST_TOKENS = 4096
+"""Largest `max_output_tokens` of the protocol other than `inf`."""
+
+LONGEST_ID = 64
+METADATA_PAIRS, METADATA_KEY, METADATA_VALUE = 16, 64, 512
+
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+
+Event = dict[str, Any]
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+class ClientError(Exception):
+    """An error that the client gets as an `error` event.
+
+    Args:
+        param: path of the field.
+    """
+
+    def __init__(self, message: str, *, code: str, param: str | None = None, kind: str = INVALID_REQUEST) -> None:
+        super().__init__(printable(message))
+        self.code = code
+        self.param = None if param is None else printable(param)
+        self.kind = kind
+
+    def event(self, event_id: str | None = None) -> Event:
+        """Return the `error` event, without its own id."""
+        error = {"type": self.kind, "code": self.code, "message": str(self), "param": self.param, "event_id": event_id}
+        return {"type": "error", "error": error}
+
+
+class Strict(BaseModel):
+    """An object without other fields than its own, of their exact types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _whole_tokens(value: Any) -> Any:
+    if value == "inf" or (type(value) is int and 1 <= value <= MOST_TOKENS):
+        return value
+    raise ValueError(f'must be an integer from 1 to {MOST_TOKENS}, or "inf"')
+
+
+def _metadata(value: dict[str, str]) -> dict[str, str]:
+    if len(value) > METADATA_PAIRS:
+        raise ValueError(f"may have {METADATA_PAIRS} pairs")
+    if any(len(key) > METADATA_KEY or len(text) > METADATA_VALUE for key, text in value.items()):
+        raise ValueError(f"a key may have {METADATA_KEY} characters, a value {METADATA_VALUE}")
+    return value
+
+
+Tokens = Annotated[Any, AfterValidator(_whole_tokens)]
+Metadata = Annotated[dict[str, str], AfterValidator(_metadata)]
+Id = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
+Milliseconds = Annotated[int, Field(ge=0, le=10_000)]
+Modalities = Annotated[list[Literal["text", "audio"]], Field(min_length=1, max_length=1)]
+
+
+# -- fields of the session and of a response --------------------------------------------------------------------
+
+
+class Pcm(Strict):
+    """Samples of 16 bits, little-endian, mono, 24 kHz."""
+
+    type: Literal["audio/pcm"]
+    rate: Literal[24000] = 24000
+
+
+class Pcmu(Strict):
+    """G.711, mu-law, 8 kHz."""
+
+    type: Literal["audio/pcmu"]
+
+
+class Pcma(Strict):
+    """G.711, A-law, 8 kHz."""
+
+    type: Literal["audio/pcma"]
+
+
+Format = Annotated[Pcm | Pcmu | Pcma, Field(discriminator="type")]
+
+
+class ServerVad(Strict):
+    """Turns end after silence."""
+
+    type: Literal["server_vad"]
+    threshold: float = Field(0.5, ge=0, le=1)
+    prefix_padding_ms: Milliseconds = 300
+    silence_duration_ms: Milliseconds = 500
+    create_response: bool = True
+    interrupt_response: bool = True
+    idle_timeout_ms: int | None = Field(None, ge=5000, le=30_000)
+
+
+class SemanticVad(Strict):
+    """Turns end after silence whose length depends on the sound before it."""
+
+    type: Literal["semantic_vad"]
+    eagerness: Literal["low", "medium", "high", "auto"] = "auto"
+    create_response: bool = True
+    interrupt_response: bool = True
+
+
+TurnDetection = Annotated[ServerVad | SemanticVad, Field(discriminator="type")]
+
+
+class Transcription(Strict):
+    """Transcription of committed sound."""
+
+    model: str | None = None
+    language: str | None = Field(None, max_length=16)
+    prompt: str | None = Field(None, max_length=4096)
+    delay: Any = None
+    keywords: Any = None
+    languages: Any = None
+
+
+class AudioInput(Strict):
+    """`audio.input`."""
+
+    format: Format | None = None
+    noise_reduction: Any = None
+    transcription: dict[str, Any] | None = None
+    turn_detection: dict[str, Any] | None = None
+
+
+class AudioOutput(Strict):
+    """`audio.output`."""
+
+    format: Format | None = None
+    speed: float | None = None
+    voice: str | None = None
+
+
+class ResponseAudioOutput(Strict):
+    """`audio.output` of a response."""
+
+    format: Format | None = None
+    voice: str | None = None
+
+
+class Audio(Strict):
+    """`audio` of a session."""
+
+    input: AudioInput | None = None
+    output: AudioOutput | None = None
+
+
+class ResponseAudio(Strict):
+    """`audio` of a response."""
+
+    output: ResponseAudioOutput | None = None
+
+
+class FunctionTool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class FunctionChoice(Strict):
+    """A function that the model must call."""
+
+    type: Literal["function"]
+    name: str
+
+
+def _tool_choice(value: Any) -> Any:
+    if value in ("none", "auto", "required"):
+        return value
+    if isinstance(value, dict) and value.get("type") == "function":
+        return FunctionChoice.model_validate(value).model_dump()
+    raise ValueError('must be "none", "auto", "required" or {"type": "function", "name": ...}')
+
+
+ToolChoice = Annotated[Any, AfterValidator(_tool_choice)]
+
+
+class RetentionRatio(Strict):
+    """The part of a conversation that stays in the prompt when the conversation is too long."""
+
+    type: Literal["retention_ratio"]
+    retention_ratio: float = Field(ge=0, le=1)
+    token_limits: Any = None
+
+
+class Inference(Strict):
+    """Fields that a session and a response have."""
+
+    output_modalities: Modalities | None = None
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+    max_output_tokens: Tokens | None = None
+    parallel_tool_calls: bool | None = None
+    prompt: Any = None
+    reasoning: Any = None
+
+
+class SessionFields(Inference):
+    """`session` of `session.update`; `null` sets a field to its default."""
+
+    type: Literal["realtime"]
+    model: str | None = None
+    audio: Audio | None = None
+    include: Any = None
+    tracing: Any = None
+    truncation: Any = None
+
+
+class ResponseFields(Inference):
+    """`response` of `response.create`."""
+
+    audio: ResponseAudio | None = None
+    conversation: Literal["auto", "none"] | None = None
+    input: list[dict[str, Any]] | None = None
+    metadata: Metadata | None = None
+
+
+# -- items ------------------------------------------------------------------------------------------------------
+
+
+class ItemFields(Strict):
+    """Fields of each item. `status` has no effect, as in OpenAI's API."""
+
+    id: Id | None = None
+    object: Literal["realtime.item"] | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class SystemContent(Strict):
+    """Text of a system message."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class UserContent(Strict):
+    """Text, sound or a picture of a user message."""
+
+    type: Literal["input_text", "input_audio", "input_image"]
+    text: str | None = None
+    audio: str | None = None
+    transcript: str | None = None
+    image_url: str | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class AssistantContent(Strict):
+    """Text of an assistant message, or the transcript of one that was spoken."""
+
+    type: Literal["output_text", "output_audio"]
+    text: str | None = None
+    audio: str | None = None
+    transcript: str | None = None
+
+
+class SystemMessage(ItemFields):
+    """A system message."""
+
+    type: Literal["message"]
+    role: Literal["system"]
+    content: list[SystemContent]
+
+
+class UserMessage(ItemFields):
+    """A user message."""
+
+    type: Literal["message"]
+    role: Literal["user"]
+    content: list[UserContent]
+
+
+class AssistantMessage(ItemFields):
+    """An assistant message."""
+
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[AssistantContent]
+
+
+class FunctionCall(ItemFields):
+    """A call of a function by the model."""
+
+    type: Literal["function_call"]
+    name: str
+    arguments: str
+    call_id: Id | None = None
+
+
+class FunctionCallOutput(ItemFields):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: str
+
+
+class ItemReference(Strict):
+    """An item of the conversation, in `input` of a response."""
+
+    type: Literal["item_reference"]
+    id: Id
+
+
+_MESSAGES: dict[str, type[ItemFields]] = {
+    "system": SystemMessage,
+    "user": UserMessage,
+    "assistant": AssistantMessage,
+}
+_ITEMS: dict[str, type[Strict]] = {
+    "function_call": FunctionCall,
+    "function_call_output": FunctionCallOutput,
+    "item_reference": ItemReference,
+}
+
+
+def read_item(data: Mapping[str, Any], path: str) -> Strict:
+    """Read an item.
+
+    Args:
+        path: of the item, for errors.
+
+    Raises:
+        ClientError: a field is wrong, or the item is of a kind that this server does not have.
+    """
+    kind = data.get("type")
+    if kind == "message":
+        role = data.get("role")
+        model: type[Strict] | None = _MESSAGES.get(role) if isinstance(role, str) else None
+        if model is None:
+            names = ", ".join(_MESSAGES)
+            raise ClientError(f"{path}.role: must be one of {names}", code=WRONG_VALUE, param=f"{path}.role")
+        return read(model, data, path)
+    found = _ITEMS.get(kind) if isinstance(kind, str) else None
+    if found is None:
+        names = ", ".join(("message", *_ITEMS))
+        raise ClientError(f"{path}.type: must be one of {names}", code=WRONG_VALUE, param=f"{path}.type")
+    return read(found, data, path)
+
+
+# -- events of the client ---------------------------------------------------------------------------------------
+
+
+class ClientEvent(Strict):
+    """An event of the client."""
+
+    event_id: str | None = None
+
+
+class SessionUpdate(ClientEvent):
+    """`session.update`."""
+
+    type: Literal["session.update"]
+    session: SessionFields
+
+
+class Append(ClientEvent):
+    """`input_audio_buffer.append`; `audio` is base64."""
+
+    type: Literal["input_audio_buffer.append"]
+    audio: str
+
+
+class Commit(ClientEvent):
+    """`input_audio_buffer.commit`."""
+
+    type: Literal["input_audio_buffer.commit"]
+
+
+class Clear(ClientEvent):
+    """`input_audio_buffer.clear`."""
+
+    type: Literal["input_audio_buffer.clear"]
+
+
+class ItemCreate(ClientEvent):
+    """`conversation.item.create`."""
+
+    type: Literal["conversation.item.create"]
+    item: dict[str, Any]
+    previous_item_id: str | None = None
+
+
+class ItemDelete(ClientEvent):
+    """`conversation.item.delete`."""
+
+    type: Literal["conversation.item.delete"]
+    item_id: str
+
+
+class ItemRetrieve(ClientEvent):
+    """`conversation.item.retrieve`."""
+
+    type: Literal["conversation.item.retrieve"]
+    item_id: str
+
+
+class ItemTruncate(ClientEvent):
+    """`conversation.item.truncate`."""
+
+    type: Literal["conversation.item.truncate"]
+    item_id: str
+    content_index: int = Field(ge=0)
+    audio_end_ms: int = Field(ge=0)
+
+
+class ResponseCreate(ClientEvent):
+    """`response.create`."""
+
+    type: Literal["response.create"]
+    response: ResponseFields | None = None
+
+
+class ResponseCancel(ClientEvent):
+    """`response.cancel`."""
+
+    type: Literal["response.cancel"]
+    response_id: str | None = None
+
+
+class OutputClear(ClientEvent):
+    """`output_audio_buffer.clear`, which exists for WebRTC only."""
+
+    type: Literal["output_audio_buffer.clear"]
+
+
+CLIENT_EVENTS: Mapping[str, type[ClientEvent]] = {
+    "session.update": SessionUpdate,
+    "input_audio_buffer.append": Append,
+    "input_audio_buffer.commit": Commit,
+    "input_audio_buffer.clear": Clear,
+    "conversation.item.create": ItemCreate,
+    "conversation.item.delete": ItemDelete,
+    "conversation.item.retrieve": ItemRetrieve,
+    "conversation.item.truncate": ItemTruncate,
+    "response.create": ResponseCreate,
+    "response.cancel": ResponseCancel,
+    "output_audio_buffer.clear": OutputClear,
+}
+
+
+def parse(text: str, values: int) -> Any:
+    """Return the JSON value of a message.
+
+    Args:
+        values: most opening brackets and commas.
+
+    Raises:
+        ClientError: it is not JSON, nested too deeply, or has too many values.
+    """
+    if text.count(",") + text.count("[") + text.count("{") > values:
+        raise ClientError(f"the event has more than {values} values", code="event_too_large")
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ClientError(f"the event is not JSON: {error}", code="invalid_json") from error
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def event_id_of(data: Any) -> str | None:
+    """Return the id that the client gave an event, if there is one."""
+    found = data.get("event_id") if isinstance(data, dict) else None
+    return printable(found) if isinstance(found, str) else None
+
+
+def read_event(data: Any) -> ClientEvent:
+    """Read an event of the client.
+
+    Raises:
+        ClientError: its type is unknown, or a field is.
+    """
+    if not isinstance(data, dict):
+        raise ClientError("an event must be an object", code=WRONG_TYPE)
+    kind = data.get("type")
+    if kind is None:
+        raise ClientError("type: is missing", code=MISSING, param="type")
+    model = CLIENT_EVENTS.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        names = ", ".join(CLIENT_EVENTS)
+        raise ClientError(f"type: {kind!r:.100} is not one of {names}", code=WRONG_VALUE, param="type")
+    if model is not Append and _has_half_character(data):
+        raise ClientError("the event has half of a surrogate pair in a text", code=WRONG_VALUE)
+    return read(model, data, "")
+
+
+def _has_half_character(value: Any) -> bool:
+    if isinstance(value, str):
+        return _HALF_CHARACTER.search(value) is not None
+    if isinstance(value, dict):
+        return any(_has_half_character(each) for pair in value.items() for each in pair)
+    return isinstance(value, list) and any(_has_half_character(each) for each in value)
+
+
+def read(model: type[ModelT], data: Any, path: str) -> ModelT:
+    """Validate an object of a client.
+
+    Args:
+        path: of the object in the event, for errors.
+
+    Raises:
+        ClientError: the first wrong field.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise as_client_error(error, path) from error
+
+
+def as_client_error(error: ValidationError, path: str) -> ClientError:
+    """Return the first problem that pydantic has found, by the field's path."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    loc = [part for part in first["loc"] if part not in _TAGS]
+    found = path
+    for part in loc:
+        found += f"[{part}]" if isinstance(part, int) else f".{part}" if found else str(part)
+    kind, message = first["type"], first["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        return ClientError(f"{found}: is unknown", code=UNKNOWN, param=found)
+    if kind == "missing":
+        return ClientError(f"{found}: is missing", code=MISSING, param=found)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        found = f"{found}.type"
+    code = WRONG_TYPE if kind.endswith(("_type", "_parsing")) or kind == "model_type" else WRONG_VALUE
+    return ClientError(f"{found}: {message}", code=code, param=found or None)
+
+
+_TAGS = frozenset({"audio/pcm", "audio/pcmu", "audio/pcma", "server_vad", "semantic_vad"})
+"""Parts of pydantic's paths that are no field: the names of a union's members."""
+
+
+# -- events of the server ---------------------------------------------------------------------------------------
+
+
+def event(kind: str, **fields: Any) -> Event:
+    """Return an event of the server, without its id."""
+    return {"type": kind, **fields}
+
+
+def numbered(found: Event, new_id: Callable[[str], str]) -> Event:
+    """Return an event with an id of its own, as its second field."""
+    return {"type": found["type"], "event_id": new_id("event"), **{k: v for k, v in found.items() if k != "type"}}

@@ -1,0 +1,284 @@
+"""One response: its output items, and the events about them in the protocol's order."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_omni_ext.modalities.base import AUDIO
+from vllm_omni_ext.serving.realtime.conversation import (
+    COMPLETED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    Item,
+    Part,
+    is_json_object,
+)
+from vllm_omni_ext.serving.realtime.events import Event, event
+from vllm_omni_ext.serving.realtime.settings import Settings
+
+CANCELLED, FAILED = "cancelled", "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Tokens of a response.
+
+    Attributes:
+        prompt: all of the prompt.
+        prompt_audio: of the prompt, those of sound.
+        prompt_image: of the prompt, those of pictures.
+        cached: of the prompt, those from the prefix cache.
+        text: made for the text.
+        audio: made for the sound.
+    """
+
+    prompt: int = 0
+    prompt_audio: int = 0
+    prompt_image: int = 0
+    cached: int = 0
+    text: int = 0
+    audio: int = 0
+
+    def public(self) -> dict[str, Any]:
+        """Return `usage`."""
+        return {
+            "total_tokens": self.prompt + self.text + self.audio,
+            "input_tokens": self.prompt,
+            "output_tokens": self.text + self.audio,
+            "input_token_details": {
+                "text_tokens": self.prompt - self.prompt_audio - self.prompt_image,
+                "audio_tokens": self.prompt_audio,
+                "image_tokens": self.prompt_image,
+                "cached_tokens": self.cached,
+            },
+            "output_token_details": {"text_tokens": self.text, "audio_tokens": self.audio},
+        }
+
+
+@dataclass(kw_only=True)
+class Output:
+    """An output item of a response; `open` until its last event."""
+
+    item: Item
+    index: int
+    open: bool = True
+
+
+class Response:
+    """A response.
+
+    Args:
+        settings: the session's, with the response's own.
+        conversation_id: of the conversation that gets the output; None: none does.
+        context: the items of its prompt.
+        instructions: of the prompt.
+        opened: adds an item to the conversation; returns the event.
+        closed: returns the event for the end of an item of the conversation.
+    """
+
+    def __init__(
+        self,
+        response_id: str,
+        settings: Settings,
+        *,
+        conversation_id: str | None,
+        context: list[Item],
+        metadata: dict[str, str] | None,
+        new_id: Callable[[str], str],
+        opened: Callable[[Item], Event],
+        closed: Callable[[Item], Event],
+    ) -> None:
+        self.id = response_id
+        self.settings = settings
+        self.conversation_id = conversation_id
+        self.context = context
+        self.usage: Usage | None = None
+        self.finish_reason = ""
+        self._metadata = metadata
+        self._new_id = new_id
+        self._opened = opened
+        self._closed = closed
+        self._outputs: list[Output] = []
+        self._message: Output | None = None
+        self._content_part = Part(type="output_audio" if self.speaks else "output_text", text="")
+        self._calls: dict[int, Output] = {}
+        self._status, self._details = IN_PROGRESS, None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it is answered with sound."""
+        return bool(self.settings["output_modalities"] == [AUDIO])
+
+    @property
+    def spoken(self) -> tuple[Item, Part] | None:
+        """The item with sound, and its part; None: there is none."""
+        if self._message is None or not self.speaks:
+            return None
+        return self._message.item, self._message.item.content[0]
+
+    def public(self) -> dict[str, Any]:
+        """Return the response as the client gets it."""
+        output = self.settings["audio"]["output"]
+        sound = {"output": {"format": output["format"], "voice": output["voice"]}} if self.speaks else {}
+        return {
+            "object": "realtime.response",
+            "id": self.id,
+            "status": self._status,
+            "status_details": self._details,
+            "output": [each.item.public() for each in self._outputs],
+            "conversation_id": self.conversation_id,
+            "output_modalities": self.settings["output_modalities"],
+            "max_output_tokens": self.settings["max_output_tokens"],
+            "audio": sound,
+            "usage": None if self.usage is None else self.usage.public(),
+            "metadata": self._metadata,
+        }
+
+    def begin(self) -> list[Event]:
+        """Return the first events. This server limits no tokens, so the list of rate limits is empty."""
+        return [event("response.created", response=self.public()), event("rate_limits.updated", rate_limits=[])]
+
+    def text(self, delta: str) -> list[Event]:
+        """Add text, or a part of the transcript."""
+        if not delta:
+            return []
+        events, output = self._begun_message()
+        part = output.item.content[0]
+        part.text = (part.text or "") + delta
+        kind = "response.output_audio_transcript.delta" if self.speaks else "response.output_text.delta"
+        return [*events, event(kind, **self._content(output), delta=delta)]
+
+    def made(self, ms: float, *, last: bool) -> None:
+        """Count sound that the model has made, before it is sent."""
+        self._content_part.made_ms += ms
+        self._content_part.whole = self._content_part.whole or last
+
+    def sound(self, data: bytes, ms: float) -> list[Event]:
+        """Add sound in the format of the response."""
+        events, output = self._begun_message()
+        output.item.content[0].sent_ms += ms
+        delta = base64.b64encode(data).decode("ascii")
+        return [*events, event("response.output_audio.delta", **self._content(output), delta=delta)]
+
+    def call(self, index: int, name: str | None, arguments: str) -> list[Event]:
+        """Add a part of a function call; the first part of each has the name.
+
+        Args:
+            index: of the call in the answer.
+        """
+        events: list[Event] = []
+        if index not in self._calls:
+            events += self._close_calls()
+            item = Item(
+                id=self._new_id("item"),
+                type="function_call",
+                status=IN_PROGRESS,
+                name=name or "",
+                call_id=self._new_id("call"),
+            )
+            self._calls[index] = self._output(item, events)
+        output = self._calls[index]
+        if arguments:
+            output.item.arguments += arguments
+            events.append(
+                event(
+                    "response.function_call_arguments.delta",
+                    **self._place(output),
+                    call_id=output.item.call_id,
+                    delta=arguments,
+                )
+            )
+        return events
+
+    def generated(self, finish_reason: str, usage: Usage) -> list[Event]:
+        """The model has ended; sound may still wait to be sent. Calls end here: they do not wait for the sound."""
+        self.finish_reason, self.usage = finish_reason, usage
+        return [] if finish_reason == "length" else self._close_calls()
+
+    def end(self, status: str, details: dict[str, Any] | None = None) -> list[Event]:
+        """Return the last events.
+
+        Args:
+            status: "completed", "cancelled", "failed" or "incomplete".
+            details: `status_details` without the type; None: there are none.
+        """
+        events = []
+        for output in self._outputs:
+            if output.open:
+                events += self._close(output, COMPLETED if status == COMPLETED else INCOMPLETE)
+        self._status = status
+        self._details = None if details is None else {"type": status, **details}
+        return [*events, event("response.done", response=self.public())]
+
+    # -- output items -------------------------------------------------------------------------------------------
+
+    def _begun_message(self) -> tuple[list[Event], Output]:
+        if self._message is not None:
+            return [], self._message
+        events: list[Event] = []
+        item = Item(id=self._new_id("item"), type="message", role="assistant", status=IN_PROGRESS)
+        self._message = self._output(item, events)
+        item.content.append(self._content_part)
+        part = self._part(self._content_part)
+        events.append(event("response.content_part.added", **self._content(self._message), part=part))
+        return events, self._message
+
+    def _output(self, item: Item, events: list[Event]) -> Output:
+        """Begin an output item, and add its events."""
+        output = Output(item=item, index=len(self._outputs))
+        self._outputs.append(output)
+        events.append(
+            event("response.output_item.added", response_id=self.id, output_index=output.index, item=item.public())
+        )
+        if self.conversation_id is not None:
+            events.append(self._opened(item))
+        return output
+
+    def _close_calls(self) -> list[Event]:
+        events = []
+        for output in self._calls.values():
+            if output.open:
+                events += self._close(output, COMPLETED)
+        return events
+
+    def _close(self, output: Output, status: str) -> list[Event]:
+        output.open = False
+        item, events = output.item, []
+        if item.type == "function_call":
+            status = status if is_json_object(item.arguments) else INCOMPLETE
+            events.append(
+                event(
+                    "response.function_call_arguments.done",
+                    **self._place(output),
+                    call_id=item.call_id,
+                    name=item.name,
+                    arguments=item.arguments,
+                )
+            )
+        else:
+            part, content = item.content[0], self._content(output)
+            if self.speaks:
+                events.append(event("response.output_audio.done", **content))
+                events.append(event("response.output_audio_transcript.done", **content, transcript=part.text))
+            else:
+                events.append(event("response.output_text.done", **content, text=part.text))
+            events.append(event("response.content_part.done", **content, part=self._part(part)))
+        item.status = status
+        if self.conversation_id is not None:
+            events.append(self._closed(item))
+        events.append(
+            event("response.output_item.done", response_id=self.id, output_index=output.index, item=item.public())
+        )
+        return events
+
+    def _place(self, output: Output) -> dict[str, Any]:
+        return {"response_id": self.id, "item_id": output.item.id, "output_index": output.index}
+
+    def _content(self, output: Output) -> dict[str, Any]:
+        return {**self._place(output), "content_index": 0}
+
+    def _part(self, part: Part) -> dict[str, Any]:
+        return {"type": "audio", "transcript": part.text} if self.speaks else {"type": "text", "text": part.text}

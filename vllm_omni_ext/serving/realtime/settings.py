@@ -1,0 +1,308 @@
+"""Settings of a session: defaults, and updates that change the given fields only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.modalities.base import AUDIO, TEXT
+from vllm_omni_ext.serving.realtime.events import (
+    UNSUPPORTED,
+    WRONG_VALUE,
+    Audio,
+    AudioInput,
+    AudioOutput,
+    ClientError,
+    FunctionTool,
+    Inference,
+    ResponseFields,
+    RetentionRatio,
+    SemanticVad,
+    ServerVad,
+    SessionFields,
+    Strict,
+    Transcription,
+    read,
+)
+
+Settings = dict[str, Any]
+
+PCM: dict[str, Any] = {"type": "audio/pcm", "rate": 24000}
+
+TRANSCRIBERS = frozenset(
+    {
+        "whisper-1",
+        "gpt-transcribe",
+        "gpt-live-transcribe",
+        "gpt-4o-transcribe",
+        "gpt-4o-mini-transcribe",
+        "gpt-4o-mini-transcribe-2025-12-15",
+        "gpt-realtime-whisper",
+    }
+)
+"""OpenAI's names of `transcription.model`, which clients send as they are: the served model transcribes for them."""
+
+NOT_AVAILABLE = "is not available"
+
+REFUSED: Mapping[str, str] = {
+    "prompt": "stored prompts do not exist; send `instructions`",
+    "reasoning": "the model has no setting for it",
+    "include": "log probabilities of transcripts are not available",
+    "tracing": "sessions are not recorded",
+}
+"""Fields of the protocol that are refused unless they are null, and the reasons."""
+
+_DETECTORS: dict[str, type[Strict]] = {"server_vad": ServerVad, "semantic_vad": SemanticVad}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """The served model as sessions need it.
+
+    Attributes:
+        model: its name in the session.
+        names: its served names.
+        modalities: modalities that it answers with.
+        voice: the default one; None: it has none.
+        check_voice: raises RequestError for a voice that it does not have.
+        detectors: types of turn detection of this server; the first is the default.
+    """
+
+    model: str
+    names: frozenset[str]
+    modalities: tuple[str, ...]
+    voice: str | None
+    check_voice: Callable[[str], None]
+    detectors: tuple[str, ...]
+
+    @property
+    def default_modalities(self) -> list[str]:
+        """`output_modalities` of a session that names none."""
+        return [AUDIO] if AUDIO in self.modalities else [TEXT]
+
+
+def defaults(offer: Offer, session_id: str, expires_at: int) -> Settings:
+    """Return the settings of a new session.
+
+    Args:
+        expires_at: Unix time at which the session ends.
+    """
+    return {
+        "type": "realtime",
+        "object": "realtime.session",
+        "id": session_id,
+        "expires_at": expires_at,
+        "model": offer.model,
+        "output_modalities": offer.default_modalities,
+        "instructions": "",
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "max_output_tokens": "inf",
+        "truncation": "auto",
+        "tracing": None,
+        "prompt": None,
+        "include": None,
+        "audio": {
+            "input": {
+                "format": dict(PCM),
+                "noise_reduction": None,
+                "transcription": None,
+                "turn_detection": _default_detection(offer),
+            },
+            "output": {"format": dict(PCM), "voice": offer.voice, "speed": 1.0},
+        },
+    }
+
+
+def _default_detection(offer: Offer) -> dict[str, Any] | None:
+    return _DETECTORS[offer.detectors[0]](type=offer.detectors[0]).model_dump() if offer.detectors else None
+
+
+def updated(
+    current: Settings, fields: SessionFields, offer: Offer, *, voice_fixed: bool = False, buffered: bool = False
+) -> Settings:
+    """Return settings with the given fields changed; `null` sets a field to its default.
+
+    Args:
+        voice_fixed: the session has answered with sound, so that the voice cannot change.
+        buffered: the input audio buffer has sound, so that its format cannot change.
+
+    Raises:
+        ClientError: a field cannot be met; nothing is changed.
+    """
+    path = "session"
+    _refuse(fields, REFUSED, path)
+    if fields.model is not None and fields.model != current["model"]:
+        raise ClientError(
+            f"{path}.model: a session has one model, {current['model']}", code=WRONG_VALUE, param=f"{path}.model"
+        )
+    new = deepcopy(current)
+    new |= _inference(fields, offer, path, defaults(offer, "", 0))
+    if "truncation" in fields.model_fields_set:
+        new["truncation"] = _truncation(fields.truncation, f"{path}.truncation")
+    _apply_audio(new["audio"], fields.audio, offer, f"{path}.audio")
+    if voice_fixed and new["audio"]["output"]["voice"] != current["audio"]["output"]["voice"]:
+        raise voice_error(f"{path}.audio.output.voice")
+    if buffered and new["audio"]["input"]["format"] != current["audio"]["input"]["format"]:
+        param = f"{path}.audio.input.format"
+        raise ClientError(f"{param}: the input audio buffer has sound; clear it first", code=WRONG_VALUE, param=param)
+    return new
+
+
+def voice_error(param: str) -> ClientError:
+    """Return the error for a change of the voice after the first sound."""
+    return ClientError(
+        f"{param}: cannot change after the first sound of the session", code="cannot_update_voice", param=param
+    )
+
+
+def of_response(current: Settings, fields: ResponseFields | None, offer: Offer, *, voice_fixed: bool) -> Settings:
+    """Return the settings of one response: the session's, with the fields of `response.create`.
+
+    Raises:
+        ClientError: a field cannot be met.
+    """
+    if fields is None:
+        return current
+    path = "response"
+    _refuse(fields, REFUSED, path)
+    new = deepcopy(current)
+    new |= _inference(fields, offer, path, current)
+    output = None if fields.audio is None else fields.audio.output
+    if output is not None:
+        changed = AudioOutput(**{name: getattr(output, name) for name in output.model_fields_set})
+        _apply_output(new["audio"]["output"], changed, offer, f"{path}.audio.output")
+        if voice_fixed and new["audio"]["output"]["voice"] != current["audio"]["output"]["voice"]:
+            raise voice_error(f"{path}.audio.output.voice")
+    return new
+
+
+def _refuse(fields: Inference, reasons: Mapping[str, str], path: str) -> None:
+    for name, reason in reasons.items():
+        if getattr(fields, name, None) is not None:
+            raise unsupported(f"{path}.{name}", reason)
+
+
+def unsupported(param: str, reason: str) -> ClientError:
+    """Return the error for a field of the protocol that this server cannot meet."""
+    return ClientError(f"{param}: {NOT_AVAILABLE}: {reason}", code=UNSUPPORTED, param=param)
+
+
+def _inference(fields: Inference, offer: Offer, path: str, default: Settings) -> Settings:
+    """Return the fields that sessions and responses have, as far as they are given."""
+    new: Settings = {}
+    for name in ("output_modalities", "instructions", "tool_choice", "max_output_tokens", "parallel_tool_calls"):
+        if name in fields.model_fields_set:
+            given = getattr(fields, name)
+            new[name] = default[name] if given is None else given
+    for name in new.get("output_modalities", ()):
+        if name not in offer.modalities:
+            param = f"{path}.output_modalities"
+            raise ClientError(
+                f"{param}: '{name}' is not available; use one of {', '.join(offer.modalities)}",
+                code=UNSUPPORTED,
+                param=param,
+            )
+    if "tools" in fields.model_fields_set:
+        new["tools"] = default["tools"] if fields.tools is None else read_tools(fields.tools, f"{path}.tools")
+    return new
+
+
+def read_tools(tools: list[dict[str, Any]], path: str) -> list[dict[str, Any]]:
+    """Return tools as they are shown in a session.
+
+    Raises:
+        ClientError: a tool is no function, or a field is wrong.
+    """
+    found = []
+    for index, each in enumerate(tools):
+        if each.get("type") == "mcp":
+            raise unsupported(f"{path}[{index}].type", "this server calls no MCP servers; use functions")
+        found.append(read(FunctionTool, each, f"{path}[{index}]").model_dump(exclude_none=True))
+    return found
+
+
+def _truncation(given: Any, path: str) -> Any:
+    if given is None:
+        return "auto"
+    if given in ("auto", "disabled"):
+        return given
+    if not isinstance(given, dict):
+        raise ClientError(f'{path}: must be "auto", "disabled" or an object', code=WRONG_VALUE, param=path)
+    ratio = read(RetentionRatio, given, path)
+    if ratio.token_limits is not None:
+        raise unsupported(f"{path}.token_limits", "the limit is the model's context")
+    return {"type": ratio.type, "retention_ratio": ratio.retention_ratio}
+
+
+def _apply_audio(current: Settings, fields: Audio | None, offer: Offer, path: str) -> None:
+    if fields is not None and fields.input is not None:
+        _apply_input(current["input"], fields.input, offer, f"{path}.input")
+    if fields is not None and fields.output is not None:
+        _apply_output(current["output"], fields.output, offer, f"{path}.output")
+
+
+def _apply_input(current: Settings, fields: AudioInput, offer: Offer, path: str) -> None:
+    given = fields.model_fields_set
+    if fields.noise_reduction is not None:
+        raise unsupported(f"{path}.noise_reduction", "the model gets the sound as it is sent; use null")
+    if "format" in given:
+        current["format"] = dict(PCM) if fields.format is None else fields.format.model_dump()
+    if "transcription" in given:
+        current["transcription"] = _transcription(current, fields.transcription, offer, f"{path}.transcription")
+    if "turn_detection" in given:
+        current["turn_detection"] = _detection(current, fields.turn_detection, offer, f"{path}.turn_detection")
+
+
+def _transcription(current: Settings, given: dict[str, Any] | None, offer: Offer, path: str) -> Settings | None:
+    """Return `transcription`; fields that are not given keep their values."""
+    if given is None:
+        return None
+    fields = read(Transcription, {**(current["transcription"] or {}), **given}, path)
+    for name in ("delay", "keywords", "languages"):
+        if getattr(fields, name) is not None:
+            raise unsupported(f"{path}.{name}", "use `language` and `prompt`")
+    if fields.model is not None and fields.model not in TRANSCRIBERS | offer.names:
+        raise unsupported(f"{path}.model", f"{offer.model} transcribes; name it, or leave the field out")
+    return {"model": offer.model, "language": fields.language, "prompt": fields.prompt}
+
+
+def _detection(current: Settings, given: dict[str, Any] | None, offer: Offer, path: str) -> Settings | None:
+    """Return `turn_detection`; fields that are not given keep their values if the type stays the same."""
+    if given is None:
+        return None
+    kind = given.get("type")
+    model = _DETECTORS.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        param = f"{path}.type"
+        raise ClientError(f"{param}: must be one of {', '.join(_DETECTORS)}", code=WRONG_VALUE, param=param)
+    if kind not in offer.detectors:
+        reason = f"use one of {', '.join(offer.detectors)}" if offer.detectors else "commit turns, and use null"
+        raise unsupported(f"{path}.type", reason)
+    before = current["turn_detection"]
+    kept = before if before is not None and before["type"] == kind else {}
+    return read(model, {**kept, **given}, path).model_dump()
+
+
+def _apply_output(current: Settings, fields: AudioOutput, offer: Offer, path: str) -> None:
+    given = fields.model_fields_set
+    if fields.speed is not None and fields.speed != 1:
+        raise unsupported(f"{path}.speed", "only 1.0; change the speed where the sound is played")
+    if "format" in given:
+        current["format"] = dict(PCM) if fields.format is None else fields.format.model_dump()
+    if "voice" in given:
+        if fields.voice is not None:
+            _check_voice(fields.voice, offer, f"{path}.voice")
+        current["voice"] = offer.voice if fields.voice is None else fields.voice
+
+
+def _check_voice(name: str, offer: Offer, path: str) -> None:
+    try:
+        offer.check_voice(name)
+    except RequestError as error:
+        reason = str(error).partition(": ")[2] or str(error)
+        raise ClientError(f"{path}: {reason}", code=WRONG_VALUE, param=path) from error

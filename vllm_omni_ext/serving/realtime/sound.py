@@ -1,0 +1,136 @@
+"""Sound as a client sends it: its length, and the input audio buffer."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_omni_ext.serving.realtime.events import WRONG_VALUE, ClientError
+
+BYTES_PER_MS = {"audio/pcm": 48, "audio/pcmu": 8, "audio/pcma": 8}
+SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
+SILENCE = {"audio/pcm": b"\0", "audio/pcmu": b"\xff", "audio/pcma": b"\xd5"}
+"""A byte of silence."""
+
+SHORTEST_MS = 100
+"""Sound of a committed buffer, in milliseconds, at least: encoders of sound have no output for less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sound:
+    """Sound in a format of the protocol.
+
+    Attributes:
+        data: bytes in the format.
+        format: e.g. {"type": "audio/pcm", "rate": 24000}.
+    """
+
+    data: bytes
+    format: dict[str, Any]
+
+    @property
+    def ms(self) -> float:
+        """Length in milliseconds."""
+        return len(self.data) / BYTES_PER_MS[self.format["type"]]
+
+    def at_least(self, ms: float) -> Sound:
+        """Return the sound with silence after it up to a length."""
+        kind = self.format["type"]
+        lacking = round(ms * BYTES_PER_MS[kind]) - len(self.data)
+        return self if lacking <= 0 else replace(self, data=self.data + SILENCE[kind] * lacking)
+
+
+def decoded(audio: str, sound_format: dict[str, Any], path: str) -> bytes:
+    """Return the bytes of a client's base64.
+
+    Raises:
+        ClientError: it is not base64, or ends within a sample.
+    """
+    try:
+        data = base64.b64decode(audio, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ClientError(f"{path}: must be base64: {error}", code=WRONG_VALUE, param=path) from error
+    size = SAMPLE_BYTES[sound_format["type"]]
+    if len(data) % size:
+        raise ClientError(f"{path}: must have whole samples of {size} bytes", code=WRONG_VALUE, param=path)
+    return data
+
+
+class InputBuffer:
+    """The input audio buffer. Times are milliseconds of all sound that the client has sent in the session.
+
+    Args:
+        sound_format: of the sound that is appended.
+        most: most bytes that it holds.
+    """
+
+    def __init__(self, sound_format: dict[str, Any], most: int) -> None:
+        self._most = most
+        self._data = bytearray()
+        self._start_ms = 0.0
+        self.use(sound_format)
+
+    def use(self, sound_format: dict[str, Any]) -> None:
+        """Set the format; the buffer must be empty unless the format stays the same."""
+        self._format = sound_format
+        self._rate = BYTES_PER_MS[sound_format["type"]]
+        self._sample = SAMPLE_BYTES[sound_format["type"]]
+
+    def __len__(self) -> int:
+        """Number of bytes."""
+        return len(self._data)
+
+    @property
+    def start_ms(self) -> float:
+        """Time of the first sample."""
+        return self._start_ms
+
+    @property
+    def end_ms(self) -> float:
+        """Time after the last sample."""
+        return self._start_ms + len(self._data) / self._rate
+
+    def append(self, data: bytes) -> None:
+        """Add sound.
+
+        Raises:
+            ClientError: the buffer is full; nothing is added.
+        """
+        if len(self._data) + len(data) > self._most:
+            raise ClientError(
+                f"the input audio buffer may have {self._most} bytes; commit or clear it",
+                code="input_audio_buffer_full",
+                param="audio",
+            )
+        self._data += data
+
+    def clear(self) -> None:
+        """Drop all sound."""
+        self._start_ms = self.end_ms
+        self._data.clear()
+
+    def peek(self) -> Sound:
+        """Return all sound."""
+        return Sound(data=bytes(self._data), format=self._format)
+
+    def drop_before(self, at_ms: float) -> None:
+        """Drop the sound before a time."""
+        self._drop(self._offset(at_ms))
+
+    def take(self, from_ms: float | None = None, to_ms: float | None = None) -> Sound:
+        """Remove the sound up to `to_ms` and return that from `from_ms` on; None: from the start, to the end."""
+        first = 0 if from_ms is None else self._offset(from_ms)
+        last = len(self._data) if to_ms is None else self._offset(to_ms)
+        sound = Sound(data=bytes(self._data[first : max(first, last)]), format=self._format)
+        self._drop(max(first, last))
+        return sound
+
+    def _offset(self, at_ms: float) -> int:
+        samples = round((at_ms - self._start_ms) * self._rate / self._sample)
+        return min(max(0, samples * self._sample), len(self._data))
+
+    def _drop(self, size: int) -> None:
+        del self._data[:size]
+        self._start_ms += size / self._rate
