@@ -15,7 +15,7 @@ from vllm_omni_ext.compat import PATCHES
 from vllm_omni_ext.config.load import pipeline_of, stage_config_names
 from vllm_omni_ext.doctor import own_packages
 from vllm_omni_ext.patching import seams
-from vllm_omni_ext.plugins.http import IMAGES, SPEECH
+from vllm_omni_ext.plugins.http import IMAGES, REALTIME, SPEECH
 from vllm_omni_ext.plugins.registry import plugins
 from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec, StageSpec, resolve
 from vllm_omni_ext.topology.engine_args import SHARED_FIELDS
@@ -25,6 +25,7 @@ HERE = "vllm-omni-ext"
 ROUTES: Mapping[str, tuple[str, ...]] = {
     SPEECH: ("/v1/audio/speech", "/v1/audio/voices"),
     IMAGES: ("/v1/images/generations", "/v1/images/edits"),
+    REALTIME: ("/v1/realtime", "/v1/realtime/client_secrets"),
 }
 """Routes of the ready-made APIs."""
 

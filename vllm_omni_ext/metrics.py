@@ -261,6 +261,39 @@ ERRORS = counter(
     "Requests that ended with an error, by the kind of error and the stage it happened in.",
     ("kind", "stage"),
 )
+REALTIME_SESSIONS = Metric(
+    name="realtime_sessions",
+    kind="gauge",
+    unit="sessions",
+    text="Open sessions of `/v1/realtime`.",
+    mode="livesum",
+)
+REALTIME_TURNS = Metric(
+    name="realtime_turns_total",
+    kind="counter",
+    unit="turns",
+    text="Turns of input sound that were committed in sessions.",
+)
+REALTIME_RESPONSES = Metric(
+    name="realtime_responses_total",
+    kind="counter",
+    labels=("status",),
+    unit="responses",
+    text="Responses of sessions that have ended; `status` is completed, cancelled, incomplete or failed.",
+)
+REALTIME_INTERRUPTIONS = Metric(
+    name="realtime_interruptions_total",
+    kind="counter",
+    unit="responses",
+    text="Responses of sessions that the client's turn has cancelled.",
+)
+REALTIME_FIRST_SOUND = Metric(
+    name="realtime_first_sound_seconds",
+    kind="histogram",
+    unit="seconds",
+    text="Time from the beginning of a session's response, e.g. the detected end of a turn, to its first sound.",
+    buckets=LATENCY_S,
+)
 
 ALL = tuple(value for value in tuple(vars().values()) if isinstance(value, Metric))
 """All metrics above, in the order of the documentation."""

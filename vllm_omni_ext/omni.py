@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -72,6 +72,7 @@ class AsyncOmni(TargetedLLM):
     def __init__(self, connections: Connections, *, log_stats: bool = True, log_requests: bool = False) -> None:
         plan = connections.plan
         self.plan = plan
+        self._at_stop: list[Callable[[], None]] = []
         self.connections = connections
         self._connected = False
         replicas = connections.connect_all()
@@ -236,15 +237,26 @@ class AsyncOmni(TargetedLLM):
         if state is not None and state.queue is not None:
             state.queue.put(error)
 
+    def when_stopping(self, call: Callable[[], None]) -> None:
+        """Have `call` called once, in the event loop, when the server begins to shut down; it must not raise."""
+        self._at_stop.append(call)
+
+    def _begin_stop(self) -> None:
+        self.draining = True
+        calls, self._at_stop = self._at_stop, []
+        for call in calls:
+            call()
+
     async def _drain(self, timeout: float) -> None:
         """Refuse new requests, and give those in flight `timeout` seconds."""
-        self.draining = True
+        self._begin_stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self.orchestrator.idle()
                 await self.engine_core.delivered()
 
     def _stop(self) -> None:
+        self._begin_stop()
         self.replica_connections.close()
         self.orchestrator.fail_all(StageUnavailable("the server is shutting down"))
         self.output_processor.propagate_error(EngineDeadError())

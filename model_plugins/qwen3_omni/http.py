@@ -1,4 +1,4 @@
-"""Qwen3-Omni over HTTP: chat and `/v1/audio/speech`."""
+"""Qwen3-Omni over HTTP: chat, `/v1/audio/speech` and `/v1/realtime`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER
 from vllm_omni_ext.model_plugins.qwen3_omni.runtime import MOST_SPEECH_TOKENS, SAMPLE_RATE_HZ, ReadAloud, too_long
-from vllm_omni_ext.plugins.http import SPEECH, HttpSurface, OmniServer
+from vllm_omni_ext.plugins.http import REALTIME, SPEECH, HttpSurface, OmniServer
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
 
 OPENING = "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
@@ -32,9 +32,9 @@ REFUSED = {
 
 
 class Qwen3OmniHttp(HttpSurface):
-    """Chat and speech."""
+    """Chat, speech and realtime sessions."""
 
-    apis = (SPEECH,)
+    apis = (SPEECH, REALTIME)
     speech_stage = TALKER
 
     async def speech(self, body: Any, options: RequestOptions, server: OmniServer) -> Rendered:

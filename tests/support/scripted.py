@@ -21,6 +21,7 @@ from vllm_omni_ext.orchestrator.admission import Ticket
 from vllm_omni_ext.plugins.registry import family_of
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions, RuntimeContext
 from vllm_omni_ext.plugins.spec import resolve
+from vllm_omni_ext.resampling import use_available
 from vllm_omni_ext.runtime.control import NOTHING_CHANGED
 from vllm_omni_ext.wire.stage_input import TICKET
 
@@ -74,6 +75,7 @@ class ScriptedOmni:
     def __post_init__(self) -> None:
         self.model_config = self.vllm_config.model_config
         self.renderer = renderer_from_config(self.vllm_config)
+        use_available(self.renderer)
         self.input_processor = InputProcessor(self.vllm_config, self.renderer)
         context = RuntimeContext(
             hf_config=self.model_config.hf_config,
@@ -86,8 +88,12 @@ class ScriptedOmni:
         self.runtime = resolve(family_of(self.plan.family).runtime)(context)
         self.capabilities = self.runtime.capabilities()
         self.observer = Observer.unseen(self.plan.frontend().name, ())
+        self.at_stop: list[Callable[[], None]] = []
         self._words: list[str] = []
         self._tickets: dict[str, RequestOptions] = {}
+
+    def when_stopping(self, call: Callable[[], None]) -> None:
+        self.at_stop.append(call)
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)

@@ -80,6 +80,11 @@ class Observer(RequestObserver):
         """An observer whose metrics are not exported."""
         return cls(Metrics("", CollectorRegistry()), frontend=frontend, replicas=replicas)
 
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics that it writes, for metrics of other parts of the API server."""
+        return self._metrics
+
     # -- replicas -----------------------------------------------------------------------------------------------
 
     def _of(self, metric: m.Metric, replica: ReplicaId, *more: str) -> Any:

@@ -12,6 +12,7 @@ from vllm_omni_ext.plugins.runtime import Capabilities, Rendered, RequestOptions
 
 SPEECH = "vllm_omni_ext.serving.speech:install"
 IMAGES = "vllm_omni_ext.serving.images:install"
+REALTIME = "vllm_omni_ext.serving.realtime.socket:install"
 """Ready-made APIs."""
 
 

@@ -168,6 +168,11 @@ class Session:
         return self._numbered([event("session.created", session=self.settings), *self._detect_anew()])
 
     @property
+    def detector(self) -> TurnDetector | None:
+        """The detector of turns; None: turn detection is off."""
+        return self._detector
+
+    @property
     def busy(self) -> bool:
         """Whether a response is in progress."""
         return bool(self._responses)

@@ -1,0 +1,385 @@
+"""Answers of responses: chat requests to the handler of this process, and their parts as events of the session."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
+from vllm.exceptions import VLLMError
+from vllm.logger import init_logger
+
+from vllm_omni_ext.metrics import REALTIME_FIRST_SOUND, Metrics
+from vllm_omni_ext.modalities.audio import frames_of
+from vllm_omni_ext.modalities.base import AUDIO, TEXT
+from vllm_omni_ext.modalities.chunks import AudioChunk
+from vllm_omni_ext.modalities.sound import CHAT_FORMATS, PCM16, WAV, encode
+from vllm_omni_ext.serving.chat import OmniServingChat, Parts
+from vllm_omni_ext.serving.realtime.events import INVALID_REQUEST, SERVER_ERROR
+from vllm_omni_ext.serving.realtime.pacing import Pacer
+from vllm_omni_ext.serving.realtime.pcm import RATES, Decoder, Encoder, SoundFormat
+from vllm_omni_ext.serving.realtime.response import Usage
+from vllm_omni_ext.serving.realtime.session import Generate, Outs, Session, Transcribe
+from vllm_omni_ext.serving.realtime.settings import Settings
+from vllm_omni_ext.serving.realtime.sound import BYTES_PER_MS, Sound
+from vllm_omni_ext.serving.responses import printable
+
+logger = init_logger(__name__)
+
+PIECE_MS = 100
+"""Length of the sound in one event, at most."""
+
+PACERS = 16
+"""Sounds whose playing is followed: a client may still play one when the next responses have begun."""
+
+TOO_LONG = ("input_text", "input_tokens")
+"""Parameters in vLLM's errors about a prompt that is longer than the model's context."""
+
+TRANSCRIBE = "Transcribe the audio word for word. Reply with the transcript only."
+
+Take = Callable[[Outs], None]
+
+
+class Failed(Exception):
+    """An answer that ends with an error.
+
+    Attributes:
+        kind: type of the error in the protocol.
+        code: code of the error in the protocol.
+        too_long: the prompt does not fit into the model's context.
+    """
+
+    def __init__(self, message: str, *, kind: str, code: str, too_long: bool = False) -> None:
+        super().__init__(printable(message))
+        self.kind = kind
+        self.code = code
+        self.too_long = too_long
+
+    @classmethod
+    def of(cls, error: ErrorInfo | dict[str, Any]) -> Failed:
+        """Return vLLM's error, from a response or an event of a stream."""
+        found = error if isinstance(error, dict) else error.model_dump()
+        status, param = found.get("code") or HTTPStatus.INTERNAL_SERVER_ERROR, found.get("param")
+        message = str(found.get("message", ""))
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return cls(message, kind=SERVER_ERROR, code="server_unavailable")
+        if HTTPStatus.BAD_REQUEST <= status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            return cls(message, kind=INVALID_REQUEST, code="invalid_prompt", too_long=param in TOO_LONG)
+        return cls(message, kind=SERVER_ERROR, code="engine_error")
+
+
+class Answers:
+    """The running answers and transcriptions of one session; also its `Playback`.
+
+    Args:
+        chat: the handler of the API server.
+        take: sends the events, and carries out the commands, that the session returns.
+        clock: monotonic clock, seconds.
+    """
+
+    def __init__(
+        self, chat: OmniServingChat, take: Take, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.session: Session
+        """Set by the owner before the first answer."""
+        self._chat = chat
+        self._take = take
+        self._metrics = metrics
+        self._clock = clock
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._pacers: OrderedDict[str, Pacer] = OrderedDict()
+
+    def played_ms(self, response_id: str) -> float:
+        """Return the milliseconds of a response's sound that were played."""
+        pacer = self._pacers.get(response_id)
+        return 0.0 if pacer is None else pacer.played_ms(self._clock())
+
+    def remaining_ms(self, response_id: str) -> float:
+        """Return the milliseconds of a response's sound that were sent and are not played yet."""
+        pacer = self._pacers.get(response_id)
+        return 0.0 if pacer is None else pacer.remaining_ms(self._clock())
+
+    def start(self, command: Generate) -> None:
+        """Begin to answer."""
+        self._begin(command.response_id, self._answer(command))
+
+    def transcribe(self, command: Transcribe) -> None:
+        """Begin to transcribe."""
+        self._begin(command.item_id, self._transcribe(command))
+
+    def stop(self, key: str) -> None:
+        """Abort the answer of a response, or the transcription of an item; none is running: nothing happens."""
+        if (task := self._tasks.pop(key, None)) is not None:
+            task.cancel()
+        if (pacer := self._pacers.get(key)) is not None:
+            pacer.cancel(self._clock())
+
+    async def close(self) -> None:
+        """Abort everything, and return when it has ended."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, key: str, work: Any) -> None:
+        task = self._tasks[key] = asyncio.create_task(work)
+        task.add_done_callback(lambda done: self._ended(key, done))
+
+    def _ended(self, key: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
+
+    # -- responses ----------------------------------------------------------------------------------------------
+
+    async def _answer(self, command: Generate) -> None:
+        response_id, session = command.response_id, self.session
+        try:
+            await self._stream(command)
+        except Failed as error:
+            if error.too_long and (outs := session.shorten(response_id)):
+                self._take(outs)
+            else:
+                self._take(session.failed(response_id, str(error), kind=error.kind, code=error.code))
+        except Exception:
+            logger.exception("The response %s has failed", response_id)
+            message = "the server could not answer"
+            self._take(session.failed(response_id, message, kind=SERVER_ERROR, code="engine_error"))
+
+    async def _stream(self, command: Generate) -> None:
+        body = await asyncio.to_thread(chat_body, command.settings, command.messages)
+        response_id, began, session = command.response_id, self._clock(), self.session
+        player = _Player(self._pacer(response_id), command.settings["audio"]["output"]["format"], self._clock)
+        reading = _Reading()
+        sending = asyncio.create_task(self._send(response_id, player, began))
+        try:
+            async with aclosing(await self._parts(body)) as parts:
+                async for part in parts:
+                    if isinstance(part, AudioChunk):
+                        ms = player.add(part)
+                        session.made(response_id, ms, last=part.last)
+                        reading.frames = frames_of(part)
+                    elif isinstance(part, dict):
+                        self._take_text(response_id, part, reading)
+            self._take(session.generated(response_id, reading.finish_reason, reading.usage()))
+            player.end()
+            await sending
+        finally:
+            sending.cancel()
+            await asyncio.wait([sending])
+        self._take(session.drained(response_id))
+
+    def _pacer(self, response_id: str) -> Pacer:
+        pacer = self._pacers[response_id] = Pacer()
+        while len(self._pacers) > PACERS:
+            self._pacers.popitem(last=False)
+        return pacer
+
+    async def _send(self, response_id: str, player: _Player, began: float) -> None:
+        """Send the sound piece by piece, each when it is due."""
+        first = True
+        while (piece := await player.next()) is not None:
+            if first:
+                self._metrics.of(REALTIME_FIRST_SOUND).observe(self._clock() - began)
+                first = False
+            self._take(self.session.sound(response_id, *piece))
+
+    def _take_text(self, response_id: str, part: dict[str, Any], reading: _Reading) -> None:
+        for delta in reading.deltas(part):
+            if content := delta.get("content"):
+                self._take(self.session.text(response_id, content))
+            for call in delta.get("tool_calls") or ():
+                function = call.get("function") or {}
+                name, arguments = function.get("name"), function.get("arguments") or ""
+                self._take(self.session.call(response_id, call["index"], name, arguments))
+
+    async def _parts(self, body: dict[str, Any]) -> Parts:
+        """Return the parts of the answer to a chat request.
+
+        Raises:
+            Failed: the request is refused.
+        """
+        try:
+            answer = await self._chat.create_parts(ChatCompletionRequest.model_validate(body))
+        except ValidationError as error:
+            raise Failed(str(error.errors()[0]["msg"]), kind=INVALID_REQUEST, code="invalid_prompt") from error
+        except VLLMError as error:
+            raise Failed.of(self._chat.create_error_response(error).error) from error
+        if isinstance(answer, ErrorResponse):
+            raise Failed.of(answer.error)
+        return answer
+
+    # -- transcriptions -----------------------------------------------------------------------------------------
+
+    async def _transcribe(self, command: Transcribe) -> None:
+        item_id, session = command.item_id, self.session
+        try:
+            body = await asyncio.to_thread(transcription_body, command)
+            reading, text = _Reading(), ""
+            async with aclosing(await self._parts(body)) as parts:
+                async for part in parts:
+                    for delta in reading.deltas(part) if isinstance(part, dict) else ():
+                        if content := delta.get("content"):
+                            text += content
+                            self._take(session.transcript(item_id, content))
+            self._take(session.transcribed(item_id, text, reading.usage()))
+        except Failed as error:
+            self._take(session.not_transcribed(item_id, str(error), kind=error.kind, code=error.code))
+        except Exception:
+            logger.exception("The transcription of %s has failed", item_id)
+            message = "the server could not transcribe"
+            self._take(session.not_transcribed(item_id, message, kind=SERVER_ERROR, code="engine_error"))
+
+
+class _Reading:
+    """The numbers of one answer."""
+
+    def __init__(self) -> None:
+        self.finish_reason = "stop"
+        self.frames = 0
+        self._usage: dict[str, Any] = {}
+
+    def deltas(self, part: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the deltas of a part, and note its finish reason and usage.
+
+        Raises:
+            Failed: the part is an error.
+        """
+        if "error" in part:
+            raise Failed.of(part["error"])
+        self._usage = part.get("usage") or self._usage
+        for choice in part.get("choices", ()):
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        return [choice["delta"] for choice in part.get("choices", ())]
+
+    def usage(self) -> Usage:
+        details = self._usage.get("prompt_tokens_details") or {}
+        return Usage(
+            prompt=self._usage.get("prompt_tokens", 0),
+            prompt_audio=details.get("audio_tokens", 0),
+            prompt_image=details.get("image_tokens", 0),
+            cached=details.get("cached_tokens", 0),
+            text=self._usage.get("completion_tokens", 0),
+            audio=self.frames,
+        )
+
+
+class _Player:
+    """The sound of one response on its way to the client, in pieces of `PIECE_MS`."""
+
+    def __init__(self, pacer: Pacer, sound_format: dict[str, Any], clock: Callable[[], float]) -> None:
+        kind = sound_format["type"]
+        self._pacer = pacer
+        self._clock = clock
+        self._format = SoundFormat(kind, RATES[kind])
+        self._bytes_per_ms = BYTES_PER_MS[kind]
+        self._encoder: Encoder | None = None
+        self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def add(self, chunk: AudioChunk) -> float:
+        """Encode sound; return the milliseconds that wait to be sent in addition."""
+        if self._encoder is None:
+            self._encoder = Encoder(self._format, chunk.sample_rate)
+        data = self._encoder.write(chunk.samples, last=chunk.last)
+        size = PIECE_MS * self._bytes_per_ms
+        for at in range(0, len(data), size):
+            self._pieces.put_nowait(data[at : at + size])
+        return len(data) / self._bytes_per_ms
+
+    def end(self) -> None:
+        """No sound follows."""
+        self._pieces.put_nowait(None)
+
+    async def next(self) -> tuple[bytes, float] | None:
+        """Return the next piece and its milliseconds when it is due; None after the last one."""
+        piece = await self._pieces.get()
+        if piece is None:
+            return None
+        if (wait := self._pacer.due(self._clock())) > 0:
+            await asyncio.sleep(wait)
+        ms = len(piece) / self._bytes_per_ms
+        self._pacer.sent(ms, self._clock())
+        return piece, ms
+
+
+def chat_body(settings: Settings, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the body of a chat request; sounds in `messages` become WAV files in base64."""
+    speaks = settings["output_modalities"] == [AUDIO]
+    body: dict[str, Any] = {
+        "model": settings["model"],
+        "messages": with_wav(messages),
+        "modalities": [TEXT, AUDIO] if speaks else [TEXT],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if speaks:
+        voice = settings["audio"]["output"]["voice"]
+        body["audio"] = {"format": PCM16} | ({} if voice is None else {"voice": voice})
+    if settings["max_output_tokens"] != "inf":
+        body["max_completion_tokens"] = settings["max_output_tokens"]
+    if settings["tools"]:
+        body |= _tools(settings)
+    return body
+
+
+def _tools(settings: Settings) -> dict[str, Any]:
+    choice = settings["tool_choice"]
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": choice["name"]}}
+    functions = [{key: value for key, value in tool.items() if key != "type"} for tool in settings["tools"]]
+    return {
+        "tools": [{"type": "function", "function": function} for function in functions],
+        "tool_choice": choice,
+        "parallel_tool_calls": settings["parallel_tool_calls"],
+    }
+
+
+def transcription_body(command: Transcribe) -> dict[str, Any]:
+    """Return the body of a chat request for the transcript of an item."""
+    settings = command.settings
+    words = [TRANSCRIBE]
+    if settings["language"]:
+        words.append(f"The language is {settings['language']}.")
+    if settings["prompt"]:
+        words.append(settings["prompt"])
+    parts = [{"type": "input_audio", "input_audio": command.sound}, {"type": "text", "text": " ".join(words)}]
+    return {
+        "model": settings["model"],
+        "messages": with_wav([{"role": "user", "content": parts}]),
+        "modalities": [TEXT],
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def with_wav(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose sounds are WAV files in base64, at the rate at which the client has sent them."""
+    return [
+        {**message, "content": [_with_wav(part) for part in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]
+
+
+def _with_wav(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] != "input_audio":
+        return part
+    return {"type": "input_audio", "input_audio": {"data": wav(part["input_audio"]), "format": WAV}}
+
+
+def wav(sound: Sound) -> str:
+    """Return a sound as a WAV file in base64."""
+    kind = sound.format["type"]
+    rate = RATES[kind]
+    samples = Decoder(SoundFormat(kind, rate), rate).write(sound.data, last=True)
+    return base64.b64encode(encode(samples, rate, CHAT_FORMATS[WAV])).decode("ascii")

@@ -1,0 +1,241 @@
+"""One client's connection: a session between a WebSocket and the model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import WebSocket
+from starlette.websockets import WebSocketDisconnect, WebSocketState
+from vllm.logger import init_logger
+
+from vllm_omni_ext.metrics import REALTIME_INTERRUPTIONS, REALTIME_RESPONSES, REALTIME_TURNS, Metrics
+from vllm_omni_ext.serving.chat import OmniServingChat
+from vllm_omni_ext.serving.realtime.answering import Answers
+from vllm_omni_ext.serving.realtime.detecting import SpeechFrames
+from vllm_omni_ext.serving.realtime.events import SERVER_ERROR, WRONG_TYPE, ClientError, Event, SessionFields
+from vllm_omni_ext.serving.realtime.limits import Limits, Rate
+from vllm_omni_ext.serving.realtime.response import CANCELLED
+from vllm_omni_ext.serving.realtime.session import (
+    Abort,
+    Detect,
+    Detection,
+    Generate,
+    Outs,
+    Session,
+    StopTranscribing,
+    Transcribe,
+)
+from vllm_omni_ext.serving.realtime.settings import Offer
+
+logger = init_logger(__name__)
+
+NORMAL, GOING_AWAY, POLICY, INTERNAL = 1000, 1001, 1008, 1011
+"""Codes that close a WebSocket."""
+
+CLOSE_S = 5.0
+"""Seconds that the events before a close may take to be sent."""
+
+
+class Closing(Exception):
+    """The connection ends.
+
+    Args:
+        code: of the WebSocket.
+        error: sent before; its code is the reason of the close.
+    """
+
+    def __init__(self, code: int, error: ClientError) -> None:
+        super().__init__(str(error))
+        self.code = code
+        self.error = error
+
+
+class Connection:
+    """A client's connection.
+
+    Args:
+        speech: the models of its turn detection.
+        config: settings of the client's secret; None: there are none.
+
+    Raises:
+        ClientError: `config` cannot be met.
+    """
+
+    def __init__(
+        self,
+        websocket: WebSocket,
+        offer: Offer,
+        limits: Limits,
+        chat: OmniServingChat,
+        metrics: Metrics,
+        *,
+        speech: SpeechFrames,
+        config: SessionFields | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._websocket = websocket
+        self._limits = limits
+        self._metrics = metrics
+        self._clock = clock
+        self._speech = speech
+        self._answers = Answers(chat, self._take, metrics, clock)
+        self._session = self._answers.session = Session(
+            offer,
+            limits,
+            self._answers,
+            new_id=new_id,
+            expires_at=int(time.time() + limits.session_s),
+            config=config,
+            completeness=self._speech.completeness,
+        )
+        self._out: asyncio.Queue[str | Closing] = asyncio.Queue()
+        self._unsent = 0
+        self._draining = False
+        self._closed = False
+        self._writer: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Serve the client until one of both closes the connection, which has been accepted."""
+        writer = self._writer = asyncio.create_task(self._write())
+        reader = asyncio.create_task(self._read_to_the_end())
+        try:
+            await asyncio.wait([writer, reader], return_when=asyncio.FIRST_COMPLETED)
+            if not writer.done() and self._closed:
+                await writer  # what is sent before the close
+        finally:
+            writer.cancel()
+            reader.cancel()
+            await self._answers.close()
+            for task in (writer, reader):
+                (end,) = await asyncio.gather(task, return_exceptions=True)
+                if isinstance(end, Exception) and not isinstance(end, WebSocketDisconnect):
+                    logger.error("A connection has failed", exc_info=end)
+
+    def drain(self) -> None:
+        """The server shuts down: the client gets an error, and the connection ends after the running responses."""
+        self._draining = True
+        self._take(self._session.drain())
+
+    # -- from the client ----------------------------------------------------------------------------------------
+
+    async def _read_to_the_end(self) -> None:
+        try:
+            async with asyncio.timeout(self._limits.session_s):
+                await self._read()
+        except TimeoutError:
+            message = f"the session has lasted {self._limits.session_s:g} s"
+            self._close(Closing(NORMAL, ClientError(message, code="session_expired")))
+        except Closing as closing:
+            self._close(closing)
+        except Exception:
+            logger.exception("A realtime session has failed")
+            error = ClientError("the server has failed", code="internal_error", kind=SERVER_ERROR)
+            self._close(Closing(INTERNAL, error))
+
+    async def _read(self) -> None:
+        rate = Rate(self._limits, self._clock())
+        await self._carry_out(self._session.begin())
+        while True:
+            message = await self._receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            if not rate.count(self._clock()):
+                text = f"at most {self._limits.events_per_s:g} events a second"
+                raise Closing(POLICY, ClientError(text, code="rate_limit_exceeded"))
+            if (text := message.get("text")) is None:
+                error = ClientError("an event must be text, not bytes", code=WRONG_TYPE)
+                self._take(self._session.error(error))
+            else:
+                await self._carry_out(self._session.receive(text))
+
+    async def _receive(self) -> Any:
+        try:
+            async with asyncio.timeout(self._limits.idle_s):
+                return await self._websocket.receive()
+        except TimeoutError as error:
+            text = f"no event for {self._limits.idle_s:g} s"
+            raise Closing(POLICY, ClientError(text, code="session_idle")) from error
+
+    async def _carry_out(self, outs: Outs) -> None:
+        """Send events, and carry out commands; frames of speech are complete before the next event is read."""
+        self._take([out for out in outs if not isinstance(out, Detect)])
+        for out in outs:
+            if isinstance(out, Detect) and (detector := self._session.detector) is not None:
+                self._take(self._session.frames(await self._speech.push(out.data, detector)))
+
+    # -- to the client ------------------------------------------------------------------------------------------
+
+    def _take(self, outs: Outs) -> None:
+        for out in outs:
+            match out:
+                case Generate():
+                    self._answers.start(out)
+                case Abort():
+                    self._answers.stop(out.response_id)
+                case Transcribe():
+                    self._answers.transcribe(out)
+                case StopTranscribing():
+                    self._answers.stop(out.item_id)
+                case Detection():
+                    self._speech.begin(out.format, out.from_ms)
+                case dict():
+                    self._send(out)
+        if self._draining and not self._session.busy:
+            error = ClientError("the server is shutting down", code="server_shutting_down", kind=SERVER_ERROR)
+            self._close(Closing(GOING_AWAY, error), told=True)
+
+    def _send(self, event: Event) -> None:
+        if self._closed:
+            return
+        self._count(event)
+        text = json.dumps(event, separators=(",", ":"))
+        self._unsent += len(text)
+        if self._unsent > self._limits.unsent_bytes:
+            error = ClientError("the client does not read its events", code="client_too_slow")
+            self._close(Closing(POLICY, error), told=True)
+            return
+        self._out.put_nowait(text)
+
+    def _count(self, event: Event) -> None:
+        if event["type"] == "response.done":
+            response = event["response"]
+            self._metrics.of(REALTIME_RESPONSES, response["status"]).inc()
+            details = response["status_details"] or {}
+            if response["status"] == CANCELLED and details.get("reason") == "turn_detected":
+                self._metrics.of(REALTIME_INTERRUPTIONS).inc()
+        elif event["type"] == "input_audio_buffer.committed":
+            self._metrics.of(REALTIME_TURNS).inc()
+
+    def _close(self, closing: Closing, *, told: bool = False) -> None:
+        """Close the connection after the events that wait; `told`: the client has the error already."""
+        if self._closed:
+            return
+        if not told:
+            for event in self._session.error(closing.error):
+                assert isinstance(event, dict)
+                self._send(event)
+        self._closed = True
+        self._out.put_nowait(closing)
+        if self._writer is not None:  # a client that does not read is not waited for
+            asyncio.get_running_loop().call_later(CLOSE_S, self._writer.cancel)
+
+    async def _write(self) -> None:
+        while True:
+            item = await self._out.get()
+            if self._websocket.client_state is WebSocketState.DISCONNECTED:
+                return
+            if isinstance(item, Closing):
+                await self._websocket.close(item.code, item.error.code)
+                return
+            await self._websocket.send_text(item)
+            self._unsent -= len(item)
+
+
+def new_id(prefix: str) -> str:
+    """Return a new id, e.g. item_8fc1..."""
+    return f"{prefix}_{uuid.uuid4().hex[:24]}"

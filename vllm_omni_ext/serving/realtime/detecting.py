@@ -1,0 +1,104 @@
+"""Probabilities of speech, and of complete turns, in the input sound of one session."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import numpy as np
+
+from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.modalities.sound import Samples
+from vllm_omni_ext.serving.realtime import smart_turn, vad
+from vllm_omni_ext.serving.realtime.pcm import RATES, Decoder, SoundFormat
+from vllm_omni_ext.serving.realtime.smart_turn import SmartTurn
+from vllm_omni_ext.serving.realtime.turns import TurnDetector
+from vllm_omni_ext.serving.realtime.vad import RATE_HZ, SileroVad
+
+KEPT_S = 2 * smart_turn.SECONDS
+"""Sound that is kept to compute whether a turn is complete."""
+
+Frames = list[tuple[float, float]]
+
+
+def available() -> tuple[str, ...]:
+    """Return the types of turn detection whose models are installed; the first is the default."""
+    found = []
+    for kind, check in (("server_vad", vad.model_file), ("semantic_vad", smart_turn.model_file)):
+        try:
+            check()
+        except ConfigError:
+            continue
+        found.append(kind)
+    return tuple(found) if found[:1] == ["server_vad"] else ()
+
+
+class _Needed(Exception):
+    """A completeness that has not been computed."""
+
+    def __init__(self, start_ms: float, end_ms: float) -> None:
+        super().__init__()
+        self.start_ms, self.end_ms = start_ms, end_ms
+
+
+class SpeechFrames:
+    """The models of one session's turn detection. Calls of `push` must not overlap."""
+
+    def __init__(self) -> None:
+        self._decoder: Decoder | None = None
+        self._vad: SileroVad | None = None
+        self._smart_turn: SmartTurn | None = None
+        self._from_ms = 0.0
+        self._kept: Samples = np.zeros(0, np.float32)
+        self._kept_from_ms = 0.0
+        self._computed: dict[tuple[float, float], float] = {}
+
+    def begin(self, sound_format: dict[str, Any] | None, from_ms: float) -> None:
+        """Begin with the sound at `from_ms` in a format of the protocol; None: there is no more sound."""
+        self._decoder = self._vad = None
+        self._from_ms = self._kept_from_ms = from_ms
+        self._kept = np.zeros(0, np.float32)
+        if sound_format is not None:
+            kind = sound_format["type"]
+            self._decoder, self._vad = Decoder(SoundFormat(kind, RATES[kind]), RATE_HZ), SileroVad()
+
+    async def push(self, data: bytes, detector: TurnDetector) -> Frames:
+        """Return the end in ms, and the probability of speech, of each frame that `data` completes.
+
+        Completenesses that `detector` computes for these frames are available afterwards.
+        """
+        assert self._decoder is not None and self._vad is not None, "detection is on"
+        samples = self._decoder.write(data)
+        frames = [(self._from_ms + end, each) for end, each in await self._vad.push_aside(samples)]
+        self._keep(samples)
+        await self._compute(frames, detector)
+        return frames
+
+    def completeness(self, start_ms: float, end_ms: float) -> float:
+        """Return the probability that the sound between two times is a complete turn; it has been computed."""
+        if (start_ms, end_ms) not in self._computed:
+            raise _Needed(start_ms, end_ms)
+        return self._computed[start_ms, end_ms]
+
+    async def _compute(self, frames: Frames, detector: TurnDetector) -> None:
+        """Give copies of the detector the frames, until none of them needs another completeness."""
+        self._computed.clear()
+        while True:
+            try:
+                copy(detector).write(frames)
+            except _Needed as needed:
+                self._smart_turn = self._smart_turn or SmartTurn()
+                found = await self._smart_turn.completeness_aside(self._between(needed.start_ms, needed.end_ms))
+                self._computed[needed.start_ms, needed.end_ms] = found
+            else:
+                return
+
+    def _keep(self, samples: Samples) -> None:
+        self._kept = np.concatenate([self._kept, samples])
+        if (spare := len(self._kept) - max(KEPT_S * RATE_HZ, len(samples))) > 0:
+            self._kept = self._kept[spare:]
+            self._kept_from_ms += spare * 1000 / RATE_HZ
+
+    def _between(self, start_ms: float, end_ms: float) -> Samples:
+        first, last = (round((at - self._kept_from_ms) * RATE_HZ / 1000) for at in (start_ms, end_ms))
+        return self._kept[max(0, first) : max(0, last)]

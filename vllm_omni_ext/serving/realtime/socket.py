@@ -1,0 +1,272 @@
+"""The routes of the Realtime API: the WebSocket, and client secrets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any, Literal
+
+from fastapi import APIRouter, FastAPI, Request, WebSocket
+from fastapi.responses import JSONResponse
+from pydantic import Field
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketDisconnect
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.metrics import REALTIME_SESSIONS
+from vllm_omni_ext.modalities.base import AUDIO, TEXT
+from vllm_omni_ext.serving.limits.media import PIXELS, pixel_budget
+from vllm_omni_ext.serving.realtime import settings
+from vllm_omni_ext.serving.realtime.client_secrets import PREFIX, ClientSecrets, WrongSecret
+from vllm_omni_ext.serving.realtime.connection import Connection, new_id
+from vllm_omni_ext.serving.realtime.detecting import SpeechFrames, available
+from vllm_omni_ext.serving.realtime.events import ClientError, SessionFields, Strict, read
+from vllm_omni_ext.serving.realtime.limits import LIMITS, Limits
+from vllm_omni_ext.serving.realtime.settings import Offer
+from vllm_omni_ext.serving.responses import ERROR_RESPONSES, as_vllm_error, refusal
+from vllm_omni_ext.serving.served import ServedModel
+
+PATH = "/v1/realtime"
+PROTOCOL = "realtime"
+"""WebSocket subprotocol of browsers, which cannot send headers; a second one has their key."""
+
+KEY_PROTOCOL = "openai-insecure-api-key."
+SECRET_S = 600
+SHORTEST_SECRET_S, LONGEST_SECRET_S = 10, 7200
+CONFIG = "vllm_omni_ext.realtime.config"
+"""Key of a connection's scope: settings of its client secret."""
+
+router = APIRouter()
+
+
+@router.websocket(PATH)
+async def realtime(websocket: WebSocket) -> None:
+    """Serve a session."""
+    serving: OmniServingRealtime = websocket.app.state.omni_serving_realtime
+    await serving.serve(websocket)
+
+
+class ExpiresAfter(Strict):
+    """`expires_after` of a client secret."""
+
+    anchor: Literal["created_at"] = "created_at"
+    seconds: int = Field(SECRET_S, ge=SHORTEST_SECRET_S, le=LONGEST_SECRET_S)
+
+
+class SecretRequest(Strict):
+    """Body of `/v1/realtime/client_secrets`."""
+
+    expires_after: ExpiresAfter = ExpiresAfter()
+    session: dict[str, Any] = Field(default_factory=lambda: {"type": "realtime"})
+
+
+@router.post(f"{PATH}/client_secrets", responses=ERROR_RESPONSES)
+async def create_client_secret(request: SecretRequest, raw_request: Request) -> JSONResponse:
+    """Return a key with which a browser opens sessions until it expires."""
+    serving: OmniServingRealtime = raw_request.app.state.omni_serving_realtime
+    try:
+        return JSONResponse(serving.make_secret(request))
+    except ClientError as error:
+        refused = as_vllm_error(RequestError(str(error), parameter=error.param or ""))
+        serving.omni.observer.refused(RequestError(str(error), parameter=error.param or ""))
+        return refusal(create_error_response(refused))
+
+
+class OmniServingRealtime:
+    """The sessions of one API server."""
+
+    def __init__(
+        self, app: FastAPI, model: ServedModel, models: Any, keys: Sequence[str], limits: Limits = LIMITS
+    ) -> None:
+        self.omni = model.omni
+        self.limits = limits
+        self.secrets = ClientSecrets(keys)
+        self._app = app
+        self._model = model
+        self._models = models
+        self.detectors = available()
+        self.speech: Callable[[], SpeechFrames] = SpeechFrames
+        """Makes the models of a session's turn detection."""
+        self._metrics = model.omni.observer.metrics
+        self._connections: set[Connection] = set()
+        model.omni.when_stopping(self.drain)
+
+    def offer(self, name: str | None = None) -> Offer:
+        """Return the served model for sessions.
+
+        Args:
+            name: one of its served names, or of a LoRA adapter; None: its first name.
+
+        Raises:
+            ClientError: there is no such name.
+        """
+        names = [each.name for each in self._models.base_model_paths]
+        if name is not None and name not in names and name not in self._models.lora_requests:
+            raise ClientError(f"model: '{name:.100}' is not served", code="model_not_found", param="model")
+        capabilities = self._model.capabilities
+        return Offer(
+            model=name or names[0],
+            names=frozenset(names),
+            modalities=tuple(each for each in (TEXT, AUDIO) if each in capabilities.modalities),
+            voice=capabilities.card.get("default_voice"),
+            check_voice=self._check_voice,
+            detectors=self.detectors,
+        )
+
+    def _check_voice(self, name: str) -> None:
+        found = self._model.read({"audio": {"voice": name}}, stream=True, seed=None, modalities=(AUDIO,))
+        self._model.check(found, found.options)
+
+    def make_secret(self, request: SecretRequest) -> dict[str, Any]:
+        """Return a client secret.
+
+        Raises:
+            ClientError: the settings of its session cannot be met.
+        """
+        fields = read(SessionFields, request.session, "session")
+        offer = self.offer(fields.model)
+        expires_at = int(time.time()) + request.expires_after.seconds
+        session = settings.updated(settings.defaults(offer, new_id("sess"), expires_at), fields, offer)
+        try:
+            value = self.secrets.make(request.session, expires_at)
+        except ValueError as error:
+            raise ClientError(f"session: {error}", code="invalid_value", param="session") from error
+        return {"value": value, "expires_at": expires_at, "session": session}
+
+    async def serve(self, websocket: WebSocket) -> None:
+        """Serve one WebSocket, from its handshake to its end."""
+        try:
+            connection = self._connection(websocket)
+        except (ClientError, WrongSecret) as error:
+            await _deny(websocket, error)
+            return
+        PIXELS.set(pixel_budget(self.omni.plan.config))
+        self._connections.add(connection)
+        sessions = self._metrics.of(REALTIME_SESSIONS)
+        sessions.inc()
+        try:
+            await websocket.accept(PROTOCOL if PROTOCOL in _protocols(websocket.scope) else None)
+            await connection.run()
+        except WebSocketDisconnect:
+            pass  # the client left while an event was sent to it
+        finally:
+            sessions.dec()
+            self._connections.remove(connection)
+
+    def _connection(self, websocket: WebSocket) -> Connection:
+        if self.omni.draining:
+            raise ClientError("the server is shutting down", code="server_shutting_down")
+        if len(self._connections) >= self.limits.sessions:
+            raise ClientError(f"this server has {self.limits.sessions} sessions", code="too_many_sessions")
+        config = self._config(websocket.scope)
+        model = websocket.query_params.get("model") or (None if config is None else config.model)
+        return Connection(
+            websocket,
+            self.offer(model),
+            self.limits,
+            self._app.state.openai_serving_chat,
+            self._metrics,
+            config=config,
+            speech=self.speech(),
+        )
+
+    def _config(self, scope: Scope) -> SessionFields | None:
+        """Return the settings of the client's secret, if it has one."""
+        found = scope.get(CONFIG)
+        return None if found is None else read(SessionFields, found, "session")
+
+    def drain(self) -> None:
+        """The server shuts down: end the sessions, each after its running responses."""
+        for connection in tuple(self._connections):
+            connection.drain()
+
+
+_STATUS = {
+    "model_not_found": HTTPStatus.NOT_FOUND,
+    "server_shutting_down": HTTPStatus.SERVICE_UNAVAILABLE,
+    "too_many_sessions": HTTPStatus.SERVICE_UNAVAILABLE,
+}
+
+
+async def _deny(websocket: WebSocket, error: Exception) -> None:
+    """Answer the handshake with an error of HTTP."""
+    status, param = HTTPStatus.UNAUTHORIZED, None
+    if isinstance(error, ClientError):
+        status, param = _STATUS.get(error.code, HTTPStatus.BAD_REQUEST), error.param
+    body = create_error_response(str(error), status.phrase, status, param)
+    await websocket.send_denial_response(JSONResponse(body.model_dump(), status))
+
+
+class RealtimeKeys:
+    """ASGI middleware in front of the check of API keys, for handshakes of `PATH`.
+
+    A key in a subprotocol becomes the header that the check reads. A valid client secret becomes the API key, and its
+    settings are passed on; others are left as they are, which the check refuses.
+
+    Args:
+        keys: the API keys; none: every client is admitted, except with a wrong secret.
+    """
+
+    def __init__(self, app: ASGIApp, *, secrets: ClientSecrets, keys: Sequence[str]) -> None:
+        self._app = app
+        self._secrets = secrets
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request or handshake."""
+        if scope["type"] == "websocket" and scope["path"].removeprefix(scope.get("root_path", "")) == PATH:
+            scope = await self._with_key(scope, receive, send) or {}
+            if not scope:
+                return
+        await self._app(scope, receive, send)
+
+    async def _with_key(self, scope: Scope, receive: Receive, send: Send) -> Scope | None:
+        """Return the scope for the check; None: the handshake has been answered."""
+        given = _given_key(scope)
+        if given is None:
+            return scope
+        if given.startswith(PREFIX):
+            try:
+                scope = {**scope, CONFIG: self._secrets.read(given, time.time())}
+            except WrongSecret as error:
+                await _deny(WebSocket(scope, receive, send), error)
+                return None
+            given = self._keys[0] if self._keys else given
+        others = [(name, value) for name, value in scope["headers"] if name.lower() != b"authorization"]
+        return {**scope, "headers": [*others, (b"authorization", f"Bearer {given}".encode("latin-1", "replace"))]}
+
+
+def _given_key(scope: Scope) -> str | None:
+    """Return the key of a handshake: that of its header, else that of its subprotocol."""
+    kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    if kind.lower() == "bearer":
+        return key
+    protocols = _protocols(scope)
+    return next((each.removeprefix(KEY_PROTOCOL) for each in protocols if each.startswith(KEY_PROTOCOL)), None)
+
+
+def _protocols(scope: Scope) -> list[str]:
+    found: list[str] = scope.get("subprotocols") or []
+    return found
+
+
+def install(app: FastAPI, model: ServedModel, *, models: Any, **_: Any) -> None:
+    """Add the routes, in the place of vLLM's WebSocket, and the middleware."""
+    keys = _api_keys(app)
+    serving = app.state.omni_serving_realtime = OmniServingRealtime(app, model, models, keys)
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != PATH]
+    app.include_router(router)
+    app.user_middleware.insert(0, Middleware(RealtimeKeys, secrets=serving.secrets, keys=keys))  # type: ignore[arg-type]
+
+
+def _api_keys(app: FastAPI) -> list[str]:
+    """Return the keys that vLLM's middleware checks."""
+    for each in app.user_middleware:
+        if each.cls is AuthenticationMiddleware:  # type: ignore[comparison-overlap]
+            return list(each.kwargs["tokens"])
+    return []
