@@ -105,7 +105,8 @@ class Response:
         self._message: Output | None = None
         self._content_part = Part(type="output_audio" if self.speaks else "output_text", text="")
         self._calls: dict[int, Output] = {}
-        self._status, self._details = IN_PROGRESS, None
+        self._status = IN_PROGRESS
+        self._details: dict[str, Any] | None = None
 
     @property
     def speaks(self) -> bool:

@@ -119,7 +119,10 @@ def defaults(offer: Offer, session_id: str, expires_at: int) -> Settings:
 
 
 def _default_detection(offer: Offer) -> dict[str, Any] | None:
-    return _DETECTORS[offer.detectors[0]](type=offer.detectors[0]).model_dump() if offer.detectors else None
+    if not offer.detectors:
+        return None
+    kind = offer.detectors[0]
+    return _DETECTORS[kind].model_validate({"type": kind}).model_dump()
 
 
 def updated(

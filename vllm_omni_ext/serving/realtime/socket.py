@@ -61,7 +61,7 @@ class ExpiresAfter(Strict):
 class SecretRequest(Strict):
     """Body of `/v1/realtime/client_secrets`."""
 
-    expires_after: ExpiresAfter = ExpiresAfter()
+    expires_after: ExpiresAfter = Field(default_factory=lambda: ExpiresAfter.model_validate({}))
     session: dict[str, Any] = Field(default_factory=lambda: {"type": "realtime"})
 
 
@@ -268,5 +268,6 @@ def _api_keys(app: FastAPI) -> list[str]:
     """Return the keys that vLLM's middleware checks."""
     for each in app.user_middleware:
         if each.cls is AuthenticationMiddleware:  # type: ignore[comparison-overlap]
-            return list(each.kwargs["tokens"])
+            tokens: Any = each.kwargs["tokens"]
+            return list(tokens)
     return []

@@ -1,0 +1,283 @@
+"""Realtime sessions of the official client with `vllm serve TINY --omni`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import soundfile
+import websockets
+
+from examples.server import Server
+from tests.processes.test_http import alike
+from tests.support.realtime import Checker
+from vllm_omni_ext.serving.realtime.detecting import available
+from vllm_omni_ext.serving.realtime.pcm import PCMU, Decoder, SoundFormat
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("new_processes")]
+
+MODEL, RATE, MS = "tiny", 24_000, 48
+WORDS, FRAMES = 12, 24
+OVERRIDES = {
+    "thinker": {"params": {"temperature": 0, "ignore_eos": True, "max_tokens": WORDS}},
+    "talker": {"params": {"temperature": 0, "max_tokens": FRAMES}},
+}
+"""Greedy answers of one length: a session has no field for them."""
+
+MANUAL = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
+LOOK = {
+    "type": "function",
+    "name": "look",
+    "parameters": {"type": "object", "properties": {"at": {"enum": ["moon"]}}, "required": ["at"]},
+}
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ["--served-model-name", MODEL, "--max-model-len", "2048", "--stage-overrides", json.dumps(OVERRIDES)]
+    flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    with Server(tiny, tmp_path_factory.mktemp("realtime") / "server.log", flags) as running:
+        yield running
+
+
+class Talk:
+    """A session, and the same conversation as messages of a chat."""
+
+    def __init__(self, connection: Any, client: openai.AsyncOpenAI) -> None:
+        self.connection = connection
+        self.client = client
+        self.checker = Checker()
+        self.events: list[Any] = []
+        self.messages: list[Any] = []
+
+    async def send(self, kind: str, **fields: Any) -> None:
+        await self.connection.send({"type": kind, **fields})
+
+    async def until(self, *kinds: str) -> Any:
+        """Receive events up to the next of some kinds; returns it."""
+        while True:
+            data = await asyncio.wait_for(self.connection.recv_bytes(), timeout=120)
+            self.checker.take(json.loads(data))
+            event = self.connection.parse_event(data)
+            self.events.append(event)
+            if event.type in kinds:
+                return event
+            assert event.type != "error", event
+
+    async def configure(self, **fields: Any) -> None:
+        await self.send("session.update", session={**MANUAL, **fields})
+        await self.until("session.updated")
+        if fields.get("instructions"):
+            self.messages.append({"role": "system", "content": fields["instructions"]})
+
+    async def say(self, samples: np.ndarray) -> None:
+        """Send sound in pieces of 20 ms, and commit it."""
+        data = samples.tobytes()
+        for at in range(0, len(data), 20 * MS):
+            audio = base64.b64encode(data[at : at + 20 * MS]).decode()
+            await self.send("input_audio_buffer.append", audio=audio)
+        await self.send("input_audio_buffer.commit")
+        await self.until("conversation.item.done")
+        file = io.BytesIO()
+        soundfile.write(file, samples, RATE, format="WAV", subtype="PCM_16")
+        sound = {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}
+        self.messages.append({"role": "user", "content": [{"type": "input_audio", "input_audio": sound}]})
+
+    async def write(self, text: str) -> None:
+        item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+        await self.send("conversation.item.create", item=item)
+        await self.until("conversation.item.done")
+        self.messages.append({"role": "user", "content": [{"type": "text", "text": text}]})
+
+    async def respond(self, **fields: Any) -> tuple[Any, np.ndarray]:
+        """Create a response; returns it at its end, and its sound."""
+        first = len(self.events)
+        await self.send("response.create", **({"response": fields} if fields else {}))
+        done = (await self.until("response.done")).response
+        deltas = [each.delta for each in self.events[first:] if each.type == "response.output_audio.delta"]
+        return done, np.frombuffer(b"".join(map(base64.b64decode, deltas)), "<i2")
+
+    async def chat(self, **fields: Any) -> Any:
+        """The answer of a chat with the same messages."""
+        audio = {"voice": "ethan", "format": "wav"}
+        return await self.client.chat.completions.create(
+            model=MODEL, messages=self.messages, modalities=["text", "audio"], audio=audio, **fields
+        )
+
+
+@asynccontextmanager
+async def talking(server: Server) -> AsyncIterator[Talk]:
+    async with (
+        openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=120) as client,
+        client.realtime.connect(model=MODEL) as connection,
+    ):
+        made = Talk(connection, client)
+        await made.until("session.created")
+        yield made
+
+
+def tone(hz: float, seconds: float) -> np.ndarray:
+    return (np.sin(2 * np.pi * hz * np.arange(round(seconds * RATE)) / RATE) * 8000).astype("<i2")
+
+
+async def test_turns_of_sound_and_text_are_answered_as_a_chat_is(server: Server) -> None:
+    async with talking(server) as talk:
+        await talk.configure(instructions="You are a cat.")
+        for turn in range(3):
+            if turn == 1:
+                await talk.write("Tell me about the moon")
+            else:
+                await talk.say(tone(300 + 100 * turn, 0.8))
+            done, samples = await talk.respond()
+            assert done.status == "completed" or done.status_details.reason == "max_output_tokens"
+            (item,) = done.output
+            expected = await talk.chat()
+            message = expected.choices[0].message
+            assert item.content[0].transcript == message.audio.transcript
+            whole, _ = soundfile.read(io.BytesIO(base64.b64decode(message.audio.data)), dtype="int16")
+            assert alike(samples, whole) and len(samples) > 0
+            usage = expected.usage
+            assert done.usage.input_tokens == usage.prompt_tokens
+            assert done.usage.output_token_details.text_tokens == WORDS
+            assert done.usage.output_token_details.audio_tokens == usage.completion_tokens_details.audio_tokens
+            talk.messages.append({"role": "assistant", "content": message.audio.transcript})
+
+
+async def test_a_response_without_a_turn_of_the_user(server: Server) -> None:
+    async with talking(server) as talk:
+        await talk.configure()
+        done, samples = await talk.respond(instructions="Greet the user.")
+        assert done.status in ("completed", "incomplete"), done.status_details
+        assert len(samples) > 0
+
+
+async def test_text_only_and_the_formats_of_telephones(server: Server) -> None:
+    async with talking(server) as talk:
+        pcmu = {"format": {"type": "audio/pcmu"}}
+        await talk.configure(audio={"input": {**pcmu, "turn_detection": None}, "output": pcmu})
+        await talk.send("input_audio_buffer.append", audio=base64.b64encode(bytes(range(256)) * 10).decode())
+        await talk.send("input_audio_buffer.commit")
+        await talk.until("conversation.item.done")
+        done, _ = await talk.respond(output_modalities=["text"], max_output_tokens=5)
+        assert (done.status, done.usage.output_tokens) == ("incomplete", 5)
+        pcm = {"output": {"format": {"type": "audio/pcm", "rate": 24000}}}
+        _, codes = await talk.respond(conversation="none")
+        _, samples = await talk.respond(conversation="none", audio=pcm)
+        levels = Decoder(SoundFormat(PCMU, 8000), 8000).write(codes.tobytes())
+        assert len(levels) == -(-len(samples) // 3) > 0
+        assert np.corrcoef(levels[:-1], samples[::3][: len(levels) - 1])[0, 1] > 0.5
+
+
+async def test_a_function_is_called_and_its_result_read(server: Server) -> None:
+    async with talking(server) as talk:
+        await talk.configure(tools=[LOOK], tool_choice={"type": "function", "name": "look"})
+        await talk.write("Look at the moon")
+        done, samples = await talk.respond(max_output_tokens=200)
+        (item,) = done.output
+        assert (item.type, item.name, len(samples)) == ("function_call", "look", 0)
+        if item.status == "completed":
+            assert json.loads(item.arguments) == {"at": "moon"}
+        output = {"type": "function_call_output", "call_id": item.call_id, "output": "It is full."}
+        await talk.send("conversation.item.create", item=output)
+        await talk.until("conversation.item.done")
+        done, _ = await talk.respond(tool_choice="none", output_modalities=["text"])
+        assert done.output[0].content[0].text
+
+
+async def test_a_cancelled_response_leaves_nothing_and_the_next_one_is_answered(server: Server) -> None:
+    async with talking(server) as talk:
+        await talk.configure()
+        await talk.write("Tell me about the moon")
+        await talk.send("response.create")
+        await talk.until("response.output_audio.delta", "response.output_audio_transcript.delta")
+        await talk.send("response.cancel")
+        done = (await talk.until("response.done")).response
+        assert (done.status, done.status_details.reason) == ("cancelled", "client_cancelled")
+        done, samples = await talk.respond()
+        assert done.output[0].status != "in_progress" and len(samples)
+
+
+async def test_two_sessions_at_once_are_answered_as_alone(server: Server) -> None:
+    async def alone(text: str) -> tuple[str, np.ndarray]:
+        async with talking(server) as talk:
+            await talk.configure()
+            await talk.write(text)
+            done, samples = await talk.respond()
+            return done.output[0].content[0].transcript, samples
+
+    texts = ("Tell me about the moon", "A blue cat")
+    expected = [await alone(text) for text in texts]
+    found = await asyncio.gather(*map(alone, texts))
+    for (words, sound), (same_words, same_sound) in zip(expected, found, strict=True):
+        assert words == same_words and alike(sound, same_sound)
+
+
+async def test_wrong_events_end_no_session(server: Server) -> None:
+    async with talking(server) as talk:
+        await talk.configure()
+        for kind, fields, param in (
+            ("response.create", {"response": {"seed": 1}}, "response.seed"),
+            ("session.update", {"session": {"type": "realtime", "tracing": "auto"}}, "session.tracing"),
+            ("input_audio_buffer.append", {"audio": "?"}, "audio"),
+            ("conversation.item.delete", {"item_id": "x"}, "item_id"),
+        ):
+            await talk.send(kind, event_id="mine", **fields)
+            error = (await talk.until("error")).error
+            assert (error.param, error.event_id) == (param, "mine")
+        await talk.write("Hello")
+        assert (await talk.respond(output_modalities=["text"]))[0].output
+
+
+async def test_a_prompt_beyond_the_context_loses_its_oldest_items(server: Server) -> None:
+    async with talking(server) as talk:
+        await talk.configure(output_modalities=["text"])
+        for _ in range(3):
+            await talk.write("the moon is a cat " * 200)
+        done, _ = await talk.respond()
+        assert done.status in ("completed", "incomplete"), done.status_details
+        assert done.usage.input_tokens < 2048
+
+
+@pytest.mark.skipif(not available(), reason="needs the extra realtime")
+async def test_turns_of_speech_are_found_and_answered(server: Server) -> None:
+    from tests.support.spoken import SENTENCES, sentence, with_pauses
+
+    soxr = pytest.importorskip("soxr")
+    sound, places = with_pauses([sentence(text) for text in SENTENCES[:2]], (0.5, 1.5, 1.5))
+    samples = (soxr.resample(sound, 16_000, RATE) * 32767).astype("<i2")
+    detection = {"type": "server_vad", "interrupt_response": False, "create_response": False}
+    async with talking(server) as talk:
+        await talk.configure(audio={"input": {"turn_detection": detection}}, output_modalities=["text"])
+        for at in range(0, len(samples), RATE // 10):
+            audio = base64.b64encode(samples[at : at + RATE // 10].tobytes()).decode()
+            await talk.send("input_audio_buffer.append", audio=audio)
+        for begin, end in places:
+            started = await talk.until("input_audio_buffer.speech_started")
+            stopped = await talk.until("input_audio_buffer.speech_stopped")
+            assert started.audio_start_ms == pytest.approx(begin - 300, abs=200)
+            assert stopped.audio_end_ms == pytest.approx(end + 500, abs=200)
+            await talk.until("conversation.item.done")
+        done, _ = await talk.respond()
+        assert done.usage.input_token_details.audio_tokens > 20
+
+
+async def test_a_shutdown_ends_the_session_with_a_reason(server: Server) -> None:
+    async with talking(server) as talk:
+        await talk.configure()
+        stopping = asyncio.create_task(asyncio.to_thread(server.stop, signal.SIGINT))
+        assert (await talk.until("error")).error.code == "server_shutting_down"
+        with pytest.raises(websockets.ConnectionClosed) as caught:
+            await talk.until("session.updated")
+        assert caught.value.rcvd is not None
+        assert (caught.value.rcvd.code, caught.value.rcvd.reason) == (1001, "server_shutting_down")
+        assert await stopping == []
