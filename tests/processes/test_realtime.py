@@ -21,7 +21,6 @@ import websockets
 from examples.server import Server
 from tests.processes.test_http import alike
 from tests.support.realtime import Checker
-from vllm_omni_ext.serving.realtime.detecting import available
 from vllm_omni_ext.serving.realtime.pcm import PCMU, Decoder, SoundFormat
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("new_processes")]
@@ -248,7 +247,7 @@ async def test_a_prompt_beyond_the_context_loses_its_oldest_items(server: Server
         assert done.usage.input_tokens < 2048
 
 
-@pytest.mark.skipif(not available(), reason="needs the extra realtime")
+@pytest.mark.needs("library onnxruntime", "library silero_vad", "library hibari")
 async def test_turns_of_speech_are_found_and_answered(server: Server) -> None:
     from tests.support.spoken import SENTENCES, sentence, with_pauses
 

@@ -141,6 +141,7 @@ def _server_options(args: Namespace) -> dict[str, Any]:
         "log_level": args.uvicorn_log_level,
         "access_log": not args.disable_uvicorn_access_log,
         "timeout_graceful_shutdown": GRACE_S,  # used after running requests have ended
+        "ws_per_message_deflate": False,  # compression of sound costs more than it saves
         "timeout_keep_alive": envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
     }
     log_config = get_uvicorn_log_config(args)

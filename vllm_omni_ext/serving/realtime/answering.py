@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import time
+import wave
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import aclosing
@@ -21,11 +23,11 @@ from vllm_omni_ext.metrics import REALTIME_FIRST_SOUND, Metrics
 from vllm_omni_ext.modalities.audio import frames_of
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.modalities.chunks import AudioChunk
-from vllm_omni_ext.modalities.sound import CHAT_FORMATS, PCM16, WAV, encode
+from vllm_omni_ext.modalities.sound import CHANNELS, PCM16, SAMPLE_BYTES, WAV, pcm16
 from vllm_omni_ext.serving.chat import OmniServingChat, Parts
 from vllm_omni_ext.serving.realtime.events import INVALID_REQUEST, SERVER_ERROR
 from vllm_omni_ext.serving.realtime.pacing import Pacer
-from vllm_omni_ext.serving.realtime.pcm import RATES, Decoder, Encoder, SoundFormat
+from vllm_omni_ext.serving.realtime.pcm import PCM, RATES, Decoder, Encoder, SoundFormat
 from vllm_omni_ext.serving.realtime.response import Usage
 from vllm_omni_ext.serving.realtime.session import Generate, Outs, Session, Transcribe
 from vllm_omni_ext.serving.realtime.settings import Settings
@@ -379,7 +381,11 @@ def _with_wav(part: dict[str, Any]) -> dict[str, Any]:
 
 def wav(sound: Sound) -> str:
     """Return a sound as a WAV file in base64."""
-    kind = sound.format["type"]
-    rate = RATES[kind]
-    samples = Decoder(SoundFormat(kind, rate), rate).write(sound.data, last=True)
-    return base64.b64encode(encode(samples, rate, CHAT_FORMATS[WAV])).decode("ascii")
+    kind, data = sound.format["type"], sound.data
+    if kind != PCM:
+        data = pcm16(Decoder(SoundFormat(kind, RATES[kind]), RATES[kind]).write(data, last=True))
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((CHANNELS, SAMPLE_BYTES, RATES[kind], 0, "NONE", ""))
+        writer.writeframes(data)
+    return base64.b64encode(file.getbuffer()).decode("ascii")
