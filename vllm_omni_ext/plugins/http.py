@@ -13,7 +13,7 @@ from vllm_omni_ext.plugins.runtime import Capabilities, Rendered, RequestOptions
 SPEECH = "vllm_omni_ext.serving.speech:install"
 IMAGES = "vllm_omni_ext.serving.images:install"
 REALTIME = "vllm_omni_ext.serving.realtime.socket:install"
-"""Ready-made APIs."""
+"""Ready-made APIs. `REALTIME` uses chat, and no method of the surface."""
 
 
 class OmniServer(Protocol):

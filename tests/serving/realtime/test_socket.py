@@ -217,7 +217,7 @@ async def test_a_cancelled_answer_is_aborted(address: str, engine: ScriptedOmni)
         assert done.status_details.reason == "client_cancelled"
         engine.script = ["new"]
         assert (await client.respond(**TEXT_ONLY)).status == "completed"
-    assert engine.calls[0].closed
+        assert engine.calls[0].closed
 
 
 async def test_a_client_that_leaves_aborts_its_answers(app: Any, address: str, engine: ScriptedOmni) -> None:

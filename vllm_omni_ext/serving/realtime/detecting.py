@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from copy import copy
 from typing import Any
 
@@ -49,7 +50,8 @@ class SpeechFrames:
         self._vad: SileroVad | None = None
         self._smart_turn: SmartTurn | None = None
         self._from_ms = 0.0
-        self._kept: Samples = np.zeros(0, np.float32)
+        self._kept: deque[Samples] = deque()
+        self._kept_samples = 0
         self._kept_from_ms = 0.0
         self._computed: dict[tuple[float, float], float] = {}
 
@@ -57,7 +59,8 @@ class SpeechFrames:
         """Begin with the sound at `from_ms` in a format of the protocol; None: there is no more sound."""
         self._decoder = self._vad = None
         self._from_ms = self._kept_from_ms = from_ms
-        self._kept = np.zeros(0, np.float32)
+        self._kept.clear()
+        self._kept_samples = 0
         if sound_format is not None:
             kind = sound_format["type"]
             self._decoder, self._vad = Decoder(SoundFormat(kind, RATES[kind]), RATE_HZ), SileroVad()
@@ -94,11 +97,13 @@ class SpeechFrames:
                 return
 
     def _keep(self, samples: Samples) -> None:
-        self._kept = np.concatenate([self._kept, samples])
-        if (spare := len(self._kept) - max(KEPT_S * RATE_HZ, len(samples))) > 0:
-            self._kept = self._kept[spare:]
-            self._kept_from_ms += spare * 1000 / RATE_HZ
+        self._kept.append(samples)
+        self._kept_samples += len(samples)
+        while self._kept_samples - len(self._kept[0]) > KEPT_S * RATE_HZ:
+            dropped = len(self._kept.popleft())
+            self._kept_samples -= dropped
+            self._kept_from_ms += dropped * 1000 / RATE_HZ
 
     def _between(self, start_ms: float, end_ms: float) -> Samples:
         first, last = (round((at - self._kept_from_ms) * RATE_HZ / 1000) for at in (start_ms, end_ms))
-        return self._kept[max(0, first) : max(0, last)]
+        return np.concatenate(self._kept)[max(0, first) : max(0, last)]
