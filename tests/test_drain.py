@@ -68,6 +68,18 @@ async def test_drain_waits_for_every_request_until_its_limit(omni: Any) -> None:
     await asyncio.wait_for(omni._drain(LONG_S), 2)
 
 
+async def test_the_beginning_of_a_shutdown_is_announced_once_before_it_waits(omni: Any) -> None:
+    calls: list[bool] = []
+    omni.when_stopping(lambda: calls.append(omni.draining))
+    await opened(omni, "r")
+    draining = await drained(omni)
+    assert calls == [True] and not draining.done()
+    await omni.orchestrator.abort(["r"])
+    await asyncio.wait_for(draining, 5)
+    await asyncio.wait_for(omni._drain(0.1), 2)
+    assert calls == [True]
+
+
 async def test_drain_waits_until_outputs_are_handled(omni: Any) -> None:
     await opened(omni, "r")
     omni.engine_core.deliver(outputs())

@@ -66,13 +66,13 @@ class AsyncOmni(TargetedLLM):
     draining = False
     """Whether the server is shutting down: requests in flight are finished, new ones refused."""
 
+    _at_stop: tuple[Callable[[], None], ...] = ()
     _fleet_open: ReplicaConnections | None = None
     """None after `shutdown`, and until `__init__` has finished: `__del__` may run before."""
 
     def __init__(self, connections: Connections, *, log_stats: bool = True, log_requests: bool = False) -> None:
         plan = connections.plan
         self.plan = plan
-        self._at_stop: list[Callable[[], None]] = []
         self.connections = connections
         self._connected = False
         replicas = connections.connect_all()
@@ -239,11 +239,11 @@ class AsyncOmni(TargetedLLM):
 
     def when_stopping(self, call: Callable[[], None]) -> None:
         """Have `call` called once, in the event loop, when the server begins to shut down; it must not raise."""
-        self._at_stop.append(call)
+        self._at_stop += (call,)
 
     def _begin_stop(self) -> None:
         self.draining = True
-        calls, self._at_stop = self._at_stop, []
+        calls, self._at_stop = self._at_stop, ()
         for call in calls:
             call()
 

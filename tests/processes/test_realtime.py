@@ -21,11 +21,12 @@ import websockets
 from examples.server import Server
 from tests.processes.test_http import alike
 from tests.support.realtime import Checker
-from vllm_omni_ext.serving.realtime.pcm import PCMU, Decoder, SoundFormat
+from vllm_omni_ext.serving.realtime.pcm import PCMU, Decoder, Encoder, SoundFormat
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("new_processes")]
 
 MODEL, RATE, MS = "tiny", 24_000, 48
+TELEPHONE = SoundFormat(PCMU, 8_000)
 WORDS, FRAMES = 12, 24
 OVERRIDES = {
     "thinker": {"params": {"temperature": 0, "ignore_eos": True, "max_tokens": WORDS}},
@@ -172,9 +173,10 @@ async def test_text_only_and_the_formats_of_telephones(server: Server) -> None:
         pcm = {"output": {"format": {"type": "audio/pcm", "rate": 24000}}}
         _, codes = await talk.respond(conversation="none")
         _, samples = await talk.respond(conversation="none", audio=pcm)
-        levels = Decoder(SoundFormat(PCMU, 8000), 8000).write(codes.tobytes())
-        assert len(levels) == -(-len(samples) // 3) > 0
-        assert np.corrcoef(levels[:-1], samples[::3][: len(levels) - 1])[0, 1] > 0.5
+        expected = Encoder(TELEPHONE, RATE).write(samples / np.float32(2**15), last=True)
+        levels, same = (Decoder(TELEPHONE, TELEPHONE.rate).write(each) for each in (codes.tobytes(), expected))
+        assert len(levels) == len(same) == -(-len(samples) // 3) > 0
+        assert np.corrcoef(levels, same)[0, 1] > 0.99
 
 
 async def test_a_function_is_called_and_its_result_read(server: Server) -> None:
