@@ -3,6 +3,7 @@
 OmniError
  |- ConfigError            the configuration is wrong; contains the key's path and advice
  |- RequestError           this request is wrong (HTTP 400); names the parameter
+ |- PromptTooLong          a RequestError about the length of the prompt; a shorter one may succeed
  |- UnknownMember          a stage or replica name that does not exist
  |- StageUnavailable       a stage has no live replica (HTTP 503); try again later
  |- RequestFailed          the request was accepted and could not be finished (HTTP 500)
@@ -35,6 +36,10 @@ class RequestError(OmniError):
     def __init__(self, message: str, *, parameter: str) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+class PromptTooLong(RequestError):
+    """A prompt that does not fit into a stage."""
 
 
 class UnknownMember(OmniError):

@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from vllm_omni_ext.config.checks import ADAPTIVE, chunk_value
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
-from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.errors import PromptTooLong, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER, THINKER, ReadAloudFlow, SpeechFlow, SpeechPlan
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, PADS, PromptSegments, SpecialIds, find_parts
@@ -202,7 +202,7 @@ class Qwen3OmniRuntime:
         length = sum(stop - start for start, stop in parts.user) + TALKER_TAIL
         left = self._limits[TALKER] - length
         if left < 1:
-            raise RequestError(
+            raise PromptTooLong(
                 f"messages: the user turns and the header are {length} tokens for the talker, whose context holds "
                 f'{self._limits[TALKER]}; shorten them, or ask for modalities ["text"]',
                 parameter="messages",

@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.parser.abstract_parser import Parser
 
-from vllm_omni_ext.errors import OmniError, RequestError
+from vllm_omni_ext.errors import OmniError, PromptTooLong, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT, OutputChunk
 from vllm_omni_ext.modalities.fields import choice, flag
 from vllm_omni_ext.omni import AsyncOmni
@@ -78,6 +78,9 @@ class OmniServingChat(OpenAIServingChat):
         """Answer a chat request of this process, which is streamed, with the parts of a `PartStream`.
 
         The request aborts when the generator is closed.
+
+        Raises:
+            PromptTooLong: a stage other than the frontend cannot take the prompt.
         """
         answer: Any = await self._answered(request, None, parts=True)
         return answer
@@ -88,6 +91,8 @@ class OmniServingChat(OpenAIServingChat):
         try:
             answer = await self._create(request, raw_request, parts=parts)
         except OmniError as err:  # raised before the first byte of the answer
+            if parts and isinstance(err, PromptTooLong):
+                raise
             answer = self.create_error_response(as_vllm_error(err))
         if isinstance(answer, ErrorResponse) and answer.error.code == HTTPStatus.BAD_REQUEST:
             self.engine_client.observer.refused(RequestError(answer.error.message, parameter=answer.error.param or ""))

@@ -12,6 +12,7 @@ from vllm_omni_ext.serving.realtime.limits import Limits
 from vllm_omni_ext.serving.realtime.response import Usage
 
 ITEM_IDS = st.sampled_from(["a", "b", "c", "root", "item_1", "item_2", "item_3", "item_5", None])
+NEW_IDS = st.sampled_from(["a", "b", "c", None])
 RESPONSE_IDS = st.sampled_from(["resp_1", "resp_2", "resp_3", "resp_4"])
 TEXT = {"type": "input_text", "text": "x"}
 CALL = {"type": "function_call", "name": "f", "arguments": "{}"}
@@ -24,8 +25,8 @@ def item_of(item_id: str | None, content: list[Any]) -> dict[str, Any]:
 CLIENT = st.one_of(
     st.tuples(st.just("append"), st.sampled_from([0, 10, 100, 900])),
     st.tuples(st.sampled_from(["input_audio_buffer.commit", "input_audio_buffer.clear", "output_audio_buffer.clear"])),
-    st.tuples(st.just("item"), ITEM_IDS, ITEM_IDS, st.sampled_from([[], [TEXT], [TEXT, TEXT], [{"type": "x"}], 5])),
-    st.tuples(st.just("call"), ITEM_IDS),
+    st.tuples(st.just("item"), NEW_IDS, ITEM_IDS, st.sampled_from([[], [TEXT], [TEXT, TEXT], [{"type": "x"}], 5])),
+    st.tuples(st.just("call"), NEW_IDS),
     st.tuples(st.sampled_from(["delete", "retrieve"]), ITEM_IDS),
     st.tuples(st.just("truncate"), ITEM_IDS, st.integers(-1, 1), st.sampled_from([0, 50, 10_000])),
     st.tuples(
@@ -106,7 +107,7 @@ def do(driver: Driver, step: tuple[Any, ...]) -> None:
 
 
 @given(steps=st.lists(CLIENT | MODEL, max_size=40), manual=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_every_order_of_events_keeps_the_rules(steps: list[tuple[Any, ...]], manual: bool) -> None:
     limits = Limits(items=12, buffer_bytes=48 * 2000, responses=2)
     driver = Driver(manual=manual, limits=limits)

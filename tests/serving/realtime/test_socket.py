@@ -25,7 +25,7 @@ import websockets
 from tests.serving.conftest import MODEL
 from tests.support.realtime import Checker, silence
 from tests.support.scripted import ScriptedOmni, sound
-from vllm_omni_ext.errors import StageUnavailable
+from vllm_omni_ext.errors import PromptTooLong, StageUnavailable
 from vllm_omni_ext.modalities.sound import pcm16
 from vllm_omni_ext.serving.realtime.limits import Limits
 
@@ -267,6 +267,25 @@ async def test_a_prompt_that_is_too_long_is_shortened_unless_truncation_is_off(
         await client.send("session.update", session={"type": "realtime", "truncation": "disabled"})
         done = await client.respond(**TEXT_ONLY)
     assert (done.status, done.status_details.error.code) == ("failed", "invalid_prompt")
+
+
+async def test_a_prompt_that_is_too_long_for_another_stage_is_shortened_too(
+    address: str, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, lengths = engine.generate, list[int]()
+
+    def generate(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths.append(len(prompt["prompt_token_ids"]))
+        if len(lengths) == 1:
+            raise PromptTooLong("messages: too long for a stage", parameter="messages")
+        return stock(prompt, *args, **kwargs)
+
+    monkeypatch.setattr(engine, "generate", generate)
+    engine.script = ["yes"]
+    async with connected(address) as client:
+        await client.say("How are you?")
+        assert (await client.respond(**TEXT_ONLY)).status == "completed"
+    assert len(lengths) == 2 and lengths[1] < lengths[0]
 
 
 async def test_sessions_and_responses_outside_of_the_conversation_run_at_once(

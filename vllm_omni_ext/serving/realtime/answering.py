@@ -19,6 +19,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.exceptions import VLLMError
 from vllm.logger import init_logger
 
+from vllm_omni_ext.errors import PromptTooLong
 from vllm_omni_ext.metrics import REALTIME_FIRST_SOUND, Metrics
 from vllm_omni_ext.modalities.audio import frames_of
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
@@ -41,6 +42,8 @@ PIECE_MS = 100
 
 PACERS = 16
 """Sounds whose playing is followed: a client may still play one when the next responses have begun."""
+
+INVALID_PROMPT = "invalid_prompt"
 
 TOO_LONG = ("input_text", "input_tokens")
 """Parameters in vLLM's errors about a prompt that is longer than the model's context."""
@@ -74,7 +77,7 @@ class Failed(Exception):
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             return cls(message, kind=SERVER_ERROR, code="server_unavailable")
         if HTTPStatus.BAD_REQUEST <= status < HTTPStatus.INTERNAL_SERVER_ERROR:
-            return cls(message, kind=INVALID_REQUEST, code="invalid_prompt", too_long=param in TOO_LONG)
+            return cls(message, kind=INVALID_REQUEST, code=INVALID_PROMPT, too_long=param in TOO_LONG)
         return cls(message, kind=SERVER_ERROR, code="engine_error")
 
 
@@ -212,7 +215,9 @@ class Answers:
         try:
             answer = await self._chat.create_parts(ChatCompletionRequest.model_validate(body))
         except ValidationError as error:
-            raise Failed(str(error.errors()[0]["msg"]), kind=INVALID_REQUEST, code="invalid_prompt") from error
+            raise Failed(str(error.errors()[0]["msg"]), kind=INVALID_REQUEST, code=INVALID_PROMPT) from error
+        except PromptTooLong as error:
+            raise Failed(str(error), kind=INVALID_REQUEST, code=INVALID_PROMPT, too_long=True) from error
         except VLLMError as error:
             raise Failed.of(self._chat.create_error_response(error).error) from error
         if isinstance(answer, ErrorResponse):
