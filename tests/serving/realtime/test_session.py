@@ -186,6 +186,8 @@ def test_the_voice_cannot_change_after_the_first_sound() -> None:
         ('{"type": "input_audio_buffer.commit", "final": true}', "final", "unknown_parameter"),
         ('{"type": "output_audio_buffer.clear"}', "type", "unsupported_event"),
         ('{"type": "response.cancel", "response_id": "\\ud800"}', None, "invalid_value"),
+        ('{"type": "response.cancel", "response_id": 1e999}', None, "invalid_value"),
+        ('{"type": "session.update", "session": ' + "[" * 400 + "]" * 400 + "}", None, "event_too_large"),
     ],
 )
 def test_a_wrong_message_gets_an_error_and_the_session_goes_on(text: str, param: str | None, code: str | None) -> None:

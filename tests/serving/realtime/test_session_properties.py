@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.realtime import SILENT, SPOKEN, Driver
+from vllm_omni_ext.serving.realtime.events import CLIENT_EVENTS, ResponseFields, SessionFields
 from vllm_omni_ext.serving.realtime.limits import Limits
 from vllm_omni_ext.serving.realtime.response import Usage
 
@@ -120,3 +122,35 @@ def test_every_order_of_events_keeps_the_rules(steps: list[tuple[Any, ...]], man
     for response in driver.session.responses:
         driver.answer(response, "end")
     assert not driver.checker.open and not driver.session.busy
+
+
+NAMES = sorted({name for model in CLIENT_EVENTS.values() for name in model.model_fields} | {"x", "role", "content"})
+SESSION_NAMES = sorted({*SessionFields.model_fields, *ResponseFields.model_fields, "input", "output", "format", "id"})
+LEAVES = st.none() | st.booleans() | st.integers(-2, 10**30) | st.floats() | st.text(max_size=8) | st.just("message")
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(SESSION_NAMES), inner, max_size=4),
+    max_leaves=8,
+)
+MESSAGES = st.one_of(
+    st.text(max_size=20),
+    VALUES.map(json.dumps),
+    st.builds(
+        lambda kind, fields: json.dumps({**fields, "type": kind}),
+        st.sampled_from(sorted(CLIENT_EVENTS)),
+        st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4),
+    ),
+)
+
+
+@given(messages=st.lists(MESSAGES, max_size=8))
+@settings(max_examples=300, deadline=None)
+def test_no_message_breaks_a_session(messages: list[str]) -> None:
+    driver = Driver()
+    for message in messages:
+        for event in driver.take(driver.session.receive(message)):
+            if event["type"] == "error":
+                assert event["error"]["message"] and event["error"]["code"]
+    if driver.session.busy:
+        driver.send("response.cancel")
+    driver.answer(driver.respond(output_modalities=["text"]), "yes")

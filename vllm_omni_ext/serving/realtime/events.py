@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -26,6 +27,7 @@ MOST_TOKENS = 4096
 """Largest `max_output_tokens` of the protocol other than `inf`."""
 
 LONGEST_ID = 64
+MOST_DEPTH = 100
 METADATA_PAIRS, METADATA_KEY, METADATA_VALUE = 16, 64, 512
 
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
@@ -510,17 +512,32 @@ def read_event(data: Any) -> ClientEvent:
     if model is None:
         names = ", ".join(CLIENT_EVENTS)
         raise ClientError(f"type: {kind!r:.100} is not one of {names}", code=WRONG_VALUE, param="type")
-    if model is not Append and _has_half_character(data):
-        raise ClientError("the event has half of a surrogate pair in a text", code=WRONG_VALUE)
+    if model is not Append:  # which has no nested fields, and whose text is long
+        _check_values(data, MOST_DEPTH)
     return read(model, data, "")
 
 
-def _has_half_character(value: Any) -> bool:
-    if isinstance(value, str):
-        return _HALF_CHARACTER.search(value) is not None
-    if isinstance(value, dict):
-        return any(_has_half_character(each) for pair in value.items() for each in pair)
-    return isinstance(value, list) and any(_has_half_character(each) for each in value)
+def _check_values(value: Any, depth: int) -> None:
+    """Check values that JSON can have, and that cannot be sent back or tokenized.
+
+    Args:
+        depth: objects and arrays that may be inside of one another.
+
+    Raises:
+        ClientError: a value is one of them.
+    """
+    if isinstance(value, str) and _HALF_CHARACTER.search(value):
+        raise ClientError("the event has half of a surrogate pair in a text", code=WRONG_VALUE)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ClientError("the event has a number that is too large", code=WRONG_VALUE)
+    if isinstance(value, dict | list):
+        if not depth:
+            message = f"the event has more than {MOST_DEPTH} objects and arrays inside of one another"
+            raise ClientError(message, code="event_too_large")
+        for each in value:
+            _check_values(each, depth - 1)
+        for each in value.values() if isinstance(value, dict) else ():
+            _check_values(each, depth - 1)
 
 
 def read(model: type[ModelT], data: Any, path: str) -> ModelT:
