@@ -28,7 +28,7 @@ from vllm_omni_ext.modalities.fields import choice, flag
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.orchestrator.admission import Ticket
 from vllm_omni_ext.serving.answers import ChatAnswer, ChatStream, PartStream
-from vllm_omni_ext.serving.limits.media import MediaNotFetched
+from vllm_omni_ext.serving.limits.media import PIXELS, MediaNotFetched, pixel_budget
 from vllm_omni_ext.serving.limits.validation import validate_json_values
 from vllm_omni_ext.serving.options import apply_to_frontend, check
 from vllm_omni_ext.serving.responses import BadRequest, as_vllm_error, printable
@@ -82,6 +82,7 @@ class OmniServingChat(OpenAIServingChat):
         Raises:
             PromptTooLong: a stage other than the frontend cannot take the prompt.
         """
+        PIXELS.set(pixel_budget(self._model.omni.plan.config))  # as the middleware of HTTP requests does
         answer: Any = await self._answered(request, None, parts=True)
         return answer
 

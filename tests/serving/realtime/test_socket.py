@@ -21,12 +21,14 @@ import pytest_asyncio
 import soundfile
 import uvicorn
 import websockets
+from PIL import Image
 
 from tests.serving.conftest import MODEL
 from tests.support.realtime import Checker, silence
 from tests.support.scripted import ScriptedOmni, sound
 from vllm_omni_ext.errors import PromptTooLong, StageUnavailable
 from vllm_omni_ext.modalities.sound import pcm16
+from vllm_omni_ext.serving.limits import media
 from vllm_omni_ext.serving.realtime.limits import Limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -187,6 +189,32 @@ async def test_the_prompt_has_the_sound_as_it_was_sent(address: str, engine: Scr
     assert bodies[0]["max_completion_tokens"] == 7 and engine.calls[0].params.max_tokens == 7
     assert done.usage.input_token_details.audio_tokens > 0
     assert done.output[0].content[0].text == "yes"
+
+
+async def test_each_response_has_its_own_budget_of_pixels(
+    address: str, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = replace(engine.plan, config=replace(engine.plan.config, max_request_pixels=64 * 64 + 100))
+    monkeypatch.setattr(engine, "plan", plan)
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    picture = {"type": "message", "role": "user", "content": [{"type": "input_image", "image_url": url}]}
+    engine.script = ["yes"]
+    with media.install(None):
+        done = await answered_with_pictures(address, picture)
+    assert "max_request_pixels" in done.status_details.error.message
+
+
+async def answered_with_pictures(address: str, picture: dict[str, Any]) -> Any:
+    """Two responses to one picture, then the response to two, which is returned."""
+    async with connected(address) as client:
+        await client.send("conversation.item.create", item=picture)
+        for _ in range(2):
+            done = await client.respond(**TEXT_ONLY)
+            assert done.status == "completed" and done.usage.input_token_details.image_tokens > 0
+        await client.send("conversation.item.create", item=picture)
+        return await client.respond(**TEXT_ONLY)
 
 
 async def test_a_tool_call_is_not_spoken(address: str, engine: ScriptedOmni) -> None:

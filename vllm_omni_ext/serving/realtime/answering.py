@@ -160,8 +160,9 @@ class Answers:
             self._take(session.failed(response_id, message, kind=SERVER_ERROR, code="engine_error"))
 
     async def _stream(self, command: Generate) -> None:
-        body = await asyncio.to_thread(chat_body, command.settings, command.messages)
         response_id, began, session = command.response_id, self._clock(), self.session
+        body = await asyncio.to_thread(chat_body, command.settings, command.messages)
+        body["request_id"] = response_id  # in logs and traces
         player = _Player(self._pacer(response_id), command.settings["audio"]["output"]["format"], self._clock)
         reading = _Reading()
         sending = asyncio.create_task(self._send(response_id, player, began))

@@ -20,7 +20,6 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.metrics import REALTIME_SESSIONS
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
-from vllm_omni_ext.serving.limits.media import PIXELS, pixel_budget
 from vllm_omni_ext.serving.realtime import settings
 from vllm_omni_ext.serving.realtime.client_secrets import PREFIX, ClientSecrets, WrongSecret
 from vllm_omni_ext.serving.realtime.connection import Connection, new_id
@@ -145,7 +144,6 @@ class OmniServingRealtime:
         except (ClientError, WrongSecret) as error:
             await _deny(websocket, error)
             return
-        PIXELS.set(pixel_budget(self.omni.plan.config))
         self._connections.add(connection)
         sessions = self._metrics.of(REALTIME_SESSIONS)
         sessions.inc()
