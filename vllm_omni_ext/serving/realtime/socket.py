@@ -20,6 +20,7 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.metrics import REALTIME_SESSIONS
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
+from vllm_omni_ext.serving.options import check
 from vllm_omni_ext.serving.realtime import settings
 from vllm_omni_ext.serving.realtime.client_secrets import PREFIX, ClientSecrets, WrongSecret
 from vllm_omni_ext.serving.realtime.connection import Connection, new_id
@@ -119,7 +120,7 @@ class OmniServingRealtime:
 
     def _check_voice(self, name: str) -> None:
         found = self._model.read({"audio": {"voice": name}}, stream=True, seed=None, modalities=(AUDIO,))
-        self._model.check(found, found.options)
+        check(self._model.runtime, found.options, found.paths)
 
     def make_secret(self, request: SecretRequest) -> dict[str, Any]:
         """Return a client secret.
